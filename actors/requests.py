@@ -1,0 +1,174 @@
+"""What a caller of the engine hands in and gets back: sampling parameters, prompts, deltas and errors."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from actors.runtime import RequestError
+
+__all__ = [
+    "LIMITS",
+    "Chat",
+    "Delta",
+    "EngineDraining",
+    "EngineFailed",
+    "EngineNotReady",
+    "FinishReason",
+    "InvalidRequest",
+    "Limits",
+    "QueueFull",
+    "RequestAborted",
+    "RequestFailed",
+    "RequestTimeout",
+    "SamplingParams",
+    "TokenLogprob",
+    "Usage",
+]
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """The largest value of everything a user may send."""
+
+    n: int = 128
+    stop_strings: int = 16
+    stop_string_chars: int = 256
+    stop_token_ids: int = 128
+    bad_words: int = 128
+    bad_words_tokens: int = 1024
+    logprobs: int = 20
+    logit_bias: int = 1024
+    allowed_token_ids: int = 65536
+    prompts: int = 256
+    messages: int = 4096
+    tools: int = 512
+    cache_salt_chars: int = 256
+    request_id_chars: int = 256
+    penalty: float = 2.0
+    temperature: float = 100.0  # OpenAI's own API stops at 2; other engines' users go higher
+
+
+LIMITS = Limits()
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are chosen and when a request ends. ``validate()`` is called by the engine.
+
+    Names are vLLM's and OpenAI's; the HTTP layer maps SGLang's (``max_new_tokens``, ``sampling_seed`` ...) onto them.
+    ``None`` means "the model's generation_config.json, else the field's neutral value".
+    """
+
+    max_tokens: int | None = None  # None: up to the context length
+    min_tokens: int = 0
+    temperature: float | None = None  # 0 is greedy
+    top_p: float | None = None
+    top_k: int | None = None  # 0 or -1: all
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None  # None: drawn once per request
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None  # None: none; 0: the sampled token's; k: and the k most likely
+    prompt_logprobs: int | None = None
+    bad_words: tuple[str, ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+
+    def validate(self, *, vocab_size: int | None = None, limits: Limits = LIMITS) -> None:
+        """Raise :class:`InvalidRequest` naming the first field that is out of bounds, its limit and the remedy."""
+        from actors.sampling_rules import validate
+
+        validate(self, vocab_size=vocab_size, limits=limits)
+
+
+class Chat(msgspec.Struct, frozen=True, kw_only=True):
+    """A conversation to be rendered by the model's chat template."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    template_kwargs: dict[str, Any] = {}  # e.g. enable_thinking
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """A token, its log-probability (natural logarithm; None for the first prompt token) and the likeliest others."""
+
+    token_id: int
+    token: str
+    bytes_: bytes
+    logprob: float | None
+    top: tuple[TokenLogprob, ...] = ()
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Token counts of one request; ``cached_tokens`` of the prompt were not computed again."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
+    """A piece of one choice. Deltas that wait for a slow reader are merged, so their number is not the tokens' number."""
+
+    request_id: str
+    index: int = 0  # which of the n choices
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # with the first delta of a choice
+    prompt_token_ids: tuple[int, ...] | None = None  # with the first delta of a choice
+    finish_reason: FinishReason | None = None  # set on the last delta of a choice, never else
+    matched_stop: str | int | None = None  # the stop string or token id that ended it
+    usage: Usage = Usage()  # so far, for this choice
+
+
+class InvalidRequest(RequestError):
+    """The request is wrong in itself: HTTP 400. ``param`` names the field."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str = "invalid_value") -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class QueueFull(RequestError):
+    """The engine refuses at the door: HTTP 429. ``retry_after`` in seconds, at most 120."""
+
+    def __init__(self, message: str, *, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class EngineNotReady(RequestError):
+    """Still starting: HTTP 503."""
+
+
+class EngineDraining(RequestError):
+    """Shutting down: HTTP 503."""
+
+
+class EngineFailed(RequestError):
+    """The engine gave up after too many restarts: HTTP 503, nothing will heal it but a new process."""
+
+
+class RequestFailed(RequestError):
+    """This request met an error inside the engine: HTTP 500, or an error chunk in a stream."""
+
+
+class RequestTimeout(RequestError):
+    """The request's deadline passed: HTTP 504 (408 is retried by clients), or an error chunk."""
+
+
+class RequestAborted(RequestError):
+    """Somebody aborted the request by its id."""

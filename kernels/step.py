@@ -1,0 +1,151 @@
+"""The step: what a scheduler tells a model runner, and what the runner answers.
+
+These structs cross a process boundary as msgpack, so rows travel as packed int32 bytes (numpy ``tobytes`` /
+``frombuffer``, native little-endian), never as lists of Python integers. This module imports neither torch nor any
+actor: both sides of the boundary use it.
+
+The runner owns the device state of every running request, addressed by *slot* (``1 .. max_slots - 1``; slot 0 takes the
+padding). For a slot it keeps the token ids known so far (prompt, then every sampled token), how many of them are already
+*computed* (their keys and values are in the cache), the page table and the sampling state. A row of a step therefore
+only says "run ``count`` tokens of this slot from where it stands":
+
+* a prefill chunk runs ``count`` prompt tokens; when the chunk reaches the last known token, one token is sampled;
+* a decode runs 1 token, the one sampled before, and samples the next. The scheduler need not have seen it.
+
+A slot that is given to another request gets a new *generation*. A row whose generation is not the slot's is a protocol
+error and is answered in ``StepResult.failed``.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = [
+    "Admission",
+    "ModelInfo",
+    "RowError",
+    "RunnerConfig",
+    "SlotSampling",
+    "StepBatch",
+    "StepResult",
+    "StepTiming",
+]
+
+
+class SlotSampling(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
+    """How one slot samples. Every value is validated before it comes here."""
+
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and output tokens
+    frequency_penalty: float = 0.0  # over output tokens
+    presence_penalty: float = 0.0  # over output tokens
+    seed: int = 0  # 64-bit; noise is a function of (seed, position, token id)
+    min_tokens: int = 0  # stop_ids are masked while fewer output tokens exist
+    stop_ids: tuple[int, ...] = ()  # end-of-sequence and stop token ids, for min_tokens only
+    ban_ids: tuple[int, ...] = ()  # never sampled (ignore_eos does not ban: it only goes on)
+    bias_ids: tuple[int, ...] = ()
+    bias_values: tuple[float, ...] = ()
+    allowed_ids: tuple[int, ...] = ()  # non-empty: nothing else is sampled
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences never completed
+    logprobs: int = -1  # -1: none; 0: the sampled token's; k: and the k most likely
+    prompt_logprobs: int = -1  # the same for each prompt token
+
+
+class Admission(msgspec.Struct, frozen=True, array_like=True):
+    """A request takes a slot. A resumed or preempted request brings its output tokens back as part of ``tokens``."""
+
+    slot: int
+    generation: int
+    tokens: bytes  # int32 [prompt_length + output_length]: the prompt, then output tokens of an earlier life
+    prompt_length: int  # how many of `tokens` are prompt; the rest count as output for penalties and min_tokens
+    computed: int  # tokens whose keys and values already lie in `pages` (cached prefix)
+    pages: bytes  # int32: the slot's first pages, in order
+    sampling: SlotSampling
+
+
+class StepBatch(msgspec.Struct, frozen=True, array_like=True):
+    """One forward pass. Releases happen first, then admissions, then page grants, then the rows run."""
+
+    number: int
+    slots: bytes  # int32 [rows]
+    generations: bytes  # int32 [rows]
+    counts: bytes  # int32 [rows], tokens to run; decode rows stand before prefill rows
+    page_slots: bytes = b""  # int32 [grants]: the slot that gets ...
+    page_ids: bytes = b""  # int32 [grants]: ... this page appended to its table
+    admitted: tuple[Admission, ...] = ()
+    released: bytes = b""  # int32: slots whose state is dropped
+
+
+class StepTiming(msgspec.Struct, frozen=True, array_like=True):
+    """Seconds. ``queued``: between arrival and start; ``prepare``: building inputs; ``run``: model and sampling."""
+
+    queued: float = 0.0
+    prepare: float = 0.0
+    run: float = 0.0
+
+
+class RowError(msgspec.Struct, frozen=True, array_like=True):
+    """One row's own failure; the others of the step are not touched by it."""
+
+    slot: int
+    generation: int
+    message: str
+
+
+class StepResult(msgspec.Struct, frozen=True, array_like=True):
+    """What a step produced, in the order of its rows."""
+
+    number: int
+    accepted: bytes  # int32 [rows]: how many tokens each row produced (0: a chunk that is not the last)
+    tokens: bytes  # int32 [sum(accepted)]
+    logprobs: bytes = b""  # float32 [sum(accepted)]; empty when no row asked
+    top_counts: bytes = b""  # int32 [sum(accepted)], entries each token has in the two arrays below; empty when none
+    top_ids: bytes = b""  # int32
+    top_logprobs: bytes = b""  # float32
+    prompt_rows: bytes = b""  # int32: indices of rows that carry prompt logprobs
+    prompt_counts: bytes = b""  # int32 per such row: scored tokens (predictions of known prompt tokens 1..prompt-1)
+    prompt_logprobs: bytes = b""  # float32 [sum(prompt_counts)]
+    prompt_top_counts: bytes = b""  # int32 [sum(prompt_counts)]
+    prompt_top_ids: bytes = b""  # int32
+    prompt_top_logprobs: bytes = b""  # float32
+    failed: tuple[RowError, ...] = ()
+    timing: StepTiming = StepTiming()
+
+
+class RunnerConfig(msgspec.Struct, frozen=True):
+    """All a runner needs to load a model and size its cache."""
+
+    model_path: str
+    device: str = "cpu"
+    dtype: str = "auto"  # auto | float32 | bfloat16 | float16
+    load_format: str = "auto"  # auto | safetensors | dummy
+    config_overrides: str = "{}"  # JSON object merged over config.json
+    loader_extra_config: str = "{}"
+    context_length: int = 0  # 0: the model's own
+    max_slots: int = 257  # slot 0 is the dump of padded rows
+    page_size: int = 16  # tokens
+    max_total_tokens: int = 0  # tokens of cache; 0: from memory
+    mem_fraction_static: float = 0.0  # share of the device's memory for weights and cache; 0: the platform's default
+    max_step_tokens: int = 2048  # largest sum(counts) of a step
+    threads: int = 0  # CPU threads; 0: the platform decides
+    random_seed: int = 0
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """What a loaded runner says of itself."""
+
+    architecture: str
+    dtype: str
+    device: str
+    vocab_size: int
+    context_length: int  # tokens a sequence may have
+    layers: int
+    parameters: int
+    weight_bytes: int
+    num_pages: int  # usable page ids are 1 .. num_pages - 1; page 0 is the dump of padded rows
+    page_size: int
+    cache_bytes: int
+    load_seconds: dict[str, float]  # by phase
