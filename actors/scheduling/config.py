@@ -1,0 +1,29 @@
+"""What the planner may do, as plain numbers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+__all__ = ["PlannerConfig"]
+
+
+class PlannerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits and policies of a planner. What the device has (pages, context) comes with ``Planner.worker_ready``."""
+
+    max_running: int
+    max_slots: int  # slots are 1 .. max_slots - 1
+    step_tokens: int  # token budget of a step, at least max_running (a decode of every sequence fits)
+    max_prefill_tokens: int = 16384  # prefill tokens a step, within step_tokens
+    prefill_max_requests: int | None = None  # prefill rows a step
+    chunked: bool = True  # False: a prompt that fits one step is never split
+    overlap: bool = True  # two steps in flight
+    use_cache: bool = True  # share prefixes
+    policy: Literal["fcfs", "lpm"] = "fcfs"
+    max_queued: int | None = None  # waiting sequences
+    conservativeness: float = 1.0  # scales the pages kept for the growth of running sequences
+    priority_scheduling: bool = False
+    low_priority_values_first: bool = False
+    preemption_threshold: int = 10  # a waiting sequence preempts when its priority exceeds by more than this
+    ageing_seconds: float = 10.0  # waiting this long raises the effective priority by 1
