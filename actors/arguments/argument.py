@@ -1,0 +1,221 @@
+"""One argument: its names, type, bounds and help, and how a value given for it is read and checked."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from actors.arguments.errors import ArgumentError
+
+__all__ = ["MAX_TEXT", "Argument", "Group", "Kind", "Number", "parse_flag"]
+
+Kind: TypeAlias = Literal["str", "int", "float", "flag", "json", "names"]
+Number: TypeAlias = int | float
+
+Group: TypeAlias = Literal[
+    "Model and tokenizer",
+    "HTTP server",
+    "API",
+    "Memory and scheduling",
+    "Tokenizer batching",
+    "Runtime",
+    "Logging",
+    "Configuration file",
+]
+
+MAX_TEXT = 65536
+"""The longest text value in characters, JSON included: far above any real one, far below what hurts."""
+
+_TRUE = frozenset({"true", "1", "yes", "on"})
+_FALSE = frozenset({"false", "0", "no", "off"})
+_NONE = frozenset({"none", "null"})
+
+
+class Argument(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that is known of one argument, declared once.
+
+    Names are written without their dashes (``max-running-requests``). The command line takes them with two dashes in
+    front; everywhere a dash may be an underscore. A flag has a ``--no-`` form for each of its names.
+    """
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    opposites: tuple[str, ...] = ()  # flags only: names that mean the reverse
+    kind: Kind
+    default: object
+    group: Group
+    help: str  # the effect, with the unit
+    default_text: str = ""  # what a default of None stands for
+    metavar: str = ""
+    choices: tuple[str, ...] = ()  # str and names only
+    synonyms: dict[str, str] = {}  # another spelling of a choice -> the choice
+    unbuilt_choices: dict[str, str] = {}  # a choice of other engines -> why it is refused and what to do
+    minimum: Number | None = None
+    maximum: Number | None = None
+    above: bool = False  # the minimum itself is too small
+    also: tuple[Number, ...] = ()  # values outside the bounds that have a meaning of their own
+    secret: bool = False
+
+    @property
+    def field(self) -> str:
+        """The name of the argument's field in Arguments, which is also its keyword in the embedding API."""
+        return self.name.replace("-", "_")
+
+    @property
+    def optional(self) -> bool:
+        """Whether None is a value: the default that ``default_text`` explains."""
+        return self.default is None
+
+    @property
+    def is_flag(self) -> bool:
+        return self.kind == "flag"
+
+    def parse(self, given: object) -> object:
+        """A value as it was given (text of a command line, a YAML or Python value) as the field's type, checked.
+
+        None stands for "left out". Raises ArgumentError whose sentence continues the argument's name: "must be an
+        integer, not 'x'".
+        """
+        if given is None:
+            return self.default
+        if self.optional and isinstance(given, str) and given.strip().lower() in _NONE:
+            return None
+        value = self._converted(given)
+        self.check(value)
+        return value
+
+    def check(self, value: object) -> None:
+        """Raise ArgumentError unless the value, of the field's type already, is within the argument's bounds."""
+        if value is None and self.optional:
+            return
+        match self.kind:
+            case "flag":
+                ok = isinstance(value, bool)
+            case "int":
+                ok = isinstance(value, int) and not isinstance(value, bool)
+            case "float":
+                ok = isinstance(value, int | float) and not isinstance(value, bool)
+            case "str":
+                ok = isinstance(value, str)
+            case "names":
+                ok = isinstance(value, tuple) and all(isinstance(name, str) for name in value)
+            case "json":
+                ok = isinstance(value, dict)
+        if not ok:
+            raise self._wrong_type(value)
+        if isinstance(value, int | float) and self.kind != "flag":
+            self._check_number(value)
+        elif isinstance(value, str):
+            self._check_text(value)
+        elif isinstance(value, tuple):
+            for name in value:
+                self._check_text(name)
+
+    def _converted(self, given: object) -> object:
+        text = given.strip() if isinstance(given, str) else None
+        match self.kind:
+            case "flag":
+                flag = parse_flag(given)
+                if flag is None:
+                    raise self._wrong_type(given)
+                return flag
+            case "int":
+                if text is not None:
+                    try:
+                        return int(text)
+                    except ValueError:
+                        raise self._wrong_type(given) from None
+                if isinstance(given, float) and given.is_integer():
+                    return int(given)
+                return given
+            case "float":
+                if text is not None:
+                    try:
+                        return float(text)
+                    except ValueError:
+                        raise self._wrong_type(given) from None
+                return float(given) if isinstance(given, int) and not isinstance(given, bool) else given
+            case "str":
+                if isinstance(given, int | float) and not isinstance(given, bool):
+                    return str(given)  # YAML reads an unquoted 7 as a number
+                return self._canonical(given) if isinstance(given, str) else given
+            case "names":
+                parts = text.split(",") if text is not None else given
+                if not isinstance(parts, list | tuple):
+                    raise self._wrong_type(given)
+                return tuple(
+                    self._canonical(part.strip()) if isinstance(part, str) else part for part in parts if part != ""
+                )
+            case "json":
+                return self._json(text) if text is not None else given
+
+    def _canonical(self, text: str) -> str:
+        if not self.choices:
+            return text
+        lowered = text.strip().lower()
+        return self.synonyms.get(lowered, lowered)
+
+    def _json(self, text: str) -> object:
+        if len(text) > MAX_TEXT:
+            raise ArgumentError(f"may hold at most {MAX_TEXT} characters, not {len(text)}")
+        try:
+            return json.loads(text) if text else {}
+        except (ValueError, RecursionError) as error:
+            raise ArgumentError(f"must be a JSON object: {error}") from None
+
+    def _check_number(self, value: Number) -> None:
+        if value in self.also:
+            return
+        low = self.minimum is not None and (value <= self.minimum if self.above else value < self.minimum)
+        high = self.maximum is not None and value > self.maximum
+        if low or high or not math.isfinite(value):
+            raise ArgumentError(f"must be {self.bounds}, not {value}")
+
+    def _check_text(self, value: str) -> None:
+        if len(value) > MAX_TEXT or "\0" in value:
+            raise ArgumentError(f"must be text of at most {MAX_TEXT} characters without NUL")
+        if value in self.unbuilt_choices:
+            raise ArgumentError(f"{value}: {self.unbuilt_choices[value]}")
+        if self.choices and value not in self.choices:
+            raise ArgumentError(f"must be {self.bounds}, not {value!r}")
+        if not self.choices and not value.strip() and self.default != "":
+            raise ArgumentError("must not be empty; leave it out for the default")
+
+    def _wrong_type(self, value: object) -> ArgumentError:
+        shown = "***" if self.secret else repr(value)
+        return ArgumentError(f"must be {self.bounds}, not {shown[:200]}")
+
+    @property
+    def bounds(self) -> str:
+        """What a value may be, in words: "an integer from 1 to 65535"."""
+        match self.kind:
+            case "flag":
+                return "true or false"
+            case "str" | "names":
+                listed = " or ".join((", ".join(self.choices[:-1]), self.choices[-1])) if len(self.choices) > 1 else ""
+                listed = listed or "".join(self.choices)
+                if self.kind == "names":
+                    return f"a comma-separated list of {listed or 'names'}"
+                return listed or "text"
+            case "json":
+                return "a JSON object"
+            case "int" | "float":
+                noun = "an integer" if self.kind == "int" else "a number"
+                if self.minimum is not None and self.maximum is not None:
+                    joint = "above" if self.above else "from"
+                    until = "up to" if self.above else "to"
+                    noun += f" {joint} {self.minimum} {until} {self.maximum}"
+                return " or ".join((noun, *map(str, self.also)))
+
+
+def parse_flag(given: object) -> bool | None:
+    """True, false and their usual spellings as a bool; None for anything else."""
+    if isinstance(given, bool):
+        return given
+    if isinstance(given, str):
+        lowered = given.strip().lower()
+        return True if lowered in _TRUE else False if lowered in _FALSE else None
+    return bool(given) if isinstance(given, int) and given in (0, 1) else None

@@ -1,0 +1,119 @@
+"""From names and values as somebody gave them to the fields of Arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import msgspec
+
+from actors.arguments.argument import Argument, parse_flag
+from actors.arguments.errors import ArgumentError
+from actors.arguments.refusal import Refusal
+from actors.arguments.refused import REFUSALS
+from actors.arguments.table import ARGUMENTS
+
+__all__ = ["Found", "Given", "find", "resolve"]
+
+
+class Given(msgspec.Struct, frozen=True):
+    """A name and a value from one source. ``spelling``: how an error message shows the name and where it came from."""
+
+    name: str
+    value: object
+    spelling: str
+
+
+class Found(msgspec.Struct, frozen=True):
+    """What a name means: an argument or a refused one. ``reverse``: the name turns the flag off."""
+
+    entry: Argument | Refusal
+    reverse: bool = False
+
+
+def _index() -> dict[str, Found]:
+    index: dict[str, Found] = {}
+
+    def add(name: str, found: Found) -> None:
+        if name in index:
+            raise RuntimeError(f"two arguments are named {name}")
+        index[name] = found
+
+    entries: tuple[Argument | Refusal, ...] = (*ARGUMENTS, *REFUSALS)
+    for entry in entries:
+        for name in (entry.name, *entry.aliases):
+            add(name, Found(entry))
+            if entry.is_flag:
+                add(f"no-{name}", Found(entry, reverse=True))
+        for name in entry.opposites if isinstance(entry, Argument) else ():
+            add(name, Found(entry, reverse=True))
+            add(f"no-{name}", Found(entry))
+    return index
+
+
+_INDEX = _index()
+_FAMILIES = {name[:-1]: found for name, found in _INDEX.items() if name.endswith("*")}
+_IMPLEMENTED = [name for name, found in _INDEX.items() if isinstance(found.entry, Argument)]
+_REFUSED = [name for name, found in _INDEX.items() if isinstance(found.entry, Refusal)]
+
+
+def canonical(name: str) -> str:
+    """A name without leading dashes, its underscores as dashes, in lower case."""
+    return name.lstrip("-").replace("_", "-").lower()
+
+
+def find(name: str) -> Found:
+    """What a name, however it is spelled, means. Raises ArgumentError for a name that nobody knows."""
+    key = canonical(name)
+    found = _INDEX.get(key) or next((member for prefix, member in _FAMILIES.items() if key.startswith(prefix)), None)
+    if found is not None:
+        return found
+    # A refused name is a poor suggestion unless it is very near.
+    near = get_close_matches(key, _IMPLEMENTED, n=1, cutoff=0.7) or get_close_matches(key, _REFUSED, n=1, cutoff=0.85)
+    hint = f"did you mean {_spelled_like(name, near[0])}?" if near else "troupe serve --help lists all arguments"
+    raise ArgumentError(f"there is no such argument; {hint}")
+
+
+def _spelled_like(given: str, name: str) -> str:
+    dashes = given[: len(given) - len(given.lstrip("-"))]
+    return dashes + name if dashes or "-" in given else name.replace("-", "_")
+
+
+def resolve(layers: Iterable[Sequence[Given]]) -> dict[str, Any]:
+    """The fields that were given, parsed; a later layer wins over an earlier one.
+
+    In one layer two different names of the same argument must not disagree; the same name given twice counts once, with
+    its last value. Raises ArgumentError with every problem found.
+    """
+    values: dict[str, Any] = {}
+    problems: list[str] = []
+    for layer in layers:
+        seen: dict[str, tuple[str, Any, str]] = {}
+        for given in layer:
+            try:
+                found = find(given.name)
+                argument = found.entry
+                if isinstance(argument, Refusal):
+                    argument.check(_reversed(given.value) if found.reverse else given.value)
+                    continue
+                value = argument.parse(given.value)
+                if found.reverse:
+                    value = not value
+            except ArgumentError as error:
+                problems.extend(f"{given.spelling}: {problem}" for problem in error.problems)
+                continue
+            name, field = canonical(given.name), argument.field
+            if field in seen and seen[field][0] != name and seen[field][1] != value:
+                problems.append(f"{given.spelling}: contradicts {seen[field][2]}; give one of them")
+                continue
+            seen[field] = (name, value, given.spelling)
+            values[field] = value
+    if problems:
+        raise ArgumentError(problems)
+    return values
+
+
+def _reversed(given: object) -> object:
+    flag = parse_flag(given)
+    return given if flag is None else not flag

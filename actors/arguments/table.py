@@ -1,0 +1,12 @@
+"""Every argument there is, in the order of the help text."""
+
+from __future__ import annotations
+
+from actors.arguments.argument import Argument
+from actors.arguments.model import MODEL_ARGUMENTS
+from actors.arguments.scheduling import SCHEDULING_ARGUMENTS
+from actors.arguments.serving import SERVING_ARGUMENTS
+
+__all__ = ["ARGUMENTS"]
+
+ARGUMENTS: tuple[Argument, ...] = MODEL_ARGUMENTS + SERVING_ARGUMENTS + SCHEDULING_ARGUMENTS
