@@ -1,0 +1,50 @@
+"""An actor runtime for asyncio: typed messages, bounded mailboxes, supervision, and actors in child processes."""
+
+from actors.runtime.actor import Actor, handles
+from actors.runtime.clock import Clock, SystemClock
+from actors.runtime.context import ActorContext, Terminated
+from actors.runtime.errors import (
+    ActorDied,
+    AskTimeout,
+    ChildCrash,
+    HandlerCancelled,
+    MailboxFull,
+    MessageTooLarge,
+    RequestError,
+    UnknownMessage,
+)
+from actors.runtime.events import ActorStatus, Event, EventKind, Observer
+from actors.runtime.message import Lane, Message, current_traceparent
+from actors.runtime.ref import ActorRef
+from actors.runtime.supervisor import Backoff, Strategy, Supervision
+from actors.runtime.system import ActorSystem, Failure
+
+__all__ = [
+    "Actor",
+    "ActorContext",
+    "ActorDied",
+    "ActorRef",
+    "ActorStatus",
+    "ActorSystem",
+    "AskTimeout",
+    "Backoff",
+    "ChildCrash",
+    "Clock",
+    "Event",
+    "EventKind",
+    "Failure",
+    "HandlerCancelled",
+    "Lane",
+    "MailboxFull",
+    "Message",
+    "MessageTooLarge",
+    "Observer",
+    "RequestError",
+    "Strategy",
+    "Supervision",
+    "SystemClock",
+    "Terminated",
+    "UnknownMessage",
+    "current_traceparent",
+    "handles",
+]

@@ -1,0 +1,131 @@
+"""Actors, and how they say which messages they handle."""
+
+import inspect
+import types
+import typing
+from collections.abc import Awaitable, Callable
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, overload
+
+from actors.runtime.context import ActorContext
+from actors.runtime.message import Message, reply_type
+
+__all__ = ["Actor", "Handler", "handlers_of", "handles"]
+
+P = TypeVar("P")
+R = TypeVar("R")
+S = TypeVar("S")
+M = TypeVar("M", bound=Message[Any, Any])
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Handler(NamedTuple):
+    """A method that handles a message type; `awaits` tells a coroutine function from a plain one."""
+
+    method: str
+    awaits: bool
+
+
+class _Handles(Protocol[R]):
+    @overload
+    def __call__(self, method: Callable[[S, M], Awaitable[R]], /) -> Callable[[S, M], Awaitable[R]]: ...
+    @overload
+    def __call__(self, method: Callable[[S, M], R], /) -> Callable[[S, M], R]: ...
+
+
+@overload
+def handles(target: type[Message[Any, R]], /) -> _Handles[R]: ...
+@overload
+def handles(target: F, /) -> F: ...
+def handles(target: Any, /) -> Any:
+    """Mark a method of an actor as the handler of a message type.
+
+    `@handles` takes the type from the annotation of the method's parameter (a union means each of its members) and
+    compares the return annotation with the message's reply when the class is made. `@handles(Match)` names the type,
+    and a type checker then compares the reply as well. A plain method runs without a coroutine, which is cheaper.
+    """
+    if isinstance(target, type) and issubclass(target, Message):
+        message = target
+
+        def mark(method: Any) -> Any:
+            method.__handles__ = message
+            return method
+
+        return mark
+    if not inspect.isfunction(target):
+        raise TypeError(f"@handles marks a method or takes a message type, got {target!r}")
+    target.__handles__ = None  # type: ignore[attr-defined]
+    return target
+
+
+class Actor(Generic[P]):
+    """Handles the messages of protocol `P`, one at a time.
+
+    Awaiting in a handler does not admit the next message. An exception derived from RequestError goes to the asker;
+    any other is a crash: the asker gets ActorDied and the supervisor decides what happens next. After a restart a new
+    instance stands behind the same ref and the same mailbox.
+    """
+
+    context: ActorContext[P]
+    """Set by the system before `started`."""
+
+    _handlers: dict[type[Message[Any, Any]], Handler] | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._handlers = None
+        try:
+            handlers_of(cls)
+        except NameError:  # an annotation names something that is defined further down: look again at the first spawn
+            cls._handlers = None
+
+    async def started(self) -> None:
+        """Runs before the first message of each incarnation. Raising here counts as a crash."""
+
+    async def stopping(self) -> None:
+        """Runs after the last message of an orderly stop, and not after a crash."""
+
+
+def handlers_of(actor: type[Actor[Any]]) -> dict[type[Message[Any, Any]], Handler]:
+    """The handler of each message type that an actor class handles. Raises TypeError for a table that is wrong."""
+    if actor._handlers is not None:
+        return actor._handlers
+    table: dict[type[Message[Any, Any]], Handler] = {}
+    names = dict.fromkeys(name for cls in reversed(actor.__mro__) for name in vars(cls))
+    for name in names:
+        method = inspect.getattr_static(actor, name)
+        if not hasattr(method, "__handles__"):
+            continue
+        where = f"{actor.__name__}.{name}"
+        for message in _handled_types(method, where):
+            if message in table:
+                raise TypeError(f"{where} and {table[message].method} both handle {message.__name__}: keep one of them")
+            _check_reply(method, message, where)
+            table[message] = Handler(name, inspect.iscoroutinefunction(method))
+    actor._handlers = table
+    return table
+
+
+def _handled_types(method: Any, where: str) -> list[type[Message[Any, Any]]]:
+    if method.__handles__ is not None:
+        return [method.__handles__]
+    parameters = list(inspect.signature(method).parameters)
+    if len(parameters) != 2:
+        raise TypeError(f"{where} must take self and one message")
+    annotation = typing.get_type_hints(method).get(parameters[1])
+    union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    members: list[Any] = list(typing.get_args(annotation)) if union else [annotation]
+    for member in members:
+        if not (isinstance(member, type) and issubclass(member, Message)):
+            raise TypeError(f"annotate the parameter of {where} with a message type, or write @handles(TheMessage)")
+    return members
+
+
+def _check_reply(method: Any, message: type[Message[Any, Any]], where: str) -> None:
+    """Refuse a handler whose annotated return type plainly is not the message's reply type."""
+    promised = reply_type(message)
+    returned = typing.get_type_hints(method).get("return", promised)
+    if isinstance(promised, type) and isinstance(returned, type) and not issubclass(returned, promised):
+        raise TypeError(
+            f"{where} returns {returned.__name__}, but {message.__name__} promises {promised.__name__}: "
+            f"change the return type or the reply type of the message"
+        )

@@ -1,0 +1,260 @@
+"""One life of an actor: from `started` to its end. A restart is a new one behind the same mailbox."""
+
+import asyncio
+import math
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import anyio.abc
+
+from actors.runtime.actor import Actor, handlers_of
+from actors.runtime.clock import within
+from actors.runtime.context import ActorContext
+from actors.runtime.errors import HandlerCancelled, RequestError, UnknownMessage
+from actors.runtime.message import Envelope, current_traceparent
+
+if TYPE_CHECKING:
+    from actors.runtime.cell import Cell
+
+__all__ = ["Incarnation", "LocalIncarnation"]
+
+_STREAK = 64
+"""Messages handled without a break before the other tasks of the loop get a turn."""
+
+
+class Incarnation:
+    """What every placement has in common: a task that starts, serves until asked to stop, and ends with a cause."""
+
+    pid: int | None = None
+
+    def __init__(self, cell: "Cell", number: int) -> None:
+        self.cell = cell
+        self.number = number
+        self.was_started = False
+        self.awaited = False  # somebody waits for the outcome of the start and will deal with its failure
+        self.stop_requested = False
+        self.stopped_itself = False
+        self.ended = False
+        self.cause: BaseException | None = None
+        self.settled = anyio.Event()  # started, or ended without
+        self.finished = anyio.Event()
+        self.watched: set[Cell] = set()
+
+    async def run(self) -> None:
+        raise NotImplementedError
+
+    def request_stop(self) -> None:
+        """End in order after the message in hand."""
+        raise NotImplementedError
+
+    def cancel(self) -> None:
+        """End now."""
+        raise NotImplementedError
+
+    def crash(self, error: BaseException) -> None:
+        """End now, because of `error`."""
+        raise NotImplementedError
+
+    def in_hand(self) -> Envelope | None:
+        """The message being handled."""
+        raise NotImplementedError
+
+    def since(self) -> float:
+        """When the handling of the message in hand began."""
+        raise NotImplementedError
+
+    def heartbeat_age(self) -> float | None:
+        return None
+
+    def start_soon(
+        self, function: Callable[..., Coroutine[Any, Any, object]], args: tuple[object, ...], name: str | None
+    ) -> None:
+        raise NotImplementedError
+
+    def stop_self(self) -> None:
+        self.stopped_itself = True
+        self.request_stop()
+
+    async def stop(self, timeout: float) -> None:
+        """Ask to end, and after `timeout` seconds end it. Returns when it has ended."""
+        self.stop_requested = True
+        self.request_stop()
+        with within(self.cell.system.clock, timeout):
+            await self.finished.wait()
+        if not self.ended:
+            self.cell.system.logger.warning("actor %s did not stop within %g s: cancelled", self.cell.name, timeout)
+            self.cancel()
+            await self.finished.wait()
+
+    def mark_started(self) -> None:
+        self.was_started = True
+        self.settled.set()
+        self.cell.incarnation_started(self)
+
+    def mark_ended(self) -> None:
+        if self.ended:
+            return
+        self.ended = True
+        self.cell.incarnation_ended(self)
+        self.settled.set()
+        self.finished.set()
+
+
+class LocalIncarnation(Incarnation):
+    """An actor in the event loop of its system: one task that takes messages, and a task group for what it starts."""
+
+    def __init__(self, cell: "Cell", number: int, actor: Actor[Any]) -> None:
+        super().__init__(cell, number)
+        self._actor = actor
+        self._table = {
+            message: (getattr(actor, handler.method), handler.awaits)
+            for message, handler in handlers_of(type(actor)).items()
+        }
+        self._tasks: anyio.abc.TaskGroup | None = None
+        self._halting = False
+        self._current: Envelope | None = None
+        self._since = 0.0
+        actor.context = ActorContext(self)
+
+    async def run(self) -> None:
+        try:
+            async with anyio.create_task_group() as tasks:
+                self._tasks = tasks
+                self.cell.task = asyncio.current_task()
+                try:
+                    await self._live()
+                except asyncio.CancelledError:
+                    if self._is_over():
+                        raise
+                    self._blame(HandlerCancelled("cancelled from outside while it started or stopped"))
+                except (Exception, SystemExit) as error:
+                    self._blame(error)
+                tasks.cancel_scope.cancel()
+        finally:
+            self.mark_ended()
+
+    async def _live(self) -> None:
+        if self.cause is not None:  # crashed before its first breath
+            return
+        if not self._halting:
+            await self._actor.started()
+        if self.cause is None and not self._halting:
+            self.mark_started()
+            await self._serve()
+        if self.cause is None and self.was_started:
+            await self._actor.stopping()
+
+    async def _serve(self) -> None:
+        cell = self.cell
+        mailbox, loop, monotonic, table = cell.mailbox, cell.loop, cell.monotonic, self._table
+        pause, handled = cell.system.pause, cell.system.observe_handled
+        trace: str | None = None
+        current_traceparent.set(None)
+        streak = 0
+        while not self._halting:
+            if pause is not None:
+                await pause()
+            envelope = mailbox.take()
+            if envelope is None:
+                streak = 0
+                try:
+                    await mailbox.wait(loop)
+                except asyncio.CancelledError:
+                    self._survive_cancellation()
+                continue
+            reply, message = envelope.reply, envelope.message
+            if reply is not None and reply.done():
+                continue  # its asker has given up
+            now = monotonic()
+            if envelope.deadline is not None and envelope.deadline <= now:
+                cell.expire(envelope)
+                continue
+            if envelope.traceparent is not trace:
+                trace = envelope.traceparent
+                current_traceparent.set(trace)
+            entry = table.get(message.__class__)
+            if entry is None:  # the class behind the ref has changed with a restart
+                cell.refuse(envelope, UnknownMessage(cell.name, type(message).__name__))
+                continue
+            self._current, self._since = envelope, now
+            failure: BaseException | None = None
+            try:
+                result = entry[0](message)
+                if entry[1]:
+                    result = await result
+            except RequestError as error:
+                failure = error
+            except asyncio.CancelledError:
+                self._survive_cancellation()
+                failure = HandlerCancelled(f"the handler of {type(message).__name__} in {cell.name} was cancelled")
+            if self.cause is not None:
+                return
+            self._current = None
+            if failure is not None:
+                cell.refuse(envelope, failure)
+            elif reply is not None:
+                if reply.done():
+                    cell.system.late_replies += 1
+                else:
+                    reply.set_result(result)
+            if handled is not None:
+                handled(cell, envelope, now - envelope.enqueued_at, monotonic() - now, failure)
+            streak += 1
+            if streak == _STREAK:
+                streak = 0
+                try:
+                    await asyncio.sleep(0)
+                except asyncio.CancelledError:
+                    self._survive_cancellation()
+
+    def _is_over(self) -> bool:
+        assert self._tasks is not None
+        return self._tasks.cancel_scope.cancel_called or anyio.current_effective_deadline() == -math.inf
+
+    def _survive_cancellation(self) -> None:
+        """Re-raise a cancellation that ends this incarnation; take back one that strayed here, and go on."""
+        if self._is_over():
+            raise
+        task = asyncio.current_task()
+        assert task is not None
+        while task.cancelling():
+            task.uncancel()
+
+    def _blame(self, error: BaseException) -> None:
+        if self.cause is None:
+            self.cause = error
+
+    def crash(self, error: BaseException) -> None:
+        if self.ended:
+            return
+        self._blame(error)
+        self.cancel()
+
+    def cancel(self) -> None:
+        self._halting = True
+        if self._tasks is not None:
+            self._tasks.cancel_scope.cancel()
+
+    def request_stop(self) -> None:
+        self._halting = True
+        self.cell.mailbox.wake()
+
+    def start_soon(
+        self, function: Callable[..., Coroutine[Any, Any, object]], args: tuple[object, ...], name: str | None
+    ) -> None:
+        if self._tasks is None or self.ended:
+            raise RuntimeError(f"actor {self.cell.name!r} does not run: start tasks from started() or from a handler")
+        self._tasks.start_soon(self._guard, function, args, name=name or f"{self.cell.name}:{function!r}")
+
+    async def _guard(self, function: Callable[..., Coroutine[Any, Any, object]], args: tuple[object, ...]) -> None:
+        try:
+            await function(*args)
+        except (Exception, SystemExit) as error:
+            self.crash(error)
+
+    def in_hand(self) -> Envelope | None:
+        return self._current
+
+    def since(self) -> float:
+        return self._since

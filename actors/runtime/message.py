@@ -1,0 +1,94 @@
+"""Messages, and the envelopes they travel in."""
+
+import enum
+import typing
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+import msgspec
+
+__all__ = [
+    "Envelope",
+    "Lane",
+    "Message",
+    "ReplySlot",
+    "current_traceparent",
+    "messages_of",
+    "protocol_of",
+    "reply_type",
+]
+
+P = TypeVar("P")
+R_co = TypeVar("R_co", covariant=True)
+
+current_traceparent: ContextVar[str | None] = ContextVar("troupe_traceparent", default=None)
+"""The W3C traceparent of the work in hand. Copied into each envelope at the sender and set again around its handler."""
+
+
+class Lane(enum.IntEnum):
+    """Where a message waits. Control is always taken before data, and never waits behind it."""
+
+    DATA = 0
+    CONTROL = 1
+
+
+class Message(msgspec.Struct, Generic[P, R_co], frozen=True, tag=True):
+    """A message of protocol `P` (a marker class, never instantiated) that is answered with an `R_co`.
+
+    `Message[P, None]` may be told, offered or asked; any other may only be asked. The class name is the tag on the
+    wire, so it must be unique within its protocol.
+    """
+
+    lane: ClassVar[Lane] = Lane.DATA
+    redeliver: ClassVar[bool] = False
+    """Give a told message to the next incarnation once if its handler crashed; the second crash makes it poison."""
+
+
+class ReplySlot(Protocol):
+    """Where an answer goes: an asyncio future, a pipe to a mailbox, or a frame to the parent process."""
+
+    def done(self) -> bool: ...
+    def set_result(self, result: Any, /) -> None: ...
+    def set_exception(self, exception: BaseException, /) -> None: ...
+
+
+class Envelope(msgspec.Struct):
+    """A message under way. Times are seconds of the system's monotonic clock."""
+
+    message: Message[Any, Any]
+    traceparent: str | None
+    enqueued_at: float
+    deadline: float | None
+    reply: ReplySlot | None
+    accepted: Any = None  # a future while a tell waits for room in the lane
+    crashes: int = 0
+
+
+def _arguments(message: type[Message[Any, Any]]) -> tuple[Any, Any]:
+    for cls in message.__mro__:
+        for base in cls.__dict__.get("__orig_bases__", ()):
+            if typing.get_origin(base) is Message:
+                protocol, reply = typing.get_args(base)
+                return protocol, reply
+    raise TypeError(f"{message.__name__} does not say what it is: derive it from Message[Protocol, Reply]")
+
+
+def protocol_of(message: type[Message[Any, Any]]) -> Any:
+    """The marker class of the protocol that `message` belongs to."""
+    return _arguments(message)[0]
+
+
+def reply_type(message: type[Message[Any, Any]]) -> Any:
+    """The type of the answer to `message`; `type(None)` for a one-way message."""
+    return _arguments(message)[1]
+
+
+def messages_of(protocol: type) -> Iterator[type[Message[Any, Any]]]:
+    """All message classes of a protocol that have been defined so far."""
+    pending = Message.__subclasses__()
+    while pending:
+        message = pending.pop()
+        pending.extend(message.__subclasses__())
+        if protocol_of(message) is protocol:
+            yield message

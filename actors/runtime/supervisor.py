@@ -1,0 +1,148 @@
+"""What happens after a crash: restart one, restart the group, or escalate; and how often before giving up.
+
+The restart intensity is OTP's (supervisor, `intensity` and `period`); RESTART_GROUP is its one_for_all.
+"""
+
+import enum
+import random
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import anyio
+
+if TYPE_CHECKING:
+    from actors.runtime.cell import Cell
+    from actors.runtime.system import ActorSystem
+
+__all__ = ["Backoff", "Strategy", "Supervision", "Unit"]
+
+
+class Strategy(enum.Enum):
+    RESTART_ONE = "restart_one"
+    RESTART_GROUP = "restart_group"
+    ESCALATE = "escalate"
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """The pause before a restart, in seconds: `first`, then `factor` times more for each restart in the window, up to
+    `max`, spread by a share `jitter` to both sides."""
+
+    first: float = 0.1
+    factor: float = 2.0
+    max: float = 5.0
+    jitter: float = 0.1
+
+    def delay(self, earlier: int, rng: random.Random) -> float:
+        """Seconds to wait when there were `earlier` restarts in the window."""
+        base = min(self.max, self.first * self.factor ** min(earlier, 64))
+        return base * (1.0 + self.jitter * (2.0 * rng.random() - 1.0))
+
+
+@dataclass(frozen=True)
+class Supervision:
+    """How an actor is supervised: at most `max_restarts` within `within` seconds, past which the crash escalates."""
+
+    strategy: Strategy = Strategy.RESTART_ONE
+    max_restarts: int = 5
+    within: float = 60.0
+    backoff: Backoff = field(default_factory=Backoff)
+
+    @property
+    def restarts_group(self) -> bool:
+        return self.strategy is Strategy.RESTART_GROUP
+
+    def admit(self, history: deque[float], now: float, rng: random.Random) -> float | None:
+        """Record a restart at `now`; seconds to wait before it, or None when there were too many already."""
+        while history and history[0] <= now - self.within:
+            history.popleft()
+        if self.strategy is Strategy.ESCALATE or len(history) >= self.max_restarts:
+            return None
+        history.append(now)
+        return self.backoff.delay(len(history) - 1, rng)
+
+
+class Unit:
+    """Actors that are restarted together. Every actor is a unit of its own; a group is one of several.
+
+    One job at a time brings the fallen back. A member that falls while the job runs is taken up by the same job, so
+    two deaths at once make one restart, and nobody is started twice.
+    """
+
+    def __init__(self, system: "ActorSystem", members: "list[Cell]") -> None:
+        self._system = system
+        self.members = members  # in order of spawn
+        self._fallen: dict[Cell, BaseException] = {}
+        self._restarts: deque[float] = deque()
+        self._job: anyio.CancelScope | None = None
+        self._round: anyio.CancelScope | None = None
+        self.busy = False
+
+    def fell(self, cell: "Cell", cause: BaseException) -> None:
+        """Take up a crash."""
+        self._fallen[cell] = cause
+        if self._round is not None:
+            self._round.cancel()  # starting the others is in vain
+        if not self.busy:
+            self._begin()
+
+    def _begin(self) -> None:
+        self.busy = True
+        self._job = anyio.CancelScope()
+        self._system.start_task(self._recover, "restart " + " ".join(cell.name for cell in self._fallen), self._job)
+
+    def abandon(self) -> None:
+        """Leave the fallen where they are."""
+        self._fallen.clear()
+        if self._job is not None:
+            self._job.cancel()
+
+    def leave(self, cell: "Cell") -> None:
+        """A member has stopped for good."""
+        self._fallen.pop(cell, None)
+        if cell in self.members:
+            self.members.remove(cell)
+
+    async def _recover(self, job: anyio.CancelScope) -> None:
+        try:
+            with job:
+                while self._fallen:
+                    await self._restart(job)
+        finally:
+            self._job = None
+            self.busy = False
+            if self._fallen and not self._system.stopping:  # one fell after this job was abandoned
+                self._begin()
+
+    async def _restart(self, job: anyio.CancelScope) -> None:
+        system = self._system
+        together = len(self.members) > 1
+        leader, cause = next(iter(self._fallen.items()))
+        history = self._restarts if together else leader.restarts
+        delay = leader.supervision.admit(history, system.clock.monotonic(), system.random)
+        if delay is None:
+            self._fallen.clear()
+            system.escalate(leader, cause)
+            return
+        members = list(self.members)
+        if together:
+            for member in members:
+                member.solo.abandon()
+            for member in reversed(members):
+                await member.halt()
+        self._fallen.clear()
+        await system.clock.sleep(delay)
+        try:
+            with anyio.CancelScope() as self._round:
+                for member in members:
+                    if job.cancel_called or member.stopping or member.closed or member.incarnation is not None:
+                        continue
+                    try:
+                        await member.start()
+                    except (Exception, SystemExit) as error:
+                        if not member.closed:
+                            self._fallen[member] = error
+                        break
+        finally:
+            self._round = None

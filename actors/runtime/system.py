@@ -1,0 +1,381 @@
+"""The system: spawns actors, owns every task, and stops everything in reverse order."""
+
+import asyncio
+import contextvars
+import logging
+import random
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import anyio
+import anyio.abc
+
+from actors.runtime.actor import Actor, handlers_of
+from actors.runtime.cell import Cell
+from actors.runtime.clock import Clock, SystemClock
+from actors.runtime.events import ActorStatus, Event, EventKind, Observer
+from actors.runtime.incarnation import Incarnation, LocalIncarnation
+from actors.runtime.message import Envelope, Message
+from actors.runtime.ref import ActorRef
+from actors.runtime.supervisor import Supervision, Unit
+
+__all__ = ["ActorSystem", "Events", "Failure"]
+
+P = TypeVar("P")
+
+Events = ActorRef[Any] | Callable[[Message[Any, None]], None] | None
+"""Where an actor's `parent_tell` goes: an actor, a plain function, or nowhere."""
+
+
+class Failure:
+    """Set once, with the cause, when a crash escalates past the last supervisor. Await it for the cause."""
+
+    def __init__(self) -> None:
+        self.cause: BaseException | None = None
+        self.actor: str | None = None
+        self._event = anyio.Event()
+
+    def set(self, actor: str, cause: BaseException) -> None:
+        if self.cause is None:
+            self.actor, self.cause = actor, cause
+            self._event.set()
+
+    def is_set(self) -> bool:
+        return self.cause is not None
+
+    async def wait(self) -> BaseException:
+        await self._event.wait()
+        assert self.cause is not None
+        return self.cause
+
+    def __await__(self) -> Generator[Any, None, BaseException]:
+        return self.wait().__await__()
+
+
+class ActorSystem:
+    """Actors in one event loop, and in child processes of it.
+
+    Binds to the running loop when it is entered. All tasks live in one task group inside a task of the system's own,
+    so it may be closed from another task than the one that opened it. Closing leaves nothing behind: no task, thread,
+    child process or file descriptor; signal handlers, environment and root logger are never touched.
+
+    When a crash escalates, `failed` is set and all actors are stopped; the owner awaits `failed` and leaves.
+    """
+
+    loop: asyncio.AbstractEventLoop
+    clock: Clock
+
+    def __init__(
+        self,
+        name: str = "troupe",
+        *,
+        clock: Clock | None = None,
+        observer: Observer | object | None = None,
+        pause: Callable[[], Awaitable[None]] | None = None,
+        seed: int | None = None,
+    ) -> None:
+        """`pause` is awaited before each message (a test decides with it who goes first); `seed` is of the jitter."""
+        self.name = name
+        self.logger = logging.getLogger("troupe")
+        self.random = random.Random(seed)
+        self.pause = pause
+        self.failed = Failure()
+        self.stopping = False
+        self.dead_letters = 0
+        self.late_replies = 0
+        self.ask_timeouts = 0
+        self._clock = clock
+        self._cells: dict[str, Cell] = {}
+        self._groups: dict[str, Unit] = {}
+        self._callbacks: list[Callable[[Event], None]] = []
+        self._logged: set[tuple[str, str, str]] = set()
+        self._host: asyncio.Task[None] | None = None
+        self._tasks: anyio.abc.TaskGroup | None = None
+        observed = getattr(observer, "handled", None)
+        self.observe_handled = None if observed is None else _measure(observed)
+        self._observe_timeout = getattr(observer, "ask_timeout", None)
+        self._observe_dead_letter = getattr(observer, "dead_letter", None)
+        self._observe_restarted = getattr(observer, "restarted", None)
+
+    # -- opening and closing -------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        if self._host is not None:
+            raise RuntimeError("an actor system is entered once; make another")
+        self.loop = asyncio.get_running_loop()
+        self.clock = self._clock or SystemClock()
+        self._wake = anyio.Event()
+        ready = anyio.Event()
+        # An empty context: no span or context variable of the opener leaks into the actors.
+        self._host = self.loop.create_task(
+            self._run(ready), name=f"{self.name} actor system", context=contextvars.Context()
+        )
+        await ready.wait()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def _run(self, ready: anyio.Event) -> None:
+        try:
+            async with anyio.create_task_group() as self._tasks:
+                ready.set()
+                await self._wake.wait()
+                await self._shut_down()
+                self._tasks.cancel_scope.cancel()
+        finally:
+            self.stopping = True
+            for cell in reversed(list(self._cells.values())):
+                cell.close(None)
+            self._tasks = None
+
+    async def stop(self) -> None:
+        """Stop all actors, the last started first, each within its `stop_timeout`. Returns when nothing is left.
+
+        A caller that is cancelled meanwhile makes it short: everything is cancelled or killed before it returns.
+        """
+        host = self._host
+        if host is None:
+            return
+        self.request_stop()
+        if host is asyncio.current_task():
+            raise RuntimeError("the system cannot wait for its own end")
+        try:
+            await asyncio.wait([host])
+        except asyncio.CancelledError:
+            host.cancel()
+            await asyncio.wait([host])
+            raise
+        if not host.cancelled():
+            host.result()
+
+    def request_stop(self) -> None:
+        """Begin to stop; `stop` waits for the end."""
+        self.stopping = True
+        self._wake.set()
+
+    async def _shut_down(self) -> None:
+        self.stopping = True
+        for unit in self._groups.values():
+            unit.abandon()
+        for cell in self._cells.values():
+            cell.solo.abandon()
+        while self._cells:
+            await next(reversed(self._cells.values())).stop()
+
+    def start_task(self, function: Callable[..., Coroutine[Any, Any, object]], name: str, *args: object) -> None:
+        """Run a coroutine function in the system's task group, in an empty context."""
+        if self._tasks is None:
+            raise RuntimeError("the actor system does not run: enter it with `async with` first")
+        contextvars.Context().run(self._tasks.start_soon, function, *args, name=name)
+
+    # -- spawning ------------------------------------------------------------------------------------------------
+
+    async def spawn(
+        self,
+        factory: Callable[[], Actor[P]],
+        *,
+        name: str,
+        capacity: int = 1024,
+        control_capacity: int = 256,
+        supervision: Supervision | None = None,
+        group: str | None = None,
+        stop_timeout: float = 5.0,
+        events: Events = None,
+        wait: bool = True,
+    ) -> ActorRef[P]:
+        """Start an actor in this event loop. `factory` makes a new instance for each incarnation.
+
+        Returns when `started` has returned, and raises what it raised; with `wait=False` returns at once, and a
+        failing start is the supervisor's affair.
+        """
+        first: list[Actor[P]] = [factory()]
+        accepts = frozenset(handlers_of(type(first[0])))
+
+        def make(cell: Cell, number: int) -> Incarnation:
+            return LocalIncarnation(cell, number, first.pop() if first else factory())
+
+        return await self.place(
+            make,
+            accepts,
+            name=name,
+            capacity=capacity,
+            control_capacity=control_capacity,
+            supervision=supervision,
+            group=group,
+            stop_timeout=stop_timeout,
+            events=events,
+            wait=wait,
+        )
+
+    async def place(
+        self,
+        make: Callable[[Cell, int], Incarnation],
+        accepts: frozenset[type[Message[Any, Any]]],
+        *,
+        name: str,
+        capacity: int,
+        control_capacity: int,
+        supervision: Supervision | None,
+        group: str | None,
+        stop_timeout: float,
+        events: Events,
+        wait: bool,
+    ) -> ActorRef[Any]:
+        """Start an actor whose incarnations `make` makes: what every placement comes down to."""
+        if self._tasks is None or self.stopping:
+            raise RuntimeError(f"cannot spawn {name!r}: the actor system is not running")
+        if name in self._cells:
+            raise ValueError(f"there is an actor named {name!r} already: names are unique while their actor lives")
+        unit = None if group is None else self._groups.setdefault(group, Unit(self, []))
+        cell = Cell(
+            self,
+            name,
+            make=make,
+            accepts=accepts,
+            capacity=capacity,
+            control_capacity=control_capacity,
+            supervision=supervision or Supervision(),
+            group=unit,
+            stop_timeout=stop_timeout,
+            emit=self._emitter(name, events),
+        )
+        cell.fragile = wait
+        self._cells[name] = cell
+        if unit is not None:
+            unit.members.append(cell)
+        try:
+            cell.launch()
+            if wait:
+                await cell.ready.wait()
+        except Exception as error:
+            cell.close(error)
+            raise
+        except asyncio.CancelledError:
+            with anyio.CancelScope(shield=True):
+                await cell.stop()
+            raise
+        if wait and cell.closed:
+            raise cell.cause or RuntimeError(f"actor {name!r} was stopped before it had started")
+        return ActorRef(cell)
+
+    def _emitter(self, name: str, events: Events) -> Callable[[Message[Any, None]], None]:
+        if isinstance(events, ActorRef):
+            return events._cell.take_event
+        if events is not None:
+            return events
+
+        def refuse(message: Message[Any, None]) -> None:
+            raise RuntimeError(f"nobody listens to {name!r}: give `events` where it is spawned")
+
+        return refuse
+
+    async def stop_actor(self, ref: ActorRef[Any]) -> None:
+        """Stop one actor for good: it finishes the message in hand within its `stop_timeout`."""
+        await ref._cell.stop()
+
+    def crash_actor(self, ref: ActorRef[Any], error: BaseException) -> None:
+        """Let the present incarnation of an actor die because of `error`, say because it hangs. A child is killed."""
+        incarnation = ref._cell.incarnation
+        if incarnation is not None:
+            incarnation.crash(error)
+
+    # -- what the actors report ----------------------------------------------------------------------------------
+
+    def on_event(self, callback: Callable[[Event], None]) -> None:
+        """Call `callback` for each event, from the loop. It must not raise or wait."""
+        self._callbacks.append(callback)
+
+    def emit_event(
+        self, kind: EventKind, actor: str, incarnation: int | None, cause: BaseException | None = None
+    ) -> None:
+        if kind is EventKind.DIED:
+            self.logger.error("actor %s died", actor, exc_info=cause)
+        elif kind is EventKind.RESTARTED:
+            self.logger.warning("actor %s restarted (incarnation %s)", actor, incarnation)
+            if self._observe_restarted is not None:
+                self._observe_restarted(actor)
+        self._publish(Event(kind, actor, incarnation, cause))
+
+    def _publish(self, event: Event) -> None:
+        for callback in self._callbacks:
+            try:
+                callback(event)
+            except Exception:
+                self.logger.exception("an event callback failed")
+
+    def escalate(self, cell: Cell, cause: BaseException) -> None:
+        """A crash that no restart can mend: set `failed` and stop everything."""
+        if self.stopping:
+            return
+        self.logger.critical("actor %s cannot be restarted, the system stops: %s", cell.name, cause)
+        cell.cause = cause
+        self.emit_event(EventKind.ESCALATED, cell.name, None, cause)
+        self.failed.set(cell.name, cause)
+        self.request_stop()
+
+    def dead_letter(self, actor: str, envelope: Envelope, reason: str, cause: BaseException | None = None) -> None:
+        """Count a message that nobody will handle; log the first of its kind."""
+        self.dead_letters += 1
+        message = type(envelope.message).__name__
+        kind = (actor, message, reason)
+        if kind not in self._logged:
+            self._logged.add(kind)
+            self.logger.warning(
+                "dead letter: %s to actor %s (%s), traceparent %s: later ones are only counted",
+                message,
+                actor,
+                reason if cause is None else f"{reason}: {cause!r}",
+                envelope.traceparent,
+            )
+        if self._observe_dead_letter is not None:
+            self._observe_dead_letter(actor, message, reason)
+        self._publish(Event(EventKind.DEAD_LETTER, actor, None, cause, message, reason, envelope.traceparent))
+
+    def count_timeout(self, actor: str, message: Message[Any, Any]) -> None:
+        self.ask_timeouts += 1
+        if self._observe_timeout is not None:
+            self._observe_timeout(actor, type(message).__name__)
+
+    def forget(self, cell: Cell) -> None:
+        if self._cells.get(cell.name) is cell:
+            del self._cells[cell.name]
+
+    def describe(self) -> list[ActorStatus]:
+        """All actors in order of spawn, with what each is doing and for how long."""
+        now = self.clock.monotonic()
+        lines = []
+        for cell in self._cells.values():
+            incarnation = cell.incarnation
+            in_hand = None if incarnation is None else incarnation.in_hand()
+            lines.append(
+                ActorStatus(
+                    name=cell.name,
+                    state=cell.state.value,
+                    incarnation=None if incarnation is None else incarnation.number,
+                    pid=None if incarnation is None else incarnation.pid,
+                    mailbox=cell.mailbox.depths(),
+                    message=None if in_hand is None else type(in_hand.message).__name__,
+                    message_age=None if incarnation is None or in_hand is None else now - incarnation.since(),
+                    heartbeat_age=None if incarnation is None else incarnation.heartbeat_age(),
+                )
+            )
+        return lines
+
+
+def _measure(observed: Callable[..., None]) -> Callable[..., None]:
+    def handled(cell: Cell, envelope: Envelope, wait: float, duration: float, failure: BaseException | None) -> None:
+        observed(
+            cell.name,
+            type(envelope.message).__name__,
+            wait=wait,
+            duration=duration,
+            depth=len(cell.mailbox),
+            traceparent=envelope.traceparent,
+            error=failure,
+        )
+
+    return handled
