@@ -1,28 +1,207 @@
-"""The prefix cache: which pages each open sequence holds, and the radix tree of finished prefixes."""
+"""The prefix cache: which pages each open sequence has, and the tree of prefixes they may share.
+
+A sequence's pages are first those it shares (in the tree, locked), then its own. As it runs, full pages whose contents
+are certain move from the second part into the first; when it closes the rest of them go to the tree, and what remains
+is free. Nothing is ever copied and no page of a running sequence is ever swapped: the page tables on the device stay true.
+"""
 
 from __future__ import annotations
 
-from actors.protocol import CacheTurn, CacheTurnDone, CacheUsage, Lease, OpenSequence, PeekPrefixes
+import numpy as np
+
+from actors.caching.page_pool import TREE, CacheCorrupted, PagePool
+from actors.caching.radix_tree import Node, RadixTree
+from actors.protocol import (
+    CacheTurn,
+    CacheTurnDone,
+    CacheUsage,
+    Commit,
+    Grant,
+    Grow,
+    Lease,
+    OpenSequence,
+    PeekPrefixes,
+)
 
 __all__ = ["PrefixCache"]
 
+_TOKEN_BYTES = 4
+
+
+class _Open:
+    """An open sequence: ``pages[:shared]`` are the path to ``node``, ``tail`` the tokens known after them."""
+
+    __slots__ = ("computed", "node", "pages", "shared", "tail")
+
+    def __init__(self, node: Node | None, pages: list[int], tail: bytes, page_size: int) -> None:
+        self.node = node
+        self.pages = pages
+        self.shared = len(pages)
+        self.tail = bytearray(tail)  # int32
+        self.computed = len(pages) * page_size  # tokens certainly in the pages
+
 
 class PrefixCache:
-    """Pages ``1 .. num_pages - 1`` of ``page_size`` tokens, lent to sequences and shared by prefix."""
+    """Pages ``1 .. num_pages - 1`` of ``page_size`` tokens, lent to sequences and shared by prefix.
 
-    def __init__(self, num_pages: int, page_size: int, *, enabled: bool = True) -> None: ...
+    ``enabled=False`` shares nothing. Errors are ValueError (a sequence is not known, or known already) and
+    CacheCorrupted: both are defects of the caller, who owns the sequences' numbers and knows what is available.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, *, enabled: bool = True) -> None:
+        self._enabled = enabled
+        self._queried = 0
+        self._hits = 0
+        self._evicted = 0
+        self.reset(num_pages, page_size)
 
     def reset(self, num_pages: int, page_size: int) -> None:
-        """Forget everything: the device's cache is new."""
+        """Forget everything but the counters: the device's cache is new."""
+        if page_size < 1:
+            raise ValueError(f"a page of {page_size} tokens holds none")
+        self._page_size = page_size
+        self._page_bytes = page_size * _TOKEN_BYTES
+        self._pool = PagePool(num_pages)
+        self._tree = RadixTree(page_size)
+        self._open: dict[int, _Open] = {}
 
-    def open(self, message: OpenSequence) -> Lease: ...
+    @property
+    def available(self) -> int:
+        """Pages free or evictable."""
+        return self._pool.free + self._tree.evictable
 
-    def turn(self, message: CacheTurn) -> CacheTurnDone: ...
+    def open(self, message: OpenSequence) -> Lease:
+        """Lock the longest cached prefix for a sequence; at least its last token is left to be computed."""
+        if message.sequence in self._open:
+            raise ValueError(f"sequence {message.sequence} is open already: close it before it is opened again")
+        length = len(message.tokens) // _TOKEN_BYTES
+        node: Node | None = None
+        pages: list[int] = []
+        if self._enabled:
+            limit = max(length - 1, 0) // self._page_size if message.use_cache else 0
+            node, pages = self._tree.acquire(message.salt, message.tokens, limit)
+        if message.use_cache:
+            self._queried += length
+            self._hits += len(pages) * self._page_size
+        tail = message.tokens[len(pages) * self._page_bytes :]
+        self._open[message.sequence] = _Open(node, pages, tail, self._page_size)
+        return Lease(pages=_pack(pages), cached=len(pages) * self._page_size, available=self.available)
 
-    def peek(self, message: PeekPrefixes) -> list[int]: ...
+    def turn(self, message: CacheTurn) -> CacheTurnDone:
+        """Commits, then closes, then grows.
 
-    def flush(self) -> bool: ...
+        The first two never lower ``available``, so a grow within the last ``available`` told is always granted.
+        """
+        for commit in message.commits:
+            self._commit(commit)
+        for sequence in message.closes:
+            self._close(sequence)
+        grants = tuple([self._grow(grow) for grow in message.grows])
+        return CacheTurnDone(grants=grants, available=self.available)
 
-    def usage(self) -> CacheUsage: ...
+    def peek(self, message: PeekPrefixes) -> list[int]:
+        """Tokens an ``open`` of each sequence would find cached now."""
+        if not self._enabled:
+            return [0] * len(message.tokens)
+        return [
+            self._tree.peek(salt, tokens, max(len(tokens) // _TOKEN_BYTES - 1, 0) // self._page_size) * self._page_size
+            for tokens, salt in zip(message.tokens, message.salts, strict=True)
+        ]
 
-    def check(self) -> None: ...
+    def flush(self) -> bool:
+        """Drop every prefix nobody holds; True when none is left."""
+        self._pool.release(self._tree.evict(self._tree.evictable), TREE)
+        return self._tree.size == 0
+
+    def usage(self) -> CacheUsage:
+        """Pages by state, and counters since the start."""
+        free, evictable = self._pool.free, self._tree.evictable
+        return CacheUsage(
+            page_size=self._page_size,
+            total=self._pool.total,
+            free=free,
+            evictable=evictable,
+            used=self._pool.total - free - evictable,
+            sequences=len(self._open),
+            queried_tokens=self._queried,
+            hit_tokens=self._hits,
+            evicted_pages=self._evicted,
+        )
+
+    def check(self) -> None:
+        """Raise CacheCorrupted unless every page has exactly the owner that the sequences and the tree say."""
+        self._pool.check()
+        self._tree.check([entry.node for entry in self._open.values() if entry.node is not None])
+        owned = self._pool.owned()
+        in_tree = [page for node in self._tree.walk() for page in node.pages]
+        _same_pages("the tree", in_tree, owned.pop(TREE, []))
+        for sequence, entry in self._open.items():
+            _same_pages(f"sequence {sequence}", entry.pages[entry.shared :], owned.pop(sequence, []))
+            path = [] if entry.node is None else self._tree.path_pages(entry.node)
+            if path != entry.pages[: entry.shared]:
+                raise CacheCorrupted(f"sequence {sequence} shares {entry.pages[: entry.shared]}, its path is {path}")
+            if not entry.shared * self._page_size <= entry.computed <= len(entry.pages) * self._page_size:
+                raise CacheCorrupted(f"sequence {sequence} has {entry.computed} computed tokens in no page of its own")
+        if owned:
+            raise CacheCorrupted(f"pages are owned by sequences that are not open: {owned}")
+
+    def _commit(self, commit: Commit) -> None:
+        entry = self._entry(commit.sequence)
+        entry.tail += commit.tokens
+        known = entry.shared * self._page_size + len(entry.tail) // _TOKEN_BYTES
+        if not entry.computed <= commit.computed <= min(known, len(entry.pages) * self._page_size):
+            raise CacheCorrupted(
+                f"sequence {commit.sequence} commits {commit.computed} tokens after {entry.computed}, "
+                f"with {known} known and {len(entry.pages)} pages"
+            )
+        entry.computed = commit.computed
+        if entry.node is None:
+            return
+        full = commit.computed // self._page_size
+        if full <= entry.shared:
+            return
+        pages = entry.pages[entry.shared : full]
+        tokens = bytes(entry.tail[: len(pages) * self._page_bytes])
+        entry.node, taken, displaced = self._tree.extend(entry.node, tokens, pages)
+        self._pool.transfer(pages[:taken], commit.sequence, TREE)
+        self._pool.release(displaced, TREE)
+        entry.shared += taken
+        del entry.tail[: taken * self._page_bytes]
+
+    def _close(self, sequence: int) -> None:
+        entry = self._entry(sequence)
+        full = entry.shared
+        if entry.node is not None:
+            full = max(full, entry.computed // self._page_size)
+            pages = entry.pages[entry.shared : full]
+            tokens = bytes(entry.tail[: len(pages) * self._page_bytes])
+            self._pool.transfer(pages, sequence, TREE)
+            self._pool.release(self._tree.leave(entry.node, tokens, pages), TREE)
+        self._pool.release(entry.pages[full:], sequence)
+        del self._open[sequence]
+
+    def _grow(self, grow: Grow) -> Grant:
+        entry = self._entry(grow.sequence)
+        short = grow.pages - self._pool.free
+        if short > 0:
+            evicted = self._tree.evict(short)
+            self._evicted += len(evicted)
+            self._pool.release(evicted, TREE)
+        pages = self._pool.allocate(grow.pages, grow.sequence)
+        entry.pages += pages
+        return Grant(sequence=grow.sequence, pages=_pack(pages))
+
+    def _entry(self, sequence: int) -> _Open:
+        entry = self._open.get(sequence)
+        if entry is None:
+            raise ValueError(f"sequence {sequence} is not open: open it first")
+        return entry
+
+
+def _pack(pages: list[int]) -> bytes:
+    return np.array(pages, dtype=np.int32).tobytes()
+
+
+def _same_pages(name: str, held: list[int], owned: list[int]) -> None:
+    if len(held) != len(owned) or set(held) != set(owned):
+        raise CacheCorrupted(f"{name} holds pages {sorted(held)} and owns {sorted(owned)}")

@@ -1,0 +1,81 @@
+"""The pages of the device's key-value cache, and who may write each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = ["TREE", "CacheCorrupted", "PagePool"]
+
+TREE = -1  # owner of pages that belong to the radix tree: nobody writes them
+_FREE = -2
+
+
+class CacheCorrupted(RuntimeError):
+    """An invariant of the cache does not hold: a defect of this program, never of a request."""
+
+
+class PagePool:
+    """Pages ``1 .. num_pages - 1``; page 0 takes the writes of padded rows and is never given out.
+
+    Every page has one owner: nobody, a sequence (a number >= 0), or the radix tree (:data:`TREE`). A page changes hands
+    only when the giver is its owner, so that two writers of one page are an error here rather than wrong text there.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 2:
+            raise ValueError(f"a cache of {num_pages} pages has none to give: raise --max-total-tokens")
+        self.total = num_pages - 1
+        self._owners = [_FREE] * num_pages
+        self._free = list(range(num_pages - 1, 0, -1))
+
+    @property
+    def free(self) -> int:
+        """Pages nobody owns."""
+        return len(self._free)
+
+    def allocate(self, count: int, owner: int) -> list[int]:
+        """Give ``count`` pages to ``owner``. Raises CacheCorrupted when fewer are free."""
+        free = self._free
+        if count > len(free):
+            raise CacheCorrupted(f"{count} pages asked for, {len(free)} are free")
+        if count <= 0:
+            return []
+        pages = free[-count:]
+        del free[-count:]
+        for page in pages:
+            self._owners[page] = owner
+        return pages
+
+    def release(self, pages: Iterable[int], owner: int) -> None:
+        """Take pages back from their ``owner``."""
+        for page in pages:
+            self._expect(page, owner)
+            self._owners[page] = _FREE
+            self._free.append(page)
+
+    def transfer(self, pages: Iterable[int], owner: int, to: int) -> None:
+        """Hand pages of ``owner`` over to another one."""
+        for page in pages:
+            self._expect(page, owner)
+            self._owners[page] = to
+
+    def owned(self) -> dict[int, list[int]]:
+        """Pages by owner, the free ones left out."""
+        result: dict[int, list[int]] = {}
+        for page, owner in enumerate(self._owners):
+            if page and owner != _FREE:
+                result.setdefault(owner, []).append(page)
+        return result
+
+    def check(self) -> None:
+        """Raise CacheCorrupted unless the free list and the owners agree."""
+        unowned = {page for page, owner in enumerate(self._owners) if page and owner == _FREE}
+        if len(self._free) != len(unowned) or set(self._free) != unowned:
+            raise CacheCorrupted(f"free list {sorted(self._free)} but unowned pages {sorted(unowned)}")
+        if self._owners[0] != _FREE:
+            raise CacheCorrupted("page 0 was given out")
+
+    def _expect(self, page: int, owner: int) -> None:
+        found = self._owners[page] if 0 < page < len(self._owners) else None
+        if found != owner:
+            raise CacheCorrupted(f"page {page} belongs to {found}, not to {owner}")

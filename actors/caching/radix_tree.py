@@ -1,0 +1,312 @@
+"""A compressed radix tree over whole pages of tokens.
+
+Each node holds a run of pages and the tokens computed in them; its children are told apart by the tokens of their
+first page. The idea of keeping finished prefixes in a radix tree with LRU eviction of its leaves is RadixAttention's
+(Zheng et al., "SGLang: Efficient Execution of Structured Language Model Programs", 2024, section 3).
+
+The tree holds page *numbers*; who owns a page is the pool's affair.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+from actors.caching.page_pool import CacheCorrupted
+
+__all__ = ["Node", "RadixTree"]
+
+_TOKEN_BYTES = 4
+
+
+class Node:
+    """A run of pages after its parent's. ``locks``: how many holders stand on it or below."""
+
+    __slots__ = ("children", "key", "locks", "pages", "parent", "used")
+
+    def __init__(self, key: bytes, pages: list[int], parent: Node | None, locks: int, used: int) -> None:
+        self.key = key  # int32 tokens of all pages; of a root, which has none, its salt
+        self.pages = pages
+        self.parent = parent
+        self.children: dict[bytes, Node] = {}
+        self.locks = locks
+        self.used = used  # logical time of last use
+
+
+class RadixTree:
+    """Prefixes by salt. Tokens are packed int32, a page is ``page_size`` of them.
+
+    A holder locks the node it stands on (and with it the path to the root); locked nodes are never evicted. All others
+    can be: ``evictable`` counts their pages and is kept as things change.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self._page_bytes = page_size * _TOKEN_BYTES
+        self._roots: dict[bytes, Node] = {}
+        self._heap: list[tuple[int, int, Node]] = []  # (used, tie-breaker, unlocked leaf); outdated entries are skipped
+        self._clock = 0
+        self._nodes = 0
+        self.size = 0  # pages
+        self.evictable = 0  # pages
+
+    # -- looking up ---------------------------------------------------------------------------------------------------
+
+    def peek(self, salt: bytes, tokens: bytes, limit: int) -> int:
+        """Pages of the longest prefix of ``tokens`` present, at most ``limit``. Changes nothing."""
+        node = self._roots.get(salt)
+        size, found = self._page_bytes, 0
+        while node is not None and found < limit:
+            child = node.children.get(tokens[found * size : (found + 1) * size])
+            if child is None:
+                break
+            common = self._common(child, tokens, found)
+            found += common
+            if common < len(child.pages):
+                break
+            node = child
+        return min(found, limit)
+
+    def acquire(self, salt: bytes, tokens: bytes, limit: int) -> tuple[Node, list[int]]:
+        """Lock the longest prefix of ``tokens`` of at most ``limit`` pages; return where it ends and its pages."""
+        node = self._roots.get(salt)
+        if node is None:
+            node = self._roots[salt] = Node(salt, [], None, 0, 0)
+        size = self._page_bytes
+        pages: list[int] = []
+        while len(pages) < limit:
+            found = len(pages)
+            child = node.children.get(tokens[found * size : (found + 1) * size])
+            if child is None:
+                break
+            common = min(self._common(child, tokens, found), limit - found)
+            if common < len(child.pages):
+                child = self._split(child, common)
+            pages += child.pages
+            node = child
+        self._lock(node)
+        return node, pages
+
+    # -- adding -------------------------------------------------------------------------------------------------------
+
+    def extend(self, node: Node, tokens: bytes, pages: list[int]) -> tuple[Node, int, list[int]]:
+        """Put a holder's next ``pages`` (their ``tokens``) below ``node``, which it holds, and move its lock along.
+
+        Pages of the tree with the same tokens that nobody holds give way to the holder's own, so that the holder's
+        page table stays true and no page is kept twice. Where another holder stands on them the extension stops: the
+        rest stays the caller's. Free and evictable pages together stay as many as they were.
+
+        Returns the holder's new node, how many of ``pages`` now belong to the tree, and the pages that gave way.
+        """
+        size, taken = self._page_bytes, 0
+        displaced: list[int] = []
+        while taken < len(pages):
+            child = node.children.get(tokens[taken * size : (taken + 1) * size])
+            if child is None:
+                node = self._append(node, tokens[taken * size : len(pages) * size], pages[taken:])
+                taken = len(pages)
+                break
+            if child.locks:
+                break
+            common = min(self._common(child, tokens, taken), len(pages) - taken)
+            if common < len(child.pages):
+                child = self._split(child, common)
+            displaced += child.pages
+            child.pages = pages[taken : taken + common]
+            child.locks = 1
+            self.evictable -= common
+            taken += common
+            node = child
+        self._tick(node)
+        return node, taken, displaced
+
+    def leave(self, node: Node, tokens: bytes, pages: list[int]) -> list[int]:
+        """A holder of ``node`` goes: what it still has goes into the tree, its lock is taken off.
+
+        Returns the pages that are of no use any more: of each two with the same tokens, the one the tree does not keep.
+        """
+        node_held, taken, displaced = self.extend(node, tokens, pages)
+        duplicates = displaced
+        at, size = node_held, self._page_bytes
+        while taken < len(pages):
+            child = at.children.get(tokens[taken * size : (taken + 1) * size])
+            if child is None:
+                child = self._insert(at, tokens[taken * size : len(pages) * size], pages[taken:], 0)
+                self.evictable += len(child.pages)
+                self._clock += 1
+                child.used = self._clock
+                self._offer(child)
+                break
+            common = min(self._common(child, tokens, taken), len(pages) - taken)
+            duplicates = duplicates + pages[taken : taken + common]
+            taken += common
+            at = child if common == len(child.pages) or taken == len(pages) else self._split(child, common)
+        self.release(node_held)
+        return duplicates
+
+    # -- locks --------------------------------------------------------------------------------------------------------
+
+    def release(self, node: Node) -> None:
+        """Take a holder's lock off ``node`` and the path above it."""
+        self._clock += 1
+        at: Node | None = node
+        while at is not None:
+            if at.locks <= 0:
+                raise CacheCorrupted("a prefix is unlocked more often than locked")
+            at.locks -= 1
+            at.used = self._clock
+            if not at.locks:
+                self.evictable += len(at.pages)
+            parent = at.parent
+            if not at.locks and not at.children:
+                self._offer(at)
+            at = parent
+
+    def _lock(self, node: Node) -> None:
+        self._clock += 1
+        at: Node | None = node
+        while at is not None:
+            if not at.locks:
+                self.evictable -= len(at.pages)
+            at.locks += 1
+            at.used = self._clock
+            at = at.parent
+
+    # -- eviction -----------------------------------------------------------------------------------------------------
+
+    def evict(self, count: int) -> list[int]:
+        """Drop up to ``count`` pages nobody holds, ends of the least recently used prefixes first; return them."""
+        evicted: list[int] = []
+        while len(evicted) < count and self._heap:
+            used, _, node = heapq.heappop(self._heap)
+            if node.parent is None or node.locks or node.children or node.used != used:
+                continue
+            short = count - len(evicted)
+            if len(node.pages) > short:
+                evicted += node.pages[-short:]
+                del node.pages[-short:]
+                node.key = node.key[: -short * self._page_bytes]
+                self._offer(node)
+                break
+            evicted += node.pages
+            parent = node.parent
+            del parent.children[node.key[: self._page_bytes]]
+            node.parent = None
+            self._nodes -= 1
+            if not parent.children and not parent.locks:
+                self._offer(parent)
+        self.size -= len(evicted)
+        self.evictable -= len(evicted)
+        return evicted
+
+    def _offer(self, node: Node) -> None:
+        """An unlocked node without children may be evicted; a root like that is forgotten."""
+        if node.parent is None:
+            del self._roots[node.key]
+            return
+        if len(self._heap) > 2 * self._nodes + 64:
+            current = {id(e[2]): e for e in self._heap if e[2].used == e[0] and e[2].parent and not e[2].locks}
+            self._heap = list(current.values())
+            heapq.heapify(self._heap)
+        self._clock += 1
+        heapq.heappush(self._heap, (node.used, self._clock, node))
+
+    # -- nodes --------------------------------------------------------------------------------------------------------
+
+    def _common(self, node: Node, tokens: bytes, start: int) -> int:
+        """Whole pages ``node`` has in common with ``tokens`` from page ``start`` on; the first one is known to be."""
+        size, key, offset = self._page_bytes, node.key, start * self._page_bytes
+        if tokens.startswith(key, offset):
+            return len(node.pages)
+        low, high = 1, min(len(node.pages), len(tokens) // size - start)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if tokens.startswith(key[: middle * size], offset):
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _append(self, node: Node, key: bytes, pages: list[int]) -> Node:
+        """New pages below ``node`` for its holder: in the node itself when nobody shares it, to keep paths short."""
+        if node.parent is not None and node.locks == 1 and not node.children:
+            node.key += key
+            node.pages = node.pages + pages
+            self.size += len(pages)
+            return node
+        return self._insert(node, key, pages, 1)
+
+    def _insert(self, parent: Node, key: bytes, pages: list[int], locks: int) -> Node:
+        node = Node(key, list(pages), parent, locks, self._clock)
+        parent.children[key[: self._page_bytes]] = node
+        self._nodes += 1
+        self.size += len(pages)
+        return node
+
+    def _split(self, node: Node, count: int) -> Node:
+        """Cut ``node`` after ``count`` pages and return the upper part, a new node: holders stand on the lower."""
+        size, parent = self._page_bytes, node.parent
+        if parent is None:
+            raise CacheCorrupted("a root has no pages to split")
+        upper = Node(node.key[: count * size], node.pages[:count], parent, node.locks, node.used)
+        parent.children[node.key[:size]] = upper
+        node.key = node.key[count * size :]
+        node.pages = node.pages[count:]
+        node.parent = upper
+        upper.children[node.key[:size]] = node
+        self._nodes += 1
+        return upper
+
+    def _tick(self, node: Node) -> None:
+        self._clock += 1
+        node.used = self._clock
+
+    # -- checks -------------------------------------------------------------------------------------------------------
+
+    def walk(self) -> Iterator[Node]:
+        """Every node, roots included, parents before their children."""
+        stack = list(self._roots.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def path_pages(self, node: Node) -> list[int]:
+        """Pages from the root to the end of ``node``."""
+        runs: list[list[int]] = []
+        at: Node | None = node
+        while at is not None:
+            runs.append(at.pages)
+            at = at.parent
+        return [page for run in reversed(runs) for page in run]
+
+    def check(self, holders: list[Node]) -> None:
+        """Raise CacheCorrupted unless shape, counts and locks (given all ``holders``) are right."""
+        locks: dict[int, int] = {}
+        for holder in holders:
+            at: Node | None = holder
+            while at is not None:
+                locks[id(at)] = locks.get(id(at), 0) + 1
+                at = at.parent
+        size = evictable = nodes = 0
+        offered = {id(node) for used, _, node in self._heap if node.used == used}
+        for node in self.walk():
+            if node.parent is None:
+                if node.pages or not (node.locks or node.children):
+                    raise CacheCorrupted("a root has pages of its own, or stands for nothing")
+            else:
+                nodes += 1
+                if not node.pages or len(node.key) != len(node.pages) * self._page_bytes:
+                    raise CacheCorrupted(f"a node of {len(node.pages)} pages has {len(node.key)} bytes of tokens")
+                if node.parent.children.get(node.key[: self._page_bytes]) is not node:
+                    raise CacheCorrupted("a node is not where its first page says")
+                if not node.locks and not node.children and id(node) not in offered:
+                    raise CacheCorrupted("an unlocked leaf can never be evicted")
+            if node.locks != locks.get(id(node), 0):
+                raise CacheCorrupted(f"a node has {node.locks} locks and {locks.get(id(node), 0)} holders")
+            size += len(node.pages)
+            evictable += 0 if node.locks else len(node.pages)
+        if (size, evictable, nodes) != (self.size, self.evictable, self._nodes):
+            raise CacheCorrupted(
+                f"counted {size} pages, {evictable} evictable, {nodes} nodes; "
+                f"the tree says {self.size}, {self.evictable}, {self._nodes}"
+            )
