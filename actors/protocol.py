@@ -16,9 +16,9 @@ from typing import ClassVar
 
 import msgspec
 
-from actors.requests import Chat, SamplingParams
+from actors.requests import Chat
 from actors.runtime import Lane, Message
-from kernels.step import ModelInfo, SlotSampling, StepBatch, StepResult
+from kernels.step import ModelInfo, RunnerConfig, SlotSampling, StepBatch, StepResult
 
 __all__ = [
     "Abort",
@@ -35,24 +35,20 @@ __all__ = [
     "Emit",
     "Encode",
     "Encoded",
-    "EncodeBatch",
-    "EncodedBatch",
     "Ended",
     "Fence",
-    "FlushCache",
-    "ResetCache",
-    "TokenScores",
     "Flush",
-    "Grant",
-    "Grow",
+    "FlushCache",
     "GetCacheUsage",
     "GetSchedulerLoad",
+    "Grant",
+    "Grow",
     "Lease",
     "LoadProgress",
-    "LoadWorker",
     "OpenSequence",
     "PeekPrefixes",
     "Render",
+    "ResetCache",
     "SchedulerLoad",
     "SchedulerProtocol",
     "SequenceSpec",
@@ -61,8 +57,11 @@ __all__ = [
     "StepFailed",
     "Submit",
     "TextStopped",
+    "TokenScores",
     "TokenizerProtocol",
+    "WorkerConfig",
     "WorkerEventsProtocol",
+    "WorkerLoaded",
     "WorkerProtocol",
     "WorkerReady",
 ]
@@ -81,19 +80,10 @@ class Encoded(msgspec.Struct, frozen=True):
     token_ids: list[int]
 
 
-class EncodedBatch(msgspec.Struct, frozen=True):
-    prompts: list[list[int]]
-
-
 class Encode(Message[TokenizerProtocol, Encoded], frozen=True):
     """A text or a conversation becomes token ids. Raises InvalidRequest when the template refuses it."""
 
     prompt: str | Chat
-    add_special_tokens: bool = True
-
-
-class EncodeBatch(Message[TokenizerProtocol, EncodedBatch], frozen=True):
-    prompts: list[str]
     add_special_tokens: bool = True
 
 
@@ -158,24 +148,28 @@ class TextStopped(Message[SchedulerProtocol, None], frozen=True):
 
 
 class WorkerReady(Message[SchedulerProtocol, None], frozen=True):
-    """A worker has loaded its model: (again) an empty cache of ``info.num_pages`` pages and empty slots."""
+    """A worker has loaded its model: (again) an empty cache of ``info.num_pages`` pages and empty slots.
+
+    ``epoch`` tells the worker's lives apart; a step and its answer carry it, so that nothing of an earlier life counts.
+    """
 
     lane: ClassVar[Lane] = Lane.CONTROL
     info: ModelInfo
+    epoch: int
 
 
 class StepDone(Message[SchedulerProtocol, None], frozen=True):
     """A worker's reply to a step, piped into the scheduler's own mailbox."""
 
     result: StepResult
-    sent: float  # clock seconds at which the step was sent
-    received: float
+    epoch: int
 
 
 class StepFailed(Message[SchedulerProtocol, None], frozen=True):
     """A step got no answer: the worker died or missed its deadline."""
 
     number: int
+    epoch: int
     reason: str
 
 
@@ -304,12 +298,11 @@ class WorkerProtocol:
     """Runs the model on one device."""
 
 
-class LoadWorker(Message[WorkerProtocol, ModelInfo], frozen=True):
-    """Load the model and make the cache. Progress arrives as LoadProgress events meanwhile."""
-
-
 class Step(Message[WorkerProtocol, StepResult], frozen=True):
+    """Run one step. A worker whose life is not ``epoch`` refuses: the slots the batch speaks of died with another life."""
+
     batch: StepBatch
+    epoch: int
 
 
 class WorkerEventsProtocol:
@@ -319,6 +312,20 @@ class WorkerEventsProtocol:
 class LoadProgress(Message[WorkerEventsProtocol, None], frozen=True):
     stage: str  # import | weights | cache | warmup
     fraction: float  # of the whole load, 0 .. 1
+
+
+class WorkerLoaded(Message[WorkerEventsProtocol, None], frozen=True):
+    """The model is loaded and the cache made: the worker takes steps of this epoch."""
+
+    info: ModelInfo
+    epoch: int
+
+
+class WorkerConfig(msgspec.Struct, frozen=True):
+    """What a worker is started with."""
+
+    runner: RunnerConfig
+    rank: int = 0
 
 
 # -- Detokenizer ------------------------------------------------------------------------------------------------------

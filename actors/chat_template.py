@@ -1,0 +1,145 @@
+"""Chat templates: the model's own Jinja text, rendered in a sandbox.
+
+Only templates from the model's directory or the server's command line are rendered, never one from a request.
+"""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import jinja2
+import msgspec
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from actors.requests import Chat, InvalidRequest
+
+__all__ = ["RESERVED_NAMES", "ChatTemplate"]
+
+RESERVED_NAMES = frozenset(
+    {"messages", "tools", "add_generation_prompt", "continue_final_message", "raise_exception", "strftime_now"}
+)
+"""Names that ``chat_template_kwargs`` may not set."""
+
+_MAX_OUTPUT_CHARS = 16 << 20
+
+
+class _TemplateRefused(Exception):
+    """The template called raise_exception: the conversation does not fit it."""
+
+
+def _raise_exception(message: object) -> None:
+    raise _TemplateRefused(str(message))
+
+
+def _strftime_now(format_: str) -> str:
+    return datetime.datetime.now().strftime(format_)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any) -> str:
+    # Unlike Jinja's own filter this does not escape HTML: models were trained on plain JSON.
+    del ensure_ascii
+    text = msgspec.json.encode(value).decode()
+    if indent is None:
+        return _spaced(text)
+    return msgspec.json.format(text, indent=indent)
+
+
+def _spaced(compact: str) -> str:
+    """``json.dumps``' default separators (", " and ": "), which the models saw in training."""
+    out: list[str] = []
+    in_string = escaped = False
+    for char in compact:
+        out.append(char)
+        if in_string:
+            if escaped:
+                escaped = False
+            elif char == "\\":
+                escaped = True
+            elif char == '"':
+                in_string = False
+        elif char == '"':
+            in_string = True
+        elif char in ",:":
+            out.append(" ")
+    return "".join(out)
+
+
+class ChatTemplate:
+    """A compiled chat template.
+
+    ``variables`` are the names a template may use for special tokens (``bos_token``, ``eos_token`` ...).
+    Raises ``ValueError`` when the template does not compile.
+    """
+
+    def __init__(self, source: str, variables: dict[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"The chat template does not compile: line {error.lineno}: {error.message}") from error
+        self._variables = variables
+
+    def render(self, chat: Chat) -> str:
+        """The prompt's text. Raises InvalidRequest when the template refuses the conversation."""
+        reserved = RESERVED_NAMES.intersection(chat.template_kwargs)
+        if reserved:
+            name = min(reserved)
+            raise InvalidRequest(
+                f"chat_template_kwargs may not set {name!r}: it is the server's own. Leave it out.",
+                param=f"chat_template_kwargs.{name}",
+            )
+        final_text: str | None = None
+        if chat.continue_final_message:
+            final_text = self._final_text(chat)
+        try:
+            pieces: list[str] = []
+            length = 0
+            for piece in self._template.generate(
+                **self._variables,
+                **chat.template_kwargs,
+                messages=chat.messages,
+                tools=chat.tools,
+                add_generation_prompt=chat.add_generation_prompt and not chat.continue_final_message,
+            ):
+                length += len(piece)
+                if length > _MAX_OUTPUT_CHARS:
+                    raise InvalidRequest(
+                        f"messages render to more than {_MAX_OUTPUT_CHARS} characters. Send less.", param="messages"
+                    )
+                pieces.append(piece)
+        except _TemplateRefused as error:
+            raise InvalidRequest(
+                f"The model's chat template refuses these messages: {error}", param="messages"
+            ) from None
+        except (jinja2.TemplateError, TypeError, ValueError, AttributeError, KeyError, ArithmeticError) as error:
+            if isinstance(error, InvalidRequest):
+                raise
+            raise InvalidRequest(
+                f"The model's chat template cannot render these messages ({type(error).__name__}). "
+                "Check roles and content types.",
+                param="messages",
+            ) from error
+        text = "".join(pieces)
+        if final_text is not None:
+            end = text.rfind(final_text)
+            if end < 0:
+                raise InvalidRequest(
+                    "continue_final_message: the chat template changes the final message, so it cannot be continued.",
+                    param="continue_final_message",
+                )
+            text = text[: end + len(final_text)]
+        return text
+
+    @staticmethod
+    def _final_text(chat: Chat) -> str:
+        content = chat.messages[-1].get("content") if chat.messages else None
+        if not isinstance(content, str) or not content.strip():
+            raise InvalidRequest(
+                "continue_final_message needs a final message whose content is text.", param="continue_final_message"
+            )
+        return content.strip()

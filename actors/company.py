@@ -1,0 +1,203 @@
+"""The troupe of one engine: which actors there are, who supervises them, and how they learn of each other."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from actors.arguments import Arguments
+from actors.cache_manager import CacheManager
+from actors.detokenizer import Detokenizer
+from actors.journal import Journal
+from actors.model_files import ModelFiles
+from actors.protocol import (
+    CacheProtocol,
+    DetokenizerProtocol,
+    LoadProgress,
+    SchedulerProtocol,
+    TokenizerProtocol,
+    WorkerConfig,
+    WorkerLoaded,
+    WorkerProtocol,
+    WorkerReady,
+)
+from actors.runtime import ActorRef, ActorSystem, Message, Strategy, Supervision
+from actors.scheduler import Scheduler
+from actors.scheduling.config import PlannerConfig
+from actors.text_codec import TextCodec
+from actors.tokenizer import Tokenizer
+from actors.vitals import Vitals
+from kernels.step import RunnerConfig
+
+__all__ = ["Company"]
+
+_log = logging.getLogger("troupe.engine")
+
+_WORKER_START_TIMEOUT = 1800.0
+"""Seconds a worker may take to load its model; large ones come from slow disks."""
+
+_STEP_TIMEOUT = 300.0
+
+
+class Company:
+    """Spawns the actors in their order and keeps their refs."""
+
+    tokenizers: list[ActorRef[TokenizerProtocol]]
+    detokenizer: ActorRef[DetokenizerProtocol]
+    cache: ActorRef[CacheProtocol]
+    scheduler: ActorRef[SchedulerProtocol]
+    worker: ActorRef[WorkerProtocol]
+
+    def __init__(
+        self,
+        system: ActorSystem,
+        arguments: Arguments,
+        *,
+        files: ModelFiles,
+        codec: TextCodec | None,
+        journal: Journal,
+        vitals: Vitals,
+        context_length: int,
+        on_progress: Callable[[str, float], None],
+        on_ready: Callable[[], None],
+    ) -> None:
+        self._system = system
+        self._arguments = arguments
+        self._files = files
+        self._codec = codec
+        self._journal = journal
+        self._vitals = vitals
+        self._context_length = context_length
+        self._on_progress = on_progress
+        self._on_ready = on_ready
+        self.restarts: dict[str, int] = {}
+
+    async def assemble(self) -> None:
+        """Start every actor. The worker's load goes on after this returns; ``on_ready`` tells its end."""
+        arguments, system = self._arguments, self._system
+        alone = Supervision(strategy=Strategy.RESTART_ONE, max_restarts=5, within=60.0)
+        together = Supervision(strategy=Strategy.RESTART_GROUP, max_restarts=5, within=60.0)
+
+        self.tokenizers = []
+        if self._codec is not None:
+            codec = self._codec
+            for rank in range(arguments.tokenizer_worker_num):
+                self.tokenizers.append(
+                    await system.spawn(
+                        lambda: Tokenizer(
+                            codec,
+                            batch_size=arguments.dynamic_batch_tokenizer_batch_size,
+                            batch_timeout=(
+                                arguments.dynamic_batch_tokenizer_batch_timeout
+                                if arguments.enable_dynamic_batch_tokenizer
+                                else 0.0
+                            ),
+                            batch_encode=arguments.enable_tokenizer_batch_encode,
+                        ),
+                        name=f"tokenizer-{rank}",
+                        capacity=8192,
+                        supervision=alone,
+                    )
+                )
+
+        # The worker's process starts first: it takes longest, and the rest is put up while it imports.
+        self.worker = await system.spawn_process(
+            WorkerProtocol,
+            name="worker-0",
+            target="actors.worker:Worker",
+            config=WorkerConfig(runner=self._runner_config()),
+            config_type=WorkerConfig,
+            events=self._worker_event,
+            events_type=LoadProgress | WorkerLoaded,
+            supervision=Supervision(strategy=Strategy.RESTART_ONE, max_restarts=3, within=300.0),
+            start_timeout=_WORKER_START_TIMEOUT,
+            stop_timeout=5.0,
+            wait=False,
+        )
+        self.cache = await system.spawn(
+            lambda: CacheManager(
+                self._vitals, page_size=arguments.page_size, use_radix_cache=not arguments.disable_radix_cache
+            ),
+            name="cache",
+            group="scheduling",
+            supervision=together,
+        )
+        self.scheduler = await system.spawn(
+            self._make_scheduler,
+            name="scheduler",
+            capacity=8192,
+            control_capacity=16384,
+            group="scheduling",
+            supervision=together,
+            wait=False,
+        )
+        self.detokenizer = await system.spawn(
+            lambda: Detokenizer(self._journal, self._codec, self.scheduler), name="detokenizer", supervision=alone
+        )
+
+    def _make_scheduler(self) -> Scheduler:
+        return Scheduler(
+            self._planner_config(),
+            journal=self._journal,
+            cache=self.cache,
+            worker=self.worker,
+            detokenizer=self.detokenizer,
+            vitals=self._vitals,
+            step_timeout=_STEP_TIMEOUT,
+        )
+
+    def _planner_config(self) -> PlannerConfig:
+        a = self._arguments
+        return PlannerConfig(
+            max_running=a.max_running_requests,
+            max_slots=a.max_running_requests + 1,
+            step_tokens=self._step_tokens(),
+            max_prefill_tokens=a.max_prefill_tokens,
+            prefill_max_requests=a.prefill_max_requests,
+            chunked=a.chunked_prefill_size > 0,
+            overlap=not a.disable_overlap_schedule,
+            use_cache=not a.disable_radix_cache,
+            policy=a.schedule_policy,
+            conservativeness=a.schedule_conservativeness,
+            priority_scheduling=a.enable_priority_scheduling,
+            low_priority_values_first=a.schedule_low_priority_values_first,
+            preemption_threshold=a.priority_scheduling_preemption_threshold,
+        )
+
+    def _step_tokens(self) -> int:
+        """Tokens a step may run: the chunk size, but always a decode of every running sequence."""
+        a = self._arguments
+        budget = (
+            a.chunked_prefill_size if a.chunked_prefill_size > 0 else max(a.max_prefill_tokens, self._context_length)
+        )
+        return max(budget, a.max_running_requests)
+
+    def _runner_config(self) -> RunnerConfig:
+        a = self._arguments
+        return RunnerConfig(
+            model_path=str(self._files.path),
+            device="cpu" if a.device == "auto" else a.device,
+            dtype=a.dtype,
+            load_format=a.load_format,
+            config_overrides=msgspec.json.encode(a.json_model_override_args).decode(),
+            loader_extra_config=msgspec.json.encode(a.model_loader_extra_config).decode(),
+            context_length=self._context_length,
+            max_slots=a.max_running_requests + 1,
+            page_size=a.page_size,
+            max_total_tokens=a.max_total_tokens or 0,
+            mem_fraction_static=a.mem_fraction_static or 0.0,
+            max_step_tokens=self._step_tokens(),
+            threads=a.cpu_threads or 0,
+            random_seed=a.random_seed or 0,
+        )
+
+    def _worker_event(self, message: Message[Any, None]) -> None:
+        if isinstance(message, LoadProgress):
+            self._on_progress(message.stage, message.fraction)
+        elif isinstance(message, WorkerLoaded):
+            self._vitals.worker = (message.info, message.epoch)
+            self.scheduler.offer(WorkerReady(info=message.info, epoch=message.epoch))
+            self._on_ready()

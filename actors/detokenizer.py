@@ -1,0 +1,179 @@
+"""The Detokenizer actor: token ids become text, stop strings are found, deltas go to the journal."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from actors.incremental_text import IncrementalText
+from actors.journal import Journal, JournalEntry
+from actors.protocol import (
+    DetokenizerProtocol,
+    Emission,
+    Emit,
+    Ended,
+    Fence,
+    SchedulerProtocol,
+    TextStopped,
+    TokenScores,
+)
+from actors.requests import FinishReason, RequestAborted, RequestFailed, RequestTimeout, TokenLogprob
+from actors.runtime import Actor, ActorRef, MailboxFull, handles
+from actors.text_codec import TextCodec
+
+__all__ = ["Detokenizer"]
+
+_log = logging.getLogger("troupe.detokenizer")
+
+_FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
+
+
+class Detokenizer(Actor[DetokenizerProtocol]):
+    """Text state by sequence, made when a sequence's first tokens come, from the journal: so a restart needs no more.
+
+    ``codec`` is None with --skip-tokenizer-init: deltas then carry token ids and no text.
+    """
+
+    def __init__(self, journal: Journal, codec: TextCodec | None, scheduler: ActorRef[SchedulerProtocol]) -> None:
+        self._journal = journal
+        self._codec = codec
+        self._scheduler = scheduler
+        self._texts: dict[int, IncrementalText] = {}
+
+    @handles
+    def emit(self, message: Emit) -> None:
+        surplus: list[int] = []
+        for emission in message.emissions:
+            entry = self._journal.get(emission.sequence)
+            if entry is None:
+                # Ended meanwhile (hung up, stopped by a string, failed): nobody wants these tokens.
+                self._texts.pop(emission.sequence, None)
+                if emission.ended is None:
+                    surplus.append(emission.sequence)
+                continue
+            try:
+                stopped = self._take(entry, emission)
+            except Exception as error:  # one request's text must not take the others down
+                _log.exception("Request %s failed in the detokenizer", entry.stream.request_id)
+                self._journal.fail(
+                    entry.sequence, RequestFailed(f"Its text cannot be decoded: {type(error).__name__}.")
+                )
+                stopped = True
+            if stopped or emission.ended is not None:
+                self._texts.pop(emission.sequence, None)
+                if emission.ended is None:
+                    surplus.append(emission.sequence)
+        if surplus:
+            try:
+                self._scheduler.offer(TextStopped(sequences=tuple(surplus)))
+            except MailboxFull:
+                pass  # their next tokens come this way again and are refused again
+
+    @handles
+    def fence(self, message: Fence) -> None:
+        """Every earlier Emit was handled before this message: that is all it says."""
+
+    def _text(self, entry: JournalEntry) -> IncrementalText | None:
+        text = self._texts.get(entry.sequence)
+        if text is None and self._codec is not None:
+            params = entry.params
+            text = IncrementalText(
+                self._codec.tokenizer,
+                stop=params.stop,
+                include_stop=params.include_stop_str_in_output,
+                skip_special_tokens=params.skip_special_tokens,
+            )
+            if entry.output:
+                text.restore(entry.output, entry.emitted_chars)
+            self._texts[entry.sequence] = text
+        return text
+
+    def _take(self, entry: JournalEntry, emission: Emission) -> bool:
+        """Deliver one sequence's news; True when a stop string ended it."""
+        known = len(entry.output)
+        if emission.start > known:
+            raise ValueError(f"tokens {known} to {emission.start - 1} are missing")
+        entry.cached_tokens = max(entry.cached_tokens, emission.cached_tokens)
+        tokens = emission.tokens[known - emission.start :]
+        ended = emission.ended
+        scores = self._scores(tokens, emission.scores, skip=known - emission.start) if emission.scores else None
+        prompt_scores = self._prompt_scores(entry, emission.prompt_scores) if emission.prompt_scores else None
+
+        text, matched = self._push(entry, tokens, ended)
+        if matched is not None:
+            self._journal.deliver(
+                entry,
+                tokens=tokens,
+                text=text,
+                logprobs=scores,
+                prompt_logprobs=prompt_scores,
+                finish_reason="stop",
+                matched_stop=matched,
+            )
+            return True
+        finish = _FINISH.get(ended.reason) if ended is not None else None
+        if tokens or text or finish is not None or prompt_scores is not None:
+            self._journal.deliver(
+                entry,
+                tokens=tokens,
+                text=text,
+                logprobs=scores,
+                prompt_logprobs=prompt_scores,
+                finish_reason=finish,
+                matched_stop=ended.matched if ended is not None else None,
+            )
+        if ended is not None and finish is None:
+            self._journal.fail(entry.sequence, _error(ended))
+        return False
+
+    def _push(self, entry: JournalEntry, tokens: tuple[int, ...], ended: Ended | None) -> tuple[str, str | None]:
+        writer = self._text(entry)
+        if writer is None:
+            return "", None
+        visible = tokens
+        if ended is not None and ended.matched is not None and tokens and tokens[-1] == ended.matched:
+            # The token that ended the sequence is no part of its text, unless the caller wants special tokens to be seen.
+            if not entry.params.include_stop_str_in_output:
+                visible = tokens[:-1]
+        text, matched = writer.push(visible)
+        if matched is None and ended is not None and ended.reason in _FINISH:
+            text += writer.finish()
+        return text, matched
+
+    def _scores(self, tokens: tuple[int, ...], packed: TokenScores, *, skip: int) -> tuple[TokenLogprob, ...]:
+        values = np.frombuffer(packed.logprobs, dtype=np.float32)
+        counts = np.frombuffer(packed.top_counts, dtype=np.int32)
+        ids = np.frombuffer(packed.top_ids, dtype=np.int32)
+        tops = np.frombuffer(packed.top_logprobs, dtype=np.float32)
+        starts = np.concatenate(([0], np.cumsum(counts))) if len(counts) else np.zeros(len(values) + 1, dtype=np.int64)
+        found = []
+        for offset, token in enumerate(tokens):
+            row = offset + skip
+            span = slice(int(starts[row]), int(starts[row + 1]))
+            top = tuple(self._logprob(int(i), float(v)) for i, v in zip(ids[span], tops[span], strict=True))
+            found.append(self._logprob(token, float(values[row]), top))
+        return tuple(found)
+
+    def _prompt_scores(self, entry: JournalEntry, packed: TokenScores) -> tuple[TokenLogprob, ...]:
+        # The first prompt token has no prediction.
+        prompt = entry.prompt_ids
+        return (self._logprob(prompt[0], None), *self._scores(tuple(prompt[1:]), packed, skip=0))
+
+    def _logprob(self, token: int, value: float | None, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
+        text = self._codec.token_text(token) if self._codec is not None else ""
+        return TokenLogprob(
+            token_id=token,
+            token=text,
+            bytes_=self._codec.token_bytes(token) if self._codec is not None else b"",
+            logprob=value,
+            top=top,
+        )
+
+
+def _error(ended: Ended) -> Exception:
+    if ended.reason == "timeout":
+        return RequestTimeout(ended.message or "The request's time is over. Ask for fewer tokens or allow more time.")
+    if ended.reason == "abort":
+        return RequestAborted(ended.message or "The request was aborted.")
+    return RequestFailed(ended.message or "The request failed inside the engine. Send it again.")

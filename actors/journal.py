@@ -1,0 +1,122 @@
+"""The journal: every live request, what it asked for and what was already sent of it.
+
+It is plain data in the engine's process, outside every actor, and that makes the actors behind it restartable: a new
+scheduler takes its queue from here, a new detokenizer its text state. A token is written here before its stream shows it,
+so what a client has seen is never computed again, lost or changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+
+from actors.protocol import SequenceSpec
+from actors.requests import Delta, FinishReason, SamplingParams, TokenLogprob, Usage
+from actors.streams import StreamBuffer
+
+__all__ = ["Journal", "JournalEntry"]
+
+
+class JournalEntry(msgspec.Struct, eq=False):
+    """One sequence: a choice of a request."""
+
+    sequence: int
+    index: int
+    spec: SequenceSpec
+    params: SamplingParams
+    stream: StreamBuffer
+    prompt_ids: list[int]
+    output: list[int]
+    emitted_chars: int = 0
+    cached_tokens: int = 0
+    prompt_sent: bool = False
+
+    def resume_spec(self) -> SequenceSpec:
+        """The specification with everything sent so far as output of an earlier life."""
+        if not self.output:
+            return self.spec
+        return msgspec.structs.replace(self.spec, output=np.asarray(self.output, dtype=np.int32).tobytes())
+
+
+class Journal:
+    """Entries by sequence. An entry is there from acceptance to its end, and its end is told exactly once."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, JournalEntry] = {}
+        self.finished = 0
+        self.output_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, sequence: int) -> bool:
+        return sequence in self._entries
+
+    def get(self, sequence: int) -> JournalEntry | None:
+        return self._entries.get(sequence)
+
+    def open(self, entry: JournalEntry) -> None:
+        self._entries[entry.sequence] = entry
+
+    def live(self) -> Iterator[JournalEntry]:
+        """Live entries in the order of their acceptance."""
+        return iter(list(self._entries.values()))
+
+    def deliver(
+        self,
+        entry: JournalEntry,
+        *,
+        tokens: tuple[int, ...],
+        text: str,
+        logprobs: tuple[TokenLogprob, ...] | None = None,
+        prompt_logprobs: tuple[TokenLogprob, ...] | None = None,
+        finish_reason: FinishReason | None = None,
+        matched_stop: str | int | None = None,
+    ) -> None:
+        """Write news of a sequence down, then show it to its stream. With a finish reason the entry is closed."""
+        if entry.sequence not in self._entries:
+            return
+        entry.output.extend(tokens)
+        entry.emitted_chars += len(text)
+        self.output_tokens += len(tokens)
+        if finish_reason is not None:
+            del self._entries[entry.sequence]
+            self.finished += 1
+        first = not entry.prompt_sent
+        entry.prompt_sent = True
+        entry.stream.push(
+            Delta(
+                request_id=entry.stream.request_id,
+                index=entry.index,
+                text=text,
+                token_ids=tokens,
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
+                prompt_token_ids=tuple(entry.prompt_ids) if first else None,
+                finish_reason=finish_reason,
+                matched_stop=matched_stop,
+                usage=Usage(
+                    prompt_tokens=len(entry.prompt_ids),
+                    completion_tokens=len(entry.output),
+                    cached_tokens=entry.cached_tokens,
+                ),
+            )
+        )
+
+    def fail(self, sequence: int, error: Exception) -> None:
+        """Close the entry: its stream raises ``error`` after what it already holds."""
+        entry = self._entries.pop(sequence, None)
+        if entry is not None:
+            self.finished += 1
+            entry.stream.fail(error)
+
+    def drop(self, sequence: int) -> None:
+        """Close the entry of a stream that nobody reads any more."""
+        if self._entries.pop(sequence, None) is not None:
+            self.finished += 1
+
+    def fail_all(self, error: Exception) -> None:
+        for sequence in list(self._entries):
+            self.fail(sequence, error)

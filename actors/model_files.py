@@ -1,0 +1,132 @@
+"""A Hugging Face model directory as the engine's process reads it: configuration, templates, defaults. No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from actors.requests import InvalidRequest
+
+__all__ = ["ModelFiles", "ModelPathError", "resolve_model_path"]
+
+_WEIGHT_PATTERNS = ["*.safetensors", "*.safetensors.index.json"]
+_OTHER_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt", "tokenizer*"]
+
+
+class ModelPathError(ValueError):
+    """The model cannot be found or read; the message says what to do."""
+
+
+def resolve_model_path(
+    model: str, *, revision: str | None = None, download_dir: str | None = None, weights: bool = True
+) -> Path:
+    """The directory of ``model``: itself when it is one, else a snapshot of the hub's repository of that name.
+
+    Raises :class:`ModelPathError`. Blocks while it downloads: call it in a thread.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if path.is_file():
+        raise ModelPathError(f"--model-path {model} is a file. Give the directory that holds config.json.")
+    if path.is_absolute() or model.startswith(".") or model.count("/") != 1:
+        raise ModelPathError(
+            f"--model-path {model} does not exist. Give a directory with config.json, or a hub id such as owner/name."
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        found = snapshot_download(
+            model,
+            revision=revision,
+            cache_dir=download_dir,
+            allow_patterns=_OTHER_PATTERNS + (_WEIGHT_PATTERNS if weights else []),
+        )
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise ModelPathError(
+            f"--model-path {model} is neither a directory here nor a repository that can be downloaded "
+            f"({type(error).__name__}). Check the name, --revision, the network and HF_TOKEN, or download it first "
+            "and give the directory."
+        ) from error
+    return Path(found)
+
+
+class ModelFiles:
+    """The small files of a model directory, read once."""
+
+    def __init__(
+        self, path: Path, *, overrides: dict[str, Any] | None = None, tokenizer_path: Path | None = None
+    ) -> None:
+        self.path = path
+        self.tokenizer_path = tokenizer_path or path
+        self.config = self._read("config.json", required=True)
+        self.config.update(overrides or {})
+        self.generation_config = self._read("generation_config.json")
+        self.tokenizer_config = self._read("tokenizer_config.json", base=self.tokenizer_path)
+
+    def _read(self, name: str, *, required: bool = False, base: Path | None = None) -> dict[str, Any]:
+        file = (base or self.path) / name
+        if not file.is_file():
+            if required:
+                raise ModelPathError(f"{file} is missing: a model directory in Hugging Face's layout has one.")
+            return {}
+        try:
+            return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+        except (msgspec.DecodeError, OSError) as error:
+            raise ModelPathError(f"{file} cannot be read as a JSON object: {error}") from error
+
+    @property
+    def context_length(self) -> int:
+        """Tokens a sequence may have, by config.json."""
+        value = self.config.get("max_position_embeddings") or 2048
+        return int(value)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.config.get("vocab_size", 0))
+
+    @property
+    def architecture(self) -> str:
+        names = self.config.get("architectures") or ["unknown"]
+        return str(names[0])
+
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a sequence: generation_config.json's, else config.json's."""
+        value = self.generation_config.get("eos_token_id", self.config.get("eos_token_id"))
+        if value is None:
+            return ()
+        return tuple(int(v) for v in value) if isinstance(value, list) else (int(value),)
+
+    def chat_template(self, override: str | None) -> str | None:
+        """The template's text: ``override`` (a file, or the name of one of the model's), the model's, or None."""
+        named: dict[str, str] = {}
+        template = self.tokenizer_config.get("chat_template")
+        if isinstance(template, list):
+            named = {str(t["name"]): str(t["template"]) for t in template if "name" in t and "template" in t}
+            template = named.get("default")
+        file = self.tokenizer_path / "chat_template.jinja"
+        if file.is_file():
+            template = file.read_text(encoding="utf-8")
+        for extra in sorted((self.tokenizer_path / "additional_chat_templates").glob("*.jinja")):
+            named[extra.stem] = extra.read_text(encoding="utf-8")
+        if override is None:
+            return template if isinstance(template, str) else None
+        if override in named:
+            return named[override]
+        path = Path(override).expanduser()
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+        known = f"one of {', '.join(sorted(named))}, or " if named else ""
+        raise ModelPathError(f"--chat-template {override} not found. Give {known}the path of a Jinja file.")
+
+    def check_token_ids(self, ids: list[int], *, param: str) -> None:
+        """Raise InvalidRequest for an id outside the vocabulary."""
+        size = self.vocab_size
+        for token in ids:
+            if not 0 <= token < size:
+                raise InvalidRequest(
+                    f"{param} holds token id {token}; this model's ids are 0 to {size - 1}.", param=param
+                )

@@ -1,0 +1,183 @@
+"""The Scheduler actor: keeps the worker fed with steps and tells the detokenizer what came back."""
+
+from __future__ import annotations
+
+import logging
+
+from actors.journal import Journal
+from actors.protocol import (
+    Abort,
+    CacheProtocol,
+    DetokenizerProtocol,
+    Emission,
+    Emit,
+    Fence,
+    Flush,
+    FlushCache,
+    GetSchedulerLoad,
+    ResetCache,
+    SchedulerLoad,
+    SchedulerProtocol,
+    Step,
+    StepDone,
+    StepFailed,
+    Submit,
+    TextStopped,
+    WorkerProtocol,
+    WorkerReady,
+)
+from actors.runtime import Actor, ActorRef, handles
+from actors.scheduling.config import PlannerConfig
+from actors.scheduling.planner import Planner, StepPlan
+from actors.vitals import Vitals
+from kernels.step import ModelInfo, StepBatch
+
+__all__ = ["Scheduler"]
+
+_log = logging.getLogger("troupe.scheduler")
+
+_CACHE_TIMEOUT = 30.0
+
+
+class Scheduler(Actor[SchedulerProtocol]):
+    """A thin shell around :class:`Planner`.
+
+    After every message it plans as many steps as may be in flight. The worker's answers come back into its own mailbox,
+    so nothing here ever waits for the device.
+    """
+
+    def __init__(
+        self,
+        config: PlannerConfig,
+        *,
+        journal: Journal,
+        cache: ActorRef[CacheProtocol],
+        worker: ActorRef[WorkerProtocol],
+        detokenizer: ActorRef[DetokenizerProtocol],
+        vitals: Vitals,
+        step_timeout: float,
+    ) -> None:
+        self._planner = Planner(config)
+        self._journal = journal
+        self._cache = cache
+        self._worker = worker
+        self._detokenizer = detokenizer
+        self._vitals = vitals
+        self._step_timeout = step_timeout
+        self._epoch: int | None = None
+
+    async def started(self) -> None:
+        if self.context.incarnation > 0:
+            # What the last life sent must be in the journal before the journal is read.
+            await self._detokenizer.ask(Fence(), timeout=_CACHE_TIMEOUT)
+        now = self.context.clock.now()
+        entries = list(self._journal.live())
+        if entries:
+            await self._tell(self._planner.submit(tuple(entry.resume_spec() for entry in entries), now))
+        ready = self._vitals.worker
+        if ready is not None:
+            await self._take_worker(*ready)
+        await self._pump()
+
+    # -- requests
+
+    @handles
+    async def submit(self, message: Submit) -> None:
+        # An abort takes the faster lane: what is no longer in the journal was aborted before it came here.
+        specs = tuple(spec for spec in message.sequences if spec.sequence in self._journal)
+        await self._tell(self._planner.submit(specs, self.context.clock.now()))
+        await self._pump()
+
+    @handles
+    async def abort(self, message: Abort) -> None:
+        await self._tell(self._planner.abort(message.sequences))
+        await self._pump()
+
+    @handles
+    async def text_stopped(self, message: TextStopped) -> None:
+        self._planner.text_stopped(message.sequences)
+        await self._pump()
+
+    # -- the worker
+
+    @handles
+    async def worker_ready(self, message: WorkerReady) -> None:
+        await self._take_worker(message.info, message.epoch)
+        await self._pump()
+
+    async def _take_worker(self, info: ModelInfo, epoch: int) -> None:
+        if epoch == self._epoch:
+            return
+        await self._cache.ask(ResetCache(num_pages=info.num_pages, page_size=info.page_size), timeout=_CACHE_TIMEOUT)
+        self._epoch = epoch
+        await self._tell(self._planner.worker_ready(info, self.context.clock.now()))
+
+    @handles
+    async def step_done(self, message: StepDone) -> None:
+        if message.epoch != self._epoch:
+            return
+        now = self.context.clock.now()
+        emissions = self._planner.finish_step(message.result, now)
+        self._vitals.step_finished(now, message.result)
+        # The device first: the next step is on its way before anybody reads the tokens of this one.
+        await self._pump()
+        await self._tell(emissions)
+
+    @handles
+    def step_failed(self, message: StepFailed) -> None:
+        if message.epoch != self._epoch:
+            return
+        _log.warning("Step %d got no answer: %s", message.number, message.reason)
+        # The worker's next life announces itself by WorkerReady; until then nothing is sent.
+        self._epoch = None
+        self._vitals.worker_lost()
+
+    # -- questions
+
+    @handles
+    def load(self, message: GetSchedulerLoad) -> SchedulerLoad:
+        return self._planner.load(self.context.clock.now())
+
+    @handles
+    async def flush(self, message: Flush) -> bool:
+        if self._planner.has_work:
+            return False
+        return await self._cache.ask(FlushCache(), timeout=_CACHE_TIMEOUT)
+
+    # -- steps
+
+    async def _pump(self) -> None:
+        planner = self._planner
+        while self._epoch is not None and planner.has_work and planner.can_send:
+            now = self.context.clock.now()
+            await self._tell(planner.expire(now))
+            planning = planner.plan(now)
+            plan: StepPlan | None = None
+            try:
+                call = next(planning)
+                while True:
+                    call = planning.send(await self._cache.ask(call, timeout=_CACHE_TIMEOUT))
+            except StopIteration as finished:
+                plan = finished.value
+            if plan is None:
+                break
+            if plan.batch is not None:
+                self._send(plan.batch, now)
+            await self._tell(plan.emissions)
+        self._vitals.load(planner.load(self.context.clock.now()))
+
+    def _send(self, batch: StepBatch, now: float) -> None:
+        epoch = self._epoch
+        assert epoch is not None
+        self._vitals.step_sent(now)
+        self.context.pipe(
+            self._worker,
+            Step(batch=batch, epoch=epoch),
+            timeout=self._step_timeout,
+            on_reply=lambda result: StepDone(result=result, epoch=epoch),
+            on_error=lambda error: StepFailed(number=batch.number, epoch=epoch, reason=str(error)),
+        )
+
+    async def _tell(self, emissions: list[Emission]) -> None:
+        if emissions:
+            await self._detokenizer.tell(Emit(emissions=tuple(emissions)))

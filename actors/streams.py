@@ -1,0 +1,219 @@
+"""A request as its caller sees it: an asynchronous iterator of deltas, bounded by the request's own length."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+
+from actors.requests import Delta, RequestTimeout, TokenLogprob
+
+__all__ = ["RequestStream", "StreamBuffer", "merge"]
+
+
+def merge(deltas: list[Delta]) -> Delta:
+    """Successive deltas of one choice as one."""
+    if len(deltas) == 1:
+        return deltas[0]
+    last = deltas[-1]
+    scored: list[TokenLogprob] | None = None
+    for delta in deltas:
+        if delta.logprobs is not None:
+            scored = (scored or []) + list(delta.logprobs)
+    return Delta(
+        request_id=last.request_id,
+        index=last.index,
+        text="".join(d.text for d in deltas),
+        token_ids=tuple(token for d in deltas for token in d.token_ids),
+        logprobs=None if scored is None else tuple(scored),
+        prompt_logprobs=next((d.prompt_logprobs for d in deltas if d.prompt_logprobs is not None), None),
+        prompt_token_ids=next((d.prompt_token_ids for d in deltas if d.prompt_token_ids is not None), None),
+        finish_reason=last.finish_reason,
+        matched_stop=last.matched_stop,
+        usage=last.usage,
+    )
+
+
+class StreamBuffer:
+    """Where the journal puts a request's deltas and its stream takes them; one wake-up at most per step.
+
+    Deltas of a choice that wait for a slow reader are handed out merged: the buffer holds no more than the request's
+    own length.
+    """
+
+    def __init__(self, request_id: str, choices: int, *, interval: int = 1) -> None:
+        self.request_id = request_id
+        self.open_choices = choices
+        self.error: Exception | None = None
+        self.started_at = 0.0
+        self.first_token_at: float | None = None
+        self.output_tokens = 0
+        self.finish_reason: str = ""
+        self._interval = interval
+        self._pending: dict[int, list[Delta]] = {}
+        self._due: dict[int, None] = {}  # choices with enough to show, the longest waiting first
+        self._waiter: asyncio.Future[None] | None = None
+
+    def push(self, delta: Delta) -> None:
+        """Add news of a choice. They are shown at its first token, then every ``interval`` tokens, and at its end."""
+        index = delta.index
+        waiting = self._pending.setdefault(index, [])
+        waiting.append(delta)
+        if delta.token_ids:
+            self.output_tokens += len(delta.token_ids)
+            if self.first_token_at is None:
+                self.first_token_at = asyncio.get_running_loop().time()
+        if delta.finish_reason is not None:
+            self.finish_reason = delta.finish_reason
+        if (
+            delta.finish_reason is not None
+            or delta.prompt_token_ids is not None
+            or self._interval == 1
+            or sum(len(d.token_ids) for d in waiting) >= self._interval
+        ):
+            self._due[index] = None
+            self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """End with ``error``, after what is already there. The first error stays."""
+        if self.error is None:
+            self.error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def take(self) -> Delta | None:
+        """What waits of the choice that waits longest, or None."""
+        due = self._due or (self._pending if self.error is not None else None)
+        if not due:
+            return None
+        index = next(iter(due))
+        self._due.pop(index, None)
+        delta = merge(self._pending.pop(index))
+        if delta.finish_reason is not None:
+            self.open_choices -= 1
+        return delta
+
+    async def wait(self, deadline: float | None) -> None:
+        """Return when there may be news. Past ``deadline`` (loop time, seconds) the error is RequestTimeout."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            if deadline is None:
+                await self._waiter
+            else:
+                async with asyncio.timeout_at(deadline):
+                    await self._waiter
+        except TimeoutError:
+            self.fail(RequestTimeout("The request's time is over. Ask for fewer tokens or allow more time."))
+        finally:
+            self._waiter = None
+
+
+class RequestStream:
+    """Deltas of all choices of one request. Get it from :meth:`Engine.generate`.
+
+    Iterate it, or call :meth:`ready` first to learn whether the request is acceptable. :meth:`aclose` ends it early: the
+    engine then frees its slot and pages. A stream that is simply dropped is ended the same way when it is collected.
+
+    Raises while iterating: ``InvalidRequest`` (only before the first delta), ``RequestFailed``, ``RequestTimeout``,
+    ``RequestAborted``, ``EngineFailed``.
+    """
+
+    def __init__(
+        self,
+        buffer: StreamBuffer,
+        *,
+        label: str | None,
+        deadline: float | None,
+        admit: Callable[[StreamBuffer], Awaitable[int]],
+        release: Callable[[StreamBuffer], None],
+    ) -> None:
+        self.request_id = buffer.request_id
+        self.label = label
+        self.prompt_tokens = 0
+        self._buffer = buffer
+        self._deadline = deadline
+        self._admit = admit
+        self._admission: asyncio.Future[None] | None = None
+        loop = asyncio.get_running_loop()
+        self._finalizer = weakref.finalize(self, _release_in_loop, loop, release, buffer)
+        self._finalizer.atexit = False
+        self._release = release
+
+    async def ready(self) -> None:
+        """Return when the request was rendered, encoded, checked and accepted; else raise what is wrong with it."""
+        if self._admission is not None:
+            # Another task's admission of the same stream: its outcome is ours, our cancellation is not its.
+            await asyncio.shield(self._admission)
+            return
+        if not self._finalizer.alive:
+            raise RuntimeError("This stream is closed.")
+        self._admission = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                self.prompt_tokens = await self._admit(self._buffer)
+        except TimeoutError:
+            error = RequestTimeout("The request's time was over before it could start.")
+            self._refused(error)
+            raise error from None
+        except BaseException as error:
+            self._refused(error)
+            raise
+        self._admission.set_result(None)
+
+    def _refused(self, error: BaseException) -> None:
+        assert self._admission is not None
+        if isinstance(error, Exception):
+            self._admission.set_exception(error)
+            self._admission.exception()  # marks it as seen: there may be no second waiter
+        else:
+            self._admission.cancel()
+        self._close()
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> Delta:
+        if not self._finalizer.alive:
+            raise StopAsyncIteration
+        if self._admission is None or not self._admission.done():
+            await self.ready()
+        buffer = self._buffer
+        while True:
+            delta = buffer.take()
+            if delta is not None:
+                return delta
+            if buffer.error is not None:
+                self._close()
+                raise buffer.error
+            if buffer.open_choices == 0:
+                self._close()
+                raise StopAsyncIteration
+            await buffer.wait(self._deadline)
+
+    def _close(self) -> None:
+        if self._finalizer.detach() is not None:
+            self._release(self._buffer)
+
+    async def aclose(self) -> None:
+        """Leave the stream: an unfinished request is aborted. Idempotent, and never interrupted: it awaits nothing."""
+        self._close()
+
+    async def __aenter__(self) -> RequestStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._close()
+
+
+def _release_in_loop(
+    loop: asyncio.AbstractEventLoop, release: Callable[[StreamBuffer], None], buffer: StreamBuffer
+) -> None:
+    # The collector may run anywhere, also in another thread; the engine's state belongs to its loop.
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(release, buffer)

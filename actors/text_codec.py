@@ -1,0 +1,136 @@
+"""Text to token ids and back, for one model. Synchronous; the Tokenizer actor calls it in a thread of its own."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from actors.chat_template import ChatTemplate
+from actors.model_files import ModelFiles, ModelPathError
+from actors.requests import Chat, InvalidRequest
+
+__all__ = ["TextCodec", "load_tokenizer"]
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Byte-level BPE's printable stand-in of each byte, reversed (Radford et al. 2019, GPT-2)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(rest)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+def load_tokenizer(path: Path, mode: str) -> Tokenizer:
+    """The model's tokenizer: tokenizer.json as it is (``auto``), or converted by transformers (``slow``, or no such file).
+
+    Raises :class:`ModelPathError` when there is none.
+    """
+    file = path / "tokenizer.json"
+    if mode != "slow" and file.is_file():
+        try:
+            return Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception
+            raise ModelPathError(f"{file} cannot be read as a tokenizer: {error}") from error
+    # Slow to import, so only where it is needed: models that ship no tokenizer.json.
+    from transformers import AutoTokenizer
+
+    try:
+        loaded: Any = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelPathError(
+            f"{path} has no tokenizer that can be loaded ({type(error).__name__}: {error}). "
+            "Give --tokenizer-path a directory with tokenizer.json, or --skip-tokenizer-init and send token ids."
+        ) from error
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        raise ModelPathError(
+            f"The tokenizer in {path} has no fast form. Convert it to tokenizer.json and give it as --tokenizer-path."
+        )
+    return backend
+
+
+class TextCodec:
+    """Renders, encodes and decodes for one model.
+
+    Token ids are Python ints in ``[0, vocab_size)``; ids without a token in the tokenizer decode to an empty string.
+    """
+
+    def __init__(self, files: ModelFiles, *, mode: str = "auto", chat_template: str | None = None) -> None:
+        self.tokenizer = load_tokenizer(files.tokenizer_path, mode)
+        self._added = frozenset(self.tokenizer.get_added_tokens_decoder())
+        self._byte_level = "ByteLevel" in repr(self.tokenizer.decoder)
+        self._bytes: dict[int, bytes] = {}
+        self.special_tokens = self._special_tokens(files.tokenizer_config)
+        source = files.chat_template(chat_template)
+        try:
+            self.template = ChatTemplate(source, self.special_tokens) if source else None
+        except ValueError as error:
+            raise ModelPathError(str(error)) from error
+
+    @staticmethod
+    def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+        found = {}
+        for name in _SPECIAL_NAMES:
+            value = config.get(name)
+            if isinstance(value, dict):
+                value = value.get("content")
+            if isinstance(value, str):
+                found[name] = value
+        return found
+
+    def render(self, chat: Chat) -> str:
+        if self.template is None:
+            raise InvalidRequest(
+                "This model has no chat template. Use /v1/completions, or start the server with --chat-template FILE.",
+                param="messages",
+                code="no_chat_template",
+            )
+        return self.template.render(chat)
+
+    def encode(self, prompt: str | Chat, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, or of a conversation (whose template brings its own special tokens)."""
+        if isinstance(prompt, Chat):
+            prompt, add_special_tokens = self.render(prompt), False
+        ids: list[int] = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_text(self, token_id: int) -> str:
+        """One token's own text, special tokens included, U+FFFD where it is part of a character."""
+        return self.token_bytes(token_id).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """One token's own bytes, which need not be whole characters; empty for an id without a token."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = self._bytes_of(token_id)
+        return found
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        piece = self.tokenizer.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if token_id in self._added:
+            return piece.encode()
+        if self._byte_level:
+            with contextlib.suppress(KeyError):
+                return bytes(_BYTE_OF[char] for char in piece)
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes.fromhex(piece[3:5])
+        return piece.replace("\u2581", " ").encode()
+
+    def eos_from_tokenizer(self) -> tuple[int, ...]:
+        """The id of the tokenizer's own eos_token, if it has one."""
+        token = self.special_tokens.get("eos_token")
+        found = self.tokenizer.token_to_id(token) if token else None
+        return () if found is None else (int(found),)

@@ -1,0 +1,118 @@
+"""The Tokenizer actor: many requests at once become one trip to a thread, so that the loop stays free."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+
+from actors.protocol import Decode, DecodeTokens, Encode, Encoded, Render, TokenizerProtocol
+from actors.requests import InvalidRequest
+from actors.runtime import Actor, Deferred, handles
+from actors.text_codec import TextCodec
+
+__all__ = ["INLINE_CHARS", "Tokenizer"]
+
+INLINE_CHARS = 1024
+"""Plain texts up to this length are encoded in the loop: that takes less time than the way to a thread and back."""
+
+_MAX_BATCH = 256
+
+
+class Tokenizer(Actor[TokenizerProtocol]):
+    """Renders chat templates, encodes and decodes.
+
+    What arrives while the thread is busy is encoded together on its next trip, at most ``batch_size`` prompts of it.
+    ``batch_timeout`` (seconds) above 0 is the dynamic batch tokenizer: each trip first waits so long for company, unless
+    the batch is full before. ``batch_encode=False`` makes one trip a prompt.
+    """
+
+    def __init__(
+        self, codec: TextCodec, *, batch_size: int = _MAX_BATCH, batch_timeout: float = 0.0, batch_encode: bool = True
+    ) -> None:
+        self._codec = codec
+        self._batch_size = batch_size if batch_encode else 1
+        self._batch_timeout = batch_timeout
+        self._waiting: deque[tuple[Encode, asyncio.Future[Encoded]]] = deque()
+        self._arrived = asyncio.Event()
+        self._full = asyncio.Event()
+        self._thread: ThreadPoolExecutor | None = None
+        self.trips = 0
+
+    async def started(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="troupe-tokenizer")
+        self.context.start_soon(self._encode_batches, name="encode batches")
+
+    async def stopping(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let the thread end; called at the end of each incarnation, also after a crash."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+    @handles
+    def encode(self, message: Encode) -> Encoded | Deferred[Encoded]:
+        prompt = message.prompt
+        if isinstance(prompt, str) and len(prompt) <= INLINE_CHARS and not self._waiting and not self._batch_timeout:
+            return Encoded(token_ids=self._codec.encode(prompt, add_special_tokens=message.add_special_tokens))
+        future: asyncio.Future[Encoded] = asyncio.get_running_loop().create_future()
+        self._waiting.append((message, future))
+        self._arrived.set()
+        if len(self._waiting) >= self._batch_size:
+            self._full.set()
+        return future
+
+    async def _encode_batches(self) -> None:
+        loop = asyncio.get_running_loop()
+        assert self._thread is not None
+        try:
+            while True:
+                await self._arrived.wait()
+                if self._batch_timeout and len(self._waiting) < self._batch_size:
+                    self._full.clear()
+                    try:
+                        async with asyncio.timeout(self._batch_timeout):
+                            await self._full.wait()
+                    except TimeoutError:
+                        pass
+                batch = [self._waiting.popleft() for _ in range(min(self._batch_size, len(self._waiting)))]
+                if not self._waiting:
+                    self._arrived.clear()
+                batch = [(message, future) for message, future in batch if not future.done()]
+                if not batch:
+                    continue
+                self.trips += 1
+                results = await loop.run_in_executor(self._thread, self._encode_all, [m for m, _ in batch])
+                for (_, future), result in zip(batch, results, strict=True):
+                    if future.done():
+                        continue
+                    if isinstance(result, InvalidRequest):
+                        future.set_exception(result)
+                    else:
+                        future.set_result(result)
+        finally:
+            self.close()
+
+    def _encode_all(self, messages: list[Encode]) -> list[Encoded | InvalidRequest]:
+        # One by one: the library's own batch call would start threads of its own that nobody can stop.
+        results: list[Encoded | InvalidRequest] = []
+        for message in messages:
+            try:
+                ids = self._codec.encode(message.prompt, add_special_tokens=message.add_special_tokens)
+                results.append(Encoded(token_ids=ids))
+            except InvalidRequest as error:
+                results.append(error)
+        return results
+
+    @handles
+    def render(self, message: Render) -> str:
+        return self._codec.render(message.chat)
+
+    @handles
+    def decode(self, message: Decode) -> str:
+        return self._codec.decode(message.token_ids, skip_special_tokens=message.skip_special_tokens)
+
+    @handles
+    def decode_tokens(self, message: DecodeTokens) -> list[str]:
+        return [self._codec.token_text(token) for token in message.token_ids]

@@ -1,0 +1,71 @@
+"""The Worker actor: one per device, in a process of its own. It runs the model and owns the device's state by slot."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
+
+from actors.protocol import LoadProgress, Step, WorkerConfig, WorkerLoaded, WorkerProtocol
+from actors.runtime import Actor, Deferred, RequestError, handles
+from kernels.step import ModelInfo, StepResult
+
+if TYPE_CHECKING:
+    from kernels.runner import ModelRunner
+
+__all__ = ["StaleStep", "Worker"]
+
+T = TypeVar("T")
+
+
+class StaleStep(RequestError):
+    """The step speaks of slots of an earlier life of this worker."""
+
+
+class Worker(Actor[WorkerProtocol]):
+    """The model runs in one thread, the mailbox in another: the next step is already here when this one ends."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._config = config
+        self._thread: ThreadPoolExecutor | None = None
+        self._runner: ModelRunner | None = None
+
+    async def started(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="troupe-model")
+        loop = asyncio.get_running_loop()
+
+        def progress(stage: str, fraction: float) -> None:
+            loop.call_soon_threadsafe(self.context.parent_tell, LoadProgress(stage=stage, fraction=fraction))
+
+        progress("import", 0.0)
+        info = await self._in_thread(lambda: self._load(progress))
+        self.context.parent_tell(WorkerLoaded(info=info, epoch=self.context.incarnation))
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        assert self._thread is not None
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def stopping(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(wait=True, cancel_futures=True)
+        if self._runner is not None:
+            self._runner.close()
+
+    def _load(self, progress: Callable[[str, float], None]) -> ModelInfo:
+        # torch is imported here, in the model's thread of the worker's process, and nowhere else.
+        from kernels.runner import ModelRunner
+
+        self._runner = ModelRunner(self._config.runner, progress)
+        return self._runner.load()
+
+    @handles
+    def step(self, message: Step) -> Deferred[StepResult]:
+        """Queue the step behind the one that runs; the reply follows when it is done."""
+        if message.epoch != self.context.incarnation:
+            raise StaleStep(
+                f"Step {message.batch.number} is of life {message.epoch}, this is {self.context.incarnation}."
+            )
+        assert self._thread is not None
+        assert self._runner is not None
+        return asyncio.wrap_future(self._thread.submit(self._runner.run, message.batch))
