@@ -80,7 +80,7 @@ class Argument(msgspec.Struct, frozen=True, kw_only=True):
         integer, not 'x'".
         """
         if given is None:
-            return self.default
+            return dict(self.default) if isinstance(self.default, dict) else self.default
         if self.optional and isinstance(given, str) and given.strip().lower() in _NONE:
             return None
         value = self._converted(given)

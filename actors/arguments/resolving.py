@@ -83,13 +83,13 @@ def _spelled_like(given: str, name: str) -> str:
 def resolve(layers: Iterable[Sequence[Given]]) -> dict[str, Any]:
     """The fields that were given, parsed; a later layer wins over an earlier one.
 
-    In one layer two different names of the same argument must not disagree; the same name given twice counts once, with
-    its last value. Raises ArgumentError with every problem found.
+    In one layer two spellings of the same argument must not disagree; one spelling given twice counts once, with its
+    last value. Raises ArgumentError with every problem found.
     """
     values: dict[str, Any] = {}
     problems: list[str] = []
     for layer in layers:
-        seen: dict[str, tuple[str, Any, str]] = {}
+        seen: dict[str, Given] = {}
         for given in layer:
             try:
                 found = find(given.name)
@@ -103,11 +103,12 @@ def resolve(layers: Iterable[Sequence[Given]]) -> dict[str, Any]:
             except ArgumentError as error:
                 problems.extend(f"{given.spelling}: {problem}" for problem in error.problems)
                 continue
-            name, field = canonical(given.name), argument.field
-            if field in seen and seen[field][0] != name and seen[field][1] != value:
-                problems.append(f"{given.spelling}: contradicts {seen[field][2]}; give one of them")
+            field = argument.field
+            earlier = seen.get(field)
+            if earlier is not None and earlier.spelling != given.spelling and values[field] != value:
+                problems.append(f"{given.spelling}: contradicts {earlier.spelling}; give one of them")
                 continue
-            seen[field] = (name, value, given.spelling)
+            seen[field] = given
             values[field] = value
     if problems:
         raise ArgumentError(problems)

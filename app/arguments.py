@@ -1,0 +1,125 @@
+"""Arguments from the command line, the environment variable TROUPE_ARGS and a configuration file.
+
+The command line wins over TROUPE_ARGS, that over the file, and the file over the defaults.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from actors.arguments import ArgumentError, Arguments
+from actors.arguments.argument import Argument
+from actors.arguments.refusal import Refusal
+from actors.arguments.resolving import Given, canonical, find, resolve
+from app.understudy import MODEL_DIR
+
+__all__ = ["ENVIRONMENT_NAME", "load_arguments"]
+
+ENVIRONMENT_NAME = "TROUPE_ARGS"
+MAX_FILE_BYTES = 1 << 20
+
+
+def load_arguments(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Arguments:
+    """The arguments of a server.
+
+    ``argv`` are the words after ``troupe serve``, None when there is no command line (``hypercorn app:asgi``);
+    ``environ`` is looked up for TROUPE_ARGS only, whose value is split as a shell would. Without a model, the one in
+    the box is served. Raises ArgumentError with every problem found.
+    """
+    problems: list[str] = []
+    layers = []
+    try:
+        layers.append(_read_words(shlex.split(environ.get(ENVIRONMENT_NAME, "")), f" in {ENVIRONMENT_NAME}", problems))
+    except ValueError as error:
+        problems.append(f"{ENVIRONMENT_NAME}: {error}; quote its values as for a shell")
+    if argv is not None:
+        layers.append(_read_words(argv, "", problems))
+    files = [given for layer in layers for given in layer if canonical(given.name) == "config"]
+    if files:
+        try:
+            layers.insert(0, _read_file(str(files[-1].value)))
+        except ArgumentError as error:
+            problems.extend(error.problems)
+    try:
+        values = resolve(layers)
+    except ArgumentError as error:
+        problems.extend(error.problems)
+    if problems:
+        raise ArgumentError(problems)
+    if values.get("model_path") is None:
+        values["model_path"] = str(MODEL_DIR)
+        values.setdefault("served_model_name", "understudy")
+    return Arguments(**values)
+
+
+def _read_words(words: Sequence[str], source: str, problems: list[str]) -> list[Given]:
+    """Names and values from the words of a command line; what cannot be read goes to ``problems``."""
+    given: list[Given] = []
+    rest = list(reversed(words))
+    positional = False  # after "--" nothing is a name
+    model_seen = False
+    while rest:
+        word = rest.pop()
+        if word == "--" and not positional:
+            positional = True
+        elif positional or not word.startswith("-") or word == "-":
+            if model_seen:
+                problems.append(f"{word}{source}: unexpected; only one model can be given")
+            model_seen = True
+            given.append(Given(name="model", value=word, spelling=f"the model {word}{source}"))
+        else:
+            name, equals, value = word.partition("=")
+            spelling = name + source
+            try:
+                found = find(name)
+            except ArgumentError as error:
+                problems.extend(f"{spelling}: {problem}" for problem in error.problems)
+                _take_values(rest, equals)
+                continue
+            if found.entry.is_flag:
+                given.append(Given(name=name, value=value if equals else True, spelling=spelling))
+            elif isinstance(found.entry, Refusal) and found.entry.takes_many:
+                values = [value] if equals else _take_values(rest, equals)
+                given.append(Given(name=name, value=" ".join(values), spelling=spelling))
+            elif equals:
+                given.append(Given(name=name, value=value, spelling=spelling))
+            elif rest and not rest[-1].startswith("--"):
+                given.append(Given(name=name, value=rest.pop(), spelling=spelling))
+            else:
+                bounds = f": {found.entry.bounds}" if isinstance(found.entry, Argument) else ""
+                problems.append(f"{spelling}: needs a value{bounds}")
+    return given
+
+
+def _take_values(rest: list[str], equals: str) -> list[str]:
+    """Remove the words up to the next name from the end of ``rest`` (which is reversed)."""
+    taken: list[str] = []
+    while not equals and rest and not rest[-1].startswith("-"):
+        taken.append(rest.pop())
+    return taken
+
+
+def _read_file(path: str) -> list[Given]:
+    """The arguments of a YAML file. Raises ArgumentError naming the file, and the place where it is not YAML."""
+    import yaml
+
+    try:
+        file = Path(path).expanduser()
+        if file.stat().st_size > MAX_FILE_BYTES:
+            raise ArgumentError(f"{path}: is larger than {MAX_FILE_BYTES} bytes; a file of arguments is small")
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ArgumentError(f"--config {path}: cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ArgumentError(f"--config {path}: is not YAML: {' '.join(str(error).split())}") from None
+    if content is None:
+        return []
+    if not isinstance(content, dict):
+        raise ArgumentError(f"--config {path}: must hold names and values, such as 'max-running-requests: 64'")
+    problems = [f"{key!r} in {path}: a name must be text" for key in content if not isinstance(key, str)]
+    problems += [f"{key} in {path}: a file cannot name another" for key in content if canonical(str(key)) == "config"]
+    if problems:
+        raise ArgumentError(problems)
+    return [Given(name=key, value=value, spelling=f"{key} in {path}") for key, value in content.items()]
