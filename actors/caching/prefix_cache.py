@@ -2,7 +2,7 @@
 
 A sequence's pages are first those it shares (in the tree, locked), then its own. As it runs, full pages whose contents
 are certain move from the second part into the first; when it closes the rest of them go to the tree, and what remains
-is free. Nothing is ever copied and no page of a running sequence is ever swapped: the page tables on the device stay true.
+is free. Nothing is ever copied and no page of a running sequence is ever swapped: the device's page tables stay true.
 """
 
 from __future__ import annotations
