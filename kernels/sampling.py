@@ -1,0 +1,305 @@
+"""Sampling: from a step's logits to one token a row, on the device, batched over the rows.
+
+The order of the transforms: allowed tokens, bans, bad words, min_tokens and logit_bias (``edits``), penalties
+(``penalties``), temperature, top-k, top-p (``nucleus``), min-p, then the race of the noise's clocks (``noise``).
+Log-probabilities are those of the raw logits: before every one of these, at temperature 1. Equal values count by id, the
+lowest first. A row's token depends on its own logits, history, position and parameters, never on the rows beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.blocks import argmax, block_maxima, log_normaliser, top
+from kernels.edits import BatchEdits, SlotEdits
+from kernels.noise import keys_at, race, race_over_all, seed_key
+from kernels.nucleus import cut
+from kernels.penalties import penalise
+from kernels.step import SlotSampling
+
+__all__ = ["Sampled", "Sampler"]
+
+_GREEDY_BELOW = 1e-5  # a temperature under which sampling is greedy
+_PLANS = 8
+_SCORE_CHUNK = 1 << 24  # logits scored at once
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What one call of ``Sampler.sample`` found. All tensors are on the sampler's device but ``top_counts``."""
+
+    tokens: Tensor  # int64 [rows]; 0 in a row that failed
+    broken: Tensor  # bool [rows]: the row's logits hold a NaN or +inf, or nothing but -inf
+    logprobs: Tensor | None = None  # float32 [rows], NaN where not asked for; None when no row asked
+    top_ids: Tensor | None = None  # int64 [rows, k], k the largest asked for; None when that is 0
+    top_logprobs: Tensor | None = None  # float32 [rows, k], in order
+    top_counts: Tensor | None = None  # int32 [rows] on the host: how many of the k the row asked for
+
+    @property
+    def failed(self) -> list[int]:
+        """Indices of the rows that failed. Waits for the device."""
+        return self.broken.nonzero().squeeze(1).tolist()
+
+
+class _Slots:
+    """Sampling parameters by slot, on the host: a batch's are picked in one go when its composition changes."""
+
+    def __init__(self, count: int) -> None:
+        self.temperature = np.zeros(count, np.float32)  # 0: greedy
+        self.top_k = np.zeros(count, np.int64)
+        self.top_p = np.ones(count, np.float64)
+        self.min_p = np.zeros(count, np.float32)
+        self.repetition = np.ones(count, np.float32)
+        self.frequency = np.zeros(count, np.float32)
+        self.presence = np.zeros(count, np.float32)
+        self.keys = np.zeros((count, 2), np.int32)
+        self.prompt_length = np.zeros(count, np.int64)
+        self.held_until = np.zeros(count, np.int64)  # the position from which stop tokens may be sampled
+        self.logprobs = np.full(count, -1, np.int32)
+        self.edits: dict[int, SlotEdits] = {}
+
+    def put(self, slot: int, sampling: SlotSampling, prompt_length: int, vocab_size: int) -> None:
+        greedy = sampling.temperature < _GREEDY_BELOW or sampling.top_k == 1
+        self.temperature[slot] = 0.0 if greedy else sampling.temperature
+        self.top_k[slot] = sampling.top_k if 0 < sampling.top_k < vocab_size else 0
+        self.top_p[slot] = sampling.top_p
+        self.min_p[slot] = sampling.min_p
+        self.repetition[slot] = sampling.repetition_penalty
+        self.frequency[slot] = sampling.frequency_penalty
+        self.presence[slot] = sampling.presence_penalty
+        self.keys[slot] = seed_key(sampling.seed)
+        self.prompt_length[slot] = prompt_length
+        self.held_until[slot] = prompt_length + sampling.min_tokens
+        self.logprobs[slot] = sampling.logprobs
+        edits = SlotEdits(sampling, vocab_size)
+        self.edits.pop(slot, None)
+        if edits:
+            self.edits[slot] = edits
+
+    def clear(self, slot: int) -> None:
+        self.put(slot, SlotSampling(temperature=0.0), 0, 1)
+
+
+class _Plan:
+    """What a batch of slots needs: which rows take which path, and their parameters on the device."""
+
+    def __init__(self, state: _Slots, slots: Sequence[int], device: torch.device) -> None:
+        at = np.array(slots, dtype=np.int64)
+
+        def put(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+        edited = (
+            [(row, state.edits[slot]) for row, slot in enumerate(slots) if slot in state.edits] if state.edits else []
+        )
+        self.edits = BatchEdits(edited, device) if edited else None
+        self.held_until = put(state.held_until[at])
+
+        repetition, frequency, presence = state.repetition[at], state.frequency[at], state.presence[at]
+        self.counted = bool(np.any(frequency) or np.any(presence))
+        penalised = np.flatnonzero((repetition != 1) | (frequency != 0) | (presence != 0))
+        self.penalised = put(penalised) if len(penalised) else None
+        self.prompt_length = put(state.prompt_length[at][penalised])
+        self.repetition, self.frequency, self.presence = (
+            put(factors[penalised]) for factors in (repetition, frequency, presence)
+        )
+
+        sampled = np.flatnonzero(state.temperature[at] > 0)
+        self.sampled = put(sampled) if len(sampled) else None
+        self.all_sampled = len(sampled) == len(at)
+        self.temperature = put(state.temperature[at][sampled])
+        self.keys = put(state.keys[at][sampled])
+        min_p = state.min_p[at][sampled]
+        self.log_min_p = (
+            put(np.log(min_p, where=min_p > 0, out=np.full_like(min_p, -np.inf))) if np.any(min_p) else None
+        )
+
+        # Of the sampled rows, those with top-k or top-p.
+        top_k, top_p = state.top_k[at][sampled], state.top_p[at][sampled]
+        restricted = np.flatnonzero((top_k > 0) | (top_p < 1))
+        self.restricted = put(restricted) if len(restricted) else None
+        self.top_k, self.top_p = put(top_k[restricted]), put(top_p[restricted])
+        self.largest_k = int(top_k.max(initial=0))
+        self.any_without_k = bool(np.any(top_k[restricted] == 0))
+
+        logprobs = state.logprobs[at]
+        scored = np.flatnonzero(logprobs >= 0)
+        self.scored = put(scored) if len(scored) else None
+        self.top_counts = torch.from_numpy(logprobs.clip(min=0))
+        self.most = int(logprobs.max(initial=0))
+
+
+class Sampler:
+    """Samples for the slots of one runner.
+
+    vocab_size: width of the logits. max_slots: slots are ``0 .. max_slots - 1``; one that was never admitted is greedy.
+    """
+
+    def __init__(self, vocab_size: int, max_slots: int, device: torch.device | str = "cpu") -> None:
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
+        self._slots = _Slots(max_slots)
+        self._plans: dict[tuple[int, ...], _Plan] = {}
+
+    def admit(self, slot: int, sampling: SlotSampling, prompt_length: int) -> None:
+        """A request takes the slot. Tokens of its history from `prompt_length` on count as output."""
+        self._slots.put(slot, sampling, prompt_length, self.vocab_size)
+        self._plans.clear()
+
+    def release(self, slot: int) -> None:
+        """Forget the slot's parameters."""
+        self._slots.clear(slot)
+        self._plans.clear()
+
+    def sample(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        history: Tensor,
+        *,
+        host_slots: Sequence[int] | None = None,
+        longest: int | None = None,
+    ) -> Sampled:
+        """One token for each row.
+
+        logits: [rows, vocab], any floating dtype, worked on in float32; the memory of a float32 tensor may be reused.
+        slots: int64 [rows]. positions: int64 [rows], the index in its sequence of the token to be sampled, which is the
+        number of tokens known before. history: int [max_slots, context], token ids by slot; the first ``positions`` of
+        a row's slot are read. host_slots (the slots) and longest (at least the largest position), where the caller
+        knows them without asking the device, save waiting for it.
+
+        A row with a NaN, +inf or only -inf fails alone (``Sampled.broken``). Where bans leave no token at all, the
+        likeliest of the allowed tokens is taken, else the likeliest of all.
+        """
+        plan = self._plan(tuple(slots.tolist() if host_slots is None else host_slots))
+        raw = logits.float()
+        rows = torch.arange(len(raw), device=raw.device)
+        raw_blocks = block_maxima(raw)
+        raw_max = raw_blocks.amax(-1)
+        broken = ~raw_max.isfinite()
+
+        work, blocks, row_max = raw, raw_blocks, raw_max
+        if plan.edits is not None or plan.penalised is not None:
+            if plan.scored is not None or (plan.edits is not None and plan.edits.masks):
+                work = raw.clone()
+            if plan.edits is not None:
+                plan.edits.apply(work, slots, positions, plan.held_until, history)
+            if plan.penalised is not None:
+                self._penalise(plan, work, slots, positions, history, longest)
+            blocks = block_maxima(work)
+            row_max = blocks.amax(-1)
+            broken |= ~(row_max < torch.inf)
+
+        if plan.sampled is None:
+            tokens = argmax(work, rows, blocks)
+        elif plan.all_sampled:
+            tokens = self._draw(plan, work, blocks, row_max, positions)
+        else:
+            tokens = argmax(work, rows, blocks)
+            some = plan.sampled
+            tokens[some] = self._draw(plan, work, blocks[some], row_max[some], positions[some])
+        if plan.edits is not None and plan.edits.masks:
+            self._fall_back(plan.edits, tokens, row_max == -torch.inf, raw)
+        tokens.masked_fill_(broken, 0)
+
+        if plan.scored is None:
+            return Sampled(tokens, broken)
+        return self._score(plan, raw, raw_blocks, raw_max, tokens, broken)
+
+    def score_prompt(self, logits: Tensor, targets: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probabilities of known tokens: logits [n, vocab] each predict one of the targets int64 [n].
+
+        Returns the targets' float32 [n], and the k likeliest tokens' ids int64 [n, k] and log-probabilities float32
+        [n, k], in order. Logits that hold a NaN or +inf give NaN.
+        """
+        scores = torch.empty(len(targets), device=logits.device)
+        top_ids = torch.zeros((len(targets), min(k, self.vocab_size)), dtype=torch.int64, device=logits.device)
+        top_scores = torch.empty(top_ids.shape, device=logits.device)
+        step = max(1, _SCORE_CHUNK // self.vocab_size)
+        for start in range(0, len(targets), step):
+            part = slice(start, start + step)
+            chunk = logits[part].float()
+            rows = torch.arange(len(chunk), device=logits.device)
+            blocks = block_maxima(chunk)
+            normaliser = log_normaliser(chunk, rows, blocks.amax(-1))
+            scores[part] = chunk[rows, targets[part]] - normaliser
+            if k > 0:
+                values, top_ids[part] = top(chunk, rows, blocks, k)
+                top_scores[part] = values - normaliser[:, None]
+        return scores, top_ids, top_scores
+
+    def _plan(self, slots: tuple[int, ...]) -> _Plan:
+        plan = self._plans.get(slots)
+        if plan is None:
+            if len(self._plans) >= _PLANS:
+                self._plans.clear()
+            plan = self._plans[slots] = _Plan(self._slots, slots, self.device)
+        return plan
+
+    @staticmethod
+    def _penalise(
+        plan: _Plan, logits: Tensor, slots: Tensor, positions: Tensor, history: Tensor, longest: int | None
+    ) -> None:
+        some = plan.penalised
+        assert some is not None
+        lengths = positions[some]
+        width = min(history.shape[1], max(1, int(lengths.max()) if longest is None else longest))
+        factors = (plan.repetition, plan.frequency, plan.presence)
+        penalise(logits, some, history[slots[some], :width], lengths, plan.prompt_length, *factors, plan.counted)
+
+    @staticmethod
+    def _draw(plan: _Plan, logits: Tensor, blocks: Tensor, row_max: Tensor, positions: Tensor) -> Tensor:
+        """Sample the plan's sampled rows; blocks, row_max and positions are of those rows only."""
+        rows = plan.sampled
+        assert rows is not None
+        vocab = logits.shape[1]
+        floor, floor_id = torch.full_like(row_max, -torch.inf), torch.full_like(rows, vocab)
+        some = plan.restricted
+        if some is not None:
+            floor[some], floor_id[some] = cut(
+                logits,
+                rows[some],
+                blocks[some],
+                row_max[some],
+                plan.temperature[some],
+                plan.top_k,
+                plan.top_p,
+                plan.largest_k,
+                plan.any_without_k,
+            )
+        if plan.log_min_p is not None:
+            least = row_max + plan.temperature * plan.log_min_p
+            floor_id = torch.where(least > floor, vocab, floor_id)
+            floor = torch.maximum(least, floor)
+        keys = keys_at(plan.keys, positions)
+        if logits.device.type == "cpu":
+            return race(logits, rows, blocks, row_max, keys, plan.temperature, floor, floor_id)
+        return race_over_all(logits, rows, row_max, keys, plan.temperature, floor, floor_id)
+
+    @staticmethod
+    def _fall_back(edits: BatchEdits, tokens: Tensor, exhausted: Tensor, raw: Tensor) -> None:
+        if bool(exhausted.any()):
+            spare = raw.clamp(min=torch.finfo(torch.float32).min)  # an allowed -inf is better than what is not allowed
+            edits.allow(spare)
+            torch.where(exhausted, spare.argmax(-1), tokens, out=tokens)
+
+    @staticmethod
+    def _score(plan: _Plan, raw: Tensor, blocks: Tensor, row_max: Tensor, tokens: Tensor, broken: Tensor) -> Sampled:
+        some = plan.scored
+        assert some is not None
+        normaliser = log_normaliser(raw, some, row_max[some])
+        logprobs = torch.full_like(row_max, torch.nan)
+        logprobs[some] = raw[some, tokens[some]] - normaliser
+        if plan.most == 0:
+            return Sampled(tokens, broken, logprobs, top_counts=plan.top_counts)
+        values, ids = top(raw, some, blocks[some], plan.most)
+        top_ids = torch.zeros((len(raw), ids.shape[1]), dtype=torch.int64, device=raw.device)
+        top_logprobs = torch.full(top_ids.shape, torch.nan, device=raw.device)
+        top_ids[some], top_logprobs[some] = ids, values - normaliser[:, None]
+        return Sampled(tokens, broken, logprobs, top_ids, top_logprobs, plan.top_counts.clamp(max=ids.shape[1]))
