@@ -5,9 +5,11 @@ The command line wins over TROUPE_ARGS, that over the file, and the file over th
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from actors.arguments import ArgumentError, Arguments
 from actors.arguments.argument import Argument
@@ -21,13 +23,14 @@ ENVIRONMENT_NAME = "TROUPE_ARGS"
 MAX_FILE_BYTES = 1 << 20
 
 
-def load_arguments(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Arguments:
+def load_arguments(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> Arguments:
     """The arguments of a server.
 
     ``argv`` are the words after ``troupe serve``, None when there is no command line (``hypercorn app:asgi``);
-    ``environ`` is looked up for TROUPE_ARGS only, whose value is split as a shell would. Without a model, the one in
-    the box is served. Raises ArgumentError with every problem found.
+    ``environ`` (the process's, when None) is looked up for TROUPE_ARGS only, whose value is split as a shell would.
+    Without a model, the one in the box is served. Raises ArgumentError with every problem found.
     """
+    environ = os.environ if environ is None else environ
     problems: list[str] = []
     layers = []
     try:
@@ -42,10 +45,17 @@ def load_arguments(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Ar
             layers.insert(0, _read_file(str(files[-1].value)))
         except ArgumentError as error:
             problems.extend(error.problems)
+    values: dict[str, Any] = {}
     try:
         values = resolve(layers)
     except ArgumentError as error:
         problems.extend(error.problems)
+    if argv is None:
+        problems.extend(
+            f"{field}: without a command line Hypercorn decides where to listen; use its --bind, or troupe serve"
+            for field in ("host", "port")
+            if field in values
+        )
     if problems:
         raise ArgumentError(problems)
     if values.get("model_path") is None:
