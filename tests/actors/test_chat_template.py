@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import pytest
+
+from actors.chat_template import ChatTemplate
+from actors.requests import Chat, InvalidRequest
+
+SIMPLE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+
+
+def chat(*contents: str, **options: object) -> Chat:
+    roles = ["user", "assistant"]
+    messages = [{"role": roles[i % 2], "content": c} for i, c in enumerate(contents)]
+    return Chat(messages=messages, **options)  # type: ignore[arg-type]
+
+
+def test_renders_roles_and_the_generation_prompt() -> None:
+    template = ChatTemplate(SIMPLE, {})
+    assert template.render(chat("hi", "yo", "so")) == "[user]hi[assistant]yo[user]so[assistant]"
+    assert template.render(chat("hi", add_generation_prompt=False)) == "[user]hi"
+
+
+def test_the_final_message_can_be_continued() -> None:
+    template = ChatTemplate(SIMPLE + "<end>", {})
+    assert template.render(chat("hi", "Once up", continue_final_message=True)) == "[user]hi[assistant]Once up"
+
+
+def test_tojson_writes_plain_json_with_the_spaces_models_were_trained_on() -> None:
+    template = ChatTemplate("{{ tools | tojson }}", {})
+    tools = [{"name": "f", "note": 'a<b>, "c": é'}]
+    assert template.render(chat("x", tools=tools)) == '[{"name": "f", "note": "a<b>, \\"c\\": é"}]'
+
+
+def test_the_template_may_refuse() -> None:
+    template = ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
+    with pytest.raises(InvalidRequest, match="roles must alternate") as caught:
+        template.render(chat("x"))
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ ''.__class__.__base__.__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ cycler.__init__.__globals__ }}",
+    ],
+)
+def test_the_sandbox_refuses_what_a_template_has_no_business_with(source: str) -> None:
+    with pytest.raises(InvalidRequest):
+        ChatTemplate(source, {}).render(chat("x"))
+
+
+def test_an_endless_output_is_cut_off() -> None:
+    template = ChatTemplate("{% for i in range(99999) %}{% for j in range(99999) %}{{ 'x' * 999 }}{% endfor %}{% endfor %}", {})
+    with pytest.raises(InvalidRequest, match="more than"):
+        template.render(chat("x"))
+
+
+def test_reserved_names_cannot_be_set_by_a_request() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        ChatTemplate(SIMPLE, {}).render(chat("x", template_kwargs={"messages": []}))
+    assert caught.value.param == "chat_template_kwargs.messages"
+
+
+def test_other_template_kwargs_reach_the_template() -> None:
+    template = ChatTemplate("{% if enable_thinking %}<think>{% endif %}", {})
+    assert template.render(chat("x", template_kwargs={"enable_thinking": True})) == "<think>"
+
+
+def test_a_broken_template_says_where() -> None:
+    with pytest.raises(ValueError, match="line 2"):
+        ChatTemplate("ok\n{% if %}", {})

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import asyncio
+import gc
+
+import pytest
+
+from actors.requests import Delta, InvalidRequest, RequestFailed, RequestTimeout, Usage
+from actors.streams import RequestStream, StreamBuffer
+
+import time
+
+
+def delta(text: str, *, index: int = 0, finish: str | None = None, first: bool = False) -> Delta:
+    return Delta(
+        request_id="r",
+        index=index,
+        text=text,
+        token_ids=tuple(range(len(text))),
+        finish_reason=finish,  # type: ignore[arg-type]
+        prompt_token_ids=(1, 2) if first else None,
+        usage=Usage(prompt_tokens=2, completion_tokens=len(text)),
+    )
+
+
+class House:
+    def __init__(self, error: Exception | None = None) -> None:
+        self.released: list[StreamBuffer] = []
+        self.error = error
+
+    async def admit(self, buffer: StreamBuffer) -> int:
+        await asyncio.sleep(0)
+        if self.error is not None:
+            raise self.error
+        return 7
+
+    def stream(self, *, choices: int = 1, interval: int = 1, deadline: float | None = None) -> tuple[StreamBuffer, RequestStream]:
+        buffer = StreamBuffer("r", choices, interval=interval)
+        return buffer, RequestStream(
+            buffer, label=None, deadline=deadline, admit=self.admit, release=self.released.append
+        )
+
+
+async def test_deltas_that_wait_are_merged_and_the_end_releases_once() -> None:
+    house = House()
+    buffer, stream = house.stream()
+    await stream.ready()
+    assert stream.prompt_tokens == 7
+    for piece in (delta("ab", first=True), delta("cd"), delta("e", finish="stop")):
+        buffer.push(piece)
+    found = [d async for d in stream]
+    assert [d.text for d in found] == ["abcde"]
+    assert found[0].finish_reason == "stop"
+    assert found[0].prompt_token_ids == (1, 2)
+    await stream.aclose()
+    assert house.released == [buffer]
+
+
+async def test_choices_are_kept_apart_and_the_stream_ends_with_the_last() -> None:
+    buffer, stream = House().stream(choices=2)
+    await stream.ready()
+    buffer.push(delta("a", index=0))
+    buffer.push(delta("x", index=1))
+    buffer.push(delta("b", index=0, finish="stop"))
+    buffer.push(delta("y", index=1, finish="length"))
+    found = {d.index: d.text async for d in stream}
+    assert found == {0: "ab", 1: "xy"}
+
+
+async def test_interval_shows_the_first_token_then_groups_then_the_end() -> None:
+    buffer, stream = House().stream(interval=3)
+    await stream.ready()
+    shown = []
+
+    async def read() -> None:
+        async for d in stream:
+            shown.append(d.text)
+
+    reader = asyncio.create_task(read())
+    for piece in (delta("a", first=True), delta("b"), delta("c"), delta("d"), delta("e"), delta("f", finish="stop")):
+        buffer.push(piece)
+        await asyncio.sleep(0.001)
+    await reader
+    assert shown == ["a", "bcd", "ef"]
+
+
+async def test_an_error_comes_after_what_was_already_there() -> None:
+    house = House()
+    buffer, stream = house.stream()
+    await stream.ready()
+    buffer.push(delta("ab"))
+    buffer.fail(RequestFailed("broken"))
+    assert (await anext(stream)).text == "ab"
+    with pytest.raises(RequestFailed, match="broken"):
+        await anext(stream)
+    assert house.released == [buffer]
+
+
+async def test_a_refused_admission_releases_and_tells_every_waiter() -> None:
+    house = House(InvalidRequest("too long", param="prompt"))
+    buffer, stream = house.stream()
+    results = await asyncio.gather(stream.ready(), stream.ready(), return_exceptions=True)
+    assert all(isinstance(r, InvalidRequest) for r in results)
+    assert house.released == [buffer]
+
+
+async def test_a_deadline_ends_a_stream_that_waits() -> None:
+    house = House()
+    buffer, stream = house.stream(deadline=time.monotonic() + 0.02)
+    with pytest.raises(RequestTimeout):
+        await anext(stream)
+    assert house.released == [buffer]
+
+
+async def test_cancelling_a_reader_leaves_the_stream_usable() -> None:
+    buffer, stream = House().stream()
+    reader = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0.001)
+    reader.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    buffer.push(delta("a", finish="stop"))
+    assert (await anext(stream)).text == "a"
+
+
+async def test_a_stream_that_is_dropped_is_released() -> None:
+    house = House()
+    buffer, stream = house.stream()
+    await stream.ready()
+    del stream
+    gc.collect()
+    await asyncio.sleep(0)
+    assert house.released == [buffer]

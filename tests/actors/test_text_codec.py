@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from actors.model_files import ModelFiles, ModelPathError, resolve_model_path
+from actors.requests import Chat, InvalidRequest
+from actors.text_codec import TextCodec
+from tests.tiny_model import make_tiny_model
+
+
+def test_round_trip_and_chat(tiny_model: Path) -> None:
+    codec = TextCodec(ModelFiles(tiny_model))
+    text = "naïve café 東京 🎭 <tag>"
+    assert codec.decode(codec.encode(text)) == text
+    ids = codec.encode(Chat(messages=[{"role": "user", "content": "hi"}]))
+    assert codec.decode(ids, skip_special_tokens=False) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_token_bytes_join_to_the_text(tiny_model: Path) -> None:
+    codec = TextCodec(ModelFiles(tiny_model))
+    text = " 🎬 naïve"
+    assert b"".join(codec.token_bytes(i) for i in codec.encode(text)) == text.encode()
+    assert codec.token_text(2) == "<|im_end|>"
+    assert codec.token_bytes(10_000) == b""
+
+
+def test_a_model_without_a_template_says_what_to_do(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        TextCodec(ModelFiles(tmp_path)).encode(Chat(messages=[]))
+
+
+def test_chat_template_from_a_file_and_a_wrong_name(tiny_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_text("mine")
+    codec = TextCodec(ModelFiles(tiny_model), chat_template=str(file))
+    assert codec.render(Chat(messages=[])) == "mine"
+    with pytest.raises(ModelPathError, match="--chat-template"):
+        TextCodec(ModelFiles(tiny_model), chat_template="no-such-template")
+
+
+def test_overrides_and_generation_config(tiny_model: Path) -> None:
+    files = ModelFiles(tiny_model, overrides={"max_position_embeddings": 99})
+    assert files.context_length == 99
+    assert files.eos_token_ids() == (2, 0)
+
+
+def test_paths_that_are_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelPathError, match="does not exist"):
+        resolve_model_path(str(tmp_path / "nothing"))
+    with pytest.raises(ModelPathError, match=r"config\.json"):
+        ModelFiles(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ModelPathError, match="JSON object"):
+        ModelFiles(tmp_path)
+    with pytest.raises(ModelPathError, match="is a file"):
+        resolve_model_path(str(tmp_path / "config.json"))
