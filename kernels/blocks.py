@@ -6,20 +6,22 @@ never on the rows around it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from kernels.noise import BLOCK
 
-__all__ = ["argmax", "block_maxima", "in_order", "log_normaliser", "select", "top", "weight_sum"]
+__all__ = ["argmax", "block_maxima", "in_order", "log_normaliser", "select", "stable_sum", "top", "weights"]
 
 _CHUNK = 1 << 20  # elements of a temporary
 
 
 def block_maxima(logits: Tensor) -> Tensor:
     """Maxima float32 [rows, ceil(vocab / 32)] of logits [rows, vocab]. A NaN is a maximum."""
-    rows, vocab = logits.shape
+    vocab = logits.shape[1]
     whole = vocab - vocab % BLOCK
     maxima = logits[:, :whole].unflatten(1, (whole // BLOCK, BLOCK)).amax(-1)
     if whole < vocab:
@@ -28,7 +30,7 @@ def block_maxima(logits: Tensor) -> Tensor:
 
 
 def argmax(logits: Tensor, rows: Tensor, block_max: Tensor) -> Tensor:
-    """The likeliest token id int64 [n] of the `rows` int64 [n] of `logits`, whose block maxima are `block_max` [n, ..]."""
+    """The likeliest token id int64 [n] of the `rows` int64 [n] of `logits`; block_max [n, blocks]."""
     vocab = logits.shape[1]
     ids = block_max.argmax(-1, keepdim=True) * BLOCK + torch.arange(BLOCK, device=logits.device)
     values = logits.reshape(-1)[rows[:, None] * vocab + ids.clamp(max=vocab - 1)]
@@ -85,22 +87,27 @@ def top(logits: Tensor, rows: Tensor, block_max: Tensor, k: int) -> tuple[Tensor
     return functional.pad(values, (0, missing), value=-torch.inf)[:, :k], functional.pad(ids, (0, missing))[:, :k]
 
 
-def weight_sum(logits: Tensor, rows: Tensor, row_max: Tensor, temperature: Tensor) -> Tensor:
-    """``sum(exp((logits - row_max) / temperature))`` over each row of `rows`: float64 [n], at least 1."""
-    vocab = logits.shape[1]
-    whole = vocab - vocab % BLOCK
-    sums = torch.empty(len(rows), dtype=torch.float64, device=logits.device)
-    step = max(1, _CHUNK // vocab) if logits.device.type == "cpu" else max(1, len(rows))
+def weights(
+    logits: Tensor, rows: Tensor, row_max: Tensor, temperature: Tensor
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """``exp((logits - row_max) / temperature)`` of the `rows`, a few at a time: (which of them, logits, weights)."""
+    step = max(1, _CHUNK // logits.shape[1]) if logits.device.type == "cpu" else max(1, len(rows))
     for start in range(0, len(rows), step):
         part = slice(start, start + step)
-        weights = logits[rows[part]].to(torch.float32)
-        weights.sub_(row_max[part, None]).div_(temperature[part, None]).exp_()
-        # Sums of 32 first: a single long sum would be split differently when the batch is small.
-        by_block = weights[:, :whole].unflatten(1, (whole // BLOCK, BLOCK)).sum(-1)
-        sums[part] = by_block.double().sum(-1) + weights[:, whole:].double().sum(-1)
-    return sums
+        values = logits[rows[part]].to(torch.float32)
+        yield part, values, (values - row_max[part, None]).div_(temperature[part, None]).exp_()
+
+
+def stable_sum(values: Tensor) -> Tensor:
+    """Sums float64 [n] of float32 [n, vocab]. First by 32: one long sum would be split differently in a small batch."""
+    whole = values.shape[1] - values.shape[1] % BLOCK
+    by_block = values[:, :whole].unflatten(1, (whole // BLOCK, BLOCK)).sum(-1)
+    return by_block.double().sum(-1) + values[:, whole:].double().sum(-1)
 
 
 def log_normaliser(logits: Tensor, rows: Tensor, row_max: Tensor) -> Tensor:
     """``logsumexp`` float32 [n] of the `rows` of `logits`, whose maxima are `row_max` float32 [n]."""
-    return (weight_sum(logits, rows, row_max, torch.ones_like(row_max)).log() + row_max).float()
+    sums = torch.empty(len(rows), dtype=torch.float64, device=logits.device)
+    for part, _, weight in weights(logits, rows, row_max, torch.ones_like(row_max)):
+        sums[part] = stable_sum(weight)
+    return (sums.log() + row_max).float()

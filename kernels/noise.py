@@ -113,8 +113,8 @@ def race(
     float32 [n], above 0. Tokens below `floor` float32 [n], and tokens equal to it with an id above `floor_id` int64
     [n], do not take part. A row whose maximum is not finite gets `vocab`, which is no token.
 
-    Exact, and cheap: no token of a block can beat ``block_max / temperature - log(first clock)``, so only blocks, and in
-    them tokens, whose bound reaches the score of a token already seen are looked at.
+    Exact, and cheap: no token of a block can beat ``block_max / temperature - log(first clock)``, so only blocks, and
+    in them tokens, whose bound reaches the score of a token already seen are looked at.
     """
     vocab, blocks = logits.shape[1], block_max.shape[1]
     flat = logits.reshape(-1)

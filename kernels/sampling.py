@@ -2,8 +2,8 @@
 
 The order of the transforms: allowed tokens, bans, bad words, min_tokens and logit_bias (``edits``), penalties
 (``penalties``), temperature, top-k, top-p (``nucleus``), min-p, then the race of the noise's clocks (``noise``).
-Log-probabilities are those of the raw logits: before every one of these, at temperature 1. Equal values count by id, the
-lowest first. A row's token depends on its own logits, history, position and parameters, never on the rows beside it.
+Log-probabilities are those of the raw logits: before every one of these, at temperature 1. Equal values count by id,
+the lowest first. A row's token depends on its own logits, history, position and parameters, never on the other rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels.blocks import argmax, block_maxima, log_normaliser, top
 from kernels.edits import BatchEdits, SlotEdits
 from kernels.noise import keys_at, race, race_over_all, seed_key
-from kernels.nucleus import cut
+from kernels.nucleus import cut, outside
 from kernels.penalties import penalise
 from kernels.step import SlotSampling
 
@@ -119,13 +119,15 @@ class _Plan:
             put(np.log(min_p, where=min_p > 0, out=np.full_like(min_p, -np.inf))) if np.any(min_p) else None
         )
 
-        # Of the sampled rows, those with top-k or top-p.
+        # Of the sampled rows: those whose head is sorted and cut, and those whose winner is judged (see ``nucleus``).
         top_k, top_p = state.top_k[at][sampled], state.top_p[at][sampled]
-        restricted = np.flatnonzero((top_k > 0) | (top_p < 1))
-        self.restricted = put(restricted) if len(restricted) else None
+        judged = np.flatnonzero((top_k == 0) & (top_p < 1)) if device.type == "cpu" else np.empty(0, np.int64)
+        restricted = np.setdiff1d(np.flatnonzero((top_k > 0) | (top_p < 1)), judged)
+        self.cut = put(restricted) if len(restricted) else None
         self.top_k, self.top_p = put(top_k[restricted]), put(top_p[restricted])
         self.largest_k = int(top_k.max(initial=0))
-        self.any_without_k = bool(np.any(top_k[restricted] == 0))
+        self.judged = put(judged) if len(judged) else None
+        self.judged_p = put(top_p)
 
         logprobs = state.logprobs[at]
         scored = np.flatnonzero(logprobs >= 0)
@@ -260,27 +262,30 @@ class Sampler:
         assert rows is not None
         vocab = logits.shape[1]
         floor, floor_id = torch.full_like(row_max, -torch.inf), torch.full_like(rows, vocab)
-        some = plan.restricted
+        some = plan.cut
         if some is not None:
-            floor[some], floor_id[some] = cut(
-                logits,
-                rows[some],
-                blocks[some],
-                row_max[some],
-                plan.temperature[some],
-                plan.top_k,
-                plan.top_p,
-                plan.largest_k,
-                plan.any_without_k,
-            )
+            narrowed = (rows[some], blocks[some], row_max[some], plan.temperature[some], plan.top_k, plan.top_p)
+            floor[some], floor_id[some] = cut(logits, *narrowed, plan.largest_k)
         if plan.log_min_p is not None:
             least = row_max + plan.temperature * plan.log_min_p
             floor_id = torch.where(least > floor, vocab, floor_id)
             floor = torch.maximum(least, floor)
         keys = keys_at(plan.keys, positions)
-        if logits.device.type == "cpu":
-            return race(logits, rows, blocks, row_max, keys, plan.temperature, floor, floor_id)
-        return race_over_all(logits, rows, row_max, keys, plan.temperature, floor, floor_id)
+        if logits.device.type != "cpu":
+            return race_over_all(logits, rows, row_max, keys, plan.temperature, floor, floor_id)
+        tokens = race(logits, rows, blocks, row_max, keys, plan.temperature, floor, floor_id)
+        some = plan.judged
+        while some is not None and len(some):
+            winners = tokens[some].clamp_(max=vocab - 1)
+            top_p = plan.judged_p[some]
+            behind = outside(logits, rows[some], blocks[some], row_max[some], plan.temperature[some], top_p, winners)
+            some, winners = some[behind], winners[behind]
+            if len(some):
+                # The nucleus ends before the winner, so the race is run again among the tokens before it.
+                floor[some], floor_id[some] = logits[rows[some], winners], winners - 1
+                narrowed = (rows[some], blocks[some], row_max[some], keys[some], plan.temperature[some])
+                tokens[some] = race(logits, *narrowed, floor[some], floor_id[some])
+        return tokens
 
     @staticmethod
     def _fall_back(edits: BatchEdits, tokens: Tensor, exhausted: Tensor, raw: Tensor) -> None:
