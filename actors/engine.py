@@ -15,6 +15,7 @@ import contextlib
 import itertools
 import logging
 import secrets
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -282,8 +283,7 @@ class Engine:
         params = resolve(params or SamplingParams(), self.generation_defaults)
         params.validate(vocab_size=self.vocab_size)
         self._check_call(prompt, params, request_id, priority, timeout, cache_salt)
-        loop = asyncio.get_running_loop()
-        now = loop.time()
+        now = time.monotonic()
         if timeout is None:
             timeout = self.arguments.request_timeout
         ticket = self._door.enter(params.n, self._estimate(prompt) * params.n, now)
@@ -505,7 +505,7 @@ class Engine:
         request = self._requests.pop(buffer.request_id, None)
         if request is None:
             return
-        loop_time = asyncio.get_running_loop().time()
+        now = time.monotonic()
         unfinished = tuple(s for s in request.sequences if s in self._journal)
         for sequence in unfinished:
             self._journal.drop(sequence)
@@ -513,8 +513,8 @@ class Engine:
             # When even the control lane is full, the detokenizer refuses their next tokens and stops them.
             with contextlib.suppress(MailboxFull):
                 self._company.scheduler.offer(Abort(sequences=unfinished))
-        self._door.leave(request.ticket, loop_time)
-        self._count_end(request, loop_time, aborted=bool(unfinished) or not request.sequences)
+        self._door.leave(request.ticket, now)
+        self._count_end(request, now, aborted=bool(unfinished) or not request.sequences)
         if not self._requests:
             self._idle.set()
 
@@ -598,7 +598,7 @@ class Engine:
 
     def health(self) -> Health:
         """Whether work makes progress. Asks nobody: a probe must not wait in a mailbox."""
-        now = asyncio.get_running_loop().time()
+        now = time.monotonic()
         age = self._vitals.step_age(now)
         actors = self._actors()
         reason = ""

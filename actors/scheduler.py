@@ -70,7 +70,7 @@ class Scheduler(Actor[SchedulerProtocol]):
         if self.context.incarnation > 0:
             # What the last life sent must be in the journal before the journal is read.
             await self._detokenizer.ask(Fence(), timeout=_CACHE_TIMEOUT)
-        now = self.context.clock.now()
+        now = self.context.clock.monotonic()
         entries = list(self._journal.live())
         if entries:
             await self._tell(self._planner.submit(tuple(entry.resume_spec() for entry in entries), now))
@@ -85,7 +85,7 @@ class Scheduler(Actor[SchedulerProtocol]):
     async def submit(self, message: Submit) -> None:
         # An abort takes the faster lane: what is no longer in the journal was aborted before it came here.
         specs = tuple(spec for spec in message.sequences if spec.sequence in self._journal)
-        await self._tell(self._planner.submit(specs, self.context.clock.now()))
+        await self._tell(self._planner.submit(specs, self.context.clock.monotonic()))
         await self._pump()
 
     @handles
@@ -110,13 +110,13 @@ class Scheduler(Actor[SchedulerProtocol]):
             return
         await self._cache.ask(ResetCache(num_pages=info.num_pages, page_size=info.page_size), timeout=_CACHE_TIMEOUT)
         self._epoch = epoch
-        await self._tell(self._planner.worker_ready(info, self.context.clock.now()))
+        await self._tell(self._planner.worker_ready(info, self.context.clock.monotonic()))
 
     @handles
     async def step_done(self, message: StepDone) -> None:
         if message.epoch != self._epoch:
             return
-        now = self.context.clock.now()
+        now = self.context.clock.monotonic()
         emissions = self._planner.finish_step(message.result, now)
         self._vitals.step_finished(now, message.result)
         # The device first: the next step is on its way before anybody reads the tokens of this one.
@@ -136,7 +136,7 @@ class Scheduler(Actor[SchedulerProtocol]):
 
     @handles
     def load(self, message: GetSchedulerLoad) -> SchedulerLoad:
-        return self._planner.load(self.context.clock.now())
+        return self._planner.load(self.context.clock.monotonic())
 
     @handles
     async def flush(self, message: Flush) -> bool:
@@ -149,7 +149,7 @@ class Scheduler(Actor[SchedulerProtocol]):
     async def _pump(self) -> None:
         planner = self._planner
         while self._epoch is not None and planner.has_work and planner.can_send:
-            now = self.context.clock.now()
+            now = self.context.clock.monotonic()
             await self._tell(planner.expire(now))
             planning = planner.plan(now)
             plan: StepPlan | None = None
@@ -164,7 +164,7 @@ class Scheduler(Actor[SchedulerProtocol]):
             if plan.batch is not None:
                 self._send(plan.batch, now)
             await self._tell(plan.emissions)
-        self._vitals.load(planner.load(self.context.clock.now()))
+        self._vitals.load(planner.load(self.context.clock.monotonic()))
 
     def _send(self, batch: StepBatch, now: float) -> None:
         epoch = self._epoch

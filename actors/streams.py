@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import weakref
 from collections.abc import Awaitable, Callable
 from types import TracebackType
@@ -63,7 +64,7 @@ class StreamBuffer:
         if delta.token_ids:
             self.output_tokens += len(delta.token_ids)
             if self.first_token_at is None:
-                self.first_token_at = asyncio.get_running_loop().time()
+                self.first_token_at = time.monotonic()
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason
         if (
@@ -98,13 +99,13 @@ class StreamBuffer:
         return delta
 
     async def wait(self, deadline: float | None) -> None:
-        """Return when there may be news. Past ``deadline`` (loop time, seconds) the error is RequestTimeout."""
+        """Return when there may be news. Past ``deadline`` (``time.monotonic`` seconds) the error is RequestTimeout."""
         self._waiter = asyncio.get_running_loop().create_future()
         try:
             if deadline is None:
                 await self._waiter
             else:
-                async with asyncio.timeout_at(deadline):
+                async with asyncio.timeout(deadline - time.monotonic()):
                     await self._waiter
         except TimeoutError:
             self.fail(RequestTimeout("The request's time is over. Ask for fewer tokens or allow more time."))
@@ -153,7 +154,7 @@ class RequestStream:
             raise RuntimeError("This stream is closed.")
         self._admission = asyncio.get_running_loop().create_future()
         try:
-            async with asyncio.timeout_at(self._deadline):
+            async with asyncio.timeout(None if self._deadline is None else self._deadline - time.monotonic()):
                 self.prompt_tokens = await self._admit(self._buffer)
         except TimeoutError:
             error = RequestTimeout("The request's time was over before it could start.")
