@@ -1,0 +1,207 @@
+"""Paged attention on the CPU in plain torch.
+
+The plan of a step sorts its rows into a few large calls: decodes of similar length are gathered and padded into one
+batch; a prefill row runs in blocks of queries over its own keys, so that no mask grows with the square of a prompt.
+Masks and page lists are made once a step and used by every layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from kernels.platforms.base import AttentionRows
+
+__all__ = ["AttentionPlan", "AttentionPlanner", "paged_attention"]
+
+QUERY_BLOCK = 256  # queries of a prefill row in one call
+GATHER_TOKENS = 1 << 15  # cached tokens copied for one decode call, at most
+SMALL_PAGES = 8  # rows of up to so many pages are not worth sorting apart
+
+
+@dataclass(frozen=True)
+class DecodeGroup:
+    """Rows of one query each, in one call over ``length`` cached tokens (padded)."""
+
+    rows: Tensor | None  # int64 [rows] into the step's tokens; None: all of them, in order
+    pages: Tensor | slice  # int64 [rows * pages], or the run of pages of a single row
+    count: int
+    first: int  # where the keys begin in the gathered tokens
+    length: int
+    mask: Tensor | None  # [rows, 1, 1, length], 0 or -inf; None: every key is seen
+
+
+@dataclass(frozen=True)
+class PrefillBlock:
+    """Queries ``begin .. end`` of the step's tokens over keys ``first .. last`` of the row's gathered tokens."""
+
+    begin: int
+    end: int
+    first: int
+    last: int
+    mask: Tensor  # [queries, keys], 0 or -inf
+
+
+@dataclass(frozen=True)
+class PrefillRow:
+    pages: Tensor | slice
+    blocks: tuple[PrefillBlock, ...]
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    kv_heads: int
+    decodes: tuple[DecodeGroup, ...]
+    prefills: tuple[PrefillRow, ...]
+
+
+class AttentionPlanner:
+    """Makes plans for a cache of ``page_size`` tokens a page; ``dtype`` is that of queries, keys and masks."""
+
+    def __init__(self, page_size: int, kv_heads: int, dtype: torch.dtype) -> None:
+        self.page_size = page_size
+        self.kv_heads = kv_heads
+        self.dtype = dtype
+        self._triangles: dict[int, Tensor] = {}
+
+    def plan(self, rows: AttentionRows, window: int) -> AttentionPlan:
+        """``window``: how many tokens a query sees, itself included; 0 for all."""
+        return AttentionPlan(self.kv_heads, tuple(self._decodes(rows, window)), tuple(self._prefills(rows, window)))
+
+    def _decodes(self, rows: AttentionRows, window: int) -> list[DecodeGroup]:
+        lengths = rows.starts[: rows.decodes] + 1
+        if not len(lengths):
+            return []
+        firsts = np.maximum(lengths - window, 0) if window else np.zeros_like(lengths)
+        first_pages = firsts // self.page_size
+        sizes = (lengths + self.page_size - 1) // self.page_size - first_pages
+        order = np.argsort(-sizes, kind="stable")
+        groups = []
+        begin = 0
+        while begin < len(order):
+            longest = int(sizes[order[begin]])
+            least = 0 if longest <= SMALL_PAGES else longest // 2
+            limit = begin + max(1, GATHER_TOKENS // (longest * self.page_size))
+            end = begin + 1
+            while end < min(limit, len(order)) and sizes[order[end]] > least:
+                end += 1
+            members = None if begin == 0 and end == len(order) == len(rows.starts) else np.sort(order[begin:end])
+            groups.append(self._decode_group(rows, members, firsts, first_pages, lengths, longest))
+            begin = end
+        return groups
+
+    def _decode_group(
+        self,
+        rows: AttentionRows,
+        members: npt.NDArray[np.int64] | None,
+        firsts: npt.NDArray[np.int64],
+        first_pages: npt.NDArray[np.int64],
+        lengths: npt.NDArray[np.int64],
+        pages: int,
+    ) -> DecodeGroup:
+        taken = np.arange(len(lengths)) if members is None else members
+        index = None if members is None else torch.from_numpy(members)
+        base = first_pages[taken] * self.page_size
+        low, high = firsts[taken] - base, lengths[taken] - base
+        if len(taken) == 1:
+            row, page = int(taken[0]), int(first_pages[taken[0]])
+            run = _page_run(rows.pages[row, page : page + pages])
+            return DecodeGroup(index, run, 1, int(low[0]), int(high[0] - low[0]), None)
+        columns = first_pages[taken, None] + np.arange(pages)
+        np.minimum(columns, rows.pages.shape[1] - 1, out=columns)
+        table = torch.from_numpy(rows.pages[taken[:, None], columns].ravel().astype(np.int64))
+        length = int(high.max())
+        place = np.arange(length)
+        hidden = (place >= high[:, None]) | (place < low[:, None])
+        mask = torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(torch.from_numpy(hidden), -torch.inf)
+        return DecodeGroup(index, table, len(taken), 0, length, mask.view(len(taken), 1, 1, length))
+
+    def _prefills(self, rows: AttentionRows, window: int) -> list[PrefillRow]:
+        planned = []
+        offset = rows.decodes
+        for row in range(rows.decodes, len(rows.starts)):
+            start, count = int(rows.starts[row]), int(rows.counts[row])
+            first_page = max(0, start + 1 - window) // self.page_size if window else 0
+            last_page = (start + count + self.page_size - 1) // self.page_size
+            base = first_page * self.page_size
+            blocks = []
+            for begin in range(0, count, QUERY_BLOCK):
+                end = min(begin + QUERY_BLOCK, count)
+                first = max(0, start + begin + 1 - window) if window else 0
+                last = start + end
+                mask = self._causal_mask(end - begin, last - first, window)
+                blocks.append(PrefillBlock(offset + begin, offset + end, first - base, last - base, mask))
+            planned.append(PrefillRow(_page_run(rows.pages[row, first_page:last_page]), tuple(blocks)))
+            offset += count
+        return planned
+
+    def _causal_mask(self, queries: int, keys: int, window: int) -> Tensor:
+        """The last query sees the last key. A view of one triangle that is kept and grown as keys need it."""
+        triangle = self._triangles.get(window)
+        if triangle is None or triangle.shape[1] - QUERY_BLOCK < keys - queries:
+            width = max(1024, 1 << (keys - 1).bit_length())
+            query, key = torch.arange(QUERY_BLOCK).view(-1, 1), torch.arange(width + QUERY_BLOCK)
+            hidden = key > query + width
+            if window:
+                hidden |= key <= query + width - window
+            triangle = torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, -torch.inf)
+            self._triangles[window] = triangle
+        first = triangle.shape[1] - QUERY_BLOCK - (keys - queries)
+        return triangle[:queries, first : first + keys]
+
+
+def paged_attention(queries: Tensor, cache: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+    """``queries`` [tokens, heads, dim], ``cache`` [pages, page_size, 2, kv_heads, dim] -> [tokens, heads * dim]."""
+    tokens, heads, dim = queries.shape
+    grouped = queries.view(tokens, plan.kv_heads, heads // plan.kv_heads, dim)
+    if len(plan.decodes) == 1 and not plan.prefills and plan.decodes[0].rows is None:
+        return _decode(grouped, cache, plan.decodes[0], scale).reshape(tokens, heads * dim)
+    out = torch.empty_like(grouped)
+    for group in plan.decodes:
+        assert group.rows is not None
+        out.index_copy_(0, group.rows, _decode(grouped.index_select(0, group.rows), cache, group, scale))
+    for row in plan.prefills:
+        _prefill(grouped, cache, row, scale, out)
+    return out.view(tokens, heads * dim)
+
+
+def _decode(queries: Tensor, cache: Tensor, group: DecodeGroup, scale: float) -> Tensor:
+    """``queries`` [rows, kv_heads, group, dim], the heads of a group standing in for a sequence of queries."""
+    gathered = _gather(cache, group.pages).view(group.count, -1, *cache.shape[2:])
+    keys, values = gathered[:, group.first : group.first + group.length].permute(2, 0, 3, 1, 4).unbind(0)
+    return scaled_dot_product_attention(queries, keys, values, attn_mask=group.mask, scale=scale)
+
+
+def _prefill(queries: Tensor, cache: Tensor, row: PrefillRow, scale: float, out: Tensor) -> None:
+    gathered = _gather(cache, row.pages)
+    group = queries.shape[2]
+    for block in row.blocks:
+        # The heads of a group become the batch, over which keys and values are only viewed: [group, kv_heads, n, dim].
+        keys, values = gathered[block.first : block.last].permute(1, 2, 0, 3).unsqueeze(1).unbind(0)
+        result = scaled_dot_product_attention(
+            queries[block.begin : block.end].permute(2, 1, 0, 3),
+            keys.expand(group, -1, -1, -1),
+            values.expand(group, -1, -1, -1),
+            attn_mask=block.mask,
+            scale=scale,
+        )
+        out[block.begin : block.end] = result.permute(2, 1, 0, 3)
+
+
+def _gather(cache: Tensor, pages: Tensor | slice) -> Tensor:
+    """-> [tokens, 2, kv_heads, dim]: a view for a run of pages, else a copy."""
+    chosen = cache[pages] if isinstance(pages, slice) else cache.index_select(0, pages)
+    return chosen.view(-1, *cache.shape[2:])
+
+
+def _page_run(pages: npt.NDArray[np.int32]) -> Tensor | slice:
+    """Pages that follow one another need no copy."""
+    first = int(pages[0])
+    if len(pages) == 1 or bool((np.diff(pages) == 1).all()):
+        return slice(first, first + len(pages))
+    return torch.from_numpy(pages.astype(np.int64))

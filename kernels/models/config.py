@@ -1,0 +1,229 @@
+"""What config.json says of a decoder, checked and with every default resolved.
+
+Only the families named in ``FAMILIES`` are read; no code of a checkpoint is ever run. Keys follow the Hugging Face
+configuration files, both with the older ``rope_theta`` / ``rope_scaling`` / ``torch_dtype`` and with the newer
+``rope_parameters`` / ``dtype`` spellings.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["FAMILIES", "ConfigError", "Family", "ModelConfig", "RopeConfig", "parse_config", "read_config"]
+
+
+class ConfigError(ValueError):
+    """config.json (or what was merged over it) does not describe a model that can be run."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family differs from the plain decoder when config.json is silent."""
+
+    qkv_bias: bool = False  # q, k and v always have a bias, whatever attention_bias says
+    qk_norm: bool = False  # RMS norm over head_dim of each query and key head
+    window_switch: bool = False  # sliding_window counts only with use_sliding_window, from layer max_window_layers on
+    window: bool = False  # sliding_window counts for every layer when it is set
+
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family(),
+    "MistralForCausalLM": Family(window=True),
+    "Qwen2ForCausalLM": Family(qkv_bias=True, window_switch=True),
+    "Qwen3ForCausalLM": Family(qk_norm=True, window_switch=True),
+}
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding. ``kind``: default | linear | llama3 | yarn.
+
+    Dynamic NTK scaling changes nothing up to ``max_position_embeddings`` and is read as default.
+    """
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    original_length: int = 0  # tokens the model was trained on before scaling
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float | None = None  # yarn: scales cos and sin; None: from factor
+    mscale: float = 0.0  # yarn
+    mscale_all_dim: float = 0.0  # yarn
+    truncate: bool = True  # yarn: round the correction range to whole dimensions
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder's sizes. ``windows[layer]`` is the layer's sliding window in tokens, 0 for full attention."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norm_eps: float
+    max_positions: int
+    rope: RopeConfig
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    tied_embeddings: bool
+    windows: tuple[int, ...]
+    dtype: str | None  # as stored; None when config.json does not say
+
+    @property
+    def cache_elements_per_token(self) -> int:
+        """Elements of keys and values that one token takes over all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim
+
+
+def read_config(model_path: str | Path, overrides: str = "{}") -> ModelConfig:
+    """Parse ``model_path/config.json`` with the JSON object ``overrides`` merged over it.
+
+    Nested objects are merged key by key; other values replace. Raises ConfigError, saying what to do.
+    """
+    path = Path(model_path) / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path} does not exist; give a directory with config.json and *.safetensors (a Hugging Face checkpoint)"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON ({error}); download the checkpoint again") from error
+    try:
+        extra = json.loads(overrides or "{}")
+    except ValueError as error:
+        raise ConfigError(f"the model override arguments are not JSON: {error}") from error
+    if not isinstance(raw, dict) or not isinstance(extra, dict):
+        raise ConfigError("config.json and the model override arguments must each be a JSON object")
+    return parse_config(_merge(raw, extra))
+
+
+def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """Check a config.json object. Raises ConfigError, naming the key."""
+    family_name, family = _family(raw)
+    if raw.get("quantization_config"):
+        raise ConfigError("this checkpoint is quantized (quantization_config); use the bf16 or fp32 checkpoint instead")
+    if (activation := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
+        raise ConfigError(f"hidden_act {activation!r} is not supported; {family_name} is run with silu")
+    if float(raw.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise ConfigError("partial_rotary_factor other than 1 is not supported")
+    hidden, heads = _size(raw, "hidden_size"), _size(raw, "num_attention_heads")
+    kv_heads = _size(raw, "num_key_value_heads", heads)
+    head_dim = _size(raw, "head_dim", hidden // heads)
+    if heads % kv_heads:
+        raise ConfigError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    if head_dim % 2:
+        raise ConfigError(f"head_dim {head_dim} is odd; rotary embeddings need an even one")
+    layers = _size(raw, "num_hidden_layers")
+    max_positions = _size(raw, "max_position_embeddings")
+    rope = _rope(raw, max_positions)
+    if rope.kind == "yarn" and rope.original_length < max_positions:
+        max_positions = max(max_positions, int(rope.original_length * rope.factor))
+    attention_bias = bool(raw.get("attention_bias", False))
+    dtype = raw.get("dtype") or raw.get("torch_dtype")
+    return ModelConfig(
+        architecture=family_name,
+        vocab_size=_size(raw, "vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=_size(raw, "intermediate_size"),
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        max_positions=max_positions,
+        rope=rope,
+        qkv_bias=family.qkv_bias or attention_bias,
+        output_bias=attention_bias and not family.qkv_bias,
+        mlp_bias=bool(raw.get("mlp_bias", False)),
+        qk_norm=family.qk_norm,
+        tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        windows=_windows(raw, family, layers),
+        dtype=str(dtype).removeprefix("torch.") if dtype else None,
+    )
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _family(raw: Mapping[str, Any]) -> tuple[str, Family]:
+    names = raw.get("architectures") or []
+    for name in names:
+        if name in FAMILIES:
+            return name, FAMILIES[name]
+    raise ConfigError(
+        f"no supported architecture in config.json (architectures: {names}); "
+        f"supported are {', '.join(sorted(FAMILIES))}"
+    )
+
+
+def _size(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = raw.get(key)
+    if value is None:
+        value = default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"config.json: {key} must be a whole number of at least 1, and is {value!r}")
+    return value
+
+
+def _windows(raw: Mapping[str, Any], family: Family, layers: int) -> tuple[int, ...]:
+    window = raw.get("sliding_window")
+    on = family.window or (family.window_switch and bool(raw.get("use_sliding_window", False)))
+    if not on or window is None:
+        return (0,) * layers
+    window = _size(raw, "sliding_window")
+    kinds = raw.get("layer_types")
+    if kinds is not None:
+        if len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
+            raise ConfigError("config.json: layer_types must say full_attention or sliding_attention for each layer")
+        return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    first = int(raw.get("max_window_layers", 28)) if family.window_switch else 0
+    return tuple(window if layer >= first else 0 for layer in range(layers))
+
+
+def _rope(raw: Mapping[str, Any], max_positions: int) -> RopeConfig:
+    given = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    theta = float(given.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+    kind = given.get("rope_type") or given.get("type") or "default"
+    if float(given.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise ConfigError("partial_rotary_factor other than 1 is not supported")
+    if kind in ("default", "dynamic"):
+        return RopeConfig(theta=theta)
+    if kind not in ("linear", "llama3", "yarn"):
+        raise ConfigError(f"rope_type {kind!r} is not supported; supported are default, linear, llama3, yarn, dynamic")
+    original = given.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings")
+    if kind == "llama3" and not original:
+        raise ConfigError("rope_type llama3 needs original_max_position_embeddings")
+    attention_factor = given.get("attention_factor")
+    return RopeConfig(
+        theta=theta,
+        kind=kind,
+        factor=float(given.get("factor") or 1.0),
+        original_length=int(original or max_positions),
+        low_freq_factor=float(given.get("low_freq_factor") or 1.0),
+        high_freq_factor=float(given.get("high_freq_factor") or 4.0),
+        beta_fast=float(given.get("beta_fast") or 32.0),
+        beta_slow=float(given.get("beta_slow") or 1.0),
+        attention_factor=None if attention_factor is None else float(attention_factor),
+        mscale=float(given.get("mscale") or 0.0),
+        mscale_all_dim=float(given.get("mscale_all_dim") or 0.0),
+        truncate=bool(given.get("truncate", True)),
+    )

@@ -1,0 +1,176 @@
+"""The decoder that Llama, Mistral, Qwen2 and Qwen3 share.
+
+    h = embed(ids)
+    for each layer:  h = h + attention(norm(h));  h = h + mlp(norm(h))
+    logits = head(norm(h))
+
+Llama: Touvron et al., arXiv 2302.13971 and 2307.09288; grouped-query attention: Ainslie et al., arXiv 2305.13245;
+SwiGLU: Shazeer, arXiv 2002.05202. Qwen2 adds a bias to q, k and v; Qwen3 norms each query and key head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
+from torch import Tensor
+
+from kernels.batch import ForwardBatch
+from kernels.layers.rotary import RotaryEmbedding
+from kernels.models.config import ModelConfig
+from kernels.platforms.base import Platform
+
+__all__ = ["Decoder", "TensorSource", "tensor_shapes"]
+
+
+class TensorSource(Protocol):
+    """Where weights come from: new tensors in the model's dtype, on its device."""
+
+    def take(self, names: Sequence[str]) -> Tensor:
+        """The named tensors, one after the other along their first dimension."""
+        ...
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor a checkpoint of this model must hold, by its Hugging Face name."""
+    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    queries, keys = config.heads * dim, config.kv_heads * dim
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+
+    def linear(name: str, outputs: int, inputs: int, bias: bool) -> None:
+        shapes[f"{name}.weight"] = (outputs, inputs)
+        if bias:
+            shapes[f"{name}.bias"] = (outputs,)
+
+    for layer in range(config.layers):
+        prefix = f"model.layers.{layer}"
+        shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
+        linear(f"{prefix}.self_attn.q_proj", queries, hidden, config.qkv_bias)
+        linear(f"{prefix}.self_attn.k_proj", keys, hidden, config.qkv_bias)
+        linear(f"{prefix}.self_attn.v_proj", keys, hidden, config.qkv_bias)
+        linear(f"{prefix}.self_attn.o_proj", hidden, queries, config.output_bias)
+        if config.qk_norm:
+            shapes[f"{prefix}.self_attn.q_norm.weight"] = (dim,)
+            shapes[f"{prefix}.self_attn.k_norm.weight"] = (dim,)
+        shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
+        linear(f"{prefix}.mlp.gate_proj", inner, hidden, config.mlp_bias)
+        linear(f"{prefix}.mlp.up_proj", inner, hidden, config.mlp_bias)
+        linear(f"{prefix}.mlp.down_proj", hidden, inner, config.mlp_bias)
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tied_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    return shapes
+
+
+class Attention:
+    """Grouped-query attention over the paged cache."""
+
+    def __init__(self, config: ModelConfig, layer: int, source: TensorSource, platform: Platform) -> None:
+        prefix = f"model.layers.{layer}.self_attn"
+        parts = [f"{prefix}.{part}_proj" for part in ("q", "k", "v")]
+        self.platform = platform
+        self.heads, self.kv_heads, self.dim = config.heads, config.kv_heads, config.head_dim
+        self.window = config.windows[layer]
+        self.scale = config.head_dim**-0.5
+        self.eps = config.norm_eps
+        self.qkv = platform.make_linear(
+            source.take([f"{part}.weight" for part in parts]),
+            source.take([f"{part}.bias" for part in parts]) if config.qkv_bias else None,
+        )
+        self.output = platform.make_linear(
+            source.take([f"{prefix}.o_proj.weight"]),
+            source.take([f"{prefix}.o_proj.bias"]) if config.output_bias else None,
+        )
+        self.head_norms: Tensor | None = None  # [heads + kv_heads, dim]: queries and keys are normed in one go
+        if config.qk_norm:
+            query_norm = source.take([f"{prefix}.q_norm.weight"]).expand(self.heads, -1)
+            key_norm = source.take([f"{prefix}.k_norm.weight"]).expand(self.kv_heads, -1)
+            self.head_norms = torch.cat((query_norm, key_norm))
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch) -> Tensor:
+        """``x`` [tokens, hidden] -> [tokens, hidden]"""
+        rotated = self.heads + self.kv_heads
+        qkv = self.qkv(x).view(-1, rotated + self.kv_heads, self.dim)
+        qk = qkv[:, :rotated]
+        normed = qk if self.head_norms is None else self.platform.rms_norm(qk, self.head_norms, self.eps)
+        self.platform.rotary(normed, cos, sin, out=qk)
+        self.platform.write_cache(cache, batch.cache_index, qkv[:, self.heads :])
+        plan = batch.plans[self.window]
+        return self.output(self.platform.attention(qkv[:, : self.heads], cache, plan, self.scale))
+
+
+class FeedForward:
+    """``down(silu(gate(x)) * up(x))``"""
+
+    def __init__(self, config: ModelConfig, layer: int, source: TensorSource, platform: Platform) -> None:
+        prefix = f"model.layers.{layer}.mlp"
+        self.platform = platform
+        parts = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
+        self.gate_up = platform.make_linear(
+            source.take([f"{part}.weight" for part in parts]),
+            source.take([f"{part}.bias" for part in parts]) if config.mlp_bias else None,
+        )
+        self.down = platform.make_linear(
+            source.take([f"{prefix}.down_proj.weight"]),
+            source.take([f"{prefix}.down_proj.bias"]) if config.mlp_bias else None,
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(self.platform.silu_and_mul(self.gate_up(x)))
+
+
+class DecoderLayer:
+    """Attention and feed-forward, each behind a norm, each added to the residual."""
+
+    def __init__(self, config: ModelConfig, layer: int, source: TensorSource, platform: Platform) -> None:
+        prefix = f"model.layers.{layer}"
+        self.platform = platform
+        self.eps = config.norm_eps
+        self.attention_norm = source.take([f"{prefix}.input_layernorm.weight"])
+        self.attention = Attention(config, layer, source, platform)
+        self.mlp_norm = source.take([f"{prefix}.post_attention_layernorm.weight"])
+        self.mlp = FeedForward(config, layer, source, platform)
+
+    def __call__(
+        self, x: Tensor | None, residual: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        """``x``: what the layer before has not yet added to ``residual`` (None before the first)."""
+        if x is None:
+            x = self.platform.rms_norm(residual, self.attention_norm, self.eps)
+        else:
+            x, residual = self.platform.add_rms_norm(x, residual, self.attention_norm, self.eps)
+        x = self.attention(x, cos, sin, cache, batch)
+        x, residual = self.platform.add_rms_norm(x, residual, self.mlp_norm, self.eps)
+        return self.mlp(x), residual
+
+
+class Decoder:
+    """The whole model. Weights are taken layer by layer, so that no second copy of the model ever exists."""
+
+    def __init__(self, config: ModelConfig, source: TensorSource, platform: Platform, dtype: torch.dtype) -> None:
+        self.config = config
+        self.platform = platform
+        self.embeddings = source.take(["model.embed_tokens.weight"])
+        self.rotary = RotaryEmbedding(config.rope, config.head_dim, dtype, platform.device)
+        self.layers = [DecoderLayer(config, layer, source, platform) for layer in range(config.layers)]
+        self.norm = source.take(["model.norm.weight"])
+        if config.tied_embeddings:
+            self.head = platform.make_linear(self.embeddings, None, shared=True)
+        else:
+            self.head = platform.make_linear(source.take(["lm_head.weight"]), None)
+
+    def forward(self, batch: ForwardBatch, caches: Sequence[Any]) -> Tensor:
+        """Run a step's tokens; their keys and values go to ``caches`` (one a layer). -> [tokens, hidden], normed."""
+        cos, sin = self.rotary(batch.positions)
+        residual = F.embedding(batch.token_ids, self.embeddings)
+        x: Tensor | None = None
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x, residual = layer(x, residual, cos, sin, cache, batch)
+        assert x is not None
+        return self.platform.add_rms_norm(x, residual, self.norm, self.config.norm_eps)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``hidden`` [rows, hidden] -> [rows, vocab] in the model's dtype."""
+        return self.head(hidden)

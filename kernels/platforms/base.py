@@ -1,0 +1,124 @@
+"""What a device can do: the one interface between models and hardware.
+
+A model calls these operators and never asks which device it is on. Shapes are static for a given number of tokens and
+rows, and no operator reads a tensor back to the host, so that a platform may capture a forward pass into a graph; what
+varies from step to step (lengths, page tables) reaches the operators through an attention plan, built once a step from
+host arrays and shared by every layer.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+__all__ = ["AttentionRows", "Linear", "Memory", "Platform", "PlatformError"]
+
+Linear = Callable[[Tensor], Tensor]
+"""``[tokens, inputs] -> [tokens, outputs]``, with the weight in the layout that the platform likes."""
+
+
+class PlatformError(ValueError):
+    """The device cannot do what was asked of it."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes. ``free`` is what this process may still take."""
+
+    total: int
+    free: int
+
+
+@dataclass(frozen=True)
+class AttentionRows:
+    """The rows of a step as attention sees them; host arrays. Row r's queries follow those of row r - 1.
+
+    ``starts``, ``counts`` int64 [rows]: row r runs positions ``starts[r] .. starts[r] + counts[r] - 1``.
+    ``pages`` int32 [rows, pages]: page i of a row holds its positions ``i * page_size ..``.
+    ``decodes``: the first so many rows run one token each.
+    """
+
+    starts: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int64]
+    pages: npt.NDArray[np.int32]
+    decodes: int
+
+
+class Platform(ABC):
+    """One device of one kind. ``default_cache_tokens`` bounds a cache that nobody sized; 0: memory alone does."""
+
+    name: str
+    device: torch.device
+    default_memory_fraction: float
+    default_cache_tokens: int = 0
+
+    @abstractmethod
+    def bind_thread(self) -> None:
+        """Make the calling thread fit to run the model (current device, intra-op threads)."""
+
+    @abstractmethod
+    def memory(self) -> Memory:
+        """The device's memory, as it stands now."""
+
+    @abstractmethod
+    def dtype(self, requested: str, stored: str | None) -> torch.dtype:
+        """The dtype to compute in. ``requested`` is auto or a name. Raises PlatformError for what it cannot do."""
+
+    @abstractmethod
+    def empty_host_state(self, *shape: int) -> Tensor:
+        """int32 zeros for state by slot; memory is taken only where it is written, where the platform can."""
+
+    @abstractmethod
+    def make_cache(
+        self, layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> list[Any]:
+        """Keys and values of every layer, page-major and zeroed: one opaque cache a layer."""
+
+    @abstractmethod
+    def clear_pages(self, caches: list[Any], pages: list[int]) -> None:
+        """Zero these pages in every layer, after a row left numbers in them that are not finite."""
+
+    @abstractmethod
+    def make_linear(self, weight: Tensor, bias: Tensor | None, shared: bool = False) -> Linear:
+        """``weight`` [outputs, inputs]. The platform may keep a packed copy and drop it, unless it is ``shared``."""
+
+    @abstractmethod
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Root mean square norm over the last dimension (Zhang and Sennrich, arXiv 1910.07467), inside in float32.
+
+        ``weight`` has ``x``'s last dimension, or its last two: a weight for each head.
+        """
+
+    @abstractmethod
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """``s = x + residual``; returns the norm of s, and s. May overwrite both inputs."""
+
+    @abstractmethod
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
+        """Write the rotated ``x`` [tokens, heads, dim] to ``out``; ``cos``, signed ``sin`` [tokens, 1, dim]."""
+
+    @abstractmethod
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        """``silu(gate) * up`` of ``x`` [tokens, 2 * n] = gate | up -> [tokens, n]. May overwrite ``x``."""
+
+    @abstractmethod
+    def write_cache(self, cache: Any, index: Tensor, keys_values: Tensor) -> None:
+        """Put ``keys_values`` [tokens, 2 * kv_heads, dim] (keys first) at ``index`` (page * page_size + offset)."""
+
+    @abstractmethod
+    def plan_attention(self, rows: AttentionRows, window: int) -> Any:
+        """What ``attention`` needs to know of a step. ``window``: tokens a query sees, 0 for all."""
+
+    @abstractmethod
+    def attention(self, queries: Tensor, cache: Any, plan: Any, scale: float) -> Tensor:
+        """Causal attention of ``queries`` [tokens, heads, dim] over the pages of their rows -> [tokens, heads * dim].
+
+        The keys and values of the queries' own tokens are already in the cache.
+        """

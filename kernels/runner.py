@@ -1,0 +1,319 @@
+"""Runs a model step by step, as kernels.step says."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kernels.answers import Answer, PromptScores
+from kernels.batch import ForwardBatch
+from kernels.loading import open_weights
+from kernels.models.config import ConfigError, ModelConfig, read_config
+from kernels.models.decoder import Decoder, tensor_shapes
+from kernels.platforms.base import AttentionRows
+from kernels.platforms.select import select_platform
+from kernels.sampling import Sampler
+from kernels.sizing import cache_pages
+from kernels.slots import SlotError, SlotTable
+from kernels.step import ModelInfo, RowError, RunnerConfig, StepBatch, StepResult
+
+__all__ = ["ModelRunner"]
+
+SCORE_ROWS = 64  # prompt positions whose logits exist at a time
+WARM_DECODES = (1, 2, 4, 8)
+WARM_PREFILLS = (16, 64)
+
+Ints = npt.NDArray[np.int32]
+Longs = npt.NDArray[np.int64]
+
+
+class ModelRunner:
+    """One model on one device. Nothing here is thread safe: one thread at a time calls it, strictly in step order.
+
+    Results are deterministic: the same steps give the same tokens. A row's logits do not depend on what the other
+    rows hold, but they are not bit-equal between batches of different shape (sizes of matrix products, padded
+    lengths, chunk borders), because sums are then taken in another order.
+
+    progress: called with a stage (weights | cache | warmup) and the fraction of the whole load that is done.
+    """
+
+    def __init__(self, config: RunnerConfig, progress: Callable[[str, float], None] | None = None) -> None:
+        self._config = config
+        self._progress = progress or (lambda stage, fraction: None)
+        self._platform = select_platform(config.device, config.threads)
+        self._thread = 0
+
+    @torch.inference_mode()
+    def load(self) -> ModelInfo:
+        """Read the weights, make the cache, warm up.
+
+        Raises ConfigError, LoadError, PlatformError or CacheSizeError: each a ValueError or RuntimeError whose message
+        says what to do.
+        """
+        self._bind_thread()
+        config, platform = self._config, self._platform
+        clock = _Phases()
+        model = read_config(config.model_path, config.config_overrides)
+        dtype = platform.dtype(config.dtype, model.dtype)
+        context = _context_length(config, model)
+        weights = open_weights(
+            config.model_path,
+            config.load_format,
+            tensor_shapes(model),
+            dtype,
+            platform.device,
+            config.random_seed,
+            lambda fraction: self._progress("weights", 0.9 * fraction),
+        )
+        self._model = Decoder(model, weights, platform, dtype)
+        clock.end("weights")
+
+        pages = cache_pages(
+            config,
+            model,
+            context,
+            dtype.itemsize,
+            weights.weight_bytes,
+            platform.memory(),
+            platform.default_memory_fraction,
+            platform.default_cache_tokens,
+        )
+        context = min(context, (pages - 1) * config.page_size)
+        self._caches: list[Any] = platform.make_cache(
+            model.layers, pages, config.page_size, model.kv_heads, model.head_dim, dtype
+        )
+        self._slots = SlotTable(platform, config.max_slots, context, config.page_size, pages, model.vocab_size)
+        self._sampler = Sampler(model.vocab_size, config.max_slots, platform.device)
+        self._windows = frozenset(model.windows)
+        clock.end("cache")
+        self._progress("cache", 0.92)
+        self._warm_up()
+        clock.end("warmup")
+        self._progress("warmup", 1.0)
+        return ModelInfo(
+            architecture=model.architecture,
+            dtype=str(dtype).removeprefix("torch."),
+            device=platform.name,
+            vocab_size=model.vocab_size,
+            context_length=context,
+            layers=model.layers,
+            parameters=weights.parameters,
+            weight_bytes=weights.weight_bytes,
+            num_pages=pages,
+            page_size=config.page_size,
+            cache_bytes=model.cache_elements_per_token * dtype.itemsize * config.page_size * pages,
+            load_seconds=clock.seconds,
+        )
+
+    @torch.inference_mode()
+    def run(self, batch: StepBatch) -> StepResult:
+        """One step. What is wrong with one row is answered in ``failed`` and leaves the others alone. A slot whose
+        admission failed, or whose logits are not finite, is dropped. Raises ValueError for a batch that is malformed
+        as a whole.
+        """
+        begun = time.perf_counter()
+        self._bind_thread()
+        slots, generations, counts = (_ints(part) for part in (batch.slots, batch.generations, batch.counts))
+        if not len(slots) == len(generations) == len(counts):
+            raise ValueError("slots, generations and counts of a step must have one entry for each row")
+        if counts.sum() > self._config.max_step_tokens:
+            raise ValueError(f"a step of {counts.sum()} tokens is over max_step_tokens, {self._config.max_step_tokens}")
+        answer = Answer(rows=len(slots))
+        self._update_slots(batch, answer)
+        rows = self._fit_rows(slots, generations, counts, answer)
+        if not len(rows):
+            return answer.pack(batch.number, begun, time.perf_counter())
+        step = _Step(rows, slots[rows].astype(np.int64), counts[rows].astype(np.int64), self._slots)
+        forward = self._forward_batch(step)
+        prepared = time.perf_counter()
+        hidden = self._model.forward(forward, self._caches)
+        self._slots.computed[step.slots] += step.counts
+        self._score_prompts(step, hidden, answer)
+        self._sample(step, hidden, answer)
+        return answer.pack(batch.number, begun, prepared)
+
+    def close(self) -> None:
+        """Drop the model and the cache. The runner is of no further use."""
+        for name in ("_model", "_caches", "_slots", "_sampler"):
+            self.__dict__.pop(name, None)
+
+    def _bind_thread(self) -> None:
+        if self._thread != threading.get_ident():
+            self._platform.bind_thread()
+            self._thread = threading.get_ident()
+
+    def _update_slots(self, batch: StepBatch, answer: Answer) -> None:
+        """Releases, then admissions, then page grants."""
+        state = self._slots
+        for slot in _ints(batch.released).tolist():
+            if 0 < slot < len(state.known):
+                state.release(slot)
+                self._sampler.release(slot)
+        for admission in batch.admitted:
+            try:
+                state.admit(admission)
+                self._sampler.admit(admission.slot, admission.sampling, admission.prompt_length)
+            except (ValueError, IndexError, OverflowError, RuntimeError) as error:
+                self._drop(admission.slot)
+                answer.failed.append(RowError(admission.slot, admission.generation, str(error)))
+        granted, pages = _ints(batch.page_slots), _ints(batch.page_ids)
+        if len(granted) != len(pages):
+            raise ValueError("page_slots and page_ids of a step must be of one length")
+        for slot in dict.fromkeys(granted.tolist()):
+            if not (0 < slot < len(state.known) and state.active[slot]):
+                continue  # its admission failed, or its request just ended
+            try:
+                state.grant(slot, pages[granted == slot])
+            except SlotError as error:
+                answer.failed.append(RowError(slot, int(state.generation[slot]), str(error)))
+                self._drop(slot)
+
+    def _drop(self, slot: int) -> None:
+        if 0 < slot < len(self._slots.known):
+            self._slots.release(slot)
+            self._sampler.release(slot)
+
+    def _fit_rows(self, slots: Ints, generations: Ints, counts: Ints, answer: Answer) -> Longs:
+        """Indices of the rows that can run; the others are answered as failed, once each."""
+        errors = self._slots.errors(slots, generations, counts)
+        if not errors:
+            return np.arange(len(slots))
+        told = {(error.slot, error.generation) for error in answer.failed}
+        for row, message in errors.items():
+            name = (int(slots[row]), int(generations[row]))
+            if name not in told:
+                answer.failed.append(RowError(*name, message))
+        return np.array([row for row in range(len(slots)) if row not in errors], dtype=np.int64)
+
+    def _forward_batch(self, step: _Step) -> ForwardBatch:
+        state, page_size = self._slots, self._config.page_size
+        if step.decodes == len(step.slots):
+            token_slots, positions = step.slots, step.starts
+        else:
+            token_slots = np.repeat(step.slots, step.counts)
+            positions = np.arange(len(token_slots)) + np.repeat(step.starts - step.offsets, step.counts)
+        index = state.pages[token_slots, positions // page_size] * np.int64(page_size) + positions % page_size
+        pages = state.pages[step.slots, : int((step.starts + step.counts).max() - 1) // page_size + 1]
+        at = self._put(positions)
+        return ForwardBatch(
+            token_ids=state.tokens[self._put(token_slots), at],
+            positions=at,
+            cache_index=self._put(index),
+            plans=self._plans(AttentionRows(step.starts, step.counts, pages, step.decodes)),
+        )
+
+    def _plans(self, rows: AttentionRows) -> dict[int, Any]:
+        return {window: self._platform.plan_attention(rows, window) for window in self._windows}
+
+    def _put(self, array: Longs) -> Tensor:
+        return torch.from_numpy(array).to(self._platform.device)
+
+    def _score_prompts(self, step: _Step, hidden: Tensor, answer: Answer) -> None:
+        """Log-probabilities of the prompt tokens that this step's positions predict, where a request wants them."""
+        state = self._slots
+        wanted = state.prompt_logprobs[step.slots]
+        for row in np.flatnonzero(wanted >= 0).tolist():
+            slot, start, offset = int(step.slots[row]), int(step.starts[row]), int(step.offsets[row])
+            scored = min(int(step.counts[row]), int(state.prompt_length[slot]) - 1 - start)
+            parts = []
+            for begin in range(0, scored, SCORE_ROWS):
+                end = min(begin + SCORE_ROWS, scored)
+                logits = self._model.logits(hidden[offset + begin : offset + end])
+                targets = state.tokens[slot, start + 1 + begin : start + 1 + end].to(torch.int64)
+                parts.append(self._sampler.score_prompt(logits, targets, int(wanted[row])))
+            if parts:
+                scores = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+                answer.prompts.append(PromptScores(int(step.rows[row]), *scores))
+
+    def _sample(self, step: _Step, hidden: Tensor, answer: Answer) -> None:
+        """Rows that reached their last known token get the next one."""
+        state = self._slots
+        reached = np.flatnonzero(step.starts + step.counts == state.known[step.slots])
+        if not len(reached):
+            return
+        slots = step.slots[reached]
+        lengths = state.known[slots]
+        last = step.offsets[reached] + step.counts[reached] - 1
+        chosen = hidden if len(reached) == len(hidden) else hidden.index_select(0, self._put(last))
+        at_slots, at = self._put(slots), self._put(lengths)
+        sampled = self._sampler.sample(
+            self._model.logits(chosen),
+            at_slots,
+            at,
+            state.tokens,
+            host_slots=slots.tolist(),
+            longest=int(lengths.max()),
+        )
+        state.tokens[at_slots, at] = sampled.tokens.to(torch.int32)
+        state.known[slots] += 1
+        answer.sampled, answer.sampled_rows = sampled, step.rows[reached]
+        answer.kept = np.ones(len(reached), dtype=bool)
+        for row in sampled.failed:
+            answer.kept[row] = False
+            slot = int(slots[row])
+            self._platform.clear_pages(self._caches, state.own_pages(slot))
+            message = "the model's output is not finite for this request; try float32, or check the weights"
+            answer.failed.append(RowError(slot, int(state.generation[slot]), message))
+            self._drop(slot)
+
+    def _warm_up(self) -> None:
+        """Run a few shapes in the dump page, so that a first request does not pay for what is made on first use."""
+        shapes = [np.ones(rows, dtype=np.int64) for rows in WARM_DECODES if rows < self._config.max_slots]
+        shapes += [np.array([count]) for count in WARM_PREFILLS if count <= self._config.max_step_tokens]
+        for counts in shapes:
+            tokens, starts = int(counts.sum()), np.zeros_like(counts)
+            nowhere = self._put(np.zeros(tokens, dtype=np.int64))
+            pages = np.zeros((len(counts), -(-int(counts.max()) // self._config.page_size)), dtype=np.int32)
+            decodes = len(counts) if tokens == len(counts) else 0
+            plans = self._plans(AttentionRows(starts, counts, pages, decodes))
+            hidden = self._model.forward(ForwardBatch(nowhere, nowhere, nowhere, plans), self._caches)
+            logits = self._model.logits(hidden[: len(counts)])
+            nothing = nowhere[: len(counts)]
+            self._sampler.sample(logits, nothing, nothing, self._slots.tokens, host_slots=[0] * len(counts), longest=0)
+
+
+class _Step:
+    """The rows that run. ``rows``: their index in the message; ``offsets``: of each row's first token in the batch."""
+
+    def __init__(self, rows: Longs, slots: Longs, counts: Longs, state: SlotTable) -> None:
+        self.rows = rows
+        self.slots = slots
+        self.counts = counts
+        self.starts: Longs = state.computed[slots]
+        self.offsets: Longs = np.cumsum(counts) - counts
+        longer = np.flatnonzero(counts != 1)
+        self.decodes = int(longer[0]) if len(longer) else len(counts)
+
+
+class _Phases:
+    """Seconds by phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._begun = time.perf_counter()
+
+    def end(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.seconds[phase] = now - self._begun
+        self._begun = now
+
+
+def _ints(data: bytes) -> Ints:
+    return np.frombuffer(data, dtype=np.int32)
+
+
+def _context_length(config: RunnerConfig, model: ModelConfig) -> int:
+    if config.context_length > model.max_positions:
+        raise ConfigError(
+            f"a context of {config.context_length} tokens is longer than the model's {model.max_positions}; lower "
+            "--context-length, or, if the model is known to work there, raise max_position_embeddings by "
+            "--json-model-override-args"
+        )
+    return config.context_length or model.max_positions

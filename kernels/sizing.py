@@ -1,0 +1,63 @@
+"""How many pages the cache gets."""
+
+from __future__ import annotations
+
+from kernels.models.config import ModelConfig
+from kernels.platforms.base import Memory
+from kernels.step import RunnerConfig
+
+__all__ = ["CacheSizeError", "cache_pages"]
+
+
+class CacheSizeError(ValueError):
+    """The memory that was asked for does not hold a cache."""
+
+
+def cache_pages(
+    config: RunnerConfig,
+    model: ModelConfig,
+    context: int,
+    itemsize: int,
+    weight_bytes: int,
+    memory: Memory,
+    default_fraction: float,
+    default_tokens: int,
+) -> int:
+    """Pages of the cache, page 0 included. Raises CacheSizeError.
+
+    ``max_total_tokens`` is taken as it is, if it fits. Else ``mem_fraction_static`` of the device's memory, less the
+    weights, is filled. Else ``default_fraction`` of what is free, but no more than all slots could use and no more
+    than ``default_tokens`` (or one full context, if that is longer).
+    ``context``: tokens a sequence may have. ``itemsize``: bytes of a cached element. ``memory``: after the weights.
+    """
+    page_bytes = model.cache_elements_per_token * itemsize * config.page_size
+
+    def pages_for(tokens: int) -> int:
+        return -(-tokens // config.page_size)
+
+    most = (config.max_slots - 1) * pages_for(context + 1)  # a step may be reserved ahead
+    if config.max_total_tokens:
+        pages = pages_for(config.max_total_tokens)
+        if (pages + 1) * page_bytes > memory.free:
+            raise CacheSizeError(
+                f"a cache of {config.max_total_tokens} tokens takes {_gib(pages * page_bytes)}, and "
+                f"{_gib(memory.free)} are free; lower --max-total-tokens"
+            )
+        return pages + 1
+    if config.mem_fraction_static:
+        budget = int(config.mem_fraction_static * memory.total) - weight_bytes
+        pages = min(most, min(budget, memory.free) // page_bytes - 1)
+    else:
+        pages = min(most, int(default_fraction * memory.free) // page_bytes - 1)
+        if default_tokens:
+            pages = min(pages, max(pages_for(default_tokens), pages_for(context + 1)))
+    if pages < 1:
+        raise CacheSizeError(
+            f"no memory is left for a cache: {_gib(memory.free)} are free after {_gib(weight_bytes)} of weights; "
+            "raise --mem-fraction-static, or use a smaller model or dtype"
+        )
+    return pages + 1
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"

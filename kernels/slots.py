@@ -1,0 +1,140 @@
+"""The state of every running request, by slot."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kernels.platforms.base import Platform
+from kernels.step import Admission
+
+__all__ = ["SlotError", "SlotTable"]
+
+SLACK = 2
+"""Positions a sequence may run past its context: steps that were sent before its end was known."""
+
+Ints = npt.NDArray[np.int32]
+Longs = npt.NDArray[np.int64]
+
+
+class SlotError(ValueError):
+    """One request's step cannot be done as it was told; the others of the step can."""
+
+
+class SlotTable:
+    """Token ids on the device; lengths, page tables and generations on the host, which always knows them without
+    asking the device: a row that samples makes its sequence one longer, whatever the token is.
+
+    max_slots: slots are ``1 .. max_slots - 1``. context: tokens a sequence may have. num_pages: pages are
+    ``1 .. num_pages - 1``. vocab_size: token ids are below it.
+    """
+
+    def __init__(
+        self, platform: Platform, max_slots: int, context: int, page_size: int, num_pages: int, vocab_size: int
+    ) -> None:
+        self.context = context
+        self.page_size = page_size
+        self.num_pages = num_pages
+        self.vocab_size = vocab_size
+        self.tokens = platform.empty_host_state(max_slots, context + SLACK)  # int32, on the device
+        self.known: Longs = np.zeros(max_slots, dtype=np.int64)  # tokens in `tokens`
+        self.computed: Longs = np.zeros(max_slots, dtype=np.int64)  # of these, with keys and values in the cache
+        self.prompt_length: Longs = np.zeros(max_slots, dtype=np.int64)
+        self.prompt_logprobs: Ints = np.full(max_slots, -1, dtype=np.int32)
+        self.generation: Ints = np.zeros(max_slots, dtype=np.int32)
+        self.active = np.zeros(max_slots, dtype=bool)
+        self.pages: Ints = np.zeros((max_slots, -(-(context + SLACK) // page_size)), dtype=np.int32)
+        self.page_count: Longs = np.zeros(max_slots, dtype=np.int64)
+        self._shared: Longs = np.zeros(max_slots, dtype=np.int64)  # first pages that came filled: others may read them
+
+    def check_slot(self, slot: int) -> None:
+        """Raises SlotError for a number that is no slot."""
+        if not 0 < slot < len(self.known):
+            raise SlotError(f"slot {slot} is not one of 1 .. {len(self.known) - 1}; raise the runner's max_slots")
+
+    def release(self, slot: int) -> None:
+        """Drop the slot's state. Its generation stays, so that late rows are told apart."""
+        self.active[slot] = False
+        self.known[slot] = self.computed[slot] = self.page_count[slot] = self._shared[slot] = 0
+
+    def admit(self, admission: Admission) -> None:
+        """A request takes a slot. Raises SlotError; the slot is then free."""
+        slot = admission.slot
+        self.check_slot(slot)
+        self.release(slot)
+        self.generation[slot] = admission.generation
+        tokens = np.frombuffer(admission.tokens, dtype=np.int32)
+        pages = np.frombuffer(admission.pages, dtype=np.int32)
+        if not 0 < len(tokens) <= self.context:
+            raise SlotError(f"a sequence has 1 to {self.context} tokens, this one {len(tokens)}; see --context-length")
+        if tokens.min() < 0 or tokens.max() >= self.vocab_size:
+            raise SlotError(f"token ids must be 0 to {self.vocab_size - 1}; the prompt was made with another tokenizer")
+        if not 0 < admission.prompt_length <= len(tokens):
+            raise SlotError(f"prompt length {admission.prompt_length} does not fit {len(tokens)} tokens")
+        if not 0 <= admission.computed < len(tokens):
+            raise SlotError(f"{admission.computed} computed of {len(tokens)} tokens: at least one must be left to run")
+        if admission.computed > len(pages) * self.page_size:
+            raise SlotError(f"{admission.computed} computed tokens do not fit {len(pages)} pages")
+        self.tokens[slot, : len(tokens)] = torch.from_numpy(tokens.copy())
+        self.known[slot] = len(tokens)
+        self.computed[slot] = admission.computed
+        self.prompt_length[slot] = admission.prompt_length
+        self.prompt_logprobs[slot] = admission.sampling.prompt_logprobs
+        self._shared[slot] = -(-admission.computed // self.page_size)
+        self.active[slot] = True
+        try:
+            self.grant(slot, pages)
+        except SlotError:
+            self.release(slot)
+            raise
+
+    def grant(self, slot: int, pages: Ints) -> None:
+        """Append pages to the slot's table. Raises SlotError."""
+        if not len(pages):
+            return
+        held = int(self.page_count[slot])
+        if held + len(pages) > self.pages.shape[1]:
+            raise SlotError(f"{held + len(pages)} pages are more than a sequence of {self.context} tokens needs")
+        if pages.min() < 1 or pages.max() >= self.num_pages:
+            raise SlotError(f"page ids must be 1 to {self.num_pages - 1}")
+        self.pages[slot, held : held + len(pages)] = pages
+        self.page_count[slot] = held + len(pages)
+
+    def own_pages(self, slot: int) -> list[int]:
+        """Pages that this sequence alone has written."""
+        return self.pages[slot, self._shared[slot] : self.page_count[slot]].tolist()
+
+    def errors(self, slots: Ints, generations: Ints, counts: Ints) -> dict[int, str]:
+        """Why rows cannot run, by row index."""
+        found: dict[int, str] = {}
+        inside = (slots > 0) & (slots < len(self.known))
+        safe = np.where(inside, slots, 0)
+        known, computed = self.known[safe], self.computed[safe]
+        last = computed + counts
+        fine = inside & self.active[safe] & (self.generation[safe] == generations) & (counts > 0) & (last <= known)
+        fine &= (last <= self.page_count[safe] * self.page_size) & (known < self.tokens.shape[1])
+        if fine.all() and len(set(slots.tolist())) == len(slots):
+            return found
+        seen: set[int] = set()
+        for row, slot in enumerate(slots.tolist()):
+            if slot in seen:
+                found[row] = f"slot {slot} has two rows in one step"
+            elif not fine[row]:
+                found[row] = self._explain(slot, int(generations[row]), int(counts[row]))
+            seen.add(slot)
+        return found
+
+    def _explain(self, slot: int, generation: int, count: int) -> str:
+        if not 0 < slot < len(self.known):
+            return f"slot {slot} is not one of 1 .. {len(self.known) - 1}"
+        if self.generation[slot] != generation:
+            return f"slot {slot} holds generation {self.generation[slot]}, the row is for generation {generation}"
+        if not self.active[slot]:
+            return f"slot {slot} holds no request"
+        known, computed, pages = int(self.known[slot]), int(self.computed[slot]), int(self.page_count[slot])
+        if known >= self.tokens.shape[1]:
+            return f"slot {slot} has no room for another token: the context is {self.context} tokens"
+        if count < 1 or computed + count > known:
+            return f"slot {slot} cannot run {count} tokens: {computed} of {known} known ones are computed"
+        return f"slot {slot} needs more pages: {pages} of {self.page_size} tokens do not hold {computed + count} tokens"
