@@ -137,7 +137,9 @@ class Argument(msgspec.Struct, frozen=True, kw_only=True):
                         return float(text)
                     except ValueError:
                         raise self._wrong_type(given) from None
-                return float(given) if isinstance(given, int) and not isinstance(given, bool) else given
+                if isinstance(given, int) and not isinstance(given, bool):
+                    return float(given) if abs(given) < 1 << 64 else math.inf  # infinity is out of all bounds
+                return given
             case "str":
                 if isinstance(given, int | float) and not isinstance(given, bool):
                     return str(given)  # YAML reads an unquoted 7 as a number

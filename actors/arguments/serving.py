@@ -24,7 +24,7 @@ SERVING_ARGUMENTS: tuple[Argument, ...] = (
         minimum=0,
         maximum=65535,
         group="HTTP server",
-        help="TCP port to listen on; 0 takes a free one and prints it.",
+        help="TCP port to listen on; 0 takes a free one and logs it.",
     ),
     Argument(
         name="fastapi-root-path",

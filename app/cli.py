@@ -1,0 +1,116 @@
+"""The command ``troupe``, also as ``python -m app``.
+
+This is the only place that handles signals, sets up logging and decides on the process's exit status: the engine and
+the application leave all three to the program that embeds them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+
+from actors.arguments import ArgumentError, Arguments
+from app.arguments import load_arguments
+from app.help import overview, serve_help
+
+__all__ = ["main"]
+
+OK, USAGE, ENGINE_FAILED = 0, 2, 3
+
+COMMANDS = ("serve", "help", "version")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command with these words (the process's own, when None) and return the exit status.
+
+    0 after an orderly stop, 2 for wrong arguments or an address that cannot be listened on, 3 when the engine failed.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    match words:
+        case [] | ["help" | "-h" | "--help"]:
+            print(overview(), end="")
+            return OK
+        case ["version" | "--version" | "-V"]:
+            print(f"troupe {_version()}")
+            return OK
+        case ["serve", *rest]:
+            return _serve(rest)
+        case [first, *_] if first.startswith("--") or Path(first).is_dir():
+            return _serve(words)
+        case [first, *_]:
+            near = get_close_matches(first, COMMANDS, n=1)
+            hint = f"Did you mean: troupe {near[0]}?" if near else f"To serve a model: troupe serve {first}"
+            return _usage_error([f"there is no command {first!r}"], hint)
+    return USAGE
+
+
+def _serve(words: Sequence[str]) -> int:
+    if "--help" in words or "-h" in words:
+        print(serve_help(), end="")
+        return OK
+    if "--help-all" in words:
+        print(serve_help(refused=True), end="")
+        return OK
+    try:
+        arguments = load_arguments(words)
+    except ArgumentError as error:
+        return _usage_error(error.problems, "All arguments: troupe serve --help")
+    return _run(arguments)
+
+
+def _run(arguments: Arguments) -> int:
+    # Here and not at the top: help and wrong arguments must not wait for the web framework.
+    import uvloop
+
+    from app.application import create_app
+    from app.server import configuration, listen, serve
+
+    _configure_logging(arguments)
+    config = configuration(arguments)
+    try:
+        sockets = listen(config)
+    except OSError as error:
+        where = f"{arguments.host}:{arguments.port}"
+        return _usage_error(
+            [f"cannot listen on {where}: {error.strerror or error}"], "Choose another --port or --host."
+        )
+
+    async def run() -> bool:
+        app = create_app(arguments)
+        return await serve(app, app, config, sockets)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return OK if runner.run(run()) else ENGINE_FAILED
+
+
+def _configure_logging(arguments: Arguments) -> None:
+    """Troupe's records go to standard error; other packages' and the root logger are left alone."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    logger = logging.getLogger("troupe")
+    logger.addHandler(handler)
+    logger.propagate = False
+    logger.setLevel(arguments.log_level.upper())
+    http_level = arguments.log_level_http or arguments.log_level
+    for name in ("troupe.http", "troupe.server"):
+        logging.getLogger(name).setLevel(http_level.upper())
+
+
+def _usage_error(problems: Sequence[str], hint: str) -> int:
+    for problem in problems:
+        print(f"troupe: {problem}", file=sys.stderr)
+    print(hint, file=sys.stderr)
+    return USAGE
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("troupe-llm")
+    except PackageNotFoundError:
+        return "(not installed: run from its source)"
