@@ -1,0 +1,171 @@
+"""The application: routes, the engine's life beside them, and the end of both."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from quart import Quart, Response, request
+from quart.typing import ResponseReturnValue
+
+from actors.arguments import Arguments
+from app.decoding import check_json_content
+from app.door import Door
+from app.errors import ApiError, shutting_down
+from app.exchange import Exchange
+from app.progress import ProgressReport
+from app.routes import Route, RouteTable
+from app.service import Service
+from app.serving import ServingEngine
+from app.single import refuse_siblings
+from app.table import ROUTES
+
+__all__ = ["Troupe", "create_app"]
+
+log = logging.getLogger("troupe.http")
+
+MAX_BODY = 8 * 1024 * 1024
+"""Bytes of a request's body. A prompt of a million tokens is about 5 MiB of text or ids; media are not read yet."""
+
+BODY_TIMEOUT = 60
+"""Seconds for a body to arrive."""
+
+_WATCH_SECONDS = 0.1
+_LAST_CHUNK_SECONDS = 2.0
+
+
+class Troupe(Quart):
+    """A Quart application around one engine.
+
+    ``failed`` is set when the engine could not start or gave up, and ``exit_code`` is then 1: whoever runs the server
+    ends the process. Under a plain ASGI server the application goes on and answers 503 with the reason.
+    """
+
+    def __init__(self, engine: ServingEngine, arguments: Arguments) -> None:
+        super().__init__("app", static_folder=None, template_folder=None)
+        self.engine = engine
+        self.arguments = arguments
+        self.failed = asyncio.Event()
+        self.exit_code = 0
+        self.service = Service(engine, arguments, RouteTable(ROUTES))
+        self.config["MAX_CONTENT_LENGTH"] = MAX_BODY
+        self.config["BODY_TIMEOUT"] = BODY_TIMEOUT
+        self.config["RESPONSE_TIMEOUT"] = None
+        self.config["PROVIDE_AUTOMATIC_OPTIONS"] = False
+        self._stop = asyncio.Event()
+        self._watch: asyncio.Task[None] | None = None
+        for route in self.service.table.routes:
+            self._serve(route)
+        self.register_error_handler(Exception, self._answer_error)
+        self.before_serving(self._start)
+        self.after_serving(self._finish)
+        self.asgi_app = Door(self.asgi_app, self.service)  # type: ignore[method-assign, assignment]
+
+    def _serve(self, route: Route) -> None:
+        variable = route.variable
+        rule = route.path if variable is None else f"{route.prefix}<path:{variable}>"
+        self.add_url_rule(
+            rule,
+            endpoint=f"{' '.join(route.methods)} {route.path}",
+            view_func=_view(self.service, route),
+            methods=list(route.methods),
+            strict_slashes=True,
+            merge_slashes=False,
+        )
+
+    async def _answer_error(self, error: Exception) -> ResponseReturnValue:
+        exchange: Exchange = request.scope["troupe.exchange"]  # type: ignore[typeddict-item]
+        told = self.service.failure(exchange, error)
+        return Response(told.body(), status=told.status, headers=told.headers(), content_type="application/json")
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        """Begin to load; the server listens at once and /ready tells how far it is."""
+        refuse_siblings()
+        await self.engine.start(wait=False)
+        self._watch = asyncio.create_task(self._watch_engine(), name="troupe-watch")
+
+    async def _watch_engine(self) -> None:
+        """Report the start, and notice the end of an engine that gave up."""
+        started = time.monotonic()
+        with ProgressReport() as report:
+            while (status := self.engine.status).phase == "starting":
+                report.show(status.progress, status.stage)
+                await asyncio.sleep(_WATCH_SECONDS)
+        if status.phase == "ready":
+            log.info("%s is ready after %.1f s", self.service.model_name, time.monotonic() - started)
+        while (status := self.engine.status).phase not in ("failed", "stopped"):
+            await asyncio.sleep(_WATCH_SECONDS * 5)
+        if status.phase == "failed":
+            log.error("the engine failed: %s", status.error)
+            self.exit_code = 1
+            self.failed.set()
+
+    async def drain(self, timeout: float | None = None) -> bool:
+        """Take no more requests; let the live ones run for ``timeout`` seconds (default: ``--shutdown-timeout``).
+
+        What still runs then ends with an error in its own API's form. True when nothing had to be ended that way.
+        """
+        self.engine.begin_drain()
+        limit = self.arguments.shutdown_timeout if timeout is None else timeout
+        complete = await self.engine.drain(limit)
+        await self._end_live()
+        return complete
+
+    async def _end_live(self) -> None:
+        """Tell every live exchange that the server ends it, and wait a moment until it has told its client."""
+        for exchange in self.service.live:
+            exchange.interruption = shutting_down()
+        await self.engine.abort(None, all=True)
+        deadline = time.monotonic() + _LAST_CHUNK_SECONDS
+        while any(exchange.stream_ids for exchange in self.service.live) and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+
+    async def _finish(self) -> None:
+        """The server has stopped listening; an ASGI server that did not call :meth:`drain` has cut its connections."""
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+        if self.engine.status.phase in ("ready", "draining"):
+            self.engine.begin_drain()
+            await self._end_live()
+        await self.engine.aclose()
+
+
+def _view(service: Service, route: Route) -> Callable[..., Awaitable[Response]]:
+    """What Quart calls for a route: read the body, decode it, and hand it on."""
+    variable = route.variable
+
+    async def view(**parts: Any) -> Response:
+        exchange: Exchange = request.scope["troupe.exchange"]  # type: ignore[typeddict-item]
+        if exchange.route is not route:
+            raise ApiError(404, "There is nothing at this path.", code="not_found")
+        if variable is not None:
+            return await route.handler(service, exchange, parts[variable])
+        if route.body is None:
+            return await route.handler(service, exchange, None)
+        if route.needs_engine:
+            service.require_ready()
+        headers = request.headers
+        declared = request.content_length
+        if not (route.optional_body and not declared and "Transfer-Encoding" not in headers):
+            check_json_content(headers.get("Content-Type", ""), headers.get("Content-Encoding", ""))
+        data = await request.get_data(cache=False, as_text=False)
+        body = service.decode(data or b"{}" if route.optional_body else data, route.body, route)
+        del data
+        return await route.handler(service, exchange, body)
+
+    return view
+
+
+def create_app(arguments: Arguments, engine: ServingEngine | None = None) -> Troupe:
+    """The application for these arguments. Without ``engine`` it makes its own; either way it starts and closes it."""
+    if engine is None:
+        from actors.engine import Engine
+
+        engine = Engine(arguments=arguments)
+    return Troupe(engine, arguments)

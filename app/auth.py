@@ -1,0 +1,94 @@
+"""Who may do what: API keys, compared in constant time, and the level that each route declares."""
+
+from __future__ import annotations
+
+import enum
+import hmac
+import ipaddress
+from collections.abc import Iterable
+
+from app.errors import ApiError
+
+__all__ = ["Keyring", "Level"]
+
+
+class Level(enum.Enum):
+    """The key that a route wants."""
+
+    PUBLIC = "public"  # none: probes only
+    USER = "user"  # an API key or the admin key, where keys are set
+    ADMIN = "admin"  # the admin key
+
+
+class Keyring:
+    """The keys of a server.
+
+    * Without any key everything is open, except that admin routes answer only on a loopback address (or a Unix socket).
+    * With an API key but no admin key, admin routes do not exist.
+    * With an admin key, admin routes want it; without an API key beside it user routes stay open.
+    """
+
+    def __init__(self, user: Iterable[str] = (), admin: Iterable[str] = ()) -> None:
+        self._user = tuple(key.encode() for key in user if key)
+        self._admin = tuple(key.encode() for key in admin if key)
+
+    def check(
+        self, level: Level, headers: Iterable[tuple[bytes, bytes]], server: tuple[str, int | None] | None
+    ) -> None:
+        """Raise :class:`ApiError` (401 or 404) unless the headers carry a key for ``level``.
+
+        ``server`` is the address that the connection came in on (``scope["server"]``).
+        """
+        if level is Level.PUBLIC:
+            return
+        if level is Level.ADMIN:
+            if not self._admin:
+                if self._user or not _is_loopback(server):
+                    raise ApiError(
+                        404,
+                        "There is no such path here: admin routes need --admin-api-key.",
+                        code="not_found",
+                    )
+                return
+            self._demand(headers, self._admin)
+        elif self._user:
+            self._demand(headers, self._user + self._admin)
+
+    def _demand(self, headers: Iterable[tuple[bytes, bytes]], keys: tuple[bytes, ...]) -> None:
+        given = _given_keys(headers)
+        matched = False
+        for key in keys:  # every key is compared with every given one: no early exit tells which was close
+            for candidate in given:
+                matched |= hmac.compare_digest(candidate, key)
+        if not matched:
+            raise ApiError(
+                401,
+                "Incorrect API key; send it as 'Authorization: Bearer KEY'."
+                if given
+                else "An API key is needed; send it as 'Authorization: Bearer KEY'.",
+                kind="authentication_error",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+
+def _given_keys(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
+    given: list[bytes] = []
+    for name, value in headers:
+        lowered = name.lower()
+        if lowered == b"authorization":
+            scheme, _, key = value.strip().partition(b" ")
+            if scheme.lower() == b"bearer" and key.strip():
+                given.append(key.strip())
+        elif lowered == b"x-api-key" and value.strip():
+            given.append(value.strip())
+    return given[:4]
+
+
+def _is_loopback(server: tuple[str, int | None] | None) -> bool:
+    if server is None or server[1] is None:
+        return True  # a Unix socket
+    try:
+        return ipaddress.ip_address(server[0].partition("%")[0]).is_loopback
+    except ValueError:
+        return server[0] == "localhost"

@@ -1,0 +1,171 @@
+"""The outermost layer: keys, ids, deadlines and the access log, decided on the raw path before anything else runs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import TYPE_CHECKING, Any
+
+from app.auth import Level
+from app.errors import ApiError
+from app.exchange import Exchange, Send
+from app.routes import Route
+
+if TYPE_CHECKING:
+    from app.service import Service
+
+__all__ = ["Door"]
+
+log = logging.getLogger("troupe.http")
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_LABEL = re.compile(r"[\x21-\x7e]{1,256}")
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+
+
+class Door:
+    """ASGI middleware around the Quart application."""
+
+    def __init__(self, inner: Application, service: Service) -> None:
+        self._inner = inner
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._inner(scope, receive, send)
+            return
+        scope = self._without_root(scope)
+        if scope["type"] == "websocket":
+            await self._websocket(scope, receive, send)
+            return
+        await self._http(scope, receive, send)
+
+    def _without_root(self, scope: Scope) -> Scope:
+        """The prefix of a proxy in front (or of the ASGI server) is no part of our paths."""
+        path: str = scope["path"]
+        for prefix in (scope.get("root_path", ""), self._service.arguments.fastapi_root_path):
+            if prefix and (path == prefix or path.startswith(prefix + "/")):
+                path = path[len(prefix) :] or "/"
+        return {**scope, "path": path, "root_path": ""}
+
+    async def _websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """No route takes a websocket; a connection without a key learns no more than that."""
+        await receive()
+        await send({"type": "websocket.close", "code": 1008, "reason": ""})
+
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        service = self._service
+        method, path = scope["method"], scope["path"]
+        route = service.table.find(method, path)
+        label, traceparent = _labels(scope["headers"])
+        exchange = Exchange(
+            send,
+            route=route,
+            method=method,
+            path=path,
+            label=label,
+            traceparent=traceparent,
+            http_version=scope.get("http_version", "1.1"),
+            send_deadline=service.send_deadline,
+            keep_alive=service.arguments.sse_keep_alive_interval,
+        )
+        scope["troupe.exchange"] = exchange
+        service.live.add(exchange)
+        try:
+            refusal = self._refusal(scope, route)
+            if refusal is not None:
+                await _answer(exchange, refusal)
+            else:
+                await self._inner(scope, receive, exchange.send)
+            if exchange.status == 0 and not exchange.outcome:
+                exchange.outcome = "disconnect"
+        except asyncio.CancelledError:
+            exchange.outcome = exchange.outcome or "disconnect"
+            raise
+        finally:
+            try:
+                await exchange.close()
+            finally:
+                service.live.discard(exchange)
+                self._record(exchange)
+
+    def _refusal(self, scope: Scope, route: Route | None) -> ApiError | None:
+        service = self._service
+        method, path = scope["method"], scope["path"]
+        siblings = service.table.at(path)
+        level = route.level if route is not None else siblings[0].level if siblings else Level.USER
+        try:
+            service.keyring.check(level, scope["headers"], scope.get("server"))
+        except ApiError as error:
+            return error
+        if level is Level.ADMIN and any(
+            name == b"sec-fetch-site" and value == b"cross-site" for name, value in scope["headers"]
+        ):
+            return ApiError(403, "Admin routes do not answer pages of other sites.", code="cross_site")
+        if route is None and siblings:
+            allowed = {"Allow": ", ".join(service.table.methods(path))}
+            if method == "OPTIONS":
+                return ApiError(204, "", headers=allowed)
+            return ApiError(
+                405,
+                f"{path} does not take {method} but {allowed['Allow']}.",
+                code="method_not_allowed",
+                headers=allowed,
+            )
+        if route is None:
+            return ApiError(
+                404, "There is nothing at this path; GET /openapi.json lists what there is.", code="not_found"
+            )
+        return None
+
+    def _record(self, exchange: Exchange) -> None:
+        route = exchange.route
+        endpoint = route.path if route is not None else "other"
+        outcome = exchange.outcome or "done"
+        self._service.count_http(endpoint, exchange.status if exchange.status else 499)
+        if route is not None and not route.logged:
+            return
+        tokens = f" tokens={exchange.tokens[0]}+{exchange.tokens[1]}" if exchange.tokens is not None else ""
+        label = f" label={exchange.label}" if exchange.label is not None else ""
+        log.info(
+            "%s %s %d %s %.1f ms id=%s%s%s",
+            exchange.method,
+            endpoint if route is not None else repr(exchange.path[:128]),
+            exchange.status,
+            outcome,
+            (time.monotonic() - exchange.started) * 1000,
+            exchange.request_id,
+            label,
+            tokens,
+        )
+
+
+def _labels(headers: list[tuple[bytes, bytes]]) -> tuple[str | None, str | None]:
+    """The client's x-request-id and the W3C trace parent, where they are well formed."""
+    label = traceparent = None
+    for name, value in headers:
+        lowered = name.lower()
+        if lowered == b"x-request-id":
+            text = value.decode("latin-1")
+            label = text if _LABEL.fullmatch(text) else None
+        elif lowered == b"traceparent":
+            text = value.decode("latin-1")
+            traceparent = text if _TRACEPARENT.fullmatch(text) else None
+    return label, traceparent
+
+
+async def _answer(exchange: Exchange, error: ApiError) -> None:
+    """A response of the door itself. The body of the request is not read; the server closes such a connection."""
+    body = b"" if error.status == 204 or exchange.method == "HEAD" else error.body()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if error.status == 204:
+        headers = []
+    headers += [(name.lower().encode(), value.encode()) for name, value in error.headers().items()]
+    await exchange.send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await exchange.send({"type": "http.response.body", "body": body, "more_body": False})

@@ -1,0 +1,191 @@
+"""Errors as clients see them: a status, and OpenAI's envelope ``{"error": {"message", "type", "param", "code"}}``."""
+
+from __future__ import annotations
+
+import http
+import logging
+import math
+
+import msgspec
+from werkzeug.exceptions import HTTPException
+
+from actors.requests import (
+    EngineDraining,
+    EngineFailed,
+    EngineNotReady,
+    InvalidRequest,
+    QueueFull,
+    RequestAborted,
+    RequestFailed,
+    RequestTimeout,
+)
+from actors.runtime import RequestError
+
+__all__ = ["ApiError", "ErrorBody", "ErrorEnvelope", "invalid", "shutting_down", "to_api_error"]
+
+log = logging.getLogger("troupe.http")
+
+_STARTING_RETRY = 5  # seconds
+_DRAINING_RETRY = 10
+_LONGEST_RETRY = 120  # openai clients stop retrying when told to wait longer
+
+
+class ErrorBody(msgspec.Struct, kw_only=True):
+    """What went wrong and which field to change."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | int | None = None
+
+
+class ErrorEnvelope(msgspec.Struct):
+    error: ErrorBody
+
+
+class ApiError(Exception):
+    """An answer that is not the one asked for.
+
+    ``retry_after``: seconds until it makes sense to ask again. ``retryable``: False tells clients not to retry at all.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: float | None = None,
+        retryable: bool | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+        self.retryable = retryable if retryable is not None else retry_after is not None
+        self._headers = headers or {}
+
+    def body(self) -> bytes:
+        """The JSON envelope."""
+        return msgspec.json.encode(
+            ErrorEnvelope(ErrorBody(message=self.message, type=self.kind, param=self.param, code=self.code))
+        )
+
+    def event(self) -> bytes:
+        """A server-sent event that carries the envelope, for a stream whose headers have left."""
+        return b"".join(
+            (
+                b'data: {"error":{"message":',
+                msgspec.json.encode(self.message),
+                b',"type":',
+                msgspec.json.encode(self.kind),
+                b',"param":',
+                msgspec.json.encode(self.param),
+                b',"code":',
+                msgspec.json.encode(self.code if self.code is not None else self.status),
+                b',"retryable":true}}\n\n' if self.retryable else b',"retryable":false}}\n\n',
+            )
+        )
+
+    def headers(self) -> dict[str, str]:
+        """Retry-After when waiting helps; ``x-should-retry: false`` when a client library would retry in vain."""
+        headers = dict(self._headers)
+        if self.retry_after is not None:
+            headers["Retry-After"] = str(max(1, min(_LONGEST_RETRY, math.ceil(self.retry_after))))
+        if not self.retryable and (self.status >= 500 or self.status in (408, 409, 429)):
+            headers["x-should-retry"] = "false"
+        return headers
+
+
+def invalid(message: str, *, param: str | None = None, code: str = "invalid_value") -> ApiError:
+    """A 400 that names the field."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def shutting_down() -> ApiError:
+    return ApiError(
+        503,
+        "The server is shutting down; send the request again to another replica, or later.",
+        kind="service_unavailable_error",
+        code="engine_draining",
+        retry_after=_DRAINING_RETRY,
+        headers={"Connection": "close"},
+    )
+
+
+def to_api_error(error: BaseException, reference: str) -> ApiError:
+    """Every exception as an answer. What a client cannot cause is logged under ``reference``, and only named to it."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, InvalidRequest):
+        return invalid(str(error), param=error.param, code=error.code)
+    if isinstance(error, QueueFull):
+        return ApiError(
+            429, str(error), kind="rate_limit_error", code="queue_full", retry_after=error.retry_after, retryable=True
+        )
+    if isinstance(error, EngineNotReady):
+        return ApiError(
+            503,
+            "The model is still loading; GET /ready tells how far it is.",
+            kind="service_unavailable_error",
+            code="engine_starting",
+            retry_after=_STARTING_RETRY,
+        )
+    if isinstance(error, EngineDraining):
+        return shutting_down()
+    if isinstance(error, EngineFailed):
+        return ApiError(
+            503,
+            "The engine has failed and takes no more requests; the server must be restarted (GET /health says why).",
+            kind="service_unavailable_error",
+            code="engine_failed",
+        )
+    if isinstance(error, RequestTimeout):
+        return ApiError(504, str(error) or "The request's time is up.", kind="timeout_error", code="request_timeout")
+    if isinstance(error, RequestAborted):
+        return ApiError(499, "The request was aborted.", kind="request_aborted", code="request_aborted")
+    if isinstance(error, HTTPException):
+        return _from_http(error)
+    if isinstance(error, RequestFailed):
+        log.error("request %s failed: %s", reference, error)
+    elif isinstance(error, RequestError):
+        log.warning("request %s was refused inside the engine: %s", reference, error)
+        return ApiError(400, str(error), code="invalid_request")
+    else:
+        log.error("request %s met an unexpected error", reference, exc_info=error)
+    return ApiError(
+        500,
+        f"The request met an error inside the server; its log tells more under {reference}.",
+        kind="server_error",
+        code="internal_error",
+        retryable=isinstance(error, RequestFailed),
+    )
+
+
+def _from_http(error: HTTPException) -> ApiError:
+    status = error.code or 500
+    text = {
+        404: "There is nothing at this path; GET /openapi.json lists what there is.",
+        405: "This path does not take this method; GET /openapi.json lists what it takes.",
+        408: "The body did not arrive in time.",
+        413: "The body is too large.",
+    }.get(status)
+    phrase = http.HTTPStatus(status).phrase if status in http.HTTPStatus._value2member_map_ else "Error"
+    headers: dict[str, str] = {}
+    allowed = getattr(error, "valid_methods", None)
+    if allowed:
+        headers["Allow"] = ", ".join(sorted(allowed))
+    return ApiError(
+        status,
+        text or phrase,
+        kind="invalid_request_error" if status < 500 else "server_error",
+        code=phrase.lower().replace(" ", "_"),
+        retryable=status == 408,
+        headers=headers,
+    )

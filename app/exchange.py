@@ -1,0 +1,143 @@
+"""One HTTP exchange from its first byte to its last: its ids, its engine streams, and what ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from app.errors import ApiError
+from app.routes import Route
+from app.serving import ServingStream
+
+__all__ = ["KEEP_ALIVE", "Exchange", "Send"]
+
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+KEEP_ALIVE = b": keep-alive\n\n"
+
+
+class Exchange:
+    """Sends a response, notices a client that stopped reading, and closes the engine's streams at the end.
+
+    ``send_deadline``: seconds that one piece of the response may wait for the client to read. A client that is slower
+    loses its response, and the request's slot is free for others.
+    """
+
+    def __init__(
+        self,
+        send: Send,
+        *,
+        route: Route | None,
+        method: str,
+        path: str,
+        label: str | None,
+        traceparent: str | None,
+        http_version: str,
+        send_deadline: float,
+        keep_alive: float,
+    ) -> None:
+        self.route = route
+        self.method = method
+        self.path = path
+        self.label = label  # the client's own id: echoed and logged, never a key
+        self.traceparent = traceparent
+        self.request_id = f"{route.id_prefix if route else 'req-'}{secrets.token_hex(16)}"
+        self.started = time.monotonic()
+        self.status = 0  # 0: nothing was sent
+        self.outcome = ""  # what ended it, when that is not the status: "disconnect", "stalled", an error's code
+        self.tokens: tuple[int, int] | None = None  # prompt, completion
+        self.interruption: ApiError | None = None  # why the server aborts it, set before the abort
+        self._streams: list[ServingStream] = []
+        self._send = send
+        self._http_version = http_version
+        self._send_deadline = send_deadline
+        self._keep_alive = keep_alive
+        self._sending_since: float | None = None
+        self._handler: asyncio.Task[Any] | None = None  # the task that sends the response
+        self._idle_since: float | None = None  # set while a stream has nothing to send
+        self._timer: asyncio.TimerHandle | None = None
+        self._comment: asyncio.Task[None] | None = None
+
+    def own(self, stream: ServingStream) -> None:
+        """The stream ends with this exchange, whatever happens."""
+        self._streams.append(stream)
+
+    @property
+    def stream_ids(self) -> list[str]:
+        return [stream.request_id for stream in self._streams]
+
+    async def send(self, message: MutableMapping[str, Any]) -> None:
+        """The ``send`` that the application sees."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = [
+                (name, value)
+                for name, value in message["headers"]
+                if not (name.lower() == b"connection" and self._http_version >= "2")
+            ]
+            headers.append((b"x-request-id", self.request_id.encode()))
+            if self.label is not None:
+                headers.append((b"x-client-request-id", self.label.encode("latin-1")))
+            message = {**message, "headers": headers}
+        loop = asyncio.get_running_loop()
+        if self._timer is None:
+            self._handler = asyncio.current_task()
+            self._timer = loop.call_later(self._period, self._tick, loop)
+        self._sending_since = loop.time()
+        try:
+            await self._send(message)
+        finally:
+            self._sending_since = None
+
+    def waiting(self) -> None:
+        """A stream starts to wait for its next piece: comments may fill the silence."""
+        if self._keep_alive:
+            self._idle_since = asyncio.get_running_loop().time()
+
+    async def woken(self) -> None:
+        """The piece is there; a comment that is being written goes first."""
+        self._idle_since = None
+        if self._comment is not None:
+            comment, self._comment = self._comment, None
+            await comment
+
+    @property
+    def _period(self) -> float:
+        limits = [self._send_deadline / 2] if self._send_deadline else [1.0]
+        if self._keep_alive:
+            limits.append(self._keep_alive / 2)
+        return min(1.0, *limits)
+
+    def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
+        now = loop.time()
+        self._timer = loop.call_later(self._period, self._tick, loop)
+        if self._sending_since is not None:
+            if self._send_deadline and now - self._sending_since >= self._send_deadline and self._handler is not None:
+                self.outcome = "stalled"
+                self._handler.cancel("the client stopped reading")
+        elif self._idle_since is not None and now - self._idle_since >= self._keep_alive:
+            self._idle_since = now
+            self._comment = loop.create_task(self._write_comment(), name="troupe-keep-alive")
+
+    async def _write_comment(self) -> None:
+        with contextlib.suppress(asyncio.CancelledError, OSError):
+            await self.send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+
+    async def close(self) -> None:
+        """End every stream of this exchange; those that have ended do not notice."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._comment is not None and not self._comment.done():
+            self._comment.cancel()
+        if not self._streams:
+            return
+        closing = asyncio.gather(*(stream.aclose() for stream in self._streams), return_exceptions=True)
+        try:
+            await asyncio.shield(closing)
+        except asyncio.CancelledError:
+            await closing
+            raise

@@ -1,0 +1,93 @@
+"""``POST /v1/chat/completions``."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+from quart import Response
+
+from app.collecting import Collected, collect
+from app.exchange import Exchange
+from app.openai.answers import (
+    ChatAnswer,
+    ChatChoice,
+    ChatMessageAnswer,
+    chat_logprobs,
+    prompt_logprobs,
+    usage_answer,
+)
+from app.openai.chunks import ChatChunks, UsageReport
+from app.openai.parameters import chat_names, chat_params, chat_prompt, label_of, salt_of
+from app.openai.requests import ChatRequest
+from app.service import Service, json_response
+from app.sse import sse_response
+
+__all__ = ["chat_completions"]
+
+
+async def chat_completions(service: Service, exchange: Exchange, body: ChatRequest) -> Response:
+    """Answer a conversation, at once or as a stream."""
+    service.check_model(body.model)
+    params = chat_params(body)
+    names = chat_names(body)
+    stream = service.submit(
+        exchange,
+        chat_prompt(body),
+        params,
+        priority=body.priority,
+        cache_salt=salt_of(body),
+        label=label_of(body),
+        rename=names,
+    )
+    await service.accepted([stream], names)
+    created = int(time.time())
+    if body.stream:
+        usage = UsageReport(
+            exchange, body.stream_options, choices=params.n, cache_report=service.arguments.enable_cache_report
+        )
+        writer = ChatChunks(
+            body,
+            usage,
+            identity=exchange.request_id,
+            created=created,
+            model=service.model_name,
+            fingerprint=service.fingerprint,
+        )
+        return sse_response(service, exchange, stream, writer)
+    collected = await collect(stream, params.n)
+    return json_response(_answer(service, exchange, body, collected, created))
+
+
+def _answer(
+    service: Service, exchange: Exchange, body: ChatRequest, collected: list[Collected], created: int
+) -> ChatAnswer:
+    usage = usage_answer([[choice.usage for choice in collected]], cache_report=service.arguments.enable_cache_report)
+    exchange.tokens = (usage.prompt_tokens, usage.completion_tokens)
+    as_ids = bool(body.return_tokens_as_token_ids)
+    first = collected[0]
+    return ChatAnswer(
+        id=exchange.request_id,
+        created=created,
+        model=service.model_name,
+        system_fingerprint=service.fingerprint,
+        choices=[
+            ChatChoice(
+                index=index,
+                message=ChatMessageAnswer(content="".join(choice.text)),
+                finish_reason="length" if choice.finish_reason == "length" else "stop",
+                logprobs=chat_logprobs(choice.logprobs, as_ids=as_ids) if body.logprobs else None,
+                stop_reason=choice.matched_stop,
+                token_ids=choice.token_ids if body.return_token_ids else msgspec.UNSET,
+            )
+            for index, choice in enumerate(collected)
+        ],
+        usage=usage,
+        metadata={"weight_version": service.arguments.weight_version},
+        prompt_logprobs=prompt_logprobs(first.prompt_logprobs) if body.prompt_logprobs is not None else msgspec.UNSET,
+        prompt_token_ids=(
+            list(first.prompt_token_ids)
+            if body.return_token_ids and first.prompt_token_ids is not None
+            else msgspec.UNSET
+        ),
+    )

@@ -1,0 +1,195 @@
+"""Chunks of OpenAI's streams, from templates encoded once a request: only what changes is encoded for each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from actors.requests import Delta, Usage
+from app.exchange import Exchange
+from app.openai.answers import UsageAnswer, chat_logprobs, completion_logprobs, usage_answer
+from app.openai.requests import ChatRequest, CompletionRequest, StreamOptions
+
+__all__ = ["ChatChunks", "CompletionChunks", "UsageReport"]
+
+_encode = msgspec.json.encode
+
+
+class UsageReport:
+    """The usage of a stream so far, and where its body asked to see it: nowhere, at the end, or in every chunk.
+
+    ``choices``: how many each prompt has.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        options: StreamOptions | None,
+        *,
+        choices: int,
+        cache_report: bool,
+        count_completions: bool = True,
+    ) -> None:
+        self.at_end = bool(options and options.include_usage)
+        self._everywhere = bool(self.at_end and options and options.continuous_usage_stats)
+        self._exchange = exchange
+        self._choices = choices
+        self._cache_report = cache_report
+        self._count_completions = count_completions
+        self._usages: dict[int, Usage] = {}
+
+    def note(self, delta: Delta) -> bytes:
+        """Take a delta's counts; what its chunk says after its choices."""
+        self._usages[delta.index] = delta.usage
+        if self._everywhere:
+            return b'],"usage":' + _encode(self.total()) + b"}\n\n"
+        return b'],"usage":null}\n\n' if self.at_end else b"]}\n\n"
+
+    def total(self) -> UsageAnswer:
+        prompts: dict[int, list[Usage]] = {}
+        for index, usage in self._usages.items():
+            prompts.setdefault(index // self._choices, []).append(usage)
+        return usage_answer(
+            prompts.values(), cache_report=self._cache_report, count_completions=self._count_completions
+        )
+
+    def last_chunk(self, head: bytes) -> bytes:
+        total = self.total()
+        self._exchange.tokens = (total.prompt_tokens, total.completion_tokens)
+        return head + b'],"usage":' + _encode(total) + b"}\n\n" if self.at_end else b""
+
+
+def _head(identity: str, kind: bytes, created: int, model: str, fingerprint: str) -> bytes:
+    return b"".join(
+        (
+            b'data: {"id":',
+            _encode(identity),
+            b',"object":"',
+            kind,
+            b'","created":',
+            str(created).encode(),
+            b',"model":',
+            _encode(model),
+            b',"system_fingerprint":',
+            _encode(fingerprint),
+            b',"choices":[',
+        )
+    )
+
+
+def _finish(delta: Delta) -> bytes:
+    if delta.finish_reason is None:
+        return b',"finish_reason":null}'
+    reason = b',"finish_reason":"' + delta.finish_reason.encode() + b'"'
+    return reason + b',"stop_reason":' + _encode(delta.matched_stop) + b"}"
+
+
+def _token_ids(delta: Delta, wanted: bool) -> bytes:
+    return b',"token_ids":' + _encode(delta.token_ids) if wanted else b""
+
+
+class ChatChunks:
+    """``chat.completion.chunk`` events. Each choice begins with a chunk that holds its role."""
+
+    def __init__(
+        self, body: ChatRequest, usage: UsageReport, *, identity: str, created: int, model: str, fingerprint: str
+    ) -> None:
+        self._head = _head(identity, b"chat.completion.chunk", created, model, fingerprint)
+        self._usage = usage
+        self._logprobs = bool(body.logprobs)
+        self._as_ids = bool(body.return_tokens_as_token_ids)
+        self._ids = bool(body.return_token_ids)
+        self._begun: set[int] = set()
+
+    def chunk(self, delta: Delta) -> bytes:
+        tail = self._usage.note(delta)
+        index = str(delta.index).encode()
+        pieces: list[bytes] = []
+        if delta.index not in self._begun:
+            self._begun.add(delta.index)
+            pieces += (
+                self._head,
+                b'{"index":',
+                index,
+                b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}',
+                tail,
+            )
+        logprobs = b"null"
+        if self._logprobs and delta.logprobs:
+            logprobs = _encode(chat_logprobs(delta.logprobs, as_ids=self._as_ids))
+        pieces += (
+            self._head,
+            b'{"index":',
+            index,
+            b',"delta":{"content":' + _encode(delta.text) + b"}" if delta.text else b',"delta":{}',
+            b',"logprobs":',
+            logprobs,
+            _token_ids(delta, self._ids),
+            _finish(delta),
+            tail,
+        )
+        return b"".join(pieces)
+
+    def end(self) -> bytes:
+        return self._usage.last_chunk(self._head)
+
+
+class CompletionChunks:
+    """``text_completion`` events. ``echoes``: per prompt, the text that comes before the first piece; empty for none."""
+
+    def __init__(
+        self,
+        body: CompletionRequest,
+        usage: UsageReport,
+        *,
+        identity: str,
+        created: int,
+        model: str,
+        fingerprint: str,
+        echoes: Sequence[str],
+        choices: int,
+    ) -> None:
+        self._head = _head(identity, b"text_completion", created, model, fingerprint)
+        self._usage = usage
+        self._top = body.logprobs
+        self._echo = bool(body.echo)
+        self._only_prompt = body.max_tokens == 0
+        self._as_ids = bool(body.return_tokens_as_token_ids)
+        self._ids = bool(body.return_token_ids)
+        self._echoes = echoes
+        self._choices = choices
+        self._offsets: dict[int, int] = {}
+
+    def chunk(self, delta: Delta) -> bytes:
+        tail = self._usage.note(delta)
+        text = "" if self._only_prompt else delta.text
+        first = delta.index not in self._offsets
+        offset = self._offsets.setdefault(delta.index, 0)
+        if first and self._echo:
+            text = self._echoes[delta.index // self._choices] + text
+        logprobs = b"null"
+        if self._top is not None:
+            entries = () if self._only_prompt else delta.logprobs or ()
+            if first and self._echo:
+                entries = (*(delta.prompt_logprobs or ()), *entries)
+            scored = completion_logprobs(entries, top=self._top, offset=offset, as_ids=self._as_ids)
+            self._offsets[delta.index] = offset + sum(len(entry.token) for entry in entries)
+            logprobs = _encode(scored)
+        return b"".join(
+            (
+                self._head,
+                b'{"index":',
+                str(delta.index).encode(),
+                b',"text":',
+                _encode(text),
+                b',"logprobs":',
+                logprobs,
+                _token_ids(delta, self._ids),
+                _finish(delta),
+                tail,
+            )
+        )
+
+    def end(self) -> bytes:
+        return self._usage.last_chunk(self._head)

@@ -1,0 +1,238 @@
+"""From a body's fields to the engine's sampling parameters and prompts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from actors.requests import Chat, SamplingParams
+from app.decoding import check_depth
+from app.errors import invalid
+from app.openai.requests import ChatMessage, ChatRequest, CompletionRequest, SamplingFields, Tool
+
+__all__ = ["chat_names", "chat_params", "chat_prompt", "completion_params", "label_of", "salt_of"]
+
+_RESERVED_TEMPLATE_KEYS = frozenset(
+    {
+        "messages",
+        "conversation",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+        "tokenize",
+        "tokenizer",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_dict",
+        "return_tensors",
+        "raise_exception",
+        "strftime_now",
+    }
+)
+
+
+def _params(body: SamplingFields, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    """The parameters both APIs share. ``None`` stays None where the model has a default of its own."""
+    stop = body.stop if body.stop is not None else []
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=body.min_tokens or 0,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
+        frequency_penalty=body.frequency_penalty,
+        presence_penalty=body.presence_penalty,
+        logit_bias=body.logit_bias,
+        seed=body.seed,
+        n=1 if body.n is None else body.n,
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        include_stop_str_in_output=bool(body.include_stop_str_in_output or body.no_stop_trim),
+        ignore_eos=bool(body.ignore_eos),
+        skip_special_tokens=body.skip_special_tokens is not False,
+        logprobs=logprobs,
+        prompt_logprobs=body.prompt_logprobs,
+        bad_words=tuple(body.bad_words or ()),
+        allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
+    )
+
+
+def completion_params(body: CompletionRequest) -> SamplingParams:
+    """``max_tokens`` 0 (only with echo: score the prompt) runs one token, which the answer leaves out."""
+    max_tokens = 16 if body.max_tokens is None else body.max_tokens
+    if max_tokens == 0:
+        if not body.echo:
+            raise invalid("max_tokens: 0 makes sense only with echo; ask for at least 1.", param="max_tokens")
+        max_tokens = 1
+    params = _params(body, max_tokens=max_tokens, logprobs=body.logprobs)
+    if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
+        params = msgspec.structs.replace(params, prompt_logprobs=body.logprobs)
+    if body.stream and body.prompt_logprobs is not None:
+        raise invalid("prompt_logprobs: not in a stream; ask with stream false.", param="prompt_logprobs")
+    return params
+
+
+def chat_params(body: ChatRequest) -> SamplingParams:
+    max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    if body.top_logprobs is not None and not body.logprobs and body.top_logprobs > 0:
+        raise invalid("top_logprobs: needs logprobs true beside it.", param="top_logprobs")
+    if body.stream and body.prompt_logprobs is not None:
+        raise invalid("prompt_logprobs: not in a stream; ask with stream false.", param="prompt_logprobs")
+    return _params(body, max_tokens=max_tokens, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
+
+
+def chat_names(body: ChatRequest) -> dict[str, str]:
+    """The engine's parameter names as this body spells them."""
+    names = {"logprobs": "top_logprobs"}
+    if body.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    return names
+
+
+def salt_of(body: SamplingFields) -> str | None:
+    """What keeps this request's prefixes apart from others'."""
+    if body.cache_salt and body.extra_key:
+        return f"{body.cache_salt}\n{body.extra_key}"
+    return body.cache_salt or body.extra_key or None
+
+
+def label_of(body: SamplingFields) -> str | None:
+    """The client's own id of the request."""
+    return body.rid or body.request_id or None
+
+
+def chat_prompt(body: ChatRequest) -> Chat:
+    """The conversation for the chat template. Raises 400 for what cannot be rendered."""
+    kwargs = template_kwargs(body.chat_template_kwargs)
+    if body.reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+    add = body.add_generation_prompt
+    go_on = bool(body.continue_final_message)
+    if go_on and add:
+        raise invalid(
+            "continue_final_message: contradicts add_generation_prompt; set only one of them.",
+            param="continue_final_message",
+        )
+    return Chat(
+        messages=messages(body.messages),
+        tools=_tools(body),
+        template_kwargs=kwargs,
+        add_generation_prompt=not go_on if add is None else add,
+        continue_final_message=go_on,
+    )
+
+
+def template_kwargs(given: dict[str, Any] | None) -> dict[str, Any]:
+    """Variables for the template; its own names are not given away."""
+    kwargs = dict(given or {})
+    for key, value in kwargs.items():
+        param = f"chat_template_kwargs.{key[:64]}"
+        if key in _RESERVED_TEMPLATE_KEYS:
+            raise invalid(f"{param}: this name is the server's; use the field of the request instead.", param=param)
+        if not key.isidentifier() or key.startswith("_") or len(key) > 64:
+            raise invalid(f"{param}: a name is a letter and then letters, digits or underscores.", param=param)
+        check_depth(value, param, limit=8)
+    return kwargs
+
+
+def _tools(body: ChatRequest) -> list[dict[str, Any]] | None:
+    choice = body.tool_choice
+    if choice not in (None, "auto", "none"):
+        what = choice if isinstance(choice, str) else "a named tool"
+        raise invalid(
+            f"tool_choice: {what!r} is not available in this version; use 'auto' or 'none'.",
+            param="tool_choice",
+            code="unsupported_parameter",
+        )
+    if not body.tools:
+        if choice == "auto":
+            raise invalid("tool_choice: needs tools beside it.", param="tool_choice")
+        return None
+    rendered = [_tool(tool, index) for index, tool in enumerate(body.tools)]
+    return None if choice == "none" else rendered
+
+
+def _tool(tool: Tool, index: int) -> dict[str, Any]:
+    if tool.type != "function":
+        param = f"tools[{index}].type"
+        raise invalid(f"{param}: only 'function' is available, not {tool.type!r}.", param=param)
+    check_depth(tool.function.parameters, f"tools[{index}].function.parameters")
+    return {"type": "function", "function": msgspec.to_builtins(tool.function)}
+
+
+def messages(given: list[ChatMessage]) -> list[dict[str, Any]]:
+    return [_message(message, f"messages[{index}]") for index, message in enumerate(given)]
+
+
+def _message(message: ChatMessage, at: str) -> dict[str, Any]:
+    """A message as templates expect it: text content, tool arguments as objects."""
+    role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
+    rendered: dict[str, Any] = {"role": role, "content": _content(message, at)}
+    if message.name is not None:
+        rendered["name"] = message.name
+    reasoning = message.reasoning_content or message.reasoning
+    if reasoning is not None:
+        rendered["reasoning_content"] = reasoning
+    if message.tool_call_id is not None:
+        rendered["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        rendered["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": _arguments(call.function.arguments, f"{at}.tool_calls[{index}].function.arguments"),
+                },
+            }
+            for index, call in enumerate(message.tool_calls)
+        ]
+    return rendered
+
+
+def _content(message: ChatMessage, at: str) -> str:
+    content = message.content
+    if content is None:
+        if message.role not in ("assistant", "tool", "function"):
+            raise invalid(f"{at}.content: this field is required.", param=f"{at}.content", code="missing_field")
+        return message.refusal or ""
+    if isinstance(content, str):
+        return content
+    texts: list[str] = []
+    for index, part in enumerate(content):
+        where = f"{at}.content[{index}]"
+        if isinstance(part, str):
+            texts.append(part)
+        elif part.type in ("text", "input_text", "output_text") and part.text is not None:
+            texts.append(part.text)
+        elif part.type == "refusal" and part.refusal is not None:
+            texts.append(part.refusal)
+        elif part.type in ("text", "input_text", "output_text", "refusal"):
+            field = "refusal" if part.type == "refusal" else "text"
+            raise invalid(f"{where}.{field}: this field is required.", param=f"{where}.{field}", code="missing_field")
+        else:
+            raise invalid(
+                f"{where}.type: this model reads text only, not {part.type!r}; send parts of type 'text'.",
+                param=f"{where}.type",
+                code="unsupported_content",
+            )
+    return "\n".join(texts)
+
+
+def _arguments(arguments: str | dict[str, Any], at: str) -> object:
+    """Templates print arguments as JSON: a string of JSON becomes the object it stands for."""
+    if isinstance(arguments, str):
+        try:
+            value: object = msgspec.json.decode(arguments) if arguments.strip() else {}
+        except (msgspec.DecodeError, RecursionError):
+            return arguments
+    else:
+        value = arguments
+    check_depth(value, at)
+    return value

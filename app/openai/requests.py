@@ -1,0 +1,182 @@
+"""Bodies of OpenAI's API, with the extra fields that other engines' users send. Every field may be null: left out.
+
+Types and lengths are checked here, values (a temperature's range, a token id's existence) by the engine.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from actors.requests import LIMITS
+
+__all__ = [
+    "IGNORED",
+    "ChatMessage",
+    "ChatRequest",
+    "CompletionRequest",
+    "ContentPart",
+    "SamplingFields",
+    "StreamOptions",
+    "TokenIds",
+]
+
+IGNORED = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prompt_cache_options",
+        "safety_identifier",
+        "verbosity",
+        "stream_interval",
+        "separate_reasoning",
+        "stream_reasoning",
+        "include_reasoning",
+        "return_meta_info",
+        "return_weight_versions",
+        "spaces_between_special_tokens",
+        "custom_labels",
+        "log_metrics",
+        "no_logs",
+        "routing_key",
+        "routed_dp_rank",
+        "data_parallel_rank",
+        "task",
+    }
+)
+"""Fields that clients send and that change no token of the answer: accepted, and without effect."""
+
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], Meta(max_length=4_194_304)]
+Text = str
+Name = Annotated[str, Meta(max_length=512)]
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """``include_usage``: a last chunk with the usage. ``continuous_usage_stats``: usage so far in every chunk."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """What completions and chat completions have in common."""
+
+    model: Name | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: Annotated[dict[int, float], Meta(max_length=LIMITS.logit_bias)] | None = None
+    max_tokens: int | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: Text | Annotated[list[Text], Meta(max_length=LIMITS.stop_strings)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=LIMITS.stop_token_ids)] | None = None
+    include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None  # SGLang's name of the same
+    skip_special_tokens: bool | None = None
+    bad_words: Annotated[list[Text], Meta(max_length=LIMITS.bad_words)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(max_length=LIMITS.allowed_token_ids)] | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: Text | None = None
+    extra_key: Text | None = None  # SGLang's name of the same
+    rid: Text | None = None
+    request_id: Text | None = None
+
+
+class CompletionRequest(SamplingFields, kw_only=True):
+    """``POST /v1/completions``."""
+
+    prompt: (
+        Text
+        | Annotated[
+            list[Text | TokenId | TokenIds],
+            Meta(max_length=4_194_304),
+        ]
+    )
+    echo: bool | None = None
+    logprobs: int | None = None
+    suffix: Text | None = None
+    add_special_tokens: bool | None = None
+
+
+class ContentPart(msgspec.Struct, kw_only=True):
+    """A part of a message's content; only text can be read."""
+
+    type: Name
+    text: Text | None = None
+    refusal: Text | None = None
+
+
+class ToolCallFunction(msgspec.Struct, kw_only=True):
+    name: Name
+    arguments: Text | dict[str, Any] = ""
+
+
+class MessageToolCall(msgspec.Struct, kw_only=True):
+    """A call the assistant made in an earlier turn."""
+
+    id: Name | None = None
+    type: Name = "function"
+    function: ToolCallFunction
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    """One turn of a conversation."""
+
+    role: Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,31}$")]
+    content: Text | Annotated[list[ContentPart | Text], Meta(max_length=4096)] | None = None
+    name: Name | None = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None
+    refusal: Text | None = None
+    tool_calls: Annotated[list[MessageToolCall], Meta(max_length=LIMITS.tools)] | None = None
+    tool_call_id: Name | None = None
+
+
+class ToolFunction(msgspec.Struct, kw_only=True, omit_defaults=True):
+    name: Name
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    """A function the model may call. It is shown to the model; what the model writes comes back as plain content."""
+
+    type: Name
+    function: ToolFunction
+
+
+class ChatRequest(SamplingFields, kw_only=True):
+    """``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=LIMITS.messages)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: Annotated[list[Tool], Meta(max_length=LIMITS.tools)] | None = None
+    tool_choice: Text | dict[str, Any] | None = None
+    reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=32)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None

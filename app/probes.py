@@ -1,0 +1,100 @@
+"""What probes and routers ask: /live, /ready, /health, /ping, /health_generate, /version, /metrics, /v1/loads."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import time
+from typing import Any
+
+import msgspec
+from prometheus_client.exposition import choose_encoder
+from quart import Response, request
+
+from actors.requests import SamplingParams
+from app.exchange import Exchange
+from app.service import Service, json_response
+
+__all__ = ["Readiness", "health", "health_generate", "live", "loads", "metrics", "ready", "version"]
+
+_PROBE_SECONDS = 20.0
+
+
+class Readiness(msgspec.Struct, kw_only=True):
+    """``status``: starting | ready | draining | failed | stopped. ``progress`` of the start: 0 .. 1."""
+
+    status: str
+    progress: float
+    stage: str
+    error: str | None = None
+
+
+async def live(service: Service, exchange: Exchange, body: None) -> Response:
+    """200 while the event loop runs."""
+    return json_response({"status": "live"})
+
+
+async def ready(service: Service, exchange: Exchange, body: None) -> Response:
+    """200 while requests are admitted; 503 with the progress of loading before, and when the server shuts down."""
+    status = service.engine.status
+    answer = Readiness(status=status.phase, progress=status.progress, stage=status.stage, error=status.error)
+    response = json_response(answer, 200 if status.phase == "ready" else 503)
+    if status.phase == "starting":
+        response.headers["Retry-After"] = "5"
+    return response
+
+
+async def health(service: Service, exchange: Exchange, body: None) -> Response:
+    """200 while the engine makes progress, or has nothing to do; 503 with the reason when work waits and none is done.
+
+    No request is made: a busy engine stays healthy, a stuck one does not.
+    """
+    status = service.engine.status
+    if status.phase in ("starting", "failed", "stopped"):
+        answer = {"status": status.phase, "reason": status.error or f"the engine is {status.phase}: {status.stage}"}
+        return json_response(answer, 503)
+    state = service.engine.health()
+    if state.ok:
+        return json_response({"status": "ok"})
+    return json_response({"status": "stuck", "reason": state.reason}, 503)
+
+
+async def health_generate(service: Service, exchange: Exchange, body: None) -> Response:
+    """200 when one token was generated just now, end to end."""
+    service.require_ready()
+    stream = service.submit(exchange, [0], SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
+    started = time.monotonic()
+    try:
+        async with asyncio.timeout(_PROBE_SECONDS):
+            async for _ in stream:
+                pass
+    except TimeoutError:
+        return json_response({"status": "stuck", "reason": f"no token within {_PROBE_SECONDS:g} s"}, 503)
+    return json_response({"status": "ok", "seconds": round(time.monotonic() - started, 4)})
+
+
+async def version(service: Service, exchange: Exchange, body: None) -> Response:
+    """The version of Troupe."""
+    return json_response({"version": troupe_version()})
+
+
+def troupe_version() -> str:
+    """The installed distribution's version; "unknown" when the sources run without being installed."""
+    try:
+        return importlib.metadata.version("troupe-llm")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+async def metrics(service: Service, exchange: Exchange, body: None) -> Response:
+    """Metrics for Prometheus, as text or OpenMetrics by the Accept header."""
+    encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+    text = await asyncio.to_thread(encode, service.engine.registry)
+    return Response(text, content_type=content_type)
+
+
+async def loads(service: Service, exchange: Exchange, body: None) -> Response:
+    """What a router balances by: running and waiting requests, and the use of the cache."""
+    told = service.engine.describe()
+    load: dict[str, Any] = {key: told[key] for key in ("queue", "cache") if key in told}
+    return json_response({"timestamp": time.time(), "loads": [{"dp_rank": 0, **load}], "in_flight": len(service.live)})

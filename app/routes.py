@@ -1,0 +1,90 @@
+"""The route table: every path of the server, who may use it, and what it takes. Nothing is served that is not here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from app.auth import Level
+
+if TYPE_CHECKING:
+    from quart import Response
+
+    from app.exchange import Exchange
+    from app.service import Service
+
+__all__ = ["Handler", "Route", "RouteTable"]
+
+Handler = Callable[["Service", "Exchange", Any], Awaitable["Response"]]
+
+
+class Route(msgspec.Struct, frozen=True, kw_only=True):
+    """One operation. ``path`` may end in one variable part, as in ``/v1/models/{model}``, which may hold slashes.
+
+    ``body``: the struct that the JSON body becomes; None for no body. ``handler(service, exchange, body)`` gets that,
+    or the variable part of the path.
+    """
+
+    path: str
+    methods: tuple[str, ...]
+    level: Level
+    handler: Handler
+    summary: str
+    body: type[msgspec.Struct] | None = None
+    optional_body: bool = False  # an absent body is an empty object
+    answer: type[msgspec.Struct] | None = None
+    tag: str = "server"
+    id_prefix: str = "req-"
+    logged: bool = True
+    needs_engine: bool = False  # 503 while the engine does not take requests, before the body is read
+    refused: frozenset[str] = frozenset()  # names of app.openai.refusals that this body may not carry
+    ignored: frozenset[str] = frozenset()  # fields that are accepted and have no effect here
+
+    @property
+    def variable(self) -> str | None:
+        found = re.search(r"\{(\w+)\}$", self.path)
+        return found.group(1) if found else None
+
+    @property
+    def prefix(self) -> str:
+        """The fixed part of the path."""
+        return self.path.partition("{")[0]
+
+
+class RouteTable:
+    """Finds the route of a raw path: for the key check before, and for the handler itself."""
+
+    def __init__(self, routes: Iterable[Route]) -> None:
+        self.routes = tuple(routes)
+        self._fixed: dict[str, list[Route]] = {}
+        self._open: list[Route] = []
+        for route in self.routes:
+            if route.variable is None:
+                self._fixed.setdefault(route.path, []).append(route)
+            else:
+                self._open.append(route)
+
+    def at(self, path: str) -> list[Route]:
+        """Every route of this path, whatever its methods."""
+        found = self._fixed.get(path)
+        if found is not None:
+            return found
+        return [route for route in self._open if path.startswith(route.prefix) and len(path) > len(route.prefix)]
+
+    def find(self, method: str, path: str) -> Route | None:
+        """The route of a request; HEAD goes where GET goes."""
+        wanted = "GET" if method == "HEAD" else method
+        for route in self.at(path):
+            if wanted in route.methods:
+                return route
+        return None
+
+    def methods(self, path: str) -> list[str]:
+        """What a path takes, for Allow."""
+        names = {method for route in self.at(path) for method in route.methods}
+        if "GET" in names:
+            names.add("HEAD")
+        return sorted(names | {"OPTIONS"}) if names else []

@@ -1,0 +1,109 @@
+"""Server-sent events: a stream of deltas as a response that never ends in silence."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Protocol
+
+from quart import Response
+from quart.wrappers.response import ResponseBody
+
+from actors.requests import Delta, RequestAborted
+from app.collecting import Merged
+from app.exchange import Exchange
+from app.service import Service
+
+__all__ = ["DONE", "ChunkWriter", "sse_response"]
+
+DONE = b"data: [DONE]\n\n"
+
+_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+
+
+class ChunkWriter(Protocol):
+    """Turns deltas into events."""
+
+    def chunk(self, delta: Delta) -> bytes:
+        """The events of one delta."""
+        ...
+
+    def end(self) -> bytes:
+        """What follows the last delta, before [DONE]."""
+        ...
+
+
+class SseBody(ResponseBody):
+    """The body: one write a delta, comments while there is none, an error event and [DONE] at the latest end.
+
+    Nothing here closes the engine's streams: the exchange does, even when this body was never started.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        exchange: Exchange,
+        source: AsyncIterator[Delta],
+        writer: ChunkWriter,
+        *,
+        abort_is_error: bool,
+    ) -> None:
+        self._service = service
+        self._exchange = exchange
+        self._source = source
+        self._writer = writer
+        self._abort_is_error = abort_is_error
+        self._ended = False
+
+    async def __aenter__(self) -> SseBody:
+        return self
+
+    async def __aexit__(self, exc_type: type | None, exc_value: BaseException | None, tb: TracebackType | None) -> None:
+        if isinstance(self._source, Merged):
+            await self._source.stop()
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        if self._ended:
+            raise StopAsyncIteration
+        exchange = self._exchange
+        try:
+            exchange.waiting()
+            try:
+                delta = await self._source.__anext__()
+            finally:
+                await exchange.woken()
+            if delta.finish_reason == "abort" and self._abort_is_error:
+                raise RequestAborted("The request was aborted.")
+            return self._writer.chunk(delta)
+        except StopAsyncIteration:
+            self._ended = True
+            return self._writer.end() + DONE
+        except Exception as error:
+            self._ended = True
+            return self._service.failure(exchange, error).event() + DONE
+
+
+def sse_response(
+    service: Service,
+    exchange: Exchange,
+    source: AsyncIterator[Delta],
+    writer: ChunkWriter,
+    *,
+    abort_is_error: bool = True,
+) -> Response:
+    """A streamed response. Call it only when nothing is left that could be a proper error status.
+
+    ``abort_is_error``: an aborted choice ends the stream with an error event (OpenAI has no finish reason for it).
+    """
+    response = Response(
+        SseBody(service, exchange, source, writer, abort_is_error=abort_is_error), headers=dict(_HEADERS)
+    )
+    response.timeout = None  # Quart's 60 s would cut the stream in silence
+    return response

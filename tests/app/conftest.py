@@ -1,0 +1,271 @@
+"""A fake engine that keeps the engine's contract with scripted answers, and the application around it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+import hypercorn.asyncio
+import hypercorn.config
+import pytest
+from prometheus_client import CollectorRegistry
+
+from actors.arguments import Arguments
+from actors.requests import (
+    Chat,
+    Delta,
+    EngineDraining,
+    EngineNotReady,
+    InvalidRequest,
+    RequestAborted,
+    SamplingParams,
+    TokenLogprob,
+    Usage,
+)
+from actors.status import EngineStatus, Health
+from app.application import Troupe, create_app
+from telemetry.metrics import EngineMetrics
+
+ANSWER = ["Paris", " is", " the", " capital", " of", " France."]
+
+
+class FakeStream:
+    """One request of the fake engine: each choice says ``engine.answer``, a piece a step."""
+
+    def __init__(self, engine: FakeEngine, request_id: str, prompt: Any, params: SamplingParams, label: str | None):
+        self.engine = engine
+        self.request_id = request_id
+        self.label = label
+        self.params = params
+        self.prompt = prompt
+        self.prompt_tokens = 0
+        self.aborted = asyncio.Event()
+        self.ended = False
+        self.closed = False
+        self._deltas = self._run()
+
+    async def ready(self) -> None:
+        if self.engine.ready_error is not None:
+            raise self.engine.ready_error
+        if self.prompt == "":
+            raise InvalidRequest("prompt: must not be empty.", param="prompt")
+        self.prompt_tokens = (
+            len(await self.engine.tokenize(self.prompt)) if not isinstance(self.prompt, list) else len(self.prompt)
+        )
+
+    def __aiter__(self) -> FakeStream:
+        return self
+
+    async def __anext__(self) -> Delta:
+        return await self._deltas.__anext__()
+
+    async def _pause(self, step: int) -> None:
+        waits = [self.aborted.wait()]
+        if self.engine.gate is not None and step >= self.engine.gate_at:
+            waits.append(self.engine.gate.wait())
+            tasks = [asyncio.ensure_future(wait) for wait in waits]
+            try:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in tasks:
+                    task.cancel()
+        else:
+            waits[0].close()
+            await asyncio.sleep(self.engine.step_seconds)
+        if self.aborted.is_set():
+            raise RequestAborted("aborted")
+
+    async def _run(self) -> AsyncIterator[Delta]:
+        await self.ready()
+        params = self.params
+        ids = self.prompt if isinstance(self.prompt, list) else await self.engine.tokenize(self.prompt)
+        pieces = self.engine.answer[: params.max_tokens or len(self.engine.answer)]
+        for step, piece in enumerate(pieces):
+            await self._pause(step)
+            if self.engine.fail_at == step:
+                raise self.engine.stream_error
+            for index in range(params.n):
+                last = step == len(pieces) - 1
+                reason = None if not last else "stop" if len(pieces) == len(self.engine.answer) else "length"
+                yield Delta(
+                    request_id=self.request_id,
+                    index=index,
+                    text=piece,
+                    token_ids=(1000 + step,),
+                    logprobs=(scored(1000 + step, piece, -0.5, params.logprobs),)
+                    if params.logprobs is not None
+                    else None,
+                    prompt_logprobs=tuple(
+                        scored(token, chr(token), None if position == 0 else -1.0, params.prompt_logprobs)
+                        for position, token in enumerate(ids)
+                    )
+                    if params.prompt_logprobs is not None and step == 0
+                    else None,
+                    prompt_token_ids=tuple(ids) if step == 0 else None,
+                    finish_reason=reason,
+                    usage=Usage(prompt_tokens=len(ids), completion_tokens=step + 1, cached_tokens=len(ids) // 2),
+                )
+        self.ended = True
+
+    async def aclose(self) -> None:
+        self.closed = True
+        if not self.ended:
+            self.aborted.set()
+        self.engine.open.discard(self)
+
+
+def scored(token: int, text: str, logprob: float | None, top: int | None) -> TokenLogprob:
+    others = () if not top or logprob is None else (TokenLogprob(token, text, text.encode(), logprob),)
+    return TokenLogprob(token, text, text.encode(), logprob, others)
+
+
+class FakeEngine:
+    """The contract of actors.engine.Engine. Text is encoded a character a token."""
+
+    def __init__(self, arguments: Arguments | None = None) -> None:
+        self.arguments = arguments or Arguments(model_path="/models/fake", served_model_name="fake")
+        self.model_name = self.arguments.model_name
+        self.model_info = None
+        self.context_length = 4096
+        self.vocab_size = 0x110000
+        self.generation_defaults: dict[str, Any] = {}
+        self.registry = CollectorRegistry()
+        self.metrics = EngineMetrics(self.registry, self.model_name, lambda: {})
+        self.status = EngineStatus(phase="ready", progress=1.0, stage="ready")
+        self.start_error: str | None = None
+        self.answer = list(ANSWER)
+        self.step_seconds = 0.0
+        self.gate: asyncio.Event | None = None
+        self.gate_at = 0
+        self.fail_at: int | None = None
+        self.stream_error: Exception = RuntimeError("boom")
+        self.ready_error: Exception | None = None
+        self.admission_error: Exception | None = None
+        self.healthy = True
+        self.requests: list[dict[str, Any]] = []
+        self.streams: list[FakeStream] = []
+        self.open: set[FakeStream] = set()
+        self.flushed = 0
+        self.closed = False
+
+    async def start(self, *, wait: bool = True) -> None:
+        if self.start_error is not None:
+            self.status = EngineStatus(phase="failed", progress=0.1, stage="weights", error=self.start_error)
+
+    async def aclose(self) -> None:
+        self.closed = True
+        for stream in list(self.open):
+            await stream.aclose()
+
+    def generate(self, prompt: Any, params: SamplingParams | None = None, **keywords: Any) -> FakeStream:
+        if self.admission_error is not None:
+            raise self.admission_error
+        if self.status.phase == "starting":
+            raise EngineNotReady("starting")
+        if self.status.phase == "draining":
+            raise EngineDraining("draining")
+        params = params or SamplingParams()
+        if params.temperature is not None and params.temperature < 0:
+            raise InvalidRequest("temperature: must be at least 0.", param="temperature")
+        if params.max_tokens is not None and params.max_tokens < 1:
+            raise InvalidRequest("max_tokens: must be at least 1.", param="max_tokens")
+        self.requests.append({"prompt": prompt, "params": params, **keywords})
+        stream = FakeStream(self, keywords["request_id"], prompt, params, keywords.get("label"))
+        self.streams.append(stream)
+        self.open.add(stream)
+        return stream
+
+    async def tokenize(self, prompt: str | Chat, *, add_special_tokens: bool = True) -> list[int]:
+        if isinstance(prompt, Chat):
+            prompt = "".join(f"{message['role']}: {message['content']}\n" for message in prompt.messages)
+        return [ord(character) for character in prompt]
+
+    async def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join(chr(token) for token in ids)
+
+    def token_strings(self, ids: Sequence[int]) -> list[str]:
+        return [chr(token) for token in ids]
+
+    async def abort(self, request_id: str | None, *, all: bool = False) -> int:
+        chosen = [s for s in self.open if not s.ended and (all or request_id in (s.request_id, s.label))]
+        for stream in chosen:
+            stream.aborted.set()
+        return len(chosen)
+
+    async def flush_cache(self) -> bool:
+        if self.open:
+            return False
+        self.flushed += 1
+        return True
+
+    def health(self) -> Health:
+        return Health(ok=self.healthy, reason="" if self.healthy else "worker-0 owes a step", step_age=0.0, actors=[])
+
+    def begin_drain(self) -> None:
+        self.status = EngineStatus(phase="draining", progress=1.0, stage="draining")
+
+    async def drain(self, timeout: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while any(not stream.ended and not stream.closed for stream in self.open):
+                    await asyncio.sleep(0.01)
+        return not self.open
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "workers": [{"pid": 4242, "device": "cpu", "restarts": 0, "state": "running"}],
+            "actors": [],
+            "arguments": self.arguments.describe(),
+            "queue": {"running": len(self.open), "waiting": 0},
+            "cache": {"total": 100, "free": 100},
+        }
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def application(engine: FakeEngine) -> Troupe:
+    return create_app(engine.arguments, engine)
+
+
+@pytest.fixture
+def make_application() -> Callable[..., Troupe]:
+    """An application by its arguments; its engine is ``application.engine``."""
+
+    def make(**keywords: Any) -> Troupe:
+        arguments = Arguments(**{"model_path": "/models/fake", "served_model_name": "fake", **keywords})
+        return create_app(arguments, FakeEngine(arguments))
+
+    return make
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Callable[[Troupe], Awaitable[str]]]:
+    """A real Hypercorn on a free loopback port; gives the base URL. ``stop`` events are set at the end of the test."""
+    stops: list[tuple[asyncio.Event, asyncio.Task[None]]] = []
+
+    async def start(application: Troupe) -> str:
+        config = hypercorn.config.Config()
+        config.bind = ["127.0.0.1:0"]
+        config.graceful_timeout = 0.2
+        config.errorlog = None
+        sockets = config.create_sockets()
+        sockets.insecure_sockets[0].listen()  # connections wait until the server takes them
+        port = sockets.insecure_sockets[0].getsockname()[1]
+        stop = asyncio.Event()
+        app_wrapper = hypercorn.utils.wrap_app(application, config.wsgi_max_body_size, None)
+        task = asyncio.create_task(
+            hypercorn.asyncio.run.worker_serve(app_wrapper, config, sockets=sockets, shutdown_trigger=stop.wait)
+        )
+        stops.append((stop, task))
+        return f"http://127.0.0.1:{port}"
+
+    yield start
+    for stop, task in stops:
+        stop.set()
+        await asyncio.wait_for(task, 10)
