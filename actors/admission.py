@@ -29,7 +29,8 @@ class Ticket:
 class Door:
     """Counts sequences and prompt tokens of all live requests.
 
-    ``max_sequences`` and ``max_tokens`` bound them (None: no bound). Refusals carry the seconds after which the measured
+    ``max_sequences`` and ``max_tokens`` bound them (None: no bound). Refusals carry the seconds after which the
+    measured
     rate of endings should have made room.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
 import numpy as np
@@ -65,10 +66,9 @@ class Detokenizer(Actor[DetokenizerProtocol]):
                 if emission.ended is None:
                     surplus.append(emission.sequence)
         if surplus:
-            try:
+            # When the lane is full their next tokens come this way again, and are refused again.
+            with contextlib.suppress(MailboxFull):
                 self._scheduler.offer(TextStopped(sequences=tuple(surplus)))
-            except MailboxFull:
-                pass  # their next tokens come this way again and are refused again
 
     @handles
     def fence(self, message: Fence) -> None:
@@ -131,11 +131,9 @@ class Detokenizer(Actor[DetokenizerProtocol]):
         writer = self._text(entry)
         if writer is None:
             return "", None
-        visible = tokens
-        if ended is not None and ended.matched is not None and tokens and tokens[-1] == ended.matched:
-            # The token that ended the sequence is no part of its text, unless the caller wants special tokens to be seen.
-            if not entry.params.include_stop_str_in_output:
-                visible = tokens[:-1]
+        # The token that ended the sequence is no part of its text, unless the caller asked for it.
+        stop_token = ended.matched if ended is not None and not entry.params.include_stop_str_in_output else None
+        visible = tokens[:-1] if stop_token is not None and tokens[-1:] == (stop_token,) else tokens
         text, matched = writer.push(visible)
         if matched is None and ended is not None and ended.reason in _FINISH:
             text += writer.finish()

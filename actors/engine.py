@@ -93,7 +93,8 @@ class _Request(msgspec.Struct, eq=False):
 class Engine:
     """A model behind a company of actors.
 
-    Keywords are the command line's long names (``Engine(model="path", max_running_requests=64)``); ``arguments`` takes a
+    Keywords are the command line's long names (``Engine(model="path", max_running_requests=64)``); ``arguments``
+    takes a
     ready :class:`Arguments` instead. ``registry`` receives the metrics; without it the engine makes its own.
     Raises :class:`ArgumentError` for wrong keywords.
     """
@@ -274,8 +275,10 @@ class Engine:
     ) -> RequestStream:
         """Generate from a text, token ids or a conversation; an asynchronous iterator of deltas.
 
-        Everything that can be refused without waiting is refused here: raises InvalidRequest, QueueFull, EngineNotReady,
-        EngineDraining, EngineFailed. What needs the tokenizer is refused by ``await stream.ready()`` or the first delta.
+        Everything that can be refused without waiting is refused here: raises InvalidRequest, QueueFull,
+        EngineNotReady,
+        EngineDraining, EngineFailed. What needs the tokenizer is refused by ``await stream.ready()`` or the first
+        delta.
         ``request_id`` is the caller's label for logs and :meth:`abort`; ``timeout`` is seconds for the whole request;
         ``cache_salt`` keeps its cached prefixes apart from those of other salts.
         """
@@ -381,8 +384,8 @@ class Engine:
     def _too_long(self, length: int, max_tokens: int | None) -> InvalidRequest:
         if max_tokens is None or length >= self.context_length:
             return InvalidRequest(
-                f"The prompt has {length} tokens; this model's context is {self.context_length}, and at least one must be "
-                "left for the answer. Shorten the prompt.",
+                f"The prompt has {length} tokens; this model's context is {self.context_length}, and at least one must "
+                "be left for the answer. Shorten the prompt.",
                 param="prompt",
                 code="context_length_exceeded",
             )

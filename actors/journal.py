@@ -1,7 +1,8 @@
 """The journal: every live request, what it asked for and what was already sent of it.
 
 It is plain data in the engine's process, outside every actor, and that makes the actors behind it restartable: a new
-scheduler takes its queue from here, a new detokenizer its text state. A token is written here before its stream shows it,
+scheduler takes its queue from here, a new detokenizer its text state. A token is written here before its stream shows
+it,
 so what a client has seen is never computed again, lost or changed.
 """
 

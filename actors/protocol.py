@@ -299,7 +299,8 @@ class WorkerProtocol:
 
 
 class Step(Message[WorkerProtocol, StepResult], frozen=True):
-    """Run one step. A worker whose life is not ``epoch`` refuses: the slots the batch speaks of died with another life."""
+    """Run one step. A worker whose life is not ``epoch`` refuses: the slots the batch speaks of died with another
+    life."""
 
     batch: StepBatch
     epoch: int
@@ -353,7 +354,8 @@ class TokenScores(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Emission(msgspec.Struct, frozen=True, array_like=True):
-    """News of one sequence. ``start`` is the index of the first token in the sequence's output: it makes redelivery safe."""
+    """News of one sequence. ``start`` is the index of the first token in the sequence's output: it makes redelivery
+    safe."""
 
     sequence: int
     start: int

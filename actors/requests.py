@@ -119,7 +119,8 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
-    """A piece of one choice. Deltas that wait for a slow reader are merged, so their number is not the tokens' number."""
+    """A piece of one choice. Deltas that wait for a slow reader are merged, so their number is not the tokens'
+    number."""
 
     request_id: str
     index: int = 0  # which of the n choices

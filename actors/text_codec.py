@@ -28,7 +28,8 @@ _BYTE_OF = _byte_alphabet()
 
 
 def load_tokenizer(path: Path, mode: str) -> Tokenizer:
-    """The model's tokenizer: tokenizer.json as it is (``auto``), or converted by transformers (``slow``, or no such file).
+    """The model's tokenizer: tokenizer.json as it is (``auto``), or converted by transformers (``slow``, or no such
+    file).
 
     Raises :class:`ModelPathError` when there is none.
     """

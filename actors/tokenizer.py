@@ -23,7 +23,8 @@ class Tokenizer(Actor[TokenizerProtocol]):
     """Renders chat templates, encodes and decodes.
 
     What arrives while the thread is busy is encoded together on its next trip, at most ``batch_size`` prompts of it.
-    ``batch_timeout`` (seconds) above 0 is the dynamic batch tokenizer: each trip first waits so long for company, unless
+    ``batch_timeout`` (seconds) above 0 is the dynamic batch tokenizer: each trip first waits so long for company,
+    unless
     the batch is full before. ``batch_encode=False`` makes one trip a prompt.
     """
 

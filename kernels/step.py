@@ -5,7 +5,8 @@ These structs cross a process boundary as msgpack, so rows travel as packed int3
 actor: both sides of the boundary use it.
 
 The runner owns the device state of every running request, addressed by *slot* (``1 .. max_slots - 1``; slot 0 takes the
-padding). For a slot it keeps the token ids known so far (prompt, then every sampled token), how many of them are already
+padding). For a slot it keeps the token ids known so far (prompt, then every sampled token), how many of them are
+already
 *computed* (their keys and values are in the cache), the page table and the sampling state. A row of a step therefore
 only says "run ``count`` tokens of this slot from where it stands":
 

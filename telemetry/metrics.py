@@ -1,4 +1,5 @@
-"""Metrics of one engine: a registry of its own, in one process. Workers never write here; their replies carry the numbers."""
+"""Metrics of one engine: a registry of its own, in one process. Workers never write here; their replies carry the
+numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A tiny model directory for tests: a trained tokenizer, a chat template, a Qwen3 configuration; weights by load_format dummy."""
+"""A tiny model directory for tests: a trained tokenizer, a chat template, a Qwen3 configuration; weights by
+load_format dummy."""
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@
 
 A point is ``concurrency:input tokens:output tokens``; a closed loop keeps that many streams of ``/v1/completions``
 open. Prompts are random token ids, seeded by everything that makes runs differ, so that no run finds another's prompts
-in a prefix cache. A request counts only when its stream ended with ``[DONE]`` and its usage says the output length asked
+in a prefix cache. A request counts only when its stream ended with ``[DONE]`` and its usage says the output length
+asked
 for; all else is failed. A chunk of n tokens that comes g seconds after the one before counts as n latencies of g/n.
 Points are run in rounds, one after the other, and the median of the rounds is printed.
 """
@@ -27,6 +28,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
@@ -213,16 +215,16 @@ class OwnServer:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "app", "serve", *([model] if model else []), "--port", str(port), *extra]
-        self._log = tempfile.TemporaryFile()
+        fd, self._log = tempfile.mkstemp(prefix="troupe-bench-")
         self._start = time.perf_counter()
-        self.process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
+        self.process = subprocess.Popen(command, stdout=fd, stderr=fd)
+        os.close(fd)
         self.ready_seconds = 0.0
 
     async def wait_ready(self, limit: float = 600.0) -> None:
         while True:
             if self.process.poll() is not None or time.perf_counter() - self._start > limit:
-                self._log.seek(0)
-                raise SystemExit(f"the server did not start:\n{self._log.read().decode()[-4000:]}")
+                raise SystemExit(f"the server did not start:\n{Path(self._log).read_text()[-4000:]}")
             client = Client(self.url)
             with contextlib.suppress(OSError, IndexError):
                 status, _ = await client.json("GET", "/ready")
@@ -246,6 +248,7 @@ class OwnServer:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        Path(self._log).unlink(missing_ok=True)
 
 
 def cpu_name() -> str:
@@ -307,7 +310,7 @@ async def bench(options: argparse.Namespace) -> int:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench serving", description=__doc__.splitlines()[0])
     parser.add_argument("--url", help="a running server; without it one is started")
-    parser.add_argument("--model", help="model directory for the server that is started (default: the model in the box)")
+    parser.add_argument("--model", help="directory for the server that is started (default: the model in the box)")
     parser.add_argument("--model-name", help="the API's model name (default: the first of /v1/models)")
     parser.add_argument("--points", default="1:128:128,8:128:128,32:128:64")
     parser.add_argument("--requests", type=int, default=4, help="requests a stream in each round")
