@@ -5,7 +5,10 @@ import pytest
 from actors.chat_template import ChatTemplate
 from actors.requests import Chat, InvalidRequest
 
-SIMPLE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+SIMPLE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
 
 
 def chat(*contents: str, **options: object) -> Chat:
@@ -53,7 +56,8 @@ def test_the_sandbox_refuses_what_a_template_has_no_business_with(source: str) -
 
 
 def test_an_endless_output_is_cut_off() -> None:
-    template = ChatTemplate("{% for i in range(99999) %}{% for j in range(99999) %}{{ 'x' * 999 }}{% endfor %}{% endfor %}", {})
+    inner = "{% for j in range(99999) %}{{ 'x' * 999 }}{% endfor %}"
+    template = ChatTemplate("{% for i in range(99999) %}" + inner + "{% endfor %}", {})
     with pytest.raises(InvalidRequest, match="more than"):
         template.render(chat("x"))
 

@@ -2,13 +2,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 
 import pytest
 
 from actors.requests import Delta, InvalidRequest, RequestFailed, RequestTimeout, Usage
 from actors.streams import RequestStream, StreamBuffer
-
-import time
 
 
 def delta(text: str, *, index: int = 0, finish: str | None = None, first: bool = False) -> Delta:
@@ -34,7 +33,9 @@ class House:
             raise self.error
         return 7
 
-    def stream(self, *, choices: int = 1, interval: int = 1, deadline: float | None = None) -> tuple[StreamBuffer, RequestStream]:
+    def stream(
+        self, *, choices: int = 1, interval: int = 1, deadline: float | None = None
+    ) -> tuple[StreamBuffer, RequestStream]:
         buffer = StreamBuffer("r", choices, interval=interval)
         return buffer, RequestStream(
             buffer, label=None, deadline=deadline, admit=self.admit, release=self.released.append

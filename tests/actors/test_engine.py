@@ -1,0 +1,323 @@
+"""The whole line behind the embedding API, with a worker in a real child process and a tiny model of random weights."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from actors.arguments import ArgumentError
+from actors.engine import Engine
+from actors.requests import (
+    Chat,
+    Delta,
+    EngineDraining,
+    EngineFailed,
+    InvalidRequest,
+    QueueFull,
+    RequestAborted,
+    RequestTimeout,
+    SamplingParams,
+)
+from actors.streams import RequestStream
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+def small_engine(model: Path, **keywords: Any) -> Engine:
+    options: dict[str, Any] = {
+        "load_format": "dummy",
+        "dtype": "float32",
+        "cpu_threads": 1,
+        "max_running_requests": 16,
+        "chunked_prefill_size": 64,
+        "max_total_tokens": 4096,
+        "random_seed": 7,
+    }
+    return Engine(model=str(model), **(options | keywords))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(tiny_model: Path) -> AsyncIterator[Engine]:
+    async with small_engine(tiny_model) as started:
+        yield started
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def collect(stream: RequestStream) -> dict[int, Delta]:
+    from actors.streams import merge
+
+    pieces: dict[int, list[Delta]] = {}
+    async for delta in stream:
+        pieces.setdefault(delta.index, []).append(delta)
+    return {index: merge(found) for index, found in pieces.items()}
+
+
+async def text_of(engine: Engine, prompt: str, params: SamplingParams = GREEDY) -> str:
+    return (await collect(engine.generate(prompt, params)))[0].text
+
+
+async def idle(engine: Engine) -> None:
+    """Wait until nothing runs; then no page may be in use."""
+    for _ in range(400):
+        usage = engine.describe()["cache"]
+        load = engine.describe()["scheduler"]
+        if usage["used"] == 0 and load["running"] == load["waiting"] == load["steps_in_flight"] == 0:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"not idle: {engine.describe()['cache']} {engine.describe()['scheduler']}")
+
+
+async def test_generates_the_length_asked_for_and_tells_usage(engine: Engine) -> None:
+    result = (await collect(engine.generate("The quick brown fox", GREEDY)))[0]
+    assert len(result.token_ids) == 24
+    assert result.finish_reason == "length"
+    assert result.usage.completion_tokens == 24
+    assert result.usage.prompt_tokens == len(await engine.tokenize("The quick brown fox"))
+    assert result.text == await engine.detokenize(result.token_ids, skip_special_tokens=True)
+
+
+async def test_greedy_does_not_depend_on_company_cache_or_form(engine: Engine) -> None:
+    prompts = [f"Once upon a time {i} there was a king" for i in range(12)]
+    alone = [await text_of(engine, p) for p in prompts]
+    together = await asyncio.gather(*(text_of(engine, p) for p in prompts))
+    assert together == alone
+    ids = await engine.tokenize(prompts[0])
+    assert (await collect(engine.generate(ids, GREEDY)))[0].text == alone[0]
+    await idle(engine)
+
+
+async def test_a_second_look_at_the_same_prompt_comes_from_the_cache(engine: Engine) -> None:
+    prompt = "one two three four five six seven eight nine ten " * 8
+    await text_of(engine, prompt)
+    result = (await collect(engine.generate(prompt, GREEDY)))[0]
+    assert result.usage.cached_tokens >= 48
+
+
+async def test_choices_differ_by_seed_and_repeat_with_it(engine: Engine) -> None:
+    params = SamplingParams(temperature=1.0, seed=5, n=3, max_tokens=16, ignore_eos=True)
+    first = await collect(engine.generate("Once", params))
+    again = await collect(engine.generate("Once", params))
+    assert sorted(first) == [0, 1, 2]
+    assert len({d.token_ids for d in first.values()}) == 3
+    assert {i: d.token_ids for i, d in first.items()} == {i: d.token_ids for i, d in again.items()}
+
+
+async def test_stop_string_cuts_the_text_and_frees_the_slot(engine: Engine) -> None:
+    full = await text_of(engine, "The capital of France")
+    stop = full[5:8]
+    where = full.index(stop)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, stop=(stop,))
+    result = (await collect(engine.generate("The capital of France", params)))[0]
+    assert result.text == full[:where]
+    assert result.finish_reason == "stop"
+    assert result.matched_stop == stop
+    await idle(engine)
+
+
+async def test_stop_token_ids_end_and_are_not_shown(engine: Engine) -> None:
+    full = (await collect(engine.generate("The capital of France", GREEDY)))[0]
+    token = full.token_ids[6]
+    first = full.token_ids.index(token)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, stop_token_ids=(token,))
+    result = (await collect(engine.generate("The capital of France", params)))[0]
+    assert result.token_ids == full.token_ids[: first + 1]
+    assert result.matched_stop == token
+    assert result.finish_reason == "stop"
+    assert result.text == await engine.detokenize(full.token_ids[:first])
+
+
+async def test_logprobs_and_prompt_logprobs(engine: Engine) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    ids = await engine.tokenize("one two three four five six seven")
+    result = (await collect(engine.generate(ids, params)))[0]
+    assert result.logprobs is not None
+    assert len(result.logprobs) == 4
+    for token, score in zip(result.token_ids, result.logprobs, strict=True):
+        assert score.token_id == token == score.top[0].token_id
+        assert score.logprob == pytest.approx(score.top[0].logprob)
+        assert len(score.top) == 2
+    assert result.prompt_logprobs is not None
+    assert [s.token_id for s in result.prompt_logprobs] == ids
+    assert result.prompt_logprobs[0].logprob is None
+    assert all(s.logprob is not None and s.logprob <= 0 for s in result.prompt_logprobs[1:])
+
+
+async def test_chat_is_rendered(engine: Engine) -> None:
+    chat = Chat(messages=[{"role": "user", "content": "hi"}])
+    rendered = await engine.render(chat)
+    assert rendered.endswith("<|im_start|>assistant\n")
+    result = (await collect(engine.generate(chat, GREEDY)))[0]
+    assert result.prompt_token_ids == tuple(await engine.tokenize(chat))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "param"),
+    [
+        ([], GREEDY, "prompt"),
+        ([99999], GREEDY, "prompt"),
+        ([1] * 600, GREEDY, "prompt"),
+        ([1] * 500, SamplingParams(max_tokens=100), "max_tokens"),
+        ("", GREEDY, "prompt"),
+        ("x", SamplingParams(temperature=-1), "temperature"),
+        ("x", SamplingParams(n=100000), "n"),
+    ],
+)
+async def test_wrong_requests_name_the_field(
+    engine: Engine, prompt: Any, params: SamplingParams, param: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        await collect(engine.generate(prompt, params))
+    assert caught.value.param == param
+    assert engine.describe()["requests"]["live"] == 0
+
+
+async def test_aborts_at_every_stage_free_everything(engine: Engine) -> None:
+    long = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+    streams = [engine.generate(f"Once {i}", long) for i in range(24)]
+    await streams[0].aclose()  # before anything
+    await streams[1].ready()
+    await streams[1].aclose()  # queued
+    readers = [asyncio.create_task(collect(s)) for s in streams[2:]]
+    await asyncio.sleep(0.05)
+    for reader in readers[::2]:
+        reader.cancel()
+    for stream in streams[2::2]:
+        await stream.aclose()
+    assert await engine.abort(streams[3].request_id) == 1
+    results = await asyncio.gather(*readers, return_exceptions=True)
+    assert isinstance(results[1], RequestAborted)
+    for result in results[3::2]:
+        assert isinstance(result, dict)
+        assert len(result[0].token_ids) == 400
+    await idle(engine)
+    assert engine.describe()["requests"] == {"live": 0, "sequences": 0, "refused": 0}
+
+
+async def test_abort_by_label_is_exact(engine: Engine) -> None:
+    long = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+    stream = engine.generate("Once", long, request_id="job-1")
+    reader = asyncio.create_task(collect(stream))
+    await asyncio.sleep(0.02)
+    assert await engine.abort("job") == 0
+    assert await engine.abort("job-1") == 1
+    with pytest.raises(RequestAborted):
+        await reader
+    await idle(engine)
+
+
+async def test_a_timeout_ends_the_request(engine: Engine) -> None:
+    with pytest.raises(RequestTimeout):
+        await collect(engine.generate("Once", SamplingParams(max_tokens=480, ignore_eos=True), timeout=0.02))
+    await idle(engine)
+
+
+async def test_flush_empties_the_prefix_cache(engine: Engine) -> None:
+    await text_of(engine, "one two three four five six seven eight nine ten " * 4)
+    await idle(engine)
+    assert engine.describe()["cache"]["evictable"] > 0
+    assert await engine.flush_cache()
+    assert engine.describe()["cache"]["evictable"] == 0
+
+
+async def test_a_killed_worker_loses_no_request_and_changes_no_token(engine: Engine) -> None:
+    params = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
+    prompts = [f"The lazy dog {i}" for i in range(6)]
+    expected = await asyncio.gather(*(text_of(engine, p, params) for p in prompts))
+    readers = [asyncio.create_task(text_of(engine, p, params)) for p in prompts]
+    await asyncio.sleep(0.15)
+    [worker] = engine.describe()["workers"]
+    os.kill(worker["pid"], signal.SIGKILL)
+    assert await asyncio.gather(*readers) == expected
+    [restarted] = engine.describe()["workers"]
+    assert restarted["pid"] != worker["pid"]
+    assert restarted["restarts"] == worker["restarts"] + 1
+    await idle(engine)
+
+
+@pytest.mark.parametrize("victim", ["scheduler", "cache", "detokenizer", "tokenizers"])
+async def test_a_crash_of_any_actor_in_the_loop_loses_no_request(engine: Engine, victim: str) -> None:
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, stop=("no such text",))
+    prompts = [f"Again and again {i}" for i in range(6)]
+    expected = await asyncio.gather(*(text_of(engine, p, params) for p in prompts))
+    readers = [asyncio.create_task(text_of(engine, p, params)) for p in prompts]
+    await asyncio.sleep(0.05)
+    assert engine._system is not None
+    assert engine._company is not None
+    found = getattr(engine._company, victim)
+    engine._system.crash_actor(found[0] if isinstance(found, list) else found, RuntimeError("injected"))
+    assert await asyncio.gather(*readers) == expected
+    await idle(engine)
+
+
+async def test_refuses_at_the_door_when_full_and_admits_again(tiny_model: Path) -> None:
+    async with small_engine(tiny_model, max_running_requests=2, max_queued_requests=1) as engine:
+        long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+        streams = [engine.generate("Once", long) for _ in range(3)]
+        with pytest.raises(QueueFull) as caught:
+            engine.generate("Once", long)
+        assert 1 <= caught.value.retry_after <= 120
+        for stream in streams:
+            await stream.aclose()
+        assert len(await text_of(engine, "Once", GREEDY)) > 0
+
+
+async def test_drain_refuses_new_and_ends_old_at_the_deadline(tiny_model: Path) -> None:
+    async with small_engine(tiny_model) as engine:
+        quick = asyncio.create_task(text_of(engine, "Once", GREEDY))
+        await asyncio.sleep(0.01)
+        assert await engine.drain(20.0)
+        assert await quick
+        with pytest.raises(EngineDraining):
+            engine.generate("Once")
+    with pytest.raises(EngineFailed, match="closed"):
+        engine.generate("Once")
+
+
+def footprint() -> dict[str, Any]:
+    process = psutil.Process()
+    return {
+        "tasks": {task.get_name() for task in asyncio.all_tasks()},
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "native threads": process.num_threads(),
+        "children": [child.pid for child in process.children(recursive=True)],
+        "files": process.num_fds(),
+        "signals": {s: signal.getsignal(s) for s in signal.valid_signals()},
+        "environment": dict(os.environ),
+    }
+
+
+async def test_two_engines_in_one_loop_and_nothing_is_left(tiny_model: Path) -> None:
+    async with small_engine(tiny_model) as warm:  # lazy imports and caches of the libraries are not ours to count
+        await text_of(warm, "Once")
+    before = footprint()
+    async with small_engine(tiny_model) as first, small_engine(tiny_model, random_seed=8) as second:
+        texts = await asyncio.gather(text_of(first, "Once"), text_of(second, "Once"))
+        assert texts[0] != texts[1]
+        assert await text_of(first, "Once") == texts[0]
+        abandoned = second.generate("Once", SamplingParams(max_tokens=400, ignore_eos=True))
+        await anext(abandoned)
+    with pytest.raises(EngineFailed):
+        async for _ in abandoned:
+            pass
+    await asyncio.sleep(0.05)
+    assert footprint() == before
+
+
+async def test_a_model_that_cannot_be_loaded_says_why(tmp_path: Path, tiny_model: Path) -> None:
+    with pytest.raises(EngineFailed, match=r"config\.json"):
+        await Engine(model=str(tmp_path)).start()
+    with pytest.raises(EngineFailed, match="safetensors"):
+        await Engine(model=str(tiny_model), cpu_threads=1).start()
+    with pytest.raises(ArgumentError, match="model"):
+        Engine()
