@@ -1,0 +1,218 @@
+"""A driver that plays the scheduler's part for a ModelRunner, and small checkpoints of every family."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kernels.runner import ModelRunner
+from kernels.step import Admission, ModelInfo, RunnerConfig, SlotSampling, StepBatch, StepResult
+
+GREEDY = SlotSampling(temperature=0.0)
+VOCAB = 211
+
+
+def pack(values: Iterable[int]) -> bytes:
+    return np.array(list(values), dtype=np.int32).tobytes()
+
+
+def ints(data: bytes) -> list[int]:
+    return np.frombuffer(data, dtype=np.int32).tolist()
+
+
+class Driver:
+    """Hands out slots, generations and pages (in a shuffled order), and keeps every slot's tokens."""
+
+    def __init__(self, runner: ModelRunner, info: ModelInfo, seed: int = 0) -> None:
+        self.runner, self.info = runner, info
+        self.free = list(range(1, info.num_pages))
+        random.Random(seed).shuffle(self.free)
+        self.tokens: dict[int, list[int]] = {}
+        self.computed: dict[int, int] = {}
+        self.pages: dict[int, list[int]] = {}
+        self.borrowed: dict[int, int] = {}
+        self.generation: dict[int, int] = {}
+        self.number = 0
+        self._admitted: list[Admission] = []
+        self._released: list[int] = []
+        self._granted: list[tuple[int, int]] = []
+
+    def admit(
+        self,
+        slot: int,
+        prompt: Sequence[int],
+        output: Sequence[int] = (),
+        sampling: SlotSampling = GREEDY,
+        shared: Sequence[int] = (),
+    ) -> None:
+        """``shared``: pages that already hold the first tokens."""
+        self.generation[slot] = self.generation.get(slot, 0) + 1
+        self.tokens[slot] = [*prompt, *output]
+        self.computed[slot] = len(shared) * self.info.page_size
+        self.pages[slot] = list(shared)
+        self.borrowed[slot] = len(shared)
+        self._admitted.append(
+            Admission(
+                slot=slot,
+                generation=self.generation[slot],
+                tokens=pack(self.tokens[slot]),
+                prompt_length=len(prompt),
+                computed=self.computed[slot],
+                pages=pack(shared),
+                sampling=sampling,
+            )
+        )
+
+    def release(self, slot: int, keep_pages: bool = False) -> list[int]:
+        """Returns the slot's pages; they are free again unless they are kept."""
+        pages = self.pages.pop(slot)
+        if not keep_pages:
+            self.free.extend(pages[self.borrowed[slot] :])
+        del self.tokens[slot], self.computed[slot]
+        self._released.append(slot)
+        return pages
+
+    def step(self, rows: Sequence[tuple[int, int]]) -> StepResult:
+        """Run ``(slot, count)`` rows; decode rows are put first, and pages granted as they are needed."""
+        rows = sorted(rows, key=lambda row: row[1] != 1)
+        for slot, count in rows:
+            needed = -(-(self.computed[slot] + count) // self.info.page_size)
+            while len(self.pages[slot]) < needed:
+                page = self.free.pop()
+                self.pages[slot].append(page)
+                self._granted.append((slot, page))
+        self.number += 1
+        result = self.runner.run(
+            StepBatch(
+                number=self.number,
+                slots=pack(slot for slot, _ in rows),
+                generations=pack(self.generation[slot] for slot, _ in rows),
+                counts=pack(count for _, count in rows),
+                page_slots=pack(slot for slot, _ in self._granted),
+                page_ids=pack(page for _, page in self._granted),
+                admitted=tuple(self._admitted),
+                released=pack(self._released),
+            )
+        )
+        self._admitted, self._released, self._granted = [], [], []
+        tokens = iter(ints(result.tokens))
+        for (slot, count), accepted in zip(rows, ints(result.accepted), strict=True):
+            self.computed[slot] += count
+            self.tokens[slot].extend(next(tokens) for _ in range(accepted))
+        assert next(tokens, None) is None
+        return result
+
+    def pending(self, slot: int) -> int:
+        """Tokens of the slot that have not run."""
+        return len(self.tokens[slot]) - self.computed[slot]
+
+    def generate(self, slot: int, length: int) -> list[int]:
+        """Run one slot alone until it has ``length`` tokens in all."""
+        while len(self.tokens[slot]) < length:
+            assert not self.step([(slot, self.pending(slot))]).failed
+        return self.tokens[slot]
+
+
+@pytest.fixture
+def drive() -> Callable[..., Driver]:
+    """Load a model directory and drive it."""
+
+    def make(model_path: Path | str, seed: int = 0, **options: Any) -> Driver:
+        options = {"dtype": "float32", "max_total_tokens": 4096, "max_slots": 17, "threads": 1} | options
+        runner = ModelRunner(RunnerConfig(model_path=str(model_path), **options))
+        return Driver(runner, runner.load(), seed)
+
+    return make
+
+
+COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2": ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": False}),
+    "llama3.1": ("Llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True, "head_dim": 16}),
+    "llama-biased": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}),
+    "llama-yarn": ("Llama", {"rope_parameters": YARN_ROPE}),
+    "mistral": ("Mistral", {"sliding_window": 21, "head_dim": 16}),
+    "mistral-full": ("Mistral", {"sliding_window": None}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 19, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+}
+
+
+class Reference:
+    """A transformers model and the directory it is saved in."""
+
+    def __init__(self, name: str, directory: Path, **save: Any) -> None:
+        import torch
+        import transformers
+
+        family, options = FAMILIES[name]
+        torch.manual_seed(sum(name.encode()))
+        config = getattr(transformers, f"{family}Config")(**COMMON | options)
+        model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+        for parameter in model.parameters():  # far from uniform predictions, biases and norms that count
+            parameter.data.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.3)
+        model.save_pretrained(directory, **save)
+        self.model, self.path = model, directory
+
+    def logprobs(self, tokens: Sequence[int]) -> Any:
+        """float32 [tokens, vocab]"""
+        import torch
+
+        with torch.inference_mode():
+            return self.model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
+
+    def greedy(self, prompt: Sequence[int], length: int) -> list[int]:
+        """The prompt and what follows it, ``length`` tokens in all, each computed from scratch."""
+        tokens = list(prompt)
+        while len(tokens) < length:
+            tokens.append(int(self.logprobs(tokens)[-1].argmax()))
+        return tokens
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+    """A family's model by name, made once."""
+    made: dict[str, Reference] = {}
+
+    def get(name: str) -> Reference:
+        if name not in made:
+            made[name] = Reference(name, tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return get
+
+
+@pytest.fixture
+def prompts() -> Callable[..., list[list[int]]]:
+    """Seeded prompts of the given lengths."""
+
+    def make(*lengths: int, seed: int = 1) -> list[list[int]]:
+        generator = random.Random(seed)
+        return [[generator.randrange(VOCAB) for _ in range(length)] for length in lengths]
+
+    return make
