@@ -1,0 +1,1 @@
+"""What the understudy is taught, one subject a file."""
