@@ -25,6 +25,7 @@ from kernels.step import SlotSampling
 __all__ = ["Sampled", "Sampler"]
 
 _GREEDY_BELOW = 1e-5  # a temperature under which sampling is greedy
+_FEW_LOGITS = 1 << 14  # so few that looking at all of them is quicker than choosing among them; the result is the same
 _PLANS = 8
 _SCORE_CHUNK = 1 << 24  # logits scored at once
 
@@ -273,7 +274,10 @@ class Sampler:
         keys = keys_at(plan.keys, positions)
         if logits.device.type != "cpu":
             return race_over_all(logits, rows, row_max, keys, plan.temperature, floor, floor_id)
-        tokens = race(logits, rows, blocks, row_max, keys, plan.temperature, floor, floor_id)
+        if rows.numel() * vocab <= _FEW_LOGITS:
+            tokens = race_over_all(logits, rows, row_max, keys, plan.temperature, floor, floor_id)
+        else:
+            tokens = race(logits, rows, blocks, row_max, keys, plan.temperature, floor, floor_id)
         some = plan.judged
         while some is not None and len(some):
             winners = tokens[some].clamp_(max=vocab - 1)
