@@ -78,6 +78,9 @@ class Actor(Generic[P]):
         except NameError:  # an annotation names something that is defined further down: look again at the first spawn
             cls._handlers = None
 
+    def _handler_table(self) -> dict[type[Message[Any, Any]], Handler]:
+        return handlers_of(type(self))
+
     async def started(self) -> None:
         """Runs before the first message of each incarnation. Raising here counts as a crash."""
 

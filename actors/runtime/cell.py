@@ -212,9 +212,14 @@ class Cell:
         for _ in self.mailbox.drop_replies():
             pass
         cause = incarnation.cause
-        in_hand = incarnation.in_hand()
-        if in_hand is not None:
-            self.give_back(in_hand, cause)
+        in_hand, untouched = incarnation.unfinished()
+        for envelope in reversed(untouched):
+            if envelope.reply is None:
+                self.mailbox.put_first(envelope)
+            else:
+                self.bury(envelope, "stopped", cause)
+        for envelope in reversed(in_hand):
+            self.give_back(envelope, cause)
         if cause is not None:
             self.system.emit_event(EventKind.DIED, self.name, incarnation.number, cause)
         if incarnation.stop_requested or self.stopping:

@@ -36,7 +36,7 @@ class ActorContext(Generic[P]):
         self.ref: ActorRef[P] = ActorRef(self._cell)
         self.name: str = self._cell.name
         self.incarnation: int = incarnation.number
-        self.log = logging.getLogger(f"{self._cell.system.logger.name}.{self.name}")
+        self.log = logging.getLogger(f"troupe.{self.name}")
 
     @property
     def system(self) -> "ActorSystem":

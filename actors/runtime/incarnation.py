@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import anyio.abc
 
-from actors.runtime.actor import Actor, handlers_of
+from actors.runtime.actor import Actor
 from actors.runtime.clock import within
 from actors.runtime.context import ActorContext
 from actors.runtime.errors import HandlerCancelled, RequestError, UnknownMessage
@@ -60,6 +60,11 @@ class Incarnation:
         """The message being handled."""
         raise NotImplementedError
 
+    def unfinished(self) -> tuple[list[Envelope], list[Envelope]]:
+        """The messages that were in hand at its end, and those it had taken and not begun; the oldest first."""
+        in_hand = self.in_hand()
+        return ([] if in_hand is None else [in_hand]), []
+
     def since(self) -> float:
         """When the handling of the message in hand began."""
         raise NotImplementedError
@@ -109,7 +114,7 @@ class LocalIncarnation(Incarnation):
         self._actor = actor
         self._table = {
             message: (getattr(actor, handler.method), handler.awaits)
-            for message, handler in handlers_of(type(actor)).items()
+            for message, handler in actor._handler_table().items()
         }
         self._tasks: anyio.abc.TaskGroup | None = None
         self._halting = False
@@ -155,6 +160,8 @@ class LocalIncarnation(Incarnation):
         while not self._halting:
             if pause is not None:
                 await pause()
+                if self._halting:
+                    break
             envelope = mailbox.take()
             if envelope is None:
                 streak = 0

@@ -4,19 +4,22 @@ import asyncio
 import contextvars
 import logging
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+import typing
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import anyio
 import anyio.abc
 
-from actors.runtime.actor import Actor, handlers_of
+from actors.runtime.actor import Actor
 from actors.runtime.cell import Cell
 from actors.runtime.clock import Clock, SystemClock
 from actors.runtime.events import ActorStatus, Event, EventKind, Observer
 from actors.runtime.incarnation import Incarnation, LocalIncarnation
+from actors.runtime.link import FRAME_LIMIT
 from actors.runtime.message import Envelope, Message
+from actors.runtime.process import ProcessIncarnation, plan_process
 from actors.runtime.ref import ActorRef
 from actors.runtime.supervisor import Supervision, Unit
 
@@ -77,7 +80,7 @@ class ActorSystem:
     ) -> None:
         """`pause` is awaited before each message (a test decides with it who goes first); `seed` is of the jitter."""
         self.name = name
-        self.logger = logging.getLogger("troupe")
+        self.logger = logging.getLogger("troupe.runtime")
         self.random = random.Random(seed)
         self.pause = pause
         self.failed = Failure()
@@ -193,7 +196,7 @@ class ActorSystem:
         failing start is the supervisor's affair.
         """
         first: list[Actor[P]] = [factory()]
-        accepts = frozenset(handlers_of(type(first[0])))
+        accepts = frozenset(first[0]._handler_table())
 
         def make(cell: Cell, number: int) -> Incarnation:
             return LocalIncarnation(cell, number, first.pop() if first else factory())
@@ -201,6 +204,68 @@ class ActorSystem:
         return await self.place(
             make,
             accepts,
+            name=name,
+            capacity=capacity,
+            control_capacity=control_capacity,
+            supervision=supervision,
+            group=group,
+            stop_timeout=stop_timeout,
+            events=events,
+            wait=wait,
+        )
+
+    async def spawn_process(
+        self,
+        protocol: type[P],
+        *,
+        name: str,
+        target: str,
+        config: Any = None,
+        config_type: type | None = None,
+        environment: Mapping[str, str] | None = None,
+        capacity: int = 1024,
+        control_capacity: int = 256,
+        supervision: Supervision | None = None,
+        group: str | None = None,
+        start_timeout: float = 600.0,
+        stop_timeout: float = 5.0,
+        events: Events = None,
+        events_type: Any = None,
+        heartbeat: float = 1.0,
+        heartbeat_timeout: float | None = None,
+        window: int = 16,
+        frame_limit: int = FRAME_LIMIT,
+        wait: bool = True,
+    ) -> ActorRef[P]:
+        """Start the actor class `target` ("package.module:Class") in a child process, as `Class(config)`.
+
+        The class is imported in the child only; `protocol` says here which messages it takes. `config` travels as
+        msgpack and is decoded as `config_type` (its own type unless given), which both sides must be able to import.
+        `environment` is added to the child's alone. What the actor tells its parent goes to `events`; `events_type`
+        (a message type or a union) says what may come, and for a ref is what its actor handles unless given. A child
+        whose event loop is silent for `heartbeat_timeout` seconds is killed. At most `window` messages of a lane are
+        under way to the child; `frame_limit` is in bytes. Waiting and errors are those of `spawn`.
+        """
+        if events_type is not None:
+            types = frozenset(typing.get_args(events_type) or (events_type,))
+        else:
+            types = events._cell.accepts if isinstance(events, ActorRef) else frozenset()
+        plan = plan_process(
+            protocol,
+            target=target,
+            config=config,
+            config_type=config_type,
+            environment=environment,
+            event_types=types,
+            start_timeout=start_timeout,
+            heartbeat=heartbeat,
+            heartbeat_timeout=heartbeat_timeout,
+            window=window,
+            limit=frame_limit,
+        )
+        return await self.place(
+            lambda cell, number: ProcessIncarnation(cell, number, plan),
+            frozenset(plan.replies),
             name=name,
             capacity=capacity,
             control_capacity=control_capacity,

@@ -1,0 +1,217 @@
+"""The life of an actor in a child process, as the child sees it."""
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any, Union
+
+import msgspec
+
+from actors.runtime.actor import Actor, handlers_of
+from actors.runtime.cell import Cell
+from actors.runtime.errors import ActorDied, MessageTooLarge
+from actors.runtime.events import Event, EventKind
+from actors.runtime.incarnation import LocalIncarnation
+from actors.runtime.link import Kind, Link
+from actors.runtime.message import Envelope, Message, current_traceparent
+from actors.runtime.supervisor import Strategy, Supervision
+from actors.runtime.system import ActorSystem
+from actors.runtime.wire import ChildSpec, Death, import_name, log_line, pack_error, unpack_header
+
+__all__ = ["main"]
+
+_LOG_BACKLOG = 1024 * 1024
+"""Log records are dropped while this many bytes wait for a parent that does not read."""
+
+_UNHURRIED = 1e6
+"""Seconds. The parent decides how long a stop may take."""
+
+
+def main(sock: socket.socket, spec: bytes) -> None:
+    """Be the actor that `spec` describes until told to stop, until it dies, or until the parent is gone."""
+    sock.set_inheritable(False)
+    described = msgspec.msgpack.decode(spec, type=ChildSpec)
+
+    async def live() -> None:
+        await _Child(described, sock).live()
+
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(live())
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+class _Child:
+    """Posts the parent's messages to an actor in a system of its own, and sends back what comes of them."""
+
+    def __init__(self, spec: ChildSpec, sock: socket.socket) -> None:
+        self._spec = spec
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        self._done = asyncio.Event()
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._cell: Cell | None = None
+        self._decoder: msgspec.msgpack.Decoder[Any] | None = None
+        self._link = Link(self._loop, sock, self._on_frame, self._on_lost, spec.limit)
+
+    async def live(self) -> None:
+        logger = logging.getLogger("troupe")
+        logger.addHandler(_LogHandler(self._send_log))
+        logger.setLevel(self._spec.log_level)
+        logger.propagate = False
+        logging.getLogger("troupe.runtime").setLevel(
+            logging.CRITICAL + 1
+        )  # the parent's runtime says what happens here
+        beat = self._loop.create_task(self._beat(), name="heartbeat")
+        try:
+            async with ActorSystem(self._spec.name) as system:
+                system.on_event(self._on_event)
+                await self._spawn(system)
+                await self._done.wait()
+            if system.failed.cause is not None:
+                await self._die(system.failed.cause)
+        except (Exception, SystemExit) as error:
+            await self._die(error)
+        finally:
+            beat.cancel()
+        self._link.send(Kind.STOPPED, 0)
+        await self._link.flush()
+        self._link.close()
+
+    async def _spawn(self, system: ActorSystem) -> None:
+        spec = self._spec
+        cls: type[Actor[Any]] = import_name(spec.target)
+        table = handlers_of(cls)
+        if not table:
+            raise TypeError(f"{spec.target} handles no message: mark its methods with @handles")
+        self._decoder = msgspec.msgpack.Decoder(Union[tuple(table)])  # noqa: UP007 - made at run time
+        arguments: list[Any] = []
+        if spec.config_type is not None:
+            arguments.append(msgspec.msgpack.decode(spec.config, type=import_name(spec.config_type)))
+
+        def make(cell: Cell, number: int) -> LocalIncarnation:
+            self._cell = cell
+            return LocalIncarnation(cell, spec.incarnation, cls(*arguments))
+
+        await system.place(
+            make,
+            frozenset(table),
+            name=spec.name,
+            capacity=spec.window,
+            control_capacity=spec.window,
+            supervision=Supervision(Strategy.ESCALATE),
+            group=None,
+            stop_timeout=_UNHURRIED,
+            events=self._send_event,
+            wait=True,
+        )
+        self._link.send(Kind.READY, 0, self._encode([message.__name__ for message in table]))
+
+    def _on_event(self, event: Event) -> None:
+        if event.kind is EventKind.ESCALATED or event.kind is EventKind.STOPPED:
+            self._done.set()
+
+    def _on_frame(self, kind: int, correlation: int, body: memoryview) -> None:
+        if kind == Kind.STOP:
+            self._done.set()
+            return
+        cell, decoder = self._cell, self._decoder
+        if kind != Kind.MESSAGE or cell is None or decoder is None:
+            raise ValueError(f"the parent sent a frame of kind {kind} out of turn")
+        remaining, trace, rest = unpack_header(body)
+        message: Message[Any, Any] = decoder.decode(rest)
+        if cell.closed:
+            return  # on its way out; the parent answers for it
+        now = cell.monotonic()
+        deadline = None if remaining is None else now + remaining
+        cell.post(Envelope(message, trace, now, deadline, _ReplyFrame(self, correlation)))
+
+    def _on_lost(self, error: BaseException | None) -> None:
+        if error is not None:
+            sys.stderr.write(f"actor {self._spec.name}: the parent sent what cannot be understood: {error}\n")
+            sys.stderr.flush()
+        os._exit(1)
+
+    def reply(self, correlation: int, result: Any) -> None:
+        body = self._encode(result)
+        if len(body) > self._spec.limit - 64:
+            self.reply_error(
+                correlation, MessageTooLarge(f"a reply of {len(body)} bytes is over the limit of {self._spec.limit}")
+            )
+        else:
+            self._link.send(Kind.REPLY, correlation, body)
+
+    def reply_error(self, correlation: int, error: BaseException) -> None:
+        self._link.send(Kind.ERROR, correlation, pack_error(error))
+
+    def _send_event(self, message: Message[Any, None]) -> None:
+        self._send_safely(Kind.EVENT, self._encode(message))
+
+    def _send_log(self, record: logging.LogRecord) -> None:
+        if self._link.backlog < _LOG_BACKLOG:
+            self._send_safely(Kind.LOG, self._encode(log_line(record, current_traceparent.get())))
+
+    def _send_safely(self, kind: Kind, body: bytes) -> None:
+        """Send from whichever thread the actor works in."""
+        if threading.get_ident() == self._thread:
+            self._link.send(kind, 0, body)
+        elif not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._link.send, kind, 0, body)
+
+    async def _beat(self) -> None:
+        while True:
+            self._link.send(Kind.HEARTBEAT, 0)
+            await asyncio.sleep(self._spec.heartbeat)
+
+    async def _die(self, error: BaseException) -> None:
+        """Say why, and go without waiting for threads that may hang."""
+        detail = "".join(traceback.format_exception(error))
+        self._link.send(Kind.DIED, 0, self._encode(Death(f"{type(error).__name__}: {error}", detail)))
+        try:
+            await asyncio.wait_for(self._link.flush(), 1.0)
+        finally:
+            os._exit(1)
+
+
+class _ReplyFrame:
+    """The reply slot of a message from the parent. A told message has one too: its answer is the receipt."""
+
+    __slots__ = ("_child", "_correlation")
+
+    def __init__(self, child: _Child, correlation: int) -> None:
+        self._child = child
+        self._correlation = correlation
+
+    def done(self) -> bool:
+        return False
+
+    def set_result(self, result: Any, /) -> None:
+        self._child.reply(self._correlation, result)
+
+    def set_exception(self, exception: BaseException, /) -> None:
+        if isinstance(exception, ActorDied):
+            return  # this actor is at its end: the parent answers for what it has not finished
+        self._child.reply_error(self._correlation, exception)
+
+
+class _LogHandler(logging.Handler):
+    def __init__(self, send: Callable[[logging.LogRecord], None]) -> None:
+        super().__init__()
+        self._send = send
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._send(record)
+        except Exception:
+            self.handleError(record)

@@ -1,0 +1,439 @@
+"""An actor in a child process, as its system sees it."""
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Union
+
+import anyio
+import msgspec
+
+from actors.runtime.cell import Cell
+from actors.runtime.clock import Timer, within
+from actors.runtime.errors import ChildCrash, MessageTooLarge, UnknownMessage
+from actors.runtime.incarnation import Incarnation
+from actors.runtime.link import FRAME_LIMIT, Kind, Link
+from actors.runtime.message import Envelope, Lane, messages_of, reply_type
+from actors.runtime.wire import ChildSpec, Death, LogLine, name_of, pack_header, unpack_error, write_record
+
+__all__ = ["ProcessIncarnation", "ProcessPlan", "plan_process"]
+
+_BOOTSTRAP = """
+import signal
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+import importlib, json, os, socket, sys
+fd, parent = int(sys.argv[1]), int(sys.argv[2])
+if sys.platform == "linux":
+    import ctypes
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() != parent:
+    os._exit(1)
+sock = socket.socket(fileno=fd)
+def read(size):
+    data = b""
+    while len(data) < size:
+        part = sock.recv(size - len(data))
+        if not part:
+            os._exit(1)
+        data += part
+    return data
+boot = json.loads(read(int.from_bytes(read(4), "little")))
+spec = read(int.from_bytes(read(4), "little"))
+sys.argv[1:] = []
+sys.path[:] = boot["path"]
+importlib.import_module(boot["entry"]).main(sock, spec)
+"""
+
+_KILL_AFTER = 1.0
+"""Seconds between SIGTERM and SIGKILL, and between the end of a child's link and SIGKILL."""
+
+_HEADROOM = 512
+"""Bytes of a frame that are not the message: header, deadline, trace context."""
+
+_ENTRY = __name__.rpartition(".")[0] + ".child"
+
+
+class ProcessPlan(msgspec.Struct, frozen=True):
+    """What every incarnation of one child actor has in common. Times in seconds, sizes in bytes."""
+
+    target: str
+    config: bytes
+    config_type: str | None
+    environment: dict[str, str]
+    start_timeout: float
+    heartbeat: float
+    heartbeat_timeout: float | None
+    window: int
+    limit: int
+    events: Any  # msgspec decoder of what the child may tell, or None
+    replies: dict[Any, Any]  # message class -> msgspec decoder of its reply
+
+
+def plan_process(
+    protocol: type,
+    *,
+    target: str,
+    config: Any,
+    config_type: type | None,
+    environment: Mapping[str, str] | None,
+    event_types: frozenset[Any],
+    start_timeout: float,
+    heartbeat: float,
+    heartbeat_timeout: float | None,
+    window: int,
+    limit: int = FRAME_LIMIT,
+) -> ProcessPlan:
+    """Check what can be checked before a child is started. Raises ValueError or TypeError that says what to change."""
+    messages = list(messages_of(protocol))
+    if not messages:
+        raise ValueError(f"no message of {protocol.__name__} is known here: import the module that defines them")
+    if target.count(":") != 1:
+        raise ValueError(f"target must be 'package.module:Class', got {target!r}")
+    if config is not None and config_type is None:
+        config_type = type(config)
+    return ProcessPlan(
+        target=target,
+        config=msgspec.msgpack.encode(config),
+        config_type=None if config_type is None else name_of(config_type),
+        environment=dict(environment or {}),
+        start_timeout=start_timeout,
+        heartbeat=heartbeat,
+        heartbeat_timeout=heartbeat_timeout,
+        window=window,
+        limit=limit,
+        events=msgspec.msgpack.Decoder(Union[tuple(event_types)]) if event_types else None,  # noqa: UP007
+        replies={message: msgspec.msgpack.Decoder(reply_type(message)) for message in messages},
+    )
+
+
+class ProcessIncarnation(Incarnation):
+    """One child process.
+
+    Messages stay in the mailbox here until the child has room: at most `window` of each lane are on their way. A
+    child handles them in order, so only the oldest of each lane can have been in hand when it dies; the other told
+    ones go back into the mailbox, and every ask under way fails with ActorDied.
+    """
+
+    def __init__(self, cell: Cell, number: int, plan: ProcessPlan) -> None:
+        super().__init__(cell, number)
+        self._plan = plan
+        self._child: subprocess.Popen[bytes] | None = None
+        self._link: Link | None = None
+        self._scope = anyio.CancelScope()
+        self._change = anyio.Event()
+        self._ready = False
+        self._stopping = False
+        self._gone = False  # the link has ended
+        self._exited = False
+        self._in_order = False
+        self._death: Death | None = None
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._correlation = 0
+        self._sent: tuple[dict[int, tuple[Envelope, float]], ...] = ({}, {})  # a lane each, by correlation id
+        self._heard = cell.monotonic()
+        self._heartbeat_timer: Timer | None = None
+
+    # -- life ----------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        try:
+            try:
+                with self._scope:
+                    await self._live()
+            except (Exception, SystemExit) as error:
+                self._blame(error)
+            finally:
+                self.cell.mailbox.on_work(None)
+                with anyio.CancelScope(shield=True):
+                    await self._see_off()
+        finally:
+            self.mark_ended()
+
+    async def _live(self) -> None:
+        if self._stopping or self.cause is not None:
+            return
+        self._begin()
+        with within(self.cell.system.clock, self._plan.start_timeout):
+            await self._until(lambda: self._ready or self._gone or self._stopping)
+        if self._gone or self._stopping:
+            return
+        if not self._ready:
+            raise ChildCrash(f"did not start within {self._plan.start_timeout:g} s: raise start_timeout if it works")
+        self.cell.mailbox.on_work(self._pump)
+        self.mark_started()
+        self._pump()
+        self._watch_heartbeat()
+        await self._until(lambda: self._gone or self._stopping)
+        self.cell.mailbox.on_work(None)
+        if self._link is not None and not self._gone:
+            self._link.send(Kind.STOP, 0)
+            await self._until(lambda: self._gone)
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self._change = anyio.Event()
+            await self._change.wait()
+
+    def _begin(self) -> None:
+        plan, cell = self._plan, self.cell
+        spec = ChildSpec(
+            name=cell.name,
+            incarnation=self.number,
+            target=plan.target,
+            config_type=plan.config_type,
+            config=plan.config,
+            window=plan.window,
+            limit=plan.limit,
+            heartbeat=plan.heartbeat,
+            log_level=logging.getLogger("troupe").getEffectiveLevel(),
+        )
+        boot = json.dumps({"path": [os.path.abspath(entry) for entry in sys.path], "entry": _ENTRY}).encode()
+        ours, theirs = socket.socketpair()
+        try:
+            self._child = subprocess.Popen(
+                [sys.executable, "-c", _BOOTSTRAP, str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                pass_fds=(theirs.fileno(),),
+                env={**os.environ, **plan.environment},
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self.pid = self._child.pid
+        self._link = Link(cell.loop, ours, self._on_frame, self._on_lost, plan.limit)
+        body = self._encode(spec)
+        self._link.write(len(boot).to_bytes(4, "little") + boot + len(body).to_bytes(4, "little") + body)
+        self._watch_exit(self._child)
+
+    def _watch_exit(self, child: "subprocess.Popen[bytes]") -> None:
+        loop = self.cell.loop
+        try:
+            pidfd = os.pidfd_open(child.pid)
+        except (AttributeError, OSError):  # not Linux, or forbidden
+            self._poll_exit(child)
+            return
+
+        def exited() -> None:
+            loop.remove_reader(pidfd)
+            os.close(pidfd)
+            self._poll_exit(child)
+
+        loop.add_reader(pidfd, exited)
+
+    def _poll_exit(self, child: "subprocess.Popen[bytes]") -> None:
+        if child.poll() is None:
+            self.cell.loop.call_later(0.02, self._poll_exit, child)
+            return
+        self._exited = self._gone = True
+        if self._link is not None:
+            self._link.drain()
+        self._change.set()
+
+    def _watch_heartbeat(self) -> None:
+        limit = self._plan.heartbeat_timeout
+        if limit is None or self._gone or self._stopping:
+            return
+        silent = self.cell.monotonic() - self._heard
+        if silent >= limit:
+            self.crash(ChildCrash(f"sent no heartbeat for {silent:.1f} s: its event loop hangs"))
+        else:
+            self._heartbeat_timer = self.cell.call_later(limit - silent, self._watch_heartbeat)
+
+    async def _see_off(self) -> None:
+        """Wait for the child's end, or bring it about; reap it and close what is open."""
+        if self._heartbeat_timer is not None:
+            self._heartbeat_timer.cancel()
+        child, link = self._child, self._link
+        if child is None:
+            return
+        gone = self._gone
+        if not gone and self.stop_requested:
+            child.terminate()
+        elif not gone:
+            child.kill()
+        with anyio.move_on_after(_KILL_AFTER):
+            await self._until(lambda: self._exited)
+        if not self._exited:
+            child.kill()
+            await self._until(lambda: self._exited)
+        if link is not None:
+            link.close()
+        if self._in_order and not self.stop_requested:
+            self.stopped_itself = True
+        elif gone and not self.stop_requested:
+            reason = _verdict(child.returncode)
+            if self._death is None:
+                self._blame(ChildCrash(reason, "", child.returncode))
+            else:
+                self._blame(ChildCrash(self._death.reason, self._death.detail, child.returncode))
+
+    def _blame(self, error: BaseException) -> None:
+        if self.cause is None:
+            self.cause = error
+
+    def crash(self, error: BaseException) -> None:
+        if not self.ended:
+            self._blame(error)
+            self.cancel()
+
+    def cancel(self) -> None:
+        self._scope.cancel()
+
+    def request_stop(self) -> None:
+        self._stopping = True
+        self._change.set()
+
+    def start_soon(
+        self, function: Callable[..., Coroutine[Any, Any, object]], args: tuple[object, ...], name: str | None
+    ) -> None:
+        raise RuntimeError("an actor in a child process starts its tasks there")
+
+    # -- messages ------------------------------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        """Send what waits while the child has room for it."""
+        window, mailbox = self._plan.window, self.cell.mailbox
+        for lane in (Lane.CONTROL, Lane.DATA):
+            sent = self._sent[lane]
+            while len(sent) < window:
+                envelope = mailbox.take_from(lane)
+                if envelope is None:
+                    break
+                self._send(envelope, sent)
+
+    def _send(self, envelope: Envelope, sent: dict[int, tuple[Envelope, float]]) -> None:
+        cell, message, link = self.cell, envelope.message, self._link
+        assert link is not None
+        if envelope.reply is not None and envelope.reply.done():
+            return
+        now = cell.monotonic()
+        remaining = None if envelope.deadline is None else envelope.deadline - now
+        if remaining is not None and remaining <= 0.0:
+            cell.expire(envelope)
+            return
+        if message.__class__ not in cell.accepts:  # sent before the child had said what it handles
+            cell.refuse(envelope, UnknownMessage(cell.name, type(message).__name__))
+            return
+        try:
+            body = self._encode(message)
+        except Exception as error:
+            cell.refuse(envelope, error)
+            return
+        if len(body) > link.limit - _HEADROOM:
+            cell.refuse(envelope, MessageTooLarge(f"a message of {len(body)} bytes is over the limit of {link.limit}"))
+            return
+        self._correlation += 1
+        sent[self._correlation] = (envelope, now)
+        link.send(Kind.MESSAGE, self._correlation, pack_header(remaining, envelope.traceparent), body)
+
+    def _on_frame(self, kind: int, correlation: int, body: memoryview) -> None:
+        if kind == Kind.REPLY or kind == Kind.ERROR:
+            self._on_reply(kind, correlation, body)
+            return
+        self._heard = self.cell.monotonic()
+        if kind == Kind.EVENT:
+            self._on_told(body)
+        elif kind == Kind.LOG:
+            write_record(msgspec.msgpack.decode(body, type=LogLine), self.cell.name)
+        elif kind == Kind.READY:
+            self._on_ready(msgspec.msgpack.decode(body, type=list[str]))
+        elif kind == Kind.DIED:
+            self._death = msgspec.msgpack.decode(body, type=Death)
+        elif kind == Kind.STOPPED:
+            self._in_order = True
+        elif kind != Kind.HEARTBEAT:
+            raise ValueError(f"a frame of unknown kind {kind}")
+
+    def _on_reply(self, kind: int, correlation: int, body: memoryview) -> None:
+        cell = self.cell
+        entry = self._sent[0].pop(correlation, None) or self._sent[1].pop(correlation, None)
+        if entry is None:
+            cell.system.late_replies += 1
+            return
+        envelope, sent_at = entry
+        reply = envelope.reply
+        failure: BaseException | None = None
+        if kind == Kind.ERROR:
+            failure = unpack_error(body)
+            cell.refuse(envelope, failure)
+        elif reply is not None:
+            if reply.done():
+                cell.system.late_replies += 1
+            else:
+                reply.set_result(self._plan.replies[type(envelope.message)].decode(body))
+        handled = cell.system.observe_handled
+        if handled is not None:
+            handled(cell, envelope, sent_at - envelope.enqueued_at, cell.monotonic() - sent_at, failure)
+        if not self._stopping and cell.mailbox:
+            self._pump()
+
+    def _on_ready(self, names: list[str]) -> None:
+        handled = frozenset(message for message in self._plan.replies if message.__name__ in names)
+        missing = sorted(message.__name__ for message in self._plan.replies if message not in handled)
+        if missing:
+            self.cell.system.logger.warning("%s has no handler for %s", self._plan.target, ", ".join(missing))
+        self.cell.accepts = handled
+        self._ready = True
+        self._change.set()
+
+    def _on_told(self, body: memoryview) -> None:
+        if self._plan.events is None:
+            raise ValueError("an event came, and no event types were given: pass events and events_type")
+        message = self._plan.events.decode(body)
+        try:
+            self.cell.emit(message)
+        except Exception:
+            self.cell.system.logger.exception("nobody could take %s from actor %s", message, self.cell.name)
+
+    def _on_lost(self, error: BaseException | None) -> None:
+        if error is not None:
+            self._blame(ChildCrash(f"sent what cannot be understood: {error}"))
+            if self._child is not None and not self._exited:
+                self._child.kill()
+        self._gone = True
+        self._change.set()
+
+    # -- what it was doing ---------------------------------------------------------------------------------------
+
+    def _oldest(self) -> tuple[Envelope, float] | None:
+        entries = [next(iter(sent.values())) for sent in self._sent if sent]
+        return min(entries, key=lambda entry: entry[1], default=None)
+
+    def in_hand(self) -> Envelope | None:
+        oldest = self._oldest()
+        return None if oldest is None else oldest[0]
+
+    def since(self) -> float:
+        oldest = self._oldest()
+        return 0.0 if oldest is None else oldest[1]
+
+    def heartbeat_age(self) -> float | None:
+        return self.cell.monotonic() - self._heard if self._ready else None
+
+    def unfinished(self) -> tuple[list[Envelope], list[Envelope]]:
+        in_hand: list[Envelope] = []
+        untouched: list[Envelope] = []
+        for sent in reversed(self._sent):
+            envelopes = [envelope for envelope, _ in sent.values()]
+            first = 0 if self._in_order else 1
+            in_hand += envelopes[:first]
+            untouched += envelopes[first:]
+        return in_hand, untouched
+
+
+def _verdict(returncode: int) -> str:
+    """What an exit status says."""
+    if returncode >= 0:
+        return f"exited with code {returncode}"
+    try:
+        return f"killed by {signal.Signals(-returncode).name}"
+    except ValueError:
+        return f"killed by signal {-returncode}"

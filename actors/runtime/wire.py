@@ -1,0 +1,174 @@
+"""What is inside the frames: the header of a message, errors, log records, and how a child is told what to be."""
+
+import importlib
+import logging
+import math
+import struct
+from typing import Any
+
+import msgspec
+
+from actors.runtime.errors import AskTimeout, RequestError, UnknownMessage
+
+__all__ = [
+    "ChildSpec",
+    "Death",
+    "LogLine",
+    "RemoteError",
+    "import_name",
+    "log_line",
+    "name_of",
+    "pack_error",
+    "pack_header",
+    "unpack_error",
+    "unpack_header",
+    "write_record",
+]
+
+_HEADER = struct.Struct("<dB")
+
+
+class ChildSpec(msgspec.Struct, frozen=True):
+    """All that a child needs to know; the first thing it gets. Times are in seconds, sizes in bytes."""
+
+    name: str
+    incarnation: int
+    target: str
+    config_type: str | None
+    config: bytes
+    window: int
+    limit: int
+    heartbeat: float
+    log_level: int
+
+
+class RemoteError(msgspec.Struct, frozen=True):
+    """An error that goes to an asker in the other process."""
+
+    kind: str
+    arguments: list[Any]
+    fields: dict[str, Any]
+    text: str
+
+
+class Death(msgspec.Struct, frozen=True):
+    """The last words of a child."""
+
+    reason: str
+    detail: str
+
+
+class LogLine(msgspec.Struct, frozen=True):
+    """A log record of a child."""
+
+    name: str
+    level: int
+    text: str
+    path: str
+    line: int
+    function: str | None
+    created: float
+    process: int | None
+    thread: str | None
+    error: str | None
+    traceparent: str | None
+
+
+def pack_header(remaining: float | None, traceparent: str | None) -> bytes:
+    """The deadline as seconds that remain, and the trace context."""
+    trace = b"" if traceparent is None else traceparent.encode("ascii", "replace")[:255]
+    return _HEADER.pack(math.nan if remaining is None else remaining, len(trace)) + trace
+
+
+def unpack_header(body: memoryview) -> tuple[float | None, str | None, memoryview]:
+    """Seconds that remain, the trace context, and the rest of the frame. Raises ValueError."""
+    try:
+        remaining, length = _HEADER.unpack_from(body)
+    except struct.error as error:
+        raise ValueError("a message frame is too short") from error
+    end = _HEADER.size + length
+    trace = str(body[_HEADER.size : end], "ascii") if length else None
+    return (None if math.isnan(remaining) else remaining), trace, body[end:]
+
+
+def name_of(cls: type) -> str:
+    """`module:name` of a class that another process can import. Raises ValueError for one that it cannot."""
+    if cls.__module__ == "__main__" or "<locals>" in cls.__qualname__:
+        raise ValueError(f"a child process cannot import {cls.__qualname__}: put it at the top level of a module")
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def import_name(name: str) -> Any:
+    """The object called `module:name`."""
+    module, _, qualified = name.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in qualified.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def pack_error(error: BaseException) -> bytes:
+    """An error as bytes; arguments and attributes that msgpack cannot carry become text."""
+    cls = type(error)
+    arguments = [_plain(argument) for argument in error.args]
+    fields = {name: _plain(value) for name, value in vars(error).items() if name != "__notes__"}
+    return msgspec.msgpack.encode(
+        RemoteError(f"{cls.__module__}:{cls.__qualname__}", arguments, fields, f"{cls.__name__}: {error}")
+    )
+
+
+def _plain(value: Any) -> Any:
+    try:
+        return msgspec.to_builtins(value, builtin_types=(bytes,))
+    except (TypeError, ValueError):
+        return str(value)
+
+
+def unpack_error(body: memoryview) -> Exception:
+    """The error that `pack_error` packed, of its own class if this process has imported that. Nothing is imported."""
+    remote = msgspec.msgpack.decode(body, type=RemoteError)
+    known: list[type[Exception]] = [RequestError, AskTimeout, UnknownMessage]
+    while known:
+        cls = known.pop()
+        if f"{cls.__module__}:{cls.__qualname__}" == remote.kind:
+            error = cls.__new__(cls, *remote.arguments)
+            error.args = tuple(remote.arguments)
+            error.__dict__.update(remote.fields)
+            return error
+        known.extend(cls.__subclasses__())
+    return RequestError(remote.text)
+
+
+def log_line(record: logging.LogRecord, traceparent: str | None) -> LogLine:
+    error = None
+    if record.exc_info:
+        error = logging.Formatter().formatException(record.exc_info)
+    return LogLine(
+        name=record.name,
+        level=record.levelno,
+        text=record.getMessage(),
+        path=record.pathname,
+        line=record.lineno,
+        function=record.funcName,
+        created=record.created,
+        process=record.process,
+        thread=record.threadName,
+        error=error,
+        traceparent=traceparent,
+    )
+
+
+def write_record(line: LogLine, actor: str) -> None:
+    """Hand a child's record to the logger of the same name here."""
+    logger = logging.getLogger(line.name)
+    if not logger.isEnabledFor(line.level):
+        return
+    record = logging.LogRecord(line.name, line.level, line.path, line.line, line.text, None, None, line.function)
+    record.created = line.created
+    record.msecs = (line.created % 1.0) * 1000.0
+    record.process = line.process
+    record.threadName = line.thread
+    record.exc_text = line.error
+    record.actor = actor
+    record.traceparent = line.traceparent
+    logger.handle(record)

@@ -1,0 +1,214 @@
+"""Actors that the process tests place in a child, and their messages."""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from typing import ClassVar
+
+import msgspec
+
+from actors.runtime import Actor, Lane, Message, RequestError, current_traceparent, handles
+
+
+class ChildProtocol: ...
+
+
+class ListenerProtocol: ...
+
+
+class Settings(msgspec.Struct, frozen=True):
+    factor: int = 1
+    fail_start: bool = False
+    start_seconds: float = 0.0
+
+
+class Multiply(Message[ChildProtocol, int], frozen=True):
+    value: int
+
+
+class Rows(msgspec.Struct, frozen=True):
+    number: int
+    tokens: bytes
+
+
+class Step(Message[ChildProtocol, Rows], frozen=True):
+    number: int
+    tokens: bytes
+
+
+class Facts(msgspec.Struct, frozen=True):
+    pid: int
+    incarnation: int
+    descriptors: list[str]
+    sigint_ignored: bool
+    environment: str | None
+    traceparent: str | None
+    modules: list[str]
+
+
+class Inspect(Message[ChildProtocol, Facts], frozen=True): ...
+
+
+class Exit(Message[ChildProtocol, None], frozen=True):
+    signal: int = 0
+    code: int = 0
+
+
+class Raise(Message[ChildProtocol, None], frozen=True):
+    bad_request: bool = False
+
+
+class Sleep(Message[ChildProtocol, None], frozen=True):
+    seconds: float
+    block: bool = False
+
+
+class Ping(Message[ChildProtocol, str], frozen=True):
+    lane: ClassVar[Lane] = Lane.CONTROL
+
+
+class Count(Message[ChildProtocol, None], frozen=True):
+    redeliver: ClassVar[bool] = True
+    key: str
+
+
+class Counted(Message[ChildProtocol, list[str]], frozen=True): ...
+
+
+class Poison(Message[ChildProtocol, None], frozen=True):
+    redeliver: ClassVar[bool] = True
+    path: str
+
+
+class Speak(Message[ChildProtocol, None], frozen=True):
+    text: str
+    from_thread: bool = False
+
+
+class Leave(Message[ChildProtocol, None], frozen=True): ...
+
+
+class Missing(Message[ChildProtocol, None], frozen=True): ...
+
+
+class Large(Message[ChildProtocol, bytes], frozen=True):
+    size: int
+
+
+class Garbage(Message[ChildProtocol, None], frozen=True):
+    data: bytes
+
+
+class Progress(Message[ListenerProtocol, None], frozen=True):
+    text: str
+
+
+class BadPrompt(RequestError):
+    def __init__(self, message: str, *, param: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ChildActor(Actor[ChildProtocol]):
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.counted: list[str] = []
+
+    async def started(self) -> None:
+        if self.settings.start_seconds:
+            time.sleep(self.settings.start_seconds)
+        if self.settings.fail_start:
+            raise RuntimeError("no device found")
+
+    async def stopping(self) -> None:
+        logging.getLogger("troupe.child").warning("stopping in order")
+
+    @handles
+    def multiply(self, message: Multiply) -> int:
+        return message.value * self.settings.factor
+
+    @handles
+    def step(self, message: Step) -> Rows:
+        return Rows(message.number, message.tokens[::-1])
+
+    @handles
+    def inspect(self, message: Inspect) -> Facts:
+        return Facts(
+            pid=os.getpid(),
+            incarnation=self.context.incarnation,
+            descriptors=[os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _open(fd)],
+            sigint_ignored=signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
+            environment=os.environ.get("TROUPE_TEST"),
+            traceparent=current_traceparent.get(),
+            modules=sorted(name for name in sys.modules if "." not in name),
+        )
+
+    @handles
+    def exit(self, message: Exit) -> None:
+        if message.signal:
+            os.kill(os.getpid(), message.signal)
+        os._exit(message.code)
+
+    @handles
+    def fail(self, message: Raise) -> None:
+        if message.bad_request:
+            raise BadPrompt("too long", param="prompt")
+        raise ValueError("the device is on fire")
+
+    @handles
+    async def sleep(self, message: Sleep) -> None:
+        if message.block:
+            time.sleep(message.seconds)
+        else:
+            await asyncio.sleep(message.seconds)
+
+    @handles
+    def ping(self, message: Ping) -> str:
+        return "pong"
+
+    @handles
+    def count(self, message: Count) -> None:
+        self.counted.append(message.key)
+
+    @handles
+    def tell_counted(self, message: Counted) -> list[str]:
+        return self.counted
+
+    @handles
+    def poison(self, message: Poison) -> None:
+        with open(message.path, "a") as file:
+            file.write("x")
+        os._exit(3)
+
+    @handles
+    def speak(self, message: Speak) -> None:
+        logging.getLogger("troupe.child").warning("said %s", message.text)
+        if message.from_thread:
+            thread = threading.Thread(target=self.context.parent_tell, args=(Progress(message.text),))
+            thread.start()
+            thread.join()
+        else:
+            self.context.parent_tell(Progress(message.text))
+
+    @handles
+    def leave(self, message: Leave) -> None:
+        self.context.stop_self()
+
+    @handles
+    def large(self, message: Large) -> bytes:
+        return b"x" * message.size
+
+    @handles
+    def garbage(self, message: Garbage) -> None:
+        """Write what is no frame to the link, the only socket here."""
+        for fd in os.listdir("/proc/self/fd"):
+            if _open(fd) and os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+                os.write(int(fd), message.data)
+
+
+def _open(fd: str) -> bool:
+    return os.path.exists(f"/proc/self/fd/{fd}") or os.path.islink(f"/proc/self/fd/{fd}")
