@@ -1,6 +1,6 @@
 """An actor runtime for asyncio: typed messages, bounded mailboxes, supervision, and actors in child processes."""
 
-from actors.runtime.actor import Actor, handles
+from actors.runtime.actor import Actor, Deferred, handles
 from actors.runtime.clock import Clock, SystemClock
 from actors.runtime.context import ActorContext, Terminated
 from actors.runtime.errors import (
@@ -30,6 +30,7 @@ __all__ = [
     "Backoff",
     "ChildCrash",
     "Clock",
+    "Deferred",
     "Event",
     "EventKind",
     "Failure",

@@ -1,5 +1,6 @@
 """Actors, and how they say which messages they handle."""
 
+import asyncio
 import inspect
 import types
 import typing
@@ -9,13 +10,21 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar, overload
 from actors.runtime.context import ActorContext
 from actors.runtime.message import Message, reply_type
 
-__all__ = ["Actor", "Handler", "handlers_of", "handles"]
+__all__ = ["Actor", "Deferred", "Handler", "handlers_of", "handles"]
 
 P = TypeVar("P")
 R = TypeVar("R")
 S = TypeVar("S")
 M = TypeVar("M", bound=Message[Any, Any])
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+Deferred = asyncio.Future
+"""What a plain handler returns when the answer comes later: the actor goes on with its next message meanwhile.
+
+The answer is sent when the future is done. A RequestError in it goes to the asker, any other exception is a crash, and
+an unfinished one ends with its incarnation, when the asker gets ActorDied.
+"""
 
 
 class Handler(NamedTuple):

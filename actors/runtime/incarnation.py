@@ -120,6 +120,7 @@ class LocalIncarnation(Incarnation):
         self._halting = False
         self._current: Envelope | None = None
         self._since = 0.0
+        self._deferred: dict[asyncio.Future[Any], tuple[Envelope, float]] = {}
         actor.context = ActorContext(self)
 
     async def run(self) -> None:
@@ -198,6 +199,10 @@ class LocalIncarnation(Incarnation):
             if self.cause is not None:
                 return
             self._current = None
+            if failure is None and isinstance(result, asyncio.Future):
+                self._deferred[result] = (envelope, now)
+                result.add_done_callback(self._settle)
+                continue
             if failure is not None:
                 cell.refuse(envelope, failure)
             elif reply is not None:
@@ -214,6 +219,38 @@ class LocalIncarnation(Incarnation):
                     await asyncio.sleep(0)
                 except asyncio.CancelledError:
                     self._survive_cancellation()
+
+    def _settle(self, future: "asyncio.Future[Any]") -> None:
+        """Send the answer that a handler promised earlier."""
+        entry = self._deferred.pop(future, None)
+        error = None if future.cancelled() else future.exception()
+        if entry is None or self.ended or self.cause is not None:
+            return
+        envelope, began = entry
+        cell = self.cell
+        if future.cancelled():
+            error = HandlerCancelled(f"the deferred answer to {type(envelope.message).__name__} was cancelled")
+        if error is not None and not isinstance(error, RequestError):
+            self._deferred[future] = entry  # unfinished: answered for when this incarnation has ended
+            self.crash(error)
+            return
+        if error is not None:
+            cell.refuse(envelope, error)
+        elif envelope.reply is not None:
+            if envelope.reply.done():
+                cell.system.late_replies += 1
+            else:
+                envelope.reply.set_result(future.result())
+        if cell.system.observe_handled is not None:
+            cell.system.observe_handled(cell, envelope, began - envelope.enqueued_at, cell.monotonic() - began, error)
+
+    def unfinished(self) -> tuple[list[Envelope], list[Envelope]]:
+        in_hand, untouched = super().unfinished()
+        deferred = [envelope for envelope, _ in self._deferred.values()]
+        for future in list(self._deferred):
+            future.cancel()
+        self._deferred.clear()
+        return deferred + in_hand, untouched
 
     def _is_over(self) -> bool:
         assert self._tasks is not None
