@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -24,9 +24,6 @@ __all__ = ["Served", "configuration", "listen", "serve"]
 
 log = logging.getLogger("troupe.server")
 
-WATCH_INTERVAL = 0.5
-"""Seconds between two looks at whether the engine has failed."""
-
 CLOSE_TIMEOUT = 10.0
 """Seconds that connections get to close after the application has drained."""
 
@@ -39,12 +36,15 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class Served(Protocol):
     """What the server asks of the application, beside ASGI."""
 
-    async def drain(self) -> None:
-        """Stop admitting; return when all requests have ended, at the latest after ``--shutdown-timeout``."""
-
     @property
-    def failed(self) -> bool:
-        """Whether the engine gave up: nothing but a new process helps."""
+    def failed(self) -> asyncio.Event:
+        """Set when the engine gave up: nothing but a new process helps."""
+
+    async def drain(self, timeout: float | None = None) -> bool:
+        """Stop admitting; return when all requests have ended, at the latest after ``timeout`` seconds.
+
+        The default is ``--shutdown-timeout``. What still runs then ends with an error in its own API's form.
+        """
 
 
 def configuration(arguments: Arguments) -> Config:
@@ -70,9 +70,10 @@ def configuration(arguments: Arguments) -> Config:
 
 
 def listen(config: Config) -> Sockets:
-    """Bind the address before anything is loaded. Raises OSError when it is taken or not this machine's."""
+    """Take the address before anything is loaded. Raises OSError when it is taken or not this machine's."""
     sockets = config.create_sockets()
     for bound in sockets.insecure_sockets:
+        bound.listen(config.backlog)  # binding alone would not refuse an address that another process is about to use
         bound.set_inheritable(False)  # a worker process must not keep the port when this process is gone
     return sockets
 
@@ -82,20 +83,20 @@ async def serve(app: ASGIFramework, control: Served, config: Config, sockets: So
 
     The first SIGTERM or SIGINT drains, the second one ends the draining at once. ``control`` is the application too.
     """
-    stop, hurry = asyncio.Event(), asyncio.Event()
-    stopping = asyncio.Event()
+    stop, hurry, stopping = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     def on_signal() -> None:
         (hurry if stop.is_set() else stop).set()
 
     async def shutdown_trigger() -> None:
         try:
-            while not stop.is_set() and not control.failed:
-                await _wait(stop, timeout=WATCH_INTERVAL)
-            if stop.is_set() and not control.failed:
+            await _first(stop.wait(), control.failed.wait())
+            if not control.failed.is_set():
                 log.info("Stopping: running requests may finish; a second signal ends them now.")
-                await _drain(control, hurry)
-            if control.failed:
+                await _first(_drain(control), hurry.wait())
+            if hurry.is_set():
+                await _first(_drain(control, 0), asyncio.sleep(HURRIED_TIMEOUT))
+            if control.failed.is_set():
                 log.critical("The engine has failed; the server stops with an error status.")
         finally:
             stopping.set()
@@ -110,41 +111,37 @@ async def serve(app: ASGIFramework, control: Served, config: Config, sockets: So
             ),
             name="troupe-server",
         )
-        closing = asyncio.create_task(stopping.wait(), name="troupe-server-closing")
         try:
-            await asyncio.wait({serving, closing}, return_when=asyncio.FIRST_COMPLETED)
+            await _first(asyncio.wait({serving}), stopping.wait())
             # From Python 3.12 on Hypercorn waits for open connections without a limit of its own.
             limit = HURRIED_TIMEOUT if hurry.is_set() else config.graceful_timeout + config.shutdown_timeout
             done, _ = await asyncio.wait({serving}, timeout=limit)
             if not done:
                 log.warning("Connections did not close in time and are cut.")
         finally:
-            closing.cancel()
             serving.cancel()
             outcome = (await asyncio.gather(serving, return_exceptions=True))[0]
         if isinstance(outcome, Exception):
             raise outcome
-    return not control.failed
+    return not control.failed.is_set()
 
 
-async def _drain(control: Served, hurry: asyncio.Event) -> None:
-    draining = asyncio.create_task(control.drain(), name="troupe-drain")
-    hurried = asyncio.create_task(hurry.wait(), name="troupe-drain-hurried")
+async def _drain(control: Served, timeout: float | None = None) -> None:
     try:
-        await asyncio.wait({draining, hurried}, return_when=asyncio.FIRST_COMPLETED)
+        await control.drain(timeout)
+    except Exception:
+        log.exception("Draining failed; the server stops without it.")
+
+
+async def _first(*awaitables: Coroutine[object, object, object]) -> None:
+    """Return when one of them is done; the others are cancelled."""
+    tasks = [asyncio.create_task(awaitable) for awaitable in awaitables]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        hurried.cancel()
-        draining.cancel()
-        outcome = (await asyncio.gather(draining, return_exceptions=True))[0]
-    if isinstance(outcome, Exception):
-        log.error("Draining failed: %s", outcome, exc_info=outcome)
-
-
-async def _wait(event: asyncio.Event, *, timeout: float) -> None:
-    try:
-        await asyncio.wait_for(event.wait(), timeout)
-    except TimeoutError:
-        return
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @contextmanager

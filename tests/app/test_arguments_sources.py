@@ -1,0 +1,152 @@
+"""Arguments from the command line, TROUPE_ARGS and a YAML file."""
+
+from pathlib import Path
+
+import pytest
+
+from actors.arguments import ArgumentError, Arguments
+from app.arguments import load_arguments
+from app.understudy import MODEL_DIR
+
+
+def load(line: str = "", environment: str | None = None) -> Arguments:
+    return load_arguments(line.split(), {} if environment is None else {"TROUPE_ARGS": environment})
+
+
+def problems(line: str | None = "", environment: str | None = None) -> str:
+    argv = None if line is None else line.split()
+    with pytest.raises(ArgumentError) as caught:
+        load_arguments(argv, {} if environment is None else {"TROUPE_ARGS": environment})
+    return str(caught.value)
+
+
+def config(folder: Path, text: str) -> str:
+    file = folder / "config.yaml"
+    file.write_text(text)
+    return str(file)
+
+
+def test_without_arguments_the_model_in_the_box_is_served() -> None:
+    for arguments in (load(), load_arguments(None, {})):
+        assert arguments.model_path == str(MODEL_DIR)
+        assert arguments.model_name == "understudy"
+    assert load("--served-model-name small").model_name == "small"
+
+
+@pytest.mark.parametrize("line", ["m", "--model m", "--model-path=m", "--model_path m", "-- m", "--port 1 m", "m m2 "])
+def test_the_model(line: str) -> None:
+    if line == "m m2 ":
+        assert (
+            problems(line)
+            == "m2: unexpected; only one model can be given\nthe model m2: contradicts the model m; give one of them"
+        )
+        return
+    assert load(line).model_path == "m"
+    assert load(line).model_name == "m"
+
+
+def test_the_model_twice() -> None:
+    assert "contradicts" in problems("m --model other")
+    assert load("m --model m").model_path == "m"
+
+
+def test_values_and_flags() -> None:
+    arguments = load("--stream-output m --max_num_seqs=3 --chunked-prefill-size -1 --no-enable-prefix-caching")
+    assert arguments.stream_output
+    assert arguments.max_running_requests == 3
+    assert arguments.chunked_prefill_size == -1
+    assert arguments.disable_radix_cache
+    assert not load("--disable-radix-cache=false").disable_radix_cache
+    assert load('--hf-overrides {"a":1}').json_model_override_args == {"a": 1}
+
+
+def test_the_last_of_equal_names_wins() -> None:
+    assert load("--port 1 --port 2").port == 2
+    assert "contradicts --max-num-seqs" in problems("--max-num-seqs 1 --max-running-requests 2")
+
+
+@pytest.mark.parametrize("line", ["--port", "--port --stream-output", "--api-key", "--max-total-tokens"])
+def test_a_value_is_missing(line: str) -> None:
+    assert f"{line.split()[0]}: needs a value" in problems(line)
+
+
+def test_refused_and_unknown_names() -> None:
+    said = problems("--tp 2 --cuda-graph-bs 1 2 4 --enable-lora --tempreature 1 -tp 2 --schedule-polisy lpm m")
+    assert "--tp: tensor parallelism is not built yet" in said
+    assert "--cuda-graph-bs: graphs" in said
+    assert "--enable-lora: LoRA" in said
+    assert "--tempreature: there is no such argument" in said
+    assert "-tp: tensor parallelism" in said
+    assert "--schedule-polisy: there is no such argument; did you mean --schedule-policy?" in said
+    assert "unexpected" not in said
+    assert "contradicts" not in said
+
+
+def test_harmless_recipes_of_other_engines_work() -> None:
+    load("m --tensor-parallel-size 1 --kv-cache-dtype auto --enforce-eager --block-size 16 --nnodes 1 --enable-metrics")
+
+
+def test_the_environment() -> None:
+    arguments = load("", "--model-path 'a b' --api-key \"k k\" --stream-output")
+    assert arguments.model_path == "a b"
+    assert arguments.api_key == "k k"
+    assert arguments.stream_output
+    assert "--prot in TROUPE_ARGS: there is no such argument; did you mean --port?" in problems("", "--prot 3")
+    assert "TROUPE_ARGS: No closing quotation" in problems("", "--model 'a")
+
+
+def test_without_a_command_line_hypercorn_decides_where_to_listen() -> None:
+    assert "port: without a command line Hypercorn decides" in problems(None, "--port 9000")
+    assert load("", "--port 9000").port == 9000
+
+
+def test_the_file(tmp_path: Path) -> None:
+    path = config(
+        tmp_path,
+        "model: m\nmax-running-requests: 7\nenable_prefix_caching: false\nwarmups: [batch, generate]\n"
+        "hf-overrides: {rope: {a: 1}}\napi-key: 123\nrequest-timeout: null\nshutdown-timeout: 5\n",
+    )
+    arguments = load(f"--config {path}")
+    assert arguments.model_path == "m"
+    assert arguments.max_running_requests == 7
+    assert arguments.disable_radix_cache
+    assert arguments.warmups == ("batch", "generate")
+    assert arguments.json_model_override_args == {"rope": {"a": 1}}
+    assert arguments.api_key == "123"
+    assert arguments.request_timeout is None
+    assert arguments.shutdown_timeout == 5.0
+    assert arguments.config == path
+
+
+def test_precedence(tmp_path: Path) -> None:
+    path = config(tmp_path, "port: 1\nmax-num-seqs: 1\nstream-interval: 1\ndisable-radix-cache: true\n")
+    arguments = load("--port 3 --enable-prefix-caching", f"--config {path} --port 2 --max-running-requests 2")
+    assert arguments.port == 3
+    assert arguments.max_running_requests == 2
+    assert arguments.stream_interval == 1
+    assert not arguments.disable_radix_cache
+
+
+def test_wrong_files(tmp_path: Path) -> None:
+    assert "cannot be read: No such file" in problems(f"--config {tmp_path}/none.yaml")
+    assert "cannot be read" in problems(f"--config {tmp_path}")
+    assert "is not YAML" in problems(f"--config {config(tmp_path, 'a: [')}")
+    assert "must hold names and values" in problems(f"--config {config(tmp_path, '- a')}")
+    assert "a name must be text" in problems(f"--config {config(tmp_path, '1: 2')}")
+    assert "cannot name another" in problems(f"--config {config(tmp_path, 'config: x.yaml')}")
+    assert "small" in problems(f"--config {config(tmp_path, '#' * (1 << 20) + ' ')}")
+    assert "is not YAML" in problems(f"--config {config(tmp_path, '!!python/object/apply:os.getcwd []')}")
+    path = config(tmp_path, "max-nun-seqs: 3\nenable-lora: true\nport: 70000\nenable-eplb: false\n")
+    said = problems(f"--config {path}")
+    assert f"max-nun-seqs in {path}: there is no such argument; did you mean max-num-seqs?" in said
+    assert f"enable-lora in {path}: LoRA" in said
+    assert f"port in {path}: must be an integer from 0 to 65535" in said
+    assert "eplb" not in said
+
+
+def test_an_empty_file_is_fine(tmp_path: Path) -> None:
+    assert load(f"--config {config(tmp_path, '')}").max_running_requests == Arguments().max_running_requests
+
+
+def test_all_problems_are_told_at_once() -> None:
+    assert len(problems("--port x --enable-lora", "--prot 1").splitlines()) == 3
