@@ -64,13 +64,25 @@ class WeightLoader:
 def open_weights(
     model_path: str,
     load_format: str,
+    extra_config: str,
     shapes: Shapes,
     dtype: torch.dtype,
     device: torch.device,
     seed: int,
     progress: Callable[[float], None],
 ) -> WeightLoader:
-    """A loader for ``load_format`` auto, safetensors or dummy. Raises LoadError."""
+    """A loader for ``load_format`` auto, safetensors or dummy. Raises LoadError.
+
+    ``extra_config``: a JSON object of options for the loader; there are none yet.
+    """
+    try:
+        options = json.loads(extra_config or "{}")
+    except ValueError:
+        options = None
+    if not isinstance(options, dict):
+        raise LoadError(f"the loader's extra config must be a JSON object, and is {extra_config!r}")
+    if options:
+        raise LoadError(f"the loader takes no option {', '.join(map(repr, options))}; leave its extra config empty")
     if load_format == "dummy":
         return WeightLoader(_Dummy(seed).fill, shapes, dtype, device, progress)
     if load_format not in ("auto", "safetensors"):
@@ -92,7 +104,8 @@ class _Dummy:
         elif name.endswith(".bias"):
             target.zero_()
         else:
-            generator = torch.Generator(target.device).manual_seed((self._seed << 32) ^ zlib.crc32(name.encode()))
+            seed = zlib.crc32(f"{self._seed} {name}".encode())  # the CPU's generator takes 32 bits of a seed
+            generator = torch.Generator(target.device).manual_seed(seed)
             target.normal_(0.0, 0.02, generator=generator)
 
 

@@ -66,6 +66,7 @@ class ModelRunner:
         weights = open_weights(
             config.model_path,
             config.load_format,
+            config.loader_extra_config,
             tensor_shapes(model),
             dtype,
             platform.device,
@@ -160,7 +161,7 @@ class ModelRunner:
             try:
                 state.admit(admission)
                 self._sampler.admit(admission.slot, admission.sampling, admission.prompt_length)
-            except (ValueError, IndexError, OverflowError, RuntimeError) as error:
+            except Exception as error:  # whatever is wrong with one request is its own
                 self._drop(admission.slot)
                 answer.failed.append(RowError(admission.slot, admission.generation, str(error)))
         granted, pages = _ints(batch.page_slots), _ints(batch.page_ids)

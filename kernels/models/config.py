@@ -118,8 +118,6 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         raise ConfigError("this checkpoint is quantized (quantization_config); use the bf16 or fp32 checkpoint instead")
     if (activation := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise ConfigError(f"hidden_act {activation!r} is not supported; {family_name} is run with silu")
-    if float(raw.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise ConfigError("partial_rotary_factor other than 1 is not supported")
     hidden, heads = _size(raw, "hidden_size"), _size(raw, "num_attention_heads")
     kv_heads = _size(raw, "num_key_value_heads", heads)
     head_dim = _size(raw, "head_dim", hidden // heads)
@@ -130,7 +128,7 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     layers = _size(raw, "num_hidden_layers")
     max_positions = _size(raw, "max_position_embeddings")
     rope = _rope(raw, max_positions)
-    if rope.kind == "yarn" and rope.original_length < max_positions:
+    if rope.kind == "yarn":
         max_positions = max(max_positions, int(rope.original_length * rope.factor))
     attention_bias = bool(raw.get("attention_bias", False))
     dtype = raw.get("dtype") or raw.get("torch_dtype")
@@ -143,7 +141,7 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        norm_eps=_number(raw, "rms_norm_eps", 1e-6),
         max_positions=max_positions,
         rope=rope,
         qkv_bias=family.qkv_bias or attention_bias,
@@ -199,30 +197,47 @@ def _windows(raw: Mapping[str, Any], family: Family, layers: int) -> tuple[int, 
     return tuple(window if layer >= first else 0 for layer in range(layers))
 
 
+def _number(raw: Mapping[str, Any], key: str, default: float) -> float:
+    value = raw.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        raise ConfigError(f"config.json: {key} must be a number above 0, and is {value!r}")
+    return float(value)
+
+
 def _rope(raw: Mapping[str, Any], max_positions: int) -> RopeConfig:
-    given = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    theta = float(given.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+    given: dict[str, Any] = {"rope_theta": raw.get("rope_theta")}
+    given["partial_rotary_factor"] = raw.get("partial_rotary_factor")
+    given["original_max_position_embeddings"] = raw.get("original_max_position_embeddings")
+    for key in ("rope_scaling", "rope_parameters"):
+        part = raw.get(key) or {}
+        if not isinstance(part, dict):
+            raise ConfigError(f"config.json: {key} must be an object, and is {part!r}")
+        given.update({name: value for name, value in part.items() if value is not None})
+    theta = _number(given, "rope_theta", 10000.0)
     kind = given.get("rope_type") or given.get("type") or "default"
-    if float(given.get("partial_rotary_factor") or 1.0) != 1.0:
+    if _number(given, "partial_rotary_factor", 1.0) != 1.0:
         raise ConfigError("partial_rotary_factor other than 1 is not supported")
     if kind in ("default", "dynamic"):
         return RopeConfig(theta=theta)
     if kind not in ("linear", "llama3", "yarn"):
         raise ConfigError(f"rope_type {kind!r} is not supported; supported are default, linear, llama3, yarn, dynamic")
-    original = given.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings")
-    if kind == "llama3" and not original:
+    original = given["original_max_position_embeddings"]
+    if kind == "llama3" and original is None:
         raise ConfigError("rope_type llama3 needs original_max_position_embeddings")
+    original_length = _size(given, "original_max_position_embeddings", max_positions)
     attention_factor = given.get("attention_factor")
     return RopeConfig(
         theta=theta,
         kind=kind,
-        factor=float(given.get("factor") or 1.0),
-        original_length=int(original or max_positions),
-        low_freq_factor=float(given.get("low_freq_factor") or 1.0),
-        high_freq_factor=float(given.get("high_freq_factor") or 4.0),
-        beta_fast=float(given.get("beta_fast") or 32.0),
-        beta_slow=float(given.get("beta_slow") or 1.0),
-        attention_factor=None if attention_factor is None else float(attention_factor),
+        factor=_number(given, "factor", max_positions / original_length),
+        original_length=original_length,
+        low_freq_factor=_number(given, "low_freq_factor", 1.0),
+        high_freq_factor=_number(given, "high_freq_factor", 4.0),
+        beta_fast=_number(given, "beta_fast", 32.0),
+        beta_slow=_number(given, "beta_slow", 1.0),
+        attention_factor=None if attention_factor is None else _number(given, "attention_factor", 1.0),
         mscale=float(given.get("mscale") or 0.0),
         mscale_all_dim=float(given.get("mscale_all_dim") or 0.0),
         truncate=bool(given.get("truncate", True)),
