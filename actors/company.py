@@ -73,7 +73,7 @@ class Company:
         self._context_length = context_length
         self._on_progress = on_progress
         self._on_ready = on_ready
-        self.restarts: dict[str, int] = {}
+        self._assembled = False
 
     async def assemble(self) -> None:
         """Start every actor. The worker's load goes on after this returns; ``on_ready`` tells its end."""
@@ -125,6 +125,11 @@ class Company:
             group="scheduling",
             supervision=together,
         )
+        self.detokenizer = await system.spawn(
+            lambda: Detokenizer(self._journal, self._codec, lambda: self.scheduler),
+            name="detokenizer",
+            supervision=alone,
+        )
         self.scheduler = await system.spawn(
             self._make_scheduler,
             name="scheduler",
@@ -132,11 +137,13 @@ class Company:
             control_capacity=16384,
             group="scheduling",
             supervision=together,
-            wait=False,
         )
-        self.detokenizer = await system.spawn(
-            lambda: Detokenizer(self._journal, self._codec, self.scheduler), name="detokenizer", supervision=alone
-        )
+        self._assembled = True
+        if self._vitals.worker is not None:
+            # It was quicker than the rest of the company.
+            info, epoch = self._vitals.worker
+            self.scheduler.offer(WorkerReady(info=info, epoch=epoch))
+            self._on_ready()
 
     def _make_scheduler(self) -> Scheduler:
         return Scheduler(
@@ -199,5 +206,6 @@ class Company:
             self._on_progress(message.stage, message.fraction)
         elif isinstance(message, WorkerLoaded):
             self._vitals.worker = (message.info, message.epoch)
-            self.scheduler.offer(WorkerReady(info=message.info, epoch=message.epoch))
-            self._on_ready()
+            if self._assembled:
+                self.scheduler.offer(WorkerReady(info=message.info, epoch=message.epoch))
+                self._on_ready()

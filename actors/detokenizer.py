@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Callable
 
 import numpy as np
 
@@ -36,10 +37,12 @@ class Detokenizer(Actor[DetokenizerProtocol]):
     ``codec`` is None with --skip-tokenizer-init: deltas then carry token ids and no text.
     """
 
-    def __init__(self, journal: Journal, codec: TextCodec | None, scheduler: ActorRef[SchedulerProtocol]) -> None:
+    def __init__(
+        self, journal: Journal, codec: TextCodec | None, scheduler: Callable[[], ActorRef[SchedulerProtocol]]
+    ) -> None:
         self._journal = journal
         self._codec = codec
-        self._scheduler = scheduler
+        self._scheduler = scheduler  # called when it is needed: the two know each other, and one must be made first
         self._texts: dict[int, IncrementalText] = {}
 
     @handles
@@ -68,7 +71,7 @@ class Detokenizer(Actor[DetokenizerProtocol]):
         if surplus:
             # When the lane is full their next tokens come this way again, and are refused again.
             with contextlib.suppress(MailboxFull):
-                self._scheduler.offer(TextStopped(sequences=tuple(surplus)))
+                self._scheduler().offer(TextStopped(sequences=tuple(surplus)))
 
     @handles
     def fence(self, message: Fence) -> None:

@@ -1,0 +1,64 @@
+"""A server in a process of its own, as users start it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from tests.bench.serving import free_port
+
+ROOT = Path(__file__).parents[2]
+
+
+class RealServer:
+    def __init__(self, command: list[str], port: int, log: Path, environment: dict[str, str] | None = None) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = log
+        with log.open("wb") as out:
+            self.process = subprocess.Popen(
+                command, stdout=out, stderr=out, cwd=ROOT, env={**os.environ, **(environment or {})}
+            )
+
+    def wait_ready(self, limit: float = 120.0) -> None:
+        deadline = time.monotonic() + limit
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, self.log.read_text()
+            try:
+                if httpx.get(f"{self.url}/ready", timeout=5).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.05)
+        raise AssertionError(f"not ready after {limit} s:\n{self.log.read_text()}")
+
+    def stop(self) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(30)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+                raise AssertionError(f"did not stop:\n{self.log.read_text()}") from None
+        return self.process.returncode
+
+
+@contextmanager
+def running(log: Path, *arguments: str) -> Iterator[RealServer]:
+    """``troupe serve`` with these arguments, ready."""
+    port = free_port()
+    command = [sys.executable, "-m", "app", "serve", *arguments, "--port", str(port)]
+    server = RealServer(command, port, log)
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.stop()

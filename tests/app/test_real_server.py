@@ -1,0 +1,180 @@
+"""The whole house over HTTP, with the model in the box and with a tiny model of random weights."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from tests.app.real_server import RealServer, running
+from tests.bench.serving import free_port
+
+QUESTION = [{"role": "user", "content": "List 3 countries and their capitals."}]
+
+
+@pytest.fixture(scope="module")
+def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    """The model in the box, as `hypercorn app:asgi` serves it."""
+    port = free_port()
+    log = tmp_path_factory.mktemp("box") / "log"
+    hypercorn = Path(sys.executable).with_name("hypercorn")
+    server = RealServer([str(hypercorn), "app:asgi", "--bind", f"127.0.0.1:{port}"], port, log, {"TROUPE_ARGS": ""})
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[RealServer]:
+    log = tmp_path_factory.mktemp("tiny") / "log"
+    options = ["--load-format", "dummy", "--dtype", "float32", "--cpu-threads", "2", "--max-total-tokens", "32768"]
+    with running(log, str(tiny_model), *options, "--max-running-requests", "64") as server:
+        yield server
+
+
+def right_pairs(text: str) -> int:
+    """How many of the lines name a country with its capital."""
+    from app.understudy.countries import CAPITALS
+
+    found = 0
+    for country, capital in CAPITALS.items():
+        if re.search(rf"\b{re.escape(country)}\b.{{0,30}}\b{re.escape(capital)}\b", text):
+            found += 1
+    return found
+
+
+def test_the_first_question_is_answered(box: RealServer) -> None:
+    client = openai.OpenAI(base_url=f"{box.url}/v1", api_key="none", _strict_response_validation=True)
+    model = client.models.list().data[0].id
+    answer = client.chat.completions.create(model=model, messages=QUESTION, temperature=0)  # type: ignore[arg-type]
+    text = answer.choices[0].message.content or ""
+    assert right_pairs(text) >= 3, text
+    assert answer.choices[0].finish_reason == "stop"
+    stream = client.chat.completions.create(
+        model=model,
+        messages=QUESTION,  # type: ignore[arg-type]
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    streamed = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert streamed == text
+    assert len(chunks) > 4
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == answer.usage.completion_tokens  # type: ignore[union-attr]
+
+
+def test_probes_and_information(box: RealServer) -> None:
+    for path in ("/live", "/ready", "/health", "/health_generate", "/model_info", "/metrics", "/openapi.json", "/docs"):
+        assert httpx.get(box.url + path, timeout=30).status_code == 200, path
+    [worker] = httpx.get(f"{box.url}/server_info", timeout=30).json()["workers"]
+    assert os.path.exists(f"/proc/{worker['pid']}")
+    assert worker["device"] == "cpu"
+
+
+async def test_256_streams_with_random_hang_ups(tiny: RealServer) -> None:
+    rng = random.Random(11)
+    prompts = [[rng.randrange(3, 380) for _ in range(rng.randrange(4, 60))] for _ in range(256)]
+    leavers = {i: rng.randrange(0, 12) for i in range(256) if rng.random() < 0.4}
+
+    def body(i: int) -> dict[str, object]:
+        return {"model": "", "prompt": prompts[i], "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+
+    limits = httpx.Limits(max_connections=300)
+    async with httpx.AsyncClient(base_url=tiny.url, timeout=120, limits=limits) as client:
+
+        async def stream(i: int) -> str | None:
+            text = []
+            seen = 0
+            async with client.stream("POST", "/v1/completions", json={**body(i), "stream": True}) as response:
+                assert response.status_code == 200
+                async for line in response.aiter_lines():
+                    if not line.startswith("data: "):
+                        continue
+                    if line == "data: [DONE]":
+                        return "".join(text)
+                    record = json.loads(line[6:])
+                    assert "error" not in record, record
+                    text.append(record["choices"][0]["text"])
+                    seen += 1
+                    if leavers.get(i, 99) <= seen:
+                        return None
+            raise AssertionError("the stream ended without [DONE]")
+
+        results = await asyncio.gather(*(stream(i) for i in range(256)))
+        stayed = [i for i in range(256) if i not in leavers]
+        assert len(stayed) > 100
+        expected = await asyncio.gather(
+            *((client.post("/v1/completions", json=body(i)) for i in stayed[:40])),
+        )
+        for i, response in zip(stayed, expected, strict=False):
+            assert results[i] == response.json()["choices"][0]["text"]
+        assert all(results[i] is not None for i in stayed)
+
+        for _ in range(200):
+            info = (await client.get("/server_info")).json()
+            cache, load = info["cache"], info["scheduler"]
+            if cache["used"] == 0 and load["running"] == load["waiting"] == 0:
+                break
+            await asyncio.sleep(0.05)
+        assert cache["used"] == 0
+        assert cache["free"] + cache["evictable"] == cache["total"]
+        assert info["requests"]["live"] == 0
+
+
+async def test_a_killed_worker_pauses_the_streams_and_they_go_on(tiny: RealServer) -> None:
+    body = {"model": "", "prompt": [5, 6, 7, 8], "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+    async with httpx.AsyncClient(base_url=tiny.url, timeout=120) as client:
+        expected = (await client.post("/v1/completions", json=body)).json()["choices"][0]["text"]
+        info = (await client.get("/server_info")).json()
+        killed = False
+        text = ""
+        async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    text += json.loads(line[6:])["choices"][0]["text"]
+                    if len(text) > 20 and not killed:
+                        os.kill(info["workers"][0]["pid"], signal.SIGKILL)
+                        killed = True
+        assert killed
+        assert text == expected
+        assert (await client.get("/server_info")).json()["workers"][0]["restarts"] == 1
+
+
+def test_sigterm_lets_a_stream_finish_and_exits_zero(tmp_path: Path, tiny_model: Path) -> None:
+    options = ["--load-format", "dummy", "--dtype", "float32", "--cpu-threads", "1", "--max-total-tokens", "4096"]
+    with running(tmp_path / "log", str(tiny_model), *options) as server:
+        body = {"prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            rest = list(lines)
+        assert rest[-2 if rest[-1] == "" else -1] == "data: [DONE]"
+        assert not any('"error"' in line for line in rest)
+        assert server.process.wait(30) == 0
+
+
+def test_a_model_that_is_not_there_ends_the_process_with_the_reason(tmp_path: Path) -> None:
+    port = free_port()
+    command = [sys.executable, "-m", "app", "serve", str(tmp_path / "nothing"), "--port", str(port)]
+    server = RealServer(command, port, tmp_path / "log")
+    deadline = time.monotonic() + 60
+    while server.process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert server.stop() not in (0, None)
+    assert "does not exist" in server.log.read_text()
