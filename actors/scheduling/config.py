@@ -10,11 +10,14 @@ __all__ = ["PlannerConfig"]
 
 
 class PlannerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits and policies of a planner. What the device has (pages, context) comes with ``Planner.worker_ready``."""
+    """Limits and policies of a planner. What the device has (pages, context) comes with ``Planner.worker_ready``.
+
+    Raises ValueError for limits under which some sequence could never run.
+    """
 
     max_running: int
     max_slots: int  # slots are 1 .. max_slots - 1
-    step_tokens: int  # token budget of a step, at least max_running (a decode of every sequence fits)
+    step_tokens: int  # token budget of a step, at least max_running: a decode of every sequence fits
     max_prefill_tokens: int = 16384  # prefill tokens a step, within step_tokens
     prefill_max_requests: int | None = None  # prefill rows a step
     chunked: bool = True  # False: a prompt that fits one step is never split
@@ -27,3 +30,20 @@ class PlannerConfig(msgspec.Struct, frozen=True, kw_only=True):
     low_priority_values_first: bool = False
     preemption_threshold: int = 10  # a waiting sequence preempts when its priority exceeds by more than this
     ageing_seconds: float = 10.0  # waiting this long raises the effective priority by 1
+
+    def __post_init__(self) -> None:
+        if self.max_running < 1 or self.max_slots < 2:
+            raise ValueError("nothing can run: raise --max-running-requests to 1 or more")
+        if self.step_tokens < self.max_running:
+            raise ValueError(
+                f"a step of {self.step_tokens} tokens cannot hold {self.max_running} decodes: "
+                "raise --chunked-prefill-size or lower --max-running-requests"
+            )
+        if self.max_prefill_tokens < 1:
+            raise ValueError("no prompt can run: raise --max-prefill-tokens to 1 or more")
+        if self.prefill_max_requests is not None and self.prefill_max_requests < 1:
+            raise ValueError("no prompt can run: raise --prefill-max-requests to 1 or more")
+        if self.conservativeness < 0:
+            raise ValueError("--schedule-conservativeness is 0 or more")
+        if self.ageing_seconds <= 0:
+            raise ValueError("the seconds after which a waiting sequence ages must be more than 0")

@@ -1,0 +1,138 @@
+"""A step while it is being planned, and what is remembered of it while it is in flight."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from actors.protocol import Grant, Grow
+from actors.scheduling.sequence import Sequence
+from kernels.step import Admission, SlotSampling, StepBatch
+
+__all__ = ["Draft", "Flight"]
+
+
+class Flight:
+    """A step without an answer yet. Parallel lists, a row each; ``serials`` tell a sequence's lives apart."""
+
+    __slots__ = ("counts", "number", "samples", "sequences", "serials")
+
+    def __init__(self, number: int, sequences: list[Sequence], counts: list[int], samples: list[int]) -> None:
+        self.number = number
+        self.sequences = sequences
+        self.serials = [sequence.serial for sequence in sequences]
+        self.counts = counts
+        self.samples = samples  # tokens each row will produce
+
+
+class Draft:
+    """Rows in the order they will run: decodes, then prefills, the newly admitted last. ``budget``: tokens left."""
+
+    __slots__ = (
+        "admitted",
+        "budget",
+        "counts",
+        "decodes",
+        "grows",
+        "pages",
+        "preempted",
+        "prefill_rows",
+        "samples",
+        "short",
+    )
+
+    def __init__(self, budget: int, prefill_rows: int) -> None:
+        self.budget = budget
+        self.prefill_rows = prefill_rows  # how many more of them may join
+        self.decodes: list[Sequence] = []
+        self.counts: list[tuple[Sequence, int]] = []  # of prefills
+        self.samples: list[int] = []  # of prefills
+        self.grows: list[Grow] = []
+        self.pages = 0  # in `grows`
+        self.admitted: dict[int, bytes] = {}  # sequence -> its shared pages, int32
+        self.preempted: set[int] = set()  # not to be admitted again in the same step
+        self.short = False  # pages did not suffice for all that run
+
+    @property
+    def empty(self) -> bool:
+        return not self.decodes and not self.counts
+
+    def grow(self, sequence: Sequence, pages: int, page_size: int) -> None:
+        """Ask for pages."""
+        self.grows.append(Grow(sequence.id, pages))
+        self.pages += pages
+        sequence.pages += pages
+        sequence.capacity += pages * page_size
+
+    def prefill(self, sequence: Sequence, count: int) -> None:
+        """Run the next ``count`` tokens of a prompt; the last ones sample."""
+        sequence.scheduled += count
+        sampled = 1 if sequence.scheduled == sequence.known else 0
+        sequence.known += sampled
+        self.counts.append((sequence, count))
+        self.samples.append(sampled)
+        self.budget -= count
+        self.prefill_rows -= 1
+
+    def batch(self, number: int, grants: tuple[Grant, ...], running: dict[int, Sequence], released: bytes) -> StepBatch:
+        """The message for the worker. ``grants`` answer ``grows``, in their order."""
+        page_slots: list[int] = []
+        page_ids: list[bytes] = []
+        first_pages: dict[int, bytes] = {}
+        for grow, grant in zip(self.grows, grants, strict=True):
+            if grow.sequence in self.admitted:
+                first_pages[grow.sequence] = grant.pages
+            else:
+                page_slots += [running[grow.sequence].slot] * grow.pages
+                page_ids.append(grant.pages)
+        rows = self.sequences()
+        return StepBatch(
+            number=number,
+            slots=_pack([sequence.slot for sequence in rows]),
+            generations=_pack([sequence.generation for sequence in rows]),
+            counts=_pack(self._row_counts()),
+            page_slots=_pack(page_slots) if page_slots else b"",
+            page_ids=b"".join(page_ids),
+            admitted=tuple(
+                [
+                    _admission(running[sequence], shared + first_pages.get(sequence, b""))
+                    for sequence, shared in self.admitted.items()
+                ]
+            ),
+            released=released,
+        )
+
+    def sequences(self) -> list[Sequence]:
+        """The sequence of each row."""
+        return self.decodes + [sequence for sequence, _ in self.counts]
+
+    def flight(self, number: int) -> Flight:
+        """What is to be remembered until the answer comes."""
+        return Flight(number, self.sequences(), self._row_counts(), [1] * len(self.decodes) + self.samples)
+
+    def _row_counts(self) -> list[int]:
+        return [1] * len(self.decodes) + [count for _, count in self.counts]
+
+
+def _admission(sequence: Sequence, pages: bytes) -> Admission:
+    return Admission(
+        slot=sequence.slot,
+        generation=sequence.generation,
+        tokens=sequence.tokens(),
+        prompt_length=sequence.prompt_length,
+        computed=sequence.computed,
+        pages=pages,
+        sampling=_sampling(sequence),
+    )
+
+
+def _sampling(sequence: Sequence) -> SlotSampling:
+    """Prompt scores went out with the first token: a sequence that comes back does not score its prompt again."""
+    sampling = sequence.spec.sampling
+    if sequence.scores_prompt or sampling.prompt_logprobs < 0:
+        return sampling
+    return msgspec.structs.replace(sampling, prompt_logprobs=-1)
+
+
+def _pack(values: list[int]) -> bytes:
+    return np.array(values, dtype=np.int32).tobytes()

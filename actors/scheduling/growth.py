@@ -1,0 +1,43 @@
+"""How many pages to keep for what running sequences will still write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from actors.scheduling.sequence import Sequence
+
+__all__ = ["GrowthReserve"]
+
+_SHARE = 0.7  # of the tokens a sequence may still write, expected at first
+_FLOOR = 0.14  # of that share, when nothing had to be preempted for ...
+_STEPS = 600  # ... this many steps
+_HORIZON = 4096  # tokens of growth looked ahead at most
+
+
+class GrowthReserve:
+    """Admission keeps pages free for a share of the tokens that running sequences may still write.
+
+    The share falls with every step that goes well and rises again when a sequence has to be preempted: the rule and its
+    numbers are those of SGLang's ``--schedule-conservativeness``, which scales the share.
+    """
+
+    def __init__(self, conservativeness: float) -> None:
+        self._highest = min(_SHARE * conservativeness, 1.0)
+        self._lowest = self._highest * _FLOOR
+        self._decay = (self._highest - self._lowest) / _STEPS
+        self._share = self._highest
+
+    def step(self) -> None:
+        """A step was planned without preemption."""
+        self._share = max(self._share - self._decay, self._lowest)
+
+    def preempted(self) -> None:
+        self._share = self._highest
+
+    def pages(self, sequences: Iterable[Sequence], page_size: int) -> int:
+        """Pages for the rest of each prefill, and for the expected share of each output."""
+        pages, tokens = 0, 0
+        for sequence in sequences:
+            pages += max(-(-sequence.known // page_size) - sequence.pages, 0)
+            tokens += min(sequence.target - sequence.known, _HORIZON)
+        return pages + -(-int(tokens * self._share) // page_size)

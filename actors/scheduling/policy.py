@@ -1,0 +1,78 @@
+"""Who goes first, and who has to yield."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+from collections.abc import Sequence as Many
+from operator import attrgetter
+
+from actors.scheduling.config import PlannerConfig
+from actors.scheduling.sequence import Sequence
+from actors.scheduling.waiting import WaitingQueue
+
+__all__ = ["LPM_LIMIT", "Policy"]
+
+_strength = attrgetter("strength")
+
+LPM_LIMIT = 128  # waiting sequences beyond which cached prefixes are not compared: SGLang's bound too
+
+
+class Policy:
+    """Orders the queue and picks victims.
+
+    Priorities age: each ``ageing_seconds`` of waiting count as one level, so that the wait of the lowest is bounded.
+    They age for the order of the queue only; whether a sequence may preempt another is a matter of what it was given.
+    Under lpm a sequence that has waited ``ageing_seconds`` comes before all that have not, in the order of arrival.
+    """
+
+    def __init__(self, config: PlannerConfig) -> None:
+        self._priorities = config.priority_scheduling
+        self._sign = -1 if config.low_priority_values_first else 1
+        self._threshold = config.preemption_threshold
+        self._ageing = config.ageing_seconds
+        self._lpm = config.policy == "lpm" and config.use_cache
+
+    def strength(self, priority: int) -> int:
+        """A request's priority as larger-is-first; 0 when priorities are off."""
+        return self._sign * priority if self._priorities else 0
+
+    def wants_prefixes(self, waiting: WaitingQueue) -> bool:
+        """Whether ``order`` is to be told the cached tokens of the waiting sequences."""
+        return self._lpm and 1 < len(waiting) <= LPM_LIMIT
+
+    def order(self, waiting: WaitingQueue, now: float, cached: Many[int] | None = None) -> list[Sequence]:
+        """The queue, first to be admitted first. ``cached``: tokens, in the queue's order of arrival."""
+        sequences = list(waiting)
+        if cached is None and not self._priorities:
+            return sequences
+        prefix = {s.id: c for s, c in zip(sequences, cached, strict=True)} if cached is not None else {}
+
+        def key(sequence: Sequence) -> tuple[int, int, int]:
+            waited = max(now - sequence.spec.arrival, 0.0)
+            level = sequence.strength + math.floor(waited / self._ageing) if self._priorities else 0
+            if waited >= self._ageing:
+                return -level, 0, 0
+            return -level, 1, -prefix.get(sequence.id, 0)
+
+        return sorted(sequences, key=key)  # stable: equals stay in the order of arrival
+
+    def weakest(self, running: Iterable[Sequence]) -> Sequence:
+        """The sequence that yields first: lowest priority, then latest arrival."""
+        return min(running, key=lambda s: (s.strength, -s.rank[0], -s.rank[1]))
+
+    def strongest(self, running: Iterable[Sequence]) -> Sequence:
+        """The sequence that yields last."""
+        return max(running, key=lambda s: (s.strength, -s.rank[0], -s.rank[1]))
+
+    def may_preempt(self, candidate: Sequence, victim: Sequence) -> bool:
+        """Whether a waiting sequence may take a running one's place: by more than the threshold."""
+        return self._priorities and candidate.strength - victim.strength > self._threshold
+
+    def pressing(self, waiting: WaitingQueue, running: Collection[Sequence]) -> Sequence | None:
+        """The waiting sequence that may preempt, if any running one is weak enough for it."""
+        if not self._priorities or not waiting or not running:
+            return None
+        if max(map(_strength, waiting)) - min(map(_strength, running)) <= self._threshold:
+            return None
+        return self.strongest(waiting)

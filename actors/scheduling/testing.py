@@ -1,0 +1,231 @@
+"""A runner without a model, for tests: it executes steps strictly by the contract of ``kernels.step``.
+
+Its cache is simulated cell by cell: each token slot of a page remembers which prefix was written there. A wrong page
+table, a stale slot, a page with two writers or a page read before it was computed raises :class:`ContractBroken`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+import numpy as np
+
+from kernels.step import Admission, ModelInfo, RowError, StepBatch, StepResult
+
+__all__ = ["ContractBroken", "SimulatedRunner", "model_info", "next_token"]
+
+
+class ContractBroken(AssertionError):
+    """A step says what no scheduler may say."""
+
+
+def model_info(*, num_pages: int, page_size: int, context_length: int = 4096, vocab_size: int = 32000) -> ModelInfo:
+    """A runner's description with nothing in it but the sizes."""
+    return ModelInfo(
+        architecture="simulated",
+        dtype="float32",
+        device="none",
+        vocab_size=vocab_size,
+        context_length=context_length,
+        layers=0,
+        parameters=0,
+        weight_bytes=0,
+        num_pages=num_pages,
+        page_size=page_size,
+        cache_bytes=0,
+        load_seconds={},
+    )
+
+
+def next_token(tokens: list[int], vocab_size: int) -> int:
+    """A pure function of the whole sequence: the model."""
+    return int.from_bytes(_digest(tokens)[:4], "little") % vocab_size
+
+
+def _digest(tokens: list[int]) -> bytes:
+    return hashlib.blake2b(np.array(tokens, dtype=np.int32).tobytes(), digest_size=12).digest()
+
+
+class _Slot:
+    def __init__(self, admission: Admission) -> None:
+        self.generation = admission.generation
+        self.tokens = _ints(admission.tokens)
+        self.prompt_length = admission.prompt_length
+        self.computed = admission.computed
+        self.pages = _ints(admission.pages)
+        self.sampling = admission.sampling
+        self.sampled = False
+
+
+class SimulatedRunner:
+    """Runs steps. ``fails`` gets a row's tokens and returns an error message, or None; it makes rows fail alone."""
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        *,
+        max_slots: int,
+        max_step_tokens: int,
+        fails: Callable[[list[int]], str | None] = lambda tokens: None,
+    ) -> None:
+        self.info = info
+        self.computed_tokens = 0
+        self.rows: list[int] = []  # rows of each step
+        self._max_slots = max_slots
+        self._max_step_tokens = max_step_tokens
+        self._fails = fails
+        self._slots: dict[int, _Slot] = {}
+        self._generations: dict[int, int] = {}
+        self._cells: dict[tuple[int, int], bytes] = {}  # (page, offset) -> digest of the prefix ending there
+        self._number = 0
+
+    def run(self, batch: StepBatch) -> StepResult:
+        """One step. Raises ContractBroken."""
+        _expect(batch.number > self._number, f"step {batch.number} after step {self._number}")
+        self._number = batch.number
+        self._change_slots(batch)
+        slots, generations, counts = _ints(batch.slots), _ints(batch.generations), _ints(batch.counts)
+        _expect(len(slots) == len(generations) == len(counts) > 0, "rows of uneven length, or none")
+        _expect(len(set(slots)) == len(slots), f"a slot has two rows: {slots}")
+        _expect(sum(counts) <= self._max_step_tokens, f"{sum(counts)} tokens in a step of {self._max_step_tokens}")
+        self.rows.append(len(slots))
+        result = _Result()
+        prefills = False
+        for row, (number, generation, count) in enumerate(zip(slots, generations, counts, strict=True)):
+            slot = self._slots.get(number)
+            _expect(slot is not None, f"a row for the empty slot {number}")
+            assert slot is not None
+            _expect(slot.generation == generation, f"generation {generation} of slot {number} is {slot.generation}")
+            decode = slot.sampled and slot.computed + 1 == len(slot.tokens)
+            _expect(not (prefills and decode), "a decode row stands behind a prefill row")
+            prefills = prefills or not decode
+            message = self._fails(slot.tokens)
+            if message is not None:
+                result.failed.append(RowError(number, generation, message))
+                result.accepted.append(0)
+                continue
+            start = slot.computed
+            self._compute(number, slot, count)
+            if slot.sampling.prompt_logprobs >= 0:
+                result.score_prompt(row, slot, start)
+            if slot.computed == len(slot.tokens):
+                token = next_token(slot.tokens, self.info.vocab_size)
+                _expect(len(slot.tokens) < self.info.context_length, f"slot {number} grows out of the context")
+                slot.tokens.append(token)
+                slot.sampled = True
+                result.sample(token, slot)
+            else:
+                result.accepted.append(0)
+        return result.done(batch.number)
+
+    def _change_slots(self, batch: StepBatch) -> None:
+        for number in _ints(batch.released):
+            _expect(number in self._slots, f"slot {number} is released but empty")
+            del self._slots[number]
+        for admission in batch.admitted:
+            number = admission.slot
+            _expect(0 < number < self._max_slots, f"slot {number} does not exist")
+            _expect(number not in self._slots, f"slot {number} is given to two sequences")
+            _expect(admission.generation > self._generations.get(number, 0), f"slot {number} repeats a generation")
+            self._generations[number] = admission.generation
+            slot = self._slots[number] = _Slot(admission)
+            _expect(slot.computed < len(slot.tokens), f"slot {number} has nothing to compute")
+            _expect(slot.computed <= len(slot.pages) * self.info.page_size, f"slot {number} has too few pages")
+        for number, page in zip(_ints(batch.page_slots), _ints(batch.page_ids), strict=True):
+            _expect(number in self._slots, f"page {page} for the empty slot {number}")
+            self._slots[number].pages.append(page)
+        for number, slot in self._slots.items():
+            _expect(all(0 < page < self.info.num_pages for page in slot.pages), f"slot {number}: pages {slot.pages}")
+            _expect(len(set(slot.pages)) == len(slot.pages), f"slot {number} has a page twice: {slot.pages}")
+
+    def _compute(self, number: int, slot: _Slot, count: int) -> None:
+        size = self.info.page_size
+        end = slot.computed + count
+        _expect(count > 0 and end <= len(slot.tokens), f"slot {number} runs {count} tokens, it has none to spare")
+        _expect(end <= len(slot.pages) * size, f"slot {number} runs out of its {len(slot.pages)} pages")
+        for position in range(slot.computed):
+            cell = self._cells.get((slot.pages[position // size], position % size))
+            _expect(
+                cell == _digest(slot.tokens[: position + 1]),
+                f"slot {number} reads position {position} in page {slot.pages[position // size]}: not its own prefix",
+            )
+        for position in range(slot.computed, end):
+            page = slot.pages[position // size]
+            sharers = [other for other, held in self._slots.items() if other != number and page in held.pages]
+            _expect(not sharers, f"slot {number} writes page {page}, which slots {sharers} hold too")
+            self._cells[page, position % size] = _digest(slot.tokens[: position + 1])
+        slot.computed = end
+        self.computed_tokens += count
+
+
+class _Result:
+    """A StepResult in the making. A token's log-probability is minus its id, its likeliest rivals are made up."""
+
+    def __init__(self) -> None:
+        self.accepted: list[int] = []
+        self.failed: list[RowError] = []
+        self._tokens: list[int] = []
+        self._tops: list[list[int]] = []
+        self._asked = False
+        self._prompt_rows: list[int] = []
+        self._prompt_counts: list[int] = []
+        self._prompt_tokens: list[int] = []
+        self._prompt_tops: list[list[int]] = []
+
+    def sample(self, token: int, slot: _Slot) -> None:
+        self.accepted.append(1)
+        self._tokens.append(token)
+        self._asked = self._asked or slot.sampling.logprobs >= 0
+        self._tops.append([token + i for i in range(max(slot.sampling.logprobs, 0))])
+
+    def score_prompt(self, row: int, slot: _Slot, start: int) -> None:
+        tokens = slot.tokens[start + 1 : min(slot.computed, slot.prompt_length - 1) + 1]
+        if tokens:
+            self._prompt_rows.append(row)
+            self._prompt_counts.append(len(tokens))
+            self._prompt_tokens += tokens
+            self._prompt_tops += [[token + i for i in range(slot.sampling.prompt_logprobs)] for token in tokens]
+
+    def done(self, number: int) -> StepResult:
+        logprobs, top_counts, top_ids, top_logprobs = _scores(self._tokens, self._tops)
+        prompts = _scores(self._prompt_tokens, self._prompt_tops)
+        return StepResult(
+            number=number,
+            accepted=_int32(self.accepted),
+            tokens=_int32(self._tokens),
+            logprobs=logprobs if self._asked else b"",
+            top_counts=top_counts if self._asked else b"",
+            top_ids=top_ids if self._asked else b"",
+            top_logprobs=top_logprobs if self._asked else b"",
+            prompt_rows=_int32(self._prompt_rows),
+            prompt_counts=_int32(self._prompt_counts),
+            prompt_logprobs=prompts[0],
+            prompt_top_counts=prompts[1],
+            prompt_top_ids=prompts[2],
+            prompt_top_logprobs=prompts[3],
+            failed=tuple(self.failed),
+        )
+
+
+def _scores(tokens: list[int], tops: list[list[int]]) -> tuple[bytes, bytes, bytes, bytes]:
+    flat = [token for top in tops for token in top]
+    return _float32(tokens), _int32([len(top) for top in tops]), _int32(flat), _float32(flat)
+
+
+def _expect(condition: bool, message: str) -> None:
+    if not condition:
+        raise ContractBroken(message)
+
+
+def _ints(data: bytes) -> list[int]:
+    values: list[int] = np.frombuffer(data, dtype=np.int32).tolist()
+    return values
+
+
+def _int32(values: list[int]) -> bytes:
+    return np.array(values, dtype=np.int32).tobytes()
+
+
+def _float32(tokens: list[int]) -> bytes:
+    return (-np.array(tokens, dtype=np.float32)).tobytes()

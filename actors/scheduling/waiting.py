@@ -1,0 +1,42 @@
+"""The queue of waiting sequences."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+from actors.scheduling.sequence import Sequence
+
+__all__ = ["WaitingQueue"]
+
+
+def _rank(sequence: Sequence) -> tuple[float, int]:
+    return sequence.rank
+
+
+class WaitingQueue:
+    """Waiting sequences in the order of their arrival; one that was preempted finds its old place again."""
+
+    def __init__(self) -> None:
+        self._sequences: list[Sequence] = []
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self._sequences, sequence, key=_rank)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out. Raises ValueError when it does not wait."""
+        index = bisect_left(self._sequences, sequence.rank, key=_rank)
+        if index == len(self._sequences) or self._sequences[index] is not sequence:
+            raise ValueError(f"sequence {sequence.id} is not waiting")
+        del self._sequences[index]
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens to be computed for all of them, cached prefixes not counted off."""
+        return sum(sequence.length for sequence in self._sequences)
