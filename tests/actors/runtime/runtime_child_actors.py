@@ -64,7 +64,10 @@ class Raise(Message[ChildProtocol, None], frozen=True):
 
 class Sleep(Message[ChildProtocol, None], frozen=True):
     seconds: float
-    block: bool = False
+
+
+class Block(Message[ChildProtocol, None], frozen=True):
+    seconds: float
 
 
 class Ping(Message[ChildProtocol, str], frozen=True):
@@ -120,7 +123,7 @@ class ChildActor(Actor[ChildProtocol]):
 
     async def started(self) -> None:
         if self.settings.start_seconds:
-            time.sleep(self.settings.start_seconds)
+            await asyncio.sleep(self.settings.start_seconds)
         if self.settings.fail_start:
             raise RuntimeError("no device found")
 
@@ -161,10 +164,11 @@ class ChildActor(Actor[ChildProtocol]):
 
     @handles
     async def sleep(self, message: Sleep) -> None:
-        if message.block:
-            time.sleep(message.seconds)
-        else:
-            await asyncio.sleep(message.seconds)
+        await asyncio.sleep(message.seconds)
+
+    @handles
+    def block(self, message: Block) -> None:
+        time.sleep(message.seconds)
 
     @handles
     def ping(self, message: Ping) -> str:
