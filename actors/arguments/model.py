@@ -75,7 +75,7 @@ MODEL_ARGUMENTS: tuple[Argument, ...] = (
         default={},
         group="Model and tokenizer",
         metavar="JSON",
-        help='Options of the loader as a JSON object: {"enable_multithread_load": bool, "num_threads": 1 to 64}.',
+        help="Options of the loader as a JSON object. The safetensors loader has none, so only {} is accepted.",
     ),
     Argument(
         name="context-length",
@@ -143,6 +143,7 @@ MODEL_ARGUMENTS: tuple[Argument, ...] = (
         default={},
         group="Model and tokenizer",
         metavar="JSON",
-        help="JSON object of sampling parameters for requests that leave them out; they win over the model's own.",
+        help="JSON object of sampling parameters for requests that leave them out: temperature, top_p, top_k, min_p, "
+        "repetition_penalty, frequency_penalty, presence_penalty. They win over --sampling-defaults.",
     ),
 )

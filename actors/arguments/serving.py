@@ -135,10 +135,10 @@ SERVING_ARGUMENTS: tuple[Argument, ...] = (
         name="completion-template",
         kind="str",
         default=None,
-        default_text="the prompt as it is, before the suffix",
+        default_text="none, and a suffix is refused",
         group="API",
         metavar="FILE",
-        help="File with a Jinja template that joins prompt and suffix of /v1/completions (fill in the middle).",
+        help="File with a Jinja template that joins prompt and suffix (its variables) of /v1/completions.",
     ),
     Argument(
         name="enable-cache-report",

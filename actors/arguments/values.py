@@ -6,6 +6,7 @@ from typing import Any, Literal, Self
 
 import msgspec
 
+from actors.arguments.consistency import contradictions
 from actors.arguments.errors import ArgumentError
 from actors.arguments.table import ARGUMENTS
 
@@ -94,40 +95,8 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
                 argument.check(getattr(self, argument.field))
             except ArgumentError as error:
                 problems.append(f"{argument.field}: {error}")
-        if problems or (problems := self._contradictions()):
+        if problems or (problems := contradictions(self)):
             raise ArgumentError(problems)
-
-    def _contradictions(self) -> list[str]:
-        found = []
-        if not self.enable_priority_scheduling:
-            if self.schedule_low_priority_values_first:
-                found.append("schedule_low_priority_values_first needs enable_priority_scheduling")
-            if self.priority_scheduling_preemption_threshold != 10:
-                found.append("priority_scheduling_preemption_threshold needs enable_priority_scheduling")
-        elif self.abort_on_priority_when_disabled:
-            found.append("abort_on_priority_when_disabled contradicts enable_priority_scheduling: leave one out")
-        if not self.enable_dynamic_batch_tokenizer:
-            if self.dynamic_batch_tokenizer_batch_size != 32:
-                found.append("dynamic_batch_tokenizer_batch_size needs enable_dynamic_batch_tokenizer")
-            if self.dynamic_batch_tokenizer_batch_timeout != 0.002:
-                found.append("dynamic_batch_tokenizer_batch_timeout needs enable_dynamic_batch_tokenizer")
-        if self.skip_tokenizer_init:
-            given = (self.tokenizer_path, self.chat_template, self.completion_template)
-            if any(value is not None for value in given):
-                found.append(
-                    "skip_tokenizer_init loads no tokenizer: leave out tokenizer_path, chat_template "
-                    "and completion_template"
-                )
-        if self.max_total_tokens is not None and self.max_total_tokens < self.page_size:
-            found.append(
-                f"max_total_tokens ({self.max_total_tokens}) is less than one page: give at least {self.page_size}"
-            )
-        root = self.fastapi_root_path
-        if root and (not root.startswith("/") or root.endswith("/")):
-            found.append(f"fastapi_root_path must begin with a slash and not end with one, such as /llm, not {root!r}")
-        if unknown := self.model_loader_extra_config.keys() - {"enable_multithread_load", "num_threads"}:
-            found.append(f"model_loader_extra_config: unknown {', '.join(sorted(unknown))}")
-        return found
 
     @classmethod
     def from_keywords(cls, **keywords: object) -> Self:

@@ -45,6 +45,11 @@ def test_text_is_read_as_the_type() -> None:
     assert arguments.tokenizer_mode == "slow"
 
 
+def test_preferred_sampling_parameters() -> None:
+    preferred = {"temperature": 0.6, "top_k": 20, "presence_penalty": -1}
+    assert Arguments.from_keywords(preferred_sampling_params=preferred).preferred_sampling_params == preferred
+
+
 def test_none_means_left_out() -> None:
     assert Arguments.from_keywords(max_running_requests=None, enable_lora=None, dtype=None) == Arguments()
 
@@ -128,7 +133,10 @@ def test_special_values_outside_the_bounds() -> None:
         ({"warmups": "generate,nothing"}, "generate, long-prompt or batch"),
         ({"fastapi_root_path": "llm"}, "begin with a slash"),
         ({"fastapi_root_path": "/llm/"}, "begin with a slash"),
-        ({"model_loader_extra_config": {"x": 1}}, "unknown x"),
+        ({"model_loader_extra_config": {"x": 1}}, "has no option x"),
+        ({"preferred_sampling_params": {"max_tokens": 3}}, "max_tokens has no preferred value"),
+        ({"preferred_sampling_params": {"top_p": 0}}, "top_p must be a number above 0 up to 1, not 0"),
+        ({"preferred_sampling_params": {"top_k": 1.5}}, "top_k must be an integer"),
         ({"config": "file.yaml"}, "command line only"),
     ],
 )

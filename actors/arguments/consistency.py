@@ -1,0 +1,88 @@
+"""What the values of several arguments, each within its bounds, must not be together; and what JSON values may hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from actors.arguments.argument import Argument
+from actors.arguments.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from actors.arguments.values import Arguments
+
+__all__ = ["contradictions"]
+
+
+def _parameter(name: str, low: float, high: float, *, above: bool = False, whole: bool = False) -> Argument:
+    return Argument(
+        name=name,
+        kind="int" if whole else "float",
+        default=0,
+        group="Model and tokenizer",
+        help="",
+        minimum=low,
+        maximum=high,
+        above=above,
+    )
+
+
+_PREFERRED = {
+    argument.name: argument
+    for argument in (
+        _parameter("temperature", 0, 100),
+        _parameter("top_p", 0, 1, above=True),
+        _parameter("top_k", -1, 2**31 - 1, whole=True),
+        _parameter("min_p", 0, 1),
+        _parameter("repetition_penalty", 0.01, 100),
+        _parameter("frequency_penalty", -2, 2),
+        _parameter("presence_penalty", -2, 2),
+    )
+}
+
+
+def contradictions(arguments: Arguments) -> list[str]:
+    """A sentence for each pair of values that do not go together; none when all do."""
+    return [*_needs(arguments), *_shapes(arguments), *_preferred(arguments)]
+
+
+def _needs(arguments: Arguments) -> Iterator[str]:
+    """A value that has no effect without another, or against it."""
+    if not arguments.enable_priority_scheduling:
+        if arguments.schedule_low_priority_values_first:
+            yield "schedule_low_priority_values_first needs enable_priority_scheduling"
+        if arguments.priority_scheduling_preemption_threshold != 10:
+            yield "priority_scheduling_preemption_threshold needs enable_priority_scheduling"
+    elif arguments.abort_on_priority_when_disabled:
+        yield "abort_on_priority_when_disabled contradicts enable_priority_scheduling; leave one out"
+    if not arguments.enable_dynamic_batch_tokenizer:
+        if arguments.dynamic_batch_tokenizer_batch_size != 32:
+            yield "dynamic_batch_tokenizer_batch_size needs enable_dynamic_batch_tokenizer"
+        if arguments.dynamic_batch_tokenizer_batch_timeout != 0.002:
+            yield "dynamic_batch_tokenizer_batch_timeout needs enable_dynamic_batch_tokenizer"
+    if arguments.skip_tokenizer_init:
+        texts = (arguments.tokenizer_path, arguments.chat_template, arguments.completion_template)
+        if any(text is not None for text in texts):
+            yield "skip_tokenizer_init loads no tokenizer; leave out tokenizer_path, chat_template, completion_template"
+
+
+def _shapes(arguments: Arguments) -> Iterator[str]:
+    if arguments.max_total_tokens is not None and arguments.max_total_tokens < arguments.page_size:
+        yield f"max_total_tokens is less than one page; give at least page_size, {arguments.page_size}"
+    root = arguments.fastapi_root_path
+    if root and (not root.startswith("/") or root.endswith("/")):
+        yield f"fastapi_root_path must begin with a slash and not end with one, such as /llm, not {root!r}"
+    if arguments.model_loader_extra_config:
+        names = ", ".join(sorted(arguments.model_loader_extra_config))
+        yield f"model_loader_extra_config: the safetensors loader has no option {names}; leave it out"
+
+
+def _preferred(arguments: Arguments) -> Iterator[str]:
+    for name, value in arguments.preferred_sampling_params.items():
+        if name not in _PREFERRED:
+            yield f"preferred_sampling_params: {name} has no preferred value; only {', '.join(_PREFERRED)} have"
+            continue
+        try:
+            _PREFERRED[name].check(value)
+        except ArgumentError as error:
+            yield f"preferred_sampling_params: {name} {error}"
