@@ -14,7 +14,7 @@ from actors.arguments.refusal import Refusal
 from actors.arguments.refused import REFUSALS
 from actors.arguments.table import ARGUMENTS
 
-__all__ = ["Found", "Given", "find", "resolve"]
+__all__ = ["Found", "Given", "canonical", "find", "resolve"]
 
 
 class Given(msgspec.Struct, frozen=True):

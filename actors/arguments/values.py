@@ -8,6 +8,7 @@ import msgspec
 
 from actors.arguments.consistency import contradictions
 from actors.arguments.errors import ArgumentError
+from actors.arguments.resolving import Given, resolve
 from actors.arguments.table import ARGUMENTS
 
 __all__ = ["Arguments"]
@@ -105,8 +106,6 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
         Raises ArgumentError for an unknown name (with the nearest known one), a feature that is not built, a value out
         of bounds, and two names of one argument with different values.
         """
-        from actors.arguments.resolving import Given, resolve
-
         layer = [Given(name=name, value=value, spelling=name) for name, value in keywords.items()]
         if keywords.get("config") is not None:
             raise ArgumentError("config: a file is read by the command line only; give its arguments as keywords")
