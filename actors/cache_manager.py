@@ -25,15 +25,23 @@ __all__ = ["CacheManager"]
 class CacheManager(Actor[CacheProtocol]):
     """A thin shell around :class:`PrefixCache`. It knows page ids and token ids, never a tensor."""
 
-    def __init__(self, vitals: Vitals, *, page_size: int, use_radix_cache: bool = True) -> None:
+    def __init__(self, vitals: Vitals, *, use_radix_cache: bool = True) -> None:
         self._use_radix_cache = use_radix_cache
-        # Page 0 only: nothing can be given out before a worker has said how many pages its device holds.
-        self._cache = PrefixCache(1, page_size, enabled=use_radix_cache)
-        vitals.read_cache = lambda: self._cache.usage()
+        self._made: PrefixCache | None = None
+        vitals.read_cache = self._read_usage
+
+    @property
+    def _cache(self) -> PrefixCache:
+        if self._made is None:
+            raise RuntimeError("ResetCache must come first: no worker has said how many pages its device holds.")
+        return self._made
+
+    def _read_usage(self) -> CacheUsage:
+        return self._made.usage() if self._made is not None else CacheUsage()
 
     @handles
     def reset(self, message: ResetCache) -> None:
-        self._cache = PrefixCache(message.num_pages, message.page_size, enabled=self._use_radix_cache)
+        self._made = PrefixCache(message.num_pages, message.page_size, enabled=self._use_radix_cache)
 
     @handles
     def open(self, message: OpenSequence) -> Lease:

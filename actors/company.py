@@ -118,9 +118,7 @@ class Company:
             wait=False,
         )
         self.cache = await system.spawn(
-            lambda: CacheManager(
-                self._vitals, page_size=arguments.page_size, use_radix_cache=not arguments.disable_radix_cache
-            ),
+            lambda: CacheManager(self._vitals, use_radix_cache=not arguments.disable_radix_cache),
             name="cache",
             group="scheduling",
             supervision=together,
