@@ -1,4 +1,4 @@
-"""A runner without a model, for tests: it executes steps strictly by the contract of ``kernels.step``.
+"""A runner without a model, for tests and benchmarks: it executes steps strictly by the contract of ``kernels.step``.
 
 Its cache is simulated cell by cell: each token slot of a page remembers which prefix was written there. A wrong page
 table, a stale slot, a page with two writers or a page read before it was computed raises :class:`ContractBroken`.
@@ -7,13 +7,16 @@ table, a stale slot, a page with two writers or a page read before it was comput
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 import numpy as np
 
+from actors.caching import PrefixCache
+from actors.protocol import CacheTurn, OpenSequence
+from actors.scheduling.planner import CacheMessage, CacheReply, StepPlan
 from kernels.step import Admission, ModelInfo, RowError, StepBatch, StepResult
 
-__all__ = ["ContractBroken", "SimulatedRunner", "model_info", "next_token"]
+__all__ = ["ContractBroken", "SimulatedRunner", "drive", "model_info", "next_token"]
 
 
 class ContractBroken(AssertionError):
@@ -229,3 +232,20 @@ def _int32(values: list[int]) -> bytes:
 
 def _float32(tokens: list[int]) -> bytes:
     return (-np.array(tokens, dtype=np.float32)).tobytes()
+
+
+def drive(planning: Generator[CacheMessage, CacheReply, StepPlan | None], cache: PrefixCache) -> StepPlan | None:
+    """Run ``Planner.plan`` to its end, with a prefix cache that answers at once."""
+    reply: CacheReply | None = None
+    while True:
+        try:
+            message = next(planning) if reply is None else planning.send(reply)
+        except StopIteration as stop:
+            plan: StepPlan | None = stop.value
+            return plan
+        if isinstance(message, CacheTurn):
+            reply = cache.turn(message)
+        elif isinstance(message, OpenSequence):
+            reply = cache.open(message)
+        else:
+            reply = cache.peek(message)

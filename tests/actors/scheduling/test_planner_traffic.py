@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from actors.caching import PrefixCache
-from actors.protocol import CacheTurn, OpenSequence, SequenceSpec
+from actors.protocol import SequenceSpec
 from actors.scheduling import Planner, PlannerConfig
-from actors.scheduling.testing import SimulatedRunner, model_info, next_token
+from actors.scheduling.testing import SimulatedRunner, drive, model_info, next_token
 from kernels.step import SlotSampling
 
 VOCAB = 7
@@ -193,19 +193,7 @@ class PlannerTraffic(RuleBasedStateMachine):
             return
         idle = not self.planner.in_flight
         while True:
-            planning = self.planner.plan(self.now)
-            reply = None
-            try:
-                while True:
-                    message = planning.send(reply)
-                    if isinstance(message, CacheTurn):
-                        reply = self.cache.turn(message)
-                    elif isinstance(message, OpenSequence):
-                        reply = self.cache.open(message)
-                    else:
-                        reply = self.cache.peek(message)
-            except StopIteration as stop:
-                plan = stop.value
+            plan = drive(self.planner.plan(self.now), self.cache)
             if plan is None:
                 assert not (idle and self.planner.has_work), "work, nothing in flight, and no step planned"
                 return
