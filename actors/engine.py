@@ -214,7 +214,10 @@ class Engine:
         self._eos_ids = files.eos_token_ids() or (codec.eos_from_tokenizer() if codec is not None else ())
         if self.arguments.sampling_defaults == "model":
             self.generation_defaults = dict(files.generation_config)
-        self.generation_defaults.update(self.arguments.preferred_sampling_params)
+        preferred = self.arguments.preferred_sampling_params
+        if "temperature" in preferred:
+            self.generation_defaults.pop("do_sample", None)  # the server's temperature overrules the model's greediness
+        self.generation_defaults.update(preferred)
         self._company = Company(
             system,
             self.arguments,
