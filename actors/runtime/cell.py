@@ -247,7 +247,7 @@ class Cell:
         if self.closed:
             return
         self.closed = True
-        self.cause = cause
+        self.cause = cause = cause or self.cause  # an escalated crash is known before the stop that follows it
         if self.group is not None:
             self.group.leave(self)
         self.solo.abandon()

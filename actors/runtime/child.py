@@ -72,7 +72,7 @@ class _Child:
         logger.propagate = False
         logging.getLogger("troupe.runtime").setLevel(
             logging.CRITICAL + 1
-        )  # the parent's runtime says what happens here
+        )  # the parent's speaks for it
         beat = self._loop.create_task(self._beat(), name="heartbeat")
         try:
             async with ActorSystem(self._spec.name) as system:

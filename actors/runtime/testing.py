@@ -49,7 +49,7 @@ class _VirtualTimer:
 
 
 class VirtualClock:
-    """A clock whose time, in seconds, moves only by `advance_to`. Timers due at the same time run in order of setting."""
+    """A clock whose time, in seconds, moves only by `advance_to`. Timers due together run in order of setting."""
 
     def __init__(self, start: float = 1000.0) -> None:
         self._now = start

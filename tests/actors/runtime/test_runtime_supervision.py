@@ -263,7 +263,7 @@ async def test_two_deaths_at_once_make_one_group_restart() -> None:
             stage = Stage()
             refs = [await spawn(kit, stage, name, supervision=GROUP, group="g") for name in "abc"]
             for ref in refs[1:]:
-                ref.offer(Crash())
+                kit.system.crash_actor(ref, ValueError("both at once"))
             await kit.advance(1.0)
             assert [await ref.ask(Life(), timeout=1) for ref in refs] == [1, 1, 1], seed
             assert len(kit.of(EventKind.RESTARTED)) == 3
