@@ -359,8 +359,6 @@ class Planner:
         sequence.commit_at = (sequence.shared + 1) * self._page_size
         if sequence.shared >= sequence.prompt_length // self._page_size:
             self._siblings.discard(sequence)
-        if sequence.id in self._prefilling or sequence.shared * self._page_size <= sequence.prompt_length:
-            self._may_admit = True
         return Commit(sequence=sequence.id, tokens=sequence.tokens_from(start), computed=sequence.computed)
 
     def _plan_decodes(self, draft: Draft) -> Planning:
@@ -617,6 +615,8 @@ class Planner:
             sequence.progressed = True
             if sequence.computed >= sequence.commit_at:
                 self._dirty.append(sequence)
+                if sequence.commit_at <= sequence.prompt_length:
+                    self._may_admit = True  # a page of a prompt to share: somebody may fit now
             if prompts is not None and (part := prompts.of(row)) is not None:
                 sequence.prompt_parts.append(part)
             if samples:
