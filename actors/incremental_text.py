@@ -1,0 +1,165 @@
+"""The text of one sequence, as its tokens come: whole characters only, and never the start of a stop string."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+
+from tokenizers import Tokenizer
+
+from actors.stop_strings import StopStrings
+from actors.token_pieces import TokenPieces
+
+__all__ = ["IncrementalText"]
+
+_REPLACEMENT = "\ufffd"
+_PENDING = 16  # tokens of one unfinished character; a character has at most 4 bytes
+
+
+class IncrementalText:
+    """Turns token ids into text, a few at a time.
+
+    All text together, up to the first stop string, is what decoding all tokens at once would give, however they were
+    cut into pushes. (Only where byte-fallback tokens are not UTF-8 does it say more: their valid characters stay, and
+    each broken run is one U+FFFD.) The cost of a token does not depend on how many came before.
+
+    tokenizer: or its :class:`TokenPieces`, where many texts share one. stop: strings that end the text; the one that is
+    complete first counts. include_stop: whether it is part of the text. skip_special_tokens: leave special tokens out.
+    at_start: the tokens open a text, where SentencePiece's decoders drop a leading space; False keeps it, for a text
+    that goes on from a prompt.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | TokenPieces,
+        *,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+        at_start: bool = True,
+    ) -> None:
+        pieces = tokenizer if isinstance(tokenizer, TokenPieces) else TokenPieces(tokenizer)
+        self._decoder: _Additive | _Windowed = (
+            _Additive(pieces, skip_special_tokens, at_start)
+            if pieces.additive
+            else _Windowed(pieces, skip_special_tokens)
+        )
+        self._stops = StopStrings(stop)
+        self._include_stop = include_stop
+        self._held = ""  # decoded and not handed out
+        self._stop: str | None = None
+
+    def push(self, token_ids: Iterable[int]) -> tuple[str, str | None]:
+        """The text that became certain with these tokens, and the stop string that ended it.
+
+        After a stop string every push gives no text and the same stop string.
+        """
+        if self._stop is None:
+            self._take(self._decoder.push(token_ids))
+        return self._release(), self._stop
+
+    def finish(self) -> str:
+        """What was held back: the start of a stop string that did not come, and U+FFFD for half a character."""
+        if self._stop is None:
+            self._take(self._decoder.flush())
+        text, self._held = self._held, ""
+        return text
+
+    def restore(self, token_ids: Iterable[int], emitted_chars: int) -> None:
+        """Start again, in a new object, after `token_ids` of which `emitted_chars` characters of text were handed out.
+
+        What comes next is exactly the text behind these. Raises ValueError when there is less text.
+        """
+        text = self._decoder.push(token_ids)
+        # Nothing before the last few characters handed out can belong to a stop string.
+        start = max(0, min(emitted_chars, len(text)) - max(0, self._stops.longest - 1))
+        self._take(text[start:])
+        if start + len(self._held) < emitted_chars:
+            raise ValueError(f"{emitted_chars} characters were handed out, but the tokens have {len(text)}")
+        self._held = self._held[emitted_chars - start :]
+
+    def _take(self, text: str) -> None:
+        found = self._stops.feed(text)
+        if found is None:
+            self._held += text
+            return
+        end, self._stop = found
+        self._held += text[:end]
+        if not self._include_stop:
+            self._held = self._held[: max(0, len(self._held) - len(self._stop))]
+
+    def _release(self) -> str:
+        keep = self._stops.held if self._stop is None else 0
+        certain = max(0, len(self._held) - keep)
+        text, self._held = self._held[:certain], self._held[certain:]
+        return text
+
+
+class _Additive:
+    """For decoders whose text is the sum of the tokens' bytes."""
+
+    def __init__(self, pieces: TokenPieces, skip_special_tokens: bool, at_start: bool) -> None:
+        self._pieces = pieces
+        self._skipped = pieces.special if skip_special_tokens else frozenset[int]()
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._first_token = at_start
+        self._first_space = at_start and pieces.drops_first_space
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        pieces, data = self._pieces, bytearray()
+        for token in token_ids:
+            if token in self._skipped:
+                continue
+            if self._first_token and pieces.known(token):
+                self._first_token = False
+                data += pieces.first_piece(token)
+            else:
+                data += pieces.piece(token)
+        return self._opened(self._utf8.decode(bytes(data)))
+
+    def flush(self) -> str:
+        return self._opened(self._utf8.decode(b"", final=True))
+
+    def _opened(self, text: str) -> str:
+        if self._first_space and text:
+            self._first_space = False
+            return text.removeprefix(" ")
+        return text
+
+
+class _Windowed:
+    """For any other decoder: decode a short window twice, without and with the new tokens; the difference is new.
+
+    The window starts at tokens that are handed out already, so a decoder that joins tokens sees what stands before.
+    """
+
+    def __init__(self, pieces: TokenPieces, skip_special_tokens: bool) -> None:
+        self._pieces = pieces
+        self._skip = skip_special_tokens
+        self._skipped = pieces.special if skip_special_tokens else frozenset[int]()
+        self._before: list[int] = []
+        self._new: list[int] = []
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        parts = []
+        for token in token_ids:
+            if token in self._skipped or not self._pieces.known(token):
+                continue
+            self._new.append(token)
+            text = self._difference()
+            if not text or (text.endswith(_REPLACEMENT) and len(self._new) < _PENDING):
+                continue
+            parts.append(text)
+            self._before, self._new = self._new, []
+        return "".join(parts)
+
+    def flush(self) -> str:
+        text = self._difference()
+        self._before, self._new = self._before + self._new, []
+        return text
+
+    def _difference(self) -> str:
+        decode = self._pieces.tokenizer.decode
+        before: str = decode(self._before, skip_special_tokens=self._skip)
+        both: str = decode(self._before + self._new, skip_special_tokens=self._skip)
+        return both[len(before) :]
