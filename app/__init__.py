@@ -1,7 +1,7 @@
 """The front door: the Quart application, its HTTP APIs, the command line and the page.
 
-``hypercorn app:asgi`` builds the application from the environment (``TROUPE_ARGS``) at first use; importing this package
-alone loads nothing.
+``hypercorn app:asgi`` builds the application from the environment (``TROUPE_ARGS``) at first use; importing this
+package alone loads nothing.
 """
 
 from __future__ import annotations

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from quart import Quart, Response, request
 from quart.typing import ResponseReturnValue
 
 from actors.arguments import Arguments
 from app.decoding import check_json_content
-from app.door import Door
+from app.door import Application, Door
 from app.errors import ApiError, shutting_down
 from app.exchange import Exchange
 from app.progress import ProgressReport
 from app.routes import Route, RouteTable
 from app.service import Service
-from app.serving import ServingEngine
 from app.single import refuse_siblings
 from app.table import ROUTES
+from app.warmup import warm_up
+
+if TYPE_CHECKING:
+    from actors.engine import Engine
 
 __all__ = ["Troupe", "create_app"]
 
@@ -44,7 +48,7 @@ class Troupe(Quart):
     ends the process. Under a plain ASGI server the application goes on and answers 503 with the reason.
     """
 
-    def __init__(self, engine: ServingEngine, arguments: Arguments) -> None:
+    def __init__(self, engine: Engine, arguments: Arguments) -> None:
         super().__init__("app", static_folder=None, template_folder=None)
         self.engine = engine
         self.arguments = arguments
@@ -62,7 +66,11 @@ class Troupe(Quart):
         self.register_error_handler(Exception, self._answer_error)
         self.before_serving(self._start)
         self.after_serving(self._finish)
-        self.asgi_app = Door(self.asgi_app, self.service)  # type: ignore[method-assign, assignment]
+        self._door = Door(cast(Application, super().asgi_app), self.service)
+
+    async def asgi_app(self, scope: Any, receive: Any, send: Any) -> None:
+        """Every connection comes in through the door."""
+        await self._door(scope, receive, send)
 
     def _serve(self, route: Route) -> None:
         variable = route.variable
@@ -90,16 +98,22 @@ class Troupe(Quart):
         self._watch = asyncio.create_task(self._watch_engine(), name="troupe-watch")
 
     async def _watch_engine(self) -> None:
-        """Report the start, and notice the end of an engine that gave up."""
+        """Report the start, warm up, and notice the end of an engine that gave up."""
         started = time.monotonic()
+        status = self.engine.status
         with ProgressReport() as report:
-            while (status := self.engine.status).phase == "starting":
+            while status.phase == "starting":
                 report.show(status.progress, status.stage)
                 await asyncio.sleep(_WATCH_SECONDS)
+                status = self.engine.status
         if status.phase == "ready":
+            if not self.service.warm:
+                await warm_up(self.engine)
+                self.service.warm = True
             log.info("%s is ready after %.1f s", self.service.model_name, time.monotonic() - started)
-        while (status := self.engine.status).phase not in ("failed", "stopped"):
+        while status.phase not in ("failed", "stopped"):
             await asyncio.sleep(_WATCH_SECONDS * 5)
+            status = self.engine.status
         if status.phase == "failed":
             log.error("the engine failed: %s", status.error)
             self.exit_code = 1
@@ -118,12 +132,15 @@ class Troupe(Quart):
 
     async def _end_live(self) -> None:
         """Tell every live exchange that the server ends it, and wait a moment until it has told its client."""
-        for exchange in self.service.live:
+        ending = list(self.service.live)
+        for exchange in ending:
             exchange.interruption = shutting_down()
-        await self.engine.abort(None, all=True)
-        deadline = time.monotonic() + _LAST_CHUNK_SECONDS
-        while any(exchange.stream_ids for exchange in self.service.live) and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
+        await self.engine.abort(all=True)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_CHUNK_SECONDS):
+                for exchange in ending:
+                    if exchange.stream_ids:
+                        await exchange.closed.wait()
 
     async def _finish(self) -> None:
         """The server has stopped listening; an ASGI server that did not call :meth:`drain` has cut its connections."""
@@ -154,7 +171,7 @@ def _view(service: Service, route: Route) -> Callable[..., Awaitable[Response]]:
         declared = request.content_length
         if not (route.optional_body and not declared and "Transfer-Encoding" not in headers):
             check_json_content(headers.get("Content-Type", ""), headers.get("Content-Encoding", ""))
-        data = await request.get_data(cache=False, as_text=False)
+        data: bytes = await request.get_data(cache=False, as_text=False, parse_form_data=False)
         body = service.decode(data or b"{}" if route.optional_body else data, route.body, route)
         del data
         return await route.handler(service, exchange, body)
@@ -162,7 +179,7 @@ def _view(service: Service, route: Route) -> Callable[..., Awaitable[Response]]:
     return view
 
 
-def create_app(arguments: Arguments, engine: ServingEngine | None = None) -> Troupe:
+def create_app(arguments: Arguments, engine: Engine | None = None) -> Troupe:
     """The application for these arguments. Without ``engine`` it makes its own; either way it starts and closes it."""
     if engine is None:
         from actors.engine import Engine

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 import msgspec
 
 from actors.requests import Delta, FinishReason, RequestAborted, TokenLogprob, Usage
-from app.serving import ServingStream
+from actors.streams import RequestStream
 
 __all__ = ["Collected", "Merged", "collect"]
 
@@ -53,8 +53,8 @@ class Collected:
             self.matched_stop = delta.matched_stop
 
 
-async def collect(stream: ServingStream, choices: int, *, keep_aborted: bool = False) -> list[Collected]:
-    """Every choice of a stream. An aborted choice raises RequestAborted unless ``keep_aborted``: then it is what came."""
+async def collect(stream: RequestStream, choices: int, *, keep_aborted: bool = False) -> list[Collected]:
+    """Every choice of a stream, whole. An aborted one raises RequestAborted, or with ``keep_aborted`` is what came."""
     collected = [Collected() for _ in range(choices)]
     try:
         async for delta in stream:
@@ -72,11 +72,11 @@ async def collect(stream: ServingStream, choices: int, *, keep_aborted: bool = F
 class Merged(AsyncIterator[Delta]):
     """Several streams as one, as their deltas come. Choice ``i`` of stream ``s`` is choice ``s * choices + i``.
 
-    At most one delta of each stream waits here; the rest merge inside the engine. Streams of which ``stop`` is called
-    are not read any more; closing them is the owner's.
+    At most one delta of each stream waits here; the rest merge inside the engine. After ``stop`` nothing is read any
+    more; closing the streams is their owner's.
     """
 
-    def __init__(self, streams: Sequence[ServingStream], choices: int) -> None:
+    def __init__(self, streams: Sequence[RequestStream], choices: int) -> None:
         self._ready: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue(maxsize=1)
         self._open = len(streams)
         self._pumps = [
@@ -84,7 +84,7 @@ class Merged(AsyncIterator[Delta]):
             for number, stream in enumerate(streams)
         ]
 
-    async def _pump(self, stream: ServingStream, first: int) -> None:
+    async def _pump(self, stream: RequestStream, first: int) -> None:
         try:
             async for delta in stream:
                 moved = msgspec.structs.replace(delta, index=first + delta.index) if first else delta

@@ -6,13 +6,13 @@ import functools
 import logging
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from app.errors import ApiError, invalid
 
-__all__ = ["UnknownFields", "check_depth", "check_json_content", "decode"]
+__all__ = ["UnknownFields", "check_depth", "check_json_content", "decode", "shallow_objects"]
 
 log = logging.getLogger("troupe.http")
 
@@ -20,6 +20,7 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 MAX_DEPTH = 64
 _shallow = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_shallow_list = msgspec.json.Decoder(list[dict[str, msgspec.Raw] | None])
 _AT = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
 _MISSING = re.compile(r"missing required field `(?P<name>\w+)`")
 
@@ -55,6 +56,18 @@ def decode(data: bytes, kind: type[Body]) -> tuple[Body, Mapping[str, msgspec.Ra
         raise invalid("The body is not valid JSON: it is not UTF-8.", code="invalid_json") from None
     except RecursionError:
         raise invalid(f"The body is nested more than {MAX_DEPTH} levels deep.", code="too_deep") from None
+
+
+def shallow_objects(raw: msgspec.Raw | None) -> list[dict[str, msgspec.Raw]]:
+    """The objects of a field that holds one or a list of them, with their fields undecoded; none for anything else."""
+    if raw is None:
+        return []
+    first = bytes(raw)[:1]
+    if first == b"{":
+        return [_shallow.decode(raw)]
+    if first == b"[":
+        return [item for item in _shallow_list.decode(raw) if isinstance(item, dict)]
+    return []
 
 
 def explain(text: str, prefix: str = "") -> tuple[str, str]:

@@ -9,15 +9,16 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
+from actors.runtime import current_traceparent
 from app.auth import Level
 from app.errors import ApiError
-from app.exchange import Exchange, Send
+from app.exchange import Exchange, Send, is_label
 from app.routes import Route
 
 if TYPE_CHECKING:
     from app.service import Service
 
-__all__ = ["Door"]
+__all__ = ["Application", "Door"]
 
 log = logging.getLogger("troupe.http")
 
@@ -25,7 +26,6 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-_LABEL = re.compile(r"[\x21-\x7e]{1,256}")
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
@@ -70,12 +70,12 @@ class Door:
             method=method,
             path=path,
             label=label,
-            traceparent=traceparent,
             http_version=scope.get("http_version", "1.1"),
             send_deadline=service.send_deadline,
             keep_alive=service.arguments.sse_keep_alive_interval,
         )
         scope["troupe.exchange"] = exchange
+        current_traceparent.set(traceparent)  # the server runs each request in a context of its own
         service.live.add(exchange)
         try:
             refusal = self._refusal(scope, route)
@@ -153,7 +153,7 @@ def _labels(headers: list[tuple[bytes, bytes]]) -> tuple[str | None, str | None]
         lowered = name.lower()
         if lowered == b"x-request-id":
             text = value.decode("latin-1")
-            label = text if _LABEL.fullmatch(text) else None
+            label = text if is_label(text) else None
         elif lowered == b"traceparent":
             text = value.decode("latin-1")
             traceparent = text if _TRACEPARENT.fullmatch(text) else None

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from actors.streams import RequestStream
 from app.errors import ApiError
 from app.routes import Route
-from app.serving import ServingStream
 
-__all__ = ["KEEP_ALIVE", "Exchange", "Send"]
+__all__ = ["KEEP_ALIVE", "Exchange", "Send", "is_label"]
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
+_LABEL = re.compile(r"[\x21-\x7e]{1,256}")
+
 KEEP_ALIVE = b": keep-alive\n\n"
+
+
+def is_label(text: str) -> bool:
+    """Whether a client's id is fit for a header and a log line."""
+    return _LABEL.fullmatch(text) is not None
 
 
 class Exchange:
@@ -35,7 +43,6 @@ class Exchange:
         method: str,
         path: str,
         label: str | None,
-        traceparent: str | None,
         http_version: str,
         send_deadline: float,
         keep_alive: float,
@@ -44,14 +51,14 @@ class Exchange:
         self.method = method
         self.path = path
         self.label = label  # the client's own id: echoed and logged, never a key
-        self.traceparent = traceparent
         self.request_id = f"{route.id_prefix if route else 'req-'}{secrets.token_hex(16)}"
         self.started = time.monotonic()
         self.status = 0  # 0: nothing was sent
         self.outcome = ""  # what ended it, when that is not the status: "disconnect", "stalled", an error's code
         self.tokens: tuple[int, int] | None = None  # prompt, completion
         self.interruption: ApiError | None = None  # why the server aborts it, set before the abort
-        self._streams: list[ServingStream] = []
+        self.closed = asyncio.Event()
+        self._streams: list[RequestStream] = []
         self._send = send
         self._http_version = http_version
         self._send_deadline = send_deadline
@@ -62,7 +69,7 @@ class Exchange:
         self._timer: asyncio.TimerHandle | None = None
         self._comment: asyncio.Task[None] | None = None
 
-    def own(self, stream: ServingStream) -> None:
+    def own(self, stream: RequestStream) -> None:
         """The stream ends with this exchange, whatever happens."""
         self._streams.append(stream)
 
@@ -133,11 +140,6 @@ class Exchange:
             self._timer.cancel()
         if self._comment is not None and not self._comment.done():
             self._comment.cancel()
-        if not self._streams:
-            return
-        closing = asyncio.gather(*(stream.aclose() for stream in self._streams), return_exceptions=True)
-        try:
-            await asyncio.shield(closing)
-        except asyncio.CancelledError:
-            await closing
-            raise
+        for stream in self._streams:
+            await stream.aclose()
+        self.closed.set()

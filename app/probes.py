@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import time
-from typing import Any
 
 import msgspec
 from prometheus_client.exposition import choose_encoder
@@ -36,7 +35,7 @@ async def live(service: Service, exchange: Exchange, body: None) -> Response:
 
 async def ready(service: Service, exchange: Exchange, body: None) -> Response:
     """200 while requests are admitted; 503 with the progress of loading before, and when the server shuts down."""
-    status = service.engine.status
+    status = service.status
     answer = Readiness(status=status.phase, progress=status.progress, stage=status.stage, error=status.error)
     response = json_response(answer, 200 if status.phase == "ready" else 503)
     if status.phase == "starting":
@@ -96,5 +95,5 @@ async def metrics(service: Service, exchange: Exchange, body: None) -> Response:
 async def loads(service: Service, exchange: Exchange, body: None) -> Response:
     """What a router balances by: running and waiting requests, and the use of the cache."""
     told = service.engine.describe()
-    load: dict[str, Any] = {key: told[key] for key in ("queue", "cache") if key in told}
-    return json_response({"timestamp": time.time(), "loads": [{"dp_rank": 0, **load}], "in_flight": len(service.live)})
+    load = {key: told[key] for key in ("requests", "scheduler", "cache")}
+    return json_response({"timestamp": time.time(), "loads": [{"dp_rank": 0, **load}]})

@@ -41,6 +41,9 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     logged: bool = True
     needs_engine: bool = False  # 503 while the engine does not take requests, before the body is read
     refused: frozenset[str] = frozenset()  # names of app.openai.refusals that this body may not carry
+    nested: tuple[
+        tuple[str, type[msgspec.Struct]], ...
+    ] = ()  # fields of the body that hold structs to be screened as well
     ignored: frozenset[str] = frozenset()  # fields that are accepted and have no effect here
 
     @property

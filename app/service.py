@@ -6,19 +6,23 @@ import functools
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 from quart import Response
 
 from actors.arguments import Arguments
-from actors.requests import LIMITS, Chat, InvalidRequest, SamplingParams
+from actors.requests import Chat, InvalidRequest, SamplingParams
+from actors.status import EngineStatus
+from actors.streams import RequestStream
 from app.auth import Keyring
-from app.decoding import UnknownFields, decode
-from app.errors import ApiError, invalid, shutting_down, to_api_error
-from app.exchange import Exchange
+from app.decoding import UnknownFields, decode, shallow_objects
+from app.errors import ApiError, shutting_down, to_api_error
+from app.exchange import Exchange, is_label
 from app.routes import Route, RouteTable
-from app.serving import ServingEngine, ServingStream
+
+if TYPE_CHECKING:
+    from actors.engine import Engine
 
 __all__ = ["Service", "json_response"]
 
@@ -36,7 +40,7 @@ def json_response(value: object, status: int = 200) -> Response:
 class Service:
     """One engine as one HTTP service."""
 
-    def __init__(self, engine: ServingEngine, arguments: Arguments, table: RouteTable) -> None:
+    def __init__(self, engine: Engine, arguments: Arguments, table: RouteTable) -> None:
         self.engine = engine
         self.arguments = arguments
         self.table = table
@@ -48,7 +52,7 @@ class Service:
         self.created = int(time.time())
         self.send_deadline = SEND_DEADLINE
         self.unknown = UnknownFields(lambda name: engine.metrics.unknown_fields.labels(name).inc())
-        self.aborting: ApiError | None = None  # set when the server ends what still runs
+        self.warm = arguments.skip_server_warmup  # whether the warm-up requests are done
 
     # -- what the model is called ---------------------------------------------------------------------------------
 
@@ -73,11 +77,21 @@ class Service:
             code="model_not_found",
         )
 
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    @property
+    def status(self) -> EngineStatus:
+        """The engine's, which is not ready for clients before the warm-up is done."""
+        status = self.engine.status
+        if status.phase == "ready" and not self.warm:
+            return EngineStatus(phase="starting", progress=status.progress, stage="warm-up requests")
+        return status
+
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def require_ready(self) -> None:
         """503 unless the engine takes requests."""
-        status = self.engine.status
+        status = self.status
         if status.phase == "ready":
             return
         if status.phase == "starting":
@@ -99,20 +113,21 @@ class Service:
 
     def decode(self, data: bytes, kind: type[Body], route: Route) -> Body:
         """The body as ``kind``; fields that would change the answer but are not built yet are refused."""
-        from app.openai.refusals import refuse
-
         body, fields = decode(data, kind)
-        known = known_fields(kind)
-        for name in fields.keys() - known:
-            if name in route.refused:
-                refuse(name, fields[name])
-            elif name not in route.ignored:
-                self.unknown(name)
+        self._screen(fields, kind, route, "")
+        for name, part in route.nested:
+            for inner in shallow_objects(fields.get(name)):
+                self._screen(inner, part, route, f"{name}.")
         return body
 
-    def count_unknown(self, fields: Mapping[str, object], kind: type[msgspec.Struct], prefix: str) -> None:
+    def _screen(self, fields: Mapping[str, msgspec.Raw], kind: type[msgspec.Struct], route: Route, prefix: str) -> None:
+        from app.openai.refusals import refuse
+
         for name in fields.keys() - known_fields(kind):
-            self.unknown(f"{prefix}{name}")
+            if name in route.refused:
+                refuse(name, fields[name], prefix)
+            elif name not in route.ignored:
+                self.unknown(prefix + name)
 
     def submit(
         self,
@@ -124,45 +139,40 @@ class Service:
         cache_salt: str | None = None,
         label: str | None = None,
         rename: Mapping[str, str] | None = None,
-        suffix: str = "",
-    ) -> ServingStream:
+    ) -> RequestStream:
         """Take a place in the engine's queue, before anything is awaited; the exchange closes the stream.
 
-        ``rename`` maps parameter names of the engine onto this API's, for error messages.
+        ``label`` is the client's own id of the request. ``rename`` maps parameter names of the engine onto this API's,
+        for error messages.
         """
-        if priority is not None and not self.arguments.enable_priority_scheduling:
-            if self.arguments.abort_on_priority_when_disabled:
-                raise invalid(
-                    "priority: priority scheduling is off here; leave the field out, "
-                    "or start the server with --enable-priority-scheduling.",
-                    param="priority",
-                )
-            priority = None
-        if cache_salt is not None and len(cache_salt) > LIMITS.cache_salt_chars:
-            raise invalid(
-                f"cache_salt: at most {LIMITS.cache_salt_chars} characters, not {len(cache_salt)}.", param="cache_salt"
-            )
-        if label is not None and len(label) > LIMITS.request_id_chars:
-            raise invalid(f"rid: at most {LIMITS.request_id_chars} characters, not {len(label)}.", param="rid")
-        if label is not None and exchange.label is None and label.isprintable() and label.isascii():
+        if label is not None and exchange.label is None and is_label(label):
             exchange.label = label
         try:
             stream = self.engine.generate(
                 prompt,
                 params,
-                request_id=exchange.request_id + suffix,
+                request_id=label if label is not None else exchange.label or exchange.request_id,
                 priority=priority or 0,
-                timeout=self.arguments.request_timeout,
                 cache_salt=cache_salt,
-                label=label if label is not None else exchange.label,
-                traceparent=exchange.traceparent,
             )
         except InvalidRequest as error:
             raise renamed(error, rename) from None
         exchange.own(stream)
         return stream
 
-    async def accepted(self, streams: Sequence[ServingStream], rename: Mapping[str, str] | None = None) -> None:
+    async def abort(self, name: str) -> int:
+        """Abort the requests of this id, given by the server or by the client; how many. Ids match as a whole."""
+        ids = [
+            stream_id
+            for exchange in self.live
+            if name in (exchange.request_id, exchange.label)
+            for stream_id in exchange.stream_ids
+        ]
+        if not ids:
+            return await self.engine.abort(name)
+        return sum([await self.engine.abort(stream_id) for stream_id in ids])
+
+    async def accepted(self, streams: Sequence[RequestStream], rename: Mapping[str, str] | None = None) -> None:
         """Wait until every stream's request was tokenized, checked and queued: the last moment for a 400."""
         for stream in streams:
             try:

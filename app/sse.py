@@ -36,6 +36,10 @@ class ChunkWriter(Protocol):
         """What follows the last delta, before [DONE]."""
         ...
 
+    def aborted(self) -> bytes | None:
+        """What follows when the request was aborted; None where the API has no word for it but an error."""
+        ...
+
 
 class SseBody(ResponseBody):
     """The body: one write a delta, comments while there is none, an error event and [DONE] at the latest end.
@@ -49,14 +53,11 @@ class SseBody(ResponseBody):
         exchange: Exchange,
         source: AsyncIterator[Delta],
         writer: ChunkWriter,
-        *,
-        abort_is_error: bool,
     ) -> None:
         self._service = service
         self._exchange = exchange
         self._source = source
         self._writer = writer
-        self._abort_is_error = abort_is_error
         self._ended = False
 
     async def __aenter__(self) -> SseBody:
@@ -79,7 +80,7 @@ class SseBody(ResponseBody):
                 delta = await self._source.__anext__()
             finally:
                 await exchange.woken()
-            if delta.finish_reason == "abort" and self._abort_is_error:
+            if delta.finish_reason == "abort":
                 raise RequestAborted("The request was aborted.")
             return self._writer.chunk(delta)
         except StopAsyncIteration:
@@ -87,7 +88,9 @@ class SseBody(ResponseBody):
             return self._writer.end() + DONE
         except Exception as error:
             self._ended = True
-            return self._service.failure(exchange, error).event() + DONE
+            told = self._service.failure(exchange, error)
+            last = self._writer.aborted() if isinstance(error, RequestAborted) else None
+            return (told.event() if last is None else last) + DONE
 
 
 def sse_response(
@@ -95,15 +98,8 @@ def sse_response(
     exchange: Exchange,
     source: AsyncIterator[Delta],
     writer: ChunkWriter,
-    *,
-    abort_is_error: bool = True,
 ) -> Response:
-    """A streamed response. Call it only when nothing is left that could be a proper error status.
-
-    ``abort_is_error``: an aborted choice ends the stream with an error event (OpenAI has no finish reason for it).
-    """
-    response = Response(
-        SseBody(service, exchange, source, writer, abort_is_error=abort_is_error), headers=dict(_HEADERS)
-    )
+    """A streamed response. Call it only when nothing is left that could be a proper error status."""
+    response = Response(SseBody(service, exchange, source, writer), headers=dict(_HEADERS))
     response.timeout = None  # Quart's 60 s would cut the stream in silence
     return response

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from app.admin import AbortRequest, abort_request, drain, flush_cache, model_info, server_info
 from app.auth import Level
+from app.native import GenerateAnswer, generate
+from app.native_requests import GenerateRequest, NativeSampling
 from app.openai.answers import ChatAnswer, CompletionAnswer
 from app.openai.chat import chat_completions
 from app.openai.completions import completions
 from app.openai.models import ModelCard, ModelList, get_model, list_models
 from app.openai.refusals import REFUSED
 from app.openai.requests import IGNORED, ChatRequest, CompletionRequest
+from app.openapi import openapi
+from app.openapi_page import docs, index
 from app.probes import Readiness, health, health_generate, live, loads, metrics, ready, version
 from app.routes import Route
+from app.tokens import (
+    DetokenizeAnswer,
+    DetokenizeRequest,
+    TokenizeAnswer,
+    TokenizeRequest,
+    detokenize,
+    tokenize,
+    tokenizer_info,
+)
 
 __all__ = ["ROUTES"]
 
@@ -139,4 +153,121 @@ _PROBES = (
     ),
 )
 
-ROUTES: tuple[Route, ...] = (*_OPENAI, *_PROBES)
+_NATIVE = (
+    Route(
+        path="/generate",
+        methods=("POST", "PUT"),
+        level=Level.USER,
+        handler=generate,
+        summary="Generate for one prompt or many, in SGLang's form",
+        body=GenerateRequest,
+        answer=GenerateAnswer,
+        tag="native",
+        id_prefix="gen-",
+        refused=REFUSED - {"input_ids"},
+        ignored=IGNORED,
+        nested=(("sampling_params", NativeSampling),),
+        needs_engine=True,
+    ),
+    *(
+        route
+        for prefix in ("", "/v1")
+        for route in (
+            Route(
+                path=f"{prefix}/tokenize",
+                methods=("POST",),
+                level=Level.USER,
+                handler=tokenize,
+                summary="Text or conversation to token ids",
+                body=TokenizeRequest,
+                answer=TokenizeAnswer,
+                tag="tokens",
+                needs_engine=True,
+            ),
+            Route(
+                path=f"{prefix}/detokenize",
+                methods=("POST",),
+                level=Level.USER,
+                handler=detokenize,
+                summary="Token ids to text",
+                body=DetokenizeRequest,
+                answer=DetokenizeAnswer,
+                tag="tokens",
+                needs_engine=True,
+            ),
+        )
+    ),
+    Route(
+        path="/tokenizer_info",
+        methods=("GET",),
+        level=Level.USER,
+        handler=tokenizer_info,
+        summary="The tokenizer's configuration and the chat template",
+        tag="tokens",
+    ),
+)
+
+_OPERATION = (
+    Route(
+        path="/abort_request",
+        methods=("POST",),
+        level=Level.USER,
+        handler=abort_request,
+        summary="End a request early, or (admin) all of them",
+        body=AbortRequest,
+        tag="operation",
+    ),
+    Route(
+        path="/flush_cache",
+        methods=("POST",),
+        level=Level.ADMIN,
+        handler=flush_cache,
+        summary="Forget every cached prefix",
+        tag="operation",
+    ),
+    Route(
+        path="/drain",
+        methods=("POST",),
+        level=Level.ADMIN,
+        handler=drain,
+        summary="Take no more requests",
+        tag="operation",
+    ),
+    *(
+        Route(
+            path=path,
+            methods=("GET",),
+            level=Level.USER,
+            handler=server_info,
+            summary="The server: workers, actors, arguments, load",
+            tag="operation",
+        )
+        for path in ("/server_info", "/get_server_info")
+    ),
+    *(
+        Route(
+            path=path,
+            methods=("GET",),
+            level=Level.USER,
+            handler=model_info,
+            summary="The model",
+            tag="operation",
+        )
+        for path in ("/model_info", "/get_model_info")
+    ),
+)
+
+_PAGES = (
+    Route(
+        path="/openapi.json",
+        methods=("GET",),
+        level=Level.USER,
+        handler=openapi,
+        summary="This description",
+        tag="pages",
+    ),
+    Route(path="/docs", methods=("GET",), level=Level.USER, handler=docs, summary="The API, for people", tag="pages"),
+    Route(path="/", methods=("GET",), level=Level.USER, handler=index, summary="The front page", tag="pages"),
+)
+
+ROUTES: tuple[Route, ...] = (*_OPENAI, *_NATIVE, *_OPERATION, *_PROBES, *_PAGES)

@@ -57,9 +57,9 @@ class Choice(msgspec.Struct, kw_only=True):
     finish_reason: Literal["stop", "length"]
     logprobs: CompletionLogprobs | None = None
     stop_reason: str | int | None = None
-    prompt_logprobs: list[dict[str, Any] | None] | None | msgspec.UnsetType = msgspec.UNSET
-    token_ids: list[int] | None | msgspec.UnsetType = msgspec.UNSET
-    prompt_token_ids: list[int] | None | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: list[dict[str, Any] | None] | msgspec.UnsetType | None = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class CompletionAnswer(msgspec.Struct, kw_only=True):
@@ -97,7 +97,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     finish_reason: Literal["stop", "length"]
     logprobs: ChatLogprobs | None = None
     stop_reason: str | int | None = None
-    token_ids: list[int] | None | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class ChatAnswer(msgspec.Struct, kw_only=True):
@@ -109,8 +109,8 @@ class ChatAnswer(msgspec.Struct, kw_only=True):
     choices: list[ChatChoice]
     usage: UsageAnswer
     metadata: dict[str, str]
-    prompt_logprobs: list[dict[str, Any] | None] | None | msgspec.UnsetType = msgspec.UNSET
-    prompt_token_ids: list[int] | None | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: list[dict[str, Any] | None] | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET
 
 
 def usage_answer(

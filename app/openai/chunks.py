@@ -134,9 +134,12 @@ class ChatChunks:
     def end(self) -> bytes:
         return self._usage.last_chunk(self._head)
 
+    def aborted(self) -> None:
+        """OpenAI has no finish reason for it: the stream ends with an error."""
+
 
 class CompletionChunks:
-    """``text_completion`` events. ``echoes``: per prompt, the text that comes before the first piece; empty for none."""
+    """``text_completion`` events. ``echoes``: per prompt, the text before the first piece; empty for none."""
 
     def __init__(
         self,
@@ -193,3 +196,6 @@ class CompletionChunks:
 
     def end(self) -> bytes:
         return self._usage.last_chunk(self._head)
+
+    def aborted(self) -> None:
+        """OpenAI has no finish reason for it: the stream ends with an error."""

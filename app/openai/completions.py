@@ -40,9 +40,8 @@ async def completions(service: Service, exchange: Exchange, body: CompletionRequ
             priority=body.priority,
             cache_salt=salt_of(body),
             label=label_of(body),
-            suffix=f"-{number}" if number else "",
         )
-        for number, prompt in enumerate(prompts)
+        for prompt in prompts
     ]
     await service.accepted(streams)
     echoes = [await _echo(service, prompt) if body.echo else "" for prompt in prompts]

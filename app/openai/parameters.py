@@ -11,7 +11,17 @@ from app.decoding import check_depth
 from app.errors import invalid
 from app.openai.requests import ChatMessage, ChatRequest, CompletionRequest, SamplingFields, Tool
 
-__all__ = ["chat_names", "chat_params", "chat_prompt", "completion_params", "label_of", "salt_of"]
+__all__ = [
+    "chat_names",
+    "chat_params",
+    "chat_prompt",
+    "completion_params",
+    "label_of",
+    "messages",
+    "salt_of",
+    "template_kwargs",
+    "tools",
+]
 
 _RESERVED_TEMPLATE_KEYS = frozenset(
     {
@@ -150,12 +160,15 @@ def _tools(body: ChatRequest) -> list[dict[str, Any]] | None:
             param="tool_choice",
             code="unsupported_parameter",
         )
-    if not body.tools:
-        if choice == "auto":
-            raise invalid("tool_choice: needs tools beside it.", param="tool_choice")
-        return None
-    rendered = [_tool(tool, index) for index, tool in enumerate(body.tools)]
+    if choice == "auto" and not body.tools:
+        raise invalid("tool_choice: needs tools beside it.", param="tool_choice")
+    rendered = tools(body.tools)
     return None if choice == "none" else rendered
+
+
+def tools(given: list[Tool] | None) -> list[dict[str, Any]] | None:
+    """Tools as templates expect them."""
+    return [_tool(tool, index) for index, tool in enumerate(given)] if given else None
 
 
 def _tool(tool: Tool, index: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Fields that other engines know and that would change the answer, but that this one does not do: refused, not swallowed."""
+"""Fields that other engines know, that would change the answer and that are not built here: refused, not swallowed."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ from actors.requests import (
     TokenLogprob,
     Usage,
 )
+from actors.runtime import current_traceparent
 from actors.status import EngineStatus, Health
 from app.application import Troupe, create_app
 from telemetry.metrics import EngineMetrics
@@ -42,6 +43,7 @@ class FakeStream:
         self.prompt = prompt
         self.prompt_tokens = 0
         self.aborted = asyncio.Event()
+        self.over = asyncio.Event()
         self.ended = False
         self.closed = False
         self._deltas = self._run()
@@ -111,6 +113,7 @@ class FakeStream:
 
     async def aclose(self) -> None:
         self.closed = True
+        self.over.set()
         if not self.ended:
             self.aborted.set()
         self.engine.open.discard(self)
@@ -125,14 +128,16 @@ class FakeEngine:
     """The contract of actors.engine.Engine. Text is encoded a character a token."""
 
     def __init__(self, arguments: Arguments | None = None) -> None:
-        self.arguments = arguments or Arguments(model_path="/models/fake", served_model_name="fake")
+        self.arguments = arguments or Arguments(
+            model_path="/models/fake", served_model_name="fake", skip_server_warmup=True
+        )
         self.model_name = self.arguments.model_name
         self.model_info = None
         self.context_length = 4096
         self.vocab_size = 0x110000
         self.generation_defaults: dict[str, Any] = {}
         self.registry = CollectorRegistry()
-        self.metrics = EngineMetrics(self.registry, self.model_name, lambda: {})
+        self.metrics = EngineMetrics(self.registry, self.model_name, dict)
         self.status = EngineStatus(phase="ready", progress=1.0, stage="ready")
         self.start_error: str | None = None
         self.answer = list(ANSWER)
@@ -171,8 +176,9 @@ class FakeEngine:
             raise InvalidRequest("temperature: must be at least 0.", param="temperature")
         if params.max_tokens is not None and params.max_tokens < 1:
             raise InvalidRequest("max_tokens: must be at least 1.", param="max_tokens")
-        self.requests.append({"prompt": prompt, "params": params, **keywords})
-        stream = FakeStream(self, keywords["request_id"], prompt, params, keywords.get("label"))
+        trace = current_traceparent.get()
+        self.requests.append({"prompt": prompt, "params": params, "traceparent": trace, **keywords})
+        stream = FakeStream(self, f"req-{len(self.streams)}", prompt, params, keywords.get("request_id"))
         self.streams.append(stream)
         self.open.add(stream)
         return stream
@@ -185,10 +191,10 @@ class FakeEngine:
     async def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(chr(token) for token in ids)
 
-    def token_strings(self, ids: Sequence[int]) -> list[str]:
+    async def token_strings(self, ids: Sequence[int]) -> list[str]:
         return [chr(token) for token in ids]
 
-    async def abort(self, request_id: str | None, *, all: bool = False) -> int:
+    async def abort(self, request_id: str | None = None, *, all: bool = False) -> int:
         chosen = [s for s in self.open if not s.ended and (all or request_id in (s.request_id, s.label))]
         for stream in chosen:
             stream.aborted.set()
@@ -209,8 +215,8 @@ class FakeEngine:
     async def drain(self, timeout: float) -> bool:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                while any(not stream.ended and not stream.closed for stream in self.open):
-                    await asyncio.sleep(0.01)
+                for stream in list(self.open):
+                    await stream.over.wait()
         return not self.open
 
     def describe(self) -> dict[str, Any]:
@@ -218,7 +224,9 @@ class FakeEngine:
             "workers": [{"pid": 4242, "device": "cpu", "restarts": 0, "state": "running"}],
             "actors": [],
             "arguments": self.arguments.describe(),
-            "queue": {"running": len(self.open), "waiting": 0},
+            "requests": {"live": len(self.open), "sequences": len(self.open), "refused": 0},
+            "scheduler": None,
+            "model_info": None,
             "cache": {"total": 100, "free": 100},
         }
 
@@ -238,7 +246,9 @@ def make_application() -> Callable[..., Troupe]:
     """An application by its arguments; its engine is ``application.engine``."""
 
     def make(**keywords: Any) -> Troupe:
-        arguments = Arguments(**{"model_path": "/models/fake", "served_model_name": "fake", **keywords})
+        arguments = Arguments(
+            **{"model_path": "/models/fake", "served_model_name": "fake", "skip_server_warmup": True, **keywords}
+        )
         return create_app(arguments, FakeEngine(arguments))
 
     return make

@@ -43,7 +43,7 @@ async def test_an_answer_at_once(application, engine):
     ]
     assert answer["usage"]["completion_tokens"] == 6
     assert answer["usage"]["prompt_tokens_details"] is None
-    assert answer["id"] == response.headers["x-request-id"] == engine.requests[0]["request_id"]
+    assert answer["id"] == response.headers["x-request-id"] == engine.requests[0]["request_id"]  # for its log
     assert answer["id"].startswith("chatcmpl-")
     assert not engine.open
 
@@ -137,7 +137,7 @@ async def test_parameters_reach_the_engine(application, engine):
     assert (params.stop, params.stop_token_ids, params.logit_bias) == (("END",), (7,), {5: -1.0})
     assert (params.ignore_eos, params.include_stop_str_in_output, params.skip_special_tokens) == (True, True, False)
     assert (params.bad_words, params.allowed_token_ids, params.logprobs) == (("bad",), (1, 2), 0)
-    assert (request["cache_salt"], request["label"]) == ("tenant", "mine")
+    assert (request["cache_salt"], request["request_id"]) == ("tenant", "mine")
     assert request["traceparent"].startswith("00-aaaa")
     assert request["prompt"].template_kwargs == {"enable_thinking": False}
     assert msgspec.json.decode(data)["choices"][0]["finish_reason"] == "length"

@@ -1,0 +1,180 @@
+"""SGLang's native API: ``POST|PUT /generate``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import msgspec
+from quart import Response
+
+from actors.requests import Delta, TokenLogprob
+from app.collecting import Collected, Merged, collect
+from app.errors import invalid
+from app.exchange import Exchange
+from app.native_requests import NATIVE_NAMES, Batch, GenerateRequest, Item, batch_of
+from app.service import Service, json_response
+from app.sse import sse_response
+
+__all__ = ["GenerateAnswer", "generate"]
+
+_encode = msgspec.json.encode
+
+
+class GenerateAnswer(msgspec.Struct, kw_only=True):
+    """One choice. ``meta_info`` tells how it ended, its token counts and, where asked for, log-probabilities."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: dict[str, Any]
+    index: int | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+async def generate(service: Service, exchange: Exchange, body: GenerateRequest) -> Response:
+    """Generate for one prompt or many, at once or as a stream. An aborted request answers with what it had."""
+    batch = batch_of(body)
+    salt = f"{body.cache_salt}\n{body.extra_key}" if body.cache_salt and body.extra_key else None
+    streams = [
+        service.submit(
+            exchange,
+            item.prompt,
+            item.params,
+            priority=body.priority,
+            cache_salt=salt or body.cache_salt or body.extra_key,
+            label=item.label,
+            rename=NATIVE_NAMES,
+        )
+        for item in batch.items
+    ]
+    await service.accepted(streams, NATIVE_NAMES)
+    for item, stream in zip(batch.items, streams, strict=True):
+        if item.start is not None and item.start >= stream.prompt_tokens:
+            raise invalid(
+                f"logprob_start_len: {item.start} is not within the prompt of {stream.prompt_tokens} tokens.",
+                param="logprob_start_len",
+            )
+    answers = _Answers(service, exchange, body, batch, [stream.request_id for stream in streams])
+    if body.stream:
+        source: AsyncIterator[Delta] = streams[0] if len(streams) == 1 else Merged(streams, batch.choices)
+        return sse_response(service, exchange, source, _NativeChunks(answers, service.arguments.stream_output))
+    collected = [choice for stream in streams for choice in await collect(stream, batch.choices, keep_aborted=True)]
+    if exchange.interruption is not None:
+        raise exchange.interruption
+    told = [answers.of(index, choice, choice.text) for index, choice in enumerate(collected)]
+    answers.note_tokens(collected)
+    return json_response(told[0] if batch.single and batch.choices == 1 else told)
+
+
+class _Answers:
+    """What is told of a choice, while it comes and at its end."""
+
+    def __init__(
+        self, service: Service, exchange: Exchange, body: GenerateRequest, batch: Batch, ids: Sequence[str]
+    ) -> None:
+        self.batch = batch
+        self.count = len(batch.items) * batch.choices
+        self._exchange = exchange
+        self._ids = ids
+        self._with_text = bool(body.return_text_in_logprobs)
+        self._with_prompt = bool(body.return_prompt_token_ids)
+        self._weight_version = service.arguments.weight_version
+
+    def of(self, index: int, choice: Collected, text: Sequence[str], since: int = 0) -> GenerateAnswer:
+        """``since``: the first output token that is told of (disjoint pieces of a stream)."""
+        item = self.batch.items[index // self.batch.choices]
+        answer = GenerateAnswer(
+            text="".join(text), output_ids=choice.token_ids[since:], meta_info=self._meta(item, index, choice, since)
+        )
+        if self._with_prompt and choice.prompt_token_ids is not None:
+            answer.prompt_token_ids = list(choice.prompt_token_ids)
+        return answer
+
+    def _meta(self, item: Item, index: int, choice: Collected, since: int) -> dict[str, Any]:
+        number = index // self.batch.choices
+        meta: dict[str, Any] = {
+            "id": item.label or self._ids[number],
+            "request_id": self._ids[number],
+            "finish_reason": self._finish(choice),
+            "prompt_tokens": choice.usage.prompt_tokens,
+            "weight_version": self._weight_version,
+            "completion_tokens": choice.usage.completion_tokens,
+            "cached_tokens": choice.usage.cached_tokens,
+            "e2e_latency": time.monotonic() - self._exchange.started,
+        }
+        if item.logprobs:
+            prompt = () if item.start is None else (choice.prompt_logprobs or ())[item.start :]
+            scored = choice.logprobs[since:]
+            meta["input_token_logprobs"] = [
+                self._entry(entry, None if place == 0 else entry.logprob) for place, entry in enumerate(prompt)
+            ]
+            meta["output_token_logprobs"] = [self._entry(entry, entry.logprob) for entry in scored]
+            if item.params.logprobs:
+                meta["input_top_logprobs"] = [
+                    None if place == 0 else self._top(entry) for place, entry in enumerate(prompt)
+                ]
+                meta["output_top_logprobs"] = [self._top(entry) for entry in scored]
+        return meta
+
+    def _finish(self, choice: Collected) -> dict[str, Any] | None:
+        match choice.finish_reason:
+            case None:
+                return None
+            case "stop":
+                return {"type": "stop", "matched": choice.matched_stop}
+            case "length":
+                return {"type": "length", "length": choice.usage.completion_tokens}
+            case "abort":
+                why = self._exchange.interruption
+                return {"type": "abort", "message": why.message if why is not None else "The request was aborted."}
+
+    def _entry(self, entry: TokenLogprob, logprob: float | None) -> tuple[float | None, int, str | None]:
+        return (logprob, entry.token_id, entry.token if self._with_text else None)
+
+    def _top(self, entry: TokenLogprob) -> list[tuple[float | None, int, str | None]]:
+        return [self._entry(other, other.logprob) for other in entry.top]
+
+    def note_tokens(self, collected: Sequence[Collected]) -> None:
+        prompts = sum(choice.usage.prompt_tokens for choice in collected[:: self.batch.choices])
+        self._exchange.tokens = (prompts, sum(choice.usage.completion_tokens for choice in collected))
+
+
+class _NativeChunks:
+    """Each event holds all of its choice so far; with ``disjoint`` only what is new."""
+
+    def __init__(self, answers: _Answers, disjoint: bool) -> None:
+        self._answers = answers
+        self._disjoint = disjoint
+        self._choices = [Collected() for _ in range(answers.count)]
+
+    def chunk(self, delta: Delta) -> bytes:
+        choice = self._choices[delta.index]
+        since = len(choice.token_ids) if self._disjoint else 0
+        if self._disjoint:
+            choice.text.clear()
+        choice.add(delta)
+        return self._event(delta.index, since)
+
+    def _event(self, index: int, since: int) -> bytes:
+        choice = self._choices[index]
+        answer = self._answers.of(index, choice, choice.text, since)
+        if self._answers.count > 1:
+            answer.index = index
+        return b"data: " + _encode(answer) + b"\n\n"
+
+    def end(self) -> bytes:
+        self._answers.note_tokens(self._choices)
+        return b""
+
+    def aborted(self) -> bytes:
+        """The last event of every choice that was not done."""
+        events = []
+        for index, choice in enumerate(self._choices):
+            if choice.finish_reason is None:
+                choice.finish_reason = "abort"
+                if self._disjoint:
+                    choice.text.clear()
+                events.append(self._event(index, len(choice.token_ids) if self._disjoint else 0))
+        self.end()
+        return b"".join(events)

@@ -1,0 +1,93 @@
+"""The description of the HTTP API, made from the route table and the structs that bodies become."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+from quart import Response
+
+from app.auth import Level
+from app.errors import ErrorEnvelope
+from app.exchange import Exchange
+from app.probes import troupe_version
+from app.routes import Route
+from app.service import Service, json_response
+
+__all__ = ["describe_api", "openapi"]
+
+_NOTES = """\
+Fields that a body has and this description has not are ignored and counted (troupe_unknown_fields_total), except those
+that other engines know and that would change the answer: these are refused with status 400. Every error has the form
+{"error": {"message", "type", "param", "code"}}; a stream that fails ends with such an event and [DONE].
+
+Tools are shown to the model by its chat template, and tool calls come back as the text that the model wrote.
+
+Keys: probes need none; user operations need the API key where the server has one; admin operations need the admin key,
+do not exist on a server that has an API key but no admin key, and without any key answer on loopback addresses only."""
+
+
+async def openapi(service: Service, exchange: Exchange, body: None) -> Response:
+    """OpenAPI 3.1."""
+    description = describe_api(service.table.routes)
+    return json_response({**description, "servers": [{"url": service.arguments.fastapi_root_path or "/"}]})
+
+
+@functools.cache
+def describe_api(routes: tuple[Route, ...]) -> dict[str, Any]:
+    """The document without its servers."""
+    structs = _structs(routes)
+    schemas, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
+    references = dict(zip(structs, schemas, strict=True))
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        for method in route.methods:
+            paths.setdefault(route.path, {})[method.lower()] = _operation(route, method, references)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Troupe", "version": troupe_version(), "description": _NOTES},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {
+                "user": {"type": "http", "scheme": "bearer", "description": "--api-key"},
+                "admin": {"type": "http", "scheme": "bearer", "description": "--admin-api-key"},
+            },
+        },
+    }
+
+
+def _structs(routes: Iterable[Route]) -> list[type[msgspec.Struct]]:
+    found: dict[type[msgspec.Struct], None] = {ErrorEnvelope: None}
+    for route in routes:
+        for struct in (route.body, route.answer):
+            if struct is not None:
+                found[struct] = None
+    return list(found)
+
+
+def _operation(route: Route, method: str, references: dict[type[msgspec.Struct], Any]) -> dict[str, Any]:
+    errors = {"application/json": {"schema": references[ErrorEnvelope]}}
+    answer = references[route.answer] if route.answer is not None else {}
+    operation: dict[str, Any] = {
+        "summary": route.summary,
+        "operationId": f"{method.lower()}{route.path.replace('/', '_').replace('{', '').replace('}', '')}",
+        "tags": [route.tag],
+        "security": [] if route.level is Level.PUBLIC else [{route.level.value: []}],
+        "responses": {
+            "200": {"description": "The answer.", "content": {"application/json": {"schema": answer}}},
+            "default": {"description": "An error.", "content": errors},
+        },
+    }
+    if route.variable is not None:
+        operation["parameters"] = [
+            {"name": route.variable, "in": "path", "required": True, "schema": {"type": "string"}}
+        ]
+    if route.body is not None:
+        operation["requestBody"] = {
+            "required": not route.optional_body,
+            "content": {"application/json": {"schema": references[route.body]}},
+        }
+    return operation

@@ -1,0 +1,152 @@
+"""``/tokenize``, ``/detokenize``, ``/tokenizer_info``: the model's tokenizer by itself."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+from quart import Response
+
+from actors.model_files import ModelFiles, resolve_model_path
+from actors.requests import LIMITS, Chat
+from app.errors import ApiError, invalid
+from app.exchange import Exchange
+from app.openai.parameters import messages, template_kwargs, tools
+from app.openai.requests import ChatMessage, Name, Text, TokenId, Tool
+from app.service import Service, json_response
+
+__all__ = [
+    "DetokenizeAnswer",
+    "DetokenizeRequest",
+    "TokenizeAnswer",
+    "TokenizeRequest",
+    "detokenize",
+    "tokenize",
+    "tokenizer_info",
+]
+
+_TokenList = Annotated[list[TokenId], Meta(max_length=4_194_304)]
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """``prompt`` (a text or a list of texts), or ``messages`` to be rendered first.
+
+    ``add_special_tokens`` defaults to true for texts and to false for messages, whose template has them.
+    """
+
+    model: Name | None = None
+    prompt: Text | Annotated[list[Text], Meta(max_length=LIMITS.prompts)] | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=LIMITS.messages)] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=LIMITS.tools)] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=32)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeAnswer(msgspec.Struct, kw_only=True):
+    """A list of prompts answers with lists."""
+
+    tokens: list[int | list[int]]
+    count: int | list[int]
+    max_model_len: int
+    token_strs: list[str | list[str]] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """``tokens``: ids, or a list of lists of them."""
+
+    model: Name | None = None
+    tokens: Annotated[list[TokenId | _TokenList], Meta(max_length=4_194_304)]
+    skip_special_tokens: bool | None = None
+
+
+class DetokenizeAnswer(msgspec.Struct, kw_only=True):
+    """The same under both names that clients look for."""
+
+    text: str | list[str]
+    prompt: str | list[str]
+
+
+async def tokenize(service: Service, exchange: Exchange, body: TokenizeRequest) -> Response:
+    """Token ids of texts or of a conversation."""
+    service.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid("prompt: give either prompt or messages.", param="prompt")
+    engine = service.engine
+    if body.messages is not None:
+        go_on = bool(body.continue_final_message)
+        chat = Chat(
+            messages=messages(body.messages),
+            tools=tools(body.tools),
+            template_kwargs=template_kwargs(body.chat_template_kwargs),
+            add_generation_prompt=not go_on if body.add_generation_prompt is None else body.add_generation_prompt,
+            continue_final_message=go_on,
+        )
+        encoded = [await engine.tokenize(chat, add_special_tokens=bool(body.add_special_tokens))]
+    else:
+        assert body.prompt is not None
+        texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        encoded = [
+            await engine.tokenize(text, add_special_tokens=body.add_special_tokens is not False) for text in texts
+        ]
+    many = isinstance(body.prompt, list)
+    counts = [len(ids) for ids in encoded]
+    tokens: list[int | list[int]] = [*encoded] if many else [*encoded[0]]
+    strings: list[str | list[str]] | None = None
+    if body.return_token_strs:
+        named = [await engine.token_strings(ids) for ids in encoded]
+        strings = [*named] if many else [*named[0]]
+    return json_response(
+        TokenizeAnswer(
+            tokens=tokens,
+            count=counts if many else counts[0],
+            max_model_len=engine.context_length,
+            token_strs=strings,
+        )
+    )
+
+
+async def detokenize(service: Service, exchange: Exchange, body: DetokenizeRequest) -> Response:
+    """The text of token ids."""
+    service.check_model(body.model)
+    skip = body.skip_special_tokens is not False
+    many = bool(body.tokens) and isinstance(body.tokens[0], list)
+    lists: list[list[int]] = []
+    for number, item in enumerate(body.tokens if many else [body.tokens]):
+        if not isinstance(item, list) or any(isinstance(token, list) for token in item):
+            raise invalid(
+                "tokens: either ids or lists of ids, not both.", param=f"tokens[{number}]" if many else "tokens"
+            )
+        lists.append(item)  # type: ignore[arg-type]
+    texts = [await service.engine.detokenize(ids, skip_special_tokens=skip) for ids in lists]
+    told = texts if many else texts[0]
+    return json_response(DetokenizeAnswer(text=told, prompt=told))
+
+
+async def tokenizer_info(service: Service, exchange: Exchange, body: None) -> Response:
+    """The tokenizer's configuration and the chat template, for clients that render and count by themselves."""
+    if service.arguments.skip_tokenizer_init:
+        raise ApiError(404, "This server runs without a tokenizer (--skip-tokenizer-init).", code="not_found")
+    service.require_ready()
+    return json_response(await asyncio.to_thread(_read_info, service))
+
+
+def _read_info(service: Service) -> dict[str, Any]:
+    arguments = service.arguments
+    assert arguments.model_path is not None
+    model = resolve_model_path(arguments.model_path, revision=arguments.revision, download_dir=arguments.download_dir)
+    path = None
+    if arguments.tokenizer_path is not None:
+        path = resolve_model_path(arguments.tokenizer_path, download_dir=arguments.download_dir, weights=False)
+    files = ModelFiles(model, overrides=arguments.json_model_override_args, tokenizer_path=path)
+    info = {key: _plain(value) for key, value in files.tokenizer_config.items() if key != "auto_map"}
+    return {**info, "chat_template": files.chat_template(arguments.chat_template)}
+
+
+def _plain(value: object) -> object:
+    """A token that is stored with its flags, as its text."""
+    return value["content"] if isinstance(value, dict) and isinstance(value.get("content"), str) else value

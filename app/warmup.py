@@ -1,0 +1,48 @@
+"""Requests of the server's own before the first client's: the device has then seen every kind of step once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from actors.requests import SamplingParams
+
+if TYPE_CHECKING:
+    from actors.engine import Engine
+
+__all__ = ["warm_up"]
+
+log = logging.getLogger("troupe")
+
+_ANSWER = 4  # tokens
+
+
+async def warm_up(engine: Engine) -> None:
+    """Run ``--warmups``, and leave nothing of them in the prefix cache. A failure is logged; the server serves."""
+    arguments = engine.arguments
+    room = engine.context_length - _ANSWER
+    prompts: list[list[list[int]]] = []
+    for name in arguments.warmups:
+        if name == "generate":
+            prompts.append([_ids(engine, 8, room)])
+        elif name == "long-prompt":
+            prompts.append([_ids(engine, max(arguments.chunked_prefill_size, 8), room)])
+        else:
+            prompts.append([_ids(engine, 8 + number % 8, room) for number in range(arguments.max_running_requests)])
+    try:
+        for together in prompts:
+            await asyncio.gather(*(_answer(engine, prompt) for prompt in together))
+        await engine.flush_cache()
+    except Exception:
+        log.exception("the warm-up failed; the server is ready without it")
+
+
+def _ids(engine: Engine, length: int, room: int) -> list[int]:
+    return [number % engine.vocab_size for number in range(max(1, min(length, room)))]
+
+
+async def _answer(engine: Engine, prompt: list[int]) -> None:
+    params = SamplingParams(max_tokens=_ANSWER, temperature=0.0, ignore_eos=True)
+    async for _ in engine.generate(prompt, params, request_id="warm-up"):
+        pass

@@ -1,0 +1,231 @@
+"""Keys, paths, methods and bodies at the door; the access log."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+import pytest
+
+from app.auth import Level
+from app.routes import RouteTable
+from app.table import ROUTES
+
+PUBLIC = {"/live", "/ready", "/health", "/ping"}
+
+
+def concrete(route):
+    return route.path.replace("{model}", "fake")
+
+
+async def call(application, path, method="GET", **keywords):
+    keywords.setdefault("scope_base", {"server": ("127.0.0.1", 8000)})
+    response = await application.test_client().open(path, method=method, **keywords)
+    return response, await response.get_data()
+
+
+def test_only_probes_are_public():
+    assert {route.path for route in ROUTES if route.level is Level.PUBLIC} == PUBLIC
+
+
+def test_no_two_routes_share_a_path_and_a_method():
+    seen = [(method, route.path) for route in ROUTES for method in route.methods]
+    assert len(seen) == len(set(seen))
+
+
+def test_quart_serves_exactly_the_table(make_application):
+    application = make_application()
+    rules = {rule.endpoint for rule in application.url_map.iter_rules()}
+    assert rules == {f"{' '.join(route.methods)} {route.path}" for route in ROUTES}
+
+
+async def test_every_route_wants_the_key_of_its_level(make_application):
+    application = make_application(api_key="user-key", admin_api_key="admin-key")
+    for route in ROUTES:
+        for method in route.methods:
+            for key, allowed in (
+                (None, route.level is Level.PUBLIC),
+                ("wrong", route.level is Level.PUBLIC),
+                ("user-key", route.level is not Level.ADMIN),
+                ("admin-key", True),
+            ):
+                headers = {"Authorization": f"Bearer {key}"} if key else {}
+                response, data = await call(application, concrete(route), method, headers=headers)
+                assert (response.status_code != 401) == allowed, (route.path, method, key)
+                if not allowed:
+                    assert msgspec.json.decode(data)["error"]["type"] == "authentication_error"
+                    assert response.headers["WWW-Authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"x-api-key": "user-key"}, 200),
+        ({"Authorization": "bearer user-key"}, 200),
+        ({"Authorization": "user-key"}, 401),
+        ({"Authorization": "Bearer user-ke"}, 401),
+        ({"Authorization": "Bearer user-key2"}, 401),
+        ({"Authorization": "Bearer "}, 401),
+        ({}, 401),
+    ],
+)
+async def test_how_a_key_is_sent(make_application, headers, status):
+    response, _ = await call(make_application(api_key="user-key"), "/v1/models", headers=headers)
+    assert response.status_code == status
+
+
+async def test_unknown_paths_want_a_key_too(make_application):
+    application = make_application(api_key="user-key")
+    assert (await call(application, "/nothing"))[0].status_code == 401
+    response, data = await call(application, "/nothing", headers={"x-api-key": "user-key"})
+    assert response.status_code == 404
+    assert msgspec.json.decode(data)["error"]["code"] == "not_found"
+
+
+@pytest.mark.parametrize("path", ["/health/../v1/models", "//v1/models", "/v1/models/", "/v1//models", "/live/x"])
+async def test_odd_paths_never_reach_a_handler(make_application, path):
+    application = make_application(api_key="user-key")
+    assert (await call(application, path))[0].status_code == 401
+    assert (await call(application, path, headers={"x-api-key": "user-key"}))[0].status_code == 404
+
+
+async def test_admin_routes_do_not_exist_beside_an_api_key_alone(make_application):
+    application = make_application(api_key="user-key")
+    response, _ = await call(application, "/flush_cache", "POST", headers={"x-api-key": "user-key"})
+    assert response.status_code == 404
+    assert application.engine.flushed == 0
+
+
+@pytest.mark.parametrize(
+    ("server", "status"),
+    [(("127.0.0.1", 8000), 200), (("::1", 8000), 200), (("10.0.0.5", 8000), 404), (("/run/troupe.sock", None), 200)],
+)
+async def test_without_keys_admin_routes_answer_on_loopback_only(application, server, status):
+    response, _ = await call(application, "/flush_cache", "POST", scope_base={"server": server})
+    assert response.status_code == status
+
+
+async def test_admin_routes_do_not_answer_pages_of_other_sites(application, engine):
+    response, _ = await call(application, "/flush_cache", "POST", headers={"Sec-Fetch-Site": "cross-site"})
+    assert response.status_code == 403
+    assert engine.flushed == 0
+
+
+async def test_aborting_all_needs_the_admin_key(make_application):
+    application = make_application(api_key="user-key", admin_api_key="admin-key")
+    body = {"abort_all": True}
+    user, _ = await call(application, "/abort_request", "POST", json=body, headers={"x-api-key": "user-key"})
+    admin, _ = await call(application, "/abort_request", "POST", json=body, headers={"x-api-key": "admin-key"})
+    assert (user.status_code, admin.status_code) == (401, 200)
+
+
+async def test_websockets_are_closed_before_they_open(make_application):
+    application = make_application(api_key="user-key")
+    sent = []
+
+    async def receive():
+        return {"type": "websocket.connect"}
+
+    async def send(message):
+        sent.append(message["type"])
+
+    scope = {"type": "websocket", "path": "/v1/realtime", "headers": [], "server": ("127.0.0.1", 1)}
+    await application(scope, receive, send)
+    assert sent == ["websocket.close"]
+
+
+@pytest.mark.parametrize("method", ["GET", "DELETE", "PATCH"])
+async def test_wrong_methods(application, method):
+    response, data = await call(application, "/v1/chat/completions", method)
+    assert response.status_code == 405
+    assert response.headers["Allow"] == "OPTIONS, POST"
+    assert msgspec.json.decode(data)["error"]["code"] == "method_not_allowed"
+
+
+async def test_options_and_head(application):
+    response, data = await call(application, "/v1/models", "OPTIONS")
+    assert (response.status_code, data) == (204, b"")
+    assert response.headers["Allow"] == "GET, HEAD, OPTIONS"
+    response, _ = await call(application, "/live", "HEAD")
+    assert response.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("data", "headers", "status", "code"),
+    [
+        (b"{", {"Content-Type": "application/json"}, 400, "invalid_json"),
+        (b"", {"Content-Type": "application/json"}, 400, "invalid_json"),
+        (b"[]", {"Content-Type": "application/json"}, 400, "invalid_type"),
+        (b'{"prompt": "\xff"}', {"Content-Type": "application/json"}, 400, "invalid_json"),
+        (b'{"prompt": ' + b"[" * 100_000, {"Content-Type": "application/json"}, 400, None),
+        (b"{}", {"Content-Type": "text/plain"}, 415, "unsupported_media_type"),
+        (b"a=b", {"Content-Type": "application/x-www-form-urlencoded"}, 415, "unsupported_media_type"),
+        (b"{}", {"Content-Type": "application/json", "Content-Encoding": "gzip"}, 415, "unsupported_media_type"),
+        (b" " * (8 * 1024 * 1024 + 1), {"Content-Type": "application/json"}, 413, "request_entity_too_large"),
+    ],
+)
+async def test_bodies_that_cannot_be_read(application, data, headers, status, code):
+    response, answer = await call(application, "/v1/completions", "POST", data=data, headers=headers)
+    error = msgspec.json.decode(answer)["error"]
+    assert response.status_code == status
+    assert response.headers["Content-Type"] == "application/json"
+    assert code is None or error["code"] == code
+
+
+async def test_deep_json_is_refused_where_it_is_free_form(application):
+    deep: object = 1
+    for _ in range(100):
+        deep = [deep]
+    body = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"x": deep}}
+    response, answer = await call(application, "/v1/chat/completions", "POST", json=body)
+    assert response.status_code == 400
+    assert msgspec.json.decode(answer)["error"]["param"] == "chat_template_kwargs.x"
+
+
+async def test_a_root_path_is_stripped_and_told(make_application):
+    application = make_application(fastapi_root_path="/llm")
+    assert (await call(application, "/llm/v1/models"))[0].status_code == 200
+    assert (await call(application, "/v1/models"))[0].status_code == 200
+    _, data = await call(application, "/llm/openapi.json")
+    assert msgspec.json.decode(data)["servers"] == [{"url": "/llm"}]
+
+
+async def test_a_root_path_opens_no_door(make_application):
+    application = make_application(fastapi_root_path="/llm", api_key="user-key")
+    assert (await call(application, "/llm/llm/v1/models"))[0].status_code == 401
+    assert (await call(application, "/llm/flush_cache", "POST"))[0].status_code == 404
+
+
+async def test_the_clients_id_is_a_label(application, engine):
+    response, _ = await call(application, "/v1/models", headers={"x-request-id": "client-1"})
+    assert response.headers["x-client-request-id"] == "client-1"
+    assert response.headers["x-request-id"] != "client-1"
+    response, _ = await call(application, "/v1/models", headers={"x-request-id": "a b\x01"})
+    assert "x-client-request-id" not in response.headers
+
+
+async def test_one_log_line_a_request_and_none_for_probes(application, caplog):
+    with caplog.at_level(logging.INFO, logger="troupe.http"):
+        for path in ("/health", "/ready", "/live", "/ping", "/metrics"):
+            await call(application, path)
+        assert not caplog.records
+        await call(application, "/v1/completions", "POST", json={"prompt": "a secret"})
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 1
+    assert lines[0].startswith("POST /v1/completions 200 done")
+    assert "tokens=8+6" in lines[0]
+    assert "secret" not in lines[0]
+
+
+async def test_requests_are_counted_by_route(application, engine):
+    await call(application, "/v1/models/none")
+    await call(application, "/wild/path")
+    value = engine.registry.get_sample_value
+    assert value("troupe_http_requests_total", {"endpoint": "/v1/models/{model}", "status": "404"}) == 1
+    assert value("troupe_http_requests_total", {"endpoint": "other", "status": "404"}) == 1
+
+
+def test_a_model_name_may_hold_slashes():
+    table = RouteTable(ROUTES)
+    assert table.find("GET", "/v1/models/org/name").path == "/v1/models/{model}"
+    assert table.find("GET", "/v1/models/") is None

@@ -1,0 +1,149 @@
+"""POST /generate in SGLang's form."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+
+ANSWER = "Paris is the capital of France."
+
+
+async def post(application, path="/generate", method="post", **body):
+    response = await getattr(application.test_client(), method)(path, json=body)
+    return response, await response.get_data()
+
+
+def events(data: bytes):
+    blocks = data.decode().strip().split("\n\n")
+    assert blocks[-1] == "data: [DONE]"
+    return [msgspec.json.decode(block.removeprefix("data: ")) for block in blocks[:-1]]
+
+
+@pytest.mark.parametrize("method", ["post", "put"])
+async def test_one_text(application, engine, method):
+    response, data = await post(application, method=method, text="ab", rid="mine", sampling_params={"temperature": 0})
+    told = msgspec.json.decode(data)
+    assert response.status_code == 200
+    assert told["text"] == ANSWER
+    assert told["output_ids"] == [1000, 1001, 1002, 1003, 1004, 1005]
+    meta = told["meta_info"]
+    assert meta["id"] == "mine"
+    assert meta["finish_reason"] == {"type": "stop", "matched": None}
+    assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (2, 6, 1)
+    assert engine.requests[0]["params"].max_tokens == 128
+
+
+async def test_a_batch_answers_with_a_list(application, engine):
+    sampling = [{"max_new_tokens": 1}, {"max_new_tokens": 2}]
+    _, data = await post(application, input_ids=[[97], [98]], sampling_params=sampling, rid=["a", "b"])
+    told = msgspec.json.decode(data)
+    assert [item["text"] for item in told] == ["Paris", "Paris is"]
+    assert [item["meta_info"]["finish_reason"] for item in told] == [
+        {"type": "length", "length": 1},
+        {"type": "length", "length": 2},
+    ]
+    assert [item["meta_info"]["id"] for item in told] == ["a", "b"]
+
+
+async def test_several_choices_of_one_prompt_are_a_list(application):
+    _, data = await post(application, text="ab", sampling_params={"n": 3})
+    assert [item["text"] for item in msgspec.json.decode(data)] == [ANSWER] * 3
+
+
+async def test_log_probabilities(application):
+    _, data = await post(
+        application,
+        text="abc",
+        return_logprob=True,
+        logprob_start_len=1,
+        top_logprobs_num=1,
+        return_text_in_logprobs=True,
+        sampling_params={"max_new_tokens": 1},
+    )
+    meta = msgspec.json.decode(data)["meta_info"]
+    assert meta["input_token_logprobs"] == [[None, 98, "b"], [-1.0, 99, "c"]]
+    assert meta["output_token_logprobs"] == [[-0.5, 1000, "Paris"]]
+    assert meta["output_top_logprobs"] == [[[-0.5, 1000, "Paris"]]]
+    assert meta["input_top_logprobs"][0] is None
+
+
+async def test_streams_are_cumulative(application):
+    _, data = await post(application, text="ab", stream=True)
+    received = events(data)
+    assert [e["text"] for e in received][:2] == ["Paris", "Paris is"]
+    assert received[-1]["text"] == ANSWER
+    assert received[0]["meta_info"]["finish_reason"] is None
+    assert received[-1]["meta_info"]["finish_reason"]["type"] == "stop"
+    assert "index" not in received[0]
+
+
+async def test_streams_can_be_disjoint(make_application):
+    _, data = await post(make_application(stream_output=True), text=["ab", "c"], stream=True)
+    received = events(data)
+    for index in (0, 1):
+        mine = [e for e in received if e["index"] == index]
+        assert "".join(e["text"] for e in mine) == ANSWER
+        assert [token for e in mine for token in e["output_ids"]] == [1000, 1001, 1002, 1003, 1004, 1005]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_abort_gives_back_what_was_there(application, engine, stream):
+    engine.gate, engine.gate_at = asyncio.Event(), 2
+    running = asyncio.create_task(post(application, text="ab", rid="job-1", stream=stream))
+    await asyncio.sleep(0.02)
+    _, wrong = await post(application, "/abort_request", rid="job")
+    assert msgspec.json.decode(wrong) == {"aborted": 0}
+    await asyncio.sleep(0.02)
+    _, told = await post(application, "/abort_request", rid="job-1")
+    assert msgspec.json.decode(told) == {"aborted": 1}
+    _, data = await running
+    last = events(data)[-1] if stream else msgspec.json.decode(data)
+    assert last["text"] == "Paris is"
+    assert last["meta_info"]["finish_reason"]["type"] == "abort"
+    assert not engine.open
+
+
+async def test_an_openai_request_is_aborted_by_the_id_of_its_answer(application, engine):
+    engine.gate = asyncio.Event()
+    body = {"messages": [{"role": "user", "content": "x"}]}
+    running = asyncio.create_task(post(application, "/v1/chat/completions", **body))
+    await asyncio.sleep(0.02)
+    name = next(iter(application.service.live)).request_id
+    assert name.startswith("chatcmpl-")
+    _, told = await post(application, "/abort_request", rid=name)
+    assert msgspec.json.decode(told) == {"aborted": 1}
+    response, data = await running
+    assert response.status_code == 499
+    assert msgspec.json.decode(data)["error"]["code"] == "request_aborted"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "text"),
+        ({"text": "a", "input_ids": [1]}, "text"),
+        ({"text": []}, "text"),
+        ({"input_ids": [1, [2]]}, "input_ids"),
+        ({"text": "a", "sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
+        ({"text": "a", "sampling_params": {"temperature": "x"}}, "sampling_params.temperature"),
+        ({"text": "a", "sampling_params": {"regex": "a"}}, "sampling_params.regex"),
+        ({"text": ["a"], "sampling_params": [{}, {}]}, "sampling_params"),
+        ({"text": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]}, "sampling_params.n"),
+        ({"text": "a", "return_logprob": True, "logprob_start_len": 1}, "logprob_start_len"),
+        ({"text": "a", "sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens"),
+        ({"text": "a", "image_data": "x"}, "image_data"),
+        ({"text": "a", "lora_path": "x"}, "lora_path"),
+    ],
+)
+async def test_bad_fields_are_named(application, engine, body, param):
+    response, data = await post(application, **body)
+    assert response.status_code == 400
+    assert msgspec.json.decode(data)["error"]["param"] == param
+    assert not engine.open
+
+
+async def test_unknown_sampling_fields_are_counted(application, engine):
+    await post(application, text="a", sampling_params={"wibble": 1})
+    assert engine.registry.get_sample_value("troupe_unknown_fields_total", {"field": "sampling_params.wibble"}) == 1

@@ -1,0 +1,132 @@
+"""What only a real server shows: hang-ups, silence, stalled readers, early refusals."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import msgspec
+import pytest
+
+BODY = {"messages": [{"role": "user", "content": "x"}]}
+
+
+async def until(condition, what: str) -> None:
+    """Wait for ``what``, or fail."""
+    async with asyncio.timeout(5):
+        while True:
+            if condition():
+                return
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_hangs_up_frees_its_request(application, engine, serve, stream):
+    engine.gate = asyncio.Event()
+    url = await serve(application)
+    async with httpx.AsyncClient() as client:
+        task = asyncio.create_task(client.post(f"{url}/v1/chat/completions", json={**BODY, "stream": stream}))
+        await until(lambda: engine.streams, "the request arrives")
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    await until(lambda: not engine.open and not application.service.live, "it is freed")
+    assert engine.streams[0].aborted.is_set()
+
+
+async def test_a_hang_up_in_the_middle_of_a_stream(application, engine, serve):
+    engine.gate, engine.gate_at = asyncio.Event(), 2
+    url = await serve(application)
+    async with httpx.AsyncClient() as client:
+        async with client.stream(
+            "POST", f"{url}/v1/completions", json={"prompt": ["a", "b"], "stream": True}
+        ) as answer:
+            async for line in answer.aiter_lines():
+                if "Paris" in line:
+                    break
+        await until(lambda: not engine.open, "both prompts are freed")
+    assert all(stream.aborted.is_set() for stream in engine.streams)
+
+
+async def test_silence_is_filled_with_comments(make_application, serve):
+    application = make_application(sse_keep_alive_interval=0.05)
+    engine = application.engine
+    engine.gate = asyncio.Event()
+    url = await serve(application)
+    lines = []
+    async with (
+        httpx.AsyncClient() as client,
+        client.stream("POST", f"{url}/v1/chat/completions", json={**BODY, "stream": True}) as answer,
+    ):
+        assert answer.status_code == 200
+        async for line in answer.aiter_lines():
+            lines.append(line)
+            if lines.count(": keep-alive") == 2:
+                engine.gate.set()
+    assert lines[0] == ": keep-alive"
+    assert lines[-2] == "data: [DONE]"
+    text = "".join(
+        msgspec.json.decode(line.removeprefix("data: "))["choices"][0]["delta"].get("content", "")
+        for line in lines
+        if line.startswith("data: {")
+    )
+    assert text == "Paris is the capital of France."
+
+
+async def test_no_comments_when_turned_off(make_application, serve):
+    application = make_application(sse_keep_alive_interval=0.0)
+    url = await serve(application)
+    async with httpx.AsyncClient() as client:
+        answer = await client.post(f"{url}/v1/chat/completions", json={**BODY, "stream": True})
+    assert ": keep-alive" not in answer.text
+
+
+async def test_a_reader_that_stalls_loses_its_response(application, engine, serve):
+    application.service.send_deadline = 0.2
+    engine.answer = ["x" * 1_000_000] * 50
+    url = await serve(application)
+    port = int(url.rpartition(":")[2])
+    _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+    body = msgspec.json.encode({**BODY, "stream": True})
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(body)}"
+    writer.write(f"{head}\r\n\r\n".encode() + body)
+    await writer.drain()
+    await until(lambda: engine.streams, "the request arrives")
+    await until(lambda: not engine.open and not application.service.live, "it is freed")
+    assert engine.streams[0].aborted.is_set()
+    writer.transport.abort()
+
+
+async def test_a_stream_outlives_every_response_timeout(application, engine):
+    response = await application.test_client().post("/v1/chat/completions", json={**BODY, "stream": True})
+    assert response.timeout is Ellipsis or response.timeout is None
+    assert application.config["RESPONSE_TIMEOUT"] is None
+
+
+async def test_a_refusal_before_the_body_is_read_closes_cleanly(make_application, serve):
+    application = make_application(api_key="key")
+    url = await serve(application)
+    async with httpx.AsyncClient() as client:
+        answer = await client.post(f"{url}/v1/chat/completions", json={"messages": "x" * 3_000_000})
+        assert answer.status_code == 401
+        assert (await client.get(f"{url}/live")).status_code == 200
+
+
+async def test_many_streams_with_hang_ups_leave_nothing(application, engine, serve):
+    engine.step_seconds = 0.002
+    url = await serve(application)
+
+    async def one(client: httpx.AsyncClient, number: int) -> str:
+        text = ""
+        async with client.stream("POST", f"{url}/v1/completions", json={"prompt": "a", "stream": True}) as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    text += msgspec.json.decode(line.removeprefix("data: "))["choices"][0]["text"]
+                    if number % 3 == 0:
+                        return ""
+        return text
+
+    async with httpx.AsyncClient(limits=httpx.Limits(max_connections=60), timeout=30) as client:
+        texts = await asyncio.gather(*(one(client, number) for number in range(60)))
+    assert texts == ["" if number % 3 == 0 else "Paris is the capital of France." for number in range(60)]
+    await until(lambda: not engine.open and not application.service.live, "all are freed")
