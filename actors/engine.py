@@ -14,9 +14,10 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import random
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -53,7 +54,7 @@ from actors.requests import (
     RequestFailed,
     SamplingParams,
 )
-from actors.runtime import ActorDied, ActorStatus, ActorSystem, Event, EventKind, MailboxFull, Message
+from actors.runtime import ActorDied, ActorStatus, ActorSystem, ChildCrash, Event, EventKind, MailboxFull, Message
 from actors.sampling_rules import resolve, slot_sampling
 from actors.status import EngineStatus, Health, Phase
 from actors.streams import RequestStream, StreamBuffer
@@ -126,6 +127,9 @@ class Engine:
         self._requests: dict[str, _Request] = {}
         self._numbers = itertools.count(1)
         self._turns = itertools.count()
+        # With --random-seed the same requests in the same order sample the same tokens after a new start.
+        seed = arguments.random_seed
+        self._seeds: random.Random = secrets.SystemRandom() if seed is None else random.Random(seed)
         self._phase: Phase = "starting"
         self._progress = (0.0, "waiting")
         self._error: str | None = None
@@ -135,6 +139,7 @@ class Engine:
         self._run: asyncio.Task[None] | None = None
         self._ready = asyncio.Event()
         self._stop = asyncio.Event()
+        self._broken = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -180,15 +185,11 @@ class Engine:
                 self._system = system
                 system.on_event(self._on_event)
                 await self._set_up(system)
-                stopping = asyncio.create_task(self._stop.wait())
-                failed = asyncio.create_task(system.failed.wait())
-                try:
-                    await asyncio.wait({stopping, failed}, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    stopping.cancel()
-                    failed.cancel()
+                await _first(self._stop.wait(), self._broken.wait(), system.failed.wait())
                 if not self._stop.is_set():
-                    raise EngineFailed("An actor failed too often; the log names it. Start the process again.")
+                    raise EngineFailed(
+                        self._error or f"Actor {system.failed.actor} failed too often; the log says why."
+                    )
         except Exception as error:
             self._fail(error)
         finally:
@@ -261,8 +262,10 @@ class Engine:
             self.metrics.restarts.labels(event.actor).inc()
         elif event.kind is EventKind.DEAD_LETTER:
             self.metrics.dead_letters.labels(event.actor, event.message or "").inc()
-        elif event.kind is EventKind.DIED:
-            _log.warning("Actor %s died: %s", event.actor, event.cause)
+        elif event.kind is EventKind.DIED and event.actor == "worker-0" and self.model_info is None:
+            # What cannot be loaded once will not load the next time either: say why and give up.
+            self._error = event.cause.reason if isinstance(event.cause, ChildCrash) else str(event.cause)
+            self._broken.set()
 
     # -- requests
 
@@ -469,7 +472,7 @@ class Engine:
         request.sequences = tuple(numbers)
 
     def _fresh_seed(self) -> int:
-        return secrets.randbits(63)
+        return self._seeds.getrandbits(63)
 
     def _require_alive(self) -> None:
         if self._phase in ("failed", "stopped"):
@@ -675,6 +678,17 @@ class Engine:
                 "troupe_cache_queried_tokens_total": cache.queried_tokens,
             }
         return found
+
+
+async def _first(*awaitables: Coroutine[Any, Any, object]) -> None:
+    """Return when one of them is done; the others are cancelled."""
+    tasks = [asyncio.create_task(awaitable) for awaitable in awaitables]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _finish(task: asyncio.Task[None]) -> None:

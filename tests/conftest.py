@@ -9,5 +9,5 @@ from tests.tiny_model import make_tiny_model
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model directory without weights: load it with load_format="dummy"."""
+    """A model directory with small random weights."""
     return make_tiny_model(tmp_path_factory.mktemp("tiny-model"))

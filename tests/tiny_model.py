@@ -1,5 +1,7 @@
-"""A tiny model directory for tests: a trained tokenizer, a chat template, a Qwen3 configuration; weights by
-load_format dummy."""
+"""A tiny model directory for tests: a trained tokenizer, a chat template, and a Qwen3 of random weights.
+
+The weights are large enough for attention to matter: a wrong page or position changes the tokens.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 TEMPLATE = (
@@ -21,8 +25,8 @@ _TEXT = [
 ]
 
 
-def make_tiny_model(directory: Path, **overrides: Any) -> Path:
-    """Write config.json, tokenizer files and generation_config.json into ``directory``; returns it."""
+def make_tiny_model(directory: Path, *, seed: int = 1, **overrides: Any) -> Path:
+    """Write configuration, tokenizer and weights into ``directory``; returns it."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -48,7 +52,7 @@ def make_tiny_model(directory: Path, **overrides: Any) -> Path:
         "max_position_embeddings": 512,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": False,
         "vocab_size": 384,
         "torch_dtype": "float32",
         "eos_token_id": 2,
@@ -60,4 +64,36 @@ def make_tiny_model(directory: Path, **overrides: Any) -> Path:
     (directory / "tokenizer_config.json").write_text(
         json.dumps({"eos_token": "<|im_end|>", "bos_token": None, "chat_template": TEMPLATE})
     )
+    save_file(_weights(config, seed), directory / "model.safetensors")
     return directory
+
+
+def _weights(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    heads, kv_heads, vocab = config["num_attention_heads"], config["num_key_value_heads"], config["vocab_size"]
+
+    def matrix(rows: int, columns: int, gain: float = 1.0) -> np.ndarray:
+        return (rng.standard_normal((rows, columns)) * gain / columns**0.5).astype(np.float32)
+
+    tensors = {
+        "model.embed_tokens.weight": rng.standard_normal((vocab, hidden)).astype(np.float32),
+        "model.norm.weight": np.ones(hidden, dtype=np.float32),
+        "lm_head.weight": matrix(vocab, hidden, 4.0),
+    }
+    for layer in range(config["num_hidden_layers"]):
+        name = f"model.layers.{layer}."
+        tensors |= {
+            name + "input_layernorm.weight": np.ones(hidden, dtype=np.float32),
+            name + "post_attention_layernorm.weight": np.ones(hidden, dtype=np.float32),
+            name + "self_attn.q_norm.weight": np.full(head, 2.0, dtype=np.float32),
+            name + "self_attn.k_norm.weight": np.full(head, 2.0, dtype=np.float32),
+            name + "self_attn.q_proj.weight": matrix(heads * head, hidden),
+            name + "self_attn.k_proj.weight": matrix(kv_heads * head, hidden),
+            name + "self_attn.v_proj.weight": matrix(kv_heads * head, hidden),
+            name + "self_attn.o_proj.weight": matrix(hidden, heads * head, 4.0),
+            name + "mlp.gate_proj.weight": matrix(inner, hidden),
+            name + "mlp.up_proj.weight": matrix(inner, hidden),
+            name + "mlp.down_proj.weight": matrix(hidden, inner, 2.0),
+        }
+    return tensors

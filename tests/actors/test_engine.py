@@ -27,20 +27,19 @@ from actors.requests import (
     RequestTimeout,
     SamplingParams,
 )
-from actors.streams import RequestStream
+from actors.streams import RequestStream, merge
+from tests.tiny_model import make_tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 
 def small_engine(model: Path, **keywords: Any) -> Engine:
     options: dict[str, Any] = {
-        "load_format": "dummy",
         "dtype": "float32",
         "cpu_threads": 1,
         "max_running_requests": 16,
         "chunked_prefill_size": 64,
         "max_total_tokens": 4096,
-        "random_seed": 7,
     }
     return Engine(model=str(model), **(options | keywords))
 
@@ -55,8 +54,6 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 async def collect(stream: RequestStream) -> dict[int, Delta]:
-    from actors.streams import merge
-
     pieces: dict[int, list[Delta]] = {}
     async for delta in stream:
         pieces.setdefault(delta.index, []).append(delta)
@@ -173,9 +170,7 @@ async def test_chat_is_rendered(engine: Engine) -> None:
         ("x", SamplingParams(n=100000), "n"),
     ],
 )
-async def test_wrong_requests_name_the_field(
-    engine: Engine, prompt: Any, params: SamplingParams, param: str
-) -> None:
+async def test_wrong_requests_name_the_field(engine: Engine, prompt: Any, params: SamplingParams, param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         await collect(engine.generate(prompt, params))
     assert caught.value.param == param
@@ -297,11 +292,12 @@ def footprint() -> dict[str, Any]:
     }
 
 
-async def test_two_engines_in_one_loop_and_nothing_is_left(tiny_model: Path) -> None:
+async def test_two_engines_in_one_loop_and_nothing_is_left(tiny_model: Path, tmp_path: Path) -> None:
+    other_model = make_tiny_model(tmp_path / "other", seed=8)
     async with small_engine(tiny_model) as warm:  # lazy imports and caches of the libraries are not ours to count
         await text_of(warm, "Once")
     before = footprint()
-    async with small_engine(tiny_model) as first, small_engine(tiny_model, random_seed=8) as second:
+    async with small_engine(tiny_model) as first, small_engine(other_model) as second:
         texts = await asyncio.gather(text_of(first, "Once"), text_of(second, "Once"))
         assert texts[0] != texts[1]
         assert await text_of(first, "Once") == texts[0]
@@ -314,10 +310,12 @@ async def test_two_engines_in_one_loop_and_nothing_is_left(tiny_model: Path) -> 
     assert footprint() == before
 
 
-async def test_a_model_that_cannot_be_loaded_says_why(tmp_path: Path, tiny_model: Path) -> None:
+async def test_a_model_that_cannot_be_loaded_says_why(tmp_path: Path) -> None:
     with pytest.raises(EngineFailed, match=r"config\.json"):
         await Engine(model=str(tmp_path)).start()
+    no_weights = make_tiny_model(tmp_path / "no-weights")
+    (no_weights / "model.safetensors").unlink()
     with pytest.raises(EngineFailed, match="safetensors"):
-        await Engine(model=str(tiny_model), cpu_threads=1).start()
+        await Engine(model=str(no_weights), cpu_threads=1).start()
     with pytest.raises(ArgumentError, match="model"):
         Engine()

@@ -61,9 +61,7 @@ async def test_a_bad_conversation_fails_alone(codec: TextCodec) -> None:
     bad = Encode(prompt=Chat(messages=[], template_kwargs={"messages": 1}))
     async with ActorSystem() as system:
         ref = await system.spawn(lambda: Tokenizer(codec), name="tokenizer")
-        results = await asyncio.gather(
-            *(ref.ask(m, timeout=10) for m in (good, bad, good)), return_exceptions=True
-        )
+        results = await asyncio.gather(*(ref.ask(m, timeout=10) for m in (good, bad, good)), return_exceptions=True)
         assert isinstance(results[1], InvalidRequest)
         assert results[0] == results[2]
         assert system.describe()[0].incarnation == 0

@@ -41,7 +41,7 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[RealServer]:
     log = tmp_path_factory.mktemp("tiny") / "log"
-    options = ["--load-format", "dummy", "--dtype", "float32", "--cpu-threads", "2", "--max-total-tokens", "32768"]
+    options = ["--dtype", "float32", "--cpu-threads", "2", "--max-total-tokens", "32768"]
     with running(log, str(tiny_model), *options, "--max-running-requests", "64") as server:
         yield server
 
@@ -156,7 +156,7 @@ async def test_a_killed_worker_pauses_the_streams_and_they_go_on(tiny: RealServe
 
 
 def test_sigterm_lets_a_stream_finish_and_exits_zero(tmp_path: Path, tiny_model: Path) -> None:
-    options = ["--load-format", "dummy", "--dtype", "float32", "--cpu-threads", "1", "--max-total-tokens", "4096"]
+    options = ["--dtype", "float32", "--cpu-threads", "1", "--max-total-tokens", "4096"]
     with running(tmp_path / "log", str(tiny_model), *options) as server:
         body = {"prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:

@@ -1,0 +1,204 @@
+"""What a system leaves behind when it is closed: nothing."""
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import weakref
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from runtime_child_actors import Block, ChildActor, ChildProtocol, Multiply, Settings, Sleep
+
+from actors.runtime import ActorDied, ActorRef, ActorSystem, Backoff, Supervision
+
+TARGET = "runtime_child_actors:ChildActor"
+
+
+def surroundings() -> dict[str, Any]:
+    gc.collect()
+    root = logging.getLogger()
+    return {
+        "tasks": len(asyncio.all_tasks()),
+        "threads": threading.active_count(),
+        "children": [child.pid for child in psutil.Process().children(recursive=True)],
+        "descriptors": psutil.Process().num_fds(),
+        "signals": {number: signal.getsignal(number) for number in signal.valid_signals()},
+        "environment": dict(os.environ),
+        "root logger": (root.level, list(root.handlers), list(root.filters)),
+        "troupe logger": (logging.getLogger("troupe").level, list(logging.getLogger("troupe").handlers)),
+        "path": list(sys.path),
+        "loop policy": type(asyncio.get_event_loop_policy()),
+        "wakeup": signal.set_wakeup_fd(-1) if threading.current_thread() is threading.main_thread() else None,
+    }
+
+
+async def warm(system: ActorSystem) -> tuple[ActorRef[ChildProtocol], ActorRef[ChildProtocol]]:
+    local = await system.spawn(lambda: ChildActor(Settings(factor=2)), name="local")
+    remote = await system.spawn_process(ChildProtocol, name="remote", target=TARGET, config=Settings(factor=3))
+    assert await local.ask(Multiply(2), timeout=10) == 4
+    assert await remote.ask(Multiply(2), timeout=10) == 6
+    return local, remote
+
+
+async def quietly() -> None:
+    async with ActorSystem() as system:
+        await warm(system)
+
+
+async def with_work_in_hand() -> None:
+    async with ActorSystem() as system:
+        local, remote = await warm(system)
+        asks = [asyncio.create_task(ref.ask(Sleep(0.2), timeout=60)) for ref in (local, remote)]
+        queued = asyncio.create_task(remote.ask(Multiply(1), timeout=60))
+        await asyncio.sleep(0.05)
+    assert [await ask for ask in asks] == [None, None], "what is in hand is finished"
+    with pytest.raises(ActorDied):
+        await queued
+
+
+async def with_a_hanging_child() -> None:
+    async with ActorSystem() as system:
+        ref = await system.spawn_process(
+            ChildProtocol, name="remote", target=TARGET, config=Settings(), stop_timeout=0.1
+        )
+        ref.offer(Block(60))
+        await asyncio.sleep(0.05)
+
+
+async def while_a_child_starts() -> None:
+    async with ActorSystem() as system:
+        await system.spawn_process(
+            ChildProtocol, name="remote", target=TARGET, config=Settings(start_seconds=60), wait=False
+        )
+        await asyncio.sleep(0.01)
+
+
+async def while_a_child_is_restarted() -> None:
+    async with ActorSystem() as system:
+        slow = Supervision(backoff=Backoff(first=60.0, max=60.0))
+        ref = await system.spawn_process(
+            ChildProtocol, name="remote", target=TARGET, config=Settings(), supervision=slow
+        )
+        system.crash_actor(ref, RuntimeError("test"))
+        await asyncio.sleep(0.1)
+        assert system.describe()[0].state == "restarting"
+
+
+async def by_an_error() -> None:
+    with pytest.raises(ZeroDivisionError):
+        async with ActorSystem() as system:
+            await warm(system)
+            raise ZeroDivisionError
+
+
+async def by_cancellation_in_the_middle_of_its_stop() -> None:
+    opened = asyncio.Event()
+
+    async def use() -> None:
+        async with ActorSystem() as system:
+            _, remote = await warm(system)
+            remote.offer(Block(60))
+            await asyncio.sleep(0.05)
+            opened.set()
+
+    task = asyncio.create_task(use())
+    await opened.wait()
+    await asyncio.sleep(0.1)  # it waits out the stop timeout of 5 s now
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def from_another_task_than_opened_it() -> None:
+    system = ActorSystem()
+    await asyncio.create_task(system.__aenter__())
+    await warm(system)
+    await asyncio.create_task(system.stop())
+    await system.stop()  # again: nothing happens
+
+
+async def a_spawn_is_cancelled() -> None:
+    async with ActorSystem() as system:
+        spawning = asyncio.create_task(
+            system.spawn_process(ChildProtocol, name="remote", target=TARGET, config=Settings(start_seconds=60))
+        )
+        await asyncio.sleep(0.1)
+        spawning.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await spawning
+        assert system.describe() == []
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        quietly,
+        with_work_in_hand,
+        with_a_hanging_child,
+        while_a_child_starts,
+        while_a_child_is_restarted,
+        by_an_error,
+        by_cancellation_in_the_middle_of_its_stop,
+        from_another_task_than_opened_it,
+        a_spawn_is_cancelled,
+    ],
+)
+async def test_closing_leaves_nothing_behind(use: Callable[[], Awaitable[None]]) -> None:
+    before = surroundings()
+    await use()
+    await asyncio.sleep(0)
+    assert surroundings() == before
+
+
+@pytest.mark.parametrize("uvloop", [False, True])
+def test_in_another_thread_with_either_loop_and_when_the_loop_just_ends(uvloop: bool) -> None:
+    """`asyncio.run` that is left in the middle cancels everything: children are killed and reaped all the same."""
+    factory = pytest.importorskip("uvloop").new_event_loop if uvloop else asyncio.new_event_loop
+    pids: list[int | None] = []
+    failures: list[BaseException] = []
+
+    async def abandon() -> None:
+        system = ActorSystem()
+        await system.__aenter__()
+        await warm(system)
+        pids.extend(status.pid for status in system.describe())
+
+    def run() -> None:
+        try:
+            with asyncio.Runner(loop_factory=factory) as runner:
+                runner.run(quietly())
+            with asyncio.Runner(loop_factory=factory) as runner:
+                runner.run(abandon())
+        except BaseException as error:
+            failures.append(error)
+
+    factory().close()  # libuv keeps a pipe of its own for the life of the process
+    descriptors = psutil.Process().num_fds()
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert failures == []
+    assert pids[1] is not None
+    assert not os.path.exists(f"/proc/{pids[1]}")
+    gc.collect()
+    assert psutil.Process().num_fds() == descriptors
+
+
+async def test_a_closed_system_is_garbage() -> None:
+    async with ActorSystem() as system:
+        await warm(system)
+    remains = weakref.ref(system)
+    del system
+    gc.collect()
+    assert remains() is None

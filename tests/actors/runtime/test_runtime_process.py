@@ -1,0 +1,408 @@
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from runtime_child_actors import (
+    BadPrompt,
+    Block,
+    ChildProtocol,
+    Count,
+    Counted,
+    Exit,
+    Garbage,
+    Inspect,
+    Large,
+    Leave,
+    Missing,
+    Multiply,
+    Ping,
+    Poison,
+    Progress,
+    Raise,
+    Settings,
+    Sleep,
+    Speak,
+    Step,
+)
+
+from actors.runtime import (
+    ActorDied,
+    ActorRef,
+    ActorSystem,
+    AskTimeout,
+    Backoff,
+    ChildCrash,
+    EventKind,
+    MessageTooLarge,
+    Strategy,
+    Supervision,
+    UnknownMessage,
+    current_traceparent,
+)
+from actors.runtime.link import Link
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs a socket pair and signals")
+
+QUICK = Supervision(max_restarts=5, within=60.0, backoff=Backoff(first=0.01, jitter=0.0))
+TARGET = "runtime_child_actors:ChildActor"
+
+
+@pytest.fixture
+async def system() -> AsyncIterator[ActorSystem]:
+    async with ActorSystem() as system:
+        yield system
+
+
+async def spawn(system: ActorSystem, settings: Settings | None = None, **options: Any) -> ActorRef[ChildProtocol]:
+    options = {"name": "worker", "target": TARGET, "supervision": QUICK, **options}
+    return await system.spawn_process(ChildProtocol, config=settings or Settings(), **options)
+
+
+async def until_gone(pid: int) -> None:
+    while os.path.exists(f"/proc/{pid}"):
+        await asyncio.sleep(0.01)
+
+
+async def test_messages_config_environment_and_trace_reach_the_child(system: ActorSystem) -> None:
+    ref = await spawn(system, Settings(factor=3), environment={"TROUPE_TEST": "only there"})
+    assert await ref.ask(Multiply(14), timeout=10) == 42
+    rows = await ref.ask(Step(7, b"\x00\x01\x02"), timeout=10)
+    assert (rows.number, rows.tokens) == (7, b"\x02\x01\x00")
+    token = current_traceparent.set("00-0123456789abcdef0123456789abcdef-0123456789abcdef-01")
+    facts = await ref.ask(Inspect(), timeout=10)
+    current_traceparent.reset(token)
+    assert facts.traceparent == "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
+    assert facts.pid == system.describe()[0].pid != os.getpid()
+    assert facts.environment == "only there"
+    assert "TROUPE_TEST" not in os.environ
+    assert facts.sigint_ignored
+    assert "multiprocessing" not in facts.modules
+    assert "pickle" not in facts.modules
+
+
+async def test_the_child_inherits_nothing_but_its_socket_and_stderr(system: ActorSystem, tmp_path: Path) -> None:
+    with open(tmp_path / "secret", "w") as file:
+        os.set_inheritable(file.fileno(), True)
+        ref = await spawn(system)
+        facts = await ref.ask(Inspect(), timeout=10)
+    assert not [name for name in facts.descriptors if "secret" in name]
+
+
+async def test_several_incarnations_keep_their_number(system: ActorSystem) -> None:
+    ref = await spawn(system)
+    with pytest.raises(ActorDied):
+        await ref.ask(Raise(), timeout=10)
+    assert (await ref.ask(Inspect(), timeout=10)).incarnation == 1
+
+
+@pytest.mark.parametrize(
+    ("message", "words", "returncode"),
+    [
+        (Exit(code=3), "exited with code 3", 3),
+        (Exit(signal=signal.SIGKILL), "killed by SIGKILL", -9),
+        (Exit(code=0), "exited with code 0", 0),
+        (Raise(), "ValueError: the device is on fire", 1),
+        (Garbage(b"\xff" * 100), "cannot be understood", None),
+        (Garbage(b"\x0a\x00\x00\x00\xee" + b"\x00" * 20), "unknown kind", None),
+    ],
+)
+async def test_every_death_fails_the_ask_with_its_cause_and_is_restarted(
+    system: ActorSystem, message: Any, words: str, returncode: int | None
+) -> None:
+    ref = await spawn(system)
+    with pytest.raises(ActorDied, match=words) as died:
+        await ref.ask(message, timeout=10)
+    cause = died.value.cause
+    assert isinstance(cause, ChildCrash)
+    assert cause.returncode == returncode
+    assert await ref.ask(Multiply(2), timeout=10) == 2
+
+
+async def test_a_killed_child_fails_all_asks_on_their_way_at_once(system: ActorSystem) -> None:
+    ref = await spawn(system)
+    asks = [asyncio.create_task(ref.ask(Sleep(60), timeout=60)) for _ in range(3)]
+    await asyncio.sleep(0.05)
+    pid = system.describe()[0].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    for ask in asks:
+        with pytest.raises(ActorDied, match="killed by SIGKILL"):
+            await ask
+    assert not os.path.exists(f"/proc/{pid}"), "reaped"
+    assert await ref.ask(Multiply(1), timeout=10) == 1
+
+
+async def test_request_errors_come_back_as_themselves(system: ActorSystem) -> None:
+    ref = await spawn(system)
+    with pytest.raises(BadPrompt, match="too long") as bad:
+        await ref.ask(Raise(bad_request=True), timeout=10)
+    assert bad.value.param == "prompt"
+    assert system.describe()[0].incarnation == 0
+
+
+async def test_control_overtakes_data_on_its_way(system: ActorSystem) -> None:
+    ref = await spawn(system, window=2)
+    order: list[str] = []
+
+    async def ask(message: Any, name: str) -> None:
+        await ref.ask(message, timeout=10)
+        order.append(name)
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(ask(Sleep(0.2), "data 1"))
+        for number in (2, 3, 4):
+            tasks.create_task(ask(Multiply(number), f"data {number}"))
+        await asyncio.sleep(0.05)
+        tasks.create_task(ask(Ping(), "control"))
+    assert order == ["data 1", "control", "data 2", "data 3", "data 4"]
+
+
+async def test_the_window_bounds_what_is_under_way_and_the_mailbox_the_rest(system: ActorSystem) -> None:
+    ref = await spawn(system, window=2, capacity=3)
+    ask = asyncio.create_task(ref.ask(Sleep(0.3), timeout=10))
+    await asyncio.sleep(0.05)
+    tells = [asyncio.create_task(ref.tell(Count(str(number)))) for number in range(6)]
+    await asyncio.sleep(0.05)
+    assert sum(tell.done() for tell in tells) == 4  # one under way, three in the mailbox
+    await ask
+    await asyncio.gather(*tells)
+    assert await ref.ask(Counted(), timeout=10) == ["0", "1", "2", "3", "4", "5"]
+
+
+async def test_told_messages_that_were_not_begun_survive_a_death(system: ActorSystem) -> None:
+    ref = await spawn(system)
+    sleeping = asyncio.create_task(ref.ask(Sleep(60), timeout=60))
+    await asyncio.sleep(0.05)
+    for number in range(20):  # more than the window
+        await ref.tell(Count(str(number)))
+    pid = system.describe()[0].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(ActorDied):
+        await sleeping
+    assert await ref.ask(Counted(), timeout=10) == [str(number) for number in range(20)]
+
+
+async def test_poison_kills_two_incarnations_and_is_set_apart(system: ActorSystem, tmp_path: Path) -> None:
+    ref = await spawn(system)
+    await ref.tell(Poison(str(tmp_path / "deaths")))
+    await ref.tell(Count("behind it"))
+    counted = None
+    while counted is None:
+        try:
+            counted = await ref.ask(Counted(), timeout=10)
+        except ActorDied:  # asked while the poison was in hand
+            continue
+    assert counted == ["behind it"]
+    assert (tmp_path / "deaths").read_text() == "xx"
+    assert system.dead_letters == 1
+
+
+async def test_timeouts_deadlines_and_late_replies(system: ActorSystem) -> None:
+    ref = await spawn(system)
+    with pytest.raises(AskTimeout):
+        await ref.ask(Sleep(0.2), timeout=0.1)
+    await ref.tell(Count("expired"), deadline=time.monotonic() + 0.01)
+    assert await ref.ask(Counted(), timeout=10) == []
+    assert system.late_replies == 1
+    assert system.dead_letters == 1
+
+
+async def test_unknown_messages_are_refused(system: ActorSystem, caplog: pytest.LogCaptureFixture) -> None:
+    early = await spawn(system, wait=False)
+    before_it_is_known = asyncio.create_task(early.ask(Missing(), timeout=10))
+    with pytest.raises(UnknownMessage, match="Missing"):
+        await before_it_is_known
+    with pytest.raises(UnknownMessage):
+        early.offer(Missing())
+    with pytest.raises(UnknownMessage):
+        early.offer(Progress("of another protocol"))  # type: ignore[arg-type]
+    assert "has no handler for Missing" in caplog.text
+
+
+async def test_frames_have_a_limit_on_both_ways(system: ActorSystem) -> None:
+    ref = await spawn(system, frame_limit=100_000)
+    assert len(await ref.ask(Large(90_000), timeout=10)) == 90_000
+    with pytest.raises(MessageTooLarge, match="message of"):
+        await ref.ask(Step(1, b"x" * 100_000), timeout=10)
+    with pytest.raises(MessageTooLarge, match="reply of"):
+        await ref.ask(Large(100_000), timeout=10)
+    assert system.describe()[0].incarnation == 0
+
+
+async def test_large_frames_pass_in_pieces(system: ActorSystem) -> None:
+    ref = await spawn(system)
+    sizes = [5_000_000, 10, 3_000_000, 100]
+    replies = await asyncio.gather(*(ref.ask(Large(size), timeout=20) for size in sizes))
+    assert [len(reply) for reply in replies] == sizes
+    rows = await ref.ask(Step(1, b"ab" * 2_000_000), timeout=20)
+    assert rows.tokens == b"ba" * 2_000_000
+    assert await ref.ask(Multiply(1), timeout=10) == 1
+
+
+async def test_events_and_logs_come_from_the_child(system: ActorSystem, caplog: pytest.LogCaptureFixture) -> None:
+    told: list[Progress] = []
+    ref = await spawn(system, events=told.append, events_type=Progress)
+    with caplog.at_level(logging.INFO, logger="troupe"):
+        await ref.ask(Speak("hello"), timeout=10)
+        await ref.ask(Speak("from a thread", from_thread=True), timeout=10)
+        for _ in range(100):
+            if len(told) == 2:
+                break
+            await asyncio.sleep(0.01)
+    assert told == [Progress("hello"), Progress("from a thread")]
+    (first, *_) = [record for record in caplog.records if record.name == "troupe.child"]
+    assert first.getMessage() == "said hello"
+    assert first.process != os.getpid()
+    assert first.__dict__["actor"] == "worker"
+
+
+async def test_a_failing_start_is_told_to_the_spawner(system: ActorSystem) -> None:
+    with pytest.raises(ChildCrash, match="no device found"):
+        await spawn(system, Settings(fail_start=True))
+    with pytest.raises(ChildCrash, match="No module named 'no_such_module'"):
+        await spawn(system, target="no_such_module:Worker")
+    with pytest.raises(ChildCrash, match="did not start within"):
+        await spawn(system, Settings(start_seconds=60), start_timeout=0.3)
+    assert system.describe() == []
+
+
+async def test_what_a_child_could_not_import_is_refused_before_it_starts(system: ActorSystem) -> None:
+    class Local: ...
+
+    with pytest.raises(ValueError, match="top level of a module"):
+        await spawn(system, config_type=Local)
+    with pytest.raises(ValueError, match="target must be"):
+        await spawn(system, target="no_colon")
+    with pytest.raises(ValueError, match="import the module that defines them"):
+        await system.spawn_process(Local, name="x", target=TARGET)
+
+
+async def test_an_orderly_stop_runs_stopping_and_reaps(system: ActorSystem, caplog: pytest.LogCaptureFixture) -> None:
+    ref = await spawn(system)
+    pid = system.describe()[0].pid
+    await system.stop_actor(ref)
+    assert "stopping in order" in caplog.text
+    assert not os.path.exists(f"/proc/{pid}")
+    with pytest.raises(ActorDied):
+        await ref.ask(Multiply(1), timeout=1)
+
+
+async def test_a_hanging_child_is_terminated_after_its_stop_timeout(system: ActorSystem) -> None:
+    ref = await spawn(system, stop_timeout=0.2)
+    hanging = asyncio.create_task(ref.ask(Block(60), timeout=60))
+    await asyncio.sleep(0.05)
+    pid = system.describe()[0].pid
+    await system.stop_actor(ref)
+    assert not os.path.exists(f"/proc/{pid}")
+    with pytest.raises(ActorDied):
+        await hanging
+
+
+async def test_a_stopped_process_is_killed(system: ActorSystem) -> None:
+    """SIGTERM does not reach a process that is halted by SIGSTOP; SIGKILL does."""
+    ref = await spawn(system, stop_timeout=0.1)
+    pid = system.describe()[0].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    await system.stop_actor(ref)
+    assert not os.path.exists(f"/proc/{pid}")
+
+
+async def test_a_silent_loop_is_found_by_its_heartbeat(system: ActorSystem) -> None:
+    ref = await spawn(system, heartbeat=0.05, heartbeat_timeout=0.4)
+    await asyncio.sleep(0.6)
+    assert system.describe()[0].incarnation == 0
+    age = system.describe()[0].heartbeat_age
+    assert age is not None
+    assert age < 0.4
+    with pytest.raises(ActorDied, match="no heartbeat"):
+        await ref.ask(Block(60), timeout=30)
+    assert await ref.ask(Multiply(1), timeout=10) == 1
+
+
+async def test_a_child_may_stop_itself(system: ActorSystem) -> None:
+    ref = await spawn(system)
+    await ref.ask(Leave(), timeout=10)
+    for _ in range(500):
+        if not ref.is_alive():
+            break
+        await asyncio.sleep(0.01)
+    assert not ref.is_alive()
+    assert not system.failed.is_set()
+
+
+async def test_a_group_of_children_restarts_as_one(system: ActorSystem) -> None:
+    together = Supervision(Strategy.RESTART_GROUP, backoff=Backoff(first=0.01))
+    refs = [await spawn(system, name=f"worker-{rank}", group="engine", supervision=together) for rank in range(2)]
+    restarted: list[str] = []
+    system.on_event(lambda event: restarted.append(event.actor) if event.kind is EventKind.RESTARTED else None)
+    for status in system.describe():
+        assert status.pid is not None
+        os.kill(status.pid, signal.SIGKILL)
+    while len(restarted) < 2:
+        await asyncio.sleep(0.01)
+    assert [(await ref.ask(Inspect(), timeout=10)).incarnation for ref in refs] == [1, 1]
+    assert restarted == ["worker-0", "worker-1"]
+
+
+async def test_past_the_intensity_the_system_fails_with_the_cause(system: ActorSystem) -> None:
+    ref = await spawn(system, supervision=Supervision(max_restarts=1, backoff=Backoff(first=0.01)))
+    for _ in range(2):
+        with pytest.raises(ActorDied):
+            await ref.ask(Exit(code=7), timeout=10)
+    assert str(await asyncio.wait_for(system.failed.wait(), 10)) == "exited with code 7"
+
+
+async def test_a_link_that_loses_its_peer_while_sending_is_lost_once() -> None:
+    import socket
+
+    ours, theirs = socket.socketpair()
+    lost: list[BaseException | None] = []
+    link = Link(asyncio.get_running_loop(), ours, lambda *frame: None, lost.append)
+    for _ in range(100):
+        link.send(1, 1, b"x" * 100_000)
+    assert link.backlog > 0
+    theirs.close()
+    link.send(1, 1, b"x")
+    await asyncio.sleep(0.05)
+    assert lost == [None]
+    assert link.backlog == 0
+
+
+async def test_the_child_dies_with_its_parent(tmp_path: Path) -> None:
+    """Both ways: the socket ends (SIGKILL of the parent), and the death signal reaches a child that does not look."""
+    script = f"""
+import asyncio, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from runtime_child_actors import ChildProtocol, Settings, Block
+from actors.runtime import ActorSystem
+async def main():
+    async with ActorSystem() as system:
+        ref = await system.spawn_process(ChildProtocol, name="w", target={TARGET!r}, config=Settings())
+        ref.offer(Block(60))
+        await asyncio.sleep(0.1)
+        print(system.describe()[0].pid, flush=True)
+        await asyncio.sleep(60)
+asyncio.run(main())
+"""
+    root = Path(__file__).parents[3]
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=root)
+    assert parent.stdout is not None
+    pid = int(await asyncio.to_thread(parent.stdout.readline))
+    assert os.path.exists(f"/proc/{pid}")
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    await asyncio.wait_for(until_gone(pid), 10)
