@@ -19,8 +19,10 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._sequences: list[Sequence] = []
+        self.tokens = 0  # to be computed for all of them, cached prefixes not counted off
 
     def add(self, sequence: Sequence) -> None:
+        self.tokens += sequence.length
         insort(self._sequences, sequence, key=_rank)
 
     def remove(self, sequence: Sequence) -> None:
@@ -29,14 +31,10 @@ class WaitingQueue:
         if index == len(self._sequences) or self._sequences[index] is not sequence:
             raise ValueError(f"sequence {sequence.id} is not waiting")
         del self._sequences[index]
+        self.tokens -= sequence.length
 
     def __len__(self) -> int:
         return len(self._sequences)
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._sequences)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens to be computed for all of them, cached prefixes not counted off."""
-        return sum(sequence.length for sequence in self._sequences)
