@@ -1,4 +1,9 @@
-"""The text of one sequence, as its tokens come: whole characters only, and never the start of a stop string."""
+"""The text of one sequence, as its tokens come: whole characters only, and never the start of a stop string.
+
+The tokenizers library's own DecodeStream is not used: while bytes make no character it decodes all of them again with
+each token, so a model that rambles in broken bytes costs the square of its length, and what it holds back at the end
+cannot be asked for.
+"""
 
 from __future__ import annotations
 

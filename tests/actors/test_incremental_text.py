@@ -30,7 +30,8 @@ def byte_level() -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(
-        CORPUS, trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, special_tokens=SPECIAL)
+        CORPUS,
+        trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, special_tokens=SPECIAL, show_progress=False),
     )
     tokenizer.add_tokens([AddedToken("<tool call>", special=False), AddedToken("\u00e9t\u00e9 \u597d", special=False)])
     return tokenizer
@@ -46,7 +47,8 @@ def byte_fallback() -> Tokenizer:
     )
     fallback = [f"<0x{byte:02X}>" for byte in range(256)]
     tokenizer.train_from_iterator(
-        CORPUS[:1], trainers.BpeTrainer(vocab_size=360, special_tokens=["<unk>", *SPECIAL, *fallback])
+        CORPUS[:1],
+        trainers.BpeTrainer(vocab_size=360, special_tokens=["<unk>", *SPECIAL, *fallback], show_progress=False),
     )
     # The trainer takes them as special tokens only; they are ordinary ones.
     state = json.loads(tokenizer.to_str())
@@ -61,7 +63,9 @@ def metaspace() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
-    tokenizer.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=200, special_tokens=["<unk>", *SPECIAL]))
+    tokenizer.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=200, special_tokens=["<unk>", *SPECIAL], show_progress=False)
+    )
     tokenizer.add_tokens([AddedToken("\u2581\u2581two\u2581marks", special=False)])
     return tokenizer
 
@@ -72,7 +76,9 @@ def word_piece() -> Tokenizer:
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.decoder = decoders.WordPiece(cleanup=False)
-    tokenizer.train_from_iterator(CORPUS, trainers.WordPieceTrainer(vocab_size=200, special_tokens=["[UNK]", *SPECIAL]))
+    tokenizer.train_from_iterator(
+        CORPUS, trainers.WordPieceTrainer(vocab_size=200, special_tokens=["[UNK]", *SPECIAL], show_progress=False)
+    )
     return tokenizer
 
 
