@@ -70,9 +70,7 @@ class _Child:
         logger.addHandler(_LogHandler(self._send_log))
         logger.setLevel(self._spec.log_level)
         logger.propagate = False
-        logging.getLogger("troupe.runtime").setLevel(
-            logging.CRITICAL + 1
-        )  # the parent's speaks for it
+        logging.getLogger("troupe.runtime").setLevel(logging.CRITICAL + 1)  # the parent's speaks for it
         beat = self._loop.create_task(self._beat(), name="heartbeat")
         try:
             async with ActorSystem(self._spec.name) as system:

@@ -95,10 +95,13 @@ async def while_a_child_is_restarted() -> None:
 
 
 async def by_an_error() -> None:
-    with pytest.raises(ZeroDivisionError):
+    async def fail() -> None:
         async with ActorSystem() as system:
             await warm(system)
             raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await fail()
 
 
 async def by_cancellation_in_the_middle_of_its_stop() -> None:
