@@ -1,30 +1,37 @@
 """The front door: the Quart application, its HTTP APIs, the command line and the page.
 
-``hypercorn app:asgi`` builds the application from the environment (``TROUPE_ARGS``) at first use; importing this
-package alone loads nothing.
+``hypercorn app:asgi`` serves :func:`asgi`, which builds the application from the environment (``TROUPE_ARGS``) at its
+first call; importing this package alone loads nothing.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from app.application import Troupe, create_app
+    from app.application import Troupe
 
-    asgi: Troupe
-
-__all__ = ["asgi", "create_app"]
+__all__ = ["asgi"]
 
 
-def __getattr__(name: str) -> object:
-    if name == "asgi":
-        from app.application import create_app
-        from app.arguments import load_arguments
+@functools.cache
+def _application() -> Troupe:
+    from app.application import create_app
+    from app.arguments import load_arguments
 
-        globals()["asgi"] = application = create_app(load_arguments())
-        return application
-    if name == "create_app":
-        from app.application import create_app
+    return create_app(load_arguments())
 
-        return create_app
-    raise AttributeError(f"module 'app' has no attribute {name!r}")
+
+async def asgi(scope: Any, receive: Any, send: Any) -> None:
+    """The ASGI application. Wrong arguments fail the server's start with a message that names them."""
+    if scope["type"] == "lifespan":
+        from actors.arguments import ArgumentError
+
+        try:
+            _application()
+        except ArgumentError as error:
+            await receive()
+            await send({"type": "lifespan.startup.failed", "message": str(error)})
+            return
+    await _application()(scope, receive, send)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 import time
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from actors.runtime import current_traceparent
 from app.auth import Level
-from app.errors import ApiError
+from app.errors import ApiError, shutting_down
 from app.exchange import Exchange, Send, is_label
 from app.routes import Route
 
@@ -26,6 +27,7 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+_CUT_SECONDS = 1.0
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
@@ -80,13 +82,17 @@ class Door:
         try:
             refusal = self._refusal(scope, route)
             if refusal is not None:
-                await _answer(exchange, refusal)
+                await exchange.answer(refusal)
             else:
                 await self._inner(scope, receive, exchange.send)
             if exchange.status == 0 and not exchange.outcome:
                 exchange.outcome = "disconnect"
         except asyncio.CancelledError:
-            exchange.outcome = exchange.outcome or "disconnect"
+            # A client's going ends the application; only a server that stops cancels it, with the connection open.
+            exchange.outcome = exchange.outcome or "cut"
+            with contextlib.suppress(TimeoutError, OSError):
+                async with asyncio.timeout(_CUT_SECONDS):
+                    await exchange.cut(shutting_down())
             raise
         finally:
             try:
@@ -158,14 +164,3 @@ def _labels(headers: list[tuple[bytes, bytes]]) -> tuple[str | None, str | None]
             text = value.decode("latin-1")
             traceparent = text if _TRACEPARENT.fullmatch(text) else None
     return label, traceparent
-
-
-async def _answer(exchange: Exchange, error: ApiError) -> None:
-    """A response of the door itself. The body of the request is not read; the server closes such a connection."""
-    body = b"" if error.status == 204 or exchange.method == "HEAD" else error.body()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if error.status == 204:
-        headers = []
-    headers += [(name.lower().encode(), value.encode()) for name, value in error.headers().items()]
-    await exchange.send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await exchange.send({"type": "http.response.body", "body": body, "more_body": False})

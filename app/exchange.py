@@ -14,11 +14,14 @@ from actors.streams import RequestStream
 from app.errors import ApiError
 from app.routes import Route
 
-__all__ = ["KEEP_ALIVE", "Exchange", "Send", "is_label"]
+__all__ = ["DONE", "KEEP_ALIVE", "Exchange", "Send", "is_label"]
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _LABEL = re.compile(r"[\x21-\x7e]{1,256}")
+
+DONE = b"data: [DONE]\n\n"
+"""How every event stream ends."""
 
 KEEP_ALIVE = b": keep-alive\n\n"
 
@@ -58,6 +61,9 @@ class Exchange:
         self.tokens: tuple[int, int] | None = None  # prompt, completion
         self.interruption: ApiError | None = None  # why the server aborts it, set before the abort
         self.closed = asyncio.Event()
+        self._event_stream = False
+        self._complete = False
+        self._taken = False  # the server takes the connection away; the handler sends nothing more
         self._streams: list[RequestStream] = []
         self._send = send
         self._http_version = http_version
@@ -79,8 +85,14 @@ class Exchange:
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
         """The ``send`` that the application sees."""
+        if self._taken:
+            return
+        await self._forward(message)
+
+    async def _forward(self, message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            self._event_stream = any(value.startswith(b"text/event-stream") for _, value in message["headers"])
             headers = [
                 (name, value)
                 for name, value in message["headers"]
@@ -99,6 +111,30 @@ class Exchange:
             await self._send(message)
         finally:
             self._sending_since = None
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self._complete = True
+
+    async def answer(self, error: ApiError) -> None:
+        """A whole response that is an error."""
+        empty = error.status == 204
+        body = b"" if empty or self.method == "HEAD" else error.body()
+        headers = [] if empty else [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        headers += [(name.lower().encode(), value.encode()) for name, value in error.headers().items()]
+        await self._forward({"type": "http.response.start", "status": error.status, "headers": headers})
+        await self._forward({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def cut(self, error: ApiError) -> None:
+        """The server takes the connection away before the response is complete: say so in the response itself."""
+        self._taken = True
+        if self._comment is not None:
+            self._comment.cancel()
+        if self._handler is not None and not self._handler.done():
+            self._handler.cancel()
+            await asyncio.wait({self._handler})
+        if self.status == 0:
+            await self.answer(error)
+        elif self._event_stream and not self._complete:
+            await self._forward({"type": "http.response.body", "body": error.event() + DONE, "more_body": False})
 
     def waiting(self) -> None:
         """A stream starts to wait for its next piece: comments may fill the silence."""

@@ -11,12 +11,10 @@ from quart.wrappers.response import ResponseBody
 
 from actors.requests import Delta, RequestAborted
 from app.collecting import Merged
-from app.exchange import Exchange
+from app.exchange import DONE, Exchange
 from app.service import Service
 
-__all__ = ["DONE", "ChunkWriter", "sse_response"]
-
-DONE = b"data: [DONE]\n\n"
+__all__ = ["ChunkWriter", "sse_response"]
 
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",

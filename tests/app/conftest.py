@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import hypercorn.asyncio
@@ -254,12 +254,13 @@ def make_application() -> Callable[..., Troupe]:
     return make
 
 
-@pytest.fixture
-async def serve() -> AsyncIterator[Callable[[Troupe], Awaitable[str]]]:
-    """A real Hypercorn on a free loopback port; gives the base URL. ``stop`` events are set at the end of the test."""
-    stops: list[tuple[asyncio.Event, asyncio.Task[None]]] = []
+class Server:
+    """Real Hypercorns on free loopback ports. Call it with an application for its base URL."""
 
-    async def start(application: Troupe) -> str:
+    def __init__(self) -> None:
+        self._running: list[tuple[asyncio.Event, asyncio.Task[None]]] = []
+
+    async def __call__(self, application: Troupe) -> str:
         config = hypercorn.config.Config()
         config.bind = ["127.0.0.1:0"]
         config.graceful_timeout = 0.2
@@ -268,14 +269,26 @@ async def serve() -> AsyncIterator[Callable[[Troupe], Awaitable[str]]]:
         sockets.insecure_sockets[0].listen()  # connections wait until the server takes them
         port = sockets.insecure_sockets[0].getsockname()[1]
         stop = asyncio.Event()
-        app_wrapper = hypercorn.utils.wrap_app(application, config.wsgi_max_body_size, None)
+        wrapped = hypercorn.utils.wrap_app(application, config.wsgi_max_body_size, None)
         task = asyncio.create_task(
-            hypercorn.asyncio.run.worker_serve(app_wrapper, config, sockets=sockets, shutdown_trigger=stop.wait)
+            hypercorn.asyncio.run.worker_serve(wrapped, config, sockets=sockets, shutdown_trigger=stop.wait)
         )
-        stops.append((stop, task))
+        self._running.append((stop, task))
         return f"http://127.0.0.1:{port}"
 
-    yield start
-    for stop, task in stops:
-        stop.set()
-        await asyncio.wait_for(task, 10)
+    def stop(self) -> None:
+        """As a signal to a plain Hypercorn would."""
+        for stop, _ in self._running:
+            stop.set()
+
+    async def aclose(self) -> None:
+        self.stop()
+        for _, task in self._running:
+            await asyncio.wait_for(task, 10)
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Server]:
+    server = Server()
+    yield server
+    await server.aclose()

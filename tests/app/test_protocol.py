@@ -130,3 +130,22 @@ async def test_many_streams_with_hang_ups_leave_nothing(application, engine, ser
         texts = await asyncio.gather(*(one(client, number) for number in range(60)))
     assert texts == ["" if number % 3 == 0 else "Paris is the capital of France." for number in range(60)]
     await until(lambda: not engine.open and not application.service.live, "all are freed")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_server_that_stops_without_draining_cuts_no_stream(application, engine, serve, stream):
+    engine.gate, engine.gate_at = asyncio.Event(), 2
+    url, stop = await serve(application), serve.stop
+    async with httpx.AsyncClient() as client:
+        running = asyncio.create_task(client.post(f"{url}/v1/completions", json={"prompt": "x", "stream": stream}))
+        await until(lambda: engine.streams, "the request arrives")
+        stop()
+        answer = await running
+    if stream:
+        assert answer.text.endswith("data: [DONE]\n\n")
+        error = msgspec.json.decode(answer.text.strip().split("\n\n")[-2].removeprefix("data: "))["error"]
+    else:
+        assert answer.status_code == 503
+        error = answer.json()["error"]
+    assert error["code"] == "engine_draining"
+    await until(lambda: not engine.open and not application.service.live, "it is freed")
