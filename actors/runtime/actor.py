@@ -104,11 +104,13 @@ def handlers_of(actor: type[Actor[Any]]) -> dict[type[Message[Any, Any]], Handle
     table: dict[type[Message[Any, Any]], Handler] = {}
     names = dict.fromkeys(name for cls in reversed(actor.__mro__) for name in vars(cls))
     for name in names:
-        method = inspect.getattr_static(actor, name)
-        if not hasattr(method, "__handles__"):
+        # A method that overrides a handler is one too, for the same messages unless it is marked anew.
+        marked = next((vars(cls)[name] for cls in actor.__mro__ if hasattr(vars(cls).get(name), "__handles__")), None)
+        if marked is None:
             continue
+        method = inspect.getattr_static(actor, name)
         where = f"{actor.__name__}.{name}"
-        for message in _handled_types(method, where):
+        for message in _handled_types(marked, where):
             if message in table:
                 raise TypeError(f"{where} and {table[message].method} both handle {message.__name__}: keep one of them")
             _check_reply(method, message, where)

@@ -141,14 +141,13 @@ class LocalIncarnation(Incarnation):
             self.mark_ended()
 
     async def _live(self) -> None:
-        if self.cause is not None:  # crashed before its first breath
+        if self._halting:  # stopped or crashed before its first breath
             return
+        await self._actor.started()
         if not self._halting:
-            await self._actor.started()
-        if self.cause is None and not self._halting:
             self.mark_started()
             await self._serve()
-        if self.cause is None and self.was_started:
+        if self.cause is None:
             await self._actor.stopping()
 
     async def _serve(self) -> None:

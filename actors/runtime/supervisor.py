@@ -105,15 +105,14 @@ class Unit:
             self.members.remove(cell)
 
     async def _recover(self, job: anyio.CancelScope) -> None:
-        try:
-            with job:
-                while self._fallen:
-                    await self._restart(job)
-        finally:
-            self._job = None
-            self.busy = False
-            if self._fallen and not self._system.stopping:  # one fell after this job was abandoned
-                self._begin()
+        with job:
+            while self._fallen:
+                await self._restart(job)
+        # Not reached when the whole system is cancelled: nothing is to be restarted then.
+        self._job = None
+        self.busy = False
+        if self._fallen and not self._system.stopping:  # one fell after this job was abandoned
+            self._begin()
 
     async def _restart(self, job: anyio.CancelScope) -> None:
         system = self._system

@@ -114,7 +114,11 @@ class ActorSystem:
         self._host = self.loop.create_task(
             self._run(ready), name=f"{self.name} actor system", context=contextvars.Context()
         )
-        await ready.wait()
+        try:
+            await ready.wait()
+        except asyncio.CancelledError:
+            await self.stop()
+            raise
         return self
 
     async def __aexit__(

@@ -533,3 +533,13 @@ def test_a_wrong_handler_is_refused_when_its_class_is_made() -> None:
         class NoMessage(Actor[DeskProtocol]):
             @handles
             def one(self, message: int) -> None: ...
+
+
+async def test_a_method_that_overrides_a_handler_is_a_handler() -> None:
+    class Overriding(Desk):
+        def work(self, message: Work) -> str:  # type: ignore[override]
+            return "overridden"
+
+    async with TestKit() as kit:
+        ref = await kit.system.spawn(Overriding, name="desk")
+        assert await ref.ask(Work("a"), timeout=1) == "overridden"

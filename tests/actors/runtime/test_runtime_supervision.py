@@ -1,5 +1,7 @@
 import asyncio
+import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -9,6 +11,7 @@ from actors.runtime import (
     ActorDied,
     ActorRef,
     ActorSystem,
+    AskTimeout,
     Backoff,
     EventKind,
     Lane,
@@ -470,8 +473,6 @@ async def test_a_failing_event_callback_disturbs_nobody(caplog: pytest.LogCaptur
 
 
 def test_backoff_is_bounded_and_spread() -> None:
-    import random
-
     backoff = Backoff(first=0.1, factor=2.0, max=1.0, jitter=0.1)
     rng = random.Random(1)
     delays = [backoff.delay(earlier, rng) for earlier in range(200)]
@@ -490,3 +491,88 @@ async def test_two_systems_share_a_loop_and_names() -> None:
         assert await second.ask(Life(), timeout=5) == 0
         with pytest.raises(ValueError, match="named 'w' already"):
             await two.spawn(stage.worker, name="w")
+
+
+async def test_what_started_has_begun_stopping_ends_even_if_no_message_came_between() -> None:
+    async with TestKit() as kit:
+        stage = Stage()
+        stage.slow_start["w"] = 1.0
+        ref = await spawn(kit, stage, wait=False)
+        await kit.settle()
+        stop = asyncio.create_task(kit.system.stop_actor(ref))
+        await kit.advance(1.0)
+        await stop
+        assert stage.log == ["+w0", "-w0"]
+
+
+async def test_whatever_happens_in_whatever_order_every_sender_is_answered() -> None:
+    """Random crashes, stops and messages, a seed each: nobody waits for ever, and the survivors still answer."""
+    for seed in range(40):
+        rng = random.Random(seed)
+        stage = Stage()
+        stage.hold.set()
+        many = replace(GROUP, max_restarts=1000)
+        async with TestKit(seed) as kit:
+            refs = [
+                await spawn(
+                    kit,
+                    stage,
+                    name,
+                    capacity=2,
+                    control_capacity=1,
+                    group="g",
+                    supervision=many if name in "abc" else replace(ONE, max_restarts=1000),
+                    stop_timeout=1.0,
+                )
+                for name in "abcd"
+            ]
+            senders: list[asyncio.Task[Any]] = []
+            for _ in range(60):
+                ref = rng.choice(refs)
+                match rng.randrange(9):
+                    case 0:
+                        kit.system.crash_actor(ref, ValueError("random"))
+                    case 1:
+                        senders.append(asyncio.create_task(ref.ask(Crash(), timeout=300)))
+                    case 2:
+                        stage.fail_starts[ref.name] = 1
+                    case 3:
+                        stage.slow_start[ref.name] = rng.choice([0.0, 0.5, 3.0])
+                    case 4:
+                        senders.append(asyncio.create_task(ref.tell(Keep(crashes=rng.randrange(3)))))
+                    case 5 if rng.random() < 0.1:
+                        senders.append(asyncio.create_task(kit.system.stop_actor(ref)))
+                    case 6:
+                        await kit.advance(rng.random() * 3.0)
+                    case 7 if senders:
+                        rng.choice(senders).cancel()
+                    case _:
+                        senders.append(asyncio.create_task(ref.ask(Life(), timeout=300)))
+                for _ in range(rng.randrange(3)):
+                    await asyncio.sleep(0)
+            stage.slow_start.clear()
+            stage.fail_starts.clear()
+            await kit.advance(250.0)
+            stuck = [sender for sender in senders if not sender.done()]
+            assert not stuck, (seed, stuck, kit.system.describe())
+            outcomes = await asyncio.gather(*senders, return_exceptions=True)
+            for outcome in outcomes:
+                assert not isinstance(outcome, AskTimeout), seed
+            for ref in refs:
+                if ref.is_alive():
+                    await ref.ask(Life(), timeout=1)
+            assert not kit.system.failed.is_set()
+        assert len(asyncio.all_tasks()) == 1
+
+
+def test_a_loop_that_ends_while_actors_restart_ends() -> None:
+    async def abandon() -> None:
+        system = ActorSystem()
+        await system.__aenter__()
+        stage = Stage()
+        refs = [await system.spawn(stage.worker, name=name, supervision=GROUP, group="g") for name in "abc"]
+        system.crash_actor(refs[0], ValueError("first"))
+        await asyncio.sleep(0.01)
+        system.crash_actor(refs[1], ValueError("second"))
+
+    asyncio.run(asyncio.wait_for(abandon(), 10))
