@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from actors.protocol import Grant, Grow
+from actors.protocol import Emission, Grant, Grow
 from actors.scheduling.sequence import Sequence
 from kernels.step import Admission, SlotSampling, StepBatch
 
@@ -33,6 +33,7 @@ class Draft:
         "budget",
         "counts",
         "decodes",
+        "emissions",
         "grows",
         "pages",
         "preempted",
@@ -51,6 +52,7 @@ class Draft:
         self.pages = 0  # in `grows`
         self.admitted: dict[int, bytes] = {}  # sequence -> its shared pages, int32
         self.preempted: set[int] = set()  # not to be admitted again in the same step
+        self.emissions: list[Emission] = []  # sequences that ended because they fit no cache
         self.short = False  # pages did not suffice for all that run
 
     @property

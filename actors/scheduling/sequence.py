@@ -35,7 +35,6 @@ class Sequence:
         "known",
         "output",
         "pages",
-        "preemptions",
         "progressed",
         "prompt_length",
         "prompt_parts",
@@ -61,7 +60,6 @@ class Sequence:
         self.strength = strength  # priority, larger first; 0 for all when priorities are off
         self.rank = (spec.arrival, spec.sequence)  # first come, first served
         self.status = Status.WAITING
-        self.preemptions = 0
         self.progressed = True  # since the last admission, or never preempted
         self.cached_tokens = -1  # of the first admission
         self.target = 0
