@@ -82,10 +82,11 @@ class Detokenizer(Actor[DetokenizerProtocol]):
         if text is None and self._codec is not None:
             params = entry.params
             text = IncrementalText(
-                self._codec.tokenizer,
+                self._codec.pieces,
                 stop=params.stop,
                 include_stop=params.include_stop_str_in_output,
                 skip_special_tokens=params.skip_special_tokens,
+                at_start=False,
             )
             if entry.output:
                 text.restore(entry.output, entry.emitted_chars)

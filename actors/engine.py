@@ -262,10 +262,13 @@ class Engine:
             self.metrics.restarts.labels(event.actor).inc()
         elif event.kind is EventKind.DEAD_LETTER:
             self.metrics.dead_letters.labels(event.actor, event.message or "").inc()
-        elif event.kind is EventKind.DIED and event.actor == "worker-0" and self.model_info is None:
-            # What cannot be loaded once will not load the next time either: say why and give up.
-            self._error = event.cause.reason if isinstance(event.cause, ChildCrash) else str(event.cause)
-            self._broken.set()
+        elif event.kind is EventKind.DIED and event.actor == "worker-0":
+            self._vitals.worker_lost()
+            self._progress = (0.0, "restarting the worker")
+            if self.model_info is None:
+                # What cannot be loaded once will not load the next time either: say why and give up.
+                self._error = event.cause.reason if isinstance(event.cause, ChildCrash) else str(event.cause)
+                self._broken.set()
 
     # -- requests
 

@@ -130,7 +130,6 @@ class Scheduler(Actor[SchedulerProtocol]):
         _log.warning("Step %d got no answer: %s", message.number, message.reason)
         # The worker's next life announces itself by WorkerReady; until then nothing is sent.
         self._epoch = None
-        self._vitals.worker_lost()
 
     # -- questions
 

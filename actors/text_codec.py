@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +10,11 @@ from tokenizers import Tokenizer
 from actors.chat_template import ChatTemplate
 from actors.model_files import ModelFiles, ModelPathError
 from actors.requests import Chat, InvalidRequest
+from actors.token_pieces import TokenPieces
 
 __all__ = ["TextCodec", "load_tokenizer"]
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Byte-level BPE's printable stand-in of each byte, reversed (Radford et al. 2019, GPT-2)."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    rest = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(rest)}
-
-
-_BYTE_OF = _byte_alphabet()
 
 
 def load_tokenizer(path: Path, mode: str) -> Tokenizer:
@@ -65,9 +55,7 @@ class TextCodec:
 
     def __init__(self, files: ModelFiles, *, mode: str = "auto", chat_template: str | None = None) -> None:
         self.tokenizer = load_tokenizer(files.tokenizer_path, mode)
-        self._added = frozenset(self.tokenizer.get_added_tokens_decoder())
-        self._byte_level = "ByteLevel" in repr(self.tokenizer.decoder)
-        self._bytes: dict[int, bytes] = {}
+        self.pieces = TokenPieces(self.tokenizer)
         self.special_tokens = self._special_tokens(files.tokenizer_config)
         source = files.chat_template(chat_template)
         try:
@@ -112,23 +100,10 @@ class TextCodec:
 
     def token_bytes(self, token_id: int) -> bytes:
         """One token's own bytes, which need not be whole characters; empty for an id without a token."""
-        found = self._bytes.get(token_id)
-        if found is None:
-            found = self._bytes[token_id] = self._bytes_of(token_id)
-        return found
-
-    def _bytes_of(self, token_id: int) -> bytes:
-        piece = self.tokenizer.id_to_token(token_id)
-        if piece is None:
-            return b""
-        if token_id in self._added:
-            return piece.encode()
-        if self._byte_level:
-            with contextlib.suppress(KeyError):
-                return bytes(_BYTE_OF[char] for char in piece)
-        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
-            return bytes.fromhex(piece[3:5])
-        return piece.replace("\u2581", " ").encode()
+        if self.pieces.additive:
+            return self.pieces.piece(token_id)
+        text: str = self.tokenizer.decode([token_id], skip_special_tokens=False)
+        return text.encode()
 
     def eos_from_tokenizer(self) -> tuple[int, ...]:
         """The id of the tokenizer's own eos_token, if it has one."""
