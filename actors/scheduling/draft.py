@@ -36,7 +36,6 @@ class Draft:
         "emissions",
         "grows",
         "pages",
-        "preempted",
         "prefill_rows",
         "samples",
         "short",
@@ -51,7 +50,6 @@ class Draft:
         self.grows: list[Grow] = []
         self.pages = 0  # in `grows`
         self.admitted: dict[int, bytes] = {}  # sequence -> its shared pages, int32
-        self.preempted: set[int] = set()  # not to be admitted again in the same step
         self.emissions: list[Emission] = []  # sequences that ended because they fit no cache
         self.short = False  # pages did not suffice for all that run
 

@@ -126,14 +126,10 @@ class StepPlanning:
             if victim is None:
                 growers = sorted(growers, key=lambda s: (-s.strength, s.rank))[: self._available]
                 break
-            self._preempt(draft, victim)
+            self._roster.preempt(victim)
             growers = [sequence for sequence in growers if sequence is not victim]
             yield from self._settle(draft)
         return growers
-
-    def _preempt(self, draft: Draft, victim: Sequence) -> None:
-        self._roster.preempt(victim)
-        draft.preempted.add(victim.id)
 
     def _victim(self, eligible: Callable[[Sequence], bool]) -> Sequence | None:
         """The weakest eligible running sequence; the strongest of all is none."""
@@ -176,7 +172,7 @@ class StepPlanning:
         self._growth.preempted()
         victim = self._victim(lambda s: True)
         if victim is not None:
-            self._preempt(draft, victim)
+            self._roster.preempt(victim)
         else:
             (last,) = self._roster.running.values()
             needed = -(-(last.scheduled + 1) // self._roster.page_size)
@@ -195,19 +191,20 @@ class StepPlanning:
             victim = self._victim_of(pressing)
             if victim is None:
                 return None
-            self._preempt(draft, victim)
+            roster.preempt(victim)
             return pressing
         if roster.may_admit:
             return None  # there is room, and the queue's own order says for whom
         if self._blocked[0] == pressing.id:
             yield from self._settle(draft)
+            preempted = roster.preemptions
             while self._blocked[1] + self._growth.pages(roster.running.values(), roster.page_size) > self._available:
                 victim = self._victim_of(pressing)
                 if victim is None:
                     break
-                self._preempt(draft, victim)
+                roster.preempt(victim)
                 yield from self._settle(draft)
-            return pressing if draft.preempted else None
+            return pressing if roster.preemptions > preempted else None
         roster.may_admit = True  # another one is known not to fit: this one has yet to be tried
         return pressing
 
@@ -240,8 +237,6 @@ class StepPlanning:
         for sequence in order:
             if not self._may_join(draft) or held >= _MOST_HELD:
                 break
-            if sequence.id in draft.preempted and roster.running:
-                continue
             if roster.siblings.computes_for(sequence):
                 held += 1
                 continue

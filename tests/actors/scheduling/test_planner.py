@@ -188,6 +188,16 @@ def test_a_new_worker_gets_everything_again_and_old_answers_are_ignored():
         assert stage.tokens(i) == says(range(10 * i, 10 * i + 6), 6)
 
 
+def test_news_of_the_old_worker_is_not_told_to_the_new_cache():
+    stage = Stage()
+    stage.submit(spec(0, range(9), max_tokens=9), spec(1, range(50, 59)))
+    stage.step()
+    stage.hear(stage.planner.abort([0]))  # with two pages to commit, and pages to close
+    stage.lose_worker()
+    stage.play()
+    assert stage.tokens(1) == says(range(50, 59), 4)
+
+
 def test_what_was_queued_before_the_first_worker_is_examined_when_it_comes():
     planner = Planner(PlannerConfig(max_running=1, max_slots=2, step_tokens=8))
     assert not planner.ready
@@ -241,6 +251,17 @@ def test_a_sequence_that_shares_nothing_overtakes_those_held_for_their_siblings(
     assert counts(stage.step()) == [8, 3]
 
 
+def test_nobody_waits_for_a_prefix_whose_prefill_was_given_up():
+    stage = Stage()
+    stage.submit(spec(0, range(8)), spec(1, range(8)))
+    stage.plan()
+    stage.hear(stage.planner.abort([0]))
+    assert counts(stage.plan()) == [8]
+    stage.finish()
+    stage.play()
+    assert stage.tokens(1) == says(range(8), 4)
+
+
 def test_tenants_share_nothing():
     stage = Stage()
     stage.submit(spec(0, range(8), max_tokens=1, salt=b"a"), spec(1, range(8), max_tokens=1, salt=b"b"))
@@ -286,6 +307,20 @@ def test_when_pages_run_out_the_latest_yields_and_comes_back():
     assert order == [0, 1, 2]
     assert stage.planner.load(0.0).preemptions > 0
     assert all(stage.tokens(i) == says(range(20 * i, 20 * i + 6), 14) for i in range(3))
+
+
+def test_who_ends_with_the_steps_in_flight_is_not_preempted():
+    stage = Stage(pages=4)
+    stage.submit(spec(0, range(7), max_tokens=4), spec(1, range(20, 25), max_tokens=2, arrival=1.0))
+    assert counts(stage.plan()) == [7, 5]
+    assert counts(stage.plan()) == [1, 1]
+    stage.finish()
+    assert stage.plan() is None  # 0 needs a page, and 1 will leave two
+    stage.finish()
+    assert stage.end(1).reason == "length"
+    stage.play()
+    assert stage.planner.load(0.0).preemptions == 0
+    assert stage.tokens(0) == says(range(7), 4)
 
 
 @pytest.mark.parametrize("overlap", [True, False])

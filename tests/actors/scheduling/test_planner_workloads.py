@@ -10,16 +10,43 @@ from tests.actors.scheduling.stage import Stage, says, spec
 LIMITS = settings(deadline=None, max_examples=40)
 
 
+class Lives:
+    """Watches that nobody who was preempted is preempted again before a step of the new life was confirmed."""
+
+    def __init__(self, stage):
+        self.stage = stage
+        self.now = {}  # sequence -> serial of its life
+        self.count = {}
+        self.confirmed = set()
+
+    def after_plan(self):
+        for number, sequence in self.stage.planner._roster.sequences.items():
+            before = self.now.get(number, 0)
+            if before and sequence.serial != before and self.count[number] > 1:
+                assert before in self.confirmed, f"sequence {number} was preempted twice without progress"
+            if sequence.serial and sequence.serial != before:
+                self.count[number] = self.count.get(number, 0) + 1
+            self.now[number] = sequence.serial
+
+    def before_finish(self):
+        flight = self.stage.planner._flights[0]
+        rows = zip(flight.sequences, flight.serials, strict=True)
+        self.confirmed |= {serial for sequence, serial in rows if sequence.serial == serial}
+
+
 def play(stage, draw, arrivals):
     """Submit ``arrivals`` while steps run, in a random interleaving, until all have ended."""
     arrivals = list(arrivals)
+    lives = Lives(stage)
     steps = 0
     while arrivals or stage.planner.has_work:
         stage.now += draw.random()
         while arrivals and draw.random() < 0.3:
             stage.submit(arrivals.pop(0))
         planned = stage.planner.can_send and stage.plan() is not None
+        lives.after_plan()
         if stage.sent and (not planned or draw.random() < 0.7):
+            lives.before_finish()
             stage.finish()
         steps += 1
         assert steps < 20_000
