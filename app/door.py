@@ -28,6 +28,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _CUT_SECONDS = 1.0
+_GONE = 499  # what is logged and counted when the client left before there was a status
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
@@ -85,8 +86,8 @@ class Door:
                 await exchange.answer(refusal)
             else:
                 await self._inner(scope, receive, exchange.send)
-            if exchange.status == 0 and not exchange.outcome:
-                exchange.outcome = "disconnect"
+            if not exchange.complete:
+                exchange.outcome = exchange.outcome or "disconnect"
         except asyncio.CancelledError:
             # A client's going ends the application; only a server that stops cancels it, with the connection open.
             exchange.outcome = exchange.outcome or "cut"
@@ -134,7 +135,7 @@ class Door:
         route = exchange.route
         endpoint = route.path if route is not None else "other"
         outcome = exchange.outcome or "done"
-        self._service.count_http(endpoint, exchange.status if exchange.status else 499)
+        self._service.count_http(endpoint, exchange.status or _GONE)
         if route is not None and not route.logged:
             return
         tokens = f" tokens={exchange.tokens[0]}+{exchange.tokens[1]}" if exchange.tokens is not None else ""
@@ -143,7 +144,7 @@ class Door:
             "%s %s %d %s %.1f ms id=%s%s%s",
             exchange.method,
             endpoint if route is not None else repr(exchange.path[:128]),
-            exchange.status,
+            exchange.status or _GONE,
             outcome,
             (time.monotonic() - exchange.started) * 1000,
             exchange.request_id,

@@ -62,7 +62,7 @@ class Exchange:
         self.interruption: ApiError | None = None  # why the server aborts it, set before the abort
         self.closed = asyncio.Event()
         self._event_stream = False
-        self._complete = False
+        self.complete = False  # whether the whole response was sent
         self._taken = False  # the server takes the connection away; the handler sends nothing more
         self._streams: list[RequestStream] = []
         self._send = send
@@ -112,7 +112,7 @@ class Exchange:
         finally:
             self._sending_since = None
         if message["type"] == "http.response.body" and not message.get("more_body", False):
-            self._complete = True
+            self.complete = True
 
     async def answer(self, error: ApiError) -> None:
         """A whole response that is an error."""
@@ -133,7 +133,7 @@ class Exchange:
             await asyncio.wait({self._handler})
         if self.status == 0:
             await self.answer(error)
-        elif self._event_stream and not self._complete:
+        elif self._event_stream and not self.complete:
             await self._forward({"type": "http.response.body", "body": error.event() + DONE, "more_body": False})
 
     def waiting(self) -> None:

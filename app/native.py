@@ -35,6 +35,7 @@ class GenerateAnswer(msgspec.Struct, kw_only=True):
 async def generate(service: Service, exchange: Exchange, body: GenerateRequest) -> Response:
     """Generate for one prompt or many, at once or as a stream. An aborted request answers with what it had."""
     batch = batch_of(body)
+    service.check_size(len(batch.items), batch.choices, "text" if body.text is not None else "input_ids")
     salt = f"{body.cache_salt}\n{body.extra_key}" if body.cache_salt and body.extra_key else None
     streams = [
         service.submit(

@@ -36,7 +36,7 @@ async def live(service: Service, exchange: Exchange, body: None) -> Response:
 async def ready(service: Service, exchange: Exchange, body: None) -> Response:
     """200 while requests are admitted; 503 with the progress of loading before, and when the server shuts down."""
     status = service.status
-    answer = Readiness(status=status.phase, progress=status.progress, stage=status.stage, error=status.error)
+    answer = Readiness(status=status.phase, progress=round(status.progress, 4), stage=status.stage, error=status.error)
     response = json_response(answer, 200 if status.phase == "ready" else 503)
     if status.phase == "starting":
         response.headers["Retry-After"] = "5"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import hashlib
 import time
@@ -17,7 +18,7 @@ from actors.status import EngineStatus
 from actors.streams import RequestStream
 from app.auth import Keyring
 from app.decoding import UnknownFields, decode, shallow_objects
-from app.errors import ApiError, shutting_down, to_api_error
+from app.errors import ApiError, invalid, shutting_down, to_api_error
 from app.exchange import Exchange, is_label
 from app.routes import Route, RouteTable
 
@@ -160,6 +161,16 @@ class Service:
         exchange.own(stream)
         return stream
 
+    def check_size(self, prompts: int, choices: int, param: str) -> None:
+        """400 for a request that could never enter the queue, however long its client waits."""
+        room = self.arguments.max_running_requests + self.arguments.max_queued_requests
+        if prompts * choices > room:
+            raise invalid(
+                f"{param}: {prompts} prompts with {choices} choices each are more than the {room} that this server "
+                "takes at a time; split the request.",
+                param=param,
+            )
+
     async def abort(self, name: str) -> int:
         """Abort the requests of this id, given by the server or by the client; how many. Ids match as a whole."""
         ids = [
@@ -174,11 +185,17 @@ class Service:
 
     async def accepted(self, streams: Sequence[RequestStream], rename: Mapping[str, str] | None = None) -> None:
         """Wait until every stream's request was tokenized, checked and queued: the last moment for a 400."""
-        for stream in streams:
-            try:
-                await stream.ready()
-            except InvalidRequest as error:
-                raise renamed(error, rename) from None
+        try:
+            if len(streams) == 1:
+                await streams[0].ready()
+                return
+            # Together, so that the tokenizer may encode them in one call; each is waited for, so that none is orphaned.
+            outcomes = await asyncio.gather(*(stream.ready() for stream in streams), return_exceptions=True)
+            for outcome in outcomes:
+                if outcome is not None:
+                    raise outcome
+        except InvalidRequest as error:
+            raise renamed(error, rename) from None
 
     def failure(self, exchange: Exchange, error: BaseException) -> ApiError:
         """What a client is told of an error. An abort of the server's own making tells its reason."""

@@ -32,6 +32,7 @@ async def completions(service: Service, exchange: Exchange, body: CompletionRequ
     if body.suffix:
         prompts = [fill_in(service, prompt, body.suffix) for prompt in prompts]
     params = completion_params(body)
+    service.check_size(len(prompts), params.n, "prompt")
     streams = [
         service.submit(
             exchange,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import hypercorn.asyncio
@@ -46,9 +46,12 @@ class FakeStream:
         self.over = asyncio.Event()
         self.ended = False
         self.closed = False
+        self.at_gate = False
         self._deltas = self._run()
 
     async def ready(self) -> None:
+        if self.engine.tokenizing is not None:
+            await self.engine.tokenizing.wait()
         if self.engine.ready_error is not None:
             raise self.engine.ready_error
         if self.prompt == "":
@@ -66,6 +69,7 @@ class FakeStream:
     async def _pause(self, step: int) -> None:
         waits = [self.aborted.wait()]
         if self.engine.gate is not None and step >= self.engine.gate_at:
+            self.at_gate = True
             waits.append(self.engine.gate.wait())
             tasks = [asyncio.ensure_future(wait) for wait in waits]
             try:
@@ -144,6 +148,7 @@ class FakeEngine:
         self.step_seconds = 0.0
         self.gate: asyncio.Event | None = None
         self.gate_at = 0
+        self.tokenizing: asyncio.Event | None = None
         self.fail_at: int | None = None
         self.stream_error: Exception = RuntimeError("boom")
         self.ready_error: Exception | None = None
@@ -239,6 +244,20 @@ def engine() -> FakeEngine:
 @pytest.fixture
 def application(engine: FakeEngine) -> Troupe:
     return create_app(engine.arguments, engine)
+
+
+@pytest.fixture
+def until() -> Callable[[Callable[[], object]], Awaitable[None]]:
+    """Wait for a condition, or fail after a while."""
+
+    async def wait(condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(10):
+            while True:
+                if condition():
+                    return
+                await asyncio.sleep(0.005)
+
+    return wait
 
 
 @pytest.fixture

@@ -25,14 +25,6 @@ async def get(application, path):
     return response, msgspec.json.decode(await response.get_data())
 
 
-async def until(condition) -> None:
-    async with asyncio.timeout(5):
-        while True:
-            if condition():
-                return
-            await asyncio.sleep(0.005)
-
-
 async def test_ready_tells_how_far_loading_is(application, engine):
     engine.status = EngineStatus(phase="starting", progress=0.4, stage="weights")
     response, told = await get(application, "/ready")
@@ -93,7 +85,7 @@ async def test_health_generate_runs_one_token(application, engine):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_drain_ends_what_still_runs_with_an_error(application, engine, serve, stream):
+async def test_drain_ends_what_still_runs_with_an_error(application, engine, serve, stream, until):
     engine.gate, engine.gate_at = asyncio.Event(), 2
     url = await serve(application)
     async with httpx.AsyncClient() as client:
@@ -118,7 +110,7 @@ async def test_drain_ends_what_still_runs_with_an_error(application, engine, ser
     assert error["code"] == "engine_draining"
 
 
-async def test_drain_lets_requests_finish(application, engine, serve):
+async def test_drain_lets_requests_finish(application, engine, serve, until):
     engine.gate = asyncio.Event()
     url = await serve(application)
     async with httpx.AsyncClient() as client:
@@ -131,7 +123,7 @@ async def test_drain_lets_requests_finish(application, engine, serve):
         assert "error" not in (await running).text
 
 
-async def test_the_warm_up_comes_before_ready(make_application):
+async def test_the_warm_up_comes_before_ready(make_application, until):
     application = make_application(
         skip_server_warmup=False, warmups=("generate", "long-prompt", "batch"), max_running_requests=3
     )

@@ -89,13 +89,13 @@ async def test_streams_can_be_disjoint(make_application):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_abort_gives_back_what_was_there(application, engine, stream):
+async def test_an_abort_gives_back_what_was_there(application, engine, stream, until):
     engine.gate, engine.gate_at = asyncio.Event(), 2
     running = asyncio.create_task(post(application, text="ab", rid="job-1", stream=stream))
-    await asyncio.sleep(0.02)
+    await until(lambda: engine.streams)
     _, wrong = await post(application, "/abort_request", rid="job")
     assert msgspec.json.decode(wrong) == {"aborted": 0}
-    await asyncio.sleep(0.02)
+    await until(lambda: engine.streams[0].at_gate)
     _, told = await post(application, "/abort_request", rid="job-1")
     assert msgspec.json.decode(told) == {"aborted": 1}
     _, data = await running
@@ -105,11 +105,11 @@ async def test_an_abort_gives_back_what_was_there(application, engine, stream):
     assert not engine.open
 
 
-async def test_an_openai_request_is_aborted_by_the_id_of_its_answer(application, engine):
+async def test_an_openai_request_is_aborted_by_the_id_of_its_answer(application, engine, until):
     engine.gate = asyncio.Event()
     body = {"messages": [{"role": "user", "content": "x"}]}
     running = asyncio.create_task(post(application, "/v1/chat/completions", **body))
-    await asyncio.sleep(0.02)
+    await until(lambda: engine.streams)
     name = next(iter(application.service.live)).request_id
     assert name.startswith("chatcmpl-")
     _, told = await post(application, "/abort_request", rid=name)
@@ -147,3 +147,10 @@ async def test_bad_fields_are_named(application, engine, body, param):
 async def test_unknown_sampling_fields_are_counted(application, engine):
     await post(application, text="a", sampling_params={"wibble": 1})
     assert engine.registry.get_sample_value("troupe_unknown_fields_total", {"field": "sampling_params.wibble"}) == 1
+
+
+async def test_a_request_too_large_for_the_queue_is_a_mistake(make_application):
+    application = make_application(max_running_requests=2, max_queued_requests=2)
+    response, data = await post(application, text=["a", "b"], sampling_params={"n": 3})
+    assert response.status_code == 400
+    assert msgspec.json.decode(data)["error"]["param"] == "text"

@@ -11,29 +11,20 @@ import pytest
 BODY = {"messages": [{"role": "user", "content": "x"}]}
 
 
-async def until(condition, what: str) -> None:
-    """Wait for ``what``, or fail."""
-    async with asyncio.timeout(5):
-        while True:
-            if condition():
-                return
-            await asyncio.sleep(0.005)
-
-
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_hangs_up_frees_its_request(application, engine, serve, stream):
+async def test_a_client_that_hangs_up_frees_its_request(application, engine, serve, stream, until):
     engine.gate = asyncio.Event()
     url = await serve(application)
     async with httpx.AsyncClient() as client:
         task = asyncio.create_task(client.post(f"{url}/v1/chat/completions", json={**BODY, "stream": stream}))
-        await until(lambda: engine.streams, "the request arrives")
+        await until(lambda: engine.streams)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-    await until(lambda: not engine.open and not application.service.live, "it is freed")
+    await until(lambda: not engine.open and not application.service.live)
     assert engine.streams[0].aborted.is_set()
 
 
-async def test_a_hang_up_in_the_middle_of_a_stream(application, engine, serve):
+async def test_a_hang_up_in_the_middle_of_a_stream(application, engine, serve, until):
     engine.gate, engine.gate_at = asyncio.Event(), 2
     url = await serve(application)
     async with httpx.AsyncClient() as client:
@@ -43,7 +34,7 @@ async def test_a_hang_up_in_the_middle_of_a_stream(application, engine, serve):
             async for line in answer.aiter_lines():
                 if "Paris" in line:
                     break
-        await until(lambda: not engine.open, "both prompts are freed")
+        await until(lambda: not engine.open)
     assert all(stream.aborted.is_set() for stream in engine.streams)
 
 
@@ -80,7 +71,7 @@ async def test_no_comments_when_turned_off(make_application, serve):
     assert ": keep-alive" not in answer.text
 
 
-async def test_a_reader_that_stalls_loses_its_response(application, engine, serve):
+async def test_a_reader_that_stalls_loses_its_response(application, engine, serve, until):
     application.service.send_deadline = 0.2
     engine.answer = ["x" * 1_000_000] * 50
     url = await serve(application)
@@ -91,8 +82,8 @@ async def test_a_reader_that_stalls_loses_its_response(application, engine, serv
     head += f"Content-Length: {len(body)}"
     writer.write(f"{head}\r\n\r\n".encode() + body)
     await writer.drain()
-    await until(lambda: engine.streams, "the request arrives")
-    await until(lambda: not engine.open and not application.service.live, "it is freed")
+    await until(lambda: engine.streams)
+    await until(lambda: not engine.open and not application.service.live)
     assert engine.streams[0].aborted.is_set()
     writer.transport.abort()
 
@@ -112,7 +103,7 @@ async def test_a_refusal_before_the_body_is_read_closes_cleanly(make_application
         assert (await client.get(f"{url}/live")).status_code == 200
 
 
-async def test_many_streams_with_hang_ups_leave_nothing(application, engine, serve):
+async def test_many_streams_with_hang_ups_leave_nothing(application, engine, serve, until):
     engine.step_seconds = 0.002
     url = await serve(application)
 
@@ -129,16 +120,16 @@ async def test_many_streams_with_hang_ups_leave_nothing(application, engine, ser
     async with httpx.AsyncClient(limits=httpx.Limits(max_connections=60), timeout=30) as client:
         texts = await asyncio.gather(*(one(client, number) for number in range(60)))
     assert texts == ["" if number % 3 == 0 else "Paris is the capital of France." for number in range(60)]
-    await until(lambda: not engine.open and not application.service.live, "all are freed")
+    await until(lambda: not engine.open and not application.service.live)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_server_that_stops_without_draining_cuts_no_stream(application, engine, serve, stream):
+async def test_a_server_that_stops_without_draining_cuts_no_stream(application, engine, serve, stream, until):
     engine.gate, engine.gate_at = asyncio.Event(), 2
     url, stop = await serve(application), serve.stop
     async with httpx.AsyncClient() as client:
         running = asyncio.create_task(client.post(f"{url}/v1/completions", json={"prompt": "x", "stream": stream}))
-        await until(lambda: engine.streams, "the request arrives")
+        await until(lambda: engine.streams)
         stop()
         answer = await running
     if stream:
@@ -148,4 +139,28 @@ async def test_a_server_that_stops_without_draining_cuts_no_stream(application, 
         assert answer.status_code == 503
         error = answer.json()["error"]
     assert error["code"] == "engine_draining"
-    await until(lambda: not engine.open and not application.service.live, "it is freed")
+    await until(lambda: not engine.open and not application.service.live)
+
+
+async def test_a_hang_up_while_the_prompt_is_encoded(application, engine, serve, until):
+    engine.tokenizing = asyncio.Event()
+    url = await serve(application)
+    async with httpx.AsyncClient() as client:
+        task = asyncio.create_task(client.post(f"{url}/v1/completions", json={"prompt": ["a", "b"]}))
+        await until(lambda: len(engine.streams) == 2)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    await until(lambda: not engine.open and not application.service.live)
+
+
+async def test_a_body_that_does_not_arrive(application, serve):
+    application.config["BODY_TIMEOUT"] = 0.1
+    url = await serve(application)
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
+    )
+    async with asyncio.timeout(5):
+        head = await reader.readuntil(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408")
+    writer.close()
