@@ -20,7 +20,7 @@ class PlannerConfig(msgspec.Struct, frozen=True, kw_only=True):
     step_tokens: int  # token budget of a step, at least max_running: a decode of every sequence fits
     max_prefill_tokens: int = 16384  # prefill tokens a step, within step_tokens
     prefill_max_requests: int | None = None  # prefill rows a step
-    chunked: bool = True  # False: a prompt that fits one step is never split
+    chunked: bool = True  # False: a prompt waits for a step of its own rather than be split
     overlap: bool = True  # two steps in flight
     use_cache: bool = True  # share prefixes
     policy: Literal["fcfs", "lpm"] = "fcfs"

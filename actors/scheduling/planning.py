@@ -231,7 +231,6 @@ class StepPlanning:
         config, roster, size = self._config, self._roster, self._roster.page_size
         yield from self._settle(draft)
         order = yield from self._order(first, now)
-        whole = min(config.step_tokens - config.max_running, config.max_prefill_tokens)  # surely fits one step
         reserve = self._growth.pages(roster.running.values(), size)
         held = 0
         for sequence in order:
@@ -244,7 +243,7 @@ class StepPlanning:
             if needed > self._total_pages:
                 draft.emissions.append(roster.end(sequence, too_large(needed, self._total_pages)))
                 continue
-            if not config.chunked and draft.counts and draft.budget < sequence.length <= whole:
+            if not config.chunked and draft.counts and sequence.length > draft.budget:
                 break
             lease = yield from self._open(sequence)
             self._available = lease.available - draft.pages

@@ -372,6 +372,15 @@ def test_a_careful_planner_admits_fewer():
     assert running(2.0) == 2  # a page, and 5 for all 20
 
 
+def test_the_head_of_the_queue_is_tried_again_as_the_reserve_shrinks():
+    stage = Stage(pages=64, conservativeness=1.0, overlap=False)
+    stage.submit(spec(0, range(4), max_tokens=200), spec(1, range(50, 58), max_tokens=145, arrival=1.0))
+    for _ in range(60):
+        stage.step()
+    assert stage.tokens(1)
+    assert stage.end(0) is None
+
+
 def test_the_queue_waits_while_its_head_does_not_fit_without_asking_the_cache_every_step():
     stage = Stage(pages=8, overlap=False)
     stage.submit(spec(0, range(100, 110), max_tokens=16), spec(1, range(28), max_tokens=2, arrival=1.0))
@@ -474,6 +483,22 @@ def test_a_pressing_request_takes_pages_too():
     assert stage.end(0) is None
     stage.play()
     assert all(stage.tokens(i) == says(range(20 * i, 20 * i + 10), 8) for i in range(2))
+
+
+def test_a_pressing_request_takes_pages_though_an_older_one_waits_for_pages_too():
+    stage = Stage(pages=8, overlap=False, priority_scheduling=True, max_running=4, ageing_seconds=1.0)
+    stage.submit(*[spec(i, range(20 * i, 20 * i + 10), max_tokens=8, arrival=float(i)) for i in range(2)])
+    stage.step()
+    stage.now = 500.0
+    stage.submit(spec(5, range(200, 224), max_tokens=2, arrival=2.0))
+    stage.step()
+    stage.submit(spec(9, range(100, 116), max_tokens=2, priority=99, arrival=499.0))
+    for _ in range(4):
+        stage.step()
+    assert stage.end(9).reason == "length"
+    assert stage.tokens(5) == []
+    stage.play()
+    assert stage.tokens(5) == says(range(200, 224), 2)
 
 
 def test_priorities_mean_nothing_when_they_are_off():
