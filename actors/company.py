@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from actors.arguments import Arguments
 from actors.cache_manager import CacheManager
+from actors.configuration import planner_config, runner_config
 from actors.detokenizer import Detokenizer
 from actors.journal import Journal
 from actors.model_files import ModelFiles
@@ -26,15 +24,11 @@ from actors.protocol import (
 )
 from actors.runtime import ActorRef, ActorSystem, Message, Strategy, Supervision
 from actors.scheduler import Scheduler
-from actors.scheduling.config import PlannerConfig
 from actors.text_codec import TextCodec
 from actors.tokenizer import Tokenizer
 from actors.vitals import Vitals
-from kernels.step import RunnerConfig
 
 __all__ = ["Company"]
-
-_log = logging.getLogger("troupe.engine")
 
 _WORKER_START_TIMEOUT = 1800.0
 """Seconds a worker may take to load its model; large ones come from slow disks."""
@@ -108,7 +102,7 @@ class Company:
             WorkerProtocol,
             name="worker-0",
             target="actors.worker:Worker",
-            config=WorkerConfig(runner=self._runner_config()),
+            config=WorkerConfig(runner=runner_config(arguments, self._files.path, self._context_length)),
             config_type=WorkerConfig,
             events=self._worker_event,
             events_type=LoadProgress | WorkerLoaded,
@@ -145,58 +139,13 @@ class Company:
 
     def _make_scheduler(self) -> Scheduler:
         return Scheduler(
-            self._planner_config(),
+            planner_config(self._arguments, self._context_length),
             journal=self._journal,
             cache=self.cache,
             worker=self.worker,
             detokenizer=self.detokenizer,
             vitals=self._vitals,
             step_timeout=_STEP_TIMEOUT,
-        )
-
-    def _planner_config(self) -> PlannerConfig:
-        a = self._arguments
-        return PlannerConfig(
-            max_running=a.max_running_requests,
-            max_slots=a.max_running_requests + 1,
-            step_tokens=self._step_tokens(),
-            max_prefill_tokens=a.max_prefill_tokens,
-            prefill_max_requests=a.prefill_max_requests,
-            chunked=a.chunked_prefill_size > 0,
-            overlap=not a.disable_overlap_schedule,
-            use_cache=not a.disable_radix_cache,
-            policy=a.schedule_policy,
-            conservativeness=a.schedule_conservativeness,
-            priority_scheduling=a.enable_priority_scheduling,
-            low_priority_values_first=a.schedule_low_priority_values_first,
-            preemption_threshold=a.priority_scheduling_preemption_threshold,
-        )
-
-    def _step_tokens(self) -> int:
-        """Tokens a step may run: the chunk size, but always a decode of every running sequence."""
-        a = self._arguments
-        budget = (
-            a.chunked_prefill_size if a.chunked_prefill_size > 0 else max(a.max_prefill_tokens, self._context_length)
-        )
-        return max(budget, a.max_running_requests)
-
-    def _runner_config(self) -> RunnerConfig:
-        a = self._arguments
-        return RunnerConfig(
-            model_path=str(self._files.path),
-            device="cpu" if a.device == "auto" else a.device,
-            dtype=a.dtype,
-            load_format=a.load_format,
-            config_overrides=msgspec.json.encode(a.json_model_override_args).decode(),
-            loader_extra_config=msgspec.json.encode(a.model_loader_extra_config).decode(),
-            context_length=self._context_length,
-            max_slots=a.max_running_requests + 1,
-            page_size=a.page_size,
-            max_total_tokens=a.max_total_tokens or 0,
-            mem_fraction_static=a.mem_fraction_static or 0.0,
-            max_step_tokens=self._step_tokens(),
-            threads=a.cpu_threads or 0,
-            random_seed=a.random_seed or 0,
         )
 
     def _worker_event(self, message: Message[Any, None]) -> None:

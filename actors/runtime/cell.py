@@ -222,9 +222,11 @@ class Cell:
             self.give_back(envelope, cause)
         if cause is not None:
             self.system.emit_event(EventKind.DIED, self.name, incarnation.number, cause)
-        if incarnation.stop_requested or self.stopping:
+        if self.stopping:
+            self.close(None)
+        elif incarnation.stop_requested:
             return  # whoever asked goes on from here
-        if incarnation.stopped_itself:
+        elif incarnation.stopped_itself:
             self.close(cause)
         elif cause is None:
             self.close(None)  # the whole system was cancelled

@@ -9,7 +9,7 @@ import anyio
 import anyio.abc
 
 from actors.runtime.actor import Actor
-from actors.runtime.clock import within
+from actors.runtime.clock import Timer
 from actors.runtime.context import ActorContext
 from actors.runtime.errors import HandlerCancelled, RequestError, UnknownMessage
 from actors.runtime.message import Envelope, current_traceparent
@@ -40,6 +40,7 @@ class Incarnation:
         self.settled = anyio.Event()  # started, or ended without
         self.finished = anyio.Event()
         self.watched: set[Cell] = set()
+        self._overdue: Timer | None = None
 
     async def run(self) -> None:
         raise NotImplementedError
@@ -82,15 +83,19 @@ class Incarnation:
         self.request_stop()
 
     async def stop(self, timeout: float) -> None:
-        """Ask to end, and after `timeout` seconds end it. Returns when it has ended."""
-        self.stop_requested = True
-        self.request_stop()
-        with within(self.cell.system.clock, timeout):
-            await self.finished.wait()
-        if not self.ended:
-            self.cell.system.logger.warning("actor %s did not stop within %g s: cancelled", self.cell.name, timeout)
-            self.cancel()
-            await self.finished.wait()
+        """Ask to end, and after `timeout` seconds end it. Returns when it has ended.
+
+        It is carried through even when the caller is cancelled meanwhile.
+        """
+        if not self.ended and not self.stop_requested:
+            self.stop_requested = True
+            self._overdue = self.cell.call_later(timeout, self._end_overdue, timeout)
+            self.request_stop()
+        await self.finished.wait()
+
+    def _end_overdue(self, timeout: float) -> None:
+        self.cell.system.logger.warning("actor %s did not stop within %g s: cancelled", self.cell.name, timeout)
+        self.cancel()
 
     def mark_started(self) -> None:
         self.was_started = True
@@ -101,6 +106,8 @@ class Incarnation:
         if self.ended:
             return
         self.ended = True
+        if self._overdue is not None:
+            self._overdue.cancel()
         self.cell.incarnation_ended(self)
         self.settled.set()
         self.finished.set()

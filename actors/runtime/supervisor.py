@@ -140,8 +140,9 @@ class Unit:
                     try:
                         await member.start()
                     except (Exception, SystemExit) as error:
-                        if not member.closed:
-                            self._fallen[member] = error
+                        if member.stopping or member.closed:
+                            continue  # it was on its way out: the others go on without it
+                        self._fallen[member] = error
                         break
         finally:
             self._round = None

@@ -511,7 +511,8 @@ async def test_whatever_happens_in_whatever_order_every_sender_is_answered() -> 
         rng = random.Random(seed)
         stage = Stage()
         stage.hold.set()
-        many = replace(GROUP, max_restarts=1000)
+        brief = Backoff(first=0.5, max=2.0)
+        group, one = (replace(supervision, max_restarts=1000, backoff=brief) for supervision in (GROUP, ONE))
         async with TestKit(seed) as kit:
             refs = [
                 await spawn(
@@ -521,7 +522,7 @@ async def test_whatever_happens_in_whatever_order_every_sender_is_answered() -> 
                     capacity=2,
                     control_capacity=1,
                     group="g",
-                    supervision=many if name in "abc" else replace(ONE, max_restarts=1000),
+                    supervision=group if name in "abc" else one,
                     stop_timeout=1.0,
                 )
                 for name in "abcd"

@@ -1,0 +1,62 @@
+"""What the arguments mean to the planner and to the runner."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from actors.arguments import Arguments
+from actors.scheduling.config import PlannerConfig
+from kernels.step import RunnerConfig
+
+__all__ = ["planner_config", "runner_config"]
+
+
+def planner_config(arguments: Arguments, context_length: int) -> PlannerConfig:
+    a = arguments
+    return PlannerConfig(
+        max_running=a.max_running_requests,
+        max_slots=a.max_running_requests + 1,
+        step_tokens=_step_tokens(a, context_length),
+        max_prefill_tokens=a.max_prefill_tokens,
+        prefill_max_requests=a.prefill_max_requests,
+        chunked=a.chunked_prefill_size > 0,
+        overlap=not a.disable_overlap_schedule,
+        use_cache=not a.disable_radix_cache,
+        policy=a.schedule_policy,
+        conservativeness=a.schedule_conservativeness,
+        priority_scheduling=a.enable_priority_scheduling,
+        low_priority_values_first=a.schedule_low_priority_values_first,
+        preemption_threshold=a.priority_scheduling_preemption_threshold,
+    )
+
+
+def runner_config(arguments: Arguments, model: Path, context_length: int) -> RunnerConfig:
+    a = arguments
+    return RunnerConfig(
+        model_path=str(model),
+        device="cpu" if a.device == "auto" else a.device,
+        dtype=a.dtype,
+        load_format=a.load_format,
+        config_overrides=msgspec.json.encode(a.json_model_override_args).decode(),
+        loader_extra_config=msgspec.json.encode(a.model_loader_extra_config).decode(),
+        context_length=context_length,
+        max_slots=a.max_running_requests + 1,
+        page_size=a.page_size,
+        max_total_tokens=a.max_total_tokens or 0,
+        mem_fraction_static=a.mem_fraction_static or 0.0,
+        max_step_tokens=_step_tokens(a, context_length),
+        threads=a.cpu_threads or 0,
+        random_seed=a.random_seed or 0,
+    )
+
+
+def _step_tokens(arguments: Arguments, context_length: int) -> int:
+    """Tokens a step may run: the chunk size, but always a decode of every running sequence.
+
+    Without chunking a step must hold the longest prompt there can be.
+    """
+    chunk = arguments.chunked_prefill_size
+    budget = chunk if chunk > 0 else max(arguments.max_prefill_tokens, context_length)
+    return max(budget, arguments.max_running_requests)

@@ -1,0 +1,66 @@
+"""Each scheduling and memory argument reaches the planner or the runner; their own tests show what it does there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.arguments import Arguments
+from actors.configuration import planner_config, runner_config
+
+
+@pytest.mark.parametrize(
+    ("keywords", "field", "value"),
+    [
+        ({"max_running_requests": 7}, "max_running", 7),
+        ({"max_running_requests": 7}, "max_slots", 8),
+        ({"chunked_prefill_size": 900}, "step_tokens", 900),
+        ({"chunked_prefill_size": 100, "max_running_requests": 300}, "step_tokens", 300),
+        ({"chunked_prefill_size": -1, "max_prefill_tokens": 64}, "step_tokens", 4096),
+        ({"chunked_prefill_size": -1}, "chunked", False),
+        ({"max_prefill_tokens": 99}, "max_prefill_tokens", 99),
+        ({"prefill_max_requests": 3}, "prefill_max_requests", 3),
+        ({"disable_overlap_schedule": True}, "overlap", False),
+        ({"disable_radix_cache": True}, "use_cache", False),
+        ({"schedule_policy": "lpm"}, "policy", "lpm"),
+        ({"schedule_conservativeness": 0.5}, "conservativeness", 0.5),
+        ({"enable_priority_scheduling": True}, "priority_scheduling", True),
+        (
+            {"enable_priority_scheduling": True, "schedule_low_priority_values_first": True},
+            "low_priority_values_first",
+            True,
+        ),
+        (
+            {"enable_priority_scheduling": True, "priority_scheduling_preemption_threshold": 3},
+            "preemption_threshold",
+            3,
+        ),
+    ],
+)
+def test_planner(keywords: dict[str, Any], field: str, value: object) -> None:
+    default = planner_config(Arguments(model_path="m"), 4096)
+    assert getattr(default, field) != value
+    assert getattr(planner_config(Arguments.from_keywords(model="m", **keywords), 4096), field) == value
+
+
+@pytest.mark.parametrize(
+    ("keywords", "field", "value"),
+    [
+        ({"dtype": "float32"}, "dtype", "float32"),
+        ({"load_format": "dummy"}, "load_format", "dummy"),
+        ({"json_model_override_args": {"rope_theta": 5}}, "config_overrides", '{"rope_theta":5}'),
+        ({"max_running_requests": 7}, "max_slots", 8),
+        ({"page_size": 32}, "page_size", 32),
+        ({"max_total_tokens": 4096}, "max_total_tokens", 4096),
+        ({"mem_fraction_static": 0.25}, "mem_fraction_static", 0.25),
+        ({"chunked_prefill_size": 900}, "max_step_tokens", 900),
+        ({"cpu_threads": 1}, "threads", 1),
+        ({"random_seed": 5}, "random_seed", 5),
+    ],
+)
+def test_runner(keywords: dict[str, Any], field: str, value: object) -> None:
+    model = Path("m")
+    assert getattr(runner_config(Arguments(model_path="m"), model, 4096), field) != value
+    assert getattr(runner_config(Arguments.from_keywords(model="m", **keywords), model, 4096), field) == value

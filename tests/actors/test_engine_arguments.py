@@ -1,0 +1,128 @@
+"""Arguments whose effect shows at the engine's own API."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.engine import Engine
+from actors.requests import Chat, Delta, InvalidRequest, QueueFull, RequestTimeout, SamplingParams
+from actors.streams import RequestStream, merge
+from tests.tiny_model import make_tiny_model
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def engine(model: Path, **keywords: Any) -> Engine:
+    options: dict[str, Any] = {"dtype": "float32", "cpu_threads": 1, "max_total_tokens": 2048, "max_running_requests": 4}
+    return Engine(model=str(model), **(options | keywords))
+
+
+async def whole(stream: RequestStream) -> Delta:
+    return merge([delta async for delta in stream])
+
+
+async def test_context_truncation_and_the_token_bound_of_the_door(tiny_model: Path) -> None:
+    async with engine(tiny_model, context_length=64, allow_auto_truncate=True, max_queued_tokens=100) as e:
+        assert e.context_length == 64
+        cut = await whole(e.generate("fox " * 100, GREEDY))
+        assert cut.usage.prompt_tokens == 52
+        assert cut.usage.completion_tokens == 12
+        shortened = await whole(e.generate([5] * 60, SamplingParams(max_tokens=50, ignore_eos=True)))
+        assert shortened.usage.completion_tokens == 4
+        first = e.generate([5] * 60, GREEDY)
+        with pytest.raises(QueueFull, match="prompt tokens"):
+            e.generate([6] * 60, GREEDY)
+        await first.aclose()
+
+
+async def test_context_length_without_truncation(tiny_model: Path) -> None:
+    async with engine(tiny_model, context_length=64) as e:
+        with pytest.raises(InvalidRequest, match="context is 64"):
+            await whole(e.generate("fox " * 100, GREEDY))
+        with pytest.raises(InvalidRequest, match="at most 60 tokens"):
+            await whole(e.generate([5] * 4, SamplingParams(max_tokens=61)))
+        unbounded = await whole(e.generate([5] * 4, SamplingParams(temperature=0, ignore_eos=True)))
+        assert unbounded.usage.completion_tokens == 60
+
+
+async def test_defaults_from_the_model_and_the_server(tiny_model: Path, tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    (model / "generation_config.json").write_text('{"eos_token_id": 2, "do_sample": false}')
+    free = SamplingParams(max_tokens=12, ignore_eos=True, seed=3)
+    async with engine(model) as e:
+        greedy = await whole(e.generate("fox", GREEDY))
+        assert (await whole(e.generate("fox", free))).token_ids == greedy.token_ids
+    async with engine(model, sampling_defaults="openai") as e:
+        assert (await whole(e.generate("fox", free))).token_ids != greedy.token_ids
+    async with engine(model, preferred_sampling_params={"temperature": 1.0}) as e:
+        assert (await whole(e.generate("fox", free))).token_ids != greedy.token_ids
+
+
+async def test_random_seed_makes_unseeded_requests_repeat(tiny_model: Path) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
+    found = []
+    for seed in (5, 5, 6):
+        async with engine(tiny_model, random_seed=seed) as e:
+            found.append([(await whole(e.generate("fox", params))).token_ids for _ in range(2)])
+    assert found[0] == found[1] != found[2]
+    assert found[0][0] != found[0][1]
+
+
+async def test_without_a_tokenizer_only_ids_go_in_and_out(tiny_model: Path) -> None:
+    async with engine(tiny_model, skip_tokenizer_init=True) as e:
+        result = await whole(e.generate([5, 6, 7], GREEDY))
+        assert len(result.token_ids) == 12
+        assert result.text == ""
+        for prompt in ("text", Chat(messages=[])):
+            with pytest.raises(InvalidRequest, match="skip-tokenizer-init"):
+                e.generate(prompt, GREEDY)
+        with pytest.raises(InvalidRequest, match="stop_token_ids"):
+            e.generate([5], SamplingParams(stop=("x",)))
+
+
+async def test_template_workers_interval_and_name(tiny_model: Path, tmp_path: Path) -> None:
+    template = tmp_path / "mine.jinja"
+    template.write_text("mine {{ messages[0].content }}")
+    async with engine(
+        tiny_model,
+        chat_template=str(template),
+        tokenizer_worker_num=2,
+        stream_interval=5,
+        served_model_name="my-model",
+        abort_on_priority_when_disabled=True,
+    ) as e:
+        assert await e.render(Chat(messages=[{"role": "user", "content": "hi"}])) == "mine hi"
+        assert [a.name for a in e.health().actors if a.name.startswith("tokenizer")] == ["tokenizer-0", "tokenizer-1"]
+        assert e.model_name == "my-model"
+        sizes = [len(delta.token_ids) async for delta in e.generate("fox", GREEDY)]
+        assert sum(sizes) == 12
+        assert all(size >= 5 for size in sizes[1:-1])
+        with pytest.raises(InvalidRequest, match="enable-priority-scheduling"):
+            e.generate("fox", GREEDY, priority=3)
+
+
+async def test_overrides_dummy_weights_page_size_and_no_cache(tiny_model: Path) -> None:
+    async with engine(
+        tiny_model,
+        load_format="dummy",
+        json_model_override_args={"num_hidden_layers": 1},
+        page_size=32,
+        disable_radix_cache=True,
+        disable_overlap_schedule=True,
+    ) as e:
+        assert e.model_info is not None
+        assert e.model_info.layers == 1
+        assert e.model_info.page_size == 32
+        assert e.model_info.num_pages == 2048 // 32 + 1
+        for _ in range(2):
+            result = await whole(e.generate([5] * 100, GREEDY))
+            assert result.usage.cached_tokens == 0
+
+
+async def test_request_timeout(tiny_model: Path) -> None:
+    async with engine(tiny_model, request_timeout=0.05) as e:
+        with pytest.raises(RequestTimeout):
+            await whole(e.generate([5], SamplingParams(max_tokens=500, ignore_eos=True)))
