@@ -114,8 +114,7 @@ class Troupe(Quart):
         while status.phase not in ("failed", "stopped"):
             await asyncio.sleep(_WATCH_SECONDS * 5)
             status = self.engine.status
-        if status.phase == "failed":
-            log.error("the engine failed: %s", status.error)
+        if status.phase == "failed":  # the engine has logged why
             self.exit_code = 1
             self.failed.set()
 
