@@ -58,7 +58,7 @@ async def quietly() -> None:
 async def with_work_in_hand() -> None:
     async with ActorSystem() as system:
         local, remote = await warm(system)
-        asks = [asyncio.create_task(ref.ask(Sleep(0.2), timeout=60)) for ref in (local, remote)]
+        asks = [asyncio.create_task(ref.ask(Sleep(0.5), timeout=60)) for ref in (local, remote)]
         queued = asyncio.create_task(remote.ask(Multiply(1), timeout=60))
         await asyncio.sleep(0.05)
     assert [await ask for ask in asks] == [None, None], "what is in hand is finished"
