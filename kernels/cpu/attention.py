@@ -172,8 +172,15 @@ def paged_attention(queries: Tensor, cache: Tensor, plan: AttentionPlan, scale: 
 
 def _decode(queries: Tensor, cache: Tensor, group: DecodeGroup, scale: float) -> Tensor:
     """``queries`` [rows, kv_heads, group, dim], the heads of a group standing in for a sequence of queries."""
-    gathered = _gather(cache, group.pages).view(group.count, -1, *cache.shape[2:])
-    keys, values = gathered[:, group.first : group.first + group.length].permute(2, 0, 3, 1, 4).unbind(0)
+    gathered = _gather(cache, group.pages)
+    _, _, kv_heads, dim = gathered.shape
+    token = 2 * kv_heads * dim
+    # Keys and values as [rows, kv_heads, length, dim], each in one operator.
+    shape = (group.count, kv_heads, group.length, dim)
+    strides = (gathered.numel() // group.count, dim, token, 1)
+    begin = gathered.storage_offset() + group.first * token
+    keys = gathered.as_strided(shape, strides, begin)
+    values = gathered.as_strided(shape, strides, begin + kv_heads * dim)
     return scaled_dot_product_attention(queries, keys, values, attn_mask=group.mask, scale=scale)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from kernels.batch import ForwardBatch
 from kernels.layers.rotary import RotaryEmbedding
 from kernels.models.config import ModelConfig
-from kernels.platforms.base import Platform
+from kernels.platforms.base import Norm, Platform
 
 __all__ = ["Decoder", "TensorSource", "tensor_shapes"]
 
@@ -74,7 +74,6 @@ class Attention:
         self.heads, self.kv_heads, self.dim = config.heads, config.kv_heads, config.head_dim
         self.window = config.windows[layer]
         self.scale = config.head_dim**-0.5
-        self.eps = config.norm_eps
         self.qkv = platform.make_linear(
             source.take([f"{part}.weight" for part in parts]),
             source.take([f"{part}.bias" for part in parts]) if config.qkv_bias else None,
@@ -83,18 +82,18 @@ class Attention:
             source.take([f"{prefix}.o_proj.weight"]),
             source.take([f"{prefix}.o_proj.bias"]) if config.output_bias else None,
         )
-        self.head_norms: Tensor | None = None  # [heads + kv_heads, dim]: queries and keys are normed in one go
+        self.head_norms: Norm | None = None  # of queries and keys in one go
         if config.qk_norm:
             query_norm = source.take([f"{prefix}.q_norm.weight"]).expand(self.heads, -1)
             key_norm = source.take([f"{prefix}.k_norm.weight"]).expand(self.kv_heads, -1)
-            self.head_norms = torch.cat((query_norm, key_norm))
+            self.head_norms = platform.make_norm(torch.cat((query_norm, key_norm)), config.norm_eps)
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch) -> Tensor:
         """``x`` [tokens, hidden] -> [tokens, hidden]"""
         rotated = self.heads + self.kv_heads
         qkv = self.qkv(x).view(-1, rotated + self.kv_heads, self.dim)
         qk = qkv[:, :rotated]
-        normed = qk if self.head_norms is None else self.platform.rms_norm(qk, self.head_norms, self.eps)
+        normed = qk if self.head_norms is None else self.head_norms(qk)
         self.platform.rotary(normed, cos, sin, out=qk)
         self.platform.write_cache(cache, batch.cache_index, qkv[:, self.heads :])
         plan = batch.plans[self.window]
@@ -126,11 +125,9 @@ class DecoderLayer:
 
     def __init__(self, config: ModelConfig, layer: int, source: TensorSource, platform: Platform) -> None:
         prefix = f"model.layers.{layer}"
-        self.platform = platform
-        self.eps = config.norm_eps
-        self.attention_norm = source.take([f"{prefix}.input_layernorm.weight"])
+        self.attention_norm = platform.make_norm(source.take([f"{prefix}.input_layernorm.weight"]), config.norm_eps)
         self.attention = Attention(config, layer, source, platform)
-        self.mlp_norm = source.take([f"{prefix}.post_attention_layernorm.weight"])
+        self.mlp_norm = platform.make_norm(source.take([f"{prefix}.post_attention_layernorm.weight"]), config.norm_eps)
         self.mlp = FeedForward(config, layer, source, platform)
 
     def __call__(
@@ -138,11 +135,11 @@ class DecoderLayer:
     ) -> tuple[Tensor, Tensor]:
         """``x``: what the layer before has not yet added to ``residual`` (None before the first)."""
         if x is None:
-            x = self.platform.rms_norm(residual, self.attention_norm, self.eps)
+            x = self.attention_norm(residual)
         else:
-            x, residual = self.platform.add_rms_norm(x, residual, self.attention_norm, self.eps)
+            x, residual = self.attention_norm.add(x, residual)
         x = self.attention(x, cos, sin, cache, batch)
-        x, residual = self.platform.add_rms_norm(x, residual, self.mlp_norm, self.eps)
+        x, residual = self.mlp_norm.add(x, residual)
         return self.mlp(x), residual
 
 
@@ -150,12 +147,10 @@ class Decoder:
     """The whole model. Weights are taken layer by layer, so that no second copy of the model ever exists."""
 
     def __init__(self, config: ModelConfig, source: TensorSource, platform: Platform, dtype: torch.dtype) -> None:
-        self.config = config
-        self.platform = platform
         self.embeddings = source.take(["model.embed_tokens.weight"])
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, dtype, platform.device)
         self.layers = [DecoderLayer(config, layer, source, platform) for layer in range(config.layers)]
-        self.norm = source.take(["model.norm.weight"])
+        self.norm = platform.make_norm(source.take(["model.norm.weight"]), config.norm_eps)
         if config.tied_embeddings:
             self.head = platform.make_linear(self.embeddings, None, shared=True)
         else:
@@ -169,7 +164,7 @@ class Decoder:
         for layer, cache in zip(self.layers, caches, strict=True):
             x, residual = layer(x, residual, cos, sin, cache, batch)
         assert x is not None
-        return self.platform.add_rms_norm(x, residual, self.norm, self.config.norm_eps)[0]
+        return self.norm.add(x, residual)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``hidden`` [rows, hidden] -> [rows, vocab] in the model's dtype."""

@@ -11,17 +11,29 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["AttentionRows", "Linear", "Memory", "Platform", "PlatformError"]
+__all__ = ["AttentionRows", "Linear", "Memory", "Norm", "Platform", "PlatformError"]
 
 Linear = Callable[[Tensor], Tensor]
 """``[tokens, inputs] -> [tokens, outputs]``, with the weight in the layout that the platform likes."""
+
+
+class Norm(Protocol):
+    """A norm with its weight in the form that the platform likes."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The norm of ``x``, in its dtype."""
+        ...
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """``s = x + residual``; returns the norm of s, and s. May overwrite both inputs."""
+        ...
 
 
 class PlatformError(ValueError):
@@ -90,15 +102,11 @@ class Platform(ABC):
         """``weight`` [outputs, inputs]. The platform may keep a packed copy and drop it, unless it is ``shared``."""
 
     @abstractmethod
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def make_norm(self, weight: Tensor, eps: float) -> Norm:
         """Root mean square norm over the last dimension (Zhang and Sennrich, arXiv 1910.07467), inside in float32.
 
-        ``weight`` has ``x``'s last dimension, or its last two: a weight for each head.
+        ``weight`` has the input's last dimension, or its last two: a weight for each head.
         """
-
-    @abstractmethod
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """``s = x + residual``; returns the norm of s, and s. May overwrite both inputs."""
 
     @abstractmethod
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:

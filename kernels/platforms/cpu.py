@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import os
+
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
@@ -10,7 +13,9 @@ from torch import Tensor
 from kernels.cpu.attention import AttentionPlan, AttentionPlanner, paged_attention
 from kernels.cpu.host import host_memory, usable_cores
 from kernels.cpu.linear import make_linear
-from kernels.platforms.base import AttentionRows, Linear, Memory, Platform, PlatformError
+from kernels.cpu.norm import CpuNorm
+from kernels.environment import threads_sleep
+from kernels.platforms.base import AttentionRows, Linear, Memory, Norm, Platform, PlatformError
 
 __all__ = ["CpuPlatform"]
 
@@ -19,7 +24,8 @@ class CpuPlatform(Platform):
     """A layer's cache is one tensor [pages, page_size, 2, kv_heads, head_dim]: a page's keys and values are gathered
     by one copy. Its memory comes from the system zeroed and is taken only as pages are first written.
 
-    ``threads``: intra-op threads, 0 for one a usable core.
+    ``threads``: intra-op threads, 0 for one a usable core; less one, which is left to the event loop, where waiting
+    threads spin (see kernels.environment).
     """
 
     name = "cpu"
@@ -28,7 +34,7 @@ class CpuPlatform(Platform):
 
     def __init__(self, threads: int = 0) -> None:
         self.device = torch.device("cpu")
-        self.threads = threads or usable_cores()
+        self.threads = threads or max(1, usable_cores() - (0 if threads_sleep(os.environ) else 1))
         self._planner: AttentionPlanner | None = None
 
     def bind_thread(self) -> None:
@@ -52,10 +58,13 @@ class CpuPlatform(Platform):
         self, layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> list[Tensor]:
         self._planner = AttentionPlanner(page_size, kv_heads, dtype)
-        shape = (layers, pages, page_size, 2, kv_heads, head_dim)
-        # numpy's zeros come untouched from the system, torch's are written.
-        memory = np.zeros(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize, dtype=np.uint8)
-        return list(torch.from_numpy(memory).view(dtype).view(shape).unbind(0))
+        shape = (pages, page_size, 2, kv_heads, head_dim)
+
+        def zeros() -> Tensor:  # numpy's come untouched from the system, torch's are written
+            memory = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+            return torch.from_numpy(memory).view(dtype).view(shape)
+
+        return [zeros() for _ in range(layers)]
 
     def clear_pages(self, caches: list[Tensor], pages: list[int]) -> None:
         for cache in caches:
@@ -64,21 +73,16 @@ class CpuPlatform(Platform):
     def make_linear(self, weight: Tensor, bias: Tensor | None, shared: bool = False) -> Linear:
         return make_linear(weight, bias, shared)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if weight.dim() == 1:
-            return F.rms_norm(x, weight.shape, weight, eps)
-        return F.rms_norm(x, weight.shape[-1:], None, eps).mul_(weight)
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        residual = residual.add_(x)
-        return F.rms_norm(residual, weight.shape, weight, eps), residual
+    def make_norm(self, weight: Tensor, eps: float) -> Norm:
+        return CpuNorm(weight, eps)
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
-        torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin, out=out)
+        swapped = x.unflatten(-1, (2, -1)).flip(-2).view(x.shape)
+        torch.addcmul(x * cos, swapped, sin, out=out)
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
-        gate, up = x.chunk(2, -1)
-        return F.silu(gate).mul_(up)
+        half = x.shape[-1] // 2
+        return F.silu(x[:, :half]).mul_(x[:, half:])
 
     def write_cache(self, cache: Tensor, index: Tensor, keys_values: Tensor) -> None:
         cache.view(-1, *keys_values.shape[1:]).index_copy_(0, index, keys_values)

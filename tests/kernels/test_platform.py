@@ -12,6 +12,7 @@ import torch
 
 from kernels.cpu import host
 from kernels.cpu.linear import PackedLinear, PlainLinear, can_pack
+from kernels.environment import worker_environment
 from kernels.models.config import ModelConfig, RopeConfig
 from kernels.platforms.base import AttentionRows, Memory
 from kernels.platforms.cpu import CpuPlatform
@@ -36,17 +37,17 @@ def normed(x, weight, eps):
 def test_norms(platform, generator):
     x, residual = torch.randn(2, 5, 8, generator=generator)
     weight, eps = torch.randn(8, generator=generator), 0.3
-    torch.testing.assert_close(platform.rms_norm(x, weight, eps), normed(x, weight, eps))
+    torch.testing.assert_close(platform.make_norm(weight, eps)(x), normed(x, weight, eps))
     expected = normed(x + residual, weight, eps), x + residual
-    torch.testing.assert_close(platform.add_rms_norm(x, residual.clone(), weight, eps), expected)
+    torch.testing.assert_close(platform.make_norm(weight, eps).add(x, residual.clone()), expected)
     heads, weights = torch.randn(5, 3, 8, generator=generator), torch.randn(3, 8, generator=generator)
-    torch.testing.assert_close(platform.rms_norm(heads, weights, eps), normed(heads, weights, eps))
+    torch.testing.assert_close(platform.make_norm(weights, eps)(heads), normed(heads, weights, eps))
 
 
 def test_norms_compute_in_float32(platform):
     x = torch.full((1, 4096), 300.0, dtype=torch.bfloat16)
     weight = torch.ones(4096, dtype=torch.bfloat16)
-    assert torch.equal(platform.rms_norm(x, weight, 1e-6), torch.ones_like(x))
+    assert torch.equal(platform.make_norm(weight, 1e-6)(x), torch.ones_like(x))
 
 
 def test_silu_and_mul(platform, generator):
@@ -147,6 +148,19 @@ def test_hyper_threads_count_once(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
     monkeypatch.setattr(host, "_siblings", lambda cpu: f"{cpu % 2},{cpu % 2 + 2}")
     assert host.usable_cores() == 2
+
+
+def test_a_worker_is_told_to_sleep_while_it_waits(monkeypatch):
+    monkeypatch.setattr("kernels.platforms.cpu.usable_cores", lambda: 4)
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    assert CpuPlatform().threads == 3  # a core is left to others where threads spin
+    added = worker_environment(os.environ)
+    assert added == {"OMP_WAIT_POLICY": "PASSIVE"}
+    monkeypatch.setenv("GOMP_SPINCOUNT", "100")
+    assert worker_environment(os.environ) == {}
+    assert CpuPlatform().threads == 4
+    assert CpuPlatform(threads=2).threads == 2
 
 
 def test_memory_respects_the_cgroup(monkeypatch, tmp_path):
