@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -106,6 +107,10 @@ class Garbage(Message[ChildProtocol, None], frozen=True):
     data: bytes
 
 
+class Offspring(Message[ChildProtocol, str], frozen=True):
+    """What a process that the child starts inherits."""
+
+
 class Progress(Message[ListenerProtocol, None], frozen=True):
     text: str
 
@@ -205,6 +210,12 @@ class ChildActor(Actor[ChildProtocol]):
     @handles
     def large(self, message: Large) -> bytes:
         return b"x" * message.size
+
+    @handles
+    def offspring(self, message: Offspring) -> str:
+        return subprocess.run(
+            ["ls", "-l", "/proc/self/fd"], close_fds=False, capture_output=True, text=True, check=True
+        ).stdout
 
     @handles
     def garbage(self, message: Garbage) -> None:

@@ -2,6 +2,7 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -26,6 +27,7 @@ from runtime_child_actors import (
     Leave,
     Missing,
     Multiply,
+    Offspring,
     Ping,
     Poison,
     Progress,
@@ -101,6 +103,11 @@ async def test_the_child_inherits_nothing_but_its_socket_and_stderr(system: Acto
     facts = await ref.ask(Inspect(), timeout=10)
     os.close(secret)
     assert not [name for name in facts.descriptors if "secret" in name]
+
+
+async def test_what_the_child_starts_does_not_hold_the_link_open(system: ActorSystem) -> None:
+    ref = await spawn(system)
+    assert "socket:" not in await ref.ask(Offspring(), timeout=10)
 
 
 async def test_several_incarnations_keep_their_number(system: ActorSystem) -> None:
@@ -362,8 +369,6 @@ async def test_past_the_intensity_the_system_fails_with_the_cause(system: ActorS
 
 
 async def test_a_link_that_loses_its_peer_while_sending_is_lost_once() -> None:
-    import socket
-
     ours, theirs = socket.socketpair()
     lost: list[BaseException | None] = []
     link = Link(asyncio.get_running_loop(), ours, lambda *frame: None, lost.append)
@@ -375,6 +380,21 @@ async def test_a_link_that_loses_its_peer_while_sending_is_lost_once() -> None:
     await asyncio.sleep(0.05)
     assert lost == [None]
     assert link.backlog == 0
+
+
+async def test_last_words_are_heard_when_the_end_is_noticed_first() -> None:
+    ours, theirs = socket.socketpair()
+    heard: list[tuple[int, int, bytes]] = []
+    lost: list[BaseException | None] = []
+    loop = asyncio.get_running_loop()
+    link = Link(loop, ours, lambda kind, number, body: heard.append((kind, number, bytes(body))), lost.append)
+    peer = Link(loop, theirs, lambda *frame: None, lambda error: None)
+    peer.send(9, 1, b"fare", b"well")
+    peer.send(10, 2)
+    peer.close()
+    link.drain()
+    assert heard == [(9, 1, b"farewell"), (10, 2, b"")]
+    assert lost == [None]
 
 
 def test_the_child_dies_with_its_parent() -> None:
