@@ -10,7 +10,6 @@ from actors.cache_manager import CacheManager
 from actors.configuration import planner_config, runner_config
 from actors.detokenizer import Detokenizer
 from actors.journal import Journal
-from actors.model_files import ModelFiles
 from actors.protocol import (
     CacheProtocol,
     DetokenizerProtocol,
@@ -24,9 +23,10 @@ from actors.protocol import (
 )
 from actors.runtime import ActorRef, ActorSystem, Message, Strategy, Supervision
 from actors.scheduler import Scheduler
-from actors.text_codec import TextCodec
+from actors.served_model import ServedModel
 from actors.tokenizer import Tokenizer
 from actors.vitals import Vitals
+from kernels.step import ModelInfo
 
 __all__ = ["Company"]
 
@@ -49,22 +49,20 @@ class Company:
         self,
         system: ActorSystem,
         arguments: Arguments,
+        model: ServedModel,
         *,
-        files: ModelFiles,
-        codec: TextCodec | None,
         journal: Journal,
         vitals: Vitals,
-        context_length: int,
         on_progress: Callable[[str, float], None],
-        on_ready: Callable[[], None],
+        on_ready: Callable[[ModelInfo], None],
     ) -> None:
+        self.journal = journal
         self._system = system
         self._arguments = arguments
-        self._files = files
-        self._codec = codec
-        self._journal = journal
+        self._model = model
         self._vitals = vitals
-        self._context_length = context_length
+        # Taken once: a restarted actor must plan for the context its forerunner planned for.
+        self._context_length = model.context_length
         self._on_progress = on_progress
         self._on_ready = on_ready
         self._assembled = False
@@ -76,8 +74,8 @@ class Company:
         together = Supervision(strategy=Strategy.RESTART_GROUP, max_restarts=5, within=60.0)
 
         self.tokenizers = []
-        if self._codec is not None:
-            codec = self._codec
+        if self._model.codec is not None:
+            codec = self._model.codec
             for rank in range(arguments.tokenizer_worker_num):
                 self.tokenizers.append(
                     await system.spawn(
@@ -102,7 +100,7 @@ class Company:
             WorkerProtocol,
             name="worker-0",
             target="actors.worker:Worker",
-            config=WorkerConfig(runner=runner_config(arguments, self._files.path, self._context_length)),
+            config=WorkerConfig(runner=runner_config(arguments, self._model.files.path, self._context_length)),
             config_type=WorkerConfig,
             events=self._worker_event,
             events_type=LoadProgress | WorkerLoaded,
@@ -118,7 +116,7 @@ class Company:
             supervision=together,
         )
         self.detokenizer = await system.spawn(
-            lambda: Detokenizer(self._journal, self._codec, lambda: self.scheduler),
+            lambda: Detokenizer(self.journal, self._model.codec, lambda: self.scheduler),
             name="detokenizer",
             supervision=alone,
         )
@@ -133,14 +131,12 @@ class Company:
         self._assembled = True
         if self._vitals.worker is not None:
             # It was quicker than the rest of the company.
-            info, epoch = self._vitals.worker
-            self.scheduler.offer(WorkerReady(info=info, epoch=epoch))
-            self._on_ready()
+            self._introduce_worker(*self._vitals.worker)
 
     def _make_scheduler(self) -> Scheduler:
         return Scheduler(
             planner_config(self._arguments, self._context_length),
-            journal=self._journal,
+            journal=self.journal,
             cache=self.cache,
             worker=self.worker,
             detokenizer=self.detokenizer,
@@ -154,5 +150,8 @@ class Company:
         elif isinstance(message, WorkerLoaded):
             self._vitals.worker = (message.info, message.epoch)
             if self._assembled:
-                self.scheduler.offer(WorkerReady(info=message.info, epoch=message.epoch))
-                self._on_ready()
+                self._introduce_worker(message.info, message.epoch)
+
+    def _introduce_worker(self, info: ModelInfo, epoch: int) -> None:
+        self.scheduler.offer(WorkerReady(info=info, epoch=epoch))
+        self._on_ready(info)

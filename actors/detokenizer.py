@@ -102,7 +102,7 @@ class Detokenizer(Actor[DetokenizerProtocol]):
         tokens = emission.tokens[known - emission.start :]
         ended = emission.ended
         scores = self._scores(tokens, emission.scores, skip=known - emission.start) if emission.scores else None
-        prompt_scores = self._prompt_scores(entry, emission.prompt_scores) if emission.prompt_scores else None
+        prompt_scores = self._prompt_scores(entry, emission.prompt_scores)
 
         text, matched = self._push(entry, tokens, ended)
         if matched is not None:
@@ -157,10 +157,13 @@ class Detokenizer(Actor[DetokenizerProtocol]):
             found.append(self._logprob(token, float(values[row]), top))
         return tuple(found)
 
-    def _prompt_scores(self, entry: JournalEntry, packed: TokenScores) -> tuple[TokenLogprob, ...]:
-        # The first prompt token has no prediction.
+    def _prompt_scores(self, entry: JournalEntry, packed: TokenScores | None) -> tuple[TokenLogprob, ...] | None:
         prompt = entry.prompt_ids
-        return (self._logprob(prompt[0], None), *self._scores(tuple(prompt[1:]), packed, skip=0))
+        if packed is None and (entry.params.prompt_logprobs is None or entry.prompt_sent or len(prompt) > 1):
+            return None
+        # The first prompt token has no prediction; a prompt of one token has nothing else.
+        rest = self._scores(tuple(prompt[1:]), packed, skip=0) if packed is not None else ()
+        return (self._logprob(prompt[0], None), *rest)
 
     def _logprob(self, token: int, value: float | None, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
         text = self._codec.token_text(token) if self._codec is not None else ""

@@ -7,8 +7,6 @@ from typing import Any
 
 import msgspec
 
-from actors.requests import InvalidRequest
-
 __all__ = ["ModelFiles", "ModelPathError", "resolve_model_path"]
 
 _WEIGHT_PATTERNS = ["*.safetensors", "*.safetensors.index.json"]
@@ -121,12 +119,3 @@ class ModelFiles:
             return path.read_text(encoding="utf-8")
         known = f"one of {', '.join(sorted(named))}, or " if named else ""
         raise ModelPathError(f"--chat-template {override} not found. Give {known}the path of a Jinja file.")
-
-    def check_token_ids(self, ids: list[int], *, param: str) -> None:
-        """Raise InvalidRequest for an id outside the vocabulary."""
-        size = self.vocab_size
-        for token in ids:
-            if not 0 <= token < size:
-                raise InvalidRequest(
-                    f"{param} holds token id {token}; this model's ids are 0 to {size - 1}.", param=param
-                )

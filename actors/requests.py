@@ -55,7 +55,7 @@ LIMITS = Limits()
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are chosen and when a request ends. ``validate()`` is called by the engine.
+    """How tokens are chosen and when a request ends. The engine checks every field (``actors.sampling_rules``).
 
     Names are vLLM's and OpenAI's; the HTTP layer maps SGLang's (``max_new_tokens``, ``sampling_seed`` ...) onto them.
     ``None`` means "the model's generation_config.json, else the field's neutral value".
@@ -82,12 +82,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     bad_words: tuple[str, ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
-
-    def validate(self, *, vocab_size: int | None = None, limits: Limits = LIMITS) -> None:
-        """Raise :class:`InvalidRequest` naming the first field that is out of bounds, its limit and the remedy."""
-        from actors.sampling_rules import validate
-
-        validate(self, vocab_size=vocab_size, limits=limits)
 
 
 class Chat(msgspec.Struct, frozen=True, kw_only=True):

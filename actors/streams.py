@@ -47,7 +47,6 @@ class StreamBuffer:
         self.request_id = request_id
         self.open_choices = choices
         self.error: Exception | None = None
-        self.started_at = 0.0
         self.first_token_at: float | None = None
         self.output_tokens = 0
         self.finish_reason: str = ""

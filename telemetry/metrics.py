@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -106,7 +106,6 @@ class EngineMetrics:
         self.http_requests = Counter(
             "troupe_http_requests", "HTTP requests answered.", ("endpoint", "status"), registry=registry
         )
-        self.loop_lag = Gauge("troupe_loop_lag_seconds", "Lateness of the event loop's last beat.", registry=registry)
         self._model = model
         registry.register(_Live(readings))
 

@@ -16,7 +16,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
 def engine(model: Path, **keywords: Any) -> Engine:
-    options: dict[str, Any] = {"dtype": "float32", "cpu_threads": 1, "max_total_tokens": 2048, "max_running_requests": 4}
+    options: dict[str, Any] = {"dtype": "float32", "cpu_threads": 1, "max_total_tokens": 2048}
     return Engine(model=str(model), **(options | keywords))
 
 

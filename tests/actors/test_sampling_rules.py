@@ -63,7 +63,7 @@ BAD = [
 def test_what_is_allowed(fields):
     params = SamplingParams(**fields)
     validate(params, vocab_size=VOCAB)
-    params.validate(vocab_size=VOCAB)
+    validate(params, vocab_size=VOCAB)
     # All of it survives the way to the worker.
     slot = slot_sampling(resolve(params, {}), index=3, seed=2**64 - 1, stop_ids=(1,), bad_words=((1, 2),))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(slot), type=SlotSampling) == slot

@@ -1,0 +1,330 @@
+"""The intake: how a request gets in, and out again.
+
+At the door it is checked and takes a ticket, without waiting. Then it is rendered and encoded by a tokenizer, measured,
+written into the journal and submitted to the scheduler. When its stream is over, the ticket is given back and what
+still
+runs of it is aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+import secrets
+import time
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+
+from actors.admission import Door, Ticket
+from actors.arguments import Arguments
+from actors.company import Company
+from actors.journal import Journal, JournalEntry
+from actors.protocol import Abort, Encode, SequenceSpec, Submit, TokenizerProtocol
+from actors.requests import LIMITS, Chat, InvalidRequest, RequestAborted, RequestFailed, SamplingParams
+from actors.runtime import ActorDied, MailboxFull, Message
+from actors.sampling_rules import resolve, slot_sampling, validate
+from actors.served_model import ServedModel
+from actors.streams import RequestStream, StreamBuffer
+from telemetry.metrics import EngineMetrics
+
+__all__ = ["Intake", "Prompt"]
+
+R = TypeVar("R")
+Prompt = str | Sequence[int] | Chat
+
+_ENCODE_TIMEOUT = 120.0
+_MAX_TIMEOUT = 86400.0
+_CHOICES_PER_CONTEXT = 16
+"""One request's choices together may ask for this many contexts of tokens."""
+
+
+class _Request(msgspec.Struct, eq=False):
+    """A live request between its ticket and its end. Times are ``time.monotonic`` seconds."""
+
+    buffer: StreamBuffer
+    prompt: Prompt
+    params: SamplingParams
+    ticket: Ticket
+    label: str | None
+    priority: int
+    salt: bytes
+    arrival: float
+    deadline: float | None
+    sequences: tuple[int, ...] = ()
+    prompt_tokens: int = 0
+
+
+class Intake:
+    """Live requests of one engine."""
+
+    def __init__(self, arguments: Arguments, model: ServedModel, company: Company, metrics: EngineMetrics) -> None:
+        self.door = Door(
+            max_sequences=arguments.max_running_requests + arguments.max_queued_requests,
+            max_tokens=arguments.max_queued_tokens,
+        )
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._arguments = arguments
+        self._model = model
+        self._company = company
+        self._journal: Journal = company.journal
+        self._metrics = metrics
+        self._requests: dict[str, _Request] = {}
+        self._numbers = itertools.count(1)
+        self._turns = itertools.count()
+        # With --random-seed the same requests in the same order sample the same tokens after a new start.
+        seed = arguments.random_seed
+        self._seeds: random.Random = secrets.SystemRandom() if seed is None else random.Random(seed)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    # -- the door
+
+    def open(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        label: str | None,
+        priority: int,
+        timeout: float | None,
+        cache_salt: str | None,
+    ) -> RequestStream:
+        """Check what can be checked at once and take the ticket."""
+        params = resolve(params, self._model.generation_defaults)
+        validate(params, vocab_size=self._model.vocab_size)
+        self._check(prompt, params, label, priority, timeout, cache_salt)
+        now = time.monotonic()
+        timeout = self._arguments.request_timeout if timeout is None else timeout
+        deadline = None if timeout is None else now + timeout
+        ticket = self.door.enter(params.n, _estimate(prompt) * params.n, now)
+        buffer = StreamBuffer(f"req-{secrets.token_hex(12)}", params.n, interval=self._arguments.stream_interval)
+        self._requests[buffer.request_id] = _Request(
+            buffer=buffer,
+            prompt=prompt,
+            params=params,
+            ticket=ticket,
+            label=label,
+            priority=priority,
+            salt=(cache_salt or "").encode(),
+            arrival=now,
+            deadline=deadline,
+        )
+        self.idle.clear()
+        return RequestStream(buffer, label=label, deadline=deadline, admit=self._admit, release=self._release)
+
+    def _check(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        label: str | None,
+        priority: int,
+        timeout: float | None,
+        cache_salt: str | None,
+    ) -> None:
+        model = self._model
+        if isinstance(prompt, (str, Chat)):
+            model.require_codec()
+        else:
+            if not len(prompt):
+                raise InvalidRequest("prompt holds no token. Send at least one.", param="prompt")
+            if len(prompt) > model.context_length and not self._arguments.allow_auto_truncate:
+                raise model.too_long(len(prompt), None)
+            model.check_ids(prompt)
+        if params.stop and model.codec is None:
+            raise InvalidRequest("stop strings need a tokenizer: use stop_token_ids.", param="stop")
+        if params.n * (params.max_tokens or 1) > _CHOICES_PER_CONTEXT * model.context_length:
+            most = _CHOICES_PER_CONTEXT * model.context_length
+            raise InvalidRequest(
+                f"n {params.n} times max_tokens {params.max_tokens} is more than {most} tokens. Lower one of them.",
+                param="n",
+            )
+        if cache_salt is not None and len(cache_salt) > LIMITS.cache_salt_chars:
+            raise InvalidRequest(
+                f"cache_salt is longer than {LIMITS.cache_salt_chars} characters. Shorten it.", param="cache_salt"
+            )
+        if label is not None and len(label) > LIMITS.request_id_chars:
+            raise InvalidRequest(f"rid is longer than {LIMITS.request_id_chars} characters. Shorten it.", param="rid")
+        if not -(2**31) <= priority < 2**31:
+            raise InvalidRequest("priority must be a 32-bit integer.", param="priority")
+        if priority and self._arguments.abort_on_priority_when_disabled:
+            raise InvalidRequest(
+                "priority is set, but the server runs without --enable-priority-scheduling. Leave it out.",
+                param="priority",
+            )
+        if timeout is not None and not 0 < timeout <= _MAX_TIMEOUT:
+            raise InvalidRequest(f"timeout must be more than 0 and at most {_MAX_TIMEOUT:g} seconds.", param="timeout")
+
+    # -- the way in
+
+    async def _admit(self, buffer: StreamBuffer) -> int:
+        """Render, encode, measure, write into the journal and submit; the prompt's length in tokens."""
+        request = self._requests[buffer.request_id]
+        params, prompt = request.params, request.prompt
+        ids = await self.encode(prompt) if isinstance(prompt, (str, Chat)) else list(prompt)
+        bad_words = [ids for word in params.bad_words for ids in await self._spellings(word)]
+        if buffer.error is not None:  # aborted, or the engine ended meanwhile
+            raise buffer.error
+        ids, max_tokens = self._measure(ids, params)
+        self.door.correct(request.ticket, len(ids) * params.n)
+        request.prompt_tokens = len(ids)
+        specs = self._write_down(request, ids, max_tokens, tuple(bad_words))
+        await self._company.scheduler.tell(Submit(sequences=specs))
+        return len(ids)
+
+    def _measure(self, ids: list[int], params: SamplingParams) -> tuple[list[int], int]:
+        """The prompt and the output tokens it may have. Raises InvalidRequest for what does not fit the context."""
+        if not ids:
+            raise InvalidRequest("The prompt is empty: it has no tokens. Send some text.", param="prompt")
+        context, max_tokens = self._model.context_length, params.max_tokens
+        if self._arguments.allow_auto_truncate:
+            if len(ids) >= context:
+                ids = ids[: context - min(max_tokens or 1, context - 1)]
+            return ids, min(max_tokens or context, context - len(ids))
+        room = context - len(ids)
+        if room < 1 or (max_tokens is not None and max_tokens > room):
+            raise self._model.too_long(len(ids), max_tokens)
+        return ids, max_tokens or room
+
+    def _write_down(
+        self, request: _Request, ids: list[int], max_tokens: int, bad_words: tuple[tuple[int, ...], ...]
+    ) -> tuple[SequenceSpec, ...]:
+        params = request.params
+        packed = np.asarray(ids, dtype=np.int32).tobytes()
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
+        eos_ids = () if params.ignore_eos else self._model.eos_ids
+        stop_ids = tuple(dict.fromkeys((*eos_ids, *params.stop_token_ids)))
+        specs = tuple(
+            SequenceSpec(
+                sequence=next(self._numbers),
+                prompt=packed,
+                sampling=slot_sampling(params, index=index, seed=seed, stop_ids=stop_ids, bad_words=bad_words),
+                max_tokens=max_tokens,
+                min_tokens=params.min_tokens,
+                stop_ids=stop_ids,
+                priority=request.priority if self._arguments.enable_priority_scheduling else 0,
+                arrival=request.arrival,
+                deadline=request.deadline,
+                salt=request.salt,
+            )
+            for index in range(params.n)
+        )
+        for index, spec in enumerate(specs):
+            self._journal.open(
+                JournalEntry(
+                    sequence=spec.sequence,
+                    index=index,
+                    spec=spec,
+                    params=params,
+                    stream=request.buffer,
+                    prompt_ids=ids,
+                    output=[],
+                )
+            )
+        request.sequences = tuple(spec.sequence for spec in specs)
+        return specs
+
+    async def encode(self, prompt: str | Chat, *, add_special_tokens: bool = True) -> list[int]:
+        reply = await self.ask_tokenizer(Encode(prompt=prompt, add_special_tokens=add_special_tokens))
+        return reply.token_ids
+
+    async def _spellings(self, word: str) -> list[tuple[int, ...]]:
+        """A bad word's token sequences: at the start of a text, and after a space."""
+        bare = await self.encode(word, add_special_tokens=False)
+        spaced = await self.encode(" " + word.lstrip(" "), add_special_tokens=False)
+        return list(dict.fromkeys(tuple(ids) for ids in (bare, spaced) if ids))
+
+    async def ask_tokenizer(self, message: Message[TokenizerProtocol, R]) -> R:
+        """Ask the next tokenizer in turn. Raises InvalidRequest without one, RequestFailed when it dies of this
+        twice."""
+        self._model.require_codec()
+        refs = self._company.tokenizers
+        ref = refs[next(self._turns) % len(refs)]
+        try:
+            return await ref.ask(message, timeout=_ENCODE_TIMEOUT)
+        except ActorDied:
+            # It may have died of another's text: the next life gets this one once more.
+            try:
+                return await ref.ask(message, timeout=_ENCODE_TIMEOUT)
+            except ActorDied as error:
+                raise RequestFailed("The tokenizer failed on this request.") from error
+
+    # -- the way out
+
+    def _release(self, buffer: StreamBuffer) -> None:
+        """A stream is over, by its end or because its reader has gone."""
+        request = self._requests.pop(buffer.request_id, None)
+        if request is None:
+            return
+        unfinished = self._drop(request)
+        if unfinished:
+            # When even the control lane is full, the detokenizer refuses their next tokens and stops them.
+            with contextlib.suppress(MailboxFull):
+                self._company.scheduler.offer(Abort(sequences=unfinished))
+        now = time.monotonic()
+        self.door.leave(request.ticket, now)
+        self._count(request, now, aborted=bool(unfinished) or not request.sequences)
+        if not self._requests:
+            self.idle.set()
+
+    def _drop(self, request: _Request) -> tuple[int, ...]:
+        """Close what is open of a request in the journal; its sequences."""
+        unfinished = tuple(sequence for sequence in request.sequences if sequence in self._journal)
+        for sequence in unfinished:
+            self._journal.drop(sequence)
+        return unfinished
+
+    async def abort(self, request_id: str | None, *, all_: bool) -> int:
+        """Abort the requests of this id (the engine's own, or the caller's label), or all; how many there were."""
+        chosen = [
+            request
+            for request in self._requests.values()
+            if all_ or (request_id is not None and request_id in (request.buffer.request_id, request.label))
+        ]
+        sequences: list[int] = []
+        for request in chosen:
+            sequences += self._drop(request)
+            request.buffer.fail(RequestAborted("The request was aborted."))
+        if sequences:
+            await self._company.scheduler.tell(Abort(sequences=tuple(sequences)))
+        return len(chosen)
+
+    def fail_all(self, error: Exception) -> None:
+        """End every live request with ``error``."""
+        self._journal.fail_all(error)
+        for request in self._requests.values():
+            request.buffer.fail(error)
+
+    def _count(self, request: _Request, now: float, *, aborted: bool) -> None:
+        buffer = request.buffer
+        if buffer.error is not None:
+            reason, error = "error", type(buffer.error).__name__
+        elif aborted:
+            reason, error = "abort", "abort"
+        else:
+            reason, error = buffer.finish_reason, ""
+        first = buffer.first_token_at
+        self._metrics.request_ended(
+            reason=reason,
+            error_type=error,
+            duration=now - request.arrival,
+            first_token=None if first is None else first - request.arrival,
+            prompt_tokens=request.prompt_tokens,
+            output_tokens=buffer.output_tokens,
+        )
+
+
+def _estimate(prompt: Prompt) -> int:
+    """Prompt tokens before anything is encoded; set right afterwards."""
+    if isinstance(prompt, str):
+        return len(prompt) // 4 + 1
+    if isinstance(prompt, Chat):
+        texts = (message.get("content") for message in prompt.messages)
+        return sum(len(text) for text in texts if isinstance(text, str)) // 4 + 8
+    return len(prompt)
