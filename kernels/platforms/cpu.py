@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.cpu.attention import AttentionPlan, AttentionPlanner, paged_attention
 from kernels.cpu.host import host_memory, usable_cores
-from kernels.cpu.linear import make_linear
+from kernels.cpu.linear import bf16_is_fast, make_linear
 from kernels.cpu.norm import CpuNorm
 from kernels.environment import threads_sleep
 from kernels.platforms.base import AttentionRows, Linear, Memory, Norm, Platform, PlatformError
@@ -45,8 +45,7 @@ class CpuPlatform(Platform):
 
     def dtype(self, requested: str, stored: str | None) -> torch.dtype:
         if requested == "auto":
-            fast = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-            return torch.float32 if stored in (None, "float32") or not fast else torch.bfloat16
+            return torch.float32 if stored in (None, "float32") or not bf16_is_fast() else torch.bfloat16
         if requested not in ("bfloat16", "float32"):
             raise PlatformError(f"dtype {requested!r} is not supported on cpu; use auto, bfloat16 or float32")
         return torch.bfloat16 if requested == "bfloat16" else torch.float32

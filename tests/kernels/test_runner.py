@@ -233,8 +233,27 @@ def test_numbers_that_are_not_finite_fail_their_request_and_leave_the_pages_clea
     driver.release(1)
     driver.free = [page for page in driver.free if page not in pages] + pages[::-1]
     driver.admit(1, three)
-    assert driver.generate(1, 9) == model.greedy(three, 9)
+    driver.step([(1, 5), (2, 1)])
+    for _ in range(3):  # padded to the longer row's pages, the shorter one is gathered with what its page held before
+        driver.step([(1, 1), (2, 1)])
+    assert driver.tokens[1] == model.greedy(three, 9)
     assert driver.pages[1][0] in pages
+
+
+def test_a_failed_request_leaves_the_prefix_that_it_shares(driver, prompts):
+    (prompt,) = prompts(40)
+    driver.admit(1, prompt)
+    driver.step([(1, 40)])
+    shared = driver.pages[1][:2]
+    driver.admit(2, prompt, shared=shared)
+    driver.step([(2, 8)])
+    cache = driver.runner._caches[0]
+    before = cache[shared].clone()
+    with torch.inference_mode():
+        cache[driver.pages[2][2]] = math.nan
+    assert [error.slot for error in driver.step([(1, 1), (2, 1)]).failed] == [2]
+    assert torch.equal(cache[shared], before)
+    assert not cache[driver.pages[2][2]].any()
 
 
 def test_steps_repeat(reference, drive, prompts):
