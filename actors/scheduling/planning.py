@@ -60,7 +60,7 @@ class StepPlanning:
         yield from self._plan_prefills(draft)
         while idle and draft.empty and roster.running:
             yield from self._unblock(draft)
-        if self._may_join(draft) and ((roster.may_admit and not draft.short) or not roster.running):
+        if self._may_join(draft) and (roster.may_admit or not roster.running):
             yield from self._admit(draft, first, now)
         grants: tuple[Grant, ...] = ()
         if draft.grows or roster.has_news:

@@ -30,19 +30,18 @@ class PrefillsUnderWay:
                 del self._prefills[sequence.first_page]
 
     def computes_for(self, waiting: Sequence) -> bool:
-        """Whether somebody is computing full pages of the prefix of ``waiting`` that it could share soon."""
+        """Whether somebody is computing full pages of the prefix of ``waiting`` that it could share soon.
+
+        Running prefills come before the queue, so waiting for one never outlasts the wait for budget and pages.
+        """
         if not self._prefills or waiting.scores_prompt:
             return False
         group = self._prefills.get((waiting.spec.salt, waiting.spec.prompt[: self._page_bytes]))
         if group is None:
             return False
-        mine = waiting.spec.prompt
-        size = self._page_bytes
-        usable = (min(len(mine), 4 * (waiting.length - 1))) // size
-        return any(
-            prefill.scheduled > prefill.computed and _shares(prefill.spec.prompt, mine, prefill.shared, usable, size)
-            for prefill in group
-        )
+        mine, size = waiting.spec.prompt, self._page_bytes
+        usable = min(len(mine), 4 * (waiting.length - 1)) // size
+        return any(_shares(prefill.spec.prompt, mine, prefill.shared, usable, size) for prefill in group)
 
 
 def _shares(theirs: bytes, mine: bytes, known: int, usable: int, size: int) -> bool:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from actors.protocol import PeekPrefixes
 from actors.scheduling import Planner, PlannerConfig
 from actors.scheduling.testing import model_info
 from kernels.step import SlotSampling
@@ -372,6 +373,27 @@ def test_a_careful_planner_admits_fewer():
     assert running(2.0) == 2  # a page, and 5 for all 20
 
 
+def test_the_next_is_tried_at_once_when_the_head_of_the_queue_is_aborted():
+    stage = Stage(pages=8, overlap=False)
+    stage.submit(spec(0, range(100, 110), max_tokens=12))
+    stage.submit(spec(1, range(28), arrival=1.0), spec(2, [7], max_tokens=2, arrival=2.0))
+    stage.step()
+    stage.step()
+    stage.hear(stage.planner.abort([1]))
+    stage.step()
+    assert len(stage.tokens(2)) == 1
+
+
+def test_cached_tokens_are_those_of_the_first_admission():
+    stage = Stage(max_running=1, max_slots=2, overlap=False, priority_scheduling=True)
+    stage.submit(spec(0, range(9), max_tokens=3))
+    stage.step()
+    stage.submit(spec(1, [1], max_tokens=1, priority=50, arrival=1.0))
+    stage.play()
+    assert stage.runner.computed_tokens == 9 + 1 + 2 + 1  # 8 of the 10 known tokens were cached when 0 came back
+    assert {emission.cached_tokens for emission in stage.told[0]} == {0}
+
+
 def test_the_head_of_the_queue_is_tried_again_as_the_reserve_shrinks():
     stage = Stage(pages=64, conservativeness=1.0, overlap=False)
     stage.submit(spec(0, range(4), max_tokens=200), spec(1, range(50, 58), max_tokens=145, arrival=1.0))
@@ -437,6 +459,15 @@ def test_a_difference_beyond_the_threshold_preempts_a_full_batch(priority, preem
     assert [e.start for e in ends[0]] == list(range(8))
     assert stage.tokens(0) == says(range(6), 8)
     assert stage.tokens(1) == says(range(20, 23), 2)
+
+
+def test_the_last_slot_is_taken_by_preemption_too():
+    stage = Stage(max_running=4, max_slots=2, overlap=False, priority_scheduling=True)
+    stage.submit(spec(0, range(6), max_tokens=8))
+    stage.step()
+    stage.submit(spec(1, range(20, 23), max_tokens=2, priority=50, arrival=1.0))
+    stage.step()
+    assert len(stage.tokens(1)) == 1
 
 
 def test_a_low_value_preempts_when_low_values_go_first():
@@ -629,3 +660,39 @@ def test_load_counts():
 def test_limits_under_which_nothing_could_run_are_refused(change, words):
     with pytest.raises(ValueError, match=words):
         PlannerConfig(**{"max_running": 4, "max_slots": 5, "step_tokens": 8} | change)
+
+
+def test_a_preemption_makes_the_planner_careful_again():
+    stage = Stage(pages=8, conservativeness=1.0, overlap=False)
+    stage.submit(*[spec(i, range(20 * i, 20 * i + 6), max_tokens=14, arrival=float(i)) for i in range(3)])
+    growth = stage.planner._planning._growth
+    growth._share = 0.0
+    stage.play()
+    assert stage.planner.load(0.0).preemptions > 0
+    assert growth._share > 0.5
+
+
+def test_who_waited_for_a_prefix_is_not_kept_by_one_behind_who_does_not_fit():
+    stage = Stage(pages=10, overlap=False)
+    stage.submit(spec(0, range(8), max_tokens=20), spec(1, range(8), max_tokens=2, arrival=1.0))
+    stage.submit(spec(2, range(100, 136), arrival=2.0))
+    assert counts(stage.step()) == [8]
+    assert counts(stage.step()) == [1, 4]
+    assert len(stage.tokens(1)) == 1
+
+
+def test_deadlines_of_the_ended_are_forgotten():
+    stage = Stage()
+    stage.submit(spec(0, range(3), deadline=7.0))
+    for i in range(1, 500):
+        stage.submit(spec(i, range(3), deadline=1000.0 - i))
+        stage.hear(stage.planner.abort([i]))
+    assert len(stage.planner._deadlines) < 100
+    assert [e.sequence for e in stage.planner.expire(7.0)] == [0]
+
+
+@pytest.mark.parametrize(("waiting", "asks"), [(1, False), (2, True), (128, True), (129, False)])
+def test_lpm_compares_prefixes_of_a_short_queue_only(waiting, asks):
+    stage = Stage(policy="lpm")
+    stage.submit(*[spec(i, [i, 1, 2]) for i in range(waiting)])
+    assert isinstance(next(stage.planner.plan(0.0)), PeekPrefixes) is asks

@@ -1,0 +1,44 @@
+import pytest
+
+from actors.scheduling.sequence import Sequence
+from actors.scheduling.siblings import PrefillsUnderWay
+from kernels.step import SlotSampling
+from tests.actors.scheduling.stage import spec
+
+
+def sequence(number, prompt, **kwargs):
+    return Sequence(spec(number, prompt, **kwargs), strength=0)
+
+
+@pytest.mark.parametrize(
+    ("shared", "prompt", "holds"),
+    [
+        (0, range(12), True),
+        (0, [*range(4), 99], True),
+        (1, [*range(4), 99], False),  # the page they have in common is there
+        (0, [99, *range(1, 12)], False),
+        (0, range(3), False),  # less than a page
+        (0, range(4), False),  # its last token has to be computed anyhow
+        (1, range(8), False),
+        (1, range(9), True),
+        (2, range(99), True),
+        (3, range(99), False),
+    ],
+)
+def test_who_waits_for_whom(shared, prompt, holds):
+    under_way = PrefillsUnderWay(4)
+    prefill = sequence(0, range(12))
+    prefill.shared = shared
+    under_way.add(prefill)
+    assert under_way.computes_for(sequence(1, prompt)) is holds
+    under_way.discard(prefill)
+    under_way.discard(prefill)
+    assert not under_way.computes_for(sequence(1, prompt))
+
+
+def test_a_scored_prompt_waits_for_nobody_and_a_tenant_for_its_own_only():
+    under_way = PrefillsUnderWay(4)
+    under_way.add(sequence(0, range(12), salt=b"a"))
+    assert under_way.computes_for(sequence(1, range(12), salt=b"a"))
+    assert not under_way.computes_for(sequence(2, range(12), salt=b"b"))
+    assert not under_way.computes_for(sequence(3, range(12), salt=b"a", sampling=SlotSampling(prompt_logprobs=0)))
