@@ -150,17 +150,17 @@ def test_hyper_threads_count_once(monkeypatch, tmp_path):
     assert host.usable_cores() == 2
 
 
-def test_a_worker_is_told_to_sleep_while_it_waits(monkeypatch):
-    monkeypatch.setattr("kernels.platforms.cpu.usable_cores", lambda: 4)
-    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
-        monkeypatch.delenv(name, raising=False)
-    assert CpuPlatform().threads == 3  # a core is left to others where threads spin
-    added = worker_environment(os.environ)
-    assert added == {"OMP_WAIT_POLICY": "PASSIVE"}
-    monkeypatch.setenv("GOMP_SPINCOUNT", "100")
-    assert worker_environment(os.environ) == {}
-    assert CpuPlatform().threads == 4
-    assert CpuPlatform(threads=2).threads == 2
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (8, 7)])
+def test_a_core_is_left_to_the_event_loop(cores, threads, monkeypatch):
+    monkeypatch.setattr("kernels.platforms.cpu.usable_cores", lambda: cores)
+    assert CpuPlatform().threads == threads
+    assert CpuPlatform(threads=5).threads == 5
+
+
+def test_a_worker_is_told_to_sleep_while_it_waits():
+    assert worker_environment({"HOME": "/"}) == {"OMP_WAIT_POLICY": "PASSIVE"}
+    assert worker_environment({"GOMP_SPINCOUNT": "100"}) == {}
+    assert worker_environment({"OMP_WAIT_POLICY": "ACTIVE"}) == {}
 
 
 def test_memory_respects_the_cgroup(monkeypatch, tmp_path):
