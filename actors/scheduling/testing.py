@@ -100,14 +100,14 @@ class SimulatedRunner:
             _expect(slot is not None, f"a row for the empty slot {number}")
             assert slot is not None
             _expect(slot.generation == generation, f"generation {generation} of slot {number} is {slot.generation}")
-            decode = slot.sampled and slot.computed + 1 == len(slot.tokens)
-            _expect(not (prefills and decode), "a decode row stands behind a prefill row")
-            prefills = prefills or not decode
-            message = self._fails(slot.tokens)
+            message = self._fails(slot.tokens)  # a slot that failed fails again in the step already in flight
             if message is not None:
                 result.failed.append(RowError(number, generation, message))
                 result.accepted.append(0)
                 continue
+            decode = slot.sampled and slot.computed + 1 == len(slot.tokens)
+            _expect(not (prefills and decode), "a decode row stands behind a prefill row")
+            prefills = prefills or not decode
             start = slot.computed
             self._compute(number, slot, count)
             if slot.sampling.prompt_logprobs >= 0:
