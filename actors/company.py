@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ from actors.scheduler import Scheduler
 from actors.served_model import ServedModel
 from actors.tokenizer import Tokenizer
 from actors.vitals import Vitals
+from kernels.environment import worker_environment
 from kernels.step import ModelInfo
 
 __all__ = ["Company"]
@@ -102,6 +104,7 @@ class Company:
             target="actors.worker:Worker",
             config=WorkerConfig(runner=runner_config(arguments, self._model.files.path, self._context_length)),
             config_type=WorkerConfig,
+            environment=worker_environment(os.environ),
             events=self._worker_event,
             events_type=LoadProgress | WorkerLoaded,
             supervision=Supervision(strategy=Strategy.RESTART_ONE, max_restarts=3, within=300.0),

@@ -159,7 +159,7 @@ class Detokenizer(Actor[DetokenizerProtocol]):
 
     def _prompt_scores(self, entry: JournalEntry, packed: TokenScores | None) -> tuple[TokenLogprob, ...] | None:
         prompt = entry.prompt_ids
-        if packed is None and (entry.params.prompt_logprobs is None or entry.prompt_sent or len(prompt) > 1):
+        if entry.prompt_sent or entry.params.prompt_logprobs is None or (packed is None and len(prompt) > 1):
             return None
         # The first prompt token has no prediction; a prompt of one token has nothing else.
         rest = self._scores(tuple(prompt[1:]), packed, skip=0) if packed is not None else ()

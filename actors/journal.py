@@ -38,7 +38,10 @@ class JournalEntry(msgspec.Struct, eq=False):
         """The specification with everything sent so far as output of an earlier life."""
         if not self.output:
             return self.spec
-        return msgspec.structs.replace(self.spec, output=np.asarray(self.output, dtype=np.int32).tobytes())
+        # The prompt's scores went out with the first token; nobody wants them computed again.
+        sampling = msgspec.structs.replace(self.spec.sampling, prompt_logprobs=-1)
+        output = np.asarray(self.output, dtype=np.int32).tobytes()
+        return msgspec.structs.replace(self.spec, output=output, sampling=sampling)
 
 
 class Journal:
