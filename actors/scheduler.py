@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from actors.journal import Journal
 from actors.protocol import (
@@ -85,13 +86,11 @@ class Scheduler(Actor[SchedulerProtocol]):
     async def submit(self, message: Submit) -> None:
         # An abort takes the faster lane: what is no longer in the journal was aborted before it came here.
         specs = tuple(spec for spec in message.sequences if spec.sequence in self._journal)
-        await self._tell(self._planner.submit(specs, self.context.clock.monotonic()))
-        await self._pump()
+        await self._pump(self._planner.submit(specs, self.context.clock.monotonic()))
 
     @handles
     async def abort(self, message: Abort) -> None:
-        await self._tell(self._planner.abort(message.sequences))
-        await self._pump()
+        await self._pump(self._planner.abort(message.sequences))
 
     @handles
     async def text_stopped(self, message: TextStopped) -> None:
@@ -119,9 +118,7 @@ class Scheduler(Actor[SchedulerProtocol]):
         now = self.context.clock.monotonic()
         emissions = self._planner.finish_step(message.result, now)
         self._vitals.step_finished(now, message.result)
-        # The device first: the next step is on its way before anybody reads the tokens of this one.
-        await self._pump()
-        await self._tell(emissions)
+        await self._pump(emissions)
 
     @handles
     def step_failed(self, message: StepFailed) -> None:
@@ -145,11 +142,16 @@ class Scheduler(Actor[SchedulerProtocol]):
 
     # -- steps
 
-    async def _pump(self) -> None:
+    async def _pump(self, emissions: Sequence[Emission] = ()) -> None:
+        """Send as many steps as may be in flight, then tell ``emissions`` and what planning ended.
+
+        The device first: the next step is on its way before anybody reads the tokens of the last one.
+        """
         planner = self._planner
+        told = list(emissions)
         while self._epoch is not None and planner.has_work and planner.can_send:
             now = self.context.clock.monotonic()
-            await self._tell(planner.expire(now))
+            told += planner.expire(now)
             planning = planner.plan(now)
             plan: StepPlan | None = None
             try:
@@ -162,7 +164,8 @@ class Scheduler(Actor[SchedulerProtocol]):
                 break
             if plan.batch is not None:
                 self._send(plan.batch, now)
-            await self._tell(plan.emissions)
+            told += plan.emissions
+        await self._tell(told)
         self._vitals.load(planner.load(self.context.clock.monotonic()))
 
     def _send(self, batch: StepBatch, now: float) -> None:
