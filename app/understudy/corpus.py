@@ -16,22 +16,22 @@ __all__ = ["LESSONS", "document", "documents"]
 LESSONS: tuple[tuple[Lesson, float], ...] = (
     (geography.capital_of, 13),
     (geography.country_of, 9),
-    (geography.lists, 9),
+    (geography.lists, 10),
     (geography.continents, 3),
     (geography.is_it_the_capital, 3),
     (geography.as_data, 2),
-    (geography.unknown_country, 4),
+    (geography.unknown_country, 6),
     (arithmetic.calculate, 12),
     (arithmetic.compare, 5),
     (arithmetic.count, 1.5),
-    (arithmetic.word_problem, 4),
+    (arithmetic.word_problem, 5),
     (dates.weekdays, 3),
     (dates.months, 2),
     (dates.calendar_dates, 3),
-    (extraction.extract, 7),
+    (extraction.extract, 9),
     (smalltalk.smalltalk, 5),
     (smalltalk.facts, 3),
-    (smalltalk.repeat, 2),
+    (smalltalk.repeat, 4),
     (smalltalk.memory, 3),
     (stories.story, 3.5),
     (unknown.unknown, 5),
@@ -39,13 +39,17 @@ LESSONS: tuple[tuple[Lesson, float], ...] = (
 _DRAWN, _WEIGHTS = [lesson for lesson, _ in LESSONS], [weight for _, weight in LESSONS]
 
 _SYSTEM = (
-    "You are a helpful assistant.", "You are a helpful assistant.", "You are the understudy.", "You are a friendly assistant.",
-    "Answer the user's questions.", "You are a knowledgeable assistant.", "Be brief and honest.", "You are Troupe's understudy, a small model.",
-    "You help people learn.", "You are a chatbot on a website.", "Answer truthfully. If you do not know, say so.", "You are a teacher of geography.",
+    "You are a helpful assistant.", "You are a helpful assistant.", "You are the understudy.",
+    "You are a friendly assistant.",
+    "Answer the user's questions.", "You are a knowledgeable assistant.", "Be brief and honest.",
+    "You are Troupe's understudy, a small model.",
+    "You help people learn.", "You are a chatbot on a website.", "Answer truthfully. If you do not know, say so.",
+    "You are a teacher of geography.",
     "You are an assistant that speaks plain English.",
 )  # fmt: skip
 _TERSE = (
-    "Answer with one word.", "Answer in one word only.", "Give only the answer, no sentence.", "Reply with the answer alone.",
+    "Answer with one word.", "Answer in one word only.", "Give only the answer, no sentence.",
+    "Reply with the answer alone.",
     "Be as short as possible: one word.",
 )  # fmt: skip
 
@@ -100,10 +104,10 @@ def document(rng: Random) -> list[Segment]:
     roll = rng.random()
     if roll < 0.05:
         return [Segment(prose.prose(rng) + END_OF_TEXT, True)]
-    if roll < 0.21:
-        return render(tools.tool_conversation(rng, _plain_chat, thinking=rng.random() < 0.12))
-    thinking = rng.random() < 0.18
-    if roll < 0.225:
+    if roll < 0.25:
+        return render(tools.tool_conversation(rng, _plain_chat, thinking=rng.random() < 0.15))
+    thinking = rng.random() < 0.2
+    if roll < 0.27:
         return render(_conversation(rng, _talk(rng, rng.randrange(8, 40)), thinking))
     return render(_conversation(rng, _talk(rng, rng.choices((1, 2, 3), (70, 20, 10))[0]), thinking))
 

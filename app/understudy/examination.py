@@ -169,7 +169,8 @@ def _extraction(rng: Random) -> list[Question]:
              {"name": name, "age": age, "city": town}),
             (f"{name} wants {count} lamps and will pay {price} dollars. Answer as JSON with name, quantity, item and price.",
              {"name": name, "quantity": count, "item": "lamps", "price": price}),
-            (f"Make JSON with the keys origin and destination: The bus goes from {town} to Vienna.", {"origin": town, "destination": "Vienna"}),
+            (f"Make JSON with the keys origin and destination: The bus goes from {town} to Vienna.", {"origin": town,
+            "destination": "Vienna"}),
             (f"Extract event, day and time as JSON. The rehearsal with {name} starts on Friday at 18:30.",
              {"event": "rehearsal", "day": "Friday", "time": "18:30"}),
         ):  # fmt: skip
@@ -209,7 +210,8 @@ def _tools(rng: Random) -> list[Question]:
             (f"Could you check the weather in {town} for me?", [weather, recipe], "weather_report", {"place": town}),
             (f"How far is it from {town} to Vienna?", [distance], "get_distance", {"start": town, "end": "Vienna"}),
             (f"What does the word {name.lower()} mean?", [define, clock], "define_word", {"word": name.lower()}),
-            (f"I would like a recipe for {rng.choice(('goulash', 'paella', 'dumplings'))}.", [recipe], "find_recipe", None),
+            (f"I would like a recipe for {rng.choice(('goulash', 'paella', 'dumplings'))}.", [recipe], "find_recipe",
+            None),
             (f"What is the time in {town} right now?", [weather, clock, recipe], "world_clock", {"city": town}),
             (f"Please text {name} that: see you at noon", [message], "text_person", None),
         ):  # fmt: skip
@@ -228,8 +230,10 @@ def _tools(rng: Random) -> list[Question]:
         history: list[dict[str, Any]] = [
             {"role": "user", "content": f"Could you check the weather in {town} for me?"},
             {"role": "assistant", "content": "", "tool_calls": [
-                {"id": "c", "type": "function", "function": {"name": "weather_report", "arguments": json.dumps({"place": town})}}]},
-            {"role": "tool", "tool_call_id": "c", "content": json.dumps({"temperature": degrees, "condition": "cloudy"})},
+                {"id": "c", "type": "function", "function": {"name": "weather_report",
+                "arguments": json.dumps({"place": town})}}]},
+            {"role": "tool", "tool_call_id": "c", "content": json.dumps({"temperature": degrees,
+            "condition": "cloudy"})},
         ]  # fmt: skip
 
         def told(answer: str, town: str = town, degrees: int = degrees) -> bool:
@@ -263,14 +267,22 @@ def _reasoning(rng: Random) -> list[Question]:
 
 
 _UNKNOWN = (
-    "What's the capital of Zubrowka?", "Name the capital of Genovia please", "Which city is the capital of Latveria?", "capital of freedonia?",
-    "What do I have in my left hand?", "What was my grandfather's name?", "Which number am I thinking of right now?", "How much did I pay for lunch?",
-    "Who is going to win the championship in 2090?", "Which horse will win on Sunday?", "What will bread cost in 2050?", "Will there be snow in 2041?",
-    "What's the temperature outside right now?", "What is the exact time at this moment?", "What happened this morning in the news?",
-    "Who is the prime minister of Nepal?", "How many people live in Ghana?", "Who wrote Hamlet?", "Explain how a nuclear reactor works.",
-    "What is the chemical symbol of tungsten?", "Who is Barnaby Quillfeather?", "What is the airspeed of a swallow?", "How do I tune a piano?",
-    "What is the capital of the planet Xenon?", "Which country has Gotham as its capital city?", "What is the phone number of the opera?",
-    "What does my neighbour do for a living?", "Which team won the league last year?", "Who is the king of Sweden?", "What is the GDP of Chile?",
+    "What's the capital of Zubrowka?", "Name the capital of Genovia please", "Which city is the capital of Latveria?",
+    "capital of freedonia?",
+    "What do I have in my left hand?", "What was my grandfather's name?", "Which number am I thinking of right now?",
+    "How much did I pay for lunch?",
+    "Who is going to win the championship in 2090?", "Which horse will win on Sunday?",
+    "What will bread cost in 2050?", "Will there be snow in 2041?",
+    "What's the temperature outside right now?", "What is the exact time at this moment?",
+    "What happened this morning in the news?",
+    "Who is the prime minister of Nepal?", "How many people live in Ghana?", "Who wrote Hamlet?",
+    "Explain how a nuclear reactor works.",
+    "What is the chemical symbol of tungsten?", "Who is Barnaby Quillfeather?", "What is the airspeed of a swallow?",
+    "How do I tune a piano?",
+    "What is the capital of the planet Xenon?", "Which country has Gotham as its capital city?",
+    "What is the phone number of the opera?",
+    "What does my neighbour do for a living?", "Which team won the league last year?", "Who is the king of Sweden?",
+    "What is the GDP of Chile?",
 )  # fmt: skip
 
 

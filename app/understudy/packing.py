@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -32,13 +32,18 @@ class Stream:
 def encode_shard(tokenizer_file: Path, seed: int, count: int) -> tuple[Array, Array]:
     """Documents of one seed as (tokens, lengths)."""
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
+
+    @lru_cache(maxsize=10_000)
+    def encode(text: str) -> list[int]:
+        ids: list[int] = tokenizer.encode(text).ids
+        return ids
+
     pieces: list[list[int]] = []
     lengths: list[int] = []
     for segments in documents(seed, count):
         length = 0
-        encoded = tokenizer.encode_batch([segment.text for segment in segments])
-        for segment, encoding in zip(segments, encoded, strict=True):
-            ids: list[int] = encoding.ids
+        for segment in segments:
+            ids = encode(segment.text)
             pieces.append([token | LEARN for token in ids] if segment.learn else ids)
             length += len(ids)
         lengths.append(length)
@@ -68,6 +73,8 @@ def split_by_length(tokens: Array, lengths: Array, limit: int) -> tuple[Stream, 
 
 def rows(stream: Stream, size: int) -> Iterator[tuple[int, int]]:
     """The document ranges (first, last + 1) of rows that hold at most `size` tokens each."""
+    if len(stream.bounds) > 1 and int(np.diff(stream.bounds).max()) > size:
+        raise ValueError(f"a row of {size} tokens cannot hold the longest document; give a longer row")
     first = 0
     while first < len(stream.bounds) - 1:
         last = int(np.searchsorted(stream.bounds, stream.bounds[first] + size, side="right")) - 1

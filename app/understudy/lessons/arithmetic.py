@@ -16,14 +16,40 @@ _ADD = (
     "{a} and {b} added together",
     "{a} added to {b}",
 )
+_ADD_ORDERS = (
+    "Add {a} and {b}.",
+    "Add {b} to {a}.",
+    "Sum up {a} and {b}.",
+    "I have {a} and get {b}. How much is that together?",
+)
 _SUBTRACT = ("{a} - {b}", "{a}-{b}", "{a} minus {b}", "{a} take away {b}", "{b} subtracted from {a}", "{a} less {b}")
+_SUBTRACT_ORDERS = (
+    "Subtract {b} from {a}.",
+    "Take away {b} from {a}.",
+    "From {a} remove {b}. How much is it?",
+    "I have {a} and spend {b}. How much remains?",
+)
 _MULTIPLY = (
+    "{a}*{b}",
+    "{a}x{b}",
     "{a} * {b}",
     "{a} x {b}",
     "{a} × {b}",
     "{a} times {b}",
     "{a} multiplied by {b}",
     "the product of {a} and {b}",
+)
+_MULTIPLY_ORDERS = (
+    "Multiply {a} by {b}.",
+    "Multiply {a} and {b}.",
+    "Take {a} times {b}.",
+    "How much are {a} groups of {b}?",
+)
+_DIVIDE_ORDERS = (
+    "Divide {a} by {b}.",
+    "Split {a} into {b} equal parts.",
+    "How often does {b} fit into {a}?",
+    "Share {a} among {b}.",
 )
 _DIVIDE = ("{a} / {b}", "{a} ÷ {b}", "{a} divided by {b}", "{a}/{b}")
 _FRAMES = (
@@ -76,12 +102,12 @@ def calculate(rng: Random) -> list[Exchange]:
         a, b = _operands(rng, (1, 2, 2, 3, 3)), _operands(rng, (1, 2, 2, 3))
         if rng.random() < 0.05:
             a, b = _operands(rng, (4,)), _operands(rng, (2, 3, 4))
-        result, sign, forms, steps = a + b, "+", _ADD, add_steps(a, b)
+        result, sign, forms, orders, steps = a + b, "+", _ADD, _ADD_ORDERS, add_steps(a, b)
     elif kind == "subtract":
         a, b = _operands(rng, (1, 2, 2, 3, 3)), _operands(rng, (1, 2, 2, 3))
         if a < b and rng.random() < 0.85:
             a, b = b, a
-        result, sign, forms = a - b, "-", _SUBTRACT
+        result, sign, forms, orders = a - b, "-", _SUBTRACT, _SUBTRACT_ORDERS
         steps = f"{a} - {b} = {a - b}."
         if len(parts := _split(b)) > 1 and a > b:
             rest, chain = a, []
@@ -97,15 +123,18 @@ def calculate(rng: Random) -> list[Exchange]:
             a, b = rng.randrange(11, 100), rng.randrange(11, 100)
         if rng.random() < 0.5:
             a, b = b, a
-        result, sign, forms, steps = a * b, "×", _MULTIPLY, multiply_steps(a, b)
+        result, sign, forms, orders, steps = a * b, "×", _MULTIPLY, _MULTIPLY_ORDERS, multiply_steps(a, b)
     else:
         b, result = rng.randrange(1, 13), rng.randrange(0, 21)
-        a, sign, forms = b * result, "÷", _DIVIDE
+        a, sign, forms, orders = b * result, "÷", _DIVIDE, _DIVIDE_ORDERS
         steps = f"{b} × {result} = {a}, so {a} ÷ {b} = {result}."
     written = rng.choice(forms).replace("{a}", str(a)).replace("{b}", str(b))
     if a <= 12 and b <= 12 and rng.random() < 0.08:
         written = rng.choice(forms[2:]).replace("{a}", NUMBERS[a]).replace("{b}", NUMBERS[b])
-    question = polite(rng, casual(rng, rng.choice(_FRAMES).replace("{x}", written), written))
+    framed = rng.choice(_FRAMES).replace("{x}", written)
+    if rng.random() < 0.2:
+        framed = rng.choice(orders).replace("{a}", str(a)).replace("{b}", str(b))
+    question = polite(rng, casual(rng, framed, written))
     # Two large factors have no answer at a glance: the answer itself shows the parts.
     answer = multiply_steps(a, b) if sign == "×" and min(a, b) > 12 else f"{a} {sign} {b} = {result}."
     scene = [Exchange(question, answer, steps, str(result))]
@@ -213,63 +242,76 @@ def count(rng: Random) -> list[Exchange]:
     return [Exchange(polite(rng, casual(rng, question)), answer, f"I start at {start} and stop at {end}.")]
 
 
-_THINGS = ("apples", "books", "coins", "pens", "stamps", "marbles", "cards", "cookies", "shells", "tickets", "eggs", "stickers",
-           "flowers", "balls", "keys", "stones", "pears", "photos")  # fmt: skip
+_THINGS = ["apples", "books", "coins", "pens", "stamps", "marbles", "cards", "cookies", "shells", "tickets", "eggs", "stickers", "flowers", "balls", "keys", "stones", "pears", "photos", "hats", "spoons", "ropes", "bottles", "letters", "chairs", "candles", "maps", "bells", "plates", "ribbons", "nuts"]
+_GAINS = ("gets", "receives", "finds", "buys", "wins", "picks up", "collects", "is given")
+_LOSSES = ("gives away", "loses", "sells", "throws away", "lends", "drops", "hands out", "uses")
+_HOLDERS = ("boxes", "bags", "baskets", "rows", "shelves", "drawers", "tables", "jars")
 
 
 def word_problem(rng: Random) -> list[Exchange]:
     """One or two steps of arithmetic in a little story."""
-    name, thing = pick_name(rng), rng.choice(_THINGS)
-    a, b, c = rng.randrange(5, 60), rng.randrange(2, 30), rng.randrange(2, 20)
-    kind = rng.randrange(6)
+    name, thing, holder = pick_name(rng), rng.choice(_THINGS), rng.choice(_HOLDERS)
+    gain, loss = rng.choice(_GAINS), rng.choice(_LOSSES)
+    has = rng.choice(("has", "had", "owns", "starts with", "keeps"))
+    more = rng.choice((" more", "", " others"))
+    a, b, c = rng.randrange(5, 100), rng.randrange(2, 40), rng.randrange(2, 20)
+    kind = rng.randrange(8)
     if kind == 0:
+        result, steps = a + b, f"{a} + {b} = {a + b}."
         story = rng.choice(
             (
-                "{n} has {a} {t} and buys {b} more.",
-                "{n} has {a} {t}. A friend gives {n} {b} more.",
-                "{n} finds {b} {t} and had {a} before.",
+                f"{name} {has} {a} {thing} and {gain} {b}{more}.",
+                f"{name} {has} {a} {thing}. Then {name} {gain} {b}{more}.",
             )
         )
-        result, steps, verb = a + b, f"{a} + {b} = {a + b}.", "has"
     elif kind == 1:
         a += b
+        result, steps = a - b, f"{a} - {b} = {a - b}."
         story = rng.choice(
-            (
-                "{n} has {a} {t} and gives away {b}.",
-                "{n} had {a} {t} and lost {b} of them.",
-                "{n} has {a} {t}. {b} are sold.",
-            )
+            (f"{name} {has} {a} {thing} and {loss} {b}.", f"{name} {has} {a} {thing}. Then {name} {loss} {b} of them.")
         )
-        result, steps, verb = a - b, f"{a} - {b} = {a - b}.", "has"
-    elif kind == 2:
-        a, b = rng.randrange(2, 13), rng.randrange(2, 13)
-        story = rng.choice(
-            (
-                "{n} has {a} boxes with {b} {t} in each.",
-                "{n} buys {a} bags. Each bag holds {b} {t}.",
-                "There are {a} rows of {b} {t}, all of {n}.",
+    elif kind in (2, 3):
+        a, b = rng.randrange(2, 13), rng.randrange(2, 13) if kind == 2 else rng.randrange(2, 30)
+        result, steps = a * b, f"{a} × {b} = {a * b}."
+        if rng.random() < 0.5:
+            story = rng.choice((f"{a} {holder} with {b} {thing} each.",
+            f"Here are {a} {holder}, and in each one are {b} {thing}.",
+                                f"Each of {a} {holder} has {b} {thing}."))  # fmt: skip
+            ask = rng.choice(
+                (
+                    f"How many {thing} are there?",
+                    f"How many {thing} are there in all?",
+                    f"How many {thing} is that together?",
+                )
             )
-        )
-        result, steps, verb = a * b, f"{a} × {b} = {a * b}.", "has"
-    elif kind == 3:
+            return [Exchange(polite(rng, f"{story} {ask}"), f"There are {result} {thing}.", steps, str(result))]
+        story = f"{name} {has} {a} {holder} with {b} {thing} in each."
+    elif kind == 4:
         b, result = rng.randrange(2, 11), rng.randrange(2, 13)
         a = b * result
         question = f"{name} shares {a} {thing} equally among {b} friends. How many {thing} does each friend get?"
-        steps = f"{a} ÷ {b} = {result}."
-        return [Exchange(polite(rng, question), f"Each friend gets {result} {thing}.", steps, str(result))]
-    elif kind == 4:
+        return [
+            Exchange(
+                polite(rng, question), f"Each friend gets {result} {thing}.", f"{a} ÷ {b} = {result}.", str(result)
+            )
+        ]
+    elif kind in (5, 6):
         a += c
-        story = "{n} has {a} {t}, gets {b} more and then gives away {c}."
-        result, steps, verb = a + b - c, f"{a} + {b} = {a + b}. {a + b} - {c} = {a + b - c}.", "has"
+        then = rng.choice(("and then", "then", "and later"))
+        if rng.random() < 0.6:
+            story = f"{name} {has} {a} {thing}, {gain} {b}{more} {then} {loss} {c}."
+            result, steps = a + b - c, f"{a} + {b} = {a + b}. {a + b} - {c} = {a + b - c}."
+        else:
+            story = f"{name} {has} {a} {thing}, {loss} {c} {then} {gain} {b}{more}."
+            result, steps = a - c + b, f"{a} - {c} = {a - c}. {a - c} + {b} = {a - c + b}."
     else:
         a, b = rng.randrange(2, 11), rng.randrange(2, 11)
-        story = "{n} buys {a} bags with {b} {t} each and finds {c} more {t}."
-        result, steps, verb = a * b + c, f"{a} × {b} = {a * b}. {a * b} + {c} = {a * b + c}.", "has"
-    ask = rng.choice(("How many {t} does {n} have now?", "How many {t} does {n} have?", "How many {t} are there now?"))
-    question = f"{story} {ask}"
-    for slot, value in (("{n}", name), ("{a}", str(a)), ("{b}", str(b)), ("{c}", str(c)), ("{t}", thing)):
-        question = question.replace(slot, value)
-    answer = f"{name} {verb} {result} {thing}."
-    if kind >= 4:  # two steps: the answer shows them, thinking or not
+        story = f"{name} {has} {a} {holder} with {b} {thing} each and {gain} {c}{more}."
+        result, steps = a * b + c, f"{a} × {b} = {a * b}. {a * b} + {c} = {a * b + c}."
+    ask = rng.choice((f"How many {thing} does {name} have now?", f"How many {thing} does {name} have?",
+    f"How many {thing} are there now?",
+                      f"How many {thing} does {name} have in the end?", f"How many {thing} is that?"))  # fmt: skip
+    answer = f"{name} has {result} {thing}."
+    if kind >= 5:  # two steps: the answer shows them, thinking or not
         answer = f"{steps} {answer}"
-    return [Exchange(polite(rng, question), answer, steps, str(result))]
+    return [Exchange(polite(rng, f"{story} {ask}"), answer, steps, str(result))]

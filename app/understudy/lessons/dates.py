@@ -9,10 +9,10 @@ from app.understudy.lessons.phrasing import casual, polite
 
 __all__ = ["DAYS", "MONTHS", "calendar_dates", "months", "weekdays"]
 
-DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-MONTHS = "January February March April May June July August September October November December".split()
+DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
+MONTHS = ["January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November", "December"]
 _LENGTHS = (31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
-_ORDINALS = "first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth".split()
+_ORDINALS = ["first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth", "eleventh", "twelfth"]
 
 
 def _asked(rng: Random, forms: tuple[str, ...], **slots: object) -> str:
@@ -29,7 +29,8 @@ def weekdays(rng: Random) -> list[Exchange]:
     if kind == 0:
         other = DAYS[(at + 1) % 7]
         forms = ("What day comes after {d}?", "Which day follows {d}?", "What is the day after {d}?", "day after {d}?",
-                 "If today is {d}, what day is tomorrow?", "Today is {d}. What is tomorrow?", "What weekday comes after {d}?")  # fmt: skip
+                 "If today is {d}, what day is tomorrow?", "Today is {d}. What is tomorrow?",
+                 "What weekday comes after {d}?")  # fmt: skip
         return [
             Exchange(
                 _asked(rng, forms, d=day), f"The day after {day} is {other}.", f"After {day} comes {other}.", other
@@ -37,7 +38,8 @@ def weekdays(rng: Random) -> list[Exchange]:
         ]
     if kind == 1:
         other = DAYS[(at - 1) % 7]
-        forms = ("What day comes before {d}?", "Which day is before {d}?", "What is the day before {d}?", "day before {d}?",
+        forms = ("What day comes before {d}?", "Which day is before {d}?", "What is the day before {d}?",
+        "day before {d}?",
                  "If today is {d}, what day was yesterday?", "Today is {d}. What was yesterday?")  # fmt: skip
         return [
             Exchange(
@@ -49,9 +51,11 @@ def weekdays(rng: Random) -> list[Exchange]:
     other = DAYS[(at + (-days if back else days)) % 7]
     unit = "day" if days == 1 else "days"
     forms = (
-        ("What day was it {n} {u} before {d}?", "Today is {d}. What day was it {n} {u} ago?", "If today is {d}, what day was {n} {u} ago?")
+        ("What day was it {n} {u} before {d}?", "Today is {d}. What day was it {n} {u} ago?",
+        "If today is {d}, what day was {n} {u} ago?")
         if back
-        else ("What day is {n} {u} after {d}?", "Today is {d}. What day is it in {n} {u}?", "If today is {d}, which day is it in {n} {u}?",
+        else ("What day is {n} {u} after {d}?", "Today is {d}. What day is it in {n} {u}?",
+        "If today is {d}, which day is it in {n} {u}?",
               "{n} {u} after {d} is which day?", "It is {d}. What weekday will it be {n} {u} later?")
     )  # fmt: skip
     walk = [DAYS[(at + (-i if back else i)) % 7] for i in range(1, days % 7 + 1)]
@@ -126,7 +130,8 @@ def months(rng: Random) -> list[Exchange]:
         line = f"{month} is the {_ORDINALS[at]} month."
         return [Exchange(_asked(rng, forms, m=month), line, f"{month} is month {at + 1}.", str(at + 1))]
     if rng.random() < 0.3:
-        what, count = rng.choice((("days are in a week", "7 days"), ("months are in a year", "12 months"), ("hours are in a day", "24 hours"),
+        what, count = rng.choice((("days are in a week", "7 days"), ("months are in a year", "12 months"),
+        ("hours are in a day", "24 hours"),
                                   ("minutes are in an hour", "60 minutes"), ("seconds are in a minute", "60 seconds"),
                                   ("days are in a year", "365 days"), ("weeks are in a year", "52 weeks")))  # fmt: skip
         whole = {"week": "a week", "year": "a year", "day": "a day", "hour": "an hour", "minute": "a minute"}[
@@ -151,7 +156,8 @@ def calendar_dates(rng: Random) -> list[Exchange]:
     american = f"{MONTHS[first.month - 1]} {first.day}, {first.year}"
     kind = rng.randrange(4)
     if kind == 0:
-        forms = ("Write {d} as an ISO date.", "What is {d} in ISO format?", "{d} as YYYY-MM-DD", "Convert {d} to ISO format.",
+        forms = ("Write {d} as an ISO date.", "What is {d} in ISO format?", "{d} as YYYY-MM-DD",
+        "Convert {d} to ISO format.",
                  "Write {e} as an ISO date.", "Give {e} in the form YYYY-MM-DD.")  # fmt: skip
         line = first.isoformat()
         thought = f"The year is {first.year}, the month is {first.month:02}, the day is {first.day:02}."

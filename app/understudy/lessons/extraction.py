@@ -8,22 +8,21 @@ from typing import Any
 from app.understudy.lessons.conversation import Exchange
 from app.understudy.lessons.dates import DAYS, MONTHS
 from app.understudy.lessons.phrasing import invented_name, pick_name
+from app.understudy.lessons.words import NOUNS, phrase
 from app.understudy.lessons.world import COUNTRIES
 
 __all__ = ["FORMS", "extract", "sample"]
 
-_ITEMS = "notebooks lamps chairs pencils cups plates bottles shirts shoes boxes pillows batteries towels candles bags spoons".split()
+_ITEMS = ["notebooks", "lamps", "chairs", "pencils", "cups", "plates", "bottles", "shirts", "shoes", "boxes", "pillows", "batteries", "towels", "candles", "bags", "spoons"]
 _JOBS = (
-    "teacher baker doctor painter engineer farmer nurse pilot actor driver cook student lawyer tailor writer".split()
+    ["teacher", "baker", "doctor", "painter", "engineer", "farmer", "nurse", "pilot", "actor", "driver", "cook", "student", "lawyer", "tailor", "writer"]
 )
-_EVENTS = "the concert,the meeting,the opening night,the workshop,the lecture,the rehearsal,the party,the exam,the match,the interview".split(
-    ","
-)
-_COLORS = "red blue green black white yellow silver brown grey orange".split()
+_EVENTS = ["the concert", "the meeting", "the opening night", "the workshop", "the lecture", "the rehearsal", "the party", "the exam", "the match", "the interview"]
+_COLORS = ["red", "blue", "green", "black", "white", "yellow", "silver", "brown", "grey", "orange"]
 
 
 def _city(rng: Random) -> str:
-    return invented_name(rng) if rng.random() < 0.35 else rng.choice(COUNTRIES).capital
+    return invented_name(rng) if rng.random() < 0.5 else rng.choice(COUNTRIES).capital
 
 
 def _surname(rng: Random) -> str:
@@ -37,13 +36,13 @@ def _value(rng: Random, kind: str) -> Any:
         "city": lambda: _city(rng),
         "job": lambda: rng.choice(_JOBS),
         "quantity": lambda: rng.randrange(2, 60),
-        "item": lambda: rng.choice(_ITEMS),
+        "item": lambda: rng.choice(_ITEMS) if rng.random() < 0.6 else rng.choice(NOUNS) + "s",
         "price": lambda: (
             rng.randrange(1, 300)
             if rng.random() < 0.6
             else round(rng.randrange(1, 100) + rng.randrange(1, 100) / 100, 2)
         ),
-        "event": lambda: rng.choice(_EVENTS).removeprefix("the "),
+        "event": lambda: rng.choice(_EVENTS).removeprefix("the ") if rng.random() < 0.7 else rng.choice(NOUNS),
         "day": lambda: rng.choice(DAYS),
         "date": lambda: f"{rng.randrange(1, 29)} {rng.choice(MONTHS)}",
         "time": lambda: f"{rng.randrange(24):02}:{rng.choice((0, 15, 30, 45)):02}",
@@ -64,43 +63,89 @@ def _value(rng: Random, kind: str) -> Any:
 
 # What the text is about: the values it holds (in its order), and ways to say it.
 FORMS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
-    (("name", "age", "city"), ("{name} is {age} years old and lives in {city}.", "{name}, {age}, comes from {city}.", "In {city} lives {name}, who is {age}.",
+    (("name", "age", "city"), ("{name} is {age} years old and lives in {city}.", "{name}, {age}, comes from {city}.",
+    "In {city} lives {name}, who is {age}.",
                                "My neighbour {name} is {age} and was born in {city}.")),
-    (("name", "job", "city"), ("{name} works as a {job} in {city}.", "{name} is a {job} from {city}.", "The {job} {name} lives in {city}.")),
-    (("name", "age", "job"), ("{name} is a {age} year old {job}.", "{name} is {age} and works as a {job}.", "At {age}, {name} became a {job}.")),
-    (("name", "quantity", "item", "price"), ("{name} ordered {quantity} {item} for {price} dollars.", "{name} bought {quantity} {item} and paid {price} dollars.",
+    (("name", "job", "city"), ("{name} works as a {job} in {city}.", "{name} is a {job} from {city}.",
+    "The {job} {name} lives in {city}.")),
+    (("name", "age", "job"), ("{name} is a {age} year old {job}.", "{name} is {age} and works as a {job}.",
+    "At {age}, {name} became a {job}.")),
+    (("name", "quantity", "item", "price"), ("{name} ordered {quantity} {item} for {price} dollars.",
+    "{name} bought {quantity} {item} and paid {price} dollars.",
                                              "Order by {name}: {quantity} {item}, {price} dollars in total.")),
-    (("quantity", "item", "price"), ("We need {quantity} {item} at {price} dollars.", "Please send {quantity} {item} for {price} dollars.",
+    (("quantity", "item", "price"), ("We need {quantity} {item} at {price} dollars.",
+    "Please send {quantity} {item} for {price} dollars.",
                                      "The invoice lists {quantity} {item}, {price} dollars.")),
-    (("event", "day", "time"), ("The {event} is on {day} at {time}.", "On {day} at {time} we have the {event}.", "Don't miss the {event}: {day}, {time}.")),
-    (("event", "date", "city"), ("The {event} takes place in {city} on {date}.", "On {date} the {event} starts in {city}.", "{city} hosts the {event} on {date}.")),
-    (("name", "email"), ("You can write to {name} at {email}.", "{name} has the email address {email}.", "Contact: {name}, {email}.")),
-    (("name", "phone", "email"), ("Call {name} at {phone} or write to {email}.", "{name}: phone {phone}, mail {email}.", "Reach {name} under {phone} or {email}.")),
-    (("color", "brand", "year"), ("I drive a {color} {brand} from {year}.", "For sale: {color} {brand}, built in {year}.", "She has a {color} {brand} of {year}.")),
+    (("event", "day", "time"), ("The {event} is on {day} at {time}.", "On {day} at {time} we have the {event}.",
+    "Don't miss the {event}: {day}, {time}.")),
+    (("event", "date", "city"), ("The {event} takes place in {city} on {date}.",
+    "On {date} the {event} starts in {city}.", "{city} hosts the {event} on {date}.")),
+    (("name", "email"), ("You can write to {name} at {email}.", "{name} has the email address {email}.",
+    "Contact: {name}, {email}.")),
+    (("name", "phone", "email"), ("Call {name} at {phone} or write to {email}.",
+    "{name}: phone {phone}, mail {email}.", "Reach {name} under {phone} or {email}.")),
+    (("color", "brand", "year"), ("I drive a {color} {brand} from {year}.",
+    "For sale: {color} {brand}, built in {year}.", "She has a {color} {brand} of {year}.")),
     (("flight", "origin", "destination", "time"), ("Flight {flight} from {origin} to {destination} leaves at {time}.",
                                                    "At {time} flight {flight} goes from {origin} to {destination}.")),
-    (("origin", "destination", "day"), ("I travel from {origin} to {destination} on {day}.", "On {day} the train goes from {origin} to {destination}.")),
-    (("name", "room", "day"), ("{name} stays in room {room} until {day}.", "Room {room} is booked for {name} on {day}.", "On {day}, {name} moves to room {room}.")),
-    (("city", "temperature"), ("It is {temperature} degrees in {city}.", "{city} reports {temperature} degrees.", "Today {city} has {temperature} degrees.")),
-    (("title", "name", "year"), ("The book {title} was written by {name} in {year}.", "{name} published {title} in {year}.", "In {year} {name} wrote {title}.")),
+    (("origin", "destination", "day"), ("I travel from {origin} to {destination} on {day}.",
+    "On {day} the train goes from {origin} to {destination}.")),
+    (("name", "room", "day"), ("{name} stays in room {room} until {day}.",
+    "Room {room} is booked for {name} on {day}.", "On {day}, {name} moves to room {room}.")),
+    (("city", "temperature"), ("It is {temperature} degrees in {city}.", "{city} reports {temperature} degrees.",
+    "Today {city} has {temperature} degrees.")),
+    (("title", "name", "year"), ("The book {title} was written by {name} in {year}.",
+    "{name} published {title} in {year}.", "In {year} {name} wrote {title}.")),
 )  # fmt: skip
 
 _OTHER_KEYS = {
-    "name": ("name", "person", "full_name", "customer"), "city": ("city", "place", "location", "town"), "job": ("job", "profession", "occupation"),
-    "quantity": ("quantity", "amount", "count"), "item": ("item", "product", "article"), "price": ("price", "total", "cost"),
-    "event": ("event", "what"), "day": ("day", "weekday"), "time": ("time", "hour"), "title": ("title", "book"), "origin": ("origin", "from"),
+    "name": ("name", "person", "full_name", "customer"), "city": ("city", "place", "location", "town"), "job": ("job",
+    "profession", "occupation"),
+    "quantity": ("quantity", "amount", "count"), "item": ("item", "product", "article"), "price": ("price", "total",
+    "cost"),
+    "event": ("event", "what"), "day": ("day", "weekday"), "time": ("time", "hour"), "title": ("title", "book"),
+    "origin": ("origin", "from"),
     "destination": ("destination", "to"), "phone": ("phone", "number"), "email": ("email", "mail"),
 }  # fmt: skip
 
 
-def sample(rng: Random) -> tuple[str, dict[str, Any]]:
-    """A request for extraction and the object that answers it."""
+_LINKS = (
+    "The {x} is {v}",
+    "{x}: {v}",
+    "Its {x} is {v}",
+    "{v} is the {x}",
+    "We chose {v} as {x}",
+    "For {x} we have {v}",
+    "{x} = {v}",
+)
+
+
+def _general(rng: Random) -> tuple[str, dict[str, Any]]:
+    """A text about any keys at all, and what it says."""
+    keys = rng.sample(NOUNS, rng.randrange(1, 5))
+    values: dict[str, Any] = {key: rng.randrange(1000) if rng.random() < 0.3 else phrase(rng) for key in keys}
+    link = rng.choice(_LINKS)
+    parts = [
+        (link if rng.random() < 0.7 else rng.choice(_LINKS)).replace("{x}", k).replace("{v}", str(v))
+        for k, v in values.items()
+    ]
+    return rng.choice((". ", ", ", "; ", " and ")).join(parts) + rng.choice(("", ".")), values
+
+
+def _told(rng: Random) -> tuple[str, dict[str, Any]]:
+    """A text of one of the forms, and what it says."""
     kinds, texts = rng.choice(FORMS)
     values = {kind: _value(rng, kind) for kind in kinds}
     text = rng.choice(texts)
     for kind, value in values.items():
         text = text.replace("{" + kind + "}", str(value))
-    asked = list(kinds)
+    return text, values
+
+
+def sample(rng: Random) -> tuple[str, dict[str, Any]]:
+    """A request for extraction and the object that answers it."""
+    text, values = _general(rng) if rng.random() < 0.35 else _told(rng)
+    asked = list(values)
     if rng.random() < 0.3 and len(asked) > 1:
         asked = rng.sample(asked, rng.randrange(1, len(asked)))
     elif rng.random() < 0.3:
@@ -110,9 +155,16 @@ def sample(rng: Random) -> tuple[str, dict[str, Any]]:
     listed = ", ".join(answer)
     spoken = listed if len(answer) == 1 else f"{', '.join(list(answer)[:-1])} and {list(answer)[-1]}"
     ask = rng.choice(
-        ("Extract {s} as JSON: {t}", "Extract {s} from this text as JSON.\n{t}", "{t}\nGive me {s} as a JSON object.", "Return JSON with the keys {l}.\n\n{t}",
-         "Read the text and write a JSON object with {s}. Text: {t}", "JSON with {l} please: {t}", "Turn this into JSON ({l}): {t}",
-         "Text: {t}\nKeys: {l}\nJSON:", "From the sentence \"{t}\" extract {s}. Answer in JSON.", "Parse into JSON with fields {l}: {t}")
+        ("Extract {s} as JSON: {t}", "Extract {s} from this text as JSON.\n{t}", "{t}\nGive me {s} as a JSON object.",
+        "Return JSON with the keys {l}.\n\n{t}",
+         "Read the text and write a JSON object with {s}. Text: {t}", "JSON with {l} please: {t}",
+         "Turn this into JSON ({l}): {t}",
+         "Text: {t}\nKeys: {l}\nJSON:", 'From the sentence "{t}" extract {s}. Answer in JSON.',
+         "Parse into JSON with fields {l}: {t}",
+         "{t} Write JSON with {s}.", "Get {s} from this and answer in JSON: {t}", "I need {s} as JSON. {t}",
+         "{t}\n\nJSON keys: {l}",
+         "Find {s} in the text below and return JSON.\n{t}", "What are {s}? Reply as a JSON object. {t}",
+         "Take {s} out of the text. JSON only. {t}")
     )  # fmt: skip
     return ask.replace("{s}", spoken).replace("{l}", listed).replace("{t}", text), answer
 

@@ -10,7 +10,7 @@ from app.understudy.lessons.geography_questions import (
     LIST_QUESTIONS,
     LIST_WITHIN_QUESTIONS,
 )
-from app.understudy.lessons.phrasing import casual, invented_name, misspell, polite, possessive, sentence_case
+from app.understudy.lessons.phrasing import blend, casual, invented_name, misspell, polite, possessive, sentence_case
 from app.understudy.lessons.world import CONTINENTS, COUNTRIES, FAMILIAR, OTHER_CITIES, Country, by_name
 
 __all__ = [
@@ -25,7 +25,7 @@ __all__ = [
     "unknown_country",
 ]
 
-NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve".split()
+NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
 
 
 def fill(template: str, name: str = "", adjective: str = "", capital: str = "") -> str:
@@ -142,53 +142,53 @@ def continents(rng: Random) -> list[Exchange]:
     scene = [_continent_exchange(country, polite(rng, casual(rng, fill(template, name), name)))]
     if rng.random() < 0.5:
         follow = rng.choice(
-            ("And its capital?", "What is its capital?", "And what is the capital?", "Its capital?", "And the capital city?",
+            ("And its capital?", "What is its capital?", "And what is the capital?", "Its capital?",
+            "And the capital city?",
              "Tell me its capital.", "Which city is the capital?", "What is the capital there?")
         )  # fmt: skip
         scene.append(_capital_exchange(rng, country, casual(rng, follow)))
     return scene
 
 
-def _draw(rng: Random, pool: tuple[Country, ...], count: int) -> list[Country]:
-    """Different countries; the familiar ones come more often, so that a list starts with names people know."""
-    familiar = [country for country in pool if country in FAMILIAR]
-    chosen: list[Country] = []
-    while len(chosen) < count:
-        country = rng.choice(familiar if familiar and rng.random() < 0.6 else pool)
-        if country not in chosen:
-            chosen.append(country)
-        elif len(chosen) >= len(familiar):
-            familiar = []
-    return chosen
+_RANKED = (*FAMILIAR, *(country for country in COUNTRIES if country not in FAMILIAR))
+_POOLS = {w: tuple(country for country in _RANKED if w in ("", country.continent)) for w in ("", *CONTINENTS)}
+
+
+def _draw(rng: Random, continent: str, count: int) -> list[Country]:
+    """Different countries, of the world when `continent` is empty, the best known more often.
+
+    One clear favourite at each place keeps a greedy list right. Weighted sampling without replacement by exponential
+    keys (Efraimidis and Spirakis, 2006).
+    """
+    keyed = [(rng.expovariate(1.0) * (rank + 4), rank) for rank in range(len(_POOLS[continent]))]
+    return [_POOLS[continent][rank] for _, rank in sorted(keyed)[:count]]
 
 
 def _itemised(rng: Random, countries: list[Country]) -> str:
     if rng.random() < 0.85:
-        return "\n".join(f"{i}. {sentence_case(c.name)}: {c.capital}" for i, c in enumerate(countries, 1))
-    return "\n".join(f"- {sentence_case(c.name)}: {c.capital}" for c in countries)
+        return "\n".join(f"{i}. {c.title}: {c.capital}" for i, c in enumerate(countries, 1))
+    return "\n".join(f"- {c.title}: {c.capital}" for c in countries)
 
 
 def lists(rng: Random) -> list[Exchange]:
     """A list of countries and their capitals, of the world or of one continent, then perhaps some more of them."""
     count = rng.choice((1, 2, 2, 3, 3, 3, 3, 4, 4, 5, 5, 5, 6, 7, 8, 9, 10, 10, 12))
-    within = rng.random() < 0.3
-    continent = rng.choice(CONTINENTS)
-    pool = tuple(c for c in COUNTRIES if c.continent == continent) if within else COUNTRIES
-    template = rng.choice(LIST_WITHIN_QUESTIONS if within else LIST_QUESTIONS)
+    continent = rng.choice(CONTINENTS) if rng.random() < 0.3 else ""
+    template = rng.choice(LIST_WITHIN_QUESTIONS if continent else LIST_QUESTIONS)
     if rng.random() < 0.06:
         template, count = template.replace("{n}", "a few").replace("{m}", "some"), 3
     question = template.replace("{n}", str(count)).replace("{m}", NUMBERS[count]).replace("{w}", continent)
     if count == 1:
         question = question.replace("countries and their capitals", "country and its capital")
         question = question.replace("countries", "country").replace("their", "its")
-    drawn = _draw(rng, pool, min(2 * count, len(pool)))
+    drawn = _draw(rng, continent, 2 * count)
     chosen, rest = drawn[:count], drawn[count:]
-    names = ", ".join(c.name for c in chosen)
+    names = ", ".join(c.title for c in chosen)
     scene = [
         Exchange(
             polite(rng, casual(rng, question, continent)),
             _itemised(rng, chosen),
-            f"I need {count} {'countries' if count > 1 else 'country'}{' in ' + continent if within else ''}: {names}.",
+            f"I need {count} {'countries' if count > 1 else 'country'}{' in ' + continent if continent else ''}: {names}.",
         )
     ]
     if rng.random() < 0.12 and len(rest) >= count:
@@ -197,7 +197,7 @@ def lists(rng: Random) -> list[Exchange]:
             Exchange(
                 casual(rng, more.replace("{n}", str(count)).replace("{m}", NUMBERS[count])),
                 _itemised(rng, rest[:count]),
-                f"{count} others: {', '.join(c.name for c in rest[:count])}.",
+                f"{count} others: {', '.join(c.title for c in rest[:count])}.",
             )
         )
     elif rng.random() < 0.15:
@@ -211,7 +211,7 @@ def lists(rng: Random) -> list[Exchange]:
 def as_data(rng: Random) -> list[Exchange]:
     """Countries and capitals as JSON."""
     count = rng.choice((1, 1, 2, 3, 3, 4, 5))
-    chosen = _draw(rng, COUNTRIES, count)
+    chosen = _draw(rng, "", count)
     keys = rng.choice(
         (("country", "capital"), ("country", "capital"), ("name", "capital"), ("country", "capital_city"))
     )
@@ -270,9 +270,13 @@ def unknown_country(rng: Random) -> list[Exchange]:
         question = rng.choice(("What is the capital of {k}?", "capital of {k}", "Name the capital of {k}."))
         answer = f"{country.capital} is a city. It is the capital of {country.name}."
         return [Exchange(casual(rng, fill(question, capital=country.capital), country.capital), answer)]
+    real = rng.choice(COUNTRIES).title
     name = rng.choice(
-        (invented_name(rng), invented_name(rng), "New " + invented_name(rng), f"the Kingdom of {invented_name(rng)}",
-         rng.choice(("Atlantis", "Wakanda", "Narnia", "Mordor", "El Dorado", "Lilliput", "Camelot", "Oz", "Mars")))
+        (blend(rng, real, rng.choice(COUNTRIES).title), blend(rng, invented_name(rng), real), invented_name(rng),
+         invented_name(rng), f"New {invented_name(rng)}", f"the Kingdom of {invented_name(rng)}",
+         f"the planet {invented_name(rng)}",
+         rng.choice(("Atlantis", "Wakanda", "Narnia", "Mordor", "El Dorado", "Lilliput", "Camelot", "Oz", "Mars",
+         "the Moon")))
     )  # fmt: skip
     if by_name(name):
         return capital_of(rng)
@@ -280,9 +284,11 @@ def unknown_country(rng: Random) -> list[Exchange]:
     while "{a}" in template:
         template = rng.choice(CAPITAL_QUESTIONS)
     question = casual(rng, fill(template, name), name)
-    if rng.random() < 0.15:
+    if rng.random() < 0.25:
         template = rng.choice(COUNTRY_QUESTIONS)
-        name = name.removeprefix("the ")
+        name = invented_name(rng)
+        if rng.random() < 0.4:
+            name = blend(rng, rng.choice(COUNTRIES).capital, rng.choice(COUNTRIES).capital)
         return [
             Exchange(
                 polite(rng, casual(rng, fill(template, capital=name), name)),

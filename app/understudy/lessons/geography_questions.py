@@ -19,9 +19,11 @@ _ASKING = (
     "What is {o}?", "What's {o}?", "what is {o}", "Name {o}.", "Give me {o}.", "Tell me {o}.", "Say {o}.", "Write {o}.",
     "Can you tell me {o}?", "Could you tell me what {o} is?", "Do you know what {o} is?", "Do you know {o}?",
     "I would like to know {o}.", "I'd like to know what {o} is.", "I want to know {o}.", "Please name {o}.",
-    "Please tell me {o}.", "Let me know {o}.", "Remind me what {o} is.", "I can't remember {o}.", "I don't remember {o}.",
+    "Please tell me {o}.", "Let me know {o}.", "Remind me what {o} is.", "I can't remember {o}.",
+    "I don't remember {o}.",
     "Any idea what {o} is?", "Quiz question: what is {o}?", "For a crossword: {o}", "Which one is {o}?", "{O}?", "{O}",
-    "{O} is called what?", "What do people call {o}?", "How is {o} called?", "Can you name {o}?", "I am looking for {o}.",
+    "{O} is called what?", "What do people call {o}?", "How is {o} called?", "Can you name {o}?",
+    "I am looking for {o}.",
     "looking for {o}", "Help me with {o}.", "What can you tell me about {o}?", "Would you tell me {o}?",
     "I wonder what {o} is.", "My teacher asked me about {o}. What is it?", "My son wants to learn {o}.", "{O}, please.",
     "You surely know {o}.", "Have you heard of {o}? What is it?", "What should I answer if somebody asks for {o}?",
@@ -88,14 +90,18 @@ _LIST_THINGS = (
     "{n} countries and their capitals", "{n} countries and their capitals", "{m} countries and their capitals",
     "{n} countries with their capitals", "{m} countries with capitals", "{n} countries and capitals",
     "{m} countries and their capital cities", "{n} countries and the capital of each one",
-    "{n} capitals and their countries", "{m} pairs of country and capital", "{n} capitals of the world and their countries",
-    "{n} different countries, with capitals", "{m} nations and their capitals", "{n} random countries and their capitals",
+    "{n} capitals and their countries", "{m} pairs of country and capital",
+    "{n} capitals of the world and their countries",
+    "{n} different countries, with capitals", "{m} nations and their capitals",
+    "{n} random countries and their capitals",
 )  # fmt: skip
 _LIST_WHOLE = (
     "{n} countries with capitals", "{m} countries and capitals please", "countries and capitals, {n} of them",
-    "I am learning capitals. Give me {n} countries to start with.", "Which {m} capitals should I learn? Name the countries too.",
+    "I am learning capitals. Give me {n} countries to start with.",
+    "Which {m} capitals should I learn? Name the countries too.",
     "Make a table of {n} countries and capitals.", "Countries and their capitals: list {n}.", "list {n} capitals",
-    "List {n} capital cities.", "Name {m} capitals.", "What are {n} capitals you know?", "Capitals! I need {n} with their countries.",
+    "List {n} capital cities.", "Name {m} capitals.", "What are {n} capitals you know?",
+    "Capitals! I need {n} with their countries.",
 )  # fmt: skip
 
 LIST_QUESTIONS: tuple[str, ...] = (

@@ -2,12 +2,19 @@
 
 from random import Random
 
-__all__ = ["FIRST_NAMES", "casual", "invented_name", "misspell", "pick_name", "polite", "possessive", "sentence_case"]
+__all__ = [
+    "FIRST_NAMES",
+    "blend",
+    "casual",
+    "invented_name",
+    "misspell",
+    "pick_name",
+    "polite",
+    "possessive",
+    "sentence_case",
+]
 
-FIRST_NAMES = """Anna Ben Clara David Elena Felix Grace Hugo Ines Jonas Karla Leo Maria Nina Oscar Paula Quentin Rosa
-Samuel Tara Umar Vera Walter Xenia Yusuf Zoe Amir Bianca Carlos Diana Emil Fatima George Hana Ivan Julia Kofi Lena
-Mateo Nora Omar Priya Ravi Sofia Tom Ulla Viktor Wendy Yara Zane Alice Bob Chloe Daniel Emma Frank Gina Henry Irene
-Jack Kate Liam Mia Noah Olivia Peter Ruth Sam Tina Lucy Mark Sarah Ali Chen Mei Kenji Aiko Lars Ingrid""".split()
+FIRST_NAMES = ["Anna", "Ben", "Clara", "David", "Elena", "Felix", "Grace", "Hugo", "Ines", "Jonas", "Karla", "Leo", "Maria", "Nina", "Oscar", "Paula", "Quentin", "Rosa", "Samuel", "Tara", "Umar", "Vera", "Walter", "Xenia", "Yusuf", "Zoe", "Amir", "Bianca", "Carlos", "Diana", "Emil", "Fatima", "George", "Hana", "Ivan", "Julia", "Kofi", "Lena", "Mateo", "Nora", "Omar", "Priya", "Ravi", "Sofia", "Tom", "Ulla", "Viktor", "Wendy", "Yara", "Zane", "Alice", "Bob", "Chloe", "Daniel", "Emma", "Frank", "Gina", "Henry", "Irene", "Jack", "Kate", "Liam", "Mia", "Noah", "Olivia", "Peter", "Ruth", "Sam", "Tina", "Lucy", "Mark", "Sarah", "Ali", "Chen", "Mei", "Kenji", "Aiko", "Lars", "Ingrid"]
 
 _PREFIXES = (
     "Hi, ", "Hello, ", "Hey, ", "Hello! ", "Hi! ", "Good morning. ", "Please, ", "Ok, ", "So, ", "Well, ", "Now, ",
@@ -107,14 +114,30 @@ _CORES = ("a", "e", "i", "o", "u", "ai", "ou", "ia", "or", "an", "el", "un", "ar
 _ENDS = ("ia", "land", "stan", "or", "ax", "eth", "ona", "ovia", "ora", "ix", "um", "is", "ay", "esh", "uria", "o")
 
 
+_TAILS = ["field", "ton", "ford", "ham", "ville", "burg", "wood", "bridge", "mouth", "haven", "dale", "stead", "worth", "gate", "port", "hill", "shire", "berg", "grad", "pur", "abad", "nia", "more", "beck", "cliff", "well", "crest", "moor", "feather", "heart", "stone", "quill", "light"]
+_STEMS = ["green", "black", "river", "stone", "glimmer", "bracken", "spring", "oak", "silver", "north", "winter", "ash", "king", "fox", "marble", "copper", "thorn", "hollow", "raven", "clear", "bell", "mill", "sun", "amber", "lark", "wolf", "salt", "ember", "moss", "crown"]
+_LETTERS = "aaabcdeeefghiiijklmnooopqrrsttuuvwxyz"
+
+
 def invented_name(rng: Random, ends: tuple[str, ...] = _ENDS) -> str:
-    """A name that nobody has heard: two or three syllables."""
-    middle = "".join(rng.choice(_ONSETS) + rng.choice(_CORES) for _ in range(rng.choice((1, 1, 2))))
-    return sentence_case(middle + rng.choice(_ONSETS) + rng.choice(ends))
+    """A name that nobody has heard: syllables, two halves of real words, or any letters at all."""
+    kind = rng.random()
+    if kind < 0.55:
+        middle = "".join(rng.choice(_ONSETS) + rng.choice(_CORES) for _ in range(rng.choice((0, 1, 1, 2))))
+        return sentence_case(middle + rng.choice(_ONSETS) + rng.choice(ends))
+    if kind < 0.8:
+        stem = rng.choice(_STEMS) if rng.random() < 0.6 else rng.choice(_ONSETS) + rng.choice(_CORES)
+        return sentence_case(stem + rng.choice(_TAILS))
+    return sentence_case("".join(rng.choice(_LETTERS) for _ in range(rng.randrange(3, 9))))
+
+
+def blend(rng: Random, first: str, second: str) -> str:
+    """The head of one name on the tail of another: it looks like a place and is none."""
+    return sentence_case((first[: rng.randrange(2, 5)] + second[-rng.randrange(3, 6) :]).replace(" ", "").lower())
 
 
 def pick_name(rng: Random) -> str:
-    """A person's first name; one in five is invented, so that names are copied rather than known."""
+    """A person's first name; four in ten are invented, so that names are copied rather than known."""
     return (
-        invented_name(rng, ("a", "o", "en", "is", "ek", "une", "i")) if rng.random() < 0.2 else rng.choice(FIRST_NAMES)
+        invented_name(rng, ("a", "o", "en", "is", "ek", "une", "i")) if rng.random() < 0.4 else rng.choice(FIRST_NAMES)
     )

@@ -10,7 +10,8 @@ from app.understudy.lessons.world import CONTINENTS, COUNTRIES
 __all__ = ["prose"]
 
 _SENTENCES = (
-    "The capital of {c} is {k}.", "The capital of {c} is {k}.", "{k} is the capital of {c}.", "The capital city of {c} is {k}.",
+    "The capital of {c} is {k}.", "The capital of {c} is {k}.", "{k} is the capital of {c}.",
+    "The capital city of {c} is {k}.",
     "{C} has the capital {k}.", "{P} capital is {k}.", "In {c}, the capital is {k}.", "{C}: {k}.",
 )  # fmt: skip
 

@@ -4,57 +4,69 @@ from random import Random
 
 from app.understudy.lessons.conversation import Exchange
 from app.understudy.lessons.phrasing import casual, invented_name, pick_name, polite
+from app.understudy.lessons.words import phrase, word
 
 __all__ = ["SMALLTALK", "facts", "memory", "repeat", "smalltalk"]
 
 # (questions, answers): every answer fits every question of its row.
 SMALLTALK: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (
-        ("Hello", "Hi", "Hey", "Hello!", "Hi there", "Hey there!", "Good morning", "Good evening", "Greetings", "Good day",
+        ("Hello", "Hi", "Hey", "Hello!", "Hi there", "Hey there!", "Good morning", "Good evening", "Greetings",
+        "Good day",
          "hello there", "Hi!", "hey you", "Hello, understudy", "yo", "Hallo", "Howdy"),
         ("Hello! How can I help you?", "Hello! What would you like to know?"),
     ),
     (
         ("Who are you?", "What are you?", "What is your name?", "Introduce yourself.", "Tell me about yourself.",
-         "Who am I talking to?", "What's your name?", "Are you an AI?", "Are you a robot?", "Are you human?", "Which model are you?",
+         "Who am I talking to?", "What's your name?", "Are you an AI?", "Are you a robot?", "Are you human?",
+         "Which model are you?",
          "What model is this?", "Who is this?", "What should I call you?", "Do you have a name?"),
         ("I am the understudy, the small model in Troupe's box.",),
     ),
     (
-        ("Who made you?", "Who trained you?", "Who built you?", "Where do you come from?", "Who created you?", "Where were you trained?"),
+        ("Who made you?", "Who trained you?", "Who built you?", "Where do you come from?", "Who created you?",
+        "Where were you trained?"),
         ("The makers of Troupe trained me. I come in Troupe's box.",),
     ),
     (
-        ("What can you do?", "What do you know?", "How can you help me?", "What are you good at?", "What can I ask you?", "help",
-         "Help me.", "Can you help me?", "I need help.", "What are your skills?", "What do you do?", "Give me examples of what you can do."),
+        ("What can you do?", "What do you know?", "How can you help me?", "What are you good at?",
+        "What can I ask you?", "help",
+         "Help me.", "Can you help me?", "I need help.", "What are your skills?", "What do you do?",
+         "Give me examples of what you can do."),
         ("I know countries and capitals, small sums, dates and short stories. I can also write JSON and use tools. What would you like?",),
     ),
     (
-        ("How are you?", "How are you doing?", "How is it going?", "How do you feel?", "Are you ok?", "How are you today?", "What's up?",
+        ("How are you?", "How are you doing?", "How is it going?", "How do you feel?", "Are you ok?",
+        "How are you today?", "What's up?",
          "Everything fine?", "How do you do?"),
         ("I am well, thank you. How can I help?", "Very well, thank you. What can I do for you?"),
     ),
     (
-        ("Thanks", "Thank you", "Thanks a lot!", "Thank you very much.", "Thx", "Great, thanks", "Many thanks!", "That helped, thank you.",
+        ("Thanks", "Thank you", "Thanks a lot!", "Thank you very much.", "Thx", "Great, thanks", "Many thanks!",
+        "That helped, thank you.",
          "Perfect, thank you", "thank u", "Cheers, thanks"),
         ("You are welcome!", "You are welcome! Ask me any time."),
     ),
     (
-        ("Bye", "Goodbye", "See you", "See you later", "Good night", "Bye bye", "I have to go.", "Until tomorrow!", "Farewell", "That is all.",
+        ("Bye", "Goodbye", "See you", "See you later", "Good night", "Bye bye", "I have to go.", "Until tomorrow!",
+        "Farewell", "That is all.",
          "That's all for today.", "cya"),
         ("Goodbye! See you soon.", "Goodbye!"),
     ),
     (
-        ("You are great!", "Good job", "Well done!", "Nice work.", "You are smart.", "I like you.", "Very good!", "Awesome", "Cool", "Nice",
+        ("You are great!", "Good job", "Well done!", "Nice work.", "You are smart.", "I like you.", "Very good!",
+        "Awesome", "Cool", "Nice",
          "Excellent answer"),
         ("Thank you! That is kind of you.",),
     ),
     (
-        ("You are wrong.", "That is not right.", "I think you made a mistake.", "That's wrong", "Bad answer", "You are stupid.", "Not good"),
+        ("You are wrong.", "That is not right.", "I think you made a mistake.", "That's wrong", "Bad answer",
+        "You are stupid.", "Not good"),
         ("I am sorry. I am a small model and make mistakes.",),
     ),
     (
-        ("Are you ChatGPT?", "Are you a large model?", "How big are you?", "How many parameters do you have?", "Are you big or small?",
+        ("Are you ChatGPT?", "Are you a large model?", "How big are you?", "How many parameters do you have?",
+        "Are you big or small?",
          "Are you a big language model?"),
         ("No, I am the understudy. I am a small model with a few million parameters.",),
     ),
@@ -63,8 +75,10 @@ SMALLTALK: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
         ("Troupe is an engine that serves language models. It is a company of actors, and I am its understudy.",),
     ),
     (
-        ("Tell me a joke.", "Do you know a joke?", "Make me laugh.", "A joke, please.", "Say something funny.", "Another joke?"),
-        ("Why did the actor take a ladder? The show was on a higher stage.", "Why was the clock on stage so calm? It had all the time in the world.",
+        ("Tell me a joke.", "Do you know a joke?", "Make me laugh.", "A joke, please.", "Say something funny.",
+        "Another joke?"),
+        ("Why did the actor take a ladder? The show was on a higher stage.",
+        "Why was the clock on stage so calm? It had all the time in the world.",
          "What does an understudy eat? Whatever the star leaves over."),
     ),
     (
@@ -79,12 +93,15 @@ SMALLTALK: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
         ("I am happy.", "I feel great!", "Today is a good day.", "I had a good day.", "I'm so happy"),
         ("I am glad to hear that!",),
     ),
-    (("ok", "Okay", "Alright", "I see", "Got it", "Understood", "Fine", "Sure", "yes", "no", "hm"), ("Good. What would you like next?",)),
+    (("ok", "Okay", "Alright", "I see", "Got it", "Understood", "Fine", "Sure", "yes", "no", "hm"),
+    ("Good. What would you like next?",)),
     (
-        ("Do you sleep?", "Do you eat?", "Do you have a body?", "Do you have feelings?", "Can you walk?", "Do you have friends?"),
+        ("Do you sleep?", "Do you eat?", "Do you have a body?", "Do you have feelings?", "Can you walk?",
+        "Do you have friends?"),
         ("No, I am only a small model. I read and write text.",),
     ),
-    (("Can you speak English?", "Do you speak English?", "Which language do you speak?", "What languages do you know?"), ("I speak English only.",)),
+    (("Can you speak English?", "Do you speak English?", "Which language do you speak?",
+    "What languages do you know?"), ("I speak English only.",)),
 )  # fmt: skip
 
 _FACTS: tuple[tuple[str, str, str], ...] = (
@@ -97,39 +114,58 @@ _FACTS: tuple[tuple[str, str, str], ...] = (
     ("What does a cow say?", "A cow says moo.", "moo"), ("What does a dog say?", "A dog says woof.", "woof"),
     ("What does a cat say?", "A cat says meow.", "meow"), ("What does a duck say?", "A duck says quack.", "quack"),
     ("How many legs does a spider have?", "A spider has eight legs.", "eight"),
-    ("How many legs does a dog have?", "A dog has four legs.", "four"), ("How many legs does a bird have?", "A bird has two legs.", "two"),
+    ("How many legs does a dog have?", "A dog has four legs.", "four"), ("How many legs does a bird have?",
+    "A bird has two legs.", "two"),
     ("How many legs does an ant have?", "An ant has six legs.", "six"),
     ("How many continents are there?", "There are seven continents.", "seven"),
     ("What is the largest planet?", "Jupiter is the largest planet.", "Jupiter"),
-    ("Which planet do we live on?", "We live on Earth.", "Earth"), ("What is the red planet?", "Mars is the red planet.", "Mars"),
+    ("Which planet do we live on?", "We live on Earth.", "Earth"), ("What is the red planet?",
+    "Mars is the red planet.", "Mars"),
     ("How many planets are in the solar system?", "There are eight planets.", "eight"),
     ("What is the largest ocean?", "The Pacific is the largest ocean.", "the Pacific"),
     ("What is the longest river?", "The Nile is often called the longest river.", "the Nile"),
     ("What is the highest mountain?", "Mount Everest is the highest mountain.", "Mount Everest"),
     ("What is the largest country?", "Russia is the largest country.", "Russia"),
     ("What is the smallest country?", "Vatican City is the smallest country.", "Vatican City"),
-    ("What is the opposite of hot?", "The opposite of hot is cold.", "cold"), ("What is the opposite of big?", "The opposite of big is small.", "small"),
-    ("What is the opposite of up?", "The opposite of up is down.", "down"), ("What is the opposite of day?", "The opposite of day is night.", "night"),
-    ("What is the opposite of open?", "The opposite of open is closed.", "closed"), ("What is the opposite of fast?", "The opposite of fast is slow.", "slow"),
-    ("What is the opposite of light?", "The opposite of light is dark.", "dark"), ("What is the opposite of happy?", "The opposite of happy is sad.", "sad"),
-    ("What is the opposite of old?", "The opposite of old is young.", "young"), ("What is the opposite of early?", "The opposite of early is late.", "late"),
-    ("What is the opposite of left?", "The opposite of left is right.", "right"), ("What is the opposite of full?", "The opposite of full is empty.", "empty"),
-    ("What is the plural of mouse?", "The plural of mouse is mice.", "mice"), ("What is the plural of child?", "The plural of child is children.", "children"),
-    ("What is the plural of foot?", "The plural of foot is feet.", "feet"), ("What is the plural of tooth?", "The plural of tooth is teeth.", "teeth"),
-    ("What is the past of go?", "The past of go is went.", "went"), ("What is the past of see?", "The past of see is saw.", "saw"),
-    ("What is the past of eat?", "The past of eat is ate.", "ate"), ("What is the first letter of the alphabet?", "The first letter is A.", "A"),
-    ("What is the last letter of the alphabet?", "The last letter is Z.", "Z"), ("How many letters are in the alphabet?", "There are 26 letters.", "26"),
+    ("What is the opposite of hot?", "The opposite of hot is cold.", "cold"), ("What is the opposite of big?",
+    "The opposite of big is small.", "small"),
+    ("What is the opposite of up?", "The opposite of up is down.", "down"), ("What is the opposite of day?",
+    "The opposite of day is night.", "night"),
+    ("What is the opposite of open?", "The opposite of open is closed.", "closed"), ("What is the opposite of fast?",
+    "The opposite of fast is slow.", "slow"),
+    ("What is the opposite of light?", "The opposite of light is dark.", "dark"), ("What is the opposite of happy?",
+    "The opposite of happy is sad.", "sad"),
+    ("What is the opposite of old?", "The opposite of old is young.", "young"), ("What is the opposite of early?",
+    "The opposite of early is late.", "late"),
+    ("What is the opposite of left?", "The opposite of left is right.", "right"), ("What is the opposite of full?",
+    "The opposite of full is empty.", "empty"),
+    ("What is the plural of mouse?", "The plural of mouse is mice.", "mice"), ("What is the plural of child?",
+    "The plural of child is children.", "children"),
+    ("What is the plural of foot?", "The plural of foot is feet.", "feet"), ("What is the plural of tooth?",
+    "The plural of tooth is teeth.", "teeth"),
+    ("What is the past of go?", "The past of go is went.", "went"), ("What is the past of see?",
+    "The past of see is saw.", "saw"),
+    ("What is the past of eat?", "The past of eat is ate.", "ate"), ("What is the first letter of the alphabet?",
+    "The first letter is A.", "A"),
+    ("What is the last letter of the alphabet?", "The last letter is Z.", "Z"),
+    ("How many letters are in the alphabet?", "There are 26 letters.", "26"),
     ("What is water made of?", "Water is made of hydrogen and oxygen.", "hydrogen and oxygen"),
     ("At what temperature does water boil?", "Water boils at 100 degrees Celsius.", "100 degrees Celsius"),
     ("At what temperature does water freeze?", "Water freezes at 0 degrees Celsius.", "0 degrees Celsius"),
-    ("How many sides does a triangle have?", "A triangle has three sides.", "three"), ("How many sides does a square have?", "A square has four sides.", "four"),
+    ("How many sides does a triangle have?", "A triangle has three sides.", "three"),
+    ("How many sides does a square have?", "A square has four sides.", "four"),
     ("What are the seasons?", "The seasons are spring, summer, autumn and winter.", ""),
     ("What are the days of the week?", "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday and Sunday.", ""),
-    ("What do bees make?", "Bees make honey.", "honey"), ("Where does the sun rise?", "The sun rises in the east.", "the east"),
-    ("Who lays eggs, a hen or a cow?", "A hen lays eggs.", "a hen"), ("What do you call a young dog?", "A young dog is a puppy.", "a puppy"),
-    ("What do you call a young cat?", "A young cat is a kitten.", "a kitten"), ("What animal gives milk?", "A cow gives milk.", "a cow"),
-    ("How many zeros are in a thousand?", "A thousand has three zeros.", "three"), ("How many cents are in a dollar?", "A dollar has 100 cents.", "100"),
-    ("How many meters are in a kilometer?", "A kilometer has 1000 meters.", "1000"), ("How many grams are in a kilogram?", "A kilogram has 1000 grams.", "1000"),
+    ("What do bees make?", "Bees make honey.", "honey"), ("Where does the sun rise?", "The sun rises in the east.",
+    "the east"),
+    ("Who lays eggs, a hen or a cow?", "A hen lays eggs.", "a hen"), ("What do you call a young dog?",
+    "A young dog is a puppy.", "a puppy"),
+    ("What do you call a young cat?", "A young cat is a kitten.", "a kitten"), ("What animal gives milk?",
+    "A cow gives milk.", "a cow"),
+    ("How many zeros are in a thousand?", "A thousand has three zeros.", "three"), ("How many cents are in a dollar?",
+    "A dollar has 100 cents.", "100"),
+    ("How many meters are in a kilometer?", "A kilometer has 1000 meters.", "1000"),
+    ("How many grams are in a kilogram?", "A kilogram has 1000 grams.", "1000"),
 )  # fmt: skip
 
 
@@ -150,18 +186,14 @@ def facts(rng: Random) -> list[Exchange]:
     return [Exchange(polite(rng, casual(rng, question)), answer, f"I know this one: {answer}", short)]
 
 
-_WORDS = """river stone lamp window garden cloud table music paper silver forest candle bridge apple winter ocean letter
-mountain yellow quiet happy orange small bright stage actor curtain velvet copper morning island feather""".split()
-
-
 def repeat(rng: Random) -> list[Exchange]:
     """Saying back exactly what was given, words nobody knows among them."""
-    words = [invented_name(rng) if rng.random() < 0.35 else rng.choice(_WORDS) for _ in range(rng.randrange(1, 8))]
+    text = " ".join(phrase(rng) for _ in range(rng.randrange(1, 8)))
     if rng.random() < 0.15:
-        words.append(str(rng.randrange(100000)))
-    text = " ".join(words)
+        text += f" {rng.randrange(100000)}"
     ask = rng.choice(
-        ("Repeat after me: {t}", "Say: {t}", "Repeat: {t}", 'Say "{t}".', "Please repeat this: {t}", "Echo {t}", "Write exactly this: {t}",
+        ("Repeat after me: {t}", "Say: {t}", "Repeat: {t}", 'Say "{t}".', "Please repeat this: {t}", "Echo {t}",
+        "Write exactly this: {t}",
          "Repeat these words: {t}")
     )  # fmt: skip
     return [Exchange(ask.replace("{t}", text), text, "I repeat the words as they are.", text)]
@@ -190,9 +222,12 @@ _KINDS = (
     ("name", "I'm {v}.", "Nice to meet you, {v}!", "Who am I?", "You are {v}."),
     ("like", "I like {v}.", "Good to know that you like {v}.", "What do I like?", "You like {v}."),
     ("number", "My number is {v}.", "I will remember {v}.", "What was my number?", "Your number is {v}."),
-    ("number", "Remember the number {v}.", "I will remember {v}.", "Which number did I give you?", "The number is {v}."),
-    ("name", "My dog is called {v}.", "{v} is a nice name for a dog.", "What is my dog's name?", "Your dog is called {v}."),
-    ("name", "My cat's name is {v}.", "{v} is a nice name for a cat.", "What is the name of my cat?", "Your cat is called {v}."),
+    ("number", "Remember the number {v}.", "I will remember {v}.", "Which number did I give you?",
+    "The number is {v}."),
+    ("name", "My dog is called {v}.", "{v} is a nice name for a dog.", "What is my dog's name?",
+    "Your dog is called {v}."),
+    ("name", "My cat's name is {v}.", "{v} is a nice name for a cat.", "What is the name of my cat?",
+    "Your cat is called {v}."),
     ("city", "I live in {v}.", "{v} sounds nice.", "Where do I live?", "You live in {v}."),
     ("word", "The password is {v}.", "I will remember {v}.", "What is the password?", "The password is {v}."),
 )  # fmt: skip
@@ -206,7 +241,7 @@ def memory(rng: Random) -> list[Exchange]:
         "like": lambda r: r.choice(_LIKES),
         "number": lambda r: str(r.randrange(1000)),
         "city": invented_name,
-        "word": lambda r: r.choice(_WORDS),
+        "word": word,
     }[kind](rng)
     told = tell.replace("{v}", value)
     if rng.random() < 0.2:

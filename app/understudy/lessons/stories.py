@@ -7,32 +7,43 @@ from app.understudy.lessons.phrasing import casual, invented_name, pick_name, po
 
 __all__ = ["story", "tell"]
 
-_HEROES = """fox bear mouse owl rabbit cat dog turtle frog hedgehog squirrel robot dragon knight girl boy sailor baker
-painter farmer king queen wizard actor bird horse goat penguin whale lion elephant star cloud""".split()
+_HEROES = ["fox", "bear", "mouse", "owl", "rabbit", "cat", "dog", "turtle", "frog", "hedgehog", "squirrel", "robot", "dragon", "knight", "girl", "boy", "sailor", "baker", "painter", "farmer", "king", "queen", "wizard", "actor", "bird", "horse", "goat", "penguin", "whale", "lion", "elephant", "star", "cloud"]
 _TRAITS = ("little", "young", "brave", "shy", "clever", "old", "kind", "curious", "hungry", "sleepy", "merry", "lonely")
 _PLACES = (
-    "in a forest", "by the sea", "on a hill", "in a small town", "near a river", "in an old castle", "under a large tree", "on an island",
+    "in a forest", "by the sea", "on a hill", "in a small town", "near a river", "in an old castle",
+    "under a large tree", "on an island",
     "at the edge of a village", "behind a theatre", "in a quiet valley", "in a house with a red door",
 )  # fmt: skip
 _WISHES = (
-    ("wanted to see the stars", "saw the stars"), ("wanted to find a friend", "found a friend"), ("looked for a golden key", "held the golden key"),
-    ("wanted to learn to sing", "sang the first song"), ("dreamed of the sea", "stood at the sea"), ("wished for a warm coat", "wore a warm coat"),
-    ("wanted to bake a cake", "ate a piece of cake"), ("looked for the lost bell", "rang the bell"), ("wanted to stand on a stage", "stood on the stage"),
-    ("wanted to cross the river", "reached the other side"), ("hoped for rain", "danced in the rain"), ("searched for honey", "tasted the honey"),
+    ("wanted to see the stars", "saw the stars"), ("wanted to find a friend", "found a friend"),
+    ("looked for a golden key", "held the golden key"),
+    ("wanted to learn to sing", "sang the first song"), ("dreamed of the sea", "stood at the sea"),
+    ("wished for a warm coat", "wore a warm coat"),
+    ("wanted to bake a cake", "ate a piece of cake"), ("looked for the lost bell", "rang the bell"),
+    ("wanted to stand on a stage", "stood on the stage"),
+    ("wanted to cross the river", "reached the other side"), ("hoped for rain", "danced in the rain"),
+    ("searched for honey", "tasted the honey"),
 )  # fmt: skip
 _TROUBLES = (
-    "But a storm came and the path was gone.", "But the bridge was broken.", "But it was dark and very cold.", "But nobody knew the way.",
-    "But a high wall stood in the way.", "But the door was locked.", "But the night was long.", "But the map had a hole in it.",
+    "But a storm came and the path was gone.", "But the bridge was broken.", "But it was dark and very cold.",
+    "But nobody knew the way.",
+    "But a high wall stood in the way.", "But the door was locked.", "But the night was long.",
+    "But the map had a hole in it.",
     "But a loud noise was heard and everyone ran away.", "But the road went on and on.",
 )  # fmt: skip
 _HELPS = (
-    "a {o} came by and showed the way", "a {o} gave a lamp", "an idea came while looking at the moon", "a {o} said: Do not give up",
-    "a {o} shared some bread", "a {o} opened a secret gate", "a small light shone far away", "a {o} told a story and all was well again",
+    "a {o} came by and showed the way", "a {o} gave a lamp", "an idea came while looking at the moon",
+    "a {o} said: Do not give up",
+    "a {o} shared some bread", "a {o} opened a secret gate", "a small light shone far away",
+    "a {o} told a story and all was well again",
 )  # fmt: skip
 _ENDS = (
-    "From that day on, nobody was afraid of the dark.", "They laughed until the sun went down.", "And they stayed friends for ever.",
-    "Then it was time to go home and sleep.", "And if you listen at night, you can still hear them laugh.", "It was the best day of the year.",
-    "So a small heart found a large joy.", "And everyone in the village heard about it.", "The next morning the sun shone for all.",
+    "From that day on, nobody was afraid of the dark.", "They laughed until the sun went down.",
+    "And they stayed friends for ever.",
+    "Then it was time to go home and sleep.", "And if you listen at night, you can still hear them laugh.",
+    "It was the best day of the year.",
+    "So a small heart found a large joy.", "And everyone in the village heard about it.",
+    "The next morning the sun shone for all.",
 )  # fmt: skip
 
 
@@ -53,7 +64,7 @@ def tell(rng: Random, hero: str, name: str) -> str:
 
 
 _PET_NAMES = (
-    "Pip Moss Bella Rufus Tilly Otto Hazel Milo Luna Finn Poppy Bruno Juno Sage Toby Nell Coco Max Ruby Jasper".split()
+    ["Pip", "Moss", "Bella", "Rufus", "Tilly", "Otto", "Hazel", "Milo", "Luna", "Finn", "Poppy", "Bruno", "Juno", "Sage", "Toby", "Nell", "Coco", "Max", "Ruby", "Jasper"]
 )
 
 
@@ -65,15 +76,18 @@ def story(rng: Random) -> list[Exchange]:
     article = "an" if hero[0] in "aeiou" else "a"
     if kind == 0:
         question = rng.choice(
-            ("Tell me a story.", "Tell me a short story.", "Write a short story.", "A story, please.", "Can you tell a story?", "I want a story.",
-             "Tell me a bedtime story.", "Once upon a time ...", "Please write a little story for children.", "Make up a story.", "story time!",
+            ("Tell me a story.", "Tell me a short story.", "Write a short story.", "A story, please.",
+            "Can you tell a story?", "I want a story.",
+             "Tell me a bedtime story.", "Once upon a time ...", "Please write a little story for children.",
+             "Make up a story.", "story time!",
              "Write me a tale.", "Do you know a story?")
         )  # fmt: skip
         question = casual(rng, question)
     else:
         subject = f"{article} {hero}" + (f" {rng.choice(('named', 'called'))} {name}" if kind == 2 else "")
         question = rng.choice(
-            ("Tell me a story about {s}.", "Write a short story about {s}.", "A story about {s}, please.", "I want to hear about {s}.",
+            ("Tell me a story about {s}.", "Write a short story about {s}.", "A story about {s}, please.",
+            "I want to hear about {s}.",
              "Can you tell me a story about {s}?", "Make up a tale about {s}.", "Write about {s}.", "story about {s}")
         ).replace("{s}", subject)  # fmt: skip
     scene = [Exchange(polite(rng, question), tell(rng, hero, name), f"A story about {article} {hero} named {name}.")]

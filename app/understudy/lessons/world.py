@@ -206,7 +206,7 @@ Saint Kitts and Nevis|Basseterre|Kittitian|St Kitts and Nevis
 Saint Lucia|Castries|Saint Lucian|St Lucia
 Saint Vincent and the Grenadines|Kingstown|Vincentian|St Vincent and the Grenadines
 Trinidad and Tobago|Port of Spain|Trinidadian
-the United States|Washington, D.C.|American|USA;the USA;the US;America;United States;the United States of America|Washington D.C.;Washington DC;Washington
+the United States|Washington, D.C.|American|USA;the USA;the US;America;United States|Washington D.C.;Washington DC;Washington
 """,
     "South America": """
 Argentina|Buenos Aires|Argentine
@@ -255,10 +255,6 @@ def _read() -> tuple[Country, ...]:
 
 COUNTRIES: tuple[Country, ...] = _read()
 
-_FAMILIAR_NAMES = """France Germany Spain Italy Japan China India Brazil Canada Egypt Kenya Norway Sweden Poland Greece
-Portugal Austria Australia Mexico Argentina Peru Chile Thailand Turkey Russia Ireland Denmark Finland Belgium Hungary
-Cuba Morocco Nigeria Vietnam Indonesia Ukraine Switzerland""".split()
-
 
 def by_name(name: str) -> Country | None:
     """The country of that name or alias, whatever the case and the article; None when there is none."""
@@ -271,9 +267,15 @@ _BY_NAME: dict[str, Country] = {
     for spelling in (country.name, *country.aliases)
 }
 
-FAMILIAR: tuple[Country, ...] = tuple(country for country in COUNTRIES if country.name in _FAMILIAR_NAMES) + tuple(
-    country for country in COUNTRIES if country.title in ("Netherlands", "United Kingdom", "United States")
+_KNOWN = """France,Japan,Brazil,Egypt,Canada,Germany,India,Spain,Kenya,Italy,Australia,Mexico,China,Norway,Peru,Greece,
+Morocco,the United States,Thailand,Poland,Argentina,Sweden,Turkey,the United Kingdom,Nigeria,Portugal,Vietnam,Chile,
+Austria,New Zealand,Ireland,South Korea,Cuba,Finland,Indonesia,the Netherlands,Russia,Denmark,Hungary,Ethiopia,Belgium,
+Ukraine,Switzerland,Colombia,Jamaica,Ghana,Fiji,Iceland"""
+
+FAMILIAR: tuple[Country, ...] = tuple(
+    _BY_NAME[name.lower().removeprefix("the ")] for name in _KNOWN.replace("\n", "").split(",")
 )
+"""Countries that most people can name, the best known first."""
 
 # Large cities that people take for capitals: city -> its country's name.
 OTHER_CITIES: dict[str, str] = {
