@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from kernels.batch import ForwardBatch
 from kernels.loading import open_weights
 from kernels.models.config import ConfigError, ModelConfig, read_config
 from kernels.models.decoder import Decoder, tensor_shapes
-from kernels.platforms.base import AttentionRows
+from kernels.platforms.base import AttentionRows, Decodes, Memory
 from kernels.platforms.select import select_platform
 from kernels.sampling import Sampler
 from kernels.sizing import cache_pages
@@ -47,7 +49,7 @@ class ModelRunner:
     def __init__(self, config: RunnerConfig, progress: Callable[[str, float], None] | None = None) -> None:
         self._config = config
         self._progress = progress or (lambda stage, fraction: None)
-        self._platform = select_platform(config.device, config.threads)
+        self._platform = select_platform(config)
         self._thread = 0
 
     @torch.inference_mode()
@@ -57,6 +59,10 @@ class ModelRunner:
         Raises ConfigError, LoadError, PlatformError or CacheSizeError: each a ValueError or RuntimeError whose message
         says what to do.
         """
+        with self._device_errors():
+            return self._load()
+
+    def _load(self) -> ModelInfo:
         self._bind_thread()
         config, platform = self._config, self._platform
         clock = _Phases()
@@ -74,15 +80,20 @@ class ModelRunner:
             lambda fraction: self._progress("weights", 0.9 * fraction),
         )
         self._model = Decoder(model, weights, platform, dtype)
+        self._sampler = Sampler(model.vocab_size, config.max_slots, platform.device, platform.cut)
+        self._windows = frozenset(model.windows)
         clock.end("weights")
 
+        reserved = self._step_memory(model, context, dtype)
+        memory = platform.memory()
+        cached = dataclasses.replace(model, head_dim=platform.cache_head_dim(model.head_dim))
         pages = cache_pages(
             config,
-            model,
+            cached,
             context,
             dtype.itemsize,
             weights.weight_bytes,
-            platform.memory(),
+            Memory(memory.total, max(0, memory.free - reserved)),
             platform.default_memory_fraction,
             platform.default_cache_tokens,
         )
@@ -91,11 +102,15 @@ class ModelRunner:
             model.layers, pages, config.page_size, model.kv_heads, model.head_dim, dtype
         )
         self._slots = SlotTable(platform, config.max_slots, context, config.page_size, pages, model.vocab_size)
-        self._sampler = Sampler(model.vocab_size, config.max_slots, platform.device)
-        self._windows = frozenset(model.windows)
         clock.end("cache")
         self._progress("cache", 0.92)
         self._warm_up()
+        self._decodes: Decodes | None = platform.capture_decodes(
+            lambda batch: self._model.forward(batch, self._caches),
+            sorted(self._windows),
+            config.max_slots - 1,
+            self._slots.pages.shape[1],
+        )
         clock.end("warmup")
         self._progress("warmup", 1.0)
         return ModelInfo(
@@ -109,8 +124,9 @@ class ModelRunner:
             weight_bytes=weights.weight_bytes,
             num_pages=pages,
             page_size=config.page_size,
-            cache_bytes=model.cache_elements_per_token * dtype.itemsize * config.page_size * pages,
+            cache_bytes=cached.cache_elements_per_token * dtype.itemsize * config.page_size * pages,
             load_seconds=clock.seconds,
+            graph_rows=self._decodes.rows if self._decodes is not None else (),
         )
 
     @torch.inference_mode()
@@ -119,7 +135,10 @@ class ModelRunner:
         admission failed, or whose logits are not finite, is dropped. Raises ValueError for a batch that is malformed
         as a whole.
         """
-        begun = time.perf_counter()
+        with self._device_errors():
+            return self._run(batch, time.perf_counter())
+
+    def _run(self, batch: StepBatch, begun: float) -> StepResult:
         self._bind_thread()
         slots, generations, counts = (_ints(part) for part in (batch.slots, batch.generations, batch.counts))
         if not len(slots) == len(generations) == len(counts):
@@ -134,7 +153,11 @@ class ModelRunner:
         step = _Step(rows, slots[rows].astype(np.int64), counts[rows].astype(np.int64), self._slots)
         forward = self._forward_batch(step)
         prepared = time.perf_counter()
-        hidden = self._model.forward(forward, self._caches)
+        hidden = None
+        if self._decodes is not None and step.decodes == len(step.slots):
+            hidden = self._decodes.run(forward)
+        if hidden is None:
+            hidden = self._model.forward(forward, self._caches)
         self._slots.computed[step.slots] += step.counts
         self._score_prompts(step, hidden, answer)
         self._sample(step, hidden, answer)
@@ -142,8 +165,34 @@ class ModelRunner:
 
     def close(self) -> None:
         """Drop the model and the cache. The runner is of no further use."""
-        for name in ("_model", "_caches", "_slots", "_sampler"):
+        for name in ("_decodes", "_model", "_caches", "_slots", "_sampler"):
             self.__dict__.pop(name, None)
+
+    @contextmanager
+    def _device_errors(self) -> Iterator[None]:
+        """An error of the device is raised in the platform's words."""
+        try:
+            yield
+        except Exception as error:
+            told = self._platform.explain(error)
+            if told is None:
+                raise
+            raise told from error
+
+    def _step_memory(self, model: ModelConfig, context: int, dtype: torch.dtype) -> int:
+        """Bytes that the largest step takes beside weights and cache, where the platform wants to know."""
+        config, platform = self._config, self._platform
+        rows, longest = config.max_slots - 1, config.max_step_tokens
+        pages = -(-longest // config.page_size)
+        caches = platform.make_cache(model.layers, pages, config.page_size, model.kv_heads, model.head_dim, dtype)
+
+        def largest() -> None:
+            self._caches = caches
+            self._slots = SlotTable(platform, config.max_slots, context, config.page_size, pages, model.vocab_size)
+            self._run_nowhere(np.array([longest]), min(rows, longest), np.arange(pages, dtype=np.int32)[None])
+            del self._caches, self._slots
+
+        return platform.step_memory(largest)
 
     def _bind_thread(self) -> None:
         if self._thread != threading.get_ident():
@@ -269,15 +318,23 @@ class ModelRunner:
         shapes = [np.ones(rows, dtype=np.int64) for rows in WARM_DECODES if rows < self._config.max_slots]
         shapes += [np.array([count]) for count in WARM_PREFILLS if count <= self._config.max_step_tokens]
         for counts in shapes:
-            tokens, starts = int(counts.sum()), np.zeros_like(counts)
-            nowhere = self._put(np.zeros(tokens, dtype=np.int64))
             pages = np.zeros((len(counts), -(-int(counts.max()) // self._config.page_size)), dtype=np.int32)
-            decodes = len(counts) if tokens == len(counts) else 0
-            plans = self._plans(AttentionRows(starts, counts, pages, decodes))
-            hidden = self._model.forward(ForwardBatch(nowhere, nowhere, nowhere, plans), self._caches)
-            logits = self._model.logits(hidden[: len(counts)])
-            nothing = nowhere[: len(counts)]
-            self._sampler.sample(logits, nothing, nothing, self._slots.tokens, host_slots=[0] * len(counts), longest=0)
+            self._run_nowhere(counts, len(counts), pages)
+
+    def _run_nowhere(self, counts: Longs, sampled: int, pages: Ints) -> None:
+        """Run rows of ``counts`` first tokens, written from page 0 on, and sample from ``sampled`` of them.
+
+        ``pages`` [rows, pages]: what attention reads.
+        """
+        tokens = int(counts.sum())
+        zeros = self._put(np.zeros(tokens, dtype=np.int64))
+        places = np.arange(tokens) % ((int(pages.max()) + 1) * self._config.page_size)
+        decodes = len(counts) if tokens == len(counts) else 0
+        plans = self._plans(AttentionRows(np.zeros_like(counts), counts, pages, decodes))
+        hidden = self._model.forward(ForwardBatch(zeros, zeros, self._put(places), plans), self._caches)
+        logits = self._model.logits(hidden[:sampled])
+        nothing = zeros[:sampled]
+        self._sampler.sample(logits, nothing, nothing, self._slots.tokens, host_slots=[0] * sampled, longest=0)
 
 
 class _Step:

@@ -20,12 +20,14 @@ from kernels.edits import BatchEdits, SlotEdits
 from kernels.noise import keys_at, race, race_over_all, seed_key
 from kernels.nucleus import cut, outside
 from kernels.penalties import penalise
+from kernels.platforms.base import Cut
 from kernels.step import SlotSampling
 
 __all__ = ["Sampled", "Sampler"]
 
 _GREEDY_BELOW = 1e-5  # a temperature under which sampling is greedy
 _FEW_LOGITS = 1 << 14  # so few that looking at all of them is quicker than choosing among them; the result is the same
+_MOST_K = 1024
 _PLANS = 8
 _SCORE_CHUNK = 1 << 24  # logits scored at once
 
@@ -127,6 +129,9 @@ class _Plan:
         self.cut = put(restricted) if len(restricted) else None
         self.top_k, self.top_p = put(top_k[restricted]), put(top_p[restricted])
         self.largest_k = int(top_k.max(initial=0))
+        # Whether a platform's own kernel for top-k and top-p can be asked.
+        cut_k = top_k[restricted]
+        self.plain_k = bool((cut_k == 0).all() or (cut_k.min() > 0 and cut_k.max() <= _MOST_K))
         self.judged = put(judged) if len(judged) else None
         self.judged_p = put(top_p)
 
@@ -141,9 +146,13 @@ class Sampler:
     """Samples for the slots of one runner.
 
     vocab_size: width of the logits. max_slots: slots are ``0 .. max_slots - 1``; one that was never admitted is greedy.
+    own_cut: the device's kernel for top-k and top-p.
     """
 
-    def __init__(self, vocab_size: int, max_slots: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, vocab_size: int, max_slots: int, device: torch.device | str = "cpu", own_cut: Cut | None = None
+    ) -> None:
+        self._own_cut = own_cut
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         self._slots = _Slots(max_slots)
@@ -256,8 +265,7 @@ class Sampler:
         factors = (plan.repetition, plan.frequency, plan.presence)
         penalise(logits, some, history[slots[some], :width], lengths, plan.prompt_length, *factors, plan.counted)
 
-    @staticmethod
-    def _draw(plan: _Plan, logits: Tensor, blocks: Tensor, row_max: Tensor, positions: Tensor) -> Tensor:
+    def _draw(self, plan: _Plan, logits: Tensor, blocks: Tensor, row_max: Tensor, positions: Tensor) -> Tensor:
         """Sample the plan's sampled rows; blocks, row_max and positions are of those rows only."""
         rows = plan.sampled
         assert rows is not None
@@ -265,8 +273,11 @@ class Sampler:
         floor, floor_id = torch.full_like(row_max, -torch.inf), torch.full_like(rows, vocab)
         some = plan.cut
         if some is not None:
-            narrowed = (rows[some], blocks[some], row_max[some], plan.temperature[some], plan.top_k, plan.top_p)
-            floor[some], floor_id[some] = cut(logits, *narrowed, plan.largest_k)
+            wanted = (row_max[some], plan.temperature[some], plan.top_k, plan.top_p, plan.largest_k)
+            if self._own_cut is not None and plan.plain_k:
+                floor[some], floor_id[some] = self._own_cut(logits, rows[some], *wanted)
+            else:
+                floor[some], floor_id[some] = cut(logits, rows[some], blocks[some], *wanted)
         if plan.log_min_p is not None:
             least = row_max + plan.temperature * plan.log_min_p
             floor_id = torch.where(least > floor, vocab, floor_id)

@@ -133,6 +133,16 @@ class RunnerConfig(msgspec.Struct, frozen=True):
     max_step_tokens: int = 2048  # largest sum(counts) of a step
     threads: int = 0  # CPU threads; 0: the platform decides
     random_seed: int = 0
+    device_index: int = 0  # of the devices that the worker's process sees
+    npu_simulator: str = ""  # A2 | A3 | A5, then :devices and :memory, to simulate NPUs; empty: real ones
+    attention_backend: str = ""  # ascend | torch_native; empty: the platform's choice
+    prefill_attention_backend: str = ""  # the same for prefills alone
+    decode_attention_backend: str = ""  # and for decodes
+    sampling_backend: str = ""  # pytorch | ascend; empty: the platform's choice
+    disable_graphs: bool = False  # run every decode without a captured graph
+    graph_rows: tuple[int, ...] = ()  # rows of each captured decode; empty: the platform's choice
+    graph_max_rows: int = 0  # of the platform's choice; 0: by the device's memory
+    disable_graph_padding: bool = False  # use a graph only for exactly its number of rows
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -150,3 +160,4 @@ class ModelInfo(msgspec.Struct, frozen=True):
     page_size: int
     cache_bytes: int
     load_seconds: dict[str, float]  # by phase
+    graph_rows: tuple[int, ...] = ()  # rows of each captured decode

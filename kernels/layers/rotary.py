@@ -18,14 +18,18 @@ class RotaryEmbedding:
     They are computed rather than looked up: a table for a long context would take more memory than it saves time.
     """
 
-    def __init__(self, config: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device, signed: bool = True
+    ) -> None:
         frequencies, self.scale = inverse_frequencies(config, head_dim)
-        # Half of each head rotates against the other half: x * cos + roll(x, dim / 2) * sin, the first sines negated.
-        self.frequencies = torch.cat((-frequencies, frequencies)).to(device)  # float32 [head_dim]
+        # Half of each head rotates against the other half: x * cos + roll(x, dim / 2) * sin, the first sines negated:
+        # here if ``signed``, else by who uses them.
+        first = -frequencies if signed else frequencies
+        self.frequencies = torch.cat((first, frequencies)).to(device)  # float32 [head_dim]
         self.dtype = dtype
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """``positions`` int64 [tokens] -> cos, signed sin, each [tokens, 1, head_dim] in the model's dtype."""
+        """``positions`` int64 [tokens] -> cos and sin, each [tokens, 1, head_dim] in the model's dtype."""
         angles = positions.to(torch.float32).view(-1, 1, 1) * self.frequencies
         cos, sin = angles.cos(), angles.sin()
         if self.scale != 1.0:

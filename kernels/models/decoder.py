@@ -148,7 +148,7 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, source: TensorSource, platform: Platform, dtype: torch.dtype) -> None:
         self.embeddings = source.take(["model.embed_tokens.weight"])
-        self.rotary = RotaryEmbedding(config.rope, config.head_dim, dtype, platform.device)
+        self.rotary = RotaryEmbedding(config.rope, config.head_dim, dtype, platform.device, platform.signed_sines)
         self.layers = [DecoderLayer(config, layer, source, platform) for layer in range(config.layers)]
         self.norm = platform.make_norm(source.take(["model.norm.weight"]), config.norm_eps)
         if config.tied_embeddings:

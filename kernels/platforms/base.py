@@ -9,7 +9,7 @@ host arrays and shared by every layer.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,10 +18,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["AttentionRows", "Linear", "Memory", "Norm", "Platform", "PlatformError"]
+from kernels.batch import ForwardBatch
+
+__all__ = ["AttentionRows", "Cut", "Decodes", "Linear", "Memory", "Norm", "Platform", "PlatformError"]
 
 Linear = Callable[[Tensor], Tensor]
 """``[tokens, inputs] -> [tokens, outputs]``, with the weight in the layout that the platform likes."""
+
+Cut = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
+"""``(logits, rows, row_max, temperature, top_k, top_p, largest_k)`` -> the values and ids that ``nucleus.cut`` finds.
+
+Called for rows that all have a top-k of 1 to 1024, or have none (``largest_k`` 0).
+"""
 
 
 class Norm(Protocol):
@@ -63,13 +71,31 @@ class AttentionRows:
     decodes: int
 
 
+@dataclass(frozen=True)
+class Decodes:
+    """Steps that were prepared beforehand. ``rows``: the numbers of rows they were prepared for.
+
+    ``run``: [rows, hidden] of a batch of one token a row, or None when it fits nothing that was prepared. The result
+    is overwritten by the next call.
+    """
+
+    rows: tuple[int, ...]
+    run: Callable[[ForwardBatch], Tensor | None]
+
+
 class Platform(ABC):
-    """One device of one kind. ``default_cache_tokens`` bounds a cache that nobody sized; 0: memory alone does."""
+    """One device of one kind. ``default_cache_tokens`` bounds a cache that nobody sized; 0: memory alone does.
+
+    ``signed_sines``: whether ``rotary`` wants the sines of the first half negated. ``cut``: the device's own kernel for
+    top-k and top-p, where it has one.
+    """
 
     name: str
     device: torch.device
     default_memory_fraction: float
     default_cache_tokens: int = 0
+    signed_sines: bool = True
+    cut: Cut | None = None
 
     @abstractmethod
     def bind_thread(self) -> None:
@@ -78,6 +104,27 @@ class Platform(ABC):
     @abstractmethod
     def memory(self) -> Memory:
         """The device's memory, as it stands now."""
+
+    def step_memory(self, step: Callable[[], None]) -> int:
+        """Bytes to leave free for steps, ``step`` being the largest. May answer 0 without running it."""
+        return 0
+
+    def cache_head_dim(self, dim: int) -> int:
+        """The dimension that heads of ``dim`` have in the cache. Raises PlatformError."""
+        return dim
+
+    def capture_decodes(
+        self, forward: Callable[[ForwardBatch], Tensor], windows: Sequence[int], max_rows: int, columns: int
+    ) -> Decodes | None:
+        """Prepare ``forward`` for steps of decodes only, of up to ``max_rows`` rows, where the device gains by it.
+
+        ``windows``: those of the batches' plans. ``columns``: pages a sequence may have. Page 0 is written to.
+        """
+        return None
+
+    def explain(self, error: BaseException) -> Exception | None:
+        """What to raise in place of an error of the device, saying what to do; None for an error that is not its."""
+        return None
 
     @abstractmethod
     def dtype(self, requested: str, stored: str | None) -> torch.dtype:
@@ -110,7 +157,7 @@ class Platform(ABC):
 
     @abstractmethod
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
-        """Write the rotated ``x`` [tokens, heads, dim] to ``out``; ``cos``, signed ``sin`` [tokens, 1, dim]."""
+        """Write the rotated ``x`` [tokens, heads, dim] to ``out``; ``cos``, ``sin`` [tokens, 1, dim]."""
 
     @abstractmethod
     def silu_and_mul(self, x: Tensor) -> Tensor:

@@ -1,0 +1,148 @@
+"""Decodes in captured graphs: one for each number of rows in a list, replayed for up to so many rows.
+
+A graph holds addresses and everything that was on the host when it was captured. What a step brings is therefore copied
+into tensors that stay where they are, and the lengths of the sequences, which attention reads on the host to plan its
+work, are fed to every attention call of the graph before it is replayed. Rows that a step does not have are filled up:
+they run the first token of nowhere, write to the dump page and see one key.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.batch import ForwardBatch
+from kernels.npu.attention import FusedPart
+from kernels.npu.errors import first_code
+
+__all__ = ["DecodeGraphs", "graph_sizes"]
+
+_log = logging.getLogger("troupe.kernels.npu")
+
+_OUT_OF_STREAMS = (207005, 207007, 207008)
+
+Forward = Callable[[ForwardBatch], Tensor]
+"""``[tokens, hidden]`` of a batch."""
+
+Plans = Callable[[FusedPart], object]
+"""The attention plan of a step that is this one call."""
+
+
+def graph_sizes(asked: Sequence[int], most: int, max_rows: int) -> list[int]:
+    """Rows of each graph, ascending. ``asked``: a list of sizes, or none for 1, 2, 4 and the multiples of 8 up to
+    ``most``, then of 16 above 64. None is larger than what ``max_rows`` rows need.
+    """
+    sizes = asked or [size for size in (1, 2, 4, *range(8, 65, 8), *range(80, most + 1, 16), most) if size <= most]
+    enough = min((size for size in sizes if size >= max_rows), default=max(sizes, default=0))
+    return sorted({size for size in sizes if 0 < size <= enough})
+
+
+@dataclass(frozen=True)
+class _Graph:
+    graph: torch.npu.NPUGraph
+    hidden: Tensor
+
+
+class DecodeGraphs:
+    """Captures ``forward`` for batches of ``sizes`` rows of one token each, the largest first, in one memory pool.
+
+    All tensors of a batch are views of the leading rows of the same buffers. ``columns``: pages a sequence may have.
+    ``page_size``: rows that are filled up have a slot of the dump page each, so at most so many can be.
+    ``padded``: whether a step may use a graph of more rows than it has.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        windows: Iterable[int],
+        plan: Plans,
+        sizes: Sequence[int],
+        columns: int,
+        page_size: int,
+        mask: Tensor,
+        padded: bool,
+    ) -> None:
+        device, most = mask.device, max(sizes)
+        self._forward, self._windows, self._plan, self._mask = forward, tuple(windows), plan, mask
+        self._page_size, self._padded = page_size, padded
+        self._token_ids = torch.zeros(most, dtype=torch.int32, device=device)
+        self._positions = torch.zeros(most, dtype=torch.int64, device=device)
+        self._cache_index = torch.arange(most, dtype=torch.int64, device=device) % page_size
+        self._pages = torch.zeros((most, columns), dtype=torch.int32, device=device)
+        self._dump = torch.arange(min(most, page_size), dtype=torch.int64, device=device)
+        self._graphs: dict[int, _Graph] = {}
+        self._capture([size for size in sizes if size <= page_size or not padded])
+
+    @property
+    def sizes(self) -> list[int]:
+        """Rows of each graph there is, ascending."""
+        return sorted(self._graphs)
+
+    def run(self, batch: ForwardBatch, part: FusedPart) -> Tensor | None:
+        """What ``forward`` gives for the batch, whose attention is the one call ``part``; None when no graph fits.
+
+        The result is overwritten by the next call.
+        """
+        rows = len(part.lengths)
+        size = next((size for size in self.sizes if size >= rows), 0)
+        if not size or (size > rows and not self._padded) or size - rows > self._page_size:
+            return None
+        self._token_ids[:rows].copy_(batch.token_ids)
+        self._positions[:rows].copy_(batch.positions)
+        self._cache_index[:rows].copy_(batch.cache_index)
+        self._pages[:rows, : part.pages.shape[1]].copy_(part.pages)
+        if size > rows:
+            self._cache_index[rows:size].copy_(self._dump[: size - rows])
+            self._pages[rows:size, :1].zero_()
+        graph = self._graphs[size]
+        lengths = part.lengths + [1] * (size - rows)
+        # One entry is fed to every attention call. The step before has ended: its tokens were read.
+        graph.graph.update(cpu_update_input=[{"actual_seq_lengths_kv": lengths}])
+        graph.graph.replay()
+        return graph.hidden[:rows]
+
+    def _batch(self, size: int) -> ForwardBatch:
+        def part(window: int) -> FusedPart:
+            return FusedPart(0, size, [*range(1, size + 1)], [1] * size, self._pages[:size], self._mask, window)
+
+        return ForwardBatch(
+            token_ids=self._token_ids[:size],
+            positions=self._positions[:size],
+            cache_index=self._cache_index[:size],
+            plans={window: self._plan(part(window)) for window in self._windows},
+        )
+
+    def _capture(self, sizes: Sequence[int]) -> None:
+        """What cannot be captured runs without a graph, and the log says so."""
+        if os.environ.get("ASCEND_LAUNCH_BLOCKING") == "1":
+            _log.warning("ASCEND_LAUNCH_BLOCKING=1 forbids graphs: decodes run without.")
+            return
+        pool = None
+        for size in sorted(sizes, reverse=True):
+            batch = self._batch(size)
+            self._cache_index.copy_(torch.arange(len(self._cache_index), device=self._mask.device) % self._page_size)
+            try:
+                for _ in range(2):  # kernels and communicators are made at first use, which cannot be captured
+                    self._forward(batch)
+                torch.npu.synchronize()
+                graph = torch.npu.NPUGraph()
+                with torch.npu.graph(graph, pool=pool, auto_dispatch_capture=True):
+                    hidden = self._forward(batch)
+            except RuntimeError as error:
+                self._explain(size, error)
+                return
+            pool = pool or graph.pool()
+            self._graphs[size] = _Graph(graph, hidden)
+
+    def _explain(self, size: int, error: RuntimeError) -> None:
+        cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        hint = "--disable-cuda-graph silences this"
+        if first_code(str(error)) in _OUT_OF_STREAMS:
+            hint = "the device has no stream left for it: lower --cuda-graph-max-bs or shorten --cuda-graph-bs"
+        left = f"graphs of {self.sizes} rows are used" if self._graphs else "all decodes run without a graph"
+        _log.warning("The decode of %d rows could not be captured into a graph (%s); %s. %s", size, cause, left, hint)

@@ -1,0 +1,92 @@
+"""Attention over the same cache in plain torch operators: for float32, for heads that the fused operator does not take,
+and for finding out whose fault a wrong answer is. Slow: it copies every key it reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.npu.attention import LayerCache
+from kernels.platforms.base import AttentionRows
+
+__all__ = ["NativePart", "NativeRows", "native_attention", "plan_native"]
+
+
+@dataclass(frozen=True)
+class NativeRows:
+    """Rows of ``queries`` tokens each, from token ``begin`` of the part on.
+
+    ``pages`` int64 [rows * pages]. ``hidden`` bool [rows, 1, 1, queries, keys]: True where a key is not seen.
+    """
+
+    begin: int
+    rows: int
+    queries: int
+    pages: Tensor
+    hidden: Tensor
+
+
+@dataclass(frozen=True)
+class NativePart:
+    """The step's tokens ``begin .. end``."""
+
+    begin: int
+    end: int
+    groups: tuple[NativeRows, ...]
+
+
+def plan_native(rows: AttentionRows, first: int, last: int, window: int, device: torch.device) -> NativePart:
+    """Decodes in one group, each prefill in one of its own."""
+    decodes = min(last, max(first, rows.decodes))
+    bounds = [(first, decodes)] if decodes > first else []
+    bounds += [(row, row + 1) for row in range(decodes, last)]
+    base = offset = int(rows.counts[:first].sum())
+    groups = []
+    for low, high in bounds:
+        groups.append(_rows(rows, low, high, offset - base, window, device))
+        offset += int(rows.counts[low:high].sum())
+    return NativePart(base, offset, tuple(groups))
+
+
+def _rows(rows: AttentionRows, low: int, high: int, begin: int, window: int, device: torch.device) -> NativeRows:
+    """Rows ``low .. high``, which run the same number of tokens each."""
+    starts, queries = rows.starts[low:high], int(rows.counts[low])
+    keys = np.arange(int(starts.max()) + queries)
+    at = starts[:, None] + np.arange(queries)
+    hidden = keys > at[..., None]
+    if window:
+        hidden |= keys <= at[..., None] - window
+    return NativeRows(
+        begin=begin,
+        rows=high - low,
+        queries=queries,
+        pages=torch.from_numpy(rows.pages[low:high].ravel().astype(np.int64)).to(device),
+        hidden=torch.from_numpy(hidden[:, None, None]).to(device),
+    )
+
+
+def native_attention(queries: Tensor, cache: LayerCache, part: NativePart, scale: float) -> Tensor:
+    """``queries`` [part's tokens, heads, dim] -> the same shape and dtype; sums in float32."""
+    _, heads, dim = queries.shape
+    kv_heads = cache.keys.shape[2]
+    out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+    for group in part.groups:
+        length = group.hidden.shape[-1]
+
+        def gather(cached: Tensor, group: NativeRows = group, length: int = length) -> Tensor:
+            """[rows, kv_heads, 1, length, dim]"""
+            found = cached.index_select(0, group.pages).view(group.rows, -1, kv_heads, cached.shape[3])
+            return found[:, :length, :, :dim].float().transpose(1, 2).unsqueeze(2)
+
+        end = group.begin + group.rows * group.queries
+        asked = queries[group.begin : end].view(group.rows, group.queries, kv_heads, heads // kv_heads, dim)
+        scores = asked.permute(0, 2, 3, 1, 4).float() @ gather(cache.keys).transpose(-1, -2) * scale
+        weights = scores.masked_fill(group.hidden, -torch.inf).softmax(-1)
+        values = gather(cache.values)
+        found = (weights @ values).permute(0, 3, 1, 2, 4).reshape(-1, heads, dim)
+        out[group.begin : end] = found.to(out.dtype)
+    return out

@@ -1,0 +1,207 @@
+"""The Ascend NPU: Atlas A2, A3 and A5 through torch_npu."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch_npu
+from torch import Tensor
+
+from kernels.batch import ForwardBatch
+from kernels.npu.attention import (
+    FusedPart,
+    LayerCache,
+    causal_mask,
+    check_cache,
+    fused_attention,
+    padded_dim,
+    plan_part,
+)
+from kernels.npu.errors import explain
+from kernels.npu.graphs import DecodeGraphs, graph_sizes
+from kernels.npu.memory import device_memory, step_memory
+from kernels.npu.native_attention import NativePart, native_attention, plan_native
+from kernels.npu.operators import NpuNorm, ascend_cut, make_linear, rotate, swiglu, write_cache
+from kernels.npu.soc import soc_of
+from kernels.platforms.base import AttentionRows, Decodes, Linear, Memory, Norm, Platform, PlatformError
+from kernels.step import RunnerConfig
+
+__all__ = ["AttentionPlan", "NpuPlatform"]
+
+ASCEND, NATIVE = "ascend", "torch_native"
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """The calls that make up a step's attention, in the order of their tokens."""
+
+    parts: tuple[FusedPart | NativePart, ...]
+
+
+class NpuPlatform(Platform):
+    """One NPU of this process: ``config.device_index`` counts those that ASCEND_RT_VISIBLE_DEVICES shows.
+
+    Raises PlatformError when the device is not there, or is of a generation there is no support for.
+    """
+
+    signed_sines = False
+    default_memory_fraction = 0.85
+
+    def __init__(self, config: RunnerConfig) -> None:
+        index = config.device_index
+        try:
+            count = torch.npu.device_count()
+        except RuntimeError as error:
+            raise PlatformError(
+                f"the NPU driver does not answer ({error}); is it installed, and CANN's set_env.sh sourced?"
+            ) from error
+        if index >= count:
+            raise PlatformError(
+                f"there is no NPU {index}: this process sees {count}; see --base-gpu-id and ASCEND_RT_VISIBLE_DEVICES"
+            )
+        self.device = torch.device("npu", index)
+        torch.npu.set_device(self.device)  # before anything else: other calls would wake device 0
+        torch.npu.config.allow_internal_format = True  # weights in tiles
+        torch.npu.set_compile_mode(jit_compile=False)
+        self.soc = soc_of(torch_npu.npu.get_soc_version(), torch.npu.get_device_name(self.device))
+        self.name = f"npu ({self.soc.generation}, {self.soc.name})"
+        self.cut = ascend_cut if self.soc.filters_logits and config.sampling_backend != "pytorch" else None
+        if config.sampling_backend == ASCEND and not self.soc.filters_logits:
+            raise PlatformError("--sampling-backend ascend needs a kernel that Atlas A5 does not have; use pytorch")
+        self._config = config
+        self._mask: Tensor | None = None
+        self._prefill = self._decode = ASCEND
+        self._dtype = torch.bfloat16
+
+    def bind_thread(self) -> None:
+        torch.npu.set_device(self.device)
+
+    def memory(self) -> Memory:
+        return device_memory(self.device)
+
+    def step_memory(self, step: Callable[[], None]) -> int:
+        return step_memory(self.device, step)
+
+    def dtype(self, requested: str, stored: str | None) -> torch.dtype:
+        if requested == "auto":
+            requested = "float16" if stored == "float16" else "bfloat16"
+        found = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}.get(requested)
+        if found is None:
+            raise PlatformError(f"dtype {requested!r} is not supported on npu; use bfloat16, float16 or float32")
+        self._dtype = found
+        self._prefill = self._backend(self._config.prefill_attention_backend)
+        self._decode = self._backend(self._config.decode_attention_backend)
+        return found
+
+    def _backend(self, chosen: str) -> str:
+        chosen = chosen or self._config.attention_backend
+        if not chosen:
+            return NATIVE if self._dtype == torch.float32 else ASCEND
+        if chosen == ASCEND and self._dtype == torch.float32:
+            raise PlatformError(
+                "the fused attention computes in 16 bits: use --dtype bfloat16, or --attention-backend torch_native"
+            )
+        return chosen
+
+    @property
+    def _fused(self) -> bool:
+        return ASCEND in (self._prefill, self._decode)
+
+    def cache_head_dim(self, dim: int) -> int:
+        return padded_dim(dim) if self._fused else dim
+
+    def empty_host_state(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=self.device)
+
+    def make_cache(
+        self, layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> list[LayerCache]:
+        dim = self.cache_head_dim(head_dim)
+        if self._fused:
+            check_cache(pages, page_size, kv_heads, dim)
+            dtype = torch.bfloat16
+            if self._mask is None:
+                self._mask = causal_mask(self.device)
+
+        def zeros() -> Tensor:
+            return torch.zeros((pages, page_size, kv_heads, dim), dtype=dtype, device=self.device)
+
+        return [LayerCache(zeros(), zeros()) for _ in range(layers)]
+
+    def clear_pages(self, caches: list[LayerCache], pages: list[int]) -> None:
+        for cache in caches:
+            cache.keys[pages] = 0
+            cache.values[pages] = 0
+
+    def make_linear(self, weight: Tensor, bias: Tensor | None, shared: bool = False) -> Linear:
+        return make_linear(weight, bias, shared, self.soc)
+
+    def make_norm(self, weight: Tensor, eps: float) -> Norm:
+        return NpuNorm(weight, eps)
+
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
+        out.copy_(rotate(x, cos, sin))
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        return swiglu(x)
+
+    def write_cache(self, cache: LayerCache, index: Tensor, keys_values: Tensor) -> None:
+        half = keys_values.shape[1] // 2
+        write_cache(keys_values[:, :half], keys_values[:, half:], cache.keys, cache.values, index)
+
+    def plan_attention(self, rows: AttentionRows, window: int) -> AttentionPlan:
+        decodes, count = rows.decodes, len(rows.starts)
+        whole = self._prefill == self._decode and not self.soc.splits_mixed_steps
+        bounds = [(0, count)] if whole else [(0, decodes), (decodes, count)]
+        return AttentionPlan(tuple(self._part(rows, low, high, window) for low, high in bounds if high > low))
+
+    def _part(self, rows: AttentionRows, first: int, last: int, window: int) -> FusedPart | NativePart:
+        if (self._decode if last <= rows.decodes else self._prefill) == NATIVE:
+            return plan_native(rows, first, last, window, self.device)
+        assert self._mask is not None, "make_cache comes first"
+        return plan_part(rows, first, last, window, self._mask)
+
+    def attention(self, queries: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float) -> Tensor:
+        found = []
+        for part in plan.parts:
+            asked = queries[part.begin : part.end]
+            call = fused_attention if isinstance(part, FusedPart) else native_attention
+            found.append(call(asked, cache, part, scale))
+        return (found[0] if len(found) == 1 else torch.cat(found)).reshape(len(queries), -1)
+
+    def capture_decodes(
+        self, forward: Callable[[ForwardBatch], Tensor], windows: Sequence[int], max_rows: int, columns: int
+    ) -> Decodes | None:
+        config = self._config
+        if config.disable_graphs or self._decode == NATIVE or self._mask is None:
+            return None
+        most = config.graph_max_rows or self._default_graph_rows()
+        sizes = graph_sizes(config.graph_rows, most, max_rows)
+        if not sizes:
+            return None
+        graphs = DecodeGraphs(
+            forward,
+            windows,
+            lambda part: AttentionPlan((part,)),
+            sizes,
+            columns,
+            config.page_size,
+            self._mask,
+            not config.disable_graph_padding,
+        )
+
+        def decode(batch: ForwardBatch) -> Tensor | None:
+            part = next(iter(batch.plans.values())).parts[0]
+            return graphs.run(batch, part)
+
+        return Decodes(tuple(graphs.sizes), decode) if graphs.sizes else None
+
+    def _default_graph_rows(self) -> int:
+        """Graphs take memory and streams: fewer on small devices."""
+        return 16 if self.memory().total <= 32 * _GIB else 64
+
+    def explain(self, error: BaseException) -> Exception | None:
+        return explain(error, f"{self.device} ({self.soc.name})")
