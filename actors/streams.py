@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import weakref
 from collections.abc import Awaitable, Callable
 from types import TracebackType
 
-from actors.requests import Delta, RequestTimeout, TokenLogprob
+from actors.requests import Delta, RequestAborted, RequestTimeout, TokenLogprob
 
 __all__ = ["RequestStream", "StreamBuffer", "merge"]
 
@@ -51,6 +52,7 @@ class StreamBuffer:
         self.output_tokens = 0
         self.finish_reason: str = ""
         self._interval = interval
+        self._running = choices  # whose last delta has not come
         self._pending: dict[int, list[Delta]] = {}
         self._due: dict[int, None] = {}  # choices with enough to show, the longest waiting first
         self._waiter: asyncio.Future[None] | None = None
@@ -66,22 +68,24 @@ class StreamBuffer:
                 self.first_token_at = time.monotonic()
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason
-        if (
+            self._running -= 1
+        if index not in self._due and (
             delta.finish_reason is not None
             or delta.prompt_token_ids is not None
             or self._interval == 1
             or sum(len(d.token_ids) for d in waiting) >= self._interval
         ):
             self._due[index] = None
-            self._wake()
+            self.wake()
 
     def fail(self, error: Exception) -> None:
-        """End with ``error``, after what is already there. The first error stays."""
-        if self.error is None:
+        """End with ``error``, after what is already there. The first end stays: nothing fails what is complete."""
+        if self.error is None and self._running:
             self.error = error
-        self._wake()
+        self.wake()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Let the reader look again."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -98,7 +102,12 @@ class StreamBuffer:
         return delta
 
     async def wait(self, deadline: float | None) -> None:
-        """Return when there may be news. Past ``deadline`` (``time.monotonic`` seconds) the error is RequestTimeout."""
+        """Return when there may be news. Past ``deadline`` (``time.monotonic`` seconds) the error is RequestTimeout.
+
+        Raises RuntimeError while another task waits: a delta goes to one reader only.
+        """
+        if self._waiter is not None:
+            raise RuntimeError("This stream is being read by another task. Let one task read it.")
         self._waiter = asyncio.get_running_loop().create_future()
         try:
             if deadline is None:
@@ -116,8 +125,7 @@ class RequestStream:
     """Deltas of all choices of one request. Get it from :meth:`Engine.generate`.
 
     Iterate it, or call :meth:`ready` first to learn whether the request is acceptable. :meth:`aclose` ends it early:
-    the
-    engine then frees its slot and pages. A stream that is simply dropped is ended the same way when it is collected.
+    the engine then frees its slot and pages. A stream that is simply dropped is ended the same way when it is collected.
 
     Raises while iterating: ``InvalidRequest`` (only before the first delta), ``RequestFailed``, ``RequestTimeout``,
     ``RequestAborted``, ``EngineFailed``.
@@ -168,10 +176,11 @@ class RequestStream:
     def _refused(self, error: BaseException) -> None:
         assert self._admission is not None
         if isinstance(error, Exception):
-            self._admission.set_exception(error)
-            self._admission.exception()  # marks it as seen: there may be no second waiter
-        else:
-            self._admission.cancel()
+            self._buffer.fail(error)
+        else:  # our own cancellation: to others who wait it is an end like any other
+            error = RequestAborted("The task that sent this request was cancelled before it was accepted.")
+        self._admission.set_exception(error)
+        self._admission.exception()  # marks it as seen: there may be no second waiter
         self._close()
 
     def __aiter__(self) -> RequestStream:
@@ -183,21 +192,22 @@ class RequestStream:
         if self._admission is None or not self._admission.done():
             await self.ready()
         buffer = self._buffer
-        while True:
+        while self._finalizer.alive:
             delta = buffer.take()
             if delta is not None:
+                if buffer.open_choices == 0:
+                    self._close()
                 return delta
             if buffer.error is not None:
                 self._close()
                 raise buffer.error
-            if buffer.open_choices == 0:
-                self._close()
-                raise StopAsyncIteration
             await buffer.wait(self._deadline)
+        raise StopAsyncIteration  # closed by another task
 
     def _close(self) -> None:
         if self._finalizer.detach() is not None:
             self._release(self._buffer)
+            self._buffer.wake()
 
     async def aclose(self) -> None:
         """Leave the stream: an unfinished request is aborted. Idempotent, and never interrupted: it awaits nothing."""
@@ -216,5 +226,5 @@ def _release_in_loop(
     loop: asyncio.AbstractEventLoop, release: Callable[[StreamBuffer], None], buffer: StreamBuffer
 ) -> None:
     # The collector may run anywhere, also in another thread; the engine's state belongs to its loop.
-    if not loop.is_closed():
+    with contextlib.suppress(RuntimeError):  # the loop is closed, and the engine with it
         loop.call_soon_threadsafe(release, buffer)

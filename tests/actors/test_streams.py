@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from actors.requests import Delta, InvalidRequest, RequestFailed, RequestTimeout, Usage
+from actors.requests import Delta, InvalidRequest, RequestAborted, RequestFailed, RequestTimeout, Usage
 from actors.streams import RequestStream, StreamBuffer
 
 
@@ -132,3 +132,79 @@ async def test_a_stream_that_is_dropped_is_released() -> None:
     gc.collect()
     await asyncio.sleep(0)
     assert house.released == [buffer]
+
+
+async def test_an_error_after_the_last_token_is_no_second_end() -> None:
+    house = House()
+    buffer, stream = house.stream()
+    await stream.ready()
+    buffer.push(delta("ab", finish="stop"))
+    buffer.fail(RequestFailed("the engine was stopped"))  # before anybody has read
+    assert [d.text async for d in stream] == ["ab"]
+    assert house.released == [buffer]
+
+
+async def test_the_last_delta_gives_the_place_back() -> None:
+    house = House()
+    buffer, stream = house.stream()
+    await stream.ready()
+    buffer.push(delta("ab", finish="stop"))
+    assert (await anext(stream)).finish_reason == "stop"
+    assert house.released == [buffer]
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+
+
+async def test_closing_wakes_a_reader_in_another_task() -> None:
+    house = House()
+    buffer, stream = house.stream()
+    reader = asyncio.ensure_future(anext(stream, None))
+    await asyncio.sleep(0.001)
+    await stream.aclose()
+    assert await asyncio.wait_for(reader, 5) is None
+    assert house.released == [buffer]
+
+
+async def test_two_readers_at_once_are_refused_and_the_first_reads_on() -> None:
+    buffer, stream = House().stream()
+    reader = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0.001)
+    with pytest.raises(RuntimeError, match="another task"):
+        await asyncio.wait_for(anext(stream), 5)
+    buffer.push(delta("a", finish="stop"))
+    assert (await asyncio.wait_for(reader, 5)).text == "a"
+
+
+async def test_a_cancelled_admission_cancels_nobody_else() -> None:
+    house = House()
+    buffer, stream = house.stream()
+    never = asyncio.Event()
+    stream._admit = lambda _: never.wait()  # type: ignore[assignment, return-value]
+    first = asyncio.ensure_future(stream.ready())
+    await asyncio.sleep(0)
+    others = [asyncio.ensure_future(stream.ready()), asyncio.ensure_future(anext(stream))]
+    await asyncio.sleep(0)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    for other in others:
+        with pytest.raises(RequestAborted):
+            await other
+    with pytest.raises(RequestAborted):
+        await stream.ready()
+    assert house.released == [buffer]
+
+
+async def test_a_reader_that_never_reads_costs_each_token_the_same() -> None:
+    counted = 0
+
+    class Counted(tuple[int, ...]):
+        def __len__(self) -> int:
+            nonlocal counted
+            counted += 1
+            return 1
+
+    buffer = StreamBuffer("r", 1, interval=64)
+    for _ in range(1000):
+        buffer.push(Delta(request_id="r", token_ids=Counted((1,)), usage=Usage()))
+    assert counted <= 6000
