@@ -1,0 +1,105 @@
+"""Take over the ``aten`` kernels that torch_npu registers for the NPU: the CPU's kernel on the same memory.
+
+Allocation, views and set_ stay torch_npu's own, so that its allocator, its storages and its accounting are real.
+Values are those of PyTorch's CPU kernels, not of the NPU's: sums in another order, the same dtype rules. An operator
+that has no CPU kernel raises with its name.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from kernels.npu.simulator.dispatch import Engine, Operator
+from kernels.npu.simulator.randomness import default_host_generator
+
+__all__ = ["UnsimulatedOperator", "refuse", "take_over_aten"]
+
+OWN = frozenset(
+    "aten::" + name
+    for name in (
+        *("empty.memory_format", "empty_strided", "empty_like", "new_empty", "new_empty_strided"),
+        *("view", "as_strided", "as_strided_", "_reshape_alias", "unfold", "resize_", "resize_as_", "_lazy_clone"),
+        *("set_", "set_.source_Storage", "set_.source_Storage_storage_offset", "set_.source_Tensor", "is_set_to"),
+        *("record_stream", "is_pinned", "_pin_memory", "pin_memory", "_to_copy", "to.dtype"),
+        *("empty_with_format", "unsafe_empty_with_format", "empty_with_swapped_memory"),
+        *("_copy_from", "_copy_from_and_resize", "npu_change_data_ptr", "get_npu_format", "get_storage_size"),
+    )
+)
+"""Kernels that stay the wheel's."""
+
+KERNELS_ELSEWHERE = (
+    "CPU",
+    "CompositeExplicitAutograd",
+    "CompositeImplicitAutograd",
+    "CompositeExplicitAutogradNonFunctional",
+)
+
+
+class UnsimulatedOperator(NotImplementedError):
+    """The operator exists on the NPU and nobody simulates it."""
+
+
+def refuse(name: str) -> Any:
+    """A kernel that raises with the operator's name."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        raise UnsimulatedOperator(
+            f"{name} is not simulated: add a reference implementation to kernels/npu/simulator/operators, "
+            "or use an operator that has one"
+        )
+
+    return kernel
+
+
+def overload_of(name: str) -> Any | None:
+    """The overload object of ``namespace::operator.overload``, None when Python cannot see it."""
+    namespace, _, rest = name.partition("::")
+    operator, _, overload = rest.partition(".")
+    try:
+        return getattr(getattr(getattr(torch.ops, namespace), operator), overload or "default")
+    except AttributeError:
+        return None
+
+
+def take_over_aten(engine: Engine, library: torch.library.Library) -> int:
+    """Register a kernel for each; ``library`` is an IMPL library of aten. Returns how many."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    count = 0
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*Overriding a previously registered kernel.*")
+        for name in torch._C._dispatch_get_all_op_names():
+            if not name.startswith("aten::") or name in OWN or not has(name, "PrivateUse1"):
+                continue
+            if name.startswith(("aten::npu_", "aten::_npu_")):
+                continue  # the wheel's second name for an npu:: operator
+            overload = overload_of(name)
+            if overload is None:
+                continue
+            if not any(has(name, key) for key in KERNELS_ELSEWHERE):
+                library.impl(name.removeprefix("aten::"), refuse(name), "PrivateUse1")
+                continue
+            library.impl(name.removeprefix("aten::"), AtenOperator(engine, overload), "PrivateUse1")
+            count += 1
+    return count
+
+
+class AtenOperator(Operator):
+    """The CPU's kernel. ``random``: it draws numbers, from the NPU's generator."""
+
+    def __init__(self, engine: Engine, overload: Any) -> None:
+        super().__init__(engine, overload, overload, overload)
+        self.random = torch.Tag.nondeterministic_seeded in overload.tags and any(
+            argument.name == "generator" for argument in overload._schema.arguments
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.random and kwargs.get("generator") is None:
+            positional = [argument.name for argument in self.overload._schema.arguments]
+            given = len(args) > positional.index("generator") and args[positional.index("generator")] is not None
+            if not given:
+                kwargs["generator"] = default_host_generator(torch.npu.current_device())
+                args = args[: positional.index("generator")] if "generator" in positional[: len(args)] else args
+        return super().__call__(*args, **kwargs)

@@ -1,0 +1,114 @@
+"""Compile the simulated CANN that the torch_npu wheel links against and looks symbols up in.
+
+The list of symbols comes from the installed wheel itself: what its libraries leave undefined, and the names of CANN
+functions among its strings. Those that runtime.c does not define become functions that return 0. All of it is one
+library; the names that the wheel asks for (libascendcl.so, ...) are empty libraries that depend on it, so that state
+exists once. The result is kept by a hash of the wheel's version and of the sources; whoever comes second waits for
+nobody: each builds in a folder of its own and the first to rename it wins.
+
+Needs gcc and nm (binutils) on the machine, and no CANN.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+__all__ = ["LIBRARIES", "BuildError", "cann_libraries"]
+
+LIBRARIES = ("ascendcl", "hccl", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel", "opapi", "runtime")
+"""The libraries that torch_npu 2.13 links to (the first six) or opens by name, in the order in which to load them."""
+
+CORE = "troupe_cann"
+HERE = Path(__file__).parent
+CANN_NAME = re.compile(rb"(?:acl(?:rt|op|mdl|prof|Get|sys|tdt|Set|Query|)[A-Z]\w+|Hccl\w+|rt[A-Z]\w+)")
+LINKED_NAME = re.compile(r"acl|rt[A-Z]|Hccl|Msprof")
+
+
+class BuildError(RuntimeError):
+    """The simulated CANN could not be built."""
+
+
+def cann_libraries() -> Path:
+    """The folder of the compiled libraries, compiled now if they are not there yet. Raises BuildError."""
+    torch_npu = package("torch_npu")
+    digest = hashlib.sha256()
+    for name in ("torch", "torch_npu"):
+        digest.update(f"{name} {importlib.metadata.version(name)}\n".encode())
+    for source in ("build.py", "runtime.c"):
+        digest.update((HERE / source).read_bytes())
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "troupe" / "npu-simulator"
+    folder = cache / digest.hexdigest()[:16]
+    if folder.is_dir():
+        return folder
+    for tool, part in (("gcc", "gcc"), ("nm", "binutils")):
+        if shutil.which(tool) is None:
+            raise BuildError(
+                f"the NPU simulator compiles a small library when it first runs and needs {tool}: install {part}"
+            )
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache, prefix="building-") as scratch:
+        made = Path(scratch) / "libraries"
+        made.mkdir()
+        compile_into(made, torch_npu)
+        try:
+            made.rename(folder)
+        except OSError:  # another process was first
+            if not folder.is_dir():
+                raise
+    return folder
+
+
+def package(name: str) -> Path:
+    """The folder of an installed package, found without importing it."""
+    found = importlib.util.find_spec(name)
+    if found is None or found.origin is None:
+        raise BuildError(f"{name} is not installed: pip install 'troupe-llm[npu-sim]'")
+    return Path(found.origin).parent
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BuildError(f"{command[0]} failed while the NPU simulator was built:\n{done.stderr[-2000:]}")
+    return done.stdout
+
+
+def symbols(kind: str, *libraries: Path) -> set[str]:
+    lines = run("nm", "-D", f"--{kind}-only", *map(str, libraries)).splitlines()
+    return {line.split()[-1].split("@")[0] for line in lines if line and not line.endswith(":")}
+
+
+def compile_into(folder: Path, torch_npu: Path) -> None:
+    headers = torch_npu / "include" / "third_party" / "acl" / "inc"
+    main = torch_npu / "lib" / "libtorch_npu.so"
+    runtime = folder / "runtime.o"
+    run("gcc", "-O2", "-fPIC", "-w", f"-I{headers}", "-c", str(HERE / "runtime.c"), "-o", str(runtime))
+    written = {line.split()[-1] for line in run("nm", "--defined-only", str(runtime)).splitlines() if line}
+    wanted = symbols("undefined", main, *torch_npu.glob("_C*.so"))
+    provided = symbols("defined", *(package("torch") / "lib").glob("*.so"), *(torch_npu / "lib").glob("*.so"))
+    linked = {name for name in wanted - provided if LINKED_NAME.match(name)}
+    strings = re.findall(rb"[\x20-\x7e]{4,}", main.read_bytes())
+    looked_up = {text.decode() for text in strings if CANN_NAME.fullmatch(text)}
+    source = folder / "stubs.c"
+    source.write_text("".join(f"int {name}(void) {{ return 0; }}\n" for name in sorted((linked | looked_up) - written)))
+    core = str(folder / f"lib{CORE}.so")
+    shared = ("gcc", "-O2", "-fPIC", "-w", "-shared", "-pthread")
+    run(*shared, f"-Wl,-soname,lib{CORE}.so", "-o", core, str(runtime), str(source))
+    for name in LIBRARIES:
+        run(
+            *shared,
+            f"-Wl,-soname,lib{name}.so",
+            "-Wl,--no-as-needed",
+            "-Wl,-rpath,$ORIGIN",
+            *("-o", str(folder / f"lib{name}.so"), f"-L{folder}", f"-l{CORE}"),
+        )
+    runtime.unlink()
+    source.unlink()

@@ -1,0 +1,95 @@
+"""The loaded simulated CANN: what Python asks of runtime.c, and the door by which runtime.c asks Python."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kernels.npu.simulator.build import CORE, LIBRARIES
+from kernels.npu.simulator.spec import Spec
+
+__all__ = ["STREAMS", "Cann", "Door"]
+
+STREAMS = 2048
+"""Streams of a device; each captured graph takes some (facts sheet 6.6: about two thousand)."""
+
+Door = Callable[[int, int, int, Any], int]
+"""(which door, first argument, second, where to put a pointer) -> an error code of CANN, 0 for none."""
+
+
+class Cann:
+    """The library, loaded into this process so that torch_npu finds it instead of CANN."""
+
+    def __init__(self, folder: Path, spec: Spec, devices: int) -> None:
+        for name in LIBRARIES:
+            ctypes.CDLL(str(folder / f"lib{name}.so"), ctypes.RTLD_GLOBAL)
+        library = ctypes.CDLL(str(folder / f"lib{CORE}.so"), ctypes.RTLD_GLOBAL)
+        self.library = library
+        self.spec, self.devices = spec, devices
+        self.door: Door | None = None
+        door_type = ctypes.CFUNCTYPE(
+            ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)
+        )
+        self._callback = door_type(self._open)
+        for name in ("simulator_used", "simulator_peak"):
+            getattr(library, name).restype = ctypes.c_uint64
+        library.simulator_is_live.argtypes = (ctypes.c_void_p, ctypes.c_uint64)
+        library.simulator_reserve.argtypes = (ctypes.c_int32, ctypes.c_uint64)
+        library.simulator_configure.argtypes = (
+            *(ctypes.c_char_p, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int, door_type),
+        )
+        library.simulator_configure(spec.soc_name.encode(), devices, spec.memory, STREAMS, self._callback)
+        self.attention = ctypes.c_int32.in_dll(library, "simulator_attention")
+        self._lock = threading.Lock()
+
+    def _open(self, what: int, first: int | None, second: int | None, out: Any) -> int:
+        if self.door is None:
+            return 107000
+        return self.door(what, first or 0, second or 0, out)
+
+    def attend(self, more: int) -> None:
+        """Count one more or one less reason for operators, events and transfers to look around first."""
+        with self._lock:
+            self.attention.value += more
+
+    def is_live(self, address: int, size: int) -> bool:
+        """Whether the range lies in device memory that is allocated now."""
+        return bool(self.library.simulator_is_live(address, size))
+
+    def used(self, device: int) -> int:
+        """Bytes of the device that this process holds."""
+        return int(self.library.simulator_used(device))
+
+    def peak(self, device: int) -> int:
+        """The most that ``used`` has been."""
+        return int(self.library.simulator_peak(device))
+
+    def reserve(self, device: int, size: int) -> None:
+        """Have ``size`` bytes of the device be held by somebody else."""
+        self.library.simulator_reserve(device, size)
+
+    def streams_left(self, device: int) -> int:
+        """Streams that may still be made on the device."""
+        return int(self.library.simulator_streams_left(device))
+
+    def set_streams_left(self, device: int, count: int) -> None:
+        """Make streams scarce or plentiful."""
+        self.library.simulator_set_streams_left(device, count)
+
+    def error(self, device: int) -> int:
+        """The error that the device is stuck in, 0 for none."""
+        return int(self.library.simulator_broken(device))
+
+    def explain(self, device: int, message: str) -> None:
+        """What aclGetRecentErrMsg() says of the device."""
+        self.library.simulator_message(device, message.encode()[:1000])
+
+    def fail(self, device: int, code: int, message: str) -> None:
+        """Put the device into an error (0: out of it); every call that touches it then returns the code."""
+        was = self.error(device)
+        self.library.simulator_break(device, code, message.encode())
+        if bool(was) != bool(code):
+            self.attend(1 if code else -1)

@@ -1,0 +1,168 @@
+"""How an operator that the dispatcher hands to the NPU runs on the simulated one.
+
+    now        run it on CPU aliases of the same memory, copy new results to new NPU tensors
+    capturing  run only the shape function, allocate the results, keep the call for the replay
+    updating   do not run it: put its arguments in the place of a captured call's
+
+Nothing runs beside anything else: an operator has finished when its call returns, so a missing wait between streams
+goes unnoticed here (a simulator cannot find races), and speed says nothing about the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kernels.npu.simulator.cann import Cann
+from kernels.npu.simulator.memory import Aliases, is_npu, new_like
+from kernels.npu.simulator.randomness import host_generator
+
+if TYPE_CHECKING:
+    from kernels.npu.simulator.faults import Faults
+    from kernels.npu.simulator.graphs import Graphs
+
+__all__ = ["Call", "Engine", "Operator", "flat"]
+
+CPU = torch.device("cpu")
+META = torch.device("meta")
+
+
+def flat(value: Any) -> Iterator[Any]:
+    """The leaves of nested lists, tuples and dictionaries."""
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from flat(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from flat(item)
+    else:
+        yield value
+
+
+class Call:
+    """The arguments of one call in a form that runs again: CPU aliases of NPU memory, host values as they were."""
+
+    def __init__(self, aliases: Aliases, args: Any, kwargs: Any) -> None:
+        self.aliases = aliases
+        self.device: torch.device | None = None
+        self.tensors: list[tuple[Tensor, Tensor]] = []  # (NPU tensor, its alias)
+        self.args = self._host(args)
+        self.kwargs = {name: self._host(value) for name, value in kwargs.items()}
+        if self.kwargs.get("pin_memory"):
+            self.kwargs["pin_memory"] = False
+
+    def _host(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if value.device.type != "npu":
+                return value
+            alias = self.aliases.of(value)
+            self.tensors.append((value, alias))
+            if self.device is None:
+                self.device = value.device
+            return alias
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._host(item) for item in value)
+        if isinstance(value, torch.device):
+            if value.type == "npu":
+                self.device = value
+                return CPU
+            return value
+        if isinstance(value, torch.Generator):
+            return host_generator(value)
+        return value
+
+    def target(self) -> torch.device:
+        """Where new results go."""
+        if self.device is None or self.device.index is None:
+            self.device = torch.device("npu", torch.npu.current_device())
+        return self.device
+
+    def original(self, result: Tensor) -> Tensor | None:
+        """The NPU tensor that ``result`` is, or is a view of; None for a new one."""
+        for tensor, alias in self.tensors:
+            if result is alias:
+                return tensor
+        address = result.untyped_storage().data_ptr() if result.device.type == "cpu" else 0
+        if address:
+            for tensor, alias in self.tensors:
+                if alias.untyped_storage().data_ptr() == address:
+                    base = tensor if tensor.dtype == result.dtype else tensor.view(result.dtype)
+                    return base.as_strided(result.size(), result.stride(), result.storage_offset())
+        return None
+
+    def device_result(self, result: Any) -> Any:
+        """``result`` of the CPU operator as NPU tensors."""
+        if isinstance(result, Tensor):
+            if result.device.type != "cpu":
+                return result
+            given = self.original(result)
+            if given is not None:
+                return given
+            if any(result is argument for argument in flat((self.args, self.kwargs))):
+                return result  # a CPU tensor that was written to
+            made = new_like(result, self.target())
+            if result.numel():
+                self.aliases.of(made).copy_(result)
+            return made
+        if isinstance(result, (list, tuple)):
+            return type(result)(self.device_result(item) for item in result)
+        return result
+
+
+class Engine:
+    """What every operator shares."""
+
+    def __init__(self, cann: Cann) -> None:
+        self.cann = cann
+        self.aliases = Aliases()
+        self.graphs: Graphs | None = None
+        self.faults: Faults | None = None
+        self.calls: dict[str, int] = {}
+
+    def interrupted(self, operator: Operator, args: Any, kwargs: Any) -> tuple[bool, Any]:
+        """Called while something is out of the ordinary. (True, result) when the call must not run now."""
+        device = next((value.device.index for value in flat((args, kwargs)) if is_npu(value)), None)
+        if device is None:
+            device = torch.npu.current_device()
+        if self.faults is not None:
+            self.faults.before(operator.name, device)
+        if self.cann.error(device):
+            with torch.npu.device(device):
+                torch.npu.synchronize()
+            raise RuntimeError(f"simulated NPU {device} is in error {self.cann.error(device)}")
+        if self.graphs is None:
+            return False, None
+        return self.graphs.intercept(operator, device, args, kwargs)
+
+
+class Operator:
+    """One overload, taken over.
+
+    ``compute``: the operator on CPU tensors. ``shape``: the same on meta tensors, None where nothing new is returned.
+    ``host``: it only answers a question of the host and is never part of a graph.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        overload: Any,
+        compute: Callable[..., Any],
+        shape: Callable[..., Any] | None,
+        host: bool = False,
+    ) -> None:
+        self.engine, self.overload, self.compute, self.shape, self.host = engine, overload, compute, shape, host
+        self.name = str(overload)
+        self.attention = engine.cann.attention
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        calls = self.engine.calls
+        calls[self.name] = calls.get(self.name, 0) + 1
+        if self.attention.value and not self.host:
+            done, result = self.engine.interrupted(self, args, kwargs)
+            if done:
+                return result
+        call = Call(self.engine.aliases, args, kwargs)
+        return call.device_result(self.compute(*call.args, **call.kwargs))

@@ -1,0 +1,49 @@
+"""The simulated device's memory is host memory: the same bytes seen as a CPU tensor, and back."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Aliases", "is_npu", "new_like"]
+
+MOST_CACHED = 65536
+
+
+def is_npu(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.device.type == "npu"
+
+
+def new_like(result: Tensor, device: torch.device) -> Tensor:
+    """An uninitialised tensor on ``device`` with the shape, strides and dtype of ``result`` (its own storage)."""
+    return torch.empty_strided(result.size(), result.stride(), dtype=result.dtype, device=device)
+
+
+class Aliases:
+    """CPU tensors over the memory of NPU tensors. They own nothing: the NPU tensor must outlive their use."""
+
+    def __init__(self) -> None:
+        self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}  # by address: right whoever allocates there
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """``tensor``'s memory, shape and strides as a CPU tensor."""
+        storage = tensor.untyped_storage()
+        size = storage.nbytes()
+        if not size or not tensor.numel():
+            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+        return torch.empty(0, dtype=tensor.dtype).set_(
+            self._storage(storage.data_ptr(), size), tensor.storage_offset(), tensor.size(), tensor.stride()
+        )
+
+    def _storage(self, address: int, size: int) -> torch.UntypedStorage:
+        key = (address, size)
+        found = self._storages.get(key)
+        if found is None:
+            if len(self._storages) >= MOST_CACHED:
+                self._storages.clear()
+            memory = (ctypes.c_byte * size).from_address(address)
+            found = self._storages[key] = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+        return found
