@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tests.simulated_npu  # noqa: F401 - where torch_npu is installed, NPUs come before torch
+
+# isort: split
 import random
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
