@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from quart import Quart, Response, request
 from quart.typing import ResponseReturnValue
+from werkzeug.exceptions import RequestTimeout
 
 from actors.arguments import Arguments
 from app.decoding import check_json_content
@@ -170,12 +171,24 @@ def _view(service: Service, route: Route) -> Callable[..., Awaitable[Response]]:
         declared = request.content_length
         if not (route.optional_body and not declared and "Transfer-Encoding" not in headers):
             check_json_content(headers.get("Content-Type", ""), headers.get("Content-Encoding", ""))
-        data: bytes = await request.get_data(cache=False, as_text=False, parse_form_data=False)
+        data = await _read_body()
         body = service.decode(data or b"{}" if route.optional_body else data, route.body, route)
         del data
         return await route.handler(service, exchange, body)
 
     return view
+
+
+async def _read_body() -> bytes:
+    """The request's body. Quart's ``get_data`` waits with ``asyncio.wait_for``, which on Python 3.11 swallows the
+    cancellation of a client that hangs up right behind its request."""
+    try:
+        async with asyncio.timeout(request.body_timeout):
+            data: bytes = await request.body
+    except TimeoutError:
+        raise RequestTimeout() from None
+    request.body.clear()
+    return data
 
 
 def create_app(arguments: Arguments, engine: Engine | None = None) -> Troupe:

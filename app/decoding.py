@@ -58,15 +58,21 @@ def decode(data: bytes, kind: type[Body]) -> tuple[Body, Mapping[str, msgspec.Ra
         raise invalid(f"The body is nested more than {MAX_DEPTH} levels deep.", code="too_deep") from None
 
 
-def shallow_objects(raw: msgspec.Raw | None) -> list[dict[str, msgspec.Raw]]:
-    """The objects of a field that holds one or a list of them, with their fields undecoded; none for anything else."""
+def shallow_objects(raw: msgspec.Raw | None, param: str) -> list[dict[str, msgspec.Raw]]:
+    """The objects of a field that holds one or a list of them, with their fields undecoded; none for anything else.
+
+    Raises 400 for names that the body's decoder skipped over and that are not text.
+    """
     if raw is None:
         return []
     first = bytes(raw)[:1]
-    if first == b"{":
-        return [_shallow.decode(raw)]
-    if first == b"[":
-        return [item for item in _shallow_list.decode(raw) if isinstance(item, dict)]
+    try:
+        if first == b"{":
+            return [_shallow.decode(raw)]
+        if first == b"[":
+            return [item for item in _shallow_list.decode(raw) if isinstance(item, dict)]
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise invalid(f"{param}: holds a name that is not UTF-8.", param=param, code="invalid_json") from None
     return []
 
 

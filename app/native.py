@@ -13,7 +13,7 @@ from actors.requests import Delta, TokenLogprob
 from app.collecting import Collected, Merged, collect
 from app.errors import invalid
 from app.exchange import Exchange
-from app.native_requests import NATIVE_NAMES, Batch, GenerateRequest, Item, batch_of
+from app.native_requests import Batch, GenerateRequest, Item, batch_of, native_names
 from app.service import Service, json_response
 from app.sse import sse_response
 
@@ -35,7 +35,8 @@ class GenerateAnswer(msgspec.Struct, kw_only=True):
 async def generate(service: Service, exchange: Exchange, body: GenerateRequest) -> Response:
     """Generate for one prompt or many, at once or as a stream. An aborted request answers with what it had."""
     batch = batch_of(body)
-    service.check_size(len(batch.items), batch.choices, "text" if body.text is not None else "input_ids")
+    names = native_names(body)
+    service.check_size(len(batch.items), batch.choices, names["prompt"])
     salt = f"{body.cache_salt}\n{body.extra_key}" if body.cache_salt and body.extra_key else None
     streams = [
         service.submit(
@@ -45,11 +46,11 @@ async def generate(service: Service, exchange: Exchange, body: GenerateRequest) 
             priority=body.priority,
             cache_salt=salt or body.cache_salt or body.extra_key,
             label=item.label,
-            rename=NATIVE_NAMES,
+            rename=names,
         )
         for item in batch.items
     ]
-    await service.accepted(streams, NATIVE_NAMES)
+    await service.accepted(streams, names)
     for item, stream in zip(batch.items, streams, strict=True):
         if item.start is not None and item.start >= stream.prompt_tokens:
             raise invalid(

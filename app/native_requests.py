@@ -11,15 +11,14 @@ from actors.requests import LIMITS, SamplingParams
 from app.errors import invalid
 from app.openai.requests import Text, TokenId, TokenIds
 
-__all__ = ["NATIVE_NAMES", "Batch", "GenerateRequest", "NativeSampling", "batch_of"]
+__all__ = ["Batch", "GenerateRequest", "NativeSampling", "batch_of", "native_names"]
 
-NATIVE_NAMES = {
+_NAMES = {
     "max_tokens": "sampling_params.max_new_tokens",
     "min_tokens": "sampling_params.min_new_tokens",
     "seed": "sampling_params.sampling_seed",
     "logprobs": "top_logprobs_num",
     "prompt_logprobs": "top_logprobs_num",
-    "prompt": "text",
     **{
         name: f"sampling_params.{name}"
         for name in (
@@ -37,7 +36,6 @@ NATIVE_NAMES = {
         )
     },
 }
-"""The engine's parameter names as this API spells them."""
 
 _MANY = Meta(max_length=LIMITS.prompts)
 
@@ -100,6 +98,15 @@ class Batch(msgspec.Struct, kw_only=True):
     choices: int
 
 
+def native_names(body: GenerateRequest) -> dict[str, str]:
+    """The engine's parameter names as this body spells them."""
+    return {**_NAMES, "prompt": _prompt_field(body)}
+
+
+def _prompt_field(body: GenerateRequest) -> str:
+    return "text" if body.text is not None else "input_ids"
+
+
 def batch_of(body: GenerateRequest) -> Batch:
     """The prompts of a body with the parameters of each. Raises 400."""
     prompts, single = _prompts(body)
@@ -125,7 +132,7 @@ def _prompts(body: GenerateRequest) -> tuple[list[str | list[int]], bool]:
     if isinstance(body.text, str):
         return [body.text], True
     given: list[Any] | None = body.text if body.text is not None else body.input_ids
-    field = "text" if body.text is not None else "input_ids"
+    field = _prompt_field(body)
     if not given:
         raise invalid(f"{field}: must not be empty.", param=field)
     if isinstance(given[0], int):

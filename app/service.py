@@ -117,7 +117,7 @@ class Service:
         body, fields = decode(data, kind)
         self._screen(fields, kind, route, "")
         for name, part in route.nested:
-            for inner in shallow_objects(fields.get(name)):
+            for inner in shallow_objects(fields.get(name), name):
                 self._screen(inner, part, route, f"{name}.")
         return body
 

@@ -11,8 +11,12 @@ from app.errors import invalid
 __all__ = ["REFUSED", "refuse"]
 
 
+_NOTHING: tuple[object, ...] = (None, False, "", [], {})
+
+
 def _empty(value: object) -> bool:
-    return value in (None, False, "", [], {})
+    """Whether a value means "as if left out"; for a batch, whether every one of its values does."""
+    return value in _NOTHING or (isinstance(value, list) and all(item in _NOTHING for item in value))
 
 
 def _none_or(*neutral: object) -> Callable[[object], bool]:
@@ -110,8 +114,8 @@ def refuse(name: str, raw: msgspec.Raw, prefix: str = "") -> None:
     neutral, reason = _TABLE[name]
     try:
         value = msgspec.json.decode(raw)
-    except RecursionError:
-        value = raw
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        value = raw  # the body's decoder skipped over it; whatever it is, it is not empty
     if neutral(value):
         return
     param = f"{prefix}{name}"

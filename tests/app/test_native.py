@@ -7,6 +7,8 @@ import asyncio
 import msgspec
 import pytest
 
+from actors.requests import InvalidRequest
+
 ANSWER = "Paris is the capital of France."
 
 
@@ -135,6 +137,7 @@ async def test_an_openai_request_is_aborted_by_the_id_of_its_answer(application,
         ({"text": "a", "sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens"),
         ({"text": "a", "image_data": "x"}, "image_data"),
         ({"text": "a", "lora_path": "x"}, "lora_path"),
+        ({"text": ["a", "b"], "lora_path": [None, "x"]}, "lora_path"),
     ],
 )
 async def test_bad_fields_are_named(application, engine, body, param):
@@ -142,6 +145,40 @@ async def test_bad_fields_are_named(application, engine, body, param):
     assert response.status_code == 400
     assert msgspec.json.decode(data)["error"]["param"] == param
     assert not engine.open
+
+
+async def test_a_batch_of_neutral_values_is_neutral(application):
+    response, _ = await post(application, text=["a", "b"], lora_path=[None, None], image_data=[[], None])
+    assert response.status_code == 200
+
+
+@pytest.mark.parametrize(("body", "param"), [({"text": "a"}, "text"), ({"input_ids": [[7]]}, "input_ids")])
+async def test_what_is_wrong_with_a_prompt_is_told_under_its_field(application, engine, body, param):
+    engine.ready_error = InvalidRequest("prompt holds token id 7.", param="prompt")
+    response, data = await post(application, **body)
+    error = msgspec.json.decode(data)["error"]
+    assert (response.status_code, error["param"]) == (400, param)
+    assert error["message"] == f"{param} holds token id 7."
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'"image_data":1e999',
+        b'"image_data":"\xff"',
+        b'"sampling_params":{"regex":-1e999}',
+        b'"sampling_params":{"regex":"\xff"}',
+        b'"sampling_params":{"\xff":1}',
+        b'"sampling_params":[{"\xff":1}]',
+        b'"\xff":1',
+    ],
+)
+async def test_values_that_nobody_can_read_are_mistakes(application, engine, raw):
+    response = await application.test_client().post(
+        "/generate", data=b'{"text":"a",' + raw + b"}", headers={"Content-Type": "application/json"}
+    )
+    assert response.status_code == 400
+    assert not engine.requests
 
 
 async def test_unknown_sampling_fields_are_counted(application, engine):

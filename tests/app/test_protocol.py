@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import httpx
 import msgspec
@@ -22,6 +23,23 @@ async def test_a_client_that_hangs_up_frees_its_request(application, engine, ser
         await asyncio.gather(task, return_exceptions=True)
     await until(lambda: not engine.open and not application.service.live)
     assert engine.streams[0].aborted.is_set()
+
+
+@pytest.mark.parametrize("stream", [b"false", b"true"])
+async def test_a_hang_up_right_behind_the_request_is_seen(application, engine, serve, stream, until, caplog):
+    """The body and the end of the connection come in together, before the handler runs."""
+    caplog.set_level(logging.INFO, logger="troupe.http")
+    engine.gate = asyncio.Event()
+    host, port = (await serve(application)).removeprefix("http://").split(":")
+    for body in (b'{"prompt":"x","stream":' + stream + b"}", b'{"text":["x","y"],"stream":' + stream + b"}"):
+        _, writer = await asyncio.open_connection(host, int(port))
+        path = b"/generate" if b"text" in body else b"/v1/completions"
+        writer.write(b"POST " + path + b" HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
+        writer.write(b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        writer.close()
+    await until(lambda: sum(" disconnect " in record.getMessage() for record in caplog.records) == 2)
+    assert not engine.open
+    assert not application.service.live
 
 
 async def test_a_hang_up_in_the_middle_of_a_stream(application, engine, serve, until):
