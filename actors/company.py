@@ -11,6 +11,7 @@ from actors.cache_manager import CacheManager
 from actors.configuration import planner_config, runner_config
 from actors.detokenizer import Detokenizer
 from actors.journal import Journal
+from actors.placement import place
 from actors.protocol import (
     CacheProtocol,
     DetokenizerProtocol,
@@ -27,7 +28,6 @@ from actors.scheduler import Scheduler
 from actors.served_model import ServedModel
 from actors.tokenizer import Tokenizer
 from actors.vitals import Vitals
-from kernels.environment import worker_environment
 from kernels.step import ModelInfo
 
 __all__ = ["Company"]
@@ -97,14 +97,17 @@ class Company:
                     )
                 )
 
+        placement = place(arguments, os.environ)
         # The worker's process starts first: it takes longest, and the rest is put up while it imports.
         self.worker = await system.spawn_process(
             WorkerProtocol,
             name="worker-0",
             target="actors.worker:Worker",
-            config=WorkerConfig(runner=runner_config(arguments, self._model.files.path, self._context_length)),
+            config=WorkerConfig(
+                runner=runner_config(arguments, self._model.files.path, self._context_length, placement)
+            ),
             config_type=WorkerConfig,
-            environment=worker_environment(os.environ),
+            environment=placement.environment(arguments, 0, os.environ, _STEP_TIMEOUT),
             events=self._worker_event,
             events_type=LoadProgress | WorkerLoaded,
             supervision=Supervision(strategy=Strategy.RESTART_ONE, max_restarts=3, within=300.0),

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from actors.arguments import Arguments
+from actors.placement import Placement
 from actors.scheduling.config import PlannerConfig
 from kernels.step import RunnerConfig
 
@@ -32,23 +33,32 @@ def planner_config(arguments: Arguments, context_length: int) -> PlannerConfig:
     )
 
 
-def runner_config(arguments: Arguments, model: Path, context_length: int) -> RunnerConfig:
+def runner_config(arguments: Arguments, model: Path, context_length: int, placement: Placement) -> RunnerConfig:
     a = arguments
     return RunnerConfig(
         model_path=str(model),
-        device="cpu" if a.device == "auto" else a.device,
+        device=placement.device,
         dtype=a.dtype,
         load_format=a.load_format,
         config_overrides=msgspec.json.encode(a.json_model_override_args).decode(),
         loader_extra_config=msgspec.json.encode(a.model_loader_extra_config).decode(),
         context_length=context_length,
         max_slots=a.max_running_requests + 1,
-        page_size=a.page_size,
+        page_size=a.page_size or placement.page_size,
         max_total_tokens=a.max_total_tokens or 0,
         mem_fraction_static=a.mem_fraction_static or 0.0,
         max_step_tokens=_step_tokens(a, context_length),
         threads=a.cpu_threads or 0,
         random_seed=a.random_seed or 0,
+        npu_simulator=placement.simulator,
+        attention_backend=a.attention_backend or "",
+        prefill_attention_backend=a.prefill_attention_backend or "",
+        decode_attention_backend=a.decode_attention_backend or "",
+        sampling_backend=a.sampling_backend or "",
+        disable_graphs=a.disable_cuda_graph,
+        graph_rows=a.cuda_graph_bs or (),
+        graph_max_rows=a.cuda_graph_max_bs or 0,
+        disable_graph_padding=a.disable_cuda_graph_padding,
     )
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
+
 from actors.protocol import LoadProgress, Step, WorkerConfig, WorkerLoaded, WorkerProtocol
 from actors.runtime import Actor, Deferred, RequestError, handles
 from kernels.step import ModelInfo, StepResult
@@ -54,10 +56,18 @@ class Worker(Actor[WorkerProtocol]):
 
     def _load(self, progress: Callable[[str, float], None]) -> ModelInfo:
         # torch is imported here, in the model's thread of the worker's process, and nowhere else.
+        simulator = self._config.runner.npu_simulator
+        if simulator:
+            from kernels.npu.simulator.activate import activate
+
+            activate(simulator)  # before anybody imports torch
         from kernels.runner import ModelRunner
 
         self._runner = ModelRunner(self._config.runner, progress)
-        return self._runner.load()
+        info = self._runner.load()
+        if simulator:
+            info = msgspec.structs.replace(info, device=f"{self._config.runner.device} (simulated {simulator})")
+        return info
 
     @handles
     def step(self, message: Step) -> Deferred[StepResult]:

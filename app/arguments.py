@@ -13,7 +13,6 @@ from typing import Any
 
 from actors.arguments import ArgumentError, Arguments
 from actors.arguments.argument import Argument
-from actors.arguments.refusal import Refusal
 from actors.arguments.resolving import Given, canonical, find, resolve
 from app.understudy import MODEL_DIR
 
@@ -90,7 +89,7 @@ def _read_words(words: Sequence[str], source: str, problems: list[str]) -> list[
                 continue
             if found.entry.is_flag:
                 given.append(Given(name=name, value=value if equals else True, spelling=spelling))
-            elif isinstance(found.entry, Refusal) and found.entry.takes_many:
+            elif found.entry.takes_many:
                 values = [value] if equals else _take_values(rest, equals)
                 given.append(Given(name=name, value=" ".join(values), spelling=spelling))
             elif equals:

@@ -12,7 +12,7 @@ from actors.arguments.errors import ArgumentError
 
 __all__ = ["MAX_TEXT", "Argument", "Group", "Kind", "Number", "parse_flag"]
 
-Kind: TypeAlias = Literal["str", "int", "float", "flag", "json", "names"]
+Kind: TypeAlias = Literal["str", "int", "float", "flag", "json", "names", "ints"]
 Number: TypeAlias = int | float
 
 Group: TypeAlias = Literal[
@@ -22,6 +22,7 @@ Group: TypeAlias = Literal[
     "Memory and scheduling",
     "Tokenizer batching",
     "Runtime",
+    "Devices and kernels",
     "Logging",
     "Configuration file",
 ]
@@ -73,6 +74,11 @@ class Argument(msgspec.Struct, frozen=True, kw_only=True):
     def is_flag(self) -> bool:
         return self.kind == "flag"
 
+    @property
+    def takes_many(self) -> bool:
+        """Whether the command line gives it several words: ``--cuda-graph-bs 1 2 4``."""
+        return self.kind == "ints"
+
     def parse(self, given: object) -> object:
         """A value as it was given (text of a command line, a YAML or Python value) as the field's type, checked.
 
@@ -102,6 +108,8 @@ class Argument(msgspec.Struct, frozen=True, kw_only=True):
                 ok = isinstance(value, str)
             case "names":
                 ok = isinstance(value, tuple) and all(isinstance(name, str) for name in value)
+            case "ints":
+                ok = isinstance(value, tuple) and all(type(number) is int for number in value)
             case "json":
                 ok = isinstance(value, dict)
         if not ok:
@@ -111,8 +119,11 @@ class Argument(msgspec.Struct, frozen=True, kw_only=True):
         elif isinstance(value, str):
             self._check_text(value)
         elif isinstance(value, tuple):
-            for name in value:
-                self._check_text(name)
+            for member in value:
+                if self.kind == "ints":
+                    self._check_number(member)
+                else:
+                    self._check_text(member)
 
     def _converted(self, given: object) -> object:
         text = given.strip() if isinstance(given, str) else None
@@ -151,6 +162,14 @@ class Argument(msgspec.Struct, frozen=True, kw_only=True):
                 return tuple(
                     self._canonical(part.strip()) if isinstance(part, str) else part for part in parts if part != ""
                 )
+            case "ints":
+                parts = text.strip("[]").replace(",", " ").split() if text is not None else given
+                if not isinstance(parts, list | tuple):
+                    raise self._wrong_type(given)
+                try:
+                    return tuple(int(part) if isinstance(part, str) else part for part in parts)
+                except ValueError:
+                    raise self._wrong_type(given) from None
             case "json":
                 return self._json(text) if text is not None else given
 
@@ -202,6 +221,8 @@ class Argument(msgspec.Struct, frozen=True, kw_only=True):
                 if self.kind == "names":
                     return f"a comma-separated list of {listed or 'names'}"
                 return listed or "text"
+            case "ints":
+                return f"integers from {self.minimum} to {self.maximum}"
             case "json":
                 return "a JSON object"
             case "int" | "float":

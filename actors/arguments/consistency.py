@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from actors.arguments.argument import Argument
 from actors.arguments.errors import ArgumentError
+from kernels.npu.simulator.spec import SpecError
+from kernels.npu.simulator.spec import parse as parse_simulation
 
 if TYPE_CHECKING:
     from actors.arguments.values import Arguments
@@ -43,7 +45,7 @@ _PREFERRED = {
 
 def contradictions(arguments: Arguments) -> list[str]:
     """A sentence for each pair of values that do not go together; none when all do."""
-    return [*_needs(arguments), *_shapes(arguments), *_preferred(arguments)]
+    return [*_needs(arguments), *_devices(arguments), *_shapes(arguments), *_preferred(arguments)]
 
 
 def _needs(arguments: Arguments) -> Iterator[str]:
@@ -66,9 +68,33 @@ def _needs(arguments: Arguments) -> Iterator[str]:
             yield "skip_tokenizer_init loads no tokenizer; leave out tokenizer_path, chat_template, completion_template"
 
 
+def _devices(arguments: Arguments) -> Iterator[str]:
+    if arguments.device == "cpu":
+        given = {
+            "npu_simulator": arguments.npu_simulator,
+            "attention_backend": arguments.attention_backend,
+            "prefill_attention_backend": arguments.prefill_attention_backend,
+            "decode_attention_backend": arguments.decode_attention_backend,
+            "base_gpu_id": arguments.base_gpu_id,
+        }
+        for name, value in given.items():
+            if value:
+                yield f"{name} contradicts device cpu; leave one out"
+        if arguments.sampling_backend == "ascend":
+            yield "sampling_backend ascend contradicts device cpu; leave one out"
+    if arguments.npu_simulator is not None:
+        try:
+            parse_simulation(arguments.npu_simulator)
+        except SpecError as error:
+            yield f"npu_simulator: {error}"
+    if arguments.cuda_graph_bs and arguments.cuda_graph_max_bs is not None:
+        yield "cuda_graph_bs says all sizes; leave cuda_graph_max_bs out"
+
+
 def _shapes(arguments: Arguments) -> Iterator[str]:
-    if arguments.max_total_tokens is not None and arguments.max_total_tokens < arguments.page_size:
-        yield f"max_total_tokens is less than one page; give at least page_size, {arguments.page_size}"
+    page_size = arguments.page_size
+    if page_size is not None and arguments.max_total_tokens is not None and arguments.max_total_tokens < page_size:
+        yield f"max_total_tokens is less than one page; give at least page_size, {page_size}"
     root = arguments.fastapi_root_path
     if root and (not root.startswith("/") or root.endswith("/")):
         yield f"fastapi_root_path must begin with a slash and not end with one, such as /llm, not {root!r}"

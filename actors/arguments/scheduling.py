@@ -6,7 +6,6 @@ from actors.arguments.argument import Argument
 
 __all__ = ["SCHEDULING_ARGUMENTS"]
 
-_DEVICE = "this device is not built yet; use cpu"
 _POLICY = "this policy is not built; use lpm or fcfs"
 
 SCHEDULING_ARGUMENTS: tuple[Argument, ...] = (
@@ -38,7 +37,8 @@ SCHEDULING_ARGUMENTS: tuple[Argument, ...] = (
         name="page-size",
         aliases=("block-size",),
         kind="int",
-        default=16,
+        default=None,
+        default_text="16, and 128 on an NPU",
         minimum=1,
         maximum=1024,
         group="Memory and scheduling",
@@ -228,15 +228,6 @@ SCHEDULING_ARGUMENTS: tuple[Argument, ...] = (
         default=False,
         group="Tokenizer batching",
         help="Cut a prompt that is too long to the context length, rather than refuse it.",
-    ),
-    Argument(
-        name="device",
-        kind="str",
-        default="auto",
-        choices=("auto", "cpu"),
-        unbuilt_choices={"npu": _DEVICE, "cuda": _DEVICE, "gpu": _DEVICE, "xpu": _DEVICE, "hpu": _DEVICE},
-        group="Runtime",
-        help="What runs the model; auto takes the best device that is there.",
     ),
     Argument(
         name="cpu-threads",

@@ -62,7 +62,7 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
 
     mem_fraction_static: float | None = None
     max_total_tokens: int | None = None
-    page_size: int = 16
+    page_size: int | None = None
     max_running_requests: int = 256
     max_queued_requests: int = 2048
     max_queued_tokens: int | None = None
@@ -85,9 +85,21 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
     enable_tokenizer_batch_encode: bool = True
     allow_auto_truncate: bool = False
 
-    device: Literal["auto", "cpu"] = "auto"
     cpu_threads: int | None = None
     random_seed: int | None = None
+
+    device: Literal["auto", "cpu", "npu"] = "auto"
+    base_gpu_id: int = 0
+    gpu_id_step: int = 1
+    npu_simulator: str | None = None
+    attention_backend: Literal["ascend", "torch_native"] | None = None
+    prefill_attention_backend: Literal["ascend", "torch_native"] | None = None
+    decode_attention_backend: Literal["ascend", "torch_native"] | None = None
+    sampling_backend: Literal["pytorch", "ascend"] | None = None
+    disable_cuda_graph: bool = False
+    cuda_graph_bs: tuple[int, ...] | None = None
+    cuda_graph_max_bs: int | None = None
+    disable_cuda_graph_padding: bool = False
 
     def __post_init__(self) -> None:
         problems = []

@@ -9,6 +9,9 @@ import pytest
 
 from actors.arguments import Arguments
 from actors.configuration import planner_config, runner_config
+from actors.placement import Placement
+
+CPU = Placement("cpu")
 
 
 @pytest.mark.parametrize(
@@ -58,9 +61,19 @@ def test_planner(keywords: dict[str, Any], field: str, value: object) -> None:
         ({"chunked_prefill_size": 900}, "max_step_tokens", 900),
         ({"cpu_threads": 1}, "threads", 1),
         ({"random_seed": 5}, "random_seed", 5),
+        ({"attention_backend": "torch_native"}, "attention_backend", "torch_native"),
+        ({"prefill_attention_backend": "ascend"}, "prefill_attention_backend", "ascend"),
+        ({"decode_attention_backend": "ascend"}, "decode_attention_backend", "ascend"),
+        ({"sampling_backend": "pytorch"}, "sampling_backend", "pytorch"),
+        ({"disable_cuda_graph": True}, "disable_graphs", True),
+        ({"enforce_eager": True}, "disable_graphs", True),
+        ({"cuda_graph_bs": (1, 6)}, "graph_rows", (1, 6)),
+        ({"cuda_graph_bs": "1 6"}, "graph_rows", (1, 6)),
+        ({"cuda_graph_max_bs": 12}, "graph_max_rows", 12),
+        ({"disable_cuda_graph_padding": True}, "disable_graph_padding", True),
     ],
 )
 def test_runner(keywords: dict[str, Any], field: str, value: object) -> None:
     model = Path("m")
-    assert getattr(runner_config(Arguments(model_path="m"), model, 4096), field) != value
-    assert getattr(runner_config(Arguments.from_keywords(model="m", **keywords), model, 4096), field) == value
+    assert getattr(runner_config(Arguments(model_path="m"), model, 4096, CPU), field) != value
+    assert getattr(runner_config(Arguments.from_keywords(model="m", **keywords), model, 4096, CPU), field) == value

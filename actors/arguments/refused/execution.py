@@ -8,7 +8,7 @@ __all__ = ["EXECUTION"]
 
 _OUT = "leave it out"
 _GRAPH = "Graphs"
-_GRAPHS = "graphs of captured device work are not built yet"
+_GRAPHS = "graphs of prefills, and tools around graphs, are not built yet"
 
 EXECUTION: tuple[Refusal, ...] = (
     *family(
@@ -30,10 +30,6 @@ EXECUTION: tuple[Refusal, ...] = (
             "enable-mla-l1-5-cache",
         ),
         values={
-            "attention-backend": None,
-            "prefill-attention-backend": None,
-            "decode-attention-backend": None,
-            "sampling-backend": None,
             "nsa-prefill-backend": "flashmla_sparse",
             "nsa-decode-backend": "fa3",
             "triton-attention-num-kv-splits": 8,
@@ -41,31 +37,20 @@ EXECUTION: tuple[Refusal, ...] = (
             "mla-chunk-multiplier": None,
         },
     ),
-    Refusal(
-        name="disable-cuda-graph",
-        aliases=("enforce-eager",),
-        is_flag=True,
-        accepts=(True,),
-        group=_GRAPH,
-        reason=_GRAPHS,
-        remedy="leave it out or give true: every step runs without a graph",
-    ),
     *family(
         _GRAPH,
         _GRAPHS,
-        "leave it out: every step runs without a graph",
+        "leave it out: decodes run in graphs where the device has them",
         flags=(
-            "disable-cuda-graph-padding",
             "enable-profile-cuda-graph",
             "enable-cudagraph-gc",
             "enable-piecewise-cuda-graph",
         ),
         values={
-            "cuda-graph-max-bs max-cudagraph-capture-size": None,
             "piecewise-cuda-graph-compiler": "eager",
             "piecewise-cuda-graph-max-tokens": 4096,
         },
-        lists=("cuda-graph-bs cudagraph-capture-sizes", "piecewise-cuda-graph-tokens"),
+        lists=("piecewise-cuda-graph-tokens",),
     ),
     *family(
         _GRAPH,

@@ -103,12 +103,6 @@ PARALLELISM: tuple[Refusal, ...] = (
         values={"comm-fusion-max-num-tokens": None},
     ),
     *family(
-        "Parallelism",
-        "choosing among several devices is not built yet",
-        "leave it out; the environment variables of the platform choose the device",
-        values={"base-gpu-id": 0, "gpu-id-step": 1},
-    ),
-    *family(
         "Disaggregation",
         "splitting prefill and decode between servers is not built yet",
         "leave it out: one server does both",

@@ -49,7 +49,6 @@ REFUSED_DEFAULTS = {
     "--sleep-on-idle",
     "--enable-metrics",
     "--decode-log-interval",
-    "--disable-cuda-graph",
     "--enable-mixed-chunk",
 }
 

@@ -1,0 +1,101 @@
+"""Which device a worker gets, and what its environment says. Nothing here needs torch_npu."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from actors import placement
+from actors.arguments import ArgumentError, Arguments
+from actors.placement import Placement, place
+
+
+def arguments(**keywords: object) -> Arguments:
+    return Arguments.from_keywords(model="m", **keywords)
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A /dev without NPUs, on a machine that has torch_npu."""
+    monkeypatch.setattr(placement, "_DEVICE_FILES", tmp_path)
+    monkeypatch.setattr(placement, "find_spec", lambda name: object())
+    return tmp_path
+
+
+def test_the_best_device_that_is_there(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert place(arguments(), {}) == Placement("cpu")
+    (machine / "davinci_manager").touch()
+    assert place(arguments(), {}).device == "cpu"
+    (machine / "davinci3").touch()
+    assert place(arguments(), {}) == Placement("npu")
+    assert place(arguments(device="cpu"), {}) == Placement("cpu")
+    monkeypatch.setattr(placement, "find_spec", lambda name: None)
+    assert place(arguments(), {}) == Placement("cpu")
+    assert place(arguments(device="npu"), {}) == Placement("npu")
+
+
+def test_the_simulator_is_a_device() -> None:
+    assert place(arguments(npu_simulator="A3:4"), {}) == Placement("npu", "A3:4")
+    assert place(arguments(), {"TROUPE_NPU_SIMULATOR": "A2"}) == Placement("npu", "A2")
+    assert place(arguments(npu_simulator="A5"), {"TROUPE_NPU_SIMULATOR": "A2"}).simulator == "A5"
+    assert place(arguments(device="cpu"), {"TROUPE_NPU_SIMULATOR": "A2"}) == Placement("cpu")
+    with pytest.raises(ArgumentError, match="TROUPE_NPU_SIMULATOR: 'A9'"):
+        place(arguments(), {"TROUPE_NPU_SIMULATOR": "A9"})
+    with pytest.raises(ArgumentError, match="npu_simulator: 'A9'"):
+        arguments(npu_simulator="A9")
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"npu_simulator": "A2"},
+        {"attention_backend": "ascend"},
+        {"decode_attention_backend": "torch_native"},
+        {"sampling_backend": "ascend"},
+        {"base_gpu_id": 2},
+    ],
+)
+def test_the_cpu_has_none_of_it(keywords: dict[str, object]) -> None:
+    with pytest.raises(ArgumentError, match="contradicts device cpu"):
+        arguments(device="cpu", **keywords)
+
+
+def test_each_worker_sees_its_own_npu() -> None:
+    npu = Placement("npu")
+
+    def visible(rank: int, environ: dict[str, str], **keywords: object) -> str:
+        return npu.environment(arguments(**keywords), rank, environ, 300.0)["ASCEND_RT_VISIBLE_DEVICES"]
+
+    assert visible(0, {}) == "0"
+    assert visible(2, {}, base_gpu_id=1, gpu_id_step=3) == "7"
+    assert visible(1, {"ASCEND_RT_VISIBLE_DEVICES": "4, 6,7"}, base_gpu_id=1) == "7"
+    with pytest.raises(ArgumentError, match="shows 2 NPUs"):
+        visible(0, {"ASCEND_RT_VISIBLE_DEVICES": "0,1"}, base_gpu_id=2)
+
+
+def test_a_hung_collective_speaks_before_its_supervisor_does() -> None:
+    added = Placement("npu").environment(arguments(), 0, {}, 300.0)
+    assert int(added["HCCL_EXEC_TIMEOUT"]) < 300
+    assert "HCCL_EXEC_TIMEOUT" not in Placement("npu").environment(arguments(), 0, {"HCCL_EXEC_TIMEOUT": "9"}, 300.0)
+
+
+def test_torch_npu_is_not_loaded_behind_the_back_of_a_cpu_worker() -> None:
+    added = Placement("cpu").environment(arguments(), 0, {}, 300.0)
+    assert added["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "0"
+    assert not any(name.startswith(("ASCEND", "HCCL")) for name in added)
+
+
+def test_placing_imports_no_torch() -> None:
+    program = (
+        "import sys; from actors.arguments import Arguments; from actors.placement import place;"
+        "place(Arguments(model_path='m', npu_simulator='A2'), {}); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_pages_are_larger_on_an_npu() -> None:
+    assert (Placement("cpu").page_size, Placement("npu").page_size) == (16, 128)
