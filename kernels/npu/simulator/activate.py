@@ -91,13 +91,18 @@ def activate(text: str) -> Simulator:
 
     from kernels.npu.simulator.aten import take_over_aten
     from kernels.npu.simulator.dispatch import Engine
+    from kernels.npu.simulator.faults import Faults
+    from kernels.npu.simulator.graphs import Graphs
     from kernels.npu.simulator.takeover import take_over_npu
 
     engine = Engine(cann)
+    engine.graphs, engine.faults = Graphs(engine), Faults(cann)
     aten, npu = torch.library.Library("aten", "IMPL"), torch.library.Library("npu", "IMPL")
     simulator = Simulator(spec, cann, engine, [aten, npu])
     simulator.simulated = take_over_npu(engine, npu)
     simulator.aten = take_over_aten(engine, aten)
+    if planned := os.environ.get("TROUPE_NPU_FAULT"):
+        simulator.faults.plan_text(planned)
     _active.append(simulator)
     return simulator
 

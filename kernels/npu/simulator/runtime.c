@@ -38,12 +38,13 @@ enum door {
     DOOR_UPDATE_END,
     DOOR_EVENT_RECORD,
     DOOR_EVENT_WAIT,
-    DOOR_EVENT_RESET,
     DOOR_SYNCHRONIZE,
     DOOR_TRANSFER,
     DOOR_QUERY,
     DOOR_SYNCHRONIZE_EVENT,
-    DOOR_EXTERNAL = 256 /* added for an external event: one that reaches into graphs */
+    DOOR_EVENT_DESTROY,
+    DOOR_VALUE_WRITE,
+    DOOR_VALUE_WAIT
 };
 
 typedef int (*door_t)(int what, void *a, void *b, void **out);
@@ -551,17 +552,16 @@ aclError aclrtCreateEventExWithFlag(aclrtEvent *out, uint32_t flag)
 aclError aclrtCreateEventWithFlag(aclrtEvent *out, uint32_t flag) { return aclrtCreateEventExWithFlag(out, flag); }
 aclError aclrtCreateEvent(aclrtEvent *out) { return aclrtCreateEventExWithFlag(out, 0); }
 
-aclError aclrtDestroyEvent(aclrtEvent event)
-{
-    free(event);
-    return 0;
-}
-
-/* External events reach into graphs; any event may tie a second stream to a capture. */
+/* An event may tie a second stream to a capture. */
 static aclError event_task(enum door what, aclrtEvent event, aclrtStream stream)
 {
-    if (simulator_attention || (event && ((struct event *)event)->flag & ACL_EVENT_EXTERNAL))
-        return door(((struct event *)event)->flag & ACL_EVENT_EXTERNAL ? what | DOOR_EXTERNAL : what, event, stream, NULL);
+    return simulator_attention ? door(what, event, stream, NULL) : 0;
+}
+
+aclError aclrtDestroyEvent(aclrtEvent event)
+{
+    event_task(DOOR_EVENT_DESTROY, event, NULL);
+    free(event);
     return 0;
 }
 
@@ -580,7 +580,26 @@ aclError aclrtStreamWaitEventWithTimeout(aclrtStream stream, aclrtEvent event, i
 {
     return aclrtStreamWaitEvent(stream, event);
 }
-aclError aclrtResetEvent(aclrtEvent event, aclrtStream stream) { return event_task(DOOR_EVENT_RESET, event, stream); }
+aclError aclrtResetEvent(aclrtEvent event, aclrtStream stream) { return 0; }
+
+/* torch_npu makes external events, which reach into graphs, of words in device memory. */
+struct word {
+    uint64_t *address;
+    uint64_t value;
+    uint64_t mode;
+};
+
+aclError aclrtValueWrite(void *address, uint64_t value, uint32_t flag, aclrtStream stream)
+{
+    struct word word = {address, value, flag};
+    return health() ? health() : door(DOOR_VALUE_WRITE, &word, stream, NULL);
+}
+
+aclError aclrtValueWait(void *address, uint64_t value, uint32_t mode, aclrtStream stream)
+{
+    struct word word = {address, value, mode};
+    return health() ? health() : door(DOOR_VALUE_WAIT, &word, stream, NULL);
+}
 
 static aclError synchronize_event(aclrtEvent handle, int32_t timeout)
 {

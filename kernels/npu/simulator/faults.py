@@ -1,0 +1,95 @@
+"""Errors on demand, for tests: the device fails as real ones do, at the operator that the test names.
+
+An error of a device is sticky: every later call that touches it fails with the same code, in torch_npu's own words
+("NPU function error ... error code is 507015"), until the test mends it. In a worker process the environment variable
+TROUPE_NPU_FAULT plans one fault, and means nothing when the simulator is off:
+
+    aicore@N     507015 at the N-th operator       lost@N   507010, the device's heartbeat is lost
+    ecc@N        507054, memory error              hang@N   the N-th operator never ends (the process must be killed)
+    oom@N        from the N-th operator on no memory is left on the device
+"""
+
+from __future__ import annotations
+
+import threading
+
+from kernels.npu.simulator.cann import Cann
+
+__all__ = ["KINDS", "FaultError", "Faults"]
+
+KINDS = {
+    "aicore": (507015, "The aicore execution is abnormal: MPU address access is invalid (simulated)"),
+    "lost": (507010, "The device lost its heartbeat (simulated)"),
+    "ecc": (507054, "HBM multi-bit ECC error (simulated)"),
+    "link": (507056, "A link of the device is down (simulated)"),
+}
+
+
+class FaultError(ValueError):
+    """The text plans no fault."""
+
+
+class Faults:
+    """The faults of the simulated devices of this process."""
+
+    def __init__(self, cann: Cann) -> None:
+        self.cann = cann
+        self._plan: tuple[str, int, int | None] | None = None  # kind, operators left, device or None for any
+        self._lock = threading.Lock()
+
+    def plan(self, kind: str, after: int, device: int | None = None) -> None:
+        """Let the fault happen at the ``after``-th operator from now (1: the next), on one device or on any."""
+        if kind not in (*KINDS, "hang", "oom") or after < 1:
+            raise FaultError(f"{kind!r} at operator {after}: use {', '.join(KINDS)}, hang or oom, and a number from 1")
+        with self._lock:
+            if self._plan is None:
+                self.cann.attend(1)
+            self._plan = (kind, after, device)
+
+    def plan_text(self, text: str) -> None:
+        """``kind@N``, as in the environment variable."""
+        kind, _, number = text.partition("@")
+        if not number.isdecimal():
+            raise FaultError(f"{text!r} plans no fault: write a kind and an operator's number, as in aicore@100")
+        self.plan(kind, int(number))
+
+    def clear(self) -> None:
+        """Forget the plan and mend every device."""
+        with self._lock:
+            if self._plan is not None:
+                self.cann.attend(-1)
+            self._plan = None
+        for device in range(self.cann.devices):
+            self.cann.fail(device, 0, "")
+            self.cann.reserve(device, 0)
+
+    def fail(self, device: int, kind: str = "aicore") -> None:
+        """Put the device into error now."""
+        self.cann.fail(device, *KINDS[kind])
+
+    def fill(self, device: int, left: int = 0) -> None:
+        """Leave only ``left`` bytes of the device's memory for this process."""
+        self.cann.reserve(device, max(0, self.cann.spec.memory - self.cann.used(device) - left))
+
+    def scarce_streams(self, device: int, left: int) -> None:
+        """Leave so many streams for graphs to take."""
+        self.cann.set_streams_left(device, left)
+
+    def before(self, operator: str, device: int) -> None:
+        """Called before every operator while anything is out of the ordinary."""
+        with self._lock:
+            if self._plan is None or self._plan[2] not in (None, device):
+                return
+            kind, left, where = self._plan
+            if left > 1:
+                self._plan = (kind, left - 1, where)
+                return
+            self._plan = None
+            self.cann.attend(-1)
+        if kind == "hang":
+            threading.Event().wait()
+        elif kind == "oom":
+            self.fill(device)
+        else:
+            code, message = KINDS[kind]
+            self.cann.fail(device, code, f"{message}, at {operator}")

@@ -1,0 +1,565 @@
+"""Graph capture and replay (facts 6): what was recorded runs again, on the same memory, with the host values of then.
+
+Capture runs nothing: each operator's shape function says what to allocate, and the call is kept. A replay runs the kept
+calls in the order in which they were captured. Values of the host are part of the call; only a task group may be given
+another call, of the same operator, by the update calls. An external event makes a replay wait until it is recorded: the
+rest of the graph then runs in the thread that records it. The same codes come back as from the runtime:
+
+    107024, 107025  a side stream that nothing ties to the capture, or that was not joined at its end
+    107030          what cannot be captured: a synchronisation, a copy to or from pageable memory, a host's question
+    107033          task groups not in pairs          107038  begin and end of a capture in different threads
+    107040          an update that is not the captured operator's          207008  no stream left for the graph
+    507046          a wait for a replay whose external event nobody records (after ``patience`` seconds)
+
+Not simulated: collisions of memory between graphs of one pool that run at once (nothing runs at once), conditional
+nodes, and the difference between the capture error modes (the strictest is used, for the capturing thread).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch_npu
+from torch import Tensor
+
+from kernels.npu.simulator.checking import to_meta
+from kernels.npu.simulator.constraints import ConstraintError
+from kernels.npu.simulator.dispatch import Call, Engine, Operator, flat
+from kernels.npu.simulator.memory import is_npu, new_like
+
+__all__ = ["CaptureError", "Graphs"]
+
+_log = logging.getLogger("troupe.kernels.npu.simulator")
+
+OK = 0
+DEPENDENCY, UNJOINED, CAPTURED, UNSUPPORTED, GROUP_STATUS, WRONG_THREAD, UPDATE_FAILED = (
+    *(107024, 107025, 107027, 107030, 107033, 107038, 107040),
+)
+NO_STREAM, AICORE_EXCEPTION, SYNC_TIMEOUT, INVALIDATED = 207008, 507015, 507046, 507903
+PARAM_INVALID, NOT_CAPTURED, INTERNAL = 107000, 107029, 507000
+
+
+class CaptureError(RuntimeError):
+    """The operator cannot be part of a graph."""
+
+
+@dataclass(eq=False)
+class Task:
+    """A kept call and where its results go. ``results``: (index among the flat results, alias of the NPU tensor)."""
+
+    operator: Operator
+    call: Call
+    results: list[tuple[int, Tensor]] = field(default_factory=list)
+
+    def run(self) -> None:
+        produced = list(flat(self.operator.compute(*self.call.args, **self.call.kwargs)))
+        for index, place in self.results:
+            place.copy_(produced[index])
+
+    def ranges(self) -> set[tuple[int, int]]:
+        """Device memory that it touches."""
+        tensors = [alias for _, alias in self.call.tensors] + [place for _, place in self.results]
+        return {(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in tensors if t.numel()}
+
+
+class Word(ctypes.Structure):
+    """A word of device memory and what to write there or to wait for (struct word in runtime.c)."""
+
+    _fields_ = (("address", ctypes.c_uint64), ("value", ctypes.c_uint64), ("mode", ctypes.c_uint64))
+
+
+Value = ctypes.c_uint64
+
+
+@dataclass(eq=False)
+class ValueTask:
+    """``kind``: write or wait. torch_npu makes external events of these. ``mode``: 0 at least, 1 equal, 2 any bit."""
+
+    kind: str
+    address: int
+    value: int
+    mode: int
+
+    def holds(self) -> bool:
+        """Whether the wait is over."""
+        found = int(Value.from_address(self.address).value)
+        return (
+            found >= self.value
+            if self.mode == 0
+            else found == self.value
+            if self.mode == 1
+            else bool(found & self.value)
+        )
+
+
+@dataclass(eq=False)
+class Group:
+    """A task group: the calls that an update may replace."""
+
+    number: int
+    tasks: list[Task] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Capture:
+    """A graph while it is captured."""
+
+    number: int
+    stream: int
+    device: int
+    thread: int
+    streams: dict[int, bool] = field(default_factory=dict)  # side stream -> whether it has work not yet joined
+    events: dict[int, int] = field(default_factory=dict)  # event recorded inside -> stream
+    tasks: list[Task | ValueTask] = field(default_factory=list)
+    group: Group | None = None
+    broken: str = ""
+
+
+@dataclass(eq=False)
+class Graph:
+    """A captured graph. ``taken``: streams it holds on to."""
+
+    number: int
+    device: int
+    tasks: list[Task | ValueTask]
+    taken: int
+    replays: int = 0
+
+
+@dataclass(eq=False)
+class Run:
+    """A replay under way."""
+
+    graph: Graph
+    position: int = 0
+
+
+class Graphs:
+    """All captures, graphs and waiting replays of the process. ``patience``: seconds to wait for a stuck replay."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.cann = engine, engine.cann
+        self.patience = 10.0
+        self.graphs: dict[int, Graph] = {}
+        self._numbers = itertools.count(0x1000)
+        self._captures: dict[int, Capture] = {}  # by every stream of the capture
+        self._groups: dict[int, Group] = {}
+        self._updates: dict[int, tuple[Group, int]] = {}  # by stream: the group and how many calls came
+        self._waiting: dict[int, deque[Run]] = {}  # by stream
+        self._lock = threading.RLock()
+        self._moved = threading.Condition(self._lock)
+        self._doors = dict(
+            enumerate(
+                (
+                    *(self._capture_begin, self._capture_end, self._capture_info, self._execute, self._destroy),
+                    *(self._group_begin, self._group_end, self._update_begin, self._update_end),
+                    *(self._event_record, self._event_wait, self._synchronize, self._transfer, self._query),
+                    *(self._synchronize_event, self._event_destroy, self._value_write, self._value_wait),
+                ),
+                start=1,
+            )
+        )  # in the order of enum door in runtime.c
+        self.cann.door = self._open
+
+    def _open(self, what: int, first: int, second: int, out: Any) -> int:
+        try:
+            with self._lock:
+                return self._doors[what](first, second, out)
+        except Exception as error:  # an exception cannot cross C
+            _log.exception("the NPU simulator failed")
+            return self._refuse(INTERNAL, f"the NPU simulator failed: {error}")
+
+    def _refuse(self, code: int, message: str) -> int:
+        for device in range(self.cann.devices):
+            self.cann.explain(device, message)
+        return code
+
+    @staticmethod
+    def _give(out: Any, number: int) -> None:
+        if out:
+            out[0] = ctypes.c_void_p(number)
+
+    # ---- capture ----
+
+    def _capture_begin(self, stream: int, mode: int, out: Any) -> int:
+        if stream in self._captures:
+            return self._refuse(CAPTURED, "the stream is already captured")
+        device = torch.npu.current_device()
+        left = self.cann.streams_left(device)
+        if left < 1:
+            return self._refuse(NO_STREAM, "Alloc sq cq fail: the device has no stream left for another graph")
+        self.cann.set_streams_left(device, left - 1)
+        capture = Capture(next(self._numbers), stream, device, threading.get_ident())
+        self._captures[stream] = capture
+        self.cann.attend(1)
+        return OK
+
+    def _capture_end(self, stream: int, _: int, out: Any) -> int:
+        capture = self._captures.get(stream)
+        if capture is None or capture.stream != stream:
+            return self._refuse(NOT_CAPTURED, "the stream is not captured")
+        if capture.thread != threading.get_ident():
+            return self._refuse(WRONG_THREAD, "a capture must end in the thread that began it")
+        for captured in [capture.stream, *capture.streams]:
+            self._captures.pop(captured, None)
+        self.cann.attend(-1)
+        code, message = OK, ""
+        if capture.broken:
+            code, message = INVALIDATED, capture.broken
+        elif capture.group is not None:
+            code, message = GROUP_STATUS, "a task group was begun and not ended"
+        elif any(capture.streams.values()):
+            code, message = UNJOINED, "a side stream has work that the capturing stream does not wait for"
+        if code:
+            self.cann.set_streams_left(capture.device, self.cann.streams_left(capture.device) + 1)
+            return self._refuse(code, message)
+        taken = 1 + len(capture.streams)
+        self.cann.set_streams_left(capture.device, self.cann.streams_left(capture.device) - len(capture.streams))
+        self.graphs[capture.number] = Graph(capture.number, capture.device, capture.tasks, taken)
+        self._give(out, capture.number)
+        return OK
+
+    def _capture_info(self, stream: int, _: int, out: Any) -> int:
+        capture = self._captures.get(stream)
+        if capture is None:
+            return 0
+        self._give(out, capture.number)
+        return 2 if capture.broken else 1
+
+    def _destroy(self, number: int, _: int, out: Any) -> int:
+        graph = self.graphs.pop(number, None)
+        if graph is not None:
+            self.cann.set_streams_left(graph.device, self.cann.streams_left(graph.device) + graph.taken)
+        return OK
+
+    def _spoil(self, capture: Capture, code: int, message: str) -> int:
+        capture.broken = capture.broken or message
+        return self._refuse(code, message)
+
+    # ---- operators ----
+
+    def intercept(self, operator: Operator, device: int, args: Any, kwargs: Any) -> tuple[bool, Any]:
+        """(True, result) when the call belongs to a capture or an update; (False, None) when it is to run now."""
+        stream = raw_stream(device)
+        with self._lock:
+            capture = self._captures.get(stream)
+            if capture is not None:
+                try:
+                    return True, self._record(capture, stream, operator, args, kwargs)
+                except BaseException as error:
+                    capture.broken = capture.broken or str(error)
+                    raise
+            if stream in self._updates:
+                return True, self._replace(stream, operator, args, kwargs)
+            code = self._wait(stream)
+        if code:
+            raise RuntimeError(
+                f"{operator.name} was issued on a stream whose graph still waits for an external event after "
+                f"{self.patience} s (error code is {code}). The simulator runs operators when they are issued: "
+                "update the graph before other work follows its replay"
+            )
+        return False, None
+
+    def _record(self, capture: Capture, stream: int, operator: Operator, args: Any, kwargs: Any) -> Any:
+        self._check_capturable(operator, args, kwargs)
+        call = Call(self.engine.aliases, args, kwargs)
+        metas: dict[int, Tensor] = {}
+
+        def meta(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                if id(value) not in metas:
+                    metas[id(value)] = to_meta(value)
+                return metas[id(value)]
+            if isinstance(value, (list, tuple)):
+                return type(value)(meta(item) for item in value)
+            if isinstance(value, torch.device):
+                return torch.device("meta")
+            return value
+
+        if operator.shape is None:
+            raise CaptureError(f"{operator.name} cannot be captured")
+        shape_kwargs = {name: meta(value) for name, value in call.kwargs.items()}
+        if "device" in shape_kwargs:
+            shape_kwargs["device"] = torch.device("meta")
+        try:
+            shaped = operator.shape(*meta(call.args), **shape_kwargs)
+        except (ConstraintError, CaptureError):
+            raise
+        except Exception as error:
+            raise CaptureError(
+                f"error code is {UNSUPPORTED}: {operator.name} in a capture: the shape of its result depends on values "
+                f"({error})"
+            ) from error
+        back = {id(metas[id(alias)]): tensor for tensor, alias in call.tensors if id(alias) in metas}
+        task = Task(operator, call)
+        index = itertools.count()
+
+        def made(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                number = next(index)
+                if id(value) in back:
+                    return back[id(value)]
+                if value._is_view() and value._base is not None and id(value._base) in back:
+                    return back[id(value._base)].as_strided(value.size(), value.stride(), value.storage_offset())
+                new = new_like(value, call.target())
+                task.results.append((number, self.engine.aliases.of(new)))
+                return new
+            if isinstance(value, (list, tuple)):
+                return type(value)(made(item) for item in value)
+            next(index)
+            return value
+
+        result = made(shaped)
+        capture.tasks.append(task)
+        if capture.group is not None:
+            capture.group.tasks.append(task)
+        if stream != capture.stream:
+            capture.streams[stream] = True
+        return result
+
+    def _check_capturable(self, operator: Operator, args: Any, kwargs: Any) -> None:
+        name = operator.overload._schema.name
+        if name in ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::_assert_async"):
+            raise CaptureError(
+                f"error code is {UNSUPPORTED}: {operator.name} reads a value back to the host during a capture"
+            )
+        if getattr(operator, "random", False):
+            raise CaptureError(
+                f"{operator.name} draws random numbers, which is not simulated in a graph: sample outside of it"
+            )
+        for value in flat((args, kwargs)):
+            if isinstance(value, Tensor) and not is_npu(value) and value.dim() and not value.is_pinned():
+                raise CaptureError(
+                    f"error code is {UNSUPPORTED}: {operator.name} copies to or from pageable host memory during a "
+                    "capture: make the tensor on the NPU before, or pin it"
+                )
+        if name == "aten::copy_" and not is_npu(args[0]):
+            raise CaptureError(
+                f"error code is {UNSUPPORTED}: {operator.name} copies to the host during a capture: "
+                "read the result after the replay"
+            )
+
+    def _replace(self, stream: int, operator: Operator, args: Any, kwargs: Any) -> Any:
+        group, done = self._updates[stream]
+        if done >= len(group.tasks) or group.tasks[done].operator is not operator:
+            held = ", ".join(task.operator.name for task in group.tasks) or "nothing"
+            raise RuntimeError(
+                f"a task group of {held} cannot be updated by {operator.name} as its call {done + 1}; "
+                f"error code is {UPDATE_FAILED}"
+            )
+        if group.tasks[done].results:
+            raise RuntimeError(
+                f"{operator.name} allocates its result: only an overload that writes to given tensors (.out) can be "
+                f"updated; error code is {UPDATE_FAILED}"
+            )
+        call = Call(self.engine.aliases, args, kwargs)
+        if operator.shape is not None:
+            operator.shape(*to_meta(call.args), **{name: to_meta(value) for name, value in call.kwargs.items()})
+        group.tasks[done].call = call
+        self._updates[stream] = (group, done + 1)
+        outputs = kwargs.get("out")
+        return tuple(outputs) if isinstance(outputs, (list, tuple)) else outputs
+
+    # ---- task groups ----
+
+    def _group_begin(self, stream: int, _: int, out: Any) -> int:
+        capture = self._captures.get(stream)
+        if capture is None:
+            return self._refuse(NOT_CAPTURED, "a task group belongs to a capture")
+        if capture.group is not None:
+            return self._spoil(capture, GROUP_STATUS, "a task group is already begun")
+        capture.group = Group(next(self._numbers))
+        return OK
+
+    def _group_end(self, stream: int, _: int, out: Any) -> int:
+        capture = self._captures.get(stream)
+        if capture is None:
+            return self._refuse(NOT_CAPTURED, "a task group belongs to a capture")
+        if capture.group is None:
+            return self._spoil(capture, GROUP_STATUS, "no task group was begun")
+        self._groups[capture.group.number] = capture.group
+        self._give(out, capture.group.number)
+        capture.group = None
+        return OK
+
+    def _update_begin(self, stream: int, handle: int, out: Any) -> int:
+        group = self._groups.get(handle)
+        if group is None or stream in self._updates or stream in self._captures:
+            return self._refuse(GROUP_STATUS, "no such task group, or an update is already begun on the stream")
+        self._updates[stream] = (group, 0)
+        self.cann.attend(1)
+        return OK
+
+    def _update_end(self, stream: int, _: int, out: Any) -> int:
+        if stream not in self._updates:
+            return self._refuse(GROUP_STATUS, "no update was begun on the stream")
+        group, done = self._updates.pop(stream)
+        self.cann.attend(-1)
+        if done != len(group.tasks):
+            return self._refuse(UPDATE_FAILED, f"{done} of the group's {len(group.tasks)} operators were updated")
+        return OK
+
+    # ---- replay ----
+
+    def _execute(self, number: int, stream: int, out: Any) -> int:
+        graph = self.graphs.get(number)
+        if graph is None:
+            return self._refuse(PARAM_INVALID, "no such graph")
+        if stream in self._captures:
+            return self._spoil(self._captures[stream], UNSUPPORTED, "a replay inside a capture")
+        for task in graph.tasks:
+            if isinstance(task, Task):
+                for address, size in task.ranges():
+                    if not self.cann.is_live(address, size):
+                        return self._crash(
+                            graph, f"{task.operator.name}: MPU address access is invalid: its tensor was freed"
+                        )
+        graph.replays += 1
+        queue = self._waiting.setdefault(stream, deque())
+        if not queue:
+            self.cann.attend(1)
+        queue.append(Run(graph))
+        return self._pump()
+
+    def _crash(self, graph: Graph, message: str) -> int:
+        self.cann.fail(graph.device, AICORE_EXCEPTION, f"graph {graph.number}: {message}")
+        return AICORE_EXCEPTION
+
+    def _pump(self) -> int:
+        """Run what can run, until every replay has ended, failed or waits."""
+        code, moved = OK, True
+        while moved:
+            moved = False
+            for stream, queue in list(self._waiting.items()):
+                while queue:
+                    steps = self._advance(queue[0])
+                    moved = moved or steps != 0
+                    if steps < 0:
+                        code = AICORE_EXCEPTION
+                    elif queue[0].position < len(queue[0].graph.tasks):
+                        break  # it waits
+                    queue.popleft()
+                if not queue and self._waiting.pop(stream, None) is not None:
+                    self.cann.attend(-1)
+        self._moved.notify_all()
+        return code
+
+    def _advance(self, run: Run) -> int:
+        """Tasks run, -1 when one failed."""
+        start = run.position
+        while run.position < len(run.graph.tasks):
+            task = run.graph.tasks[run.position]
+            if isinstance(task, ValueTask):
+                if task.kind == "write":
+                    Value.from_address(task.address).value = task.value
+                elif not task.holds():
+                    break
+            else:
+                try:
+                    task.run()
+                except Exception as error:
+                    self._crash(run.graph, f"{task.operator.name}: {error}")
+                    return -1
+            run.position += 1
+        return run.position - start
+
+    def _wait(self, stream: int) -> int:
+        """Until no replay waits on ``stream`` (0: on any stream), or 507046. Other threads go on meanwhile."""
+        deadline = time.monotonic() + self.patience
+        while (stream in self._waiting) if stream else self._waiting:
+            if not self._moved.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
+                return self._refuse(
+                    SYNC_TIMEOUT,
+                    "a replay waits for an external event that nobody recorded: update the graph for every replay",
+                )
+        return OK
+
+    # ---- events ----
+
+    def _event_record(self, event: int, stream: int, out: Any) -> int:
+        capture = self._captures.get(stream)
+        if capture is not None:
+            capture.events[event] = stream
+        return OK
+
+    def _event_wait(self, event: int, stream: int, out: Any) -> int:
+        owner = next((c for c in self._captures.values() if event in c.events), None)
+        here = self._captures.get(stream)
+        if owner is None:
+            return OK
+        if here is None:
+            self._captures[stream] = owner  # the stream joins the capture
+            owner.streams.setdefault(stream, False)
+            return OK
+        if here is not owner:
+            return self._spoil(here, DEPENDENCY, "the event belongs to another capture")
+        source = owner.events[event]
+        if source in owner.streams:
+            owner.streams[source] = False
+            if stream != owner.stream:
+                owner.streams[stream] = True  # what it now stands for must be joined too
+        return OK
+
+    def _event_destroy(self, event: int, _: int, out: Any) -> int:
+        for capture in self._captures.values():
+            capture.events.pop(event, None)
+        return OK
+
+    def _value_write(self, pointer: int, stream: int, out: Any) -> int:
+        word = Word.from_address(pointer)
+        capture = self._captures.get(stream)
+        if capture is not None:
+            capture.tasks.append(ValueTask("write", word.address, word.value, word.mode))
+            return OK
+        Value.from_address(word.address).value = word.value
+        return self._pump()
+
+    def _value_wait(self, pointer: int, stream: int, out: Any) -> int:
+        word = Word.from_address(pointer)
+        task = ValueTask("wait", word.address, word.value, word.mode)
+        capture = self._captures.get(stream)
+        if capture is not None:
+            capture.tasks.append(task)
+            return OK
+        deadline = time.monotonic() + self.patience
+        while not task.holds():
+            if not self._moved.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
+                return self._refuse(SYNC_TIMEOUT, "a stream waits for an external event that nobody recorded")
+        return OK
+
+    # ---- the host waits, or copies ----
+
+    def _capturing_here(self) -> Capture | None:
+        here = threading.get_ident()
+        return next((capture for capture in self._captures.values() if capture.thread == here), None)
+
+    def _synchronize(self, stream: int, timeout: int, out: Any) -> int:
+        capture = self._captures.get(stream) if stream else self._capturing_here()
+        if capture is not None:
+            return self._spoil(capture, UNSUPPORTED, "a synchronisation during a capture")
+        return self._wait(stream)
+
+    def _synchronize_event(self, stream: int, timeout: int, out: Any) -> int:
+        return self._synchronize(stream, timeout, out) if stream else OK
+
+    def _transfer(self, kind: int, stream: int, out: Any) -> int:
+        capture = self._captures.get(stream) if stream else self._capturing_here()
+        if capture is not None:
+            return self._spoil(capture, UNSUPPORTED, "a copy that the simulator cannot keep, during a capture")
+        return self._wait(stream) if stream else OK
+
+    def _query(self, stream: int, _: int, out: Any) -> int:
+        return int(stream in self._waiting)
+
+
+def raw_stream(device: int) -> int:
+    """The address of the current stream of the device, as the runtime knows it."""
+    return int(torch_npu._C._npu_getCurrentRawStream(device))
