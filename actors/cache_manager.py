@@ -8,9 +8,7 @@ from actors.protocol import (
     CacheTurn,
     CacheTurnDone,
     CacheUsage,
-    CheckCache,
     FlushCache,
-    GetCacheUsage,
     Lease,
     OpenSequence,
     PeekPrefixes,
@@ -57,12 +55,4 @@ class CacheManager(Actor[CacheProtocol]):
 
     @handles
     def flush(self, message: FlushCache) -> bool:
-        return self._cache.flush()
-
-    @handles
-    def usage(self, message: GetCacheUsage) -> CacheUsage:
-        return self._cache.usage()
-
-    @handles
-    def check(self, message: CheckCache) -> None:
-        self._cache.check()
+        return self._made is None or self._made.flush()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -32,7 +33,8 @@ _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 
 class Detokenizer(Actor[DetokenizerProtocol]):
-    """Text state by sequence, made when a sequence's first tokens come, from the journal: so a restart needs no more.
+    """Text state by sequence, made from the journal when a sequence's first tokens come, so a restart needs no more;
+    it goes with the journal's entry.
 
     ``codec`` is None with --skip-tokenizer-init: deltas then carry token ids and no text.
     """
@@ -43,31 +45,16 @@ class Detokenizer(Actor[DetokenizerProtocol]):
         self._journal = journal
         self._codec = codec
         self._scheduler = scheduler  # called when it is needed: the two know each other, and one must be made first
-        self._texts: dict[int, IncrementalText] = {}
+        self._texts: weakref.WeakKeyDictionary[JournalEntry, IncrementalText] = weakref.WeakKeyDictionary()
 
     @handles
     def emit(self, message: Emit) -> None:
         surplus: list[int] = []
         for emission in message.emissions:
             entry = self._journal.get(emission.sequence)
-            if entry is None:
-                # Ended meanwhile (hung up, stopped by a string, failed): nobody wants these tokens.
-                self._texts.pop(emission.sequence, None)
-                if emission.ended is None:
-                    surplus.append(emission.sequence)
-                continue
-            try:
-                stopped = self._take(entry, emission)
-            except Exception as error:  # one request's text must not take the others down
-                _log.exception("Request %s failed in the detokenizer", entry.stream.request_id)
-                self._journal.fail(
-                    entry.sequence, RequestFailed(f"Its text cannot be decoded: {type(error).__name__}.")
-                )
-                stopped = True
-            if stopped or emission.ended is not None:
-                self._texts.pop(emission.sequence, None)
-                if emission.ended is None:
-                    surplus.append(emission.sequence)
+            # No entry: ended meanwhile (hung up, stopped by a string, failed), and nobody wants these tokens.
+            if (entry is None or self._deliver(entry, emission)) and emission.ended is None:
+                surplus.append(emission.sequence)
         if surplus:
             # When the lane is full their next tokens come this way again, and are refused again.
             with contextlib.suppress(MailboxFull):
@@ -78,7 +65,7 @@ class Detokenizer(Actor[DetokenizerProtocol]):
         """Every earlier Emit was handled before this message: that is all it says."""
 
     def _text(self, entry: JournalEntry) -> IncrementalText | None:
-        text = self._texts.get(entry.sequence)
+        text = self._texts.get(entry)
         if text is None and self._codec is not None:
             params = entry.params
             text = IncrementalText(
@@ -90,11 +77,20 @@ class Detokenizer(Actor[DetokenizerProtocol]):
             )
             if entry.output:
                 text.restore(entry.output, entry.emitted_chars)
-            self._texts[entry.sequence] = text
+            self._texts[entry] = text
         return text
 
+    def _deliver(self, entry: JournalEntry, emission: Emission) -> bool:
+        """Deliver one sequence's news; True when that ended it here."""
+        try:
+            return self._take(entry, emission)
+        except Exception as error:  # one request's text must not take the others down
+            _log.exception("Request %s failed in the detokenizer", entry.stream.request_id)
+            self._journal.fail(entry.sequence, RequestFailed(f"Its text cannot be decoded: {type(error).__name__}."))
+            return True
+
     def _take(self, entry: JournalEntry, emission: Emission) -> bool:
-        """Deliver one sequence's news; True when a stop string ended it."""
+        """True when a stop string ended the sequence."""
         known = len(entry.output)
         if emission.start > known:
             raise ValueError(f"tokens {known} to {emission.start - 1} are missing")

@@ -2,13 +2,12 @@
 
 It is plain data in the engine's process, outside every actor, and that makes the actors behind it restartable: a new
 scheduler takes its queue from here, a new detokenizer its text state. A token is written here before its stream shows
-it,
-so what a client has seen is never computed again, lost or changed.
+it, so what a client has seen is never computed again, lost or changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 import numpy as np
@@ -20,7 +19,7 @@ from actors.streams import StreamBuffer
 __all__ = ["Journal", "JournalEntry"]
 
 
-class JournalEntry(msgspec.Struct, eq=False):
+class JournalEntry(msgspec.Struct, eq=False, weakref=True):
     """One sequence: a choice of a request."""
 
     sequence: int
@@ -33,6 +32,7 @@ class JournalEntry(msgspec.Struct, eq=False):
     emitted_chars: int = 0
     cached_tokens: int = 0
     prompt_sent: bool = False
+    worker_deaths: int = 0  # with this sequence in the batch
 
     def resume_spec(self) -> SequenceSpec:
         """The specification with everything sent so far as output of an earlier life."""
@@ -49,11 +49,6 @@ class Journal:
 
     def __init__(self) -> None:
         self._entries: dict[int, JournalEntry] = {}
-        self.finished = 0
-        self.output_tokens = 0
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     def __contains__(self, sequence: int) -> bool:
         return sequence in self._entries
@@ -84,10 +79,8 @@ class Journal:
             return
         entry.output.extend(tokens)
         entry.emitted_chars += len(text)
-        self.output_tokens += len(tokens)
         if finish_reason is not None:
             del self._entries[entry.sequence]
-            self.finished += 1
         first = not entry.prompt_sent
         entry.prompt_sent = True
         entry.stream.push(
@@ -113,14 +106,19 @@ class Journal:
         """Close the entry: its stream raises ``error`` after what it already holds."""
         entry = self._entries.pop(sequence, None)
         if entry is not None:
-            self.finished += 1
             entry.stream.fail(error)
 
     def drop(self, sequence: int) -> None:
         """Close the entry of a stream that nobody reads any more."""
-        if self._entries.pop(sequence, None) is not None:
-            self.finished += 1
+        self._entries.pop(sequence, None)
 
-    def fail_all(self, error: Exception) -> None:
-        for sequence in list(self._entries):
-            self.fail(sequence, error)
+    def worker_died(self, sequences: Iterable[int]) -> list[int]:
+        """A worker died with these in its batch; those of them that were in a batch at such a death before."""
+        culprits = []
+        for sequence in sequences:
+            entry = self._entries.get(sequence)
+            if entry is not None:
+                entry.worker_deaths += 1
+                if entry.worker_deaths > 1:
+                    culprits.append(sequence)
+        return culprits

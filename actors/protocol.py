@@ -26,7 +26,6 @@ __all__ = [
     "CacheTurn",
     "CacheTurnDone",
     "CacheUsage",
-    "CheckCache",
     "Commit",
     "Decode",
     "DecodeTokens",
@@ -39,8 +38,6 @@ __all__ = [
     "Fence",
     "Flush",
     "FlushCache",
-    "GetCacheUsage",
-    "GetSchedulerLoad",
     "Grant",
     "Grow",
     "Lease",
@@ -166,11 +163,12 @@ class StepDone(Message[SchedulerProtocol, None], frozen=True):
 
 
 class StepFailed(Message[SchedulerProtocol, None], frozen=True):
-    """A step got no answer: the worker died or missed its deadline."""
+    """A step got no answer: the worker died, missed the deadline or refused."""
 
     number: int
     epoch: int
     reason: str
+    worker_died: bool
 
 
 class SchedulerLoad(msgspec.Struct, frozen=True):
@@ -181,10 +179,6 @@ class SchedulerLoad(msgspec.Struct, frozen=True):
     steps_in_flight: int
     preemptions: int
     last_step_age: float  # seconds since the last step finished while there is work; 0 when idle
-
-
-class GetSchedulerLoad(Message[SchedulerProtocol, SchedulerLoad], frozen=True):
-    lane: ClassVar[Lane] = Lane.CONTROL
 
 
 class Flush(Message[SchedulerProtocol, bool], frozen=True):
@@ -279,16 +273,6 @@ class CacheUsage(msgspec.Struct, frozen=True):
     queried_tokens: int = 0
     hit_tokens: int = 0
     evicted_pages: int = 0
-
-
-class GetCacheUsage(Message[CacheProtocol, CacheUsage], frozen=True):
-    lane: ClassVar[Lane] = Lane.CONTROL
-
-
-class CheckCache(Message[CacheProtocol, None], frozen=True):
-    """Raise when an invariant of the pool or the tree does not hold (tests and idle checks)."""
-
-    lane: ClassVar[Lane] = Lane.CONTROL
 
 
 # -- Worker -----------------------------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import msgspec
+
 from actors.journal import Journal
 from actors.protocol import (
     Abort,
@@ -12,12 +14,11 @@ from actors.protocol import (
     DetokenizerProtocol,
     Emission,
     Emit,
+    Ended,
     Fence,
     Flush,
     FlushCache,
-    GetSchedulerLoad,
     ResetCache,
-    SchedulerLoad,
     SchedulerProtocol,
     Step,
     StepDone,
@@ -27,7 +28,7 @@ from actors.protocol import (
     WorkerProtocol,
     WorkerReady,
 )
-from actors.runtime import Actor, ActorRef, handles
+from actors.runtime import Actor, ActorDied, ActorRef, ChildCrash, handles
 from actors.scheduling.config import PlannerConfig
 from actors.scheduling.planner import Planner, StepPlan
 from actors.vitals import Vitals
@@ -38,6 +39,11 @@ __all__ = ["Scheduler"]
 _log = logging.getLogger("troupe.scheduler")
 
 _CACHE_TIMEOUT = 30.0
+
+_SET_APART = (
+    "The model's worker died twice while it ran this request, so it is not run again. "
+    "Send it again later; if it fails again, report it."
+)
 
 
 class Scheduler(Actor[SchedulerProtocol]):
@@ -68,6 +74,7 @@ class Scheduler(Actor[SchedulerProtocol]):
         self._epoch: int | None = None
 
     async def started(self) -> None:
+        self._vitals.forget_steps()
         if self.context.incarnation > 0:
             # What the last life sent must be in the journal before the journal is read.
             await self._detokenizer.ask(Fence(), timeout=_CACHE_TIMEOUT)
@@ -109,6 +116,7 @@ class Scheduler(Actor[SchedulerProtocol]):
             return
         await self._cache.ask(ResetCache(num_pages=info.num_pages, page_size=info.page_size), timeout=_CACHE_TIMEOUT)
         self._epoch = epoch
+        self._vitals.forget_steps()  # one may have been sent to the life before, when that was over already
         await self._tell(self._planner.worker_ready(info, self.context.clock.monotonic()))
 
     @handles
@@ -121,18 +129,22 @@ class Scheduler(Actor[SchedulerProtocol]):
         await self._pump(emissions)
 
     @handles
-    def step_failed(self, message: StepFailed) -> None:
+    async def step_failed(self, message: StepFailed) -> None:
         if message.epoch != self._epoch:
             return
         _log.warning("Step %d got no answer: %s", message.number, message.reason)
         # The worker's next life announces itself by WorkerReady; until then nothing is sent.
         self._epoch = None
+        ready = self._vitals.worker
+        if not message.worker_died and ready is not None and ready[1] == message.epoch:
+            # It hangs, or does not take what it is sent: only a new life can mend that.
+            reason = f"step {message.number} got no answer: {message.reason}"
+            self.context.system.crash_actor(self._worker, ChildCrash(reason))
+        culprits = self._journal.worker_died(self._planner.sequences_in_flight())
+        ended = Ended("error", message=_SET_APART)
+        await self._pump([msgspec.structs.replace(word, ended=ended) for word in self._planner.abort(culprits)])
 
     # -- questions
-
-    @handles
-    def load(self, message: GetSchedulerLoad) -> SchedulerLoad:
-        return self._planner.load(self.context.clock.monotonic())
 
     @handles
     async def flush(self, message: Flush) -> bool:
@@ -177,7 +189,9 @@ class Scheduler(Actor[SchedulerProtocol]):
             Step(batch=batch, epoch=epoch),
             timeout=self._step_timeout,
             on_reply=lambda result: StepDone(result=result, epoch=epoch),
-            on_error=lambda error: StepFailed(number=batch.number, epoch=epoch, reason=str(error)),
+            on_error=lambda error: StepFailed(
+                number=batch.number, epoch=epoch, reason=str(error), worker_died=isinstance(error, ActorDied)
+            ),
         )
 
     async def _tell(self, emissions: list[Emission]) -> None:

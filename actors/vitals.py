@@ -36,6 +36,10 @@ class Vitals:
     def worker_lost(self) -> None:
         """The worker's life ended; its steps will not be answered."""
         self.worker = None
+        self.forget_steps()
+
+    def forget_steps(self) -> None:
+        """Nobody waits for the steps without an answer any more."""
         self._sent.clear()
         self.oldest_step_sent = None
 
