@@ -116,9 +116,9 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"The model's chat template refuses these messages: {error}", param="messages"
             ) from None
-        except (jinja2.TemplateError, TypeError, ValueError, AttributeError, KeyError, ArithmeticError) as error:
-            if isinstance(error, InvalidRequest):
-                raise
+        except InvalidRequest:
+            raise
+        except Exception as error:  # a template may do anything that Python's own types can
             raise InvalidRequest(
                 f"The model's chat template cannot render these messages ({type(error).__name__}). "
                 "Check roles and content types.",

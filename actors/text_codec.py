@@ -84,10 +84,18 @@ class TextCodec:
         return self.template.render(chat)
 
     def encode(self, prompt: str | Chat, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, or of a conversation (whose template brings its own special tokens)."""
+        """Token ids of a text, or of a conversation (whose template brings its own special tokens).
+
+        Raises InvalidRequest.
+        """
         if isinstance(prompt, Chat):
             prompt, add_special_tokens = self.render(prompt), False
-        ids: list[int] = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens).ids
+        try:
+            ids: list[int] = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens).ids
+        except TypeError:  # what the library says of a str that is not Unicode text
+            raise InvalidRequest(
+                "The prompt holds half a surrogate pair, which no text contains. Send UTF-8.", param="prompt"
+            ) from None
         return ids
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:

@@ -7,8 +7,8 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
 from actors.protocol import Decode, DecodeTokens, Encode, Encoded, Render, TokenizerProtocol
-from actors.requests import InvalidRequest
-from actors.runtime import Actor, Deferred, handles
+from actors.requests import RequestFailed
+from actors.runtime import Actor, Deferred, RequestError, handles
 from actors.text_codec import TextCodec
 
 __all__ = ["INLINE_CHARS", "Tokenizer"]
@@ -24,8 +24,8 @@ class Tokenizer(Actor[TokenizerProtocol]):
 
     What arrives while the thread is busy is encoded together on its next trip, at most ``batch_size`` prompts of it.
     ``batch_timeout`` (seconds) above 0 is the dynamic batch tokenizer: each trip first waits so long for company,
-    unless
-    the batch is full before. ``batch_encode=False`` makes one trip a prompt.
+    unless the
+    batch is full before. ``batch_encode=False`` makes one trip a prompt.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Tokenizer(Actor[TokenizerProtocol]):
     def encode(self, message: Encode) -> Encoded | Deferred[Encoded]:
         prompt = message.prompt
         if isinstance(prompt, str) and len(prompt) <= INLINE_CHARS and not self._waiting and not self._batch_timeout:
-            return Encoded(token_ids=self._codec.encode(prompt, add_special_tokens=message.add_special_tokens))
+            return self._encode(message)
         future: asyncio.Future[Encoded] = asyncio.get_running_loop().create_future()
         self._waiting.append((message, future))
         self._arrived.set()
@@ -88,23 +88,32 @@ class Tokenizer(Actor[TokenizerProtocol]):
                 for (_, future), result in zip(batch, results, strict=True):
                     if future.done():
                         continue
-                    if isinstance(result, InvalidRequest):
+                    if isinstance(result, RequestError):
                         future.set_exception(result)
                     else:
                         future.set_result(result)
         finally:
             self.close()
 
-    def _encode_all(self, messages: list[Encode]) -> list[Encoded | InvalidRequest]:
+    def _encode_all(self, messages: list[Encode]) -> list[Encoded | RequestError]:
         # One by one: the library's own batch call would start threads of its own that nobody can stop.
-        results: list[Encoded | InvalidRequest] = []
+        results: list[Encoded | RequestError] = []
         for message in messages:
             try:
-                ids = self._codec.encode(message.prompt, add_special_tokens=message.add_special_tokens)
-                results.append(Encoded(token_ids=ids))
-            except InvalidRequest as error:
+                results.append(self._encode(message))
+            except RequestError as error:
                 results.append(error)
         return results
+
+    def _encode(self, message: Encode) -> Encoded:
+        """Raises RequestError only: one request's text must not take the others down."""
+        try:
+            return Encoded(token_ids=self._codec.encode(message.prompt, add_special_tokens=message.add_special_tokens))
+        except RequestError:
+            raise
+        except Exception as error:
+            self.context.log.exception("A prompt cannot be encoded")
+            raise RequestFailed(f"The prompt cannot be encoded: {type(error).__name__}.") from error
 
     @handles
     def render(self, message: Render) -> str:
