@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
 
@@ -27,7 +26,7 @@ from actors.journal import Journal
 from actors.protocol import Decode, DecodeTokens, Flush, Render
 from actors.requests import Chat, EngineDraining, EngineFailed, EngineNotReady, SamplingParams
 from actors.runtime import ActorStatus, ActorSystem, ChildCrash, Event, EventKind
-from actors.served_model import ServedModel
+from actors.served_model import ServedModel, open_model
 from actors.status import EngineStatus, Health, Phase
 from actors.streams import RequestStream
 from actors.vitals import Vitals
@@ -71,6 +70,7 @@ class Engine:
         self._progress = (0.0, "waiting")
         self._error: str | None = None
         self._run: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._ready = asyncio.Event()
         self._stop = asyncio.Event()
         self._broken = asyncio.Event()
@@ -89,10 +89,13 @@ class Engine:
     async def start(self, *, wait: bool = True) -> None:
         """Put up the actors in the running loop and load the model. ``wait=False`` returns at once; see :attr:`status`.
 
-        Raises EngineFailed with the reason when it cannot start (only when it waits).
+        Raises EngineFailed when it was closed, and, only when it waits, with the reason when it cannot start.
         """
         if self._run is not None:
             raise RuntimeError("This engine was started before. Make a new one.")
+        if self._stop.is_set():
+            raise EngineFailed("This engine was closed. Make a new one.")
+        self._loop = asyncio.get_running_loop()
         self._run = asyncio.create_task(self._live(), name="troupe-engine")
         if not wait:
             return
@@ -104,10 +107,14 @@ class Engine:
         if self._phase == "failed":
             await self.aclose()
             raise EngineFailed(self._error or "The engine could not start.")
+        if self._stop.is_set():
+            raise EngineFailed("The engine was closed while it started.")
 
     async def aclose(self) -> None:
         """End live requests with an error, stop the actors in reverse order, and leave nothing behind. Idempotent."""
         self._stop.set()
+        if self._phase != "failed":
+            self._phase = "stopped"
         if self._run is not None:
             await _finish(self._run)
 
@@ -117,32 +124,44 @@ class Engine:
             async with ActorSystem(name="troupe") as system:
                 self._system = system
                 system.on_event(self._on_event)
-                await _first(self._stop.wait(), self._set_up(system))
-                await _first(self._stop.wait(), self._broken.wait(), system.failed.wait())
-                if not self._stop.is_set():
-                    raise EngineFailed(
-                        self._error or f"Actor {system.failed.actor} failed too often; the log says why."
-                    )
+                try:
+                    await self._serve(system)
+                except Exception as error:
+                    self._failed(error)
+                finally:
+                    # Before the actors stop, which takes a while: nobody is to wait for an answer from them.
+                    self._end_requests()
         except Exception as error:
-            self._phase = "failed"
-            self._error = str(error) or type(error).__name__
-            expected = isinstance(error, (ValueError, EngineFailed))
-            _log.error("The engine failed: %s", self._error, exc_info=None if expected else error)
+            self._failed(error)
         finally:
-            if self._phase != "failed":
-                self._phase = "stopped"
-            if self.intake is not None:
-                self.intake.fail_all(EngineFailed(self._error or "The engine was stopped."))
+            self._end_requests()
             self._system = None
             self._ready.set()
 
+    async def _serve(self, system: ActorSystem) -> None:
+        """Set up and live, until the engine is closed. Raises what ends it otherwise."""
+        if not self._stop.is_set():
+            await _first(self._stop.wait(), self._broken.wait(), system.failed.wait(), self._set_up(system))
+        await _first(self._stop.wait(), self._broken.wait(), system.failed.wait())
+        if not self._stop.is_set():
+            failed = system.failed
+            raise EngineFailed(self._error or f"Actor {failed.actor} failed too often: {_reason(failed.cause)}")
+
+    def _failed(self, error: Exception) -> None:
+        self._phase = "failed"
+        self._error = str(error) or type(error).__name__
+        expected = isinstance(error, (ValueError, EngineFailed))
+        _log.error("The engine failed: %s", self._error, exc_info=None if expected else error)
+
+    def _end_requests(self) -> None:
+        if self._phase != "failed":
+            self._phase = "stopped"
+        if self.intake is not None:
+            self.intake.fail_all(EngineFailed(self._error or "The engine was stopped."))
+
     async def _set_up(self, system: ActorSystem) -> None:
         self._progress = (0.0, "model files")
-        thread = ThreadPoolExecutor(1, thread_name_prefix="troupe-open")
-        try:
-            model = await asyncio.get_running_loop().run_in_executor(thread, ServedModel, self.arguments)
-        finally:
-            thread.shutdown(wait=False)
+        model = await open_model(self.arguments)
         self._model = model
         company = Company(
             system,
@@ -178,7 +197,7 @@ class Engine:
             self._progress = (0.0, "restarting the worker")
             if self.model_info is None:
                 # What cannot be loaded once will not load the next time either: say why and give up.
-                self._error = event.cause.reason if isinstance(event.cause, ChildCrash) else str(event.cause)
+                self._error = _reason(event.cause)
                 self._broken.set()
 
     # -- requests
@@ -222,14 +241,16 @@ class Engine:
             raise EngineFailed("The engine was closed.")
         if self._run is None:
             raise EngineNotReady("The engine was not started. Use `async with engine`, or await engine.start().")
-        if self._phase == "starting" or self.intake is None:
+        if asyncio.get_running_loop() is not self._loop:
+            raise RuntimeError("This engine lives in another event loop. Call it from the loop it was started in.")
+        if self.intake is None or self.model_info is None:
             fraction, stage = self._progress
             raise EngineNotReady(f"The engine is starting ({stage}, {fraction:.0%}). Try again soon.")
         return self.intake
 
     async def abort(self, request_id: str | None = None, *, all: bool = False) -> int:
         """Abort the requests of this id (the engine's, or the callers' label, both exactly), or all; how many."""
-        return 0 if self.intake is None else await self.intake.abort(request_id, all_=all)
+        return 0 if self.intake is None else self.intake.abort(request_id, all_=all)
 
     # -- text
 
@@ -243,16 +264,20 @@ class Engine:
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids."""
-        intake = self._require_intake()
-        assert self._model is not None
-        ids = list(token_ids)
-        if ids:
-            self._model.check_ids(ids)
+        intake, ids = self._require_intake(), self._checked(token_ids)
         return await intake.ask_tokenizer(Decode(token_ids=ids, skip_special_tokens=skip_special_tokens))
 
     async def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         """Each token's own text; U+FFFD for a token that is part of a character."""
-        return await self._require_intake().ask_tokenizer(DecodeTokens(token_ids=list(token_ids)))
+        intake, ids = self._require_intake(), self._checked(token_ids)
+        return await intake.ask_tokenizer(DecodeTokens(token_ids=ids))
+
+    def _checked(self, token_ids: Sequence[int]) -> list[int]:
+        assert self._model is not None
+        ids = list(token_ids)
+        if ids:
+            self._model.check_ids(ids)
+        return ids
 
     # -- operation
 
@@ -318,6 +343,11 @@ class Engine:
     def describe(self) -> dict[str, Any]:
         """Everything an operator may want to know, without secrets: for /server_info."""
         return report.describe(self)
+
+
+def _reason(cause: BaseException | None) -> str:
+    """What an actor died of, without the traceback of its process: that is in the log."""
+    return cause.reason if isinstance(cause, ChildCrash) else f"{type(cause).__name__}: {cause}"
 
 
 async def _first(*awaitables: Coroutine[Any, Any, object]) -> None:

@@ -1,20 +1,20 @@
 """The intake: how a request gets in, and out again.
 
 At the door it is checked and takes a ticket, without waiting. Then it is rendered and encoded by a tokenizer, measured,
-written into the journal and submitted to the scheduler. When its stream is over, the ticket is given back and what
-still
-runs of it is aborted.
+written into the journal and submitted to the scheduler. When its stream is over, the ticket is given back and
+what still runs of it is aborted.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import itertools
 import random
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -23,10 +23,10 @@ import numpy as np
 from actors.admission import Door, Ticket
 from actors.arguments import Arguments
 from actors.company import Company
-from actors.journal import Journal, JournalEntry
+from actors.journal import JournalEntry
 from actors.protocol import Abort, Encode, SequenceSpec, Submit, TokenizerProtocol
-from actors.requests import LIMITS, Chat, InvalidRequest, RequestAborted, RequestFailed, SamplingParams
-from actors.runtime import ActorDied, MailboxFull, Message
+from actors.requests import LIMITS, Chat, EngineFailed, InvalidRequest, RequestAborted, RequestFailed, SamplingParams
+from actors.runtime import ActorDied, AskTimeout, MailboxFull, Message
 from actors.sampling_rules import resolve, slot_sampling, validate
 from actors.served_model import ServedModel
 from actors.streams import RequestStream, StreamBuffer
@@ -72,7 +72,7 @@ class Intake:
         self._arguments = arguments
         self._model = model
         self._company = company
-        self._journal: Journal = company.journal
+        self._journal = company.journal
         self._metrics = metrics
         self._requests: dict[str, _Request] = {}
         self._numbers = itertools.count(1)
@@ -99,7 +99,8 @@ class Intake:
         """Check what can be checked at once and take the ticket."""
         params = resolve(params, self._model.generation_defaults)
         validate(params, vocab_size=self._model.vocab_size)
-        self._check(prompt, params, label, priority, timeout, cache_salt)
+        self._check(prompt, params, label, priority, timeout)
+        salt = _salt(cache_salt)
         now = time.monotonic()
         timeout = self._arguments.request_timeout if timeout is None else timeout
         deadline = None if timeout is None else now + timeout
@@ -112,7 +113,7 @@ class Intake:
             ticket=ticket,
             label=label,
             priority=priority,
-            salt=(cache_salt or "").encode(),
+            salt=salt,
             arrival=now,
             deadline=deadline,
         )
@@ -126,7 +127,6 @@ class Intake:
         label: str | None,
         priority: int,
         timeout: float | None,
-        cache_salt: str | None,
     ) -> None:
         model = self._model
         if isinstance(prompt, (str, Chat)):
@@ -145,10 +145,6 @@ class Intake:
                 f"n {params.n} times max_tokens {params.max_tokens} is more than {most} tokens. Lower one of them.",
                 param="n",
             )
-        if cache_salt is not None and len(cache_salt) > LIMITS.cache_salt_chars:
-            raise InvalidRequest(
-                f"cache_salt is longer than {LIMITS.cache_salt_chars} characters. Shorten it.", param="cache_salt"
-            )
         if label is not None and len(label) > LIMITS.request_id_chars:
             raise InvalidRequest(f"rid is longer than {LIMITS.request_id_chars} characters. Shorten it.", param="rid")
         if not -(2**31) <= priority < 2**31:
@@ -165,18 +161,26 @@ class Intake:
 
     async def _admit(self, buffer: StreamBuffer) -> int:
         """Render, encode, measure, write into the journal and submit; the prompt's length in tokens."""
-        request = self._requests[buffer.request_id]
+        request = self._wanted(buffer)
         params, prompt = request.params, request.prompt
         ids = await self.encode(prompt) if isinstance(prompt, (str, Chat)) else list(prompt)
         bad_words = [ids for word in params.bad_words for ids in await self._spellings(word)]
-        if buffer.error is not None:  # aborted, or the engine ended meanwhile
-            raise buffer.error
+        self._wanted(buffer)
         ids, max_tokens = self._measure(ids, params)
         self.door.correct(request.ticket, len(ids) * params.n)
         request.prompt_tokens = len(ids)
         specs = self._write_down(request, ids, max_tokens, tuple(bad_words))
         await self._company.scheduler.tell(Submit(sequences=specs))
         return len(ids)
+
+    def _wanted(self, buffer: StreamBuffer) -> _Request:
+        """The request, or what ended it: it was aborted, the engine has ended, or its stream was closed."""
+        if buffer.error is not None:
+            raise buffer.error
+        request = self._requests.get(buffer.request_id)
+        if request is None:
+            raise RequestAborted("The stream was closed before the request was accepted.")
+        return request
 
     def _measure(self, ids: list[int], params: SamplingParams) -> tuple[list[int], int]:
         """The prompt and the output tokens it may have. Raises InvalidRequest for what does not fit the context."""
@@ -241,19 +245,26 @@ class Intake:
         return list(dict.fromkeys(tuple(ids) for ids in (bare, spaced) if ids))
 
     async def ask_tokenizer(self, message: Message[TokenizerProtocol, R]) -> R:
-        """Ask the next tokenizer in turn. Raises InvalidRequest without one, RequestFailed when it dies of this
-        twice."""
+        """Ask the next tokenizer in turn.
+
+        Raises InvalidRequest without one, RequestFailed when it dies of this twice or hangs, EngineFailed when it has
+        stopped.
+        """
         self._model.require_codec()
         refs = self._company.tokenizers
         ref = refs[next(self._turns) % len(refs)]
         try:
-            return await ref.ask(message, timeout=_ENCODE_TIMEOUT)
-        except ActorDied:
-            # It may have died of another's text: the next life gets this one once more.
             try:
                 return await ref.ask(message, timeout=_ENCODE_TIMEOUT)
-            except ActorDied as error:
-                raise RequestFailed("The tokenizer failed on this request.") from error
+            except ActorDied:
+                # It may have died of another's text: the next life gets this one once more.
+                return await ref.ask(message, timeout=_ENCODE_TIMEOUT)
+        except ActorDied as error:
+            if not ref.is_alive():
+                raise EngineFailed("The engine was stopped.") from error
+            raise RequestFailed("The tokenizer failed on this request.") from error
+        except AskTimeout as error:
+            raise RequestFailed(f"The tokenizer did not answer within {_ENCODE_TIMEOUT:g} s. Try again.") from error
 
     # -- the way out
 
@@ -263,10 +274,7 @@ class Intake:
         if request is None:
             return
         unfinished = self._drop(request)
-        if unfinished:
-            # When even the control lane is full, the detokenizer refuses their next tokens and stops them.
-            with contextlib.suppress(MailboxFull):
-                self._company.scheduler.offer(Abort(sequences=unfinished))
+        self._stop(unfinished)
         now = time.monotonic()
         self.door.leave(request.ticket, now)
         self._count(request, now, aborted=bool(unfinished) or not request.sequences)
@@ -280,33 +288,40 @@ class Intake:
             self._journal.drop(sequence)
         return unfinished
 
-    async def abort(self, request_id: str | None, *, all_: bool) -> int:
+    def _stop(self, sequences: Sequence[int]) -> None:
+        if sequences:
+            # When even the control lane is full, the detokenizer refuses their next tokens and stops them.
+            with contextlib.suppress(MailboxFull):
+                self._company.scheduler.offer(Abort(sequences=tuple(sequences)))
+
+    def abort(self, request_id: str | None, *, all_: bool) -> int:
         """Abort the requests of this id (the engine's own, or the caller's label), or all; how many there were."""
         chosen = [
             request
             for request in self._requests.values()
             if all_ or (request_id is not None and request_id in (request.buffer.request_id, request.label))
         ]
-        sequences: list[int] = []
-        for request in chosen:
-            sequences += self._drop(request)
-            request.buffer.fail(RequestAborted("The request was aborted."))
-        if sequences:
-            await self._company.scheduler.tell(Abort(sequences=tuple(sequences)))
+        self._end(chosen, RequestAborted("The request was aborted."))
         return len(chosen)
 
     def fail_all(self, error: Exception) -> None:
         """End every live request with ``error``."""
-        self._journal.fail_all(error)
-        for request in self._requests.values():
-            request.buffer.fail(error)
+        self._end(self._requests.values(), error)
+
+    def _end(self, requests: Iterable[_Request], error: Exception) -> None:
+        unfinished: list[int] = []
+        for request in requests:
+            unfinished += self._drop(request)
+            # Each its own: who raises an error writes his traceback into it.
+            request.buffer.fail(copy.copy(error))
+        self._stop(unfinished)
 
     def _count(self, request: _Request, now: float, *, aborted: bool) -> None:
         buffer = request.buffer
-        if buffer.error is not None:
-            reason, error = "error", type(buffer.error).__name__
-        elif aborted:
+        if isinstance(buffer.error, RequestAborted) or (buffer.error is None and aborted):
             reason, error = "abort", "abort"
+        elif buffer.error is not None:
+            reason, error = "error", type(buffer.error).__name__
         else:
             reason, error = buffer.finish_reason, ""
         first = buffer.first_token_at
@@ -318,6 +333,19 @@ class Intake:
             prompt_tokens=request.prompt_tokens,
             output_tokens=buffer.output_tokens,
         )
+
+
+def _salt(cache_salt: str | None) -> bytes:
+    if cache_salt is not None and len(cache_salt) > LIMITS.cache_salt_chars:
+        raise InvalidRequest(
+            f"cache_salt is longer than {LIMITS.cache_salt_chars} characters. Shorten it.", param="cache_salt"
+        )
+    try:
+        return (cache_salt or "").encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest(
+            "cache_salt holds half a surrogate pair, which no text contains. Send UTF-8.", param="cache_salt"
+        ) from None
 
 
 def _estimate(prompt: Prompt) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,49 @@ from actors.requests import InvalidRequest
 from actors.text_codec import TextCodec
 from kernels.step import ModelInfo
 
-__all__ = ["ServedModel"]
+__all__ = ["ServedModel", "open_model"]
+
+_PATIENCE = 1.0
+"""Seconds that a cancelled opening waits for its thread: enough for files that are here, not for a download."""
+
+
+async def open_model(arguments: Arguments) -> ServedModel:
+    """Open the model in a thread. Raises what :class:`ServedModel` raises.
+
+    A download cannot be interrupted: a caller that is cancelled leaves it behind, and the interpreter does not wait
+    for it at its end.
+    """
+    loop = asyncio.get_running_loop()
+    opened: asyncio.Future[ServedModel] = loop.create_future()
+
+    def tell(model: ServedModel | None, error: BaseException | None) -> None:
+        if opened.done():
+            return
+        if model is not None:
+            opened.set_result(model)
+        elif error is not None:
+            opened.set_exception(error)
+
+    def work() -> None:
+        model: ServedModel | None = None
+        failure: BaseException | None = None
+        try:
+            model = ServedModel(arguments)
+        except BaseException as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(tell, model, failure)
+
+    thread = threading.Thread(target=work, name="troupe-open", daemon=True)
+    thread.start()
+    try:
+        await asyncio.wait({opened})
+    except asyncio.CancelledError:
+        await asyncio.wait({opened}, timeout=_PATIENCE)
+        if not opened.cancel():
+            opened.exception()  # seen
+        raise
+    return opened.result()
 
 
 class ServedModel:

@@ -125,7 +125,7 @@ class RequestStream:
     """Deltas of all choices of one request. Get it from :meth:`Engine.generate`.
 
     Iterate it, or call :meth:`ready` first to learn whether the request is acceptable. :meth:`aclose` ends it early:
-    the engine then frees its slot and pages. A stream that is simply dropped is ended the same way when it is collected.
+    the engine then frees its slot and pages. A stream that is simply dropped is ended so too, when it is collected.
 
     Raises while iterating: ``InvalidRequest`` (only before the first delta), ``RequestFailed``, ``RequestTimeout``,
     ``RequestAborted``, ``EngineFailed``.
