@@ -1,0 +1,326 @@
+"""What breaks while the engine serves: each request ends once, nothing of it stays, and the engine goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from actors.cache_manager import CacheManager
+from actors.engine import Engine
+from actors.protocol import FlushCache
+from actors.requests import (
+    Chat,
+    Delta,
+    EngineFailed,
+    EngineNotReady,
+    InvalidRequest,
+    RequestAborted,
+    RequestFailed,
+    SamplingParams,
+)
+from actors.runtime import ActorSystem
+from actors.streams import RequestStream, merge
+from actors.vitals import Vitals
+from tests.tiny_model import make_tiny_model
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+def small_engine(model: Path, **keywords: Any) -> Engine:
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "cpu_threads": 1,
+        "max_running_requests": 8,
+        "chunked_prefill_size": 64,
+        "max_total_tokens": 4096,
+    }
+    return Engine(model=str(model), **(options | keywords))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(tiny_model: Path) -> AsyncIterator[Engine]:
+    async with small_engine(tiny_model) as started:
+        yield started
+
+
+async def text_of(engine: Engine, prompt: str | list[int], params: SamplingParams = GREEDY) -> str:
+    return (await read_out(engine.generate(prompt, params))).text
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    for _ in range(4000):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError(what)
+
+
+async def read_out(stream: RequestStream) -> Delta:
+    async with asyncio.timeout(60):
+        return merge([delta async for delta in stream])
+
+
+async def idle(engine: Engine) -> None:
+    def at_rest() -> bool:
+        told = engine.describe()
+        load = told["scheduler"]
+        return bool(told["cache"]["used"] == load["running"] == load["waiting"] == load["steps_in_flight"] == 0)
+
+    await until(at_rest, "the engine did not come to rest")
+
+
+def crash(engine: Engine, *names: str) -> None:
+    assert engine._system is not None
+    assert engine._company is not None
+    for name in names:
+        ref = getattr(engine._company, name)
+        engine._system.crash_actor(ref[0] if isinstance(ref, list) else ref, RuntimeError("injected"))
+
+
+def worker_pid(engine: Engine) -> int:
+    return int(engine.describe()["workers"][0]["pid"] or 0)
+
+
+# -- the worker
+
+
+@pytest.mark.parametrize("victims", [("scheduler",), ("cache",), ("worker", "scheduler"), ("worker", "detokenizer")])
+async def test_no_step_is_owed_after_a_restart(engine: Engine, victims: tuple[str, ...]) -> None:
+    expected = await text_of(engine, "Once upon", LONG)
+    reader = asyncio.create_task(text_of(engine, "Once upon", LONG))
+    await until(lambda: engine.vitals.oldest_step_sent is not None, "no step was sent")
+    crash(engine, *victims)
+    assert await reader == expected
+    await idle(engine)
+    assert engine.vitals.step_age(time.monotonic()) == 0.0
+    assert engine.health().ok
+
+
+async def test_no_step_is_owed_by_a_worker_that_died_while_idle(engine: Engine) -> None:
+    expected = await text_of(engine, "Once upon")
+    await idle(engine)
+    crash(engine, "worker")
+    await until(lambda: engine.vitals.worker is None, "it lives")
+    assert await text_of(engine, "Once upon") == expected  # sent to the life that is over, and again to the next
+    await idle(engine)
+    assert engine.vitals.step_age(time.monotonic()) == 0.0
+
+
+async def test_a_worker_that_does_not_answer_is_replaced(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with small_engine(tiny_model) as engine:
+        expected = await text_of(engine, "Once upon", LONG)
+        pid = worker_pid(engine)
+        monkeypatch.setattr("actors.company._STEP_TIMEOUT", 0.5)
+        crash(engine, "scheduler")  # the next one takes the short limit
+        reader = asyncio.create_task(text_of(engine, "Once upon", LONG))
+        await until(lambda: engine.vitals.steps > 40 and engine.vitals.oldest_step_sent is not None, "nothing runs")
+        os.kill(pid, signal.SIGSTOP)
+        assert await reader == expected
+        assert worker_pid(engine) != pid
+        await idle(engine)
+
+
+async def test_a_request_in_the_batch_at_two_deaths_is_set_apart(tiny_model: Path) -> None:
+    async with small_engine(tiny_model) as engine:
+        suspect = engine.generate("Once upon a time", LONG)
+        await suspect.ready()
+        for _ in range(2):
+            await until(lambda: engine.vitals.oldest_step_sent is not None, "no step was sent")
+            os.kill(worker_pid(engine), signal.SIGKILL)
+            await until(lambda: engine.vitals.worker is None, "it lives")
+        with pytest.raises(RequestFailed, match="twice"):
+            await read_out(suspect)
+        assert len(await text_of(engine, "The lazy dog")) > 0
+        await idle(engine)
+
+
+# -- the tokenizer
+
+
+async def test_text_that_no_tokenizer_takes_is_refused_and_kills_nobody(engine: Engine) -> None:
+    chat = Chat(messages=[{"role": "user", "content": "\ud800"}])
+    long = "one two " * 400 + "\udfff"
+    for _ in range(3):
+        for prompt in ("\ud800", long, chat):
+            with pytest.raises(InvalidRequest):
+                await engine.generate(prompt, GREEDY).ready()
+    with pytest.raises(InvalidRequest):
+        await engine.token_strings([-1])
+    with pytest.raises(InvalidRequest):
+        await engine.token_strings([2**40])
+    assert [a.incarnation for a in engine.actors() if a.name.startswith("tokenizer")] == [0]
+
+
+# -- the stream
+
+
+async def test_closing_while_the_prompt_is_encoded_submits_nothing(engine: Engine) -> None:
+    assert engine._company is not None
+    stream = engine.generate("one two three " * 80, GREEDY)
+    admission = asyncio.create_task(stream.ready())
+    await asyncio.sleep(0)
+    await stream.aclose()
+    with pytest.raises(RequestAborted):
+        await admission
+    assert list(engine._company.journal.live()) == []
+    assert engine.describe()["requests"]["live"] == 0
+
+
+async def test_a_call_from_no_loop_or_another_takes_no_place(engine: Engine) -> None:
+    found: list[str] = []
+
+    def call() -> None:
+        try:
+            engine.generate([5, 6, 7], GREEDY)
+        except RuntimeError as error:
+            found.append(str(error))
+
+    async def call_in_a_loop() -> None:
+        call()
+
+    for target in (call, lambda: asyncio.run(call_in_a_loop())):
+        thread = threading.Thread(target=target)
+        thread.start()
+        await asyncio.to_thread(thread.join)
+    assert len(found) == 2
+    assert "another event loop" in found[1]
+    assert engine.describe()["requests"]["sequences"] == 0
+
+
+async def test_a_stream_collected_in_another_thread_is_released(engine: Engine) -> None:
+    holder = [engine.generate("Once upon", LONG)]
+    await anext(holder[0])
+    thread = threading.Thread(target=holder.clear)
+    thread.start()
+    thread.join()
+    await idle(engine)
+    await until(lambda: engine.describe()["requests"]["live"] == 0, "still held")
+
+
+async def test_detokenizer_state_goes_with_its_request(engine: Engine) -> None:
+    """Also when the word of its end is lost with the scheduler."""
+    assert engine._system is not None
+    streams = [engine.generate(f"Once upon {i}", LONG) for i in range(4)]
+    for stream in streams:
+        await anext(stream)
+    crash(engine, "scheduler")
+    for stream in streams:
+        await stream.aclose()
+    await text_of(engine, "The lazy dog")
+    await idle(engine)
+    detokenizer = engine._system._cells["detokenizer"].incarnation
+    assert detokenizer is not None
+    assert len(detokenizer._actor._texts) == 0  # type: ignore[attr-defined]
+
+
+# -- operation
+
+
+async def test_flushing_a_cache_that_waits_for_its_worker_kills_nobody() -> None:
+    async with ActorSystem() as system:
+        cache = await system.spawn(lambda: CacheManager(Vitals()), name="cache")
+        assert await cache.ask(FlushCache(), timeout=5)
+        assert system.describe()[0].incarnation == 0
+
+
+# -- start and close
+
+
+async def test_a_start_that_is_closed_meanwhile_says_so(tiny_model: Path) -> None:
+    engine = small_engine(tiny_model)
+    start = asyncio.create_task(engine.start())
+    await asyncio.sleep(0.05)
+    await engine.aclose()
+    with pytest.raises(EngineFailed, match="closed"):
+        await start
+
+
+async def test_closed_at_once_leaves_no_thread(tiny_model: Path) -> None:
+    before = threading.active_count()
+    engine = small_engine(tiny_model)
+    await engine.start(wait=False)
+    await engine.aclose()
+    assert engine.status.phase == "stopped"
+    assert threading.active_count() == before
+    never = small_engine(tiny_model)
+    await never.aclose()
+    with pytest.raises(EngineFailed, match="closed"):
+        await never.start()
+
+
+async def test_a_download_does_not_hold_up_the_close(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+    begun = threading.Event()
+
+    def slow(*_: Any, **__: Any) -> Path:
+        begun.set()
+        released.wait(30)
+        return tiny_model
+
+    monkeypatch.setattr("actors.served_model.resolve_model_path", slow)
+    engine = small_engine(tiny_model)
+    await engine.start(wait=False)
+    await until(begun.is_set, "it did not begin")
+    async with asyncio.timeout(5):
+        await engine.aclose()
+    opener = [thread for thread in threading.enumerate() if thread.name.startswith("troupe-open")]
+    assert all(thread.daemon for thread in opener)  # the interpreter does not wait for it either
+    released.set()
+    await until(lambda: not any(t.name.startswith("troupe-open") for t in threading.enumerate()), "it did not end")
+
+
+async def test_closing_refuses_at_once_and_ends_what_is_being_encoded(tiny_model: Path) -> None:
+    engine = small_engine(tiny_model, enable_dynamic_batch_tokenizer=True, dynamic_batch_tokenizer_batch_timeout=10.0)
+    await engine.start()
+    finished, running = engine.generate([5, 6, 7], GREEDY), engine.generate([5, 6, 7], LONG)
+    await finished.ready()
+    encoding = asyncio.create_task(engine.generate("one two three", GREEDY).ready())
+    await anext(running)
+    await until(lambda: finished._buffer.finish_reason != "", "it did not finish")
+    close = asyncio.create_task(engine.aclose())
+    await asyncio.sleep(0)
+    with pytest.raises(EngineFailed, match="closed"):
+        engine.generate([5, 6, 7], GREEDY)
+    for ended in (encoding, read_out(running)):
+        with pytest.raises(EngineFailed, match="stopped"):
+            await ended
+    await close
+    assert (await read_out(finished)).finish_reason == "length"
+    assert engine.intake is not None
+    assert engine.intake.door.sequences == 0
+
+
+async def test_text_questions_wait_for_the_model(tiny_model: Path) -> None:
+    engine = small_engine(tiny_model)
+    await engine.start(wait=False)
+    engine.begin_drain()
+    await until(lambda: engine.intake is not None, "the model's files were not read")
+    with pytest.raises(EngineNotReady):
+        await engine.tokenize("x")
+    await engine.aclose()
+
+
+async def test_a_crash_loop_ends_every_request_and_says_why(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    async with small_engine(model) as engine:
+        stream = engine.generate("Once upon", LONG)
+        await anext(stream)
+        (model / "model.safetensors").unlink()
+        os.kill(worker_pid(engine), signal.SIGKILL)
+        with pytest.raises(EngineFailed, match="safetensors"):
+            await read_out(stream)
+        with pytest.raises(EngineFailed, match="safetensors"):
+            engine.generate("Once upon", GREEDY)
+        assert engine.status.phase == "failed"
