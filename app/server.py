@@ -13,8 +13,11 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
+import hypercorn.asyncio.run
 from hypercorn.asyncio.run import worker_serve
+from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.config import Config, Sockets
+from hypercorn.events import Event, Updated
 from hypercorn.typing import ASGIFramework
 from hypercorn.utils import wrap_app
 
@@ -45,6 +48,20 @@ class Served(Protocol):
 
         The default is ``--shutdown-timeout``. What still runs then ends with an error in its own API's form.
         """
+
+
+class Connection(TCPServer):
+    """Hypercorn's connection (0.18), without its fault: it would keep the socket of a client that has gone until
+    ``keep_alive_timeout`` is over, and clients that connect for each request would use up the file descriptors."""
+
+    async def _read_data(self) -> None:
+        await super()._read_data()
+        await self.idle_task.stop()
+
+    async def protocol_send(self, event: Event) -> None:
+        if isinstance(event, Updated) and self.reader.at_eof():
+            return  # nothing to wait for
+        await super().protocol_send(event)
 
 
 def configuration(arguments: Arguments) -> Config:
@@ -101,7 +118,7 @@ async def serve(app: ASGIFramework, control: Served, config: Config, sockets: So
         finally:
             stopping.set()
 
-    with _signals(SIGNALS, on_signal):
+    with _signals(SIGNALS, on_signal), _connections():
         serving = asyncio.create_task(
             worker_serve(
                 wrap_app(app, config.wsgi_max_body_size, "asgi"),
@@ -142,6 +159,17 @@ async def _first(*awaitables: Coroutine[object, object, object]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextmanager
+def _connections() -> Iterator[None]:
+    """Have Hypercorn make its connections of :class:`Connection`; it takes no such argument."""
+    module = vars(hypercorn.asyncio.run)
+    module["TCPServer"] = Connection
+    try:
+        yield
+    finally:
+        module["TCPServer"] = TCPServer
 
 
 @contextmanager

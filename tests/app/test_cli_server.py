@@ -9,7 +9,9 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 import httpx
+import hypercorn.asyncio.run
 import pytest
+from hypercorn.asyncio.tcp_server import TCPServer
 
 import app.server
 from actors.arguments import Arguments
@@ -142,6 +144,28 @@ async def test_a_failed_start_of_the_application_is_raised(running: Running, mon
     config = configuration(Arguments(port=0))
     with pytest.raises(Exception, match="no such thing"):
         await asyncio.wait_for(serve(broken, running.application, config, listen(config)), 20)
+
+
+@pytest.mark.parametrize("requests", [0, 1, 2])
+async def test_a_client_that_has_gone_keeps_no_connection(running: Running, requests: int) -> None:
+    """Its socket is closed at once, not when the time to wait for its next request is over."""
+    running.application.let_go.set()
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(running.url.rpartition(":")[2]))
+    async with asyncio.timeout(20):
+        for _ in range(requests):
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            await reader.readuntil(b"\r\n0\r\n\r\n")
+        writer.write_eof()
+        assert await reader.read() == b""
+    writer.close()
+
+
+async def test_hypercorn_is_left_as_it_was(running: Running) -> None:
+    running.application.idle.set()
+    await asyncio.sleep(0)
+    running.signal()
+    await asyncio.wait_for(running.task, 20)
+    assert hypercorn.asyncio.run.TCPServer is TCPServer
 
 
 async def test_the_port_is_not_inherited(running: Running) -> None:
