@@ -42,14 +42,14 @@ class UnsimulatedOperator(NotImplementedError):
     """The operator exists on the NPU and nobody simulates it."""
 
 
-def refuse(name: str) -> Any:
+UNKNOWN = "add a reference implementation to kernels/npu/simulator/operators, or use an operator that has one"
+
+
+def refuse(name: str, why: str = UNKNOWN) -> Any:
     """A kernel that raises with the operator's name."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        raise UnsimulatedOperator(
-            f"{name} is not simulated: add a reference implementation to kernels/npu/simulator/operators, "
-            "or use an operator that has one"
-        )
+        raise UnsimulatedOperator(f"{name} is not simulated: {why}")
 
     return kernel
 

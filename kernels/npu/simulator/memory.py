@@ -6,9 +6,14 @@ import ctypes
 from typing import Any
 
 import torch
+import torch_npu
 from torch import Tensor
 
-__all__ = ["Aliases", "is_npu", "new_like"]
+from kernels.npu.simulator.constraints import ConstraintError
+
+__all__ = ["NZ", "Aliases", "is_npu", "new_like"]
+
+NZ = 29
 
 MOST_CACHED = 65536
 
@@ -22,14 +27,44 @@ def new_like(result: Tensor, device: torch.device) -> Tensor:
     return torch.empty_strided(result.size(), result.stride(), dtype=result.dtype, device=device)
 
 
+class NzGuard:
+    """Knows the memory of NZ tensors, and how they may be looked at."""
+
+    def __init__(self) -> None:
+        self._shapes: dict[int, tuple[int, ...]] = {}
+
+    def add(self, tensor: Tensor) -> None:
+        self._shapes[tensor.untyped_storage().data_ptr()] = tuple(tensor.shape)
+
+    def __bool__(self) -> bool:
+        return bool(self._shapes)
+
+    def check(self, tensor: Tensor) -> None:
+        """``tensor`` is about to be read. Its whole and the transposed whole are allowed."""
+        address = tensor.untyped_storage().data_ptr()
+        shape = self._shapes.get(address)
+        if shape is None:
+            return
+        if torch_npu.get_npu_format(tensor) != NZ:
+            del self._shapes[address]  # freed, and used again by another tensor
+            return
+        seen = tuple(tensor.shape)
+        if seen != shape and seen != (*shape[:-2], shape[-1], shape[-2]):
+            rule = f"NZ memory of shape {shape} cannot be sliced or seen as {seen}: cast it back to ND (2) first"
+            raise ConstraintError("format", "tensor", rule)
+
+
 class Aliases:
     """CPU tensors over the memory of NPU tensors. They own nothing: the NPU tensor must outlive their use."""
 
     def __init__(self) -> None:
+        self.nz = NzGuard()
         self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}  # by address: right whoever allocates there
 
     def of(self, tensor: Tensor) -> Tensor:
         """``tensor``'s memory, shape and strides as a CPU tensor."""
+        if self.nz:
+            self.nz.check(tensor)
         storage = tensor.untyped_storage()
         size = storage.nbytes()
         if not size or not tensor.numel():

@@ -14,6 +14,7 @@ from kernels.npu.simulator import operators
 from kernels.npu.simulator.aten import overload_of, refuse
 from kernels.npu.simulator.checking import CheckedOperator, SchemaMismatch
 from kernels.npu.simulator.dispatch import Engine
+from kernels.npu.simulator.formats import FORMAT_CASTS, FormatCast
 from kernels.npu.simulator.operators.reference import REFERENCES, Reference
 
 __all__ = ["OWN", "take_over_npu"]
@@ -34,7 +35,8 @@ def take_over_npu(engine: Engine, library: torch.library.Library) -> list[str]:
     for module in pkgutil.iter_modules(operators.__path__, f"{operators.__name__}."):
         importlib.import_module(module.name)
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    simulated = []
+    simulated: list[str] = []
+    elsewhere: list[str] = []
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Overriding a previously registered kernel.*")
         for name in torch._C._dispatch_get_all_op_names():
@@ -42,6 +44,15 @@ def take_over_npu(engine: Engine, library: torch.library.Library) -> list[str]:
                 continue
             short = name.removeprefix("npu::")
             entry = REFERENCES.get(short)
+            if short in FORMAT_CASTS:
+                library.impl(short, FormatCast(engine, overload_of(name)), "PrivateUse1")
+                simulated.append(short)
+                continue
+            if entry is not None and engine.cann.spec.generation not in entry.generations:
+                kinds = " and ".join(entry.generations)
+                library.impl(short, refuse(name, f"the vendor has it for {kinds} only"), "PrivateUse1")
+                elsewhere.append(short)
+                continue
             if entry is None:
                 library.impl(short, refuse(name), "PrivateUse1")
                 continue
@@ -49,7 +60,7 @@ def take_over_npu(engine: Engine, library: torch.library.Library) -> list[str]:
             hold_to_schema(overload, entry)
             library.impl(short, CheckedOperator(engine, overload, entry), "PrivateUse1")
             simulated.append(short)
-    missing = sorted(set(REFERENCES) - set(simulated))
+    missing = sorted(set(REFERENCES) - set(simulated) - set(elsewhere))
     if missing:
         raise SchemaMismatch(
             f"the installed torch_npu has no operators {', '.join(missing)}: the simulator expects 2.13"

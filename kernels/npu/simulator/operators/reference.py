@@ -19,13 +19,14 @@ class Reference:
     """``rules`` sees shapes, dtypes and host values only (tensors may be meta) and raises ConstraintError.
 
     ``like``: the overload whose meta kernel says what this one returns or writes, when it has none of its own.
-    ``host``: it only answers a question of the host; it is never part of a graph.
+    ``host``: it only answers a question of the host; it is never part of a graph. ``generations``: where it exists.
     """
 
     compute: Callable[..., Any]
     rules: Callable[..., None] | None
     like: str | None
     host: bool
+    generations: tuple[str, ...]
 
 
 REFERENCES: dict[str, Reference] = {}
@@ -33,12 +34,17 @@ REFERENCES: dict[str, Reference] = {}
 
 
 def reference(
-    name: str, *, rules: Callable[..., None] | None = None, like: str | None = None, host: bool = False
+    name: str,
+    *,
+    rules: Callable[..., None] | None = None,
+    like: str | None = None,
+    host: bool = False,
+    generations: tuple[str, ...] = ("A2", "A3", "A5"),
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Enter a function into the table."""
 
     def enter(compute: Callable[..., Any]) -> Callable[..., Any]:
-        REFERENCES[name] = Reference(compute, rules, like, host)
+        REFERENCES[name] = Reference(compute, rules, like, host, generations)
         return compute
 
     return enter
