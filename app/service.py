@@ -25,7 +25,7 @@ from app.routes import Route, RouteTable
 if TYPE_CHECKING:
     from actors.engine import Engine
 
-__all__ = ["Service", "json_response"]
+__all__ = ["Service", "json_response", "renamed"]
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 

@@ -10,12 +10,12 @@ from msgspec import Meta
 from quart import Response
 
 from actors.model_files import ModelFiles, resolve_model_path
-from actors.requests import LIMITS, Chat
+from actors.requests import LIMITS, Chat, InvalidRequest
 from app.errors import ApiError, invalid
 from app.exchange import Exchange
 from app.openai.parameters import messages, template_kwargs, tools
 from app.openai.requests import ChatMessage, Name, Text, TokenId, Tool
-from app.service import Service, json_response
+from app.service import Service, json_response, renamed
 
 __all__ = [
     "DetokenizeAnswer",
@@ -122,7 +122,10 @@ async def detokenize(service: Service, exchange: Exchange, body: DetokenizeReque
                 "tokens: either ids or lists of ids, not both.", param=f"tokens[{number}]" if many else "tokens"
             )
         lists.append(item)  # type: ignore[arg-type]
-    texts = [await service.engine.detokenize(ids, skip_special_tokens=skip) for ids in lists]
+    try:
+        texts = [await service.engine.detokenize(ids, skip_special_tokens=skip) for ids in lists]
+    except InvalidRequest as error:
+        raise renamed(error, {"prompt": "tokens"}) from None
     told = texts if many else texts[0]
     return json_response(DetokenizeAnswer(text=told, prompt=told))
 

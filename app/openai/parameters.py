@@ -99,7 +99,7 @@ def chat_params(body: ChatRequest) -> SamplingParams:
 
 def chat_names(body: ChatRequest) -> dict[str, str]:
     """The engine's parameter names as this body spells them."""
-    names = {"logprobs": "top_logprobs"}
+    names = {"logprobs": "top_logprobs", "prompt": "messages"}
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
     return names
@@ -120,8 +120,11 @@ def label_of(body: SamplingFields) -> str | None:
 def chat_prompt(body: ChatRequest) -> Chat:
     """The conversation for the chat template. Raises 400 for what cannot be rendered."""
     kwargs = template_kwargs(body.chat_template_kwargs)
-    if body.reasoning_effort is not None:
-        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+    effort = body.reasoning_effort
+    if effort is None and body.reasoning is not None:
+        effort = body.reasoning.effort
+    if effort is not None:
+        kwargs.setdefault("reasoning_effort", effort)
     add = body.add_generation_prompt
     go_on = bool(body.continue_final_message)
     if go_on and add:

@@ -167,6 +167,12 @@ class Tool(msgspec.Struct, kw_only=True):
     function: ToolFunction
 
 
+class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Another spelling of ``reasoning_effort``; limits on thinking are not available."""
+
+    effort: Annotated[str, Meta(max_length=32)] | None = None
+
+
 class ChatRequest(SamplingFields, kw_only=True):
     """``POST /v1/chat/completions``."""
 
@@ -177,6 +183,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     tools: Annotated[list[Tool], Meta(max_length=LIMITS.tools)] | None = None
     tool_choice: Text | dict[str, Any] | None = None
     reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
+    reasoning: Reasoning | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=32)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

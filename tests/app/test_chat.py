@@ -180,6 +180,35 @@ async def test_bad_fields_are_named(application, engine, change, param, stream):
     assert not engine.open
 
 
+@pytest.mark.parametrize(
+    ("fields", "effort"),
+    [
+        ({"reasoning_effort": "low"}, "low"),
+        ({"reasoning": {"effort": "high"}}, "high"),
+        ({"reasoning": {"effort": "high"}, "reasoning_effort": "low"}, "low"),
+        ({"reasoning": {}}, None),
+        ({"reasoning": None}, None),
+    ],
+)
+async def test_both_spellings_of_the_reasoning_effort(application, engine, fields, effort):
+    response, _ = await post(application, {**BODY, **fields})
+    assert response.status_code == 200
+    assert engine.requests[0]["prompt"].template_kwargs.get("reasoning_effort") == effort
+
+
+async def test_limits_on_thinking_are_not_swallowed(application, engine):
+    response, data = await post(application, {**BODY, "reasoning": {"effort": "low", "max_tokens": 5}})
+    error = msgspec.json.decode(data)["error"]
+    assert (response.status_code, error["param"]) == (400, "reasoning")
+    assert "max_tokens" in error["message"]
+
+
+async def test_a_conversation_that_is_too_long_is_told_as_messages(application, engine):
+    engine.ready_error = InvalidRequest("The prompt has 9 tokens.", param="prompt")
+    response, data = await post(application, BODY)
+    assert (response.status_code, msgspec.json.decode(data)["error"]["param"]) == (400, "messages")
+
+
 async def test_neutral_values_of_refused_fields_pass(application):
     neutral = {
         "response_format": {"type": "text"},

@@ -7,6 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
+from actors.requests import InvalidRequest
 from app.table import ROUTES
 
 LOCAL = {"server": ("127.0.0.1", 8000)}
@@ -29,6 +30,16 @@ async def test_tokenize_and_detokenize(application, prefix):
     assert told == {"text": "ab", "prompt": "ab"}
     _, told = await call(application, f"{prefix}/detokenize", json={"tokens": [[97], [98]]})
     assert told["text"] == ["a", "b"]
+
+
+async def test_an_id_that_is_no_token_is_told_under_its_field(application, engine, monkeypatch):
+    async def refuse(ids, *, skip_special_tokens=True):
+        raise InvalidRequest("prompt holds token id 9.", param="prompt")
+
+    monkeypatch.setattr(engine, "detokenize", refuse)
+    status, told = await call(application, "/detokenize", json={"tokens": [9]})
+    assert (status, told["error"]["param"]) == (400, "tokens")
+    assert told["error"]["message"] == "tokens holds token id 9."
 
 
 async def test_tokenize_a_conversation(application):
