@@ -30,8 +30,7 @@ class Door:
     """Counts sequences and prompt tokens of all live requests.
 
     ``max_sequences`` and ``max_tokens`` bound them (None: no bound). Refusals carry the seconds after which the
-    measured
-    rate of endings should have made room.
+    measured rate of endings should have made room.
     """
 
     def __init__(self, *, max_sequences: int, max_tokens: int | None) -> None:

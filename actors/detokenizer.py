@@ -23,7 +23,7 @@ from actors.protocol import (
 )
 from actors.requests import FinishReason, RequestAborted, RequestFailed, RequestTimeout, TokenLogprob
 from actors.runtime import Actor, ActorRef, MailboxFull, handles
-from actors.text_codec import TextCodec
+from actors.text_codec import TextCodec, is_request_scoped
 
 __all__ = ["Detokenizer"]
 
@@ -84,7 +84,9 @@ class Detokenizer(Actor[DetokenizerProtocol]):
         """Deliver one sequence's news; True when that ended it here."""
         try:
             return self._take(entry, emission)
-        except Exception as error:  # one request's text must not take the others down
+        except BaseException as error:  # one request's text must not take the others down
+            if not is_request_scoped(error):
+                raise
             _log.exception("Request %s failed in the detokenizer", entry.stream.request_id)
             self._journal.fail(entry.sequence, RequestFailed(f"Its text cannot be decoded: {type(error).__name__}."))
             return True

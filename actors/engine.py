@@ -131,7 +131,7 @@ class Engine:
                 finally:
                     # Before the actors stop, which takes a while: nobody is to wait for an answer from them.
                     self._end_requests()
-        except Exception as error:
+        except (Exception, BaseExceptionGroup) as error:
             self._failed(error)
         finally:
             self._end_requests()
@@ -141,13 +141,12 @@ class Engine:
     async def _serve(self, system: ActorSystem) -> None:
         """Set up and live, until the engine is closed. Raises what ends it otherwise."""
         if not self._stop.is_set():
-            await _first(self._stop.wait(), self._broken.wait(), system.failed.wait(), self._set_up(system))
-        await _first(self._stop.wait(), self._broken.wait(), system.failed.wait())
+            await _first(self._stop.wait(), self._broken.wait(), self._set_up(system))
+        await _first(self._stop.wait(), self._broken.wait())
         if not self._stop.is_set():
-            failed = system.failed
-            raise EngineFailed(self._error or f"Actor {failed.actor} failed too often: {_reason(failed.cause)}")
+            raise EngineFailed(self._error)
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, error: BaseException) -> None:
         self._phase = "failed"
         self._error = str(error) or type(error).__name__
         expected = isinstance(error, (ValueError, EngineFailed))
@@ -197,8 +196,17 @@ class Engine:
             self._progress = (0.0, "restarting the worker")
             if self.model_info is None:
                 # What cannot be loaded once will not load the next time either: say why and give up.
-                self._error = _reason(event.cause)
-                self._broken.set()
+                self._give_up(_reason(event.cause))
+
+        elif event.kind is EventKind.ESCALATED:
+            self._give_up(f"Actor {event.actor} failed too often: {_reason(event.cause)}")
+        elif event.kind is EventKind.STOPPED and self._phase in ("starting", "ready", "draining"):
+            # Nobody asked it to: without it the others would wait for ever.
+            self._give_up(f"Actor {event.actor} has ended for good: {_reason(event.cause)}")
+
+    def _give_up(self, reason: str) -> None:
+        self._error = self._error or reason
+        self._broken.set()
 
     # -- requests
 
@@ -347,6 +355,8 @@ class Engine:
 
 def _reason(cause: BaseException | None) -> str:
     """What an actor died of, without the traceback of its process: that is in the log."""
+    if cause is None:
+        return "the log says why"
     return cause.reason if isinstance(cause, ChildCrash) else f"{type(cause).__name__}: {cause}"
 
 

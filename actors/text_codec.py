@@ -12,9 +12,17 @@ from actors.model_files import ModelFiles, ModelPathError
 from actors.requests import Chat, InvalidRequest
 from actors.token_pieces import TokenPieces
 
-__all__ = ["TextCodec", "load_tokenizer"]
+__all__ = ["TextCodec", "is_request_scoped", "load_tokenizer"]
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+def is_request_scoped(error: BaseException) -> bool:
+    """Whether what a codec raised is a matter of the text in hand, and no reason to end anything else.
+
+    A panic in the library's Rust code is one, though its class is no Exception (and cannot be imported).
+    """
+    return isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime"
 
 
 def load_tokenizer(path: Path, mode: str) -> Tokenizer:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from actors.protocol import Decode, DecodeTokens, Encode, Encoded, Render, TokenizerProtocol
 from actors.requests import RequestFailed
 from actors.runtime import Actor, Deferred, RequestError, handles
-from actors.text_codec import TextCodec
+from actors.text_codec import TextCodec, is_request_scoped
 
 __all__ = ["INLINE_CHARS", "Tokenizer"]
+
+R = TypeVar("R")
 
 INLINE_CHARS = 1024
 """Plain texts up to this length are encoded in the loop: that takes less time than the way to a thread and back."""
@@ -106,23 +110,30 @@ class Tokenizer(Actor[TokenizerProtocol]):
         return results
 
     def _encode(self, message: Encode) -> Encoded:
+        prompt, add = message.prompt, message.add_special_tokens
+        return Encoded(token_ids=self._try(lambda: self._codec.encode(prompt, add_special_tokens=add)))
+
+    def _try(self, work: Callable[[], R]) -> R:
         """Raises RequestError only: one request's text must not take the others down."""
         try:
-            return Encoded(token_ids=self._codec.encode(message.prompt, add_special_tokens=message.add_special_tokens))
+            return work()
         except RequestError:
             raise
-        except Exception as error:
-            self.context.log.exception("A prompt cannot be encoded")
-            raise RequestFailed(f"The prompt cannot be encoded: {type(error).__name__}.") from error
+        except BaseException as error:
+            if not is_request_scoped(error):
+                raise
+            self.context.log.exception("The tokenizer failed on a request")
+            raise RequestFailed(f"The tokenizer failed on this request: {type(error).__name__}.") from error
 
     @handles
     def render(self, message: Render) -> str:
-        return self._codec.render(message.chat)
+        return self._try(lambda: self._codec.render(message.chat))
 
     @handles
     def decode(self, message: Decode) -> str:
-        return self._codec.decode(message.token_ids, skip_special_tokens=message.skip_special_tokens)
+        ids, skip = message.token_ids, message.skip_special_tokens
+        return self._try(lambda: self._codec.decode(ids, skip_special_tokens=skip))
 
     @handles
     def decode_tokens(self, message: DecodeTokens) -> list[str]:
-        return [self._codec.token_text(token) for token in message.token_ids]
+        return self._try(lambda: [self._codec.token_text(token) for token in message.token_ids])

@@ -7,15 +7,17 @@ import os
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import pytest_asyncio
 
 from actors.cache_manager import CacheManager
 from actors.engine import Engine
+from actors.incremental_text import IncrementalText
 from actors.protocol import FlushCache
 from actors.requests import (
     Chat,
@@ -157,10 +159,44 @@ async def test_text_that_no_tokenizer_takes_is_refused_and_kills_nobody(engine: 
             with pytest.raises(InvalidRequest):
                 await engine.generate(prompt, GREEDY).ready()
     with pytest.raises(InvalidRequest):
+        engine.generate([5], GREEDY, cache_salt="\ud800")
+    assert engine.describe()["requests"]["sequences"] == 0
+    with pytest.raises(InvalidRequest):
         await engine.token_strings([-1])
     with pytest.raises(InvalidRequest):
         await engine.token_strings([2**40])
     assert [a.incarnation for a in engine.actors() if a.name.startswith("tokenizer")] == [0]
+
+
+async def test_a_panic_of_the_tokenizers_library_fails_one_request(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Panic(BaseException):
+        __module__ = "pyo3_runtime"
+
+    class Panicking(IncrementalText):
+        def push(self, token_ids: Iterable[int]) -> tuple[str, str | None]:
+            if self._stops.longest == 5:
+                raise Panic("slice index starts at 1 but ends at 0")
+            return super().push(token_ids)
+
+    def encode(*_: Any, **__: Any) -> list[int]:
+        raise Panic("slice index starts at 1 but ends at 0")
+
+    before = {a.name: a.incarnation for a in engine.actors()}
+    assert engine._model is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._model.codec, "encode", encode)
+        for prompt in ("Once", "one two three " * 80):
+            with pytest.raises(RequestFailed, match="Panic"):
+                await engine.tokenize(prompt)
+    monkeypatch.setattr("actors.detokenizer.IncrementalText", Panicking)
+    bad = engine.generate([5, 6, 7], msgspec.structs.replace(GREEDY, stop=("abcde",)))
+    good = engine.generate([5, 6, 7], GREEDY)
+    with pytest.raises(RequestFailed, match="Panic"):
+        await read_out(bad)
+    assert len((await read_out(good)).token_ids) == 12
+    assert {a.name: a.incarnation for a in engine.actors()} == before
 
 
 # -- the stream
@@ -323,4 +359,16 @@ async def test_a_crash_loop_ends_every_request_and_says_why(tmp_path: Path) -> N
             await read_out(stream)
         with pytest.raises(EngineFailed, match="safetensors"):
             engine.generate("Once upon", GREEDY)
+        assert engine.status.phase == "failed"
+
+
+async def test_an_actor_that_ends_unasked_ends_the_engine(tiny_model: Path) -> None:
+    async with small_engine(tiny_model) as engine:
+        stream = engine.generate([5, 6, 7], LONG)
+        await anext(stream)
+        assert engine._system is not None
+        assert engine._company is not None
+        await engine._system.stop_actor(engine._company.cache)
+        with pytest.raises(EngineFailed, match="cache"):
+            await read_out(stream)
         assert engine.status.phase == "failed"
