@@ -31,20 +31,22 @@ do not exist on a server that has an API key but no admin key, and without any k
 
 async def openapi(service: Service, exchange: Exchange, body: None) -> Response:
     """OpenAPI 3.1."""
-    description = describe_api(service.table.routes)
-    return json_response({**description, "servers": [{"url": service.arguments.fastapi_root_path or "/"}]})
+    arguments = service.arguments
+    keys = ((Level.USER, arguments.api_key), (Level.ADMIN, arguments.admin_api_key))
+    description = describe_api(service.table.routes, frozenset(level for level, key in keys if key))
+    return json_response({**description, "servers": [{"url": arguments.fastapi_root_path or "/"}]})
 
 
 @functools.cache
-def describe_api(routes: tuple[Route, ...]) -> dict[str, Any]:
-    """The document without its servers."""
+def describe_api(routes: tuple[Route, ...], locked: frozenset[Level] = frozenset()) -> dict[str, Any]:
+    """The document without its servers. ``locked``: the levels that this server has a key for."""
     structs = _structs(routes)
     schemas, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
     references = dict(zip(structs, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         for method in route.methods:
-            paths.setdefault(route.path, {})[method.lower()] = _operation(route, method, references)
+            paths.setdefault(route.path, {})[method.lower()] = _operation(route, method, references, locked)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Troupe", "version": troupe_version(), "description": _NOTES},
@@ -68,16 +70,21 @@ def _structs(routes: Iterable[Route]) -> list[type[msgspec.Struct]]:
     return list(found)
 
 
-def _operation(route: Route, method: str, references: dict[type[msgspec.Struct], Any]) -> dict[str, Any]:
+def _operation(
+    route: Route, method: str, references: dict[type[msgspec.Struct], Any], locked: frozenset[Level]
+) -> dict[str, Any]:
     errors = {"application/json": {"schema": references[ErrorEnvelope]}}
     answer = references[route.answer] if route.answer is not None else {}
     operation: dict[str, Any] = {
         "summary": route.summary,
         "operationId": f"{method.lower()}{route.path.replace('/', '_').replace('{', '').replace('}', '')}",
         "tags": [route.tag],
-        "security": [] if route.level is Level.PUBLIC else [{route.level.value: []}],
+        "security": [{route.level.value: []}] if route.level in locked else [],
         "responses": {
-            "200": {"description": "The answer.", "content": {"application/json": {"schema": answer}}},
+            "200": {
+                "description": "The answer.",
+                "content": {kind: {"schema": answer} if kind == "application/json" else {} for kind in route.media},
+            },
             "default": {"description": "An error.", "content": errors},
         },
     }

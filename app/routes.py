@@ -36,6 +36,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     body: type[msgspec.Struct] | None = None
     optional_body: bool = False  # an absent body is an empty object
     answer: type[msgspec.Struct] | None = None
+    media: tuple[str, ...] = ("application/json",)  # what the answer comes as
     tag: str = "server"
     id_prefix: str = "req-"
     logged: bool = True

@@ -126,6 +126,35 @@ async def test_loads_and_version(application):
     assert "version" in (await call(application, "/version", "GET"))[1]
 
 
+async def test_openapi_tells_what_answers_come_as(application):
+    _, told = await call(application, "/openapi.json", "GET")
+    media = {
+        path: set(next(iter(item.values()))["responses"]["200"]["content"]) for path, item in told["paths"].items()
+    }
+    for path in ("/", "/docs", "/metrics", "/v1/models", "/live", "/version"):
+        response = await application.test_client().get(path)
+        assert media[path] == {response.headers["Content-Type"].partition(";")[0]}, path
+    for path in ("/v1/chat/completions", "/v1/completions", "/generate"):
+        assert media[path] == {"application/json", "text/event-stream"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "user", "admin"),
+    [
+        ({}, [], []),
+        ({"api_key": "u", "admin_api_key": "a"}, [{"user": []}], [{"admin": []}]),
+        ({"admin_api_key": "a"}, [], [{"admin": []}]),
+    ],
+)
+async def test_openapi_asks_for_the_keys_that_this_server_has(make_application, keys, user, admin):
+    application = make_application(**keys)
+    response = await application.test_client().get("/openapi.json", headers={"x-api-key": "u"})
+    paths = msgspec.json.decode(await response.get_data())["paths"]
+    assert paths["/v1/models"]["get"]["security"] == user
+    assert paths["/flush_cache"]["post"]["security"] == admin
+    assert paths["/live"]["get"]["security"] == []
+
+
 async def test_openapi_describes_every_route(application):
     status, told = await call(application, "/openapi.json", "GET")
     assert status == 200
