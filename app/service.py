@@ -29,6 +29,9 @@ __all__ = ["Service", "json_response", "renamed"]
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
+MAX_FIELDS = 256
+"""Fields of one object of a body: the most that any API knows is about a hundred."""
+
 SEND_DEADLINE = 120.0
 """Seconds that a client may leave a piece of its response unread before it loses the rest."""
 
@@ -124,6 +127,12 @@ class Service:
     def _screen(self, fields: Mapping[str, msgspec.Raw], kind: type[msgspec.Struct], route: Route, prefix: str) -> None:
         from app.openai.refusals import refuse
 
+        if len(fields) > MAX_FIELDS:
+            raise invalid(
+                f"{prefix.rstrip('.') or 'The body'}: has {len(fields)} fields; at most {MAX_FIELDS} are read.",
+                param=prefix.rstrip(".") or None,
+                code="too_many_fields",
+            )
         for name in fields.keys() - known_fields(kind):
             if name in route.refused:
                 refuse(name, fields[name], prefix)

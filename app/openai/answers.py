@@ -20,6 +20,7 @@ __all__ = [
     "CompletionLogprobs",
     "PromptTokensDetails",
     "UsageAnswer",
+    "characters",
     "chat_logprobs",
     "completion_logprobs",
     "prompt_logprobs",
@@ -140,6 +141,11 @@ def _name(entry: TokenLogprob, as_ids: bool) -> str:
     return f"token_id:{entry.token_id}" if as_ids else entry.token
 
 
+def characters(entry: TokenLogprob) -> int:
+    """Characters that begin in this token: those that several tokens spell together count once."""
+    return sum(byte & 0xC0 != 0x80 for byte in entry.bytes_)
+
+
 def completion_logprobs(
     entries: Sequence[TokenLogprob], *, top: int, offset: int, as_ids: bool = False
 ) -> CompletionLogprobs:
@@ -152,7 +158,7 @@ def completion_logprobs(
         name = _name(entry, as_ids)
         tokens.append(name)
         offsets.append(offset)
-        offset += len(entry.token)
+        offset += characters(entry)
         if entry.logprob is None:
             token_logprobs.append(None)
             tops.append(None)

@@ -8,7 +8,7 @@ import msgspec
 
 from actors.requests import Delta, Usage
 from app.exchange import Exchange
-from app.openai.answers import UsageAnswer, chat_logprobs, completion_logprobs, usage_answer
+from app.openai.answers import UsageAnswer, characters, chat_logprobs, completion_logprobs, usage_answer
 from app.openai.requests import ChatRequest, CompletionRequest, StreamOptions
 
 __all__ = ["ChatChunks", "CompletionChunks", "UsageReport"]
@@ -177,7 +177,7 @@ class CompletionChunks:
             if first and self._echo:
                 entries = (*(delta.prompt_logprobs or ()), *entries)
             scored = completion_logprobs(entries, top=self._top, offset=offset, as_ids=self._as_ids)
-            self._offsets[delta.index] = offset + sum(len(entry.token) for entry in entries)
+            self._offsets[delta.index] = offset + sum(characters(entry) for entry in entries)
             logprobs = _encode(scored)
         return b"".join(
             (

@@ -6,6 +6,9 @@ import msgspec
 import openai
 import pytest
 
+from actors.requests import TokenLogprob
+from app.openai.answers import characters, completion_logprobs
+
 ANSWER = "Paris is the capital of France."
 
 
@@ -103,6 +106,15 @@ async def test_bad_fields_are_named(application, engine, change, param):
     assert response.status_code == 400
     assert answer(data)["error"]["param"] == param
     assert not engine.open
+
+
+def test_offsets_count_characters_that_several_tokens_spell_once():
+    pieces = ["Z", "ü".encode()[:1], "ü".encode()[1:], "日".encode()[:2], "日".encode()[2:], "!"]
+    raw = [piece if isinstance(piece, bytes) else piece.encode() for piece in pieces]
+    entries = [TokenLogprob(number, part.decode(errors="replace"), part, -1.0) for number, part in enumerate(raw)]
+    told = completion_logprobs(entries, top=0, offset=10)
+    assert told.text_offset == [10, 11, 12, 12, 13, 13]
+    assert sum(characters(entry) for entry in entries) == len("Zü日!")
 
 
 async def test_a_missing_prompt_is_named(application):

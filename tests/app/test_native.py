@@ -181,6 +181,16 @@ async def test_values_that_nobody_can_read_are_mistakes(application, engine, raw
     assert not engine.requests
 
 
+@pytest.mark.parametrize("inside", [False, True])
+async def test_an_object_of_countless_fields_is_refused(application, engine, inside):
+    many = {f"field_{number}": None for number in range(300)}
+    response, data = await post(application, text="a", **({"sampling_params": many} if inside else many))
+    error = msgspec.json.decode(data)["error"]
+    assert (response.status_code, error["code"]) == (400, "too_many_fields")
+    assert error["param"] == ("sampling_params" if inside else None)
+    assert engine.registry.get_sample_value("troupe_unknown_fields_total", {"field": "other"}) is None
+
+
 async def test_unknown_sampling_fields_are_counted(application, engine):
     await post(application, text="a", sampling_params={"wibble": 1})
     assert engine.registry.get_sample_value("troupe_unknown_fields_total", {"field": "sampling_params.wibble"}) == 1
