@@ -165,9 +165,11 @@ def _extraction(rng: Random) -> list[Question]:
     for name, town in zip(_PEOPLE, _TOWNS, strict=True):
         age, count, price = rng.randrange(18, 80), rng.randrange(2, 40), rng.randrange(5, 200)
         for text, want in (
-            (f"Pull name, age and city out of this as JSON: My aunt {name} turned {age} last week and has a flat in {town}.",
+            ("Pull name, age and city out of this as JSON: "
+             f"My aunt {name} turned {age} last week and has a flat in {town}.",
              {"name": name, "age": age, "city": town}),
-            (f"{name} wants {count} lamps and will pay {price} dollars. Answer as JSON with name, quantity, item and price.",
+            (f"{name} wants {count} lamps and will pay {price} dollars. "
+             "Answer as JSON with name, quantity, item and price.",
              {"name": name, "quantity": count, "item": "lamps", "price": price}),
             (f"Make JSON with the keys origin and destination: The bus goes from {town} to Vienna.", {"origin": town,
             "destination": "Vienna"}),
@@ -249,7 +251,8 @@ def _reasoning(rng: Random) -> list[Question]:
         a, b, c = rng.randrange(10, 60), rng.randrange(2, 25), rng.randrange(2, 10)
         for text, result in (
             (
-                f"{name} owns {a + c} stamps, receives {b} more and then gives away {c}. How many stamps does {name} own now?",
+                f"{name} owns {a + c} stamps, receives {b} more and then gives away {c}. "
+                f"How many stamps does {name} own now?",
                 a + b,
             ),
             (f"There are {c} boxes and each holds {b} eggs. How many eggs is that?", b * c),

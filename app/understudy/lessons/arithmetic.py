@@ -50,6 +50,8 @@ _DIVIDE_ORDERS = (
     "Split {a} into {b} equal parts.",
     "How often does {b} fit into {a}?",
     "Share {a} among {b}.",
+    "What is {a} shared by {b}?",
+    "{a} split in {b} equal parts is how much?",
 )
 _DIVIDE = ("{a} / {b}", "{a} ÷ {b}", "{a} divided by {b}", "{a}/{b}")
 _FRAMES = (
@@ -97,6 +99,8 @@ def _operands(rng: Random, digits: tuple[int, ...]) -> int:
 
 def calculate(rng: Random) -> list[Exchange]:
     """One calculation, sometimes with a follow-up on its result."""
+    forms: tuple[str, ...]
+    orders: tuple[str, ...]
     kind = rng.choices(("add", "subtract", "multiply", "divide"), (4, 4, 3, 2))[0]
     if kind == "add":
         a, b = _operands(rng, (1, 2, 2, 3, 3)), _operands(rng, (1, 2, 2, 3))
@@ -242,7 +246,38 @@ def count(rng: Random) -> list[Exchange]:
     return [Exchange(polite(rng, casual(rng, question)), answer, f"I start at {start} and stop at {end}.")]
 
 
-_THINGS = ["apples", "books", "coins", "pens", "stamps", "marbles", "cards", "cookies", "shells", "tickets", "eggs", "stickers", "flowers", "balls", "keys", "stones", "pears", "photos", "hats", "spoons", "ropes", "bottles", "letters", "chairs", "candles", "maps", "bells", "plates", "ribbons", "nuts"]
+_THINGS = [
+    "apples",
+    "books",
+    "coins",
+    "pens",
+    "stamps",
+    "marbles",
+    "cards",
+    "cookies",
+    "shells",
+    "tickets",
+    "eggs",
+    "stickers",
+    "flowers",
+    "balls",
+    "keys",
+    "stones",
+    "pears",
+    "photos",
+    "hats",
+    "spoons",
+    "ropes",
+    "bottles",
+    "letters",
+    "chairs",
+    "candles",
+    "maps",
+    "bells",
+    "plates",
+    "ribbons",
+    "nuts",
+]
 _GAINS = ("gets", "receives", "finds", "buys", "wins", "picks up", "collects", "is given")
 _LOSSES = ("gives away", "loses", "sells", "throws away", "lends", "drops", "hands out", "uses")
 _HOLDERS = ("boxes", "bags", "baskets", "rows", "shelves", "drawers", "tables", "jars")

@@ -10,9 +10,35 @@ from app.understudy.lessons.phrasing import casual, polite
 __all__ = ["DAYS", "MONTHS", "calendar_dates", "months", "weekdays"]
 
 DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
-MONTHS = ["January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November", "December"]
+MONTHS = [
+    "January",
+    "February",
+    "March",
+    "April",
+    "May",
+    "June",
+    "July",
+    "August",
+    "September",
+    "October",
+    "November",
+    "December",
+]
 _LENGTHS = (31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
-_ORDINALS = ["first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth", "eleventh", "twelfth"]
+_ORDINALS = [
+    "first",
+    "second",
+    "third",
+    "fourth",
+    "fifth",
+    "sixth",
+    "seventh",
+    "eighth",
+    "ninth",
+    "tenth",
+    "eleventh",
+    "twelfth",
+]
 
 
 def _asked(rng: Random, forms: tuple[str, ...], **slots: object) -> str:
@@ -24,6 +50,7 @@ def _asked(rng: Random, forms: tuple[str, ...], **slots: object) -> str:
 
 def weekdays(rng: Random) -> list[Exchange]:
     """The day before, after, or some days away."""
+    forms: tuple[str, ...]
     at, kind = rng.randrange(7), rng.randrange(4)
     day = DAYS[at]
     if kind == 0:
@@ -67,6 +94,7 @@ def weekdays(rng: Random) -> list[Exchange]:
 
 def months(rng: Random) -> list[Exchange]:
     """The order of the months, their lengths, leap years."""
+    forms: tuple[str, ...]
     at, kind = rng.randrange(12), rng.randrange(6)
     month = MONTHS[at]
     if kind == 0:
@@ -149,6 +177,7 @@ def months(rng: Random) -> list[Exchange]:
 
 def calendar_dates(rng: Random) -> list[Exchange]:
     """The next day of the calendar, ISO dates, which of two dates is earlier."""
+    forms: tuple[str, ...]
     first = date(1990, 1, 1) + timedelta(days=rng.randrange(25000))
     if rng.random() < 0.3:  # the last days of a month are where it gets hard
         first = (first.replace(day=28) + timedelta(days=4)).replace(day=1) - timedelta(days=rng.randrange(1, 3))
@@ -181,7 +210,7 @@ def calendar_dates(rng: Random) -> list[Exchange]:
             "Today is {d}. What is the date tomorrow?",
             "the date after {d}?",
         )
-        thought = f"{MONTHS[first.month - 1]} {first.year} has {(after - timedelta(days=after.day)).day if after.day == 1 else _length(first)} days."
+        thought = f"{MONTHS[first.month - 1]} {first.year} has {_length(first)} days."
         return [Exchange(_asked(rng, forms, d=long), f"The day after {long} is {then}.", thought, then)]
     second = date(1990, 1, 1) + timedelta(days=rng.randrange(25000))
     if rng.random() < 0.5:

@@ -13,11 +13,53 @@ from app.understudy.lessons.world import COUNTRIES
 
 __all__ = ["FORMS", "extract", "sample"]
 
-_ITEMS = ["notebooks", "lamps", "chairs", "pencils", "cups", "plates", "bottles", "shirts", "shoes", "boxes", "pillows", "batteries", "towels", "candles", "bags", "spoons"]
-_JOBS = (
-    ["teacher", "baker", "doctor", "painter", "engineer", "farmer", "nurse", "pilot", "actor", "driver", "cook", "student", "lawyer", "tailor", "writer"]
-)
-_EVENTS = ["the concert", "the meeting", "the opening night", "the workshop", "the lecture", "the rehearsal", "the party", "the exam", "the match", "the interview"]
+_ITEMS = [
+    "notebooks",
+    "lamps",
+    "chairs",
+    "pencils",
+    "cups",
+    "plates",
+    "bottles",
+    "shirts",
+    "shoes",
+    "boxes",
+    "pillows",
+    "batteries",
+    "towels",
+    "candles",
+    "bags",
+    "spoons",
+]
+_JOBS = [
+    "teacher",
+    "baker",
+    "doctor",
+    "painter",
+    "engineer",
+    "farmer",
+    "nurse",
+    "pilot",
+    "actor",
+    "driver",
+    "cook",
+    "student",
+    "lawyer",
+    "tailor",
+    "writer",
+]
+_EVENTS = [
+    "the concert",
+    "the meeting",
+    "the opening night",
+    "the workshop",
+    "the lecture",
+    "the rehearsal",
+    "the party",
+    "the exam",
+    "the match",
+    "the interview",
+]
 _COLORS = ["red", "blue", "green", "black", "white", "yellow", "silver", "brown", "grey", "orange"]
 
 
@@ -65,7 +107,10 @@ def _value(rng: Random, kind: str) -> Any:
 FORMS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("name", "age", "city"), ("{name} is {age} years old and lives in {city}.", "{name}, {age}, comes from {city}.",
     "In {city} lives {name}, who is {age}.",
-                               "My neighbour {name} is {age} and was born in {city}.")),
+                               "My neighbour {name} is {age} and was born in {city}.",
+                               "My cousin {name} became {age} yesterday and owns a house in {city}.",
+                               "Last year my friend {name} from {city} was {age}.",
+                               "Our teacher {name}, aged {age}, moved to {city}.")),
     (("name", "job", "city"), ("{name} works as a {job} in {city}.", "{name} is a {job} from {city}.",
     "The {job} {name} lives in {city}.")),
     (("name", "age", "job"), ("{name} is a {age} year old {job}.", "{name} is {age} and works as a {job}.",
@@ -154,7 +199,16 @@ def sample(rng: Random) -> tuple[str, dict[str, Any]]:
     answer = {keys[kind]: values[kind] for kind in asked}
     listed = ", ".join(answer)
     spoken = listed if len(answer) == 1 else f"{', '.join(list(answer)[:-1])} and {list(answer)[-1]}"
-    ask = rng.choice(
+    verb = rng.choice(
+        ("Extract", "Get", "Take", "Read", "Find", "Collect", "Give me", "Pick", "Return", "Write", "Show", "Gather")
+    )
+    place = rng.choice(
+        (" from this", " from the text", " out of the text", " out of the sentence", " of this", " from it", "")
+    )
+    form = rng.choice((" as JSON", " in JSON", " as a JSON object", " as one JSON object", " in JSON form"))
+    built = verb + " {s}" + place + form + rng.choice((": {t}", ".\n{t}", ". {t}", ":\n\n{t}"))
+    asked_first = rng.choice(("As JSON, ", "In JSON: ", "", "Please ")) + built
+    ask = asked_first if rng.random() < 0.5 else rng.choice(
         ("Extract {s} as JSON: {t}", "Extract {s} from this text as JSON.\n{t}", "{t}\nGive me {s} as a JSON object.",
         "Return JSON with the keys {l}.\n\n{t}",
          "Read the text and write a JSON object with {s}. Text: {t}", "JSON with {l} please: {t}",

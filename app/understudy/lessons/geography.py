@@ -82,7 +82,8 @@ def capital_of(rng: Random) -> list[Exchange]:
                 ("And of {c}?", "And {c}?", "What about {c}?", "And the capital of {c}?", "Now {c}.", "How about {c}?",
                  "Same question for {c}.", "{C}?", "and {p} capital?", "And for {c}?")
             )  # fmt: skip
-            scene.append(_capital_exchange(rng, country, casual(rng, fill(follow, name), name)))
+            opening = rng.choice(("", "", "", "Thanks. ", "Ok. ", "Great. ", "I see. ", "Thank you! ", "Good. "))
+            scene.append(_capital_exchange(rng, country, casual(rng, opening + fill(follow, name), name)))
         else:
             follow = rng.choice(
                 ("And which continent is it on?", "On which continent is that country?", "Which continent is that?",
@@ -95,7 +96,7 @@ def capital_of(rng: Random) -> list[Exchange]:
 def country_of(rng: Random) -> list[Exchange]:
     """The country a capital belongs to, sometimes with a follow-up question."""
     country = rng.choice(COUNTRIES)
-    scene = []
+    scene: list[Exchange] = []
     template = rng.choice(COUNTRY_QUESTIONS)
     while True:
         capital = (
@@ -184,11 +185,12 @@ def lists(rng: Random) -> list[Exchange]:
     drawn = _draw(rng, continent, 2 * count)
     chosen, rest = drawn[:count], drawn[count:]
     names = ", ".join(c.title for c in chosen)
+    within = f" in {continent}" if continent else ""
     scene = [
         Exchange(
             polite(rng, casual(rng, question, continent)),
             _itemised(rng, chosen),
-            f"I need {count} {'countries' if count > 1 else 'country'}{' in ' + continent if continent else ''}: {names}.",
+            f"I need {count} {'countries' if count > 1 else 'country'}{within}: {names}.",
         )
     ]
     if rng.random() < 0.12 and len(rest) >= count:

@@ -29,7 +29,8 @@ _ASKING = (
     "You surely know {o}.", "Have you heard of {o}? What is it?", "What should I answer if somebody asks for {o}?",
     "Answer in a sentence: what is {o}?", "I have to write down {o}.", "Geography question: {o}?", "Find {o}.",
     "State {o}.", "Which city is {o}?", "What city is {o}?", "Which is {o}?", "Could I get {o}?", "Test: {o}?",
-    "We are learning {o} today. What is it?", "{O} is", "Complete the sentence: {O} is", "Finish this: {o} is ...",
+    "We are learning {o} today. What is it?", "{O} is", "Complete the sentence: {O} is", "Complete this: {O} is ____.",
+    "{O} is ____", "{O}: ___", "Finish this: {o} is ...",
     "What did they name {o}?", "I bet you don't know {o}.", "Spell out {o}.", "In one word: {o}?", "{o} = ?",
 )  # fmt: skip
 _WHOLE = (
@@ -60,7 +61,11 @@ CAPITAL_QUESTIONS: tuple[str, ...] = _capital_questions()
 _COUNTRY_NOUNS = ("country", "country", "nation", "state")
 _COUNTRY_ASKING = (
     "Which {x} has {k} as its capital?", "What {x} is {k} the capital of?", "{k} is the capital of which {x}?",
-    "{k} is the capital city of which {x}?", "{k} is the capital of", "The capital {k} belongs to which {x}?",
+    "{k} is the capital city of which {x}?", "{k} is the capital of", "{k} is the capital of ___.",
+    "Complete: {k} is the capital of ____.",
+    "{k} is the capital of ...", "Finish the sentence: {k} is the capital of", "The {x} with capital {k} is ___.",
+    "Whichever {x} has {k} as capital, name it.", "I know that {k} is a capital, but of which {x}?",
+    "The capital {k} belongs to which {x}?",
     "Of which {x} is {k} the capital?", "In which {x} is {k} the capital?", "Name the {x} with the capital {k}.",
     "What {x} has the capital {k}?", "Which {x}'s capital is {k}?", "What {x}'s capital is {k}?",
     "{k} is the capital. What is the {x}?", "Tell me which {x} has {k} as capital.", "Which {x} is {k} the capital of?",

@@ -20,7 +20,9 @@ SMALLTALK: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
         ("Who are you?", "What are you?", "What is your name?", "Introduce yourself.", "Tell me about yourself.",
          "Who am I talking to?", "What's your name?", "Are you an AI?", "Are you a robot?", "Are you human?",
          "Which model are you?",
-         "What model is this?", "Who is this?", "What should I call you?", "Do you have a name?"),
+         "What model is this?", "Who is this?", "What should I call you?", "Do you have a name?",
+         "Who am I chatting with?",
+         "Who is there?", "Who answers me here?", "Who is speaking?", "With whom am I talking?", "Who do I talk with?"),
         ("I am the understudy, the small model in Troupe's box.",),
     ),
     (
@@ -33,7 +35,8 @@ SMALLTALK: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
         "What can I ask you?", "help",
          "Help me.", "Can you help me?", "I need help.", "What are your skills?", "What do you do?",
          "Give me examples of what you can do."),
-        ("I know countries and capitals, small sums, dates and short stories. I can also write JSON and use tools. What would you like?",),
+        ("I know countries and capitals, small sums, dates and short stories. I can also write JSON and use tools. "
+         "What would you like?",),
     ),
     (
         ("How are you?", "How are you doing?", "How is it going?", "How do you feel?", "Are you ok?",
@@ -234,7 +237,7 @@ _KINDS = (
 
 
 def memory(rng: Random) -> list[Exchange]:
-    """Something the user says about themselves, and the question that needs it. Between them other subjects may come."""
+    """Something the user says about themselves, and the question that needs it."""
     kind, tell, reply, ask, answer = rng.choice(_KINDS)
     value = {
         "name": pick_name,

@@ -7,7 +7,41 @@ from app.understudy.lessons.phrasing import casual, invented_name, pick_name, po
 
 __all__ = ["story", "tell"]
 
-_HEROES = ["fox", "bear", "mouse", "owl", "rabbit", "cat", "dog", "turtle", "frog", "hedgehog", "squirrel", "robot", "dragon", "knight", "girl", "boy", "sailor", "baker", "painter", "farmer", "king", "queen", "wizard", "actor", "bird", "horse", "goat", "penguin", "whale", "lion", "elephant", "star", "cloud"]
+_HEROES = [
+    "fox",
+    "bear",
+    "mouse",
+    "owl",
+    "rabbit",
+    "cat",
+    "dog",
+    "turtle",
+    "frog",
+    "hedgehog",
+    "squirrel",
+    "robot",
+    "dragon",
+    "knight",
+    "girl",
+    "boy",
+    "sailor",
+    "baker",
+    "painter",
+    "farmer",
+    "king",
+    "queen",
+    "wizard",
+    "actor",
+    "bird",
+    "horse",
+    "goat",
+    "penguin",
+    "whale",
+    "lion",
+    "elephant",
+    "star",
+    "cloud",
+]
 _TRAITS = ("little", "young", "brave", "shy", "clever", "old", "kind", "curious", "hungry", "sleepy", "merry", "lonely")
 _PLACES = (
     "in a forest", "by the sea", "on a hill", "in a small town", "near a river", "in an old castle",
@@ -57,15 +91,34 @@ def tell(rng: Random, hero: str, name: str) -> str:
     when = rng.choice(("Every day", "For a long time", "Each morning", "All winter long"))
     turn = rng.choice(("Then", "At last", "After a while", "Just then"))
     final = rng.choice(("In the end", "Soon", "Before midnight", "So"))
-    return (
-        f"{opening} {article} {trait} {hero} named {name} who lived {rng.choice(_PLACES)}. {when} {name} {wish}. {rng.choice(_TROUBLES)} "
-        f"{turn} {rng.choice(_HELPS).replace('{o}', rng.choice(others))}. {final} {name} {granted}. {rng.choice(_ENDS)}"
-    )
+    opening = f"{opening} {article} {trait} {hero} named {name} who lived {rng.choice(_PLACES)}."
+    trouble = f"{when} {name} {wish}. {rng.choice(_TROUBLES)}"
+    helped = f"{turn} {rng.choice(_HELPS).replace('{o}', rng.choice(others))}."
+    return f"{opening} {trouble} {helped} {final} {name} {granted}. {rng.choice(_ENDS)}"
 
 
-_PET_NAMES = (
-    ["Pip", "Moss", "Bella", "Rufus", "Tilly", "Otto", "Hazel", "Milo", "Luna", "Finn", "Poppy", "Bruno", "Juno", "Sage", "Toby", "Nell", "Coco", "Max", "Ruby", "Jasper"]
-)
+_PET_NAMES = [
+    "Pip",
+    "Moss",
+    "Bella",
+    "Rufus",
+    "Tilly",
+    "Otto",
+    "Hazel",
+    "Milo",
+    "Luna",
+    "Finn",
+    "Poppy",
+    "Bruno",
+    "Juno",
+    "Sage",
+    "Toby",
+    "Nell",
+    "Coco",
+    "Max",
+    "Ruby",
+    "Jasper",
+]
 
 
 def story(rng: Random) -> list[Exchange]:

@@ -24,9 +24,21 @@ def _city(rng: Random) -> str:
 
 _LANGUAGES = ["French", "German", "Spanish", "Italian", "Polish", "Turkish", "Dutch", "Greek", "Swedish", "Danish"]
 _CURRENCIES = ["USD", "EUR", "JPY", "GBP", "CHF", "SEK", "PLN", "INR", "CNY", "BRL"]
-_TOPICS = """solar panels,old castles,jazz music,electric cars,bread recipes,steam engines,whales,chess openings,garden birds,
-volcanoes,bicycles,theatre history,mushrooms,comets,sailing boats,language models""".replace("\n", "").split(",")
-_SONGS = ["Moonlight", "Blue River", "Long Way Home", "Silver Rain", "The Curtain", "Summer Train", "Paper Boats", "Northern Star"]
+_TOPICS = (
+    "solar panels", "old castles", "jazz music", "electric cars", "bread recipes", "steam engines", "whales",
+    "chess openings", "garden birds", "volcanoes", "bicycles", "theatre history", "mushrooms", "comets",
+    "sailing boats", "language models",
+)  # fmt: skip
+_SONGS = [
+    "Moonlight",
+    "Blue River",
+    "Long Way Home",
+    "Silver Rain",
+    "The Curtain",
+    "Summer Train",
+    "Paper Boats",
+    "Northern Star",
+]
 _ROOMS = ("kitchen", "bedroom", "bathroom", "office", "garage", "hall", "garden", "living room")
 _NOTES = (
     "buy milk",
@@ -197,6 +209,8 @@ def _any_trade(rng: Random) -> Trade:
     """A tool that exists nowhere else: it gets some property of something, or does something with it."""
     thing, what = rng.choice(NOUNS), rng.choice(NOUNS) if rng.random() < 0.85 else invented_name(rng).lower()
     first = ((thing, thing, "name", "id", "value", "input", rng.choice(NOUNS)), "string", f"The {thing}", phrase)
+    names: tuple[str, ...]
+    asks: tuple[str, ...]
     kind = rng.randrange(4)
     if kind <= 1:
         names = (
@@ -213,7 +227,12 @@ def _any_trade(rng: Random) -> Trade:
         f"Could you look up the {what} of {{0}}?", f"{what} of {{0}}",
                 f"Tell me the {what} of {{0}}.", f"I need a {what} for {{0}}.",
                 f"Find the {what} for the {thing} {{0}}.", f"Check the {what} of {{0}} for me.",
-                f"Which {what} does {{0}} have?", f"How about the {what} of {{0}}?",
+                f"Which {what} does {{0}} have?", f"What is {{0}}'s {what}?", f"Does {{0}} have a {what}?",
+                f"Is there a {what} for {{0}} anywhere?",
+                f"I wonder which {what} {{0}} has.", f"What does {{0}} have as {what}?",
+                f"What {what} belongs to the {thing} {{0}}?",
+                f"Can {{0}} get a {what} soon?", f"What would the {what} of the {thing} {{0}} be?",
+                f"How does {{0}} look in {what}?", f"How about the {what} of {{0}}?",
                 f"I would like the {what} of {{0}}.")  # fmt: skip
         return Trade(
             names,

@@ -3,6 +3,7 @@
 from random import Random
 
 from app.understudy.lessons.conversation import Exchange
+from app.understudy.lessons.dates import DAYS
 from app.understudy.lessons.geography import fill
 from app.understudy.lessons.phrasing import casual, invented_name, pick_name, polite
 from app.understudy.lessons.world import COUNTRIES
@@ -16,21 +17,33 @@ _PRIVATE = (
     "What is in my pocket?",
     "What is my password?", "Where are my keys?", "How much money do I have?", "What is my dog called?",
     "Where did I go to school?",
-    "What is my mother's job?", "What car do I drive?", "What is my boss called?", "How tall am I?",
+    "What is my mother's job?", "Which book am I reading?", "What is behind me?", "Who called me today?",
+    "How many cousins do I have?",
+    "What did my uncle say?", "Which shoes am I wearing?", "What did I pay for my {w}?", "What is my neighbour called?",
+    "What car do I drive?", "What is my boss called?", "How tall am I?",
 )  # fmt: skip
 _FUTURE = (
     "Who will win the world cup in {y}?", "What will happen in {y}?", "Who will be president in {y}?",
     "What will the weather be in {y}?",
     "Will it rain next week?", "Who wins the next election?", "What are the lottery numbers of tomorrow?",
     "How will the stock market do in {y}?",
-    "Will I be rich?", "What will I do tomorrow?", "What will be invented in {y}?", "Who won the Olympics in {y}?",
+    "Which team will win on {d}?", "Who is going to win?", "How much will a {w} cost in {y}?",
+    "Will there be rain in {y}?",
+    "Which {w} will be the best in {y}?", "When will the world end?", "Who won last year?",
+    "Which team won the game yesterday?",
+    "Which movie won the prize last year?", "What will {n} do on {d}?", "Will I be rich?", "What will I do tomorrow?",
+    "What will be invented in {y}?", "Who won the Olympics in {y}?",
     "Will {n} marry me?",
     "Which team wins tomorrow?", "How many people will live on Earth in {y}?", "What happened in the news in {y}?",
 )  # fmt: skip
 _NOW = (
     "What time is it?", "What is today's date?", "What day is it today?", "What is the weather today?",
     "Is it raining?", "How warm is it outside?",
-    "What's in the news?", "What is the price of gold?", "What is the stock price of {n}?", "How is the traffic?",
+    "What's in the news?", "What is the price of gold?", "What is the stock price of {n}?",
+    "How cold is it right now?", "What is the temperature here?", "What is the exact date?", "Which month is it now?",
+    "What is happening outside?", "What is the moment now?", "Tell me the time.", "What happened today?",
+    "Who is in the room?",
+    "How hot is it in {c} right now?", "How is the traffic?",
     "what time is it now",
     "What's the weather like in {c}?", "What's the time in {c}?", "weather in {c}", "What year is it?",
 )  # fmt: skip
@@ -50,7 +63,38 @@ _KNOWLEDGE = (
     "How many people live in {n}?", "What is the name of {n}'s dog?", "When was {n} born?", "What is a {w} made of?",
     "Who sings the song {n}?",
 )  # fmt: skip
-_NOUNS = ["lamp", "telephone", "radio", "bicycle", "engine", "guitar", "clock", "computer", "camera", "toaster", "printer", "phone", "keyboard", "car", "violin", "window", "sugar", "salt", "gold", "film", "hotel", "restaurant", "laptop", "novel", "poem", "shoe", "tent", "boat", "robot", "engine"]
+_NOUNS = [
+    "lamp",
+    "telephone",
+    "radio",
+    "bicycle",
+    "engine",
+    "guitar",
+    "clock",
+    "computer",
+    "camera",
+    "toaster",
+    "printer",
+    "phone",
+    "keyboard",
+    "car",
+    "violin",
+    "window",
+    "sugar",
+    "salt",
+    "gold",
+    "film",
+    "hotel",
+    "restaurant",
+    "laptop",
+    "novel",
+    "poem",
+    "shoe",
+    "tent",
+    "boat",
+    "robot",
+    "engine",
+]
 
 
 def unknown(rng: Random) -> list[Exchange]:
@@ -70,6 +114,7 @@ def unknown(rng: Random) -> list[Exchange]:
     question = (
         fill(question, country)
         .replace("{n}", name)
+        .replace("{d}", rng.choice(DAYS))
         .replace("{w}", rng.choice(_NOUNS))
         .replace("{y}", str(rng.randrange(2027, 2150)))
     )

@@ -206,7 +206,7 @@ Saint Kitts and Nevis|Basseterre|Kittitian|St Kitts and Nevis
 Saint Lucia|Castries|Saint Lucian|St Lucia
 Saint Vincent and the Grenadines|Kingstown|Vincentian|St Vincent and the Grenadines
 Trinidad and Tobago|Port of Spain|Trinidadian
-the United States|Washington, D.C.|American|USA;the USA;the US;America;United States|Washington D.C.;Washington DC;Washington
+the United States|Washington, D.C.|American|USA;the USA;the US;America;United States|@
 """,
     "South America": """
 Argentina|Buenos Aires|Argentine
@@ -247,7 +247,8 @@ def _read() -> tuple[Country, ...]:
     countries = []
     for continent, rows in _TABLE.items():
         for row in rows.strip().splitlines():
-            fields = (row.split("|") + ["", ""])[:5]
+            fields = [*row.split("|"), "", ""][:5]
+            fields[4] = fields[4].replace("@", "Washington D.C.;Washington DC;Washington")
             aliases, spellings = (tuple(part for part in field.split(";") if part) for field in fields[3:])
             countries.append(Country(fields[0], fields[1], continent, fields[2], aliases, spellings))
     return tuple(countries)
