@@ -55,6 +55,12 @@ def test_the_sandbox_refuses_what_a_template_has_no_business_with(source: str) -
         ChatTemplate(source, {}).render(chat("x"))
 
 
+@pytest.mark.parametrize("source", ["{{ '{0} {1}'.format(messages[0].content) }}", "{{ 'x' * (10 ** 30) }}"])
+def test_whatever_a_template_raises_is_the_request_s_own(source: str) -> None:
+    with pytest.raises(InvalidRequest, match="cannot render"):
+        ChatTemplate(source, {}).render(chat("x"))
+
+
 def test_an_endless_output_is_cut_off() -> None:
     inner = "{% for j in range(99999) %}{{ 'x' * 999 }}{% endfor %}"
     template = ChatTemplate("{% for i in range(99999) %}" + inner + "{% endfor %}", {})

@@ -264,6 +264,26 @@ async def test_detokenizer_state_goes_with_its_request(engine: Engine) -> None:
 # -- operation
 
 
+async def test_ends_are_counted_as_what_they_were(engine: Engine) -> None:
+    def counted() -> dict[str, float]:
+        samples = [
+            s for metric in engine.registry.collect() for s in metric.samples if s.name == "troupe_requests_total"
+        ]
+        return {s.labels["finish_reason"]: s.value for s in samples}
+
+    before = counted()
+    aborted = engine.generate("Once upon", LONG)
+    await aborted.ready()
+    assert await engine.abort(aborted.request_id) == 1
+    with pytest.raises(RequestAborted):
+        await read_out(aborted)
+    with pytest.raises(InvalidRequest):
+        await engine.generate("", GREEDY).ready()
+    await text_of(engine, "Once upon")
+    grown = {reason: value - before.get(reason, 0) for reason, value in counted().items()}
+    assert {reason: value for reason, value in grown.items() if value} == {"abort": 1, "error": 1, "length": 1}
+
+
 async def test_flushing_a_cache_that_waits_for_its_worker_kills_nobody() -> None:
     async with ActorSystem() as system:
         cache = await system.spawn(lambda: CacheManager(Vitals()), name="cache")
