@@ -90,6 +90,7 @@ def activate(text: str) -> Simulator:
         import torch_npu  # noqa: F401 - registers the device
 
     from kernels.npu.simulator.aten import take_over_aten
+    from kernels.npu.simulator.collectives import take_over_hccl
     from kernels.npu.simulator.dispatch import Engine
     from kernels.npu.simulator.faults import Faults
     from kernels.npu.simulator.graphs import Graphs
@@ -101,6 +102,7 @@ def activate(text: str) -> Simulator:
     simulator = Simulator(spec, cann, engine, [aten, npu])
     simulator.simulated = take_over_npu(engine, npu)
     simulator.aten = take_over_aten(engine, aten)
+    take_over_hccl(engine)
     if planned := os.environ.get("TROUPE_NPU_FAULT"):
         simulator.faults.plan_text(planned)
     _active.append(simulator)

@@ -42,6 +42,14 @@ def flat(value: Any) -> Iterator[Any]:
         yield value
 
 
+def device_of(args: Any, kwargs: Any) -> int:
+    """The NPU that a call runs on: that of its first tensor, the one it names, or the current one."""
+    places = [value.device if is_npu(value) else value for value in flat((args, kwargs))]
+    named = [place for place in places if isinstance(place, torch.device) and place.type == "npu"]
+    index = named[0].index if named else None
+    return torch.npu.current_device() if index is None else index
+
+
 class Call:
     """The arguments of one call in a form that runs again: CPU aliases of NPU memory, host values as they were."""
 
@@ -73,6 +81,10 @@ class Call:
         if isinstance(value, torch.Generator):
             return host_generator(value)
         return value
+
+    def release(self) -> None:
+        """Let go of the NPU tensors: a graph knows addresses and keeps nothing alive."""
+        self.tensors = [(alias, alias) for _, alias in self.tensors]
 
     def target(self) -> torch.device:
         """Where new results go."""
@@ -124,9 +136,7 @@ class Engine:
 
     def interrupted(self, operator: Operator, args: Any, kwargs: Any) -> tuple[bool, Any]:
         """Called while something is out of the ordinary. (True, result) when the call must not run now."""
-        device = next((value.device.index for value in flat((args, kwargs)) if is_npu(value)), None)
-        if device is None:
-            device = torch.npu.current_device()
+        device = device_of(args, kwargs)
         if self.faults is not None:
             self.faults.before(operator.name, device)
         if self.cann.error(device):

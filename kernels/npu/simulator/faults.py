@@ -4,6 +4,7 @@ An error of a device is sticky: every later call that touches it fails with the 
 ("NPU function error ... error code is 507015"), until the test mends it. In a worker process the environment variable
 TROUPE_NPU_FAULT plans one fault, and means nothing when the simulator is off:
 
+    KIND@N, or KIND@N@NAME to count only the operators with NAME in theirs:
     aicore@N     507015 at the N-th operator       lost@N   507010, the device's heartbeat is lost
     ecc@N        507054, memory error              hang@N   the N-th operator never ends (the process must be killed)
     oom@N        from the N-th operator on no memory is left on the device
@@ -34,24 +35,27 @@ class Faults:
 
     def __init__(self, cann: Cann) -> None:
         self.cann = cann
-        self._plan: tuple[str, int, int | None] | None = None  # kind, operators left, device or None for any
+        self._plan: tuple[str, int, int | None, str] | None = None  # kind, operators left, device, part of a name
         self._lock = threading.Lock()
 
-    def plan(self, kind: str, after: int, device: int | None = None) -> None:
-        """Let the fault happen at the ``after``-th operator from now (1: the next), on one device or on any."""
+    def plan(self, kind: str, after: int, device: int | None = None, operator: str = "") -> None:
+        """Let the fault happen at the ``after``-th operator from now (1: the next), on one device or on any.
+
+        ``operator``: count only those with this in their name: ``hccl`` for collectives.
+        """
         if kind not in (*KINDS, "hang", "oom") or after < 1:
             raise FaultError(f"{kind!r} at operator {after}: use {', '.join(KINDS)}, hang or oom, and a number from 1")
         with self._lock:
             if self._plan is None:
                 self.cann.attend(1)
-            self._plan = (kind, after, device)
+            self._plan = (kind, after, device, operator)
 
     def plan_text(self, text: str) -> None:
-        """``kind@N``, as in the environment variable."""
-        kind, _, number = text.partition("@")
+        """``kind@N`` or ``kind@N@name``, as in the environment variable."""
+        kind, number, name = [*text.split("@", 2), "", ""][:3]
         if not number.isdecimal():
             raise FaultError(f"{text!r} plans no fault: write a kind and an operator's number, as in aicore@100")
-        self.plan(kind, int(number))
+        self.plan(kind, int(number), operator=name)
 
     def clear(self) -> None:
         """Forget the plan and mend every device."""
@@ -78,11 +82,11 @@ class Faults:
     def before(self, operator: str, device: int) -> None:
         """Called before every operator while anything is out of the ordinary."""
         with self._lock:
-            if self._plan is None or self._plan[2] not in (None, device):
+            if self._plan is None or self._plan[2] not in (None, device) or self._plan[3] not in operator:
                 return
-            kind, left, where = self._plan
+            kind, left, where, name = self._plan
             if left > 1:
-                self._plan = (kind, left - 1, where)
+                self._plan = (kind, left - 1, where, name)
                 return
             self._plan = None
             self.cann.attend(-1)

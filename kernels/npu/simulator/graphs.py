@@ -32,8 +32,8 @@ from torch import Tensor
 
 from kernels.npu.simulator.checking import to_meta
 from kernels.npu.simulator.constraints import ConstraintError
-from kernels.npu.simulator.dispatch import Call, Engine, Operator, flat
-from kernels.npu.simulator.memory import is_npu, new_like
+from kernels.npu.simulator.dispatch import META, Call, Engine, Operator, flat
+from kernels.npu.simulator.memory import Aliases, is_npu, new_like
 
 __all__ = ["CaptureError", "Graphs"]
 
@@ -98,6 +98,44 @@ class ValueTask:
             if self.mode == 1
             else bool(found & self.value)
         )
+
+
+class Shapes:
+    """A call's arguments as meta tensors, and what comes back of its shape function as new NPU tensors."""
+
+    def __init__(self, aliases: Aliases, task: Task) -> None:
+        self._aliases, self._task = aliases, task
+        self._metas: dict[int, Tensor] = {}
+        self._count = itertools.count()
+
+    def meta(self, value: Any) -> Any:
+        """``value`` without memory; the same tensor becomes the same meta tensor."""
+        if isinstance(value, Tensor):
+            if id(value) not in self._metas:
+                self._metas[id(value)] = to_meta(value)
+            return self._metas[id(value)]
+        if isinstance(value, dict):
+            return {name: self.meta(item) for name, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.meta(item) for item in value)
+        return META if isinstance(value, torch.device) else value
+
+    def result(self, value: Any) -> Any:
+        """Allocated results, entered into the task; arguments and views of them as what they are."""
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.result(item) for item in value)
+        number = next(self._count)
+        if not isinstance(value, Tensor):
+            return value
+        for tensor, alias in self._task.call.tensors:
+            given = self._metas.get(id(alias))
+            if value is given:
+                return tensor
+            if given is not None and value._is_view() and value._base is given:
+                return tensor.as_strided(value.size(), value.stride(), value.storage_offset())
+        made = new_like(value, self._task.call.target())
+        self._task.results.append((number, self._aliases.of(made)))
+        return made
 
 
 @dataclass(eq=False)
@@ -206,13 +244,13 @@ class Graphs:
         capture = self._captures.get(stream)
         if capture is None or capture.stream != stream:
             return self._refuse(NOT_CAPTURED, "the stream is not captured")
-        if capture.thread != threading.get_ident():
-            return self._refuse(WRONG_THREAD, "a capture must end in the thread that began it")
         for captured in [capture.stream, *capture.streams]:
             self._captures.pop(captured, None)
         self.cann.attend(-1)
         code, message = OK, ""
-        if capture.broken:
+        if capture.thread != threading.get_ident():
+            code, message = WRONG_THREAD, "a capture must end in the thread that began it"
+        elif capture.broken:
             code, message = INVALIDATED, capture.broken
         elif capture.group is not None:
             code, message = GROUP_STATUS, "a task group was begun and not ended"
@@ -270,27 +308,13 @@ class Graphs:
 
     def _record(self, capture: Capture, stream: int, operator: Operator, args: Any, kwargs: Any) -> Any:
         self._check_capturable(operator, args, kwargs)
-        call = Call(self.engine.aliases, args, kwargs)
-        metas: dict[int, Tensor] = {}
-
-        def meta(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                if id(value) not in metas:
-                    metas[id(value)] = to_meta(value)
-                return metas[id(value)]
-            if isinstance(value, (list, tuple)):
-                return type(value)(meta(item) for item in value)
-            if isinstance(value, torch.device):
-                return torch.device("meta")
-            return value
-
         if operator.shape is None:
-            raise CaptureError(f"{operator.name} cannot be captured")
-        shape_kwargs = {name: meta(value) for name, value in call.kwargs.items()}
-        if "device" in shape_kwargs:
-            shape_kwargs["device"] = torch.device("meta")
+            raise CaptureError(f"error code is {UNSUPPORTED}: {operator.name} cannot be part of a graph")
+        call = Call(self.engine.aliases, args, kwargs)
+        task = Task(operator, call)
+        shapes = Shapes(self.engine.aliases, task)
         try:
-            shaped = operator.shape(*meta(call.args), **shape_kwargs)
+            shaped = operator.shape(*shapes.meta(call.args), **shapes.meta(call.kwargs))
         except (ConstraintError, CaptureError):
             raise
         except Exception as error:
@@ -298,26 +322,8 @@ class Graphs:
                 f"error code is {UNSUPPORTED}: {operator.name} in a capture: the shape of its result depends on values "
                 f"({error})"
             ) from error
-        back = {id(metas[id(alias)]): tensor for tensor, alias in call.tensors if id(alias) in metas}
-        task = Task(operator, call)
-        index = itertools.count()
-
-        def made(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                number = next(index)
-                if id(value) in back:
-                    return back[id(value)]
-                if value._is_view() and value._base is not None and id(value._base) in back:
-                    return back[id(value._base)].as_strided(value.size(), value.stride(), value.storage_offset())
-                new = new_like(value, call.target())
-                task.results.append((number, self.engine.aliases.of(new)))
-                return new
-            if isinstance(value, (list, tuple)):
-                return type(value)(made(item) for item in value)
-            next(index)
-            return value
-
-        result = made(shaped)
+        result = shapes.result(shaped)
+        call.release()
         capture.tasks.append(task)
         if capture.group is not None:
             capture.group.tasks.append(task)
@@ -330,10 +336,6 @@ class Graphs:
         if name in ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::_assert_async"):
             raise CaptureError(
                 f"error code is {UNSUPPORTED}: {operator.name} reads a value back to the host during a capture"
-            )
-        if getattr(operator, "random", False):
-            raise CaptureError(
-                f"{operator.name} draws random numbers, which is not simulated in a graph: sample outside of it"
             )
         for value in flat((args, kwargs)):
             if isinstance(value, Tensor) and not is_npu(value) and value.dim() and not value.is_pinned():
@@ -363,6 +365,7 @@ class Graphs:
         call = Call(self.engine.aliases, args, kwargs)
         if operator.shape is not None:
             operator.shape(*to_meta(call.args), **{name: to_meta(value) for name, value in call.kwargs.items()})
+        call.release()
         group.tasks[done].call = call
         self._updates[stream] = (group, done + 1)
         outputs = kwargs.get("out")
@@ -430,6 +433,7 @@ class Graphs:
         return self._pump()
 
     def _crash(self, graph: Graph, message: str) -> int:
+        """What a graph does wrong on the device shows as the device's error."""
         self.cann.fail(graph.device, AICORE_EXCEPTION, f"graph {graph.number}: {message}")
         return AICORE_EXCEPTION
 
@@ -443,7 +447,7 @@ class Graphs:
                     steps = self._advance(queue[0])
                     moved = moved or steps != 0
                     if steps < 0:
-                        code = AICORE_EXCEPTION
+                        code = self.cann.error(queue[0].graph.device)
                     elif queue[0].position < len(queue[0].graph.tasks):
                         break  # it waits
                     queue.popleft()
@@ -463,6 +467,10 @@ class Graphs:
                 elif not task.holds():
                     break
             else:
+                if self.engine.faults is not None:
+                    self.engine.faults.before(task.operator.name, run.graph.device)
+                if self.cann.error(run.graph.device):
+                    return -1
                 try:
                     task.run()
                 except Exception as error:
@@ -562,4 +570,5 @@ class Graphs:
 
 def raw_stream(device: int) -> int:
     """The address of the current stream of the device, as the runtime knows it."""
-    return int(torch_npu._C._npu_getCurrentRawStream(device))
+    with torch.npu.device(device):  # its streams are made when it is first the current one
+        return int(torch_npu._C._npu_getCurrentRawStream(device))

@@ -353,7 +353,7 @@ def attention(operator: str, query: Tensor, key: Tensor, value: Tensor, options:
     for name in list(given):
         if name not in DEFAULTS_V1:
             option = given.pop(name)
-            if name not in IGNORED and option is not None and option != 0:
+            if name not in IGNORED and (isinstance(option, Tensor) or option not in (None, 0)):
                 raise ConstraintError(operator, name, "is not simulated: leave it out")
     chosen = DEFAULTS_V1 | given
     heads = chosen["num_heads"]
