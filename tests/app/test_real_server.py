@@ -119,7 +119,7 @@ async def test_256_streams_with_random_hang_ups(tiny: RealServer) -> None:
         stayed = [i for i in range(256) if i not in leavers]
         assert len(stayed) > 100
         expected = await asyncio.gather(
-            *((client.post("/v1/completions", json=body(i)) for i in stayed[:40])),
+            *(client.post("/v1/completions", json=body(i)) for i in stayed[:40]),
         )
         for i, response in zip(stayed, expected, strict=False):
             assert results[i] == response.json()["choices"][0]["text"]
