@@ -158,6 +158,44 @@ aclError aclrtGetDeviceInfo(uint32_t device, aclrtDevAttr attribute, int64_t *va
     return 0;
 }
 
+/* Cores of the matrix and the vector units: those of one 910B die, for every generation. */
+aclError aclrtGetDeviceResLimit(int32_t device, aclrtDevResLimitType type, uint32_t *value)
+{
+    *value = type == ACL_RT_DEV_RES_CUBE_CORE ? 24 : 48;
+    return 0;
+}
+
+aclError aclrtGetStreamResLimit(aclrtStream stream, aclrtDevResLimitType type, uint32_t *value)
+{
+    return aclrtGetDeviceResLimit(0, type, value);
+}
+
+aclError aclrtGetResInCurrentThread(aclrtDevResLimitType type, uint32_t *value)
+{
+    return aclrtGetDeviceResLimit(0, type, value);
+}
+
+aclError aclrtDeviceGetUuid(int32_t device, aclrtUuid *uuid)
+{
+    memset(uuid, 0, sizeof *uuid);
+    snprintf((char *)uuid, sizeof *uuid, "simulated %d", device);
+    return 0;
+}
+
+aclError aclrtGetPrimaryCtxState(int32_t device, uint32_t *flags, int32_t *active)
+{
+    if (flags)
+        *flags = 0;
+    *active = 1;
+    return 0;
+}
+
+aclError aclrtGetLogicDevIdByUserDevId(const int32_t user, int32_t *const logic)
+{
+    *logic = user;
+    return 0;
+}
+
 /* ---- memory ---- */
 
 enum kind { DEVICE, HOST, MAPPED };
@@ -672,6 +710,21 @@ aclError aclmdlRICaptureGetInfo(aclrtStream stream, aclmdlRICaptureStatus *statu
 aclError aclmdlRIExecuteAsync(aclmdlRI model, aclrtStream stream)
 {
     return health() ? health() : door(DOOR_EXECUTE, model, stream, NULL);
+}
+
+aclError aclmdlRICaptureThreadExchangeMode(aclmdlRICaptureMode *mode)
+{
+    static __thread aclmdlRICaptureMode held;
+    aclmdlRICaptureMode was = held;
+    held = *mode;
+    *mode = was;
+    return 0;
+}
+
+aclError aclmdlRIGetId(aclmdlRI model, uint32_t *id)
+{
+    *id = (uint32_t)(uintptr_t)model; /* the graph's number */
+    return 0;
 }
 
 aclError aclmdlRIDestroy(aclmdlRI model) { return door(DOOR_DESTROY, model, NULL, NULL); }
