@@ -140,9 +140,12 @@ class DecodeGraphs:
             self._graphs[size] = _Graph(graph, hidden)
 
     def _explain(self, size: int, error: RuntimeError) -> None:
-        cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        first: BaseException = error  # ending a capture that failed fails again: what came before it is the cause
+        while first.__context__ is not None:
+            first = first.__context__
+        cause = str(first).strip().splitlines()[0] if str(first).strip() else type(first).__name__
         hint = "--disable-cuda-graph silences this"
-        if first_code(str(error)) in _OUT_OF_STREAMS:
+        if first_code(str(first)) in _OUT_OF_STREAMS:
             hint = "the device has no stream left for it: lower --cuda-graph-max-bs or shorten --cuda-graph-bs"
         left = f"graphs of {self.sizes} rows are used" if self._graphs else "all decodes run without a graph"
         _log.warning("The decode of %d rows could not be captured into a graph (%s); %s. %s", size, cause, left, hint)

@@ -77,7 +77,13 @@ class CheckedOperator(Operator):
         if self.meta is None:
             return None
         kept = {name: to_meta(value) for name, value in kwargs.items() if name not in ("out", "workspace")}
-        return self.meta(*to_meta(args), **kept)
+        try:
+            return self.meta(*to_meta(args), **kept)
+        except TypeError as error:
+            # npu_top_k_top_p's requires k, though the schema does not; the dispatcher leaves out a None at the end.
+            if "required positional argument" in str(error):
+                return None
+            raise
 
     def compare(self, expected: Any, result: Any) -> None:
         if expected is None:
