@@ -51,9 +51,9 @@ class FormatCast(Operator):
             if self.engine.cann.spec.generation == "A5":
                 chosen = ND
         made = torch_npu.empty_with_format(input.shape, dtype=input.dtype, device=input.device, acl_format=chosen)
-        self.engine.aliases.of(made).copy_(self.engine.aliases.of(input))
         if torch_npu.get_npu_format(made) == NZ:
-            self.engine.aliases.nz.add(made)
+            self.engine.aliases.nz.add(made)  # first: the memory may have been another's
+        self.engine.aliases.of(made).copy_(self.engine.aliases.of(input))
         if not self.overload._schema.name.endswith("_"):
             return made
         input.set_(made)
