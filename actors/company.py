@@ -110,7 +110,7 @@ class Company:
             environment=placement.environment(arguments, 0, os.environ, _STEP_TIMEOUT),
             events=self._worker_event,
             events_type=LoadProgress | WorkerLoaded,
-            supervision=Supervision(strategy=Strategy.RESTART_ONE, max_restarts=3, within=300.0),
+            supervision=Supervision(strategy=Strategy.RESTART_ONE, max_restarts=6, within=300.0),
             start_timeout=_WORKER_START_TIMEOUT,
             stop_timeout=5.0,
             wait=False,
@@ -159,5 +159,5 @@ class Company:
                 self._introduce_worker(message.info, message.epoch)
 
     def _introduce_worker(self, info: ModelInfo, epoch: int) -> None:
-        self.scheduler.offer(WorkerReady(info=info, epoch=epoch))
         self._on_ready(info)
+        self.scheduler.offer(WorkerReady(info=info, epoch=epoch))

@@ -130,7 +130,14 @@ class Intake:
     ) -> None:
         model = self._model
         if isinstance(prompt, (str, Chat)):
-            model.require_codec()
+            most = model.require_codec().most_chars(model.context_length)
+            if _chars(prompt) > most and not self._arguments.allow_auto_truncate:
+                raise InvalidRequest(
+                    f"The prompt has {_chars(prompt)} characters; no more than {most} can fit this model's context of "
+                    f"{model.context_length} tokens. Shorten it.",
+                    param="prompt",
+                    code="context_length_exceeded",
+                )
         else:
             if not len(prompt):
                 raise InvalidRequest("prompt holds no token. Send at least one.", param="prompt")
@@ -348,11 +355,14 @@ def _salt(cache_salt: str | None) -> bytes:
         ) from None
 
 
+def _chars(prompt: str | Chat) -> int:
+    """Characters of a text, or at least so many of a conversation's."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    texts = (message.get("content") for message in prompt.messages)
+    return sum(len(text) for text in texts if isinstance(text, str))
+
+
 def _estimate(prompt: Prompt) -> int:
     """Prompt tokens before anything is encoded; set right afterwards."""
-    if isinstance(prompt, str):
-        return len(prompt) // 4 + 1
-    if isinstance(prompt, Chat):
-        texts = (message.get("content") for message in prompt.messages)
-        return sum(len(text) for text in texts if isinstance(text, str)) // 4 + 8
-    return len(prompt)
+    return _chars(prompt) // 4 + 1 if isinstance(prompt, (str, Chat)) else len(prompt)

@@ -14,6 +14,11 @@ from actors.token_pieces import TokenPieces
 
 __all__ = ["TextCodec", "is_request_scoped", "load_tokenizer"]
 
+LONG_TEXT = 16384
+"""Characters. Longer texts are encoded by the library's batch call, which starts its own pool of threads, once a
+process,
+that the library never ends."""
+
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -64,6 +69,7 @@ class TextCodec:
     def __init__(self, files: ModelFiles, *, mode: str = "auto", chat_template: str | None = None) -> None:
         self.tokenizer = load_tokenizer(files.tokenizer_path, mode)
         self.pieces = TokenPieces(self.tokenizer)
+        self._longest_token = max(map(len, self.tokenizer.get_vocab(with_added_tokens=True)), default=1)
         self.special_tokens = self._special_tokens(files.tokenizer_config)
         source = files.chat_template(chat_template)
         try:
@@ -99,12 +105,22 @@ class TextCodec:
         if isinstance(prompt, Chat):
             prompt, add_special_tokens = self.render(prompt), False
         try:
-            ids: list[int] = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens).ids
+            if len(prompt) > LONG_TEXT:
+                # The batch call lets other threads run meanwhile; the single one holds the interpreter to its end.
+                [encoded] = self.tokenizer.encode_batch_fast([prompt], add_special_tokens=add_special_tokens)
+            else:
+                encoded = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+            ids: list[int] = encoded.ids
         except TypeError:  # what the library says of a str that is not Unicode text
             raise InvalidRequest(
                 "The prompt holds half a surrogate pair, which no text contains. Send UTF-8.", param="prompt"
             ) from None
         return ids
+
+    def most_chars(self, tokens: int) -> int:
+        """No text with more characters can have as few as ``tokens`` tokens."""
+        # A normalizer may make a text shorter before it is cut into tokens.
+        return tokens * self._longest_token * (1 if self.tokenizer.normalizer is None else 8)
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)

@@ -141,7 +141,9 @@ class LocalIncarnation(Incarnation):
                     if self._is_over():
                         raise
                     self._blame(HandlerCancelled("cancelled from outside while it started or stopped"))
-                except (Exception, SystemExit) as error:
+                except (KeyboardInterrupt, GeneratorExit):
+                    raise
+                except BaseException as error:  # a library's panic is this actor's crash, and no other's
                     self._blame(error)
                 tasks.cancel_scope.cancel()
         finally:
@@ -300,7 +302,9 @@ class LocalIncarnation(Incarnation):
     async def _guard(self, function: Callable[..., Coroutine[Any, Any, object]], args: tuple[object, ...]) -> None:
         try:
             await function(*args)
-        except (Exception, SystemExit) as error:
+        except (KeyboardInterrupt, GeneratorExit, asyncio.CancelledError):
+            raise
+        except BaseException as error:
             self.crash(error)
 
     def in_hand(self) -> Envelope | None:

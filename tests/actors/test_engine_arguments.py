@@ -126,3 +126,10 @@ async def test_request_timeout(tiny_model: Path) -> None:
     async with engine(tiny_model, request_timeout=0.05) as e:
         with pytest.raises(RequestTimeout):
             await whole(e.generate([5], SamplingParams(max_tokens=500, ignore_eos=True)))
+
+
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(tiny_model: Path) -> None:
+    async with engine(tiny_model, context_length=64) as e:
+        for prompt in ("x" * 1_000_000, Chat(messages=[{"role": "user", "content": "x" * 1_000_000}])):
+            with pytest.raises(InvalidRequest, match="1000000 characters"):
+                e.generate(prompt, GREEDY)

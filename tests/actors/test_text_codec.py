@@ -6,7 +6,7 @@ import pytest
 
 from actors.model_files import ModelFiles, ModelPathError, resolve_model_path
 from actors.requests import Chat, InvalidRequest
-from actors.text_codec import TextCodec
+from actors.text_codec import LONG_TEXT, TextCodec
 from tests.tiny_model import make_tiny_model
 
 
@@ -58,3 +58,11 @@ def test_paths_that_are_no_model(tmp_path: Path) -> None:
         ModelFiles(tmp_path)
     with pytest.raises(ModelPathError, match="is a file"):
         resolve_model_path(str(tmp_path / "config.json"))
+
+
+def test_long_texts_encode_alike_and_are_bounded(tiny_model: Path) -> None:
+    codec = TextCodec(ModelFiles(tiny_model))
+    text = "the quick 東京 fox " * (LONG_TEXT // 8)
+    assert len(text) > LONG_TEXT
+    assert codec.encode(text) == codec.tokenizer.encode(text).ids
+    assert codec.most_chars(len(codec.encode(text))) >= len(text)

@@ -87,3 +87,27 @@ async def test_an_asker_that_gives_up_leaves_no_complaint() -> None:
         await ref.tell(Keep(number=1))
         await asyncio.sleep(0.001)
         assert system.late_replies == 1
+
+
+class Panic(BaseException):
+    """What some native libraries raise."""
+
+
+class Fragile(Clerk):
+    @handles
+    def keep(self, message: Keep) -> None:
+        raise Panic("native panic")
+
+
+async def test_a_base_exception_is_a_crash_of_its_actor_alone() -> None:
+    async with ActorSystem() as system:
+        fragile = await system.spawn(Fragile, name="fragile")
+        sturdy = await system.spawn(Clerk, name="sturdy")
+        with pytest.raises(ActorDied):
+            await fragile.ask(Keep(number=1), timeout=5)
+        waiting = asyncio.create_task(sturdy.ask(Promise(number=1), timeout=5))
+        await asyncio.sleep(0.2)
+        await sturdy.tell(Keep(number=1))
+        assert await waiting == 2
+        assert [actor.incarnation for actor in system.describe()] == [1, 0]
+        assert not system.failed.is_set()
