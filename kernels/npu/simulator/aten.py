@@ -2,7 +2,7 @@
 
 Allocation, views and set_ stay torch_npu's own, so that its allocator, its storages and its accounting are real.
 Values are those of PyTorch's CPU kernels, not of the NPU's: sums in another order, the same dtype rules. An operator
-that has no CPU kernel raises with its name.
+that has no CPU kernel raises with its name. Gradients are not simulated: some operators give none.
 """
 
 from __future__ import annotations
@@ -81,7 +81,10 @@ def take_over_aten(engine: Engine, library: torch.library.Library) -> int:
             if not any(has(name, key) for key in KERNELS_ELSEWHERE):
                 library.impl(name.removeprefix("aten::"), refuse(name), "PrivateUse1")
                 continue
-            library.impl(name.removeprefix("aten::"), AtenOperator(engine, overload), "PrivateUse1")
+            operator = AtenOperator(engine, overload)
+            library.impl(name.removeprefix("aten::"), operator, "PrivateUse1")
+            if has(name, "AutogradPrivateUse1"):  # the wheel's own, which asks for device kernels
+                library.impl(name.removeprefix("aten::"), operator, "AutogradPrivateUse1")
             count += 1
     return count
 

@@ -289,7 +289,9 @@ def test_attention_head_dims_and_dtypes() -> None:
 # ---- sampling ----
 
 
-def test_top_k_top_p() -> None:
+def test_top_k_top_p(simulator: Simulator) -> None:
+    if simulator.spec.generation == "A5":
+        pytest.skip("the vendor has npu_top_k_top_p for A2 and A3 only")
     logits = torch.tensor([[1.0, 2, 3, 4], [1, 3, 3, 5], [0, 0, 0, 9]])
     k, p = torch.tensor([2, 2, 4], dtype=torch.int32), torch.tensor([1.0, 1.0, 0.5])
     cut = torch_npu.npu_top_k_top_p(logits.npu(), p.npu(), k.npu()).cpu()
