@@ -43,9 +43,9 @@ def load_tokenizer(path: Path, mode: str) -> Tokenizer:
         except Exception as error:  # the library raises bare Exception
             raise ModelPathError(f"{file} cannot be read as a tokenizer: {error}") from error
     # Slow to import, so only where it is needed: models that ship no tokenizer.json.
-    from transformers import AutoTokenizer
-
     try:
+        from transformers import AutoTokenizer
+
         loaded: Any = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelPathError(
