@@ -65,8 +65,9 @@ class NpuPlatform(Platform):
         self.device = torch.device("npu", index)
         torch.npu.set_device(self.device)  # before anything else: other calls would wake device 0
         torch.npu.config.allow_internal_format = True  # weights in tiles
-        torch.npu.set_compile_mode(jit_compile=False)
         self.soc = soc_of(torch_npu.npu.get_soc_version(), torch.npu.get_device_name(self.device))
+        if self.soc.generation != "A5":  # which never compiles at launch, and refuses to be told so
+            torch.npu.set_compile_mode(jit_compile=False)
         self.name = f"npu ({self.soc.generation}, {self.soc.name})"
         self.cut = ascend_cut if self.soc.filters_logits and config.sampling_backend != "pytorch" else None
         if config.sampling_backend == ASCEND and not self.soc.filters_logits:

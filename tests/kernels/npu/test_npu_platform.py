@@ -102,8 +102,7 @@ def test_paged_attention(window, dim, backend, generator):
     if backend == "native-decodes":
         options = {"decode_attention_backend": "torch_native"}
     platform = make(**options)
-    if backend == "split":
-        platform.soc = Soc("A5", "Ascend950")
+    platform.soc = Soc("A5", "Ascend950") if backend == "split" else Soc("A2", "Ascend910B3")
     page, kv_heads, heads = 128, 2, 6
     (cache,) = platform.make_cache(1, 24, page, kv_heads, dim, torch.bfloat16)
     for part in (cache.keys, cache.values):

@@ -1,0 +1,167 @@
+"""The whole engine on simulated NPUs: the model in the box, its worker in a child process, against the CPU platform.
+
+In float32 the tokens must be the CPU's, sampled ones too. In bfloat16, where attention is the fused operator and sums
+are taken in another order, every greedy token must be the CPU's likeliest in float32, or within ``CLOSE`` of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from actors.engine import Engine
+from actors.requests import EngineFailed, SamplingParams
+from actors.streams import merge
+from tests.app.real_server import running
+
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("torch_npu") is None, reason="torch_npu is not installed: pip install -e '.[npu-sim]'"
+    ),
+    pytest.mark.skipif(shutil.which("gcc") is None, reason="the NPU simulator needs gcc and nm (binutils)"),
+]
+
+MODEL = str(Path(__file__).parents[2] / "app" / "understudy" / "model")
+CLOSE = 0.15
+"""Of a log-probability. bfloat16 has 8 bits; over 8 layers this model's move by less."""
+
+PROMPTS = [
+    "The capital of France is",
+    "Once upon a time there was",
+    "What is 3 plus 4?",
+    "one two three four five six seven eight nine ten " * 16,
+    "My name is Anna and I live in Paris. " * 20,
+    "How do you say good morning?",
+]
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, top_k=50, seed=11, max_tokens=24, ignore_eos=True)
+
+
+@asynccontextmanager
+async def serving(**keywords: Any) -> AsyncIterator[Engine]:
+    options: dict[str, Any] = {"max_running_requests": 8, "chunked_prefill_size": 64, "max_total_tokens": 4096}
+    async with Engine(model=MODEL, **(options | keywords)) as engine:
+        yield engine
+
+
+async def tokens_of(engine: Engine, prompt: str | list[int], params: SamplingParams = GREEDY) -> list[int]:
+    return list(merge([delta async for delta in engine.generate(prompt, params)]).token_ids)
+
+
+async def all_tokens(engine: Engine, params: SamplingParams = GREEDY) -> list[list[int]]:
+    return list(await asyncio.gather(*(tokens_of(engine, prompt, params) for prompt in PROMPTS)))
+
+
+@pytest.fixture(scope="module")
+def on_cpu() -> dict[str, list[list[int]]]:
+    """What the CPU platform says in float32."""
+
+    async def ask() -> dict[str, list[list[int]]]:
+        async with serving(device="cpu", dtype="float32", cpu_threads=1) as engine:
+            return {"greedy": await all_tokens(engine), "sampled": await all_tokens(engine, SAMPLED)}
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize("generation", ["A2", "A3"])
+async def test_float32_says_what_the_cpu_says(generation: str, on_cpu: dict[str, list[list[int]]]) -> None:
+    """Greedy and sampled, prompts in chunks beside decodes."""
+    async with serving(npu_simulator=generation, dtype="float32") as engine:
+        described = engine.describe()
+        assert described["workers"][0]["device"] == f"npu (simulated {generation})"
+        assert described["model_info"]["page_size"] == 128
+        assert await all_tokens(engine) == on_cpu["greedy"]
+        assert await all_tokens(engine, SAMPLED) == on_cpu["sampled"]
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("generation", ["A2", "A3", "A5"])
+async def test_bfloat16_is_near_what_the_cpu_says(generation: str, graphs: bool) -> None:
+    async with serving(npu_simulator=generation, disable_cuda_graph=not graphs) as engine:
+        assert bool(engine.describe()["model_info"]["graph_rows"]) == graphs
+        found = await all_tokens(engine)
+        prompts = [await engine.tokenize(prompt) for prompt in PROMPTS]
+    score = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=1)
+    async with serving(device="cpu", dtype="float32", cpu_threads=1) as engine:
+        for prompt, tokens in zip(prompts, found, strict=True):
+            result = merge([delta async for delta in engine.generate([*prompt, *tokens], score)])
+            assert result.prompt_logprobs is not None
+            for scored in result.prompt_logprobs[len(prompt) :]:
+                assert scored.logprob is not None
+                assert scored.logprob > (scored.top[0].logprob or 0) - CLOSE
+
+
+async def test_the_prefix_cache_is_used_and_changes_nothing(on_cpu: dict[str, list[list[int]]]) -> None:
+    async with serving(npu_simulator="A2", dtype="float32") as engine:
+        for _ in range(2):
+            result = merge([delta async for delta in engine.generate(PROMPTS[3], GREEDY)])
+            assert list(result.token_ids) == on_cpu["greedy"][3]
+        assert result.usage.cached_tokens >= 128
+
+
+async def test_preempted_requests_say_the_same(on_cpu: dict[str, list[list[int]]]) -> None:
+    """Eight pages for what needs more: someone must give way and come back."""
+    params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+    short = [PROMPTS[0], PROMPTS[1], PROMPTS[2], PROMPTS[5], "Tell me a story", "Who are you?"]
+    options: dict[str, Any] = {"dtype": "float32", "schedule_conservativeness": 0.01, "disable_radix_cache": True}
+    async with serving(device="cpu", cpu_threads=1, **options) as engine:
+        expected = await asyncio.gather(*(tokens_of(engine, prompt, params) for prompt in short))
+    async with serving(npu_simulator="A2", **(options | {"max_total_tokens": 8 * 128})) as engine:
+        found = await asyncio.gather(*(tokens_of(engine, prompt, params) for prompt in short))
+        assert engine.describe()["scheduler"]["preemptions"] > 0
+    assert found == expected
+
+
+async def test_sampling_backends_agree() -> None:
+    found = []
+    for backend in ("pytorch", "ascend"):
+        async with serving(npu_simulator="A2", dtype="float32", sampling_backend=backend) as engine:
+            found.append(await all_tokens(engine, SAMPLED))
+    assert found[0] == found[1]
+
+
+async def test_the_cpu_still_serves_beside_torch_npu() -> None:
+    """Where torch_npu is installed and CANN is not, a plain import of torch fails."""
+    async with serving(device="cpu", cpu_threads=1) as engine:
+        assert engine.describe()["workers"][0]["device"] == "cpu"
+        assert len(await tokens_of(engine, PROMPTS[0])) == 40
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"page_size": 16}, "--page-size 128"),
+        ({"dtype": "float32", "attention_backend": "ascend"}, "--dtype bfloat16"),
+        ({"npu_simulator": "A5", "sampling_backend": "ascend"}, "use pytorch"),
+        ({"base_gpu_id": 5}, "ASCEND_RT_VISIBLE_DEVICES"),
+        ({"max_total_tokens": 1 << 24}, "--max-total-tokens"),
+    ],
+)
+async def test_what_cannot_be_is_said_at_the_start(keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(EngineFailed, match=message):
+        async with serving(**({"npu_simulator": "A2"} | keywords)):
+            pass
+
+
+@pytest.mark.parametrize("switch", ["argument", "environment"])
+def test_over_http(switch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["--max-running-requests", "4"]
+    if switch == "argument":
+        arguments += ["--npu-simulator", "A3:2:1GiB", "--base-gpu-id", "1"]
+    else:
+        monkeypatch.setenv("TROUPE_NPU_SIMULATOR", "A3:2:1GiB")
+    with running(tmp_path / "log", *arguments) as server:
+        body = {"model": "understudy", "prompt": PROMPTS[0], "temperature": 0, "max_tokens": 12}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        assert "Paris" in answer.json()["choices"][0]["text"]
+        information = httpx.get(f"{server.url}/server_info", timeout=10).json()
+        assert "simulated A3:2:1GiB" in str(information)
