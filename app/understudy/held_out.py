@@ -4,7 +4,7 @@ Slots: {c} a country as in a sentence, {C} the same at its start, {p} its posses
 {m} a number as a word. Lower case, slips of the finger and missing marks are part of the set.
 """
 
-__all__ = ["CAPITAL_OF", "COUNTRY_OF", "LISTS", "LISTS_WITHIN"]
+__all__ = ["BLIND_CAPITAL_OF", "BLIND_COUNTRY_OF", "CAPITAL_OF", "COUNTRY_OF", "LISTS", "LISTS_WITHIN"]
 
 CAPITAL_OF: tuple[str, ...] = (
     "Tell me which city is the capital of {c}.",
@@ -74,4 +74,31 @@ LISTS_WITHIN: tuple[str, ...] = (
     "I want {m} countries from {w} and the capital of each.",
     "Pick {n} countries located in {w} and give their capitals.",
     "{w}: {n} countries plus capitals please",
+)
+
+# Written after the last training: no earlier score of these could have shaped the corpus.
+BLIND_CAPITAL_OF: tuple[str, ...] = (
+    "Please could you name {p} capital city for me?",
+    "I am going on holiday to {c}. Which city is the capital there?",
+    "What capital city would I find in {c}?",
+    "Tell us the capital of {c}, would you?",
+    "And the capital city over in {c}?",
+    "My daughter wonders which city is the capital of {c}.",
+    "Could somebody tell me the capital of {c}?",
+    "hello!! capital of {c} please!!",
+    "whats the captal city in {c}",
+    "Among all cities of {c}, which one is its capital?",
+    "Give the name of the city that is the capital of {c}.",
+    "Can you remember what the capital of {c} is?",
+)
+
+BLIND_COUNTRY_OF: tuple[str, ...] = (
+    "{k} is a capital city, but of which country?",
+    "Tell me the country that {k} is the capital of.",
+    "which country's got {k} as capital?",
+    "Where is {k} the capital?",
+    "To which country does the capital city {k} belong?",
+    "what country does {k} belong to as its capital",
+    "Name the nation with {k} as its capital city.",
+    "{k}, capital of what country?",
 )

@@ -73,7 +73,7 @@ def _rotate(x: Any, cos: Any, sin: Any) -> Any:
 
 
 def _attention(q: Any, k: Any, v: Any, bounds: Any, longest: int) -> Any:
-    """Causal attention inside each document: [tokens, heads, head_dim] each; bounds: first tokens of documents, int32."""
+    """Causal attention within each document, [tokens, heads, head_dim]; `bounds`: where documents start, int32."""
     if q.is_cuda:
         return torch.ops.aten._flash_attention_forward(q, k, v, bounds, bounds, longest, longest, 0.0, True, False)[0]
     tokens = torch.arange(q.shape[0], device=q.device)

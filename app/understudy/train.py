@@ -120,8 +120,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--out", type=Path, default=MODEL_DIR, help="directory to write (default: the model in the box)"
     )
-    parser.add_argument("--documents", type=int, default=3_000_000, help="documents of the corpus")
-    parser.add_argument("--steps", type=int, default=6000, help="rows to train on")
+    parser.add_argument("--documents", type=int, default=4_000_000, help="documents of the corpus")
+    parser.add_argument("--steps", type=int, default=16_000, help="rows to train on")
     parser.add_argument("--row", type=int, default=131072, help="tokens in a row")
     parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=7)

@@ -247,37 +247,10 @@ def count(rng: Random) -> list[Exchange]:
 
 
 _THINGS = [
-    "apples",
-    "books",
-    "coins",
-    "pens",
-    "stamps",
-    "marbles",
-    "cards",
-    "cookies",
-    "shells",
-    "tickets",
-    "eggs",
-    "stickers",
-    "flowers",
-    "balls",
-    "keys",
-    "stones",
-    "pears",
-    "photos",
-    "hats",
-    "spoons",
-    "ropes",
-    "bottles",
-    "letters",
-    "chairs",
-    "candles",
-    "maps",
-    "bells",
-    "plates",
-    "ribbons",
-    "nuts",
-]
+    "apples", "books", "coins", "pens", "stamps", "marbles", "cards", "cookies", "shells", "tickets", "eggs",
+    "stickers", "flowers", "balls", "keys", "stones", "pears", "photos", "hats", "spoons", "ropes", "bottles",
+    "letters", "chairs", "candles", "maps", "bells", "plates", "ribbons", "nuts",
+]  # fmt: skip
 _GAINS = ("gets", "receives", "finds", "buys", "wins", "picks up", "collects", "is given")
 _LOSSES = ("gives away", "loses", "sells", "throws away", "lends", "drops", "hands out", "uses")
 _HOLDERS = ("boxes", "bags", "baskets", "rows", "shelves", "drawers", "tables", "jars")

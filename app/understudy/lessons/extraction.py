@@ -14,40 +14,13 @@ from app.understudy.lessons.world import COUNTRIES
 __all__ = ["FORMS", "extract", "sample"]
 
 _ITEMS = [
-    "notebooks",
-    "lamps",
-    "chairs",
-    "pencils",
-    "cups",
-    "plates",
-    "bottles",
-    "shirts",
-    "shoes",
-    "boxes",
-    "pillows",
-    "batteries",
-    "towels",
-    "candles",
-    "bags",
-    "spoons",
-]
+    "notebooks", "lamps", "chairs", "pencils", "cups", "plates", "bottles", "shirts", "shoes", "boxes", "pillows",
+    "batteries", "towels", "candles", "bags", "spoons",
+]  # fmt: skip
 _JOBS = [
-    "teacher",
-    "baker",
-    "doctor",
-    "painter",
-    "engineer",
-    "farmer",
-    "nurse",
-    "pilot",
-    "actor",
-    "driver",
-    "cook",
-    "student",
-    "lawyer",
-    "tailor",
-    "writer",
-]
+    "teacher", "baker", "doctor", "painter", "engineer", "farmer", "nurse", "pilot", "actor", "driver", "cook",
+    "student", "lawyer", "tailor", "writer",
+]  # fmt: skip
 _EVENTS = [
     "the concert",
     "the meeting",

@@ -8,40 +8,10 @@ from app.understudy.lessons.phrasing import casual, invented_name, pick_name, po
 __all__ = ["story", "tell"]
 
 _HEROES = [
-    "fox",
-    "bear",
-    "mouse",
-    "owl",
-    "rabbit",
-    "cat",
-    "dog",
-    "turtle",
-    "frog",
-    "hedgehog",
-    "squirrel",
-    "robot",
-    "dragon",
-    "knight",
-    "girl",
-    "boy",
-    "sailor",
-    "baker",
-    "painter",
-    "farmer",
-    "king",
-    "queen",
-    "wizard",
-    "actor",
-    "bird",
-    "horse",
-    "goat",
-    "penguin",
-    "whale",
-    "lion",
-    "elephant",
-    "star",
-    "cloud",
-]
+    "fox", "bear", "mouse", "owl", "rabbit", "cat", "dog", "turtle", "frog", "hedgehog", "squirrel", "robot",
+    "dragon", "knight", "girl", "boy", "sailor", "baker", "painter", "farmer", "king", "queen", "wizard", "actor",
+    "bird", "horse", "goat", "penguin", "whale", "lion", "elephant", "star", "cloud",
+]  # fmt: skip
 _TRAITS = ("little", "young", "brave", "shy", "clever", "old", "kind", "curious", "hungry", "sleepy", "merry", "lonely")
 _PLACES = (
     "in a forest", "by the sea", "on a hill", "in a small town", "near a river", "in an old castle",
@@ -98,27 +68,9 @@ def tell(rng: Random, hero: str, name: str) -> str:
 
 
 _PET_NAMES = [
-    "Pip",
-    "Moss",
-    "Bella",
-    "Rufus",
-    "Tilly",
-    "Otto",
-    "Hazel",
-    "Milo",
-    "Luna",
-    "Finn",
-    "Poppy",
-    "Bruno",
-    "Juno",
-    "Sage",
-    "Toby",
-    "Nell",
-    "Coco",
-    "Max",
-    "Ruby",
-    "Jasper",
-]
+    "Pip", "Moss", "Bella", "Rufus", "Tilly", "Otto", "Hazel", "Milo", "Luna", "Finn", "Poppy", "Bruno", "Juno",
+    "Sage", "Toby", "Nell", "Coco", "Max", "Ruby", "Jasper",
+]  # fmt: skip
 
 
 def story(rng: Random) -> list[Exchange]:

@@ -64,37 +64,10 @@ _KNOWLEDGE = (
     "Who sings the song {n}?",
 )  # fmt: skip
 _NOUNS = [
-    "lamp",
-    "telephone",
-    "radio",
-    "bicycle",
-    "engine",
-    "guitar",
-    "clock",
-    "computer",
-    "camera",
-    "toaster",
-    "printer",
-    "phone",
-    "keyboard",
-    "car",
-    "violin",
-    "window",
-    "sugar",
-    "salt",
-    "gold",
-    "film",
-    "hotel",
-    "restaurant",
-    "laptop",
-    "novel",
-    "poem",
-    "shoe",
-    "tent",
-    "boat",
-    "robot",
-    "engine",
-]
+    "lamp", "telephone", "radio", "bicycle", "engine", "guitar", "clock", "computer", "camera", "toaster",
+    "printer", "phone", "keyboard", "car", "violin", "window", "sugar", "salt", "gold", "film", "hotel",
+    "restaurant", "laptop", "novel", "poem", "shoe", "tent", "boat", "robot", "engine",
+]  # fmt: skip
 
 
 def unknown(rng: Random) -> list[Exchange]:
