@@ -22,6 +22,7 @@ def patience(simulator: Simulator) -> Iterator[None]:
     was = simulator.graphs.patience
     simulator.graphs.patience = 0.3
     yield
+    torch.npu.set_stream(torch.npu.default_stream())  # a failed capture leaves its own
     simulator.graphs.patience = was
     simulator.faults.clear()
     torch.npu.synchronize()
@@ -333,3 +334,25 @@ def test_graphs_share_a_pool() -> None:
     small.replay()
     assert a.cpu().tolist() == [2] * 4
     assert b.cpu().tolist() == [3] * 2
+
+
+def test_a_failed_capture_leaves_its_stream_and_mode(simulator: Simulator) -> None:
+    """torch_npu's own behaviour, when the begin or the end of a capture raises: the capture's stream stays the current
+    one, and with auto_dispatch_capture the mode that catches attention stays on. Who goes on without a graph must put
+    both back, or attention then waits for an event that nobody records."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as modes
+
+    x, before, left = torch.ones(2, device="npu"), torch.npu.current_stream(), simulator.cann.streams_left(0)
+    for scarce, body in ((True, lambda: x + 1), (False, lambda: x.sum().item())):
+        graph = torch.npu.NPUGraph()
+        if scarce:
+            simulator.faults.scarce_streams(0, 0)
+        with pytest.raises(RuntimeError), torch.npu.graph(graph, auto_dispatch_capture=True):
+            body()
+        simulator.faults.scarce_streams(0, left)
+        assert torch.npu.current_stream() != before
+        left_on = list(modes())
+        graph.graph_dispatch_mode.__exit__(None, None, None)
+        torch.npu.set_stream(before)
+        assert left_on == [graph.graph_dispatch_mode]
+    assert (x + 1).cpu().tolist() == [2, 2]
