@@ -88,9 +88,17 @@ def explain(error: BaseException, device: str) -> Exception | None:
     advice = next((words for codes, words in _ADVICE if code in codes), None)
     if advice is None:
         advice = "see the runtime's log in ~/ascend/log, or run with ASCEND_LAUNCH_BLOCKING=1 to see which call it was"
-    cause = _CAUSE.search(text)
-    told = f"{cause[1]}: {cause[2].strip()}" if cause else _line(text)
-    return DeviceError(f"{device} failed with error {code} ({told}); {advice}")
+    return DeviceError(f"{device} failed with error {code} ({_cause(text)}); {advice}")
+
+
+def _cause(text: str) -> str:
+    """CANN's own words: an error of its log if one is quoted, else what follows torch_npu's [Error], else a line."""
+    logged = _CAUSE.search(text)
+    if logged:
+        return f"{logged[1]}: {logged[2].strip()}"
+    _, marked, rest = text.partition("[Error]:")
+    words = [line.strip() for line in rest.splitlines() if line.strip() and "Rectify the fault" not in line]
+    return " ".join(words)[:300] if marked and words else _line(text)
 
 
 def _line(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -64,8 +65,9 @@ class NpuPlatform(Platform):
             )
         self.device = torch.device("npu", index)
         torch.npu.set_device(self.device)  # before anything else: other calls would wake device 0
-        torch.npu.config.allow_internal_format = True  # weights in tiles
         self.soc = soc_of(torch_npu.npu.get_soc_version(), torch.npu.get_device_name(self.device))
+        if self.soc.nz_weights:
+            torch.npu.config.allow_internal_format = True
         if self.soc.generation != "A5":  # which never compiles at launch, and refuses to be told so
             torch.npu.set_compile_mode(jit_compile=False)
         self.name = f"npu ({self.soc.generation}, {self.soc.name})"
@@ -205,4 +207,6 @@ class NpuPlatform(Platform):
         return 16 if self.memory().total <= 32 * _GIB else 64
 
     def explain(self, error: BaseException) -> Exception | None:
-        return explain(error, f"{self.device} ({self.soc.name})")
+        visible = [part.strip() for part in os.environ.get("ASCEND_RT_VISIBLE_DEVICES", "").split(",") if part.strip()]
+        index = self._config.device_index
+        return explain(error, f"NPU {visible[index] if index < len(visible) else index} ({self.soc.name})")

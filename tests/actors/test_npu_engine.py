@@ -151,6 +151,20 @@ async def test_what_cannot_be_is_said_at_the_start(keywords: dict[str, Any], mes
             pass
 
 
+async def test_a_failing_device_is_named_and_its_worker_starts_anew(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error of a kernel in the second request: it goes on with the next worker."""
+    monkeypatch.setenv("TROUPE_NPU_FAULT", "aicore@400@fused_infer")
+    async with serving(npu_simulator="A2:2", base_gpu_id=1, disable_cuda_graph=True) as engine:
+        first = await tokens_of(engine, PROMPTS[0])
+        assert await tokens_of(engine, PROMPTS[0]) == first
+        assert engine.describe()["workers"][0]["restarts"] >= 1
+    assert "NPU 1 (Ascend910B3) failed with error 507015" in caplog.text
+    assert "The aicore execution is abnormal" in caplog.text
+    assert "ASCEND_LAUNCH_BLOCKING=1" in caplog.text
+
+
 @pytest.mark.parametrize("switch", ["argument", "environment"])
 def test_over_http(switch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["--max-running-requests", "4"]

@@ -248,6 +248,12 @@ def test_the_cache_takes_what_is_left(reference, drive):
             "507015 (EZ9999: Inner Error, vector core trap)",
             "ASCEND_LAUNCH_BLOCKING=1",
         ),
+        (
+            "npuSynchronizeDevice:NPUStream.cpp:748 NPU function error: x, error code is 507015\n[ERROR] ERR00100\n"
+            "[Error]: The aicore execution is abnormal.\n  Rectify the fault based on the log.\nMPU address invalid",
+            "507015 (The aicore execution is abnormal. MPU address invalid)",
+            "ASCEND_LAUNCH_BLOCKING=1",
+        ),
         ("EI0002: Notify wait timed out. error code is 507048", "507048", "collective"),
         ("call aclnnFusedInferAttention failed, error code is 561002", "561002", "torch_native"),
         ("aclrtSetDevice failed, error code is 107001", "107001", "npu-smi info"),

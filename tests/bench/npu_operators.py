@@ -1,0 +1,109 @@
+"""The operators of torch_npu that the engine uses: `python -m tests.bench npu_operators` prints them as a table.
+
+The model in the box runs on a simulated A2, A3 and A5, each in a process of its own, and what it calls is what stands
+in the table. The column "checked by" says what each call was held against: the vendor's schema (always: the call goes
+through the real dispatcher), the vendor's meta function where there is one, the simulator's reference. Nothing here has
+been seen on hardware.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+
+from kernels.step import SlotSampling
+
+GENERATIONS = ("A2", "A3", "A5")
+
+USES = {
+    "npu_fused_infer_attention_score": "attention of prefills, chunks, decodes and both together, over the paged cache",
+    "npu_fused_infer_attention_score.out": "the same inside a captured graph",
+    "_npu_fused_infer_attention_score_get_max_workspace": "its workspace, when a graph is captured",
+    "_npu_fused_infer_attention_score_infer_output": "its output, when a graph is captured",
+    "npu_rms_norm": "first norm; norm of query and key heads",
+    "npu_add_rms_norm": "norm after adding to the residual",
+    "npu_rotary_mul": "rotary position embedding of queries and keys",
+    "npu_swiglu": "activation of the feed-forward layers",
+    "npu_scatter_pa_kv_cache": "keys and values into the pages of the cache",
+    "npu_format_cast": "16-bit weights into the cube unit's tiles, at load",
+    "npu_top_k_top_p": "top-k and top-p (--sampling-backend ascend, the default where there is a kernel)",
+}
+"""Where an operator is used, in words; one that is called and missing here ends the program."""
+
+
+def main(arguments: list[str]) -> None:
+    if arguments:
+        print(json.dumps(called(arguments[0])))
+        return
+    found: dict[str, dict[str, str]] = defaultdict(dict)
+    for generation in GENERATIONS:
+        command = [sys.executable, "-m", "tests.bench", "npu_operators", generation]
+        done = subprocess.run(
+            command,
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TROUPE_NPU_SIMULATOR": generation},
+        )
+        for name, checked in json.loads(done.stdout.splitlines()[-1]).items():
+            found[name][generation] = checked
+    unknown = sorted(set(found) - set(USES))
+    if unknown:
+        sys.exit(f"called, but USES does not say where: {', '.join(unknown)}")
+    print("| Operator | Used for | SoC | Checked by | Hardware |")
+    print("| --- | --- | --- | --- | --- |")
+    for name, use in USES.items():
+        if name in found:
+            checked = next(iter(found[name].values()))
+            print(f"| `{name}` | {use} | {', '.join(found[name])} | {checked} | none yet |")
+
+
+def called(generation: str) -> dict[str, str]:
+    """The npu operators that the engine's runner calls on this generation, and by what each is checked."""
+    from kernels.npu.simulator.activate import activate
+
+    activate(generation)
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from app.understudy import MODEL_DIR
+    from kernels.runner import ModelRunner
+    from kernels.step import RunnerConfig
+    from tests.kernels.conftest import Driver
+
+    names: set[str] = set()
+
+    class Listening(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if func.namespace == "npu":
+                names.add(str(func).removeprefix("npu.").removesuffix(".default"))
+            return func(*args, **(kwargs or {}))
+
+    with Listening():
+        runner = ModelRunner(
+            RunnerConfig(
+                model_path=str(MODEL_DIR),
+                device="npu",
+                page_size=128,
+                max_slots=5,
+                max_step_tokens=256,
+                max_total_tokens=1024,
+            )
+        )
+        driver = Driver(runner, runner.load())
+        driver.admit(1, range(20, 60), sampling=SlotSampling(temperature=0.8, top_k=20, top_p=0.9, seed=1))
+        driver.step([(1, 40)])
+        driver.admit(2, range(30, 80))
+        driver.step([(1, 1), (2, 30)])
+        driver.step([(1, 1), (2, 20)])
+        driver.step([(1, 1), (2, 1)])
+    has_meta = torch._C._dispatch_has_kernel_for_dispatch_key
+    return {
+        name: "schema, vendor meta, simulator reference"
+        if has_meta(f"npu::{name}", "Meta")
+        else "schema, simulator reference"
+        for name in sorted(names)
+    }
