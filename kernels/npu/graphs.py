@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from kernels.batch import ForwardBatch
 from kernels.npu.attention import FusedPart
@@ -126,14 +127,16 @@ class DecodeGraphs:
         for size in sorted(sizes, reverse=True):
             batch = self._batch(size)
             self._cache_index.copy_(torch.arange(len(self._cache_index), device=self._mask.device) % self._page_size)
+            before = torch.npu.current_stream()
+            graph = torch.npu.NPUGraph()
             try:
                 for _ in range(2):  # kernels and communicators are made at first use, which cannot be captured
                     self._forward(batch)
                 torch.npu.synchronize()
-                graph = torch.npu.NPUGraph()
                 with torch.npu.graph(graph, pool=pool, auto_dispatch_capture=True):
                     hidden = self._forward(batch)
             except RuntimeError as error:
+                _leave(graph, before)
                 self._explain(size, error)
                 return
             pool = pool or graph.pool()
@@ -149,3 +152,13 @@ class DecodeGraphs:
             hint = "the device has no stream left for it: lower --cuda-graph-max-bs or shorten --cuda-graph-bs"
         left = f"graphs of {self.sizes} rows are used" if self._graphs else "all decodes run without a graph"
         _log.warning("The decode of %d rows could not be captured into a graph (%s); %s. %s", size, cause, left, hint)
+
+
+def _leave(graph: torch.npu.NPUGraph, stream: torch.npu.Stream) -> None:
+    """Undo what a capture that raised leaves behind: its stream as the current one, and the mode that catches
+    attention.
+    Attention would go on to wait for an event that nobody records."""
+    torch.npu.set_stream(stream)
+    mode = getattr(graph, "graph_dispatch_mode", None)
+    if mode is not None and mode in _get_current_dispatch_mode_stack():
+        mode.__exit__(None, None, None)

@@ -7,6 +7,7 @@ import logging
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from kernels.npu.graphs import graph_sizes
 from kernels.step import SlotSampling
@@ -149,6 +150,19 @@ def test_a_failed_capture_ends_in_eager_mode(message, advice, reference, drive, 
     assert "2 rows" in record.message
     assert message.split(",")[0] in record.message
     assert advice in record.message
+
+
+def test_a_capture_that_raises_leaves_no_stream_and_no_mode_behind(reference, drive, prompts, simulator):
+    left, before = simulator.cann.streams_left(0), torch.npu.current_stream()
+    simulator.faults.scarce_streams(0, 0)
+    try:
+        driver = drive(reference("qwen3").path, graph_rows=(1, 2), **OPTIONS)
+    finally:
+        simulator.faults.scarce_streams(0, left)
+    assert len(driver.info.graph_rows) < 2
+    assert torch.npu.current_stream() == before
+    assert _get_current_dispatch_mode_stack() == []
+    run(driver, prompts, (5, 6), 3)
 
 
 def test_no_graphs_while_launches_block(reference, drive, monkeypatch, caplog):
