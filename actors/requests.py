@@ -27,7 +27,7 @@ __all__ = [
     "Usage",
 ]
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length"]
 
 
 class Limits(msgspec.Struct, frozen=True):

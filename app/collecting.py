@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -33,7 +34,7 @@ class Collected:
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: tuple[TokenLogprob, ...] | None = None
         self.prompt_token_ids: tuple[int, ...] | None = None
-        self.finish_reason: FinishReason | None = None
+        self.finish_reason: FinishReason | Literal["abort"] | None = None
         self.matched_stop: str | int | None = None
         self.usage = Usage()
 
@@ -64,8 +65,6 @@ async def collect(stream: RequestStream, choices: int, *, keep_aborted: bool = F
             raise
         for choice in collected:
             choice.finish_reason = choice.finish_reason or "abort"
-    if not keep_aborted and any(choice.finish_reason == "abort" for choice in collected):
-        raise RequestAborted("The request was aborted.")
     return collected
 
 

@@ -78,8 +78,6 @@ class SseBody(ResponseBody):
                 delta = await self._source.__anext__()
             finally:
                 await exchange.woken()
-            if delta.finish_reason == "abort":
-                raise RequestAborted("The request was aborted.")
             return self._writer.chunk(delta)
         except StopAsyncIteration:
             self._ended = True
