@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +134,14 @@ async def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(tiny_model
         for prompt in ("x" * 1_000_000, Chat(messages=[{"role": "user", "content": "x" * 1_000_000}])):
             with pytest.raises(InvalidRequest, match="1000000 characters"):
                 e.generate(prompt, GREEDY)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
+async def test_a_small_cache_preempts_and_no_token_changes(tiny_model: Path, policy: str) -> None:
+    params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+    prompts = [f"{number} foxes jump over the dog" for number in range(8)]
+    async with engine(tiny_model, max_total_tokens=320, schedule_policy=policy, schedule_conservativeness=0.0) as e:
+        alone = [(await whole(e.generate(prompt, params))).token_ids for prompt in prompts]
+        together = await asyncio.gather(*(whole(e.generate(prompt, params)) for prompt in prompts))
+        assert [result.token_ids for result in together] == alone
+        assert e.describe()["scheduler"]["preemptions"] > 0
