@@ -14,6 +14,11 @@ from kernels.step import RunnerConfig
 __all__ = ["planner_config", "runner_config"]
 
 
+OP_TIMEOUT = 200.0
+"""Seconds until a kernel or a collective that hangs is an error of its device: less than a step may take, so that the
+worker dies of it and says why, before it is killed for its silence."""
+
+
 def planner_config(arguments: Arguments, context_length: int) -> PlannerConfig:
     a = arguments
     return PlannerConfig(
@@ -50,6 +55,7 @@ def runner_config(arguments: Arguments, model: Path, context_length: int, placem
         max_step_tokens=_step_tokens(a, context_length),
         threads=a.cpu_threads or 0,
         random_seed=a.random_seed or 0,
+        op_timeout=OP_TIMEOUT,
         npu_simulator=placement.simulator,
         attention_backend=a.attention_backend or "",
         prefill_attention_backend=a.prefill_attention_backend or "",

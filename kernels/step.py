@@ -133,6 +133,7 @@ class RunnerConfig(msgspec.Struct, frozen=True):
     max_step_tokens: int = 2048  # largest sum(counts) of a step
     threads: int = 0  # CPU threads; 0: the platform decides
     random_seed: int = 0
+    op_timeout: float = 0.0  # seconds until a kernel that does not end is a device's error; 0: the driver's own
     device_index: int = 0  # of the devices that the worker's process sees
     npu_simulator: str = ""  # A2 | A3 | A5, then :devices and :memory, to simulate NPUs; empty: real ones
     attention_backend: str = ""  # ascend | torch_native; empty: the platform's choice

@@ -70,6 +70,8 @@ class NpuPlatform(Platform):
             torch.npu.config.allow_internal_format = True
         if self.soc.generation != "A5":  # which never compiles at launch, and refuses to be told so
             torch.npu.set_compile_mode(jit_compile=False)
+        if config.op_timeout:
+            torch.npu.set_op_timeout_ms(int(1000 * config.op_timeout))
         self.name = f"npu ({self.soc.generation}, {self.soc.name})"
         self.cut = ascend_cut if self.soc.filters_logits and config.sampling_backend != "pytorch" else None
         if config.sampling_backend == ASCEND and not self.soc.filters_logits:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from actors import company
 from actors.arguments import Arguments
 from actors.configuration import planner_config, runner_config
 from actors.placement import Placement
@@ -77,3 +78,8 @@ def test_runner(keywords: dict[str, Any], field: str, value: object) -> None:
     model = Path("m")
     assert getattr(runner_config(Arguments(model_path="m"), model, 4096, CPU), field) != value
     assert getattr(runner_config(Arguments.from_keywords(model="m", **keywords), model, 4096, CPU), field) == value
+
+
+def test_a_hung_kernel_is_noticed_before_its_worker_is_killed_for_silence() -> None:
+    config = runner_config(Arguments(model_path="m"), Path("m"), 4096, CPU)
+    assert 0 < config.op_timeout < company._STEP_TIMEOUT

@@ -165,6 +165,22 @@ async def test_a_failing_device_is_named_and_its_worker_starts_anew(
     assert "ASCEND_LAUNCH_BLOCKING=1" in caplog.text
 
 
+async def test_a_hung_kernel_is_a_death_and_the_request_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first worker hangs in its 400th attention; the operator's timeout turns that into an error of the device."""
+    monkeypatch.setattr("actors.configuration.OP_TIMEOUT", 1.0)
+    async with serving(npu_simulator="A2", disable_cuda_graph=True) as engine:
+        expected = await tokens_of(engine, PROMPTS[0])
+    monkeypatch.setenv("TROUPE_NPU_FAULT", "hang@300@fused_infer")
+    async with serving(npu_simulator="A2", disable_cuda_graph=True) as engine:
+        assert await tokens_of(engine, PROMPTS[0]) == expected
+        assert await tokens_of(engine, PROMPTS[0]) == expected
+        assert engine.describe()["workers"][0]["restarts"] >= 1
+    assert "507014" in caplog.text
+    assert "did not end in its time" in caplog.text
+
+
 @pytest.mark.parametrize("switch", ["argument", "environment"])
 def test_over_http(switch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["--max-running-requests", "4"]

@@ -34,7 +34,7 @@ class Cann:
             ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)
         )
         self._callback = door_type(self._open)
-        for name in ("simulator_used", "simulator_peak"):
+        for name in ("simulator_used", "simulator_peak", "simulator_operator_timeout"):
             getattr(library, name).restype = ctypes.c_uint64
         library.simulator_is_live.argtypes = (ctypes.c_void_p, ctypes.c_uint64)
         library.simulator_reserve.argtypes = (ctypes.c_int32, ctypes.c_uint64)
@@ -78,6 +78,10 @@ class Cann:
     def set_streams_left(self, device: int, count: int) -> None:
         """Make streams scarce or plentiful."""
         self.library.simulator_set_streams_left(device, count)
+
+    def operator_timeout(self) -> float | None:
+        """Seconds after which a kernel that does not end is an error; None when nobody has set them."""
+        return int(self.library.simulator_operator_timeout()) / 1e6 or None
 
     def error(self, device: int) -> int:
         """The error that the device is stuck in, 0 for none."""

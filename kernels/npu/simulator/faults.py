@@ -6,7 +6,9 @@ TROUPE_NPU_FAULT plans one fault, and means nothing when the simulator is off:
 
     KIND@N, or KIND@N@NAME to count only the operators with NAME in theirs:
     aicore@N     507015 at the N-th operator       lost@N   507010, the device's heartbeat is lost
-    ecc@N        507054, memory error              hang@N   the N-th operator never ends (the process must be killed)
+    ecc@N        507054, memory error              hang@N   the N-th operator does not end: after the time of
+                                                      torch.npu.set_op_timeout_ms it is 507014, for a collective
+                                                      507048; without one the process must be killed
     oom@N        from the N-th operator on no memory is left on the device
 """
 
@@ -23,6 +25,12 @@ KINDS = {
     "lost": (507010, "The device lost its heartbeat (simulated)"),
     "ecc": (507054, "HBM multi-bit ECC error (simulated)"),
     "link": (507056, "A link of the device is down (simulated)"),
+}
+
+
+_HUNG = {
+    False: (507014, "The aicore execution times out (simulated)"),
+    True: (507048, "EI0002: Notify wait timeout: a peer did not take part in the collective (simulated)"),
 }
 
 
@@ -91,7 +99,8 @@ class Faults:
             self._plan = None
             self.cann.attend(-1)
         if kind == "hang":
-            threading.Event().wait()
+            threading.Event().wait(self.cann.operator_timeout())
+            self.cann.fail(device, *_HUNG["hccl" in operator])
         elif kind == "oom":
             self.fill(device)
         else:

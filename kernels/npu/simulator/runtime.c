@@ -59,6 +59,7 @@ static size_t reserved[MAX_DEVICES]; /* taken by somebody else: another process,
 static int broken[MAX_DEVICES];      /* the sticky error of a device */
 static char messages[MAX_DEVICES][MESSAGE];
 static int streams_left[MAX_DEVICES];
+static uint64_t operator_timeout; /* microseconds until a kernel that does not end is an error, 0: never */
 
 /* Not 0 while a stream captures, updates or waits: only then do events and transfers ask Python. */
 int32_t simulator_attention;
@@ -86,6 +87,16 @@ uint64_t simulator_used(int32_t device) { return used[device]; }
 uint64_t simulator_peak(int32_t device) { return peak[device]; }
 int simulator_streams_left(int32_t device) { return streams_left[device]; }
 void simulator_set_streams_left(int32_t device, int count) { streams_left[device] = count; }
+
+uint64_t simulator_operator_timeout(void) { return operator_timeout; }
+
+aclError aclrtSetOpExecuteTimeOutV2(uint64_t timeout, uint64_t *actual)
+{
+    operator_timeout = timeout;
+    if (actual)
+        *actual = timeout;
+    return 0;
+}
 
 /* ---- devices ---- */
 
