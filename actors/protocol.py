@@ -310,7 +310,6 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """What a worker is started with."""
 
     runner: RunnerConfig
-    rank: int = 0
 
 
 # -- Detokenizer ------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ _STREAK = 64
 """Messages handled without a break before the other tasks of the loop get a turn."""
 
 
-class Incarnation:
+class Incarnation(ABC):
     """What every placement has in common: a task that starts, serves until asked to stop, and ends with a cause."""
 
     pid: int | None = None
@@ -42,41 +43,43 @@ class Incarnation:
         self.watched: set[Cell] = set()
         self._overdue: Timer | None = None
 
+    @abstractmethod
     async def run(self) -> None:
-        raise NotImplementedError
+        """Live: start, serve until asked to stop, end."""
 
+    @abstractmethod
     def request_stop(self) -> None:
         """End in order after the message in hand."""
-        raise NotImplementedError
 
+    @abstractmethod
     def cancel(self) -> None:
         """End now."""
-        raise NotImplementedError
 
+    @abstractmethod
     def crash(self, error: BaseException) -> None:
         """End now, because of `error`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def in_hand(self) -> Envelope | None:
         """The message being handled."""
-        raise NotImplementedError
 
     def unfinished(self) -> tuple[list[Envelope], list[Envelope]]:
         """The messages that were in hand at its end, and those it had taken and not begun; the oldest first."""
         in_hand = self.in_hand()
         return ([] if in_hand is None else [in_hand]), []
 
+    @abstractmethod
     def since(self) -> float:
         """When the handling of the message in hand began."""
-        raise NotImplementedError
 
     def heartbeat_age(self) -> float | None:
         return None
 
+    @abstractmethod
     def start_soon(
         self, function: Callable[..., Coroutine[Any, Any, object]], args: tuple[object, ...], name: str | None
     ) -> None:
-        raise NotImplementedError
+        """Run a coroutine function beside the handlers; what it raises is a crash."""
 
     def stop_self(self) -> None:
         self.stopped_itself = True
