@@ -1,0 +1,183 @@
+"""Timelines: what happened to each request, hop by hop. Traces, the request log, latency metrics and the live page all
+read the same record.
+
+An actor writes into a request's timeline when something begins, ends or happens; never per token, so that a decoding
+batch costs nothing here. Times are ``time.monotonic`` seconds, which all processes of one machine share.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Protocol
+
+import msgspec
+
+__all__ = ["Hop", "Mark", "Outcome", "RequestTimeline", "TimelineListener", "Timelines", "Value"]
+
+Value = str | int | float | bool | tuple[str, ...]
+
+_MOST_HOPS = 256
+"""A prompt in more chunks than this has the rest of them merged into its last hop."""
+
+_MOST_MARKS = 256
+
+
+class Hop(msgspec.Struct, eq=False):
+    """One stay of a request: ``name`` is admission, tokenize, queue, cache, prefill, decode, detokenize or stream.
+
+    ``choice`` is the sequence's index within the request; None where the request is one piece.
+    """
+
+    name: str
+    start: float
+    end: float | None = None
+    choice: int | None = None
+    attributes: dict[str, Value] = {}
+
+
+class Mark(msgspec.Struct, eq=False):
+    """Something that happened at one moment: first_token, preempted, resumed, worker_died, set_apart, aborted ..."""
+
+    name: str
+    at: float
+    choice: int | None = None
+    attributes: dict[str, Value] = {}
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """How a request ended. ``error_type`` is empty when it ended well; ``finish_reasons`` has one entry a choice."""
+
+    finish_reasons: tuple[str, ...] = ()
+    error_type: str = ""
+    message: str = ""
+
+
+class TimelineListener(Protocol):
+    """Is told what timelines receive, in the loop, at once. Must not raise and must not wait."""
+
+    def began(self, timeline: RequestTimeline) -> None: ...
+
+    def hop_ended(self, timeline: RequestTimeline, hop: Hop) -> None: ...
+
+    def marked(self, timeline: RequestTimeline, mark: Mark) -> None: ...
+
+    def ended(self, timeline: RequestTimeline) -> None: ...
+
+
+class RequestTimeline(msgspec.Struct, eq=False, weakref=True):
+    """One request from its arrival to its end; refused and invalid ones included.
+
+    ``request`` holds what was asked for, by OpenTelemetry GenAI attribute names (``gen_ai.request.max_tokens``).
+    ``trace`` belongs to the tracing listener.
+    """
+
+    request_id: str
+    operation: str  # chat | text_completion | generate_content
+    model: str
+    started: float
+    started_unix: float  # the same moment in seconds since 1970
+    label: str | None = None  # the caller's own id
+    traceparent: str | None = None  # of the work that brought the request; the request's own while it is traced
+    request: dict[str, Value] = {}
+    hops: list[Hop] = []
+    marks: list[Mark] = []
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    end: float | None = None
+    outcome: Outcome | None = None
+    trace: object = None
+    listeners: tuple[TimelineListener, ...] = ()
+
+    def begin(self, name: str, at: float, choice: int | None = None, **attributes: Value) -> Hop:
+        """A stay begins; give the hop to :meth:`finish` when it is over."""
+        hop = Hop(name=name, start=at, choice=choice, attributes=attributes)
+        if self.end is None and len(self.hops) < _MOST_HOPS:
+            self.hops.append(hop)
+        return hop
+
+    def finish(self, hop: Hop, at: float, **attributes: Value) -> None:
+        """A stay is over. Finishing it twice changes nothing."""
+        if hop.end is not None:
+            return
+        hop.end = at
+        hop.attributes |= attributes
+        for listener in self.listeners:
+            listener.hop_ended(self, hop)
+
+    def mark(self, name: str, at: float, choice: int | None = None, **attributes: Value) -> None:
+        mark = Mark(name=name, at=at, choice=choice, attributes=attributes)
+        if len(self.marks) < _MOST_MARKS:
+            self.marks.append(mark)
+        for listener in self.listeners:
+            listener.marked(self, mark)
+
+    def close(self, outcome: Outcome, at: float) -> None:
+        """The request's end, told once. What is still open ends with it."""
+        if self.end is not None:
+            return
+        for hop in self.hops:
+            self.finish(hop, at)
+        self.end = at
+        self.outcome = outcome
+        for listener in self.listeners:
+            listener.ended(self)
+
+
+class Timelines:
+    """The timelines of one engine: all live ones, and the last ``keep`` that ended."""
+
+    def __init__(self, *, keep: int = 256) -> None:
+        self.recent: deque[RequestTimeline] = deque(maxlen=keep)
+        self._live: dict[str, RequestTimeline] = {}
+        self._listeners: tuple[TimelineListener, ...] = ()
+
+    def listen(self, listener: TimelineListener) -> None:
+        """Tell ``listener`` of every request that begins from now on."""
+        self._listeners += (listener,)
+
+    def live(self) -> Iterator[RequestTimeline]:
+        """Live ones in the order of their arrival."""
+        return iter(list(self._live.values()))
+
+    def find(self, request_id: str) -> RequestTimeline | None:
+        """A live or a recent one."""
+        found = self._live.get(request_id)
+        if found is None:
+            found = next((timeline for timeline in self.recent if timeline.request_id == request_id), None)
+        return found
+
+    def open(
+        self,
+        request_id: str,
+        *,
+        operation: str,
+        model: str,
+        label: str | None = None,
+        traceparent: str | None = None,
+        request: dict[str, Value] | None = None,
+    ) -> RequestTimeline:
+        timeline = RequestTimeline(
+            request_id=request_id,
+            operation=operation,
+            model=model,
+            started=time.monotonic(),
+            started_unix=time.time(),
+            label=label,
+            traceparent=traceparent,
+            request=request or {},
+            listeners=self._listeners,
+        )
+        self._live[request_id] = timeline
+        for listener in self._listeners:
+            listener.began(timeline)
+        return timeline
+
+    def close(self, timeline: RequestTimeline, outcome: Outcome) -> None:
+        """The end of a request. Closing it twice changes nothing."""
+        if self._live.pop(timeline.request_id, None) is None:
+            return
+        timeline.close(outcome, time.monotonic())
+        self.recent.append(timeline)
