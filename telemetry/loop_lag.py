@@ -1,0 +1,29 @@
+"""How late the event loop is: what blocks it shows here before it shows anywhere else."""
+
+from __future__ import annotations
+
+import asyncio
+
+from telemetry.tally import Tally
+
+__all__ = ["LoopLag"]
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+
+class LoopLag:
+    """Samples of the loop's lag, in seconds."""
+
+    def __init__(self, interval: float = 0.5) -> None:
+        self.last = 0.0
+        self.tally = Tally(_SECONDS)
+        self._interval = interval
+
+    async def sample(self) -> None:
+        """Sleep and see how much longer it took, until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            asked = loop.time() + self._interval
+            await asyncio.sleep(self._interval)
+            self.last = max(0.0, loop.time() - asked)
+            self.tally.add(self.last)
