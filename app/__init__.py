@@ -17,10 +17,16 @@ __all__ = ["asgi"]
 
 @functools.cache
 def _application() -> Troupe:
+    import logging
+
     from app.application import create_app
     from app.arguments import load_arguments
+    from app.logs import set_up_logging
 
-    return create_app(load_arguments())
+    arguments = load_arguments()
+    if not logging.getLogger("troupe").hasHandlers():  # else somebody has decided already where records go
+        set_up_logging(arguments, others=())  # the ASGI server has set its own up
+    return create_app(arguments)
 
 
 async def asgi(scope: Any, receive: Any, send: Any) -> None:

@@ -88,16 +88,11 @@ def _run(arguments: Arguments) -> int:
 
 
 def _configure_logging(arguments: Arguments) -> None:
-    """Troupe's records go to standard error; other packages' and the root logger are left alone."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
-    logger = logging.getLogger("troupe")
-    logger.addHandler(handler)
-    logger.propagate = False
-    logger.setLevel(arguments.log_level.upper())
-    http_level = arguments.log_level_http or arguments.log_level
-    for name in ("troupe.http", "troupe.server"):
-        logging.getLogger(name).setLevel(http_level.upper())
+    """Records of Troupe and of the server around it go to standard error, Python's warnings among them."""
+    from app.logs import set_up_logging
+
+    logging.captureWarnings(True)
+    set_up_logging(arguments)
 
 
 def _usage_error(problems: Sequence[str], hint: str) -> int:

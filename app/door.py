@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from actors.runtime import current_traceparent
 from app.auth import Level
 from app.errors import ApiError, shutting_down
-from app.exchange import Exchange, Send, is_label
+from app.exchange import Exchange, Send, current_request_id, is_label
 from app.routes import Route
+from telemetry.log_lines import Event
 
 if TYPE_CHECKING:
     from app.service import Service
@@ -79,6 +80,7 @@ class Door:
         )
         scope["troupe.exchange"] = exchange
         current_traceparent.set(traceparent)  # the server runs each request in a context of its own
+        current_request_id.set(exchange.request_id)
         service.live.add(exchange)
         try:
             refusal = self._refusal(scope, route)
@@ -138,18 +140,21 @@ class Door:
         self._service.count_http(endpoint, exchange.status or _GONE)
         if route is not None and not route.logged:
             return
-        tokens = f" tokens={exchange.tokens[0]}+{exchange.tokens[1]}" if exchange.tokens is not None else ""
-        label = f" label={exchange.label}" if exchange.label is not None else ""
+        if exchange.path.startswith(self._service.arguments.access_log_exclude_prefixes):
+            return
+        path = endpoint if route is not None else repr(exchange.path[:128])
+        status, milliseconds = exchange.status or _GONE, (time.monotonic() - exchange.started) * 1000
+        tokens = exchange.tokens
         log.info(
-            "%s %s %d %s %.1f ms id=%s%s%s",
-            exchange.method,
-            endpoint if route is not None else repr(exchange.path[:128]),
-            exchange.status or _GONE,
-            outcome,
-            (time.monotonic() - exchange.started) * 1000,
-            exchange.request_id,
-            label,
-            tokens,
+            Event(
+                f"{exchange.method} {path} {status} {outcome} {milliseconds:.1f} ms",
+                {
+                    "request_id": exchange.request_id,
+                    "label": exchange.label,
+                    "tokens": None if tokens is None else f"{tokens[0]}+{tokens[1]}",
+                },
+                details={"method": exchange.method, "path": path, "status": status, "outcome": outcome},
+            )
         )
 
 

@@ -8,15 +8,19 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextvars import ContextVar
 from typing import Any
 
 from actors.streams import RequestStream
 from app.errors import ApiError
 from app.routes import Route
 
-__all__ = ["DONE", "KEEP_ALIVE", "Exchange", "Send", "is_label"]
+__all__ = ["DONE", "KEEP_ALIVE", "Exchange", "Send", "current_request_id", "is_label"]
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+current_request_id: ContextVar[str | None] = ContextVar("troupe_request_id", default=None)
+"""The id of the exchange that is being answered; for logs."""
 
 _LABEL = re.compile(r"[\x21-\x7e]{1,256}")
 

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import msgspec
 
-__all__ = ["Hop", "Mark", "Outcome", "RequestTimeline", "TimelineListener", "Timelines", "Value"]
+__all__ = ["Content", "Hop", "Mark", "Outcome", "RequestTimeline", "TimelineListener", "Timelines", "Value"]
 
 Value = str | int | float | bool | tuple[str, ...]
 
@@ -54,6 +54,17 @@ class Outcome(msgspec.Struct, frozen=True):
     message: str = ""
 
 
+class Content(msgspec.Struct, eq=False):
+    """What was said, kept only while a listener wants it: the prompt as it was given, and each choice's text."""
+
+    input: object = None
+    output: dict[int, list[str]] = {}
+
+    def add(self, choice: int, text: str) -> None:
+        if text:
+            self.output.setdefault(choice, []).append(text)
+
+
 class TimelineListener(Protocol):
     """Is told what timelines receive, in the loop, at once. Must not raise and must not wait."""
 
@@ -89,6 +100,7 @@ class RequestTimeline(msgspec.Struct, eq=False, weakref=True):
     end: float | None = None
     outcome: Outcome | None = None
     trace: object = None
+    content: Content | None = None  # a listener puts it here at the beginning and takes it away at the end
     listeners: tuple[TimelineListener, ...] = ()
 
     def begin(self, name: str, at: float, choice: int | None = None, **attributes: Value) -> Hop:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,3 +13,19 @@ from tests.tiny_model import make_tiny_model
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model directory with small random weights."""
     return make_tiny_model(tmp_path_factory.mktemp("tiny-model"))
+
+
+@pytest.fixture
+def restore_loggers() -> Iterator[Callable[..., None]]:
+    """Call it with the names of loggers: after the test they are as they were."""
+    kept: list[tuple[logging.Logger, int, bool, list[logging.Handler]]] = []
+
+    def keep(*names: str) -> None:
+        for logger in map(logging.getLogger, names):
+            kept.append((logger, logger.level, logger.propagate, list(logger.handlers)))
+
+    yield keep
+    for logger, level, propagate, handlers in kept:
+        logger.setLevel(level)
+        logger.propagate = propagate
+        logger.handlers[:] = handlers

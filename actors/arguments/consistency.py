@@ -57,6 +57,11 @@ def _needs(arguments: Arguments) -> Iterator[str]:
             yield "priority_scheduling_preemption_threshold needs enable_priority_scheduling"
     elif arguments.abort_on_priority_when_disabled:
         yield "abort_on_priority_when_disabled contradicts enable_priority_scheduling; leave one out"
+    if not arguments.log_requests:
+        if arguments.log_requests_level != 2:
+            yield "log_requests_level needs log_requests"
+        if arguments.log_requests_format == "json":
+            yield "log_requests_format needs log_requests"
     if not arguments.enable_dynamic_batch_tokenizer:
         if arguments.dynamic_batch_tokenizer_batch_size != 32:
             yield "dynamic_batch_tokenizer_batch_size needs enable_dynamic_batch_tokenizer"

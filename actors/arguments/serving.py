@@ -1,13 +1,10 @@
-"""The arguments of the HTTP server, its API, its logs and the configuration file."""
+"""The arguments of the HTTP server, its API and the configuration file."""
 
 from __future__ import annotations
 
 from actors.arguments.argument import Argument
 
 __all__ = ["SERVING_ARGUMENTS"]
-
-_LEVELS = ("debug", "info", "warning", "error", "critical")
-_LEVEL_SYNONYMS = {"warn": "warning", "fatal": "critical"}
 
 SERVING_ARGUMENTS: tuple[Argument, ...] = (
     Argument(
@@ -172,25 +169,6 @@ SERVING_ARGUMENTS: tuple[Argument, ...] = (
         default=False,
         group="API",
         help="Chunks of /generate streams hold only the new text; otherwise all text so far.",
-    ),
-    Argument(
-        name="log-level",
-        kind="str",
-        default="info",
-        choices=_LEVELS,
-        synonyms=_LEVEL_SYNONYMS,
-        group="Logging",
-        help="The least severe records to log.",
-    ),
-    Argument(
-        name="log-level-http",
-        kind="str",
-        default=None,
-        default_text="as --log-level",
-        choices=_LEVELS,
-        synonyms=_LEVEL_SYNONYMS,
-        group="Logging",
-        help="The same for the HTTP server; requests are listed from info on, health checks and metrics never.",
     ),
     Argument(
         name="config",

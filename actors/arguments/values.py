@@ -58,6 +58,11 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
 
     log_level: Literal["debug", "info", "warning", "error", "critical"] = "info"
     log_level_http: Literal["debug", "info", "warning", "error", "critical"] | None = None
+    log_format: Literal["text", "json"] = "text"
+    access_log_exclude_prefixes: tuple[str, ...] = ()
+    log_requests: bool = False
+    log_requests_level: int = 2
+    log_requests_format: Literal["text", "json"] | None = None
     config: str | None = None
 
     mem_fraction_static: float | None = None

@@ -14,7 +14,7 @@ from actors.runtime.errors import (
     UnknownMessage,
 )
 from actors.runtime.events import ActorStatus, Event, EventKind, Observer
-from actors.runtime.message import Lane, Message, current_traceparent
+from actors.runtime.message import Lane, Message, current_actor, current_traceparent
 from actors.runtime.ref import ActorRef
 from actors.runtime.supervisor import Backoff, Strategy, Supervision
 from actors.runtime.system import ActorSystem, Failure
@@ -46,6 +46,7 @@ __all__ = [
     "SystemClock",
     "Terminated",
     "UnknownMessage",
+    "current_actor",
     "current_traceparent",
     "handles",
 ]

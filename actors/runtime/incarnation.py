@@ -13,7 +13,7 @@ from actors.runtime.actor import Actor
 from actors.runtime.clock import Timer
 from actors.runtime.context import ActorContext
 from actors.runtime.errors import HandlerCancelled, RequestError, UnknownMessage
-from actors.runtime.message import Envelope, current_traceparent
+from actors.runtime.message import Envelope, current_actor, current_traceparent
 
 if TYPE_CHECKING:
     from actors.runtime.cell import Cell
@@ -134,6 +134,7 @@ class LocalIncarnation(Incarnation):
         actor.context = ActorContext(self)
 
     async def run(self) -> None:
+        current_actor.set(self.cell.name)
         try:
             async with anyio.create_task_group() as tasks:
                 self._tasks = tasks

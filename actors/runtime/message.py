@@ -13,6 +13,7 @@ __all__ = [
     "Lane",
     "Message",
     "ReplySlot",
+    "current_actor",
     "current_traceparent",
     "messages_of",
     "protocol_of",
@@ -24,6 +25,9 @@ R_co = TypeVar("R_co", covariant=True)
 
 current_traceparent: ContextVar[str | None] = ContextVar("troupe_traceparent", default=None)
 """The W3C traceparent of the work in hand. Copied into each envelope at the sender and set again around its handler."""
+
+current_actor: ContextVar[str | None] = ContextVar("troupe_actor", default=None)
+"""The name of the actor whose task this is; for logs."""
 
 
 class Lane(enum.IntEnum):

@@ -13,10 +13,9 @@ _METRICS = "Metrics"
 OBSERVABILITY: tuple[Refusal, ...] = (
     *family(
         _LOGS,
-        "logging requests with their parameters and texts is not built yet",
-        "leave it out",
-        flags=("log-requests enable-log-requests", "enable-request-time-stats-logging"),
-        values={"log-requests-level": 2, "log-requests-format": "text"},
+        "a log line of each request's times is not built yet",
+        "leave it out and use --log-requests, which has them",
+        flags=("enable-request-time-stats-logging",),
     ),
     *family(
         _LOGS,

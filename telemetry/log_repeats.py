@@ -1,0 +1,110 @@
+"""Repeated warnings: the first is logged, the others are counted, and the count is logged when a window is over."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict, deque
+
+import msgspec
+
+__all__ = ["Repeated", "Repeats"]
+
+_KEPT = 512
+"""Characters of a text that tell it from others."""
+
+
+class Repeated(msgspec.Struct, frozen=True):
+    """What was counted and not logged."""
+
+    name: str
+    level: int
+    text: str
+
+
+class _Seen(msgspec.Struct, eq=False):
+    since: float
+    text: str
+    shown: int = 0
+    held: int = 0
+
+
+class Repeats:
+    """Decides which records are logged. Times are seconds of any clock that does not go back.
+
+    Of warnings and errors with the same text one is logged in ``window`` seconds. Of those that one line of code makes
+    with different texts (fifteen thousand aborts, each with its id) ``burst`` are. Everything else is let through:
+    below WARNING because such records are events of their own, CRITICAL because nothing may hide it.
+
+    At most ``most`` texts and as many lines of code are remembered.
+    """
+
+    def __init__(self, *, window: float = 30.0, burst: int = 10, most: int = 256) -> None:
+        self._window = window
+        self._burst = burst
+        self._most = most
+        self._texts: OrderedDict[tuple[object, ...], _Seen] = OrderedDict()
+        self._places: OrderedDict[tuple[object, ...], _Seen] = OrderedDict()
+        self._forgotten: deque[Repeated] = deque(maxlen=most)
+
+    def admit(self, record: logging.LogRecord, text: str, now: float) -> bool:
+        """Whether to log ``record``, whose message is ``text``; when not, it is counted."""
+        if not logging.WARNING <= record.levelno < logging.CRITICAL:
+            return True
+        text = text[:_KEPT]
+        kind = (record.name, record.levelno)
+        same = self._seen(self._texts, (*kind, text), text, now)
+        if same.shown:
+            same.held += 1
+            return False
+        alike = self._seen(self._places, (*kind, record.pathname, record.lineno), text, now)
+        if alike.shown >= self._burst:
+            alike.held += 1
+            alike.text = text
+            del self._texts[(*kind, text)]
+            return False
+        same.shown = 1
+        alike.shown += 1
+        return True
+
+    def _seen(
+        self, kept: OrderedDict[tuple[object, ...], _Seen], key: tuple[object, ...], text: str, now: float
+    ) -> _Seen:
+        seen = kept.get(key)
+        if seen is not None and now - seen.since >= self._window:
+            self._forget(kept, key)
+            seen = None
+        if seen is None:
+            if len(kept) >= self._most:
+                self._forget(kept, next(iter(kept)))
+            seen = kept[key] = _Seen(since=now, text=text)
+        return seen
+
+    def _forget(self, kept: OrderedDict[tuple[object, ...], _Seen], key: tuple[object, ...]) -> None:
+        seen = kept.pop(key)
+        if not seen.held:
+            return
+        name, level = key[:2]
+        assert isinstance(name, str)
+        assert isinstance(level, int)
+        if kept is self._texts:
+            text = f"{seen.text} (seen {seen.held + 1} times within {self._window:g} s)"
+        else:
+            text = f"{seen.text} (the last of {seen.held} more like it within {self._window:g} s)"
+        self._forgotten.append(Repeated(name=name, level=level, text=text))
+
+    @property
+    def counting(self) -> bool:
+        """Whether there is something that :meth:`due` will tell of."""
+        return bool(self._texts or self._places or self._forgotten)
+
+    def due(self, now: float) -> list[Repeated]:
+        """Counts of the windows that are over, each told once; ``math.inf`` tells all."""
+        for kept in (self._texts, self._places):
+            while kept:
+                key, seen = next(iter(kept.items()))
+                if now - seen.since < self._window:
+                    break
+                self._forget(kept, key)
+        told = list(self._forgotten)
+        self._forgotten.clear()
+        return told

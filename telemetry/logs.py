@@ -1,0 +1,185 @@
+"""Where log records go: a handler for the program around the engine. The library itself only makes records.
+
+Troupe's loggers are ``troupe`` and those below it. Somebody who embeds the engine configures them as any other; the
+command line uses :func:`install`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TextIO
+
+from telemetry.log_lines import Event, LogContext
+from telemetry.log_repeats import Repeats
+
+__all__ = ["OTHER_LOGGERS", "LogOutput", "install"]
+
+OTHER_LOGGERS = ("hypercorn.error", "asyncio", "py.warnings", "app")
+"""Loggers beside ``troupe`` that speak of the same server; the last one is Quart's."""
+
+_MOST_WAITING = 4 * 1024 * 1024
+"""Characters that may wait for a reader of the log that does not read."""
+
+_SHORTEST_SECRET = 6
+_FLUSH_SECONDS = 2.0
+
+
+class LogOutput(logging.Handler):
+    """Writes records to a stream from a thread of its own, so that whoever logs never waits for the stream.
+
+    When the stream's reader is too slow, records are dropped, and their number is written once there is room again.
+    Repeated warnings are counted (:class:`Repeats`). ``context`` is asked for the work in hand at each record that does
+    not bring its own. ``formatters`` are by logger, for those that differ from ``lines``. ``secrets`` become ``***``
+    wherever they stand: no record is meant to hold one, this is the net below.
+    """
+
+    def __init__(
+        self,
+        stream: TextIO,
+        lines: logging.Formatter,
+        *,
+        formatters: Mapping[str, logging.Formatter] | None = None,
+        context: Callable[[], LogContext] | None = None,
+        secrets: Sequence[str] = (),
+        repeats: Repeats | None = None,
+        most_waiting: int = _MOST_WAITING,
+    ) -> None:
+        super().__init__()
+        self.setFormatter(lines)
+        self.dropped = 0
+        self._stream = stream
+        self._formatters = dict(formatters or {})
+        self._context = context
+        self._secrets = tuple(
+            form for secret in secrets if len(secret) >= _SHORTEST_SECRET for form in (secret, json.dumps(secret)[1:-1])
+        )
+        self._repeats = repeats or Repeats()
+        self._most_waiting = most_waiting
+        self._changed = threading.Condition()
+        self._waiting: list[str] = []
+        self._size = 0
+        self._untold = 0
+        self._busy = False
+        self._closed = False
+        self._writer: threading.Thread | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._take(record)
+        except Exception:
+            self.handleError(record)
+
+    def _take(self, record: logging.LogRecord) -> None:
+        text = str(record.msg.text if isinstance(record.msg, Event) else record.msg)
+        if record.args and record.levelno >= logging.WARNING:
+            text = record.getMessage()
+        with self._changed:
+            if not self._repeats.admit(record, text, time.monotonic()):
+                return
+        if self._context is not None:
+            context = self._context()
+            for name in ("traceparent", "request_id", "actor"):
+                if getattr(record, name, None) is None:
+                    setattr(record, name, getattr(context, name))
+        self._put(self._line(record), always=record.levelno >= logging.CRITICAL)
+
+    def _line(self, record: logging.LogRecord) -> str:
+        formatter = self._formatters.get(record.name)
+        line = self.format(record) if formatter is None else formatter.format(record)
+        for secret in self._secrets:
+            line = line.replace(secret, "***")
+        return line + "\n"
+
+    def _put(self, line: str, *, always: bool) -> None:
+        with self._changed:
+            if self._closed or (self._size > self._most_waiting and not always):
+                self.dropped += 1
+                self._untold += 1
+                return
+            self._waiting.append(line)
+            self._size += len(line)
+            if self._writer is None:
+                self._writer = threading.Thread(target=self._write, name="troupe-log", daemon=True)
+                self._writer.start()
+            self._changed.notify_all()
+
+    def _write(self) -> None:
+        changed = self._changed
+        while True:
+            with changed:
+                self._busy = False
+                changed.notify_all()
+                while not self._waiting and not self._closed:
+                    if not changed.wait(1.0 if self._repeats.counting else None):
+                        break
+                now = math.inf if self._closed else time.monotonic()
+                lines = self._waiting + self._counted(now)
+                if not lines and self._closed:
+                    return
+                self._waiting = []
+                self._busy = bool(lines)
+            if lines:
+                self._send("".join(lines))
+            with changed:
+                self._size = sum(map(len, self._waiting))
+
+    def _counted(self, now: float) -> list[str]:
+        """Lines that tell what was not logged."""
+        told = [(repeat.name, repeat.level, repeat.text) for repeat in self._repeats.due(now)]
+        if self._untold:
+            text = f"{self._untold} log records were dropped: the log's reader is slower than the log"
+            told.append(("troupe.logs", logging.WARNING, text))
+            self._untold = 0
+        return [self._line(logging.LogRecord(name, level, "", 0, text, None, None)) for name, level, text in told]
+
+    def _send(self, text: str) -> None:
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except UnicodeError:
+            self._send_ascii(text)
+        except (OSError, ValueError):  # the reader has gone, or the stream was closed: nobody is left to be told
+            self.dropped += text.count("\n")
+
+    def _send_ascii(self, text: str) -> None:
+        """For a stream whose encoding lacks a character."""
+        try:
+            self._stream.write(text.encode("ascii", "backslashreplace").decode())
+            self._stream.flush()
+        except (OSError, ValueError):
+            self.dropped += text.count("\n")
+
+    def flush(self) -> None:
+        """Wait until all is written, at most two seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting and not self._busy, _FLUSH_SECONDS)
+
+    def close(self) -> None:
+        """Write what waits, the counts included, at most two seconds; later records are dropped."""
+        with self._changed:
+            self._closed = True
+            writer = self._writer
+            self._changed.notify_all()
+        if writer is not None:
+            writer.join(_FLUSH_SECONDS)
+        super().close()
+
+
+def install(
+    output: logging.Handler, *, level: str, http_level: str | None = None, others: Sequence[str] = OTHER_LOGGERS
+) -> None:
+    """Send Troupe's records of ``level`` and above, and those of ``others``, to ``output``. The root logger is left
+    alone. ``http_level`` is of the loggers of the HTTP server; None: the same."""
+    for name in ("troupe", *others):
+        logger = logging.getLogger(name)
+        logger.addHandler(output)
+        logger.propagate = False
+    logging.getLogger("troupe").setLevel(level.upper())
+    http = (http_level or level).upper()
+    for name in ("troupe.http", "troupe.server", "hypercorn.error"):
+        logging.getLogger(name).setLevel(http)

@@ -1,0 +1,129 @@
+"""The request log: one record for each request, at its end, read from its timeline."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+
+from telemetry.log_lines import Event, clip
+from telemetry.timeline import Content, Hop, Mark, RequestTimeline, Value
+
+__all__ = ["REQUEST_LOGGER", "RequestLog"]
+
+REQUEST_LOGGER = "troupe.requests"
+
+_PARTIAL = 2048
+"""Characters of an input and of an output at level 2: the beginning and the end."""
+
+_LONGEST_NAME = 256
+
+_OWN_WORDS = frozenset({"abort", "QueueFull", "RequestTimeout", "RequestFailed", "EngineFailed", "EngineDraining"})
+"""Errors whose message quotes nothing that a client wrote."""
+
+
+class RequestLog:
+    """Listens to timelines and logs each one's end, at INFO, to the logger ``troupe.requests``.
+
+    ``level`` says how much, as SGLang's ``--log-requests-level``: 0 ids, counts and times; 1 and the sampling
+    parameters; 2 and up to 2048 characters of input and output; 3 and all of them. Below level 2 nothing that a client
+    wrote is told, but its id, its choice of parameters and the name of its model: also no message of an invalid
+    request, which may quote it.
+    """
+
+    def __init__(self, *, level: int, as_json: bool = False) -> None:
+        self._level = level
+        self._as_json = as_json
+        self._log = logging.getLogger(REQUEST_LOGGER)
+
+    def began(self, timeline: RequestTimeline) -> None:
+        if self._level >= 2:
+            timeline.content = Content()
+
+    def hop_ended(self, timeline: RequestTimeline, hop: Hop) -> None:
+        """Told at the end."""
+
+    def marked(self, timeline: RequestTimeline, mark: Mark) -> None:
+        """Told at the end."""
+
+    def ended(self, timeline: RequestTimeline) -> None:
+        content, timeline.content = timeline.content, None
+        if not self._log.isEnabledFor(logging.INFO):
+            return
+        fields = self._metadata(timeline)
+        if self._level >= 1:
+            fields |= {name.removeprefix("gen_ai.request."): value for name, value in timeline.request.items()}
+        if content is not None:
+            fields |= self._texts(content)
+        event = Event("request ended", fields, as_json=self._as_json)
+        self._log.info(event, extra={"request_id": timeline.request_id, "traceparent": timeline.traceparent})
+
+    def _metadata(self, timeline: RequestTimeline) -> dict[str, object]:
+        outcome, start = timeline.outcome, timeline.started
+        error = outcome.error_type if outcome is not None else ""
+        end = timeline.end if timeline.end is not None else start
+        marks = [mark.name for mark in timeline.marks]
+        first = next((mark.at for mark in timeline.marks if mark.name == "first_token"), None)
+        fields: dict[str, object] = {
+            "request_id": timeline.request_id,
+            "label": _short(timeline.label),
+            "operation": timeline.operation,
+            "model": _short(timeline.model),
+            "finish_reasons": outcome.finish_reasons if outcome is not None and outcome.finish_reasons else None,
+            "error_type": error or None,
+            "prompt_tokens": timeline.prompt_tokens,
+            "cached_tokens": timeline.cached_tokens,
+            "output_tokens": timeline.output_tokens,
+            "duration_s": _seconds(end - start),
+            "first_token_s": None if first is None else _seconds(first - start),
+            "tokenize_s": _longest(timeline, "tokenize"),
+            "queue_s": _longest(timeline, "queue"),
+            "prefill_s": _longest(timeline, "prefill"),
+            "decode_s": _longest(timeline, "decode"),
+            "preemptions": marks.count("preempted") or None,
+            "worker_deaths": marks.count("worker_died") or None,
+        }
+        if outcome is not None and outcome.message and (error in _OWN_WORDS or self._level >= 2):
+            fields["error_message"] = clip(outcome.message, 1024)
+        return fields
+
+    def _texts(self, content: Content) -> dict[str, object]:
+        outputs = ["".join(parts) for _, parts in sorted(content.output.items())]
+        told: dict[str, object] = {
+            "input": None if content.input is None else _shown(content.input),
+            "output": None if not outputs else outputs[0] if len(outputs) == 1 else outputs,
+        }
+        if self._level > 2:
+            return told
+        return {name: _clipped(value) for name, value in told.items()}
+
+
+def _clipped(value: object) -> object:
+    if isinstance(value, str):
+        return clip(value, _PARTIAL)
+    if isinstance(value, list):
+        share = _PARTIAL // len(value)
+        return [clip(part, share) for part in value]
+    return value
+
+
+def _shown(prompt: object) -> str:
+    """A text as it is; token ids and conversations as JSON."""
+    return prompt if isinstance(prompt, str) else msgspec.json.encode(prompt, enc_hook=str).decode()
+
+
+def _short(text: str | None) -> Value | None:
+    return None if text is None else clip(text, _LONGEST_NAME)
+
+
+def _seconds(value: float) -> float:
+    return round(value, 6)
+
+
+def _longest(timeline: RequestTimeline, name: str) -> float | None:
+    """Seconds in hops of this name, of the choice that had most of them; the hops of one choice follow each other."""
+    sums: dict[int | None, float] = {}
+    for hop in timeline.hops:
+        if hop.name == name and hop.end is not None:
+            sums[hop.choice] = sums.get(hop.choice, 0.0) + hop.end - hop.start
+    return _seconds(max(sums.values())) if sums else None

@@ -1,0 +1,166 @@
+"""The handler: it never makes a caller wait, and says what it left out."""
+
+from __future__ import annotations
+
+import io
+import logging
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from telemetry.log_lines import LogContext, TextLines
+from telemetry.log_repeats import Repeats
+from telemetry.logs import LogOutput, install
+
+SHORT = logging.Formatter("%(levelname)s %(name)s %(message)s")
+
+
+class Clogged(io.StringIO):
+    """A pipe that nobody reads, until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+        self.full = threading.Event()
+
+    def write(self, text: str) -> int:
+        self.full.set()
+        self.go.wait(10)
+        return super().write(text)
+
+
+@pytest.fixture
+def logger() -> Iterator[logging.Logger]:
+    made = logging.Logger("troupe.test")
+    yield made
+    for handler in made.handlers:
+        handler.close()
+
+
+def test_records_are_written_in_order_and_all_of_them_at_the_end(logger: logging.Logger) -> None:
+    stream = io.StringIO()
+    output = LogOutput(stream, SHORT)
+    logger.addHandler(output)
+    for number in range(100):
+        logger.info("record %d", number)
+    output.flush()
+    assert stream.getvalue().splitlines() == [f"INFO troupe.test record {number}" for number in range(100)]
+    for _ in range(7):
+        logger.warning("again")
+    output.close()
+    assert stream.getvalue().splitlines()[100:] == [
+        "WARNING troupe.test again",
+        "WARNING troupe.test again (seen 7 times within 30 s)",
+    ]
+
+
+def test_who_logs_does_not_wait_for_a_slow_reader(logger: logging.Logger) -> None:
+    stream = Clogged()
+    output = LogOutput(stream, SHORT, most_waiting=1000)
+    logger.addHandler(output)
+    logger.info("first")
+    assert stream.full.wait(10)
+    for _ in range(1000):
+        logger.info("x" * 100)
+    assert 900 < output.dropped < 1000
+    logger.critical("the end")
+    stream.go.set()
+    output.close()
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "INFO troupe.test first"
+    assert "CRITICAL troupe.test the end" in lines
+    assert lines[-1] == (
+        f"WARNING troupe.logs {output.dropped} log records were dropped: the log's reader is slower than the log"
+    )
+    assert len(lines) == 1000 - output.dropped + 3
+
+
+def test_counts_are_told_when_their_window_is_over(logger: logging.Logger) -> None:
+    told = threading.Event()
+
+    class Stream(io.StringIO):
+        def write(self, text: str) -> int:
+            if "seen 2 times" in text:
+                told.set()
+            return super().write(text)
+
+    logger.addHandler(LogOutput(Stream(), SHORT, repeats=Repeats(window=0.05)))
+    logger.warning("slow")
+    logger.warning("slow")
+    assert told.wait(10)
+
+
+def test_the_work_in_hand_is_asked_for_where_the_record_is_made(logger: logging.Logger) -> None:
+    stream = io.StringIO()
+    context = LogContext(traceparent=f"00-{'a' * 32}-{'b' * 16}-01", request_id="req-1", actor="scheduler")
+    output = LogOutput(stream, TextLines(), context=lambda: context)
+    logger.addHandler(output)
+    logger.info("here")
+    logger.info("there", extra={"actor": "worker-0"})
+    output.flush()
+    here, there = stream.getvalue().splitlines()
+    assert here.endswith(f"here request_id=req-1 actor=scheduler trace_id={'a' * 32} span_id={'b' * 16}")
+    assert " actor=worker-0 " in there
+
+
+def test_a_logger_may_have_a_format_of_its_own() -> None:
+    stream = io.StringIO()
+    output = LogOutput(stream, SHORT, formatters={"troupe.requests": logging.Formatter("<%(message)s>")})
+    for name in ("troupe.requests", "troupe.http"):
+        output.handle(logging.LogRecord(name, logging.INFO, "", 0, "text", None, None))
+    output.close()
+    assert stream.getvalue() == "<text>\nINFO troupe.http text\n"
+
+
+def test_secrets_are_taken_out_of_whatever_is_written(logger: logging.Logger) -> None:
+    stream = io.StringIO()
+    output = LogOutput(stream, TextLines(), secrets=["sk-very-secret", 'quo"ted-secret', "a"])
+    logger.addHandler(output)
+    try:
+        raise ValueError("key sk-very-secret")
+    except ValueError:
+        logger.exception("with %s and %s", "sk-very-secret", 'quo"ted-secret')
+    output.close()
+    assert "very" not in stream.getvalue()
+    assert "quo" not in stream.getvalue()
+    assert stream.getvalue().count("***") == 4
+    assert "Traceback" in stream.getvalue()
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(), ValueError("I/O operation on closed file")])
+def test_a_stream_that_is_gone_ends_nothing(logger: logging.Logger, error: Exception) -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise error
+
+    output = LogOutput(Gone(), SHORT)
+    logger.addHandler(output)
+    logger.info("one")
+    output.flush()
+    logger.info("two")
+    output.close()
+    assert output.dropped == 2
+
+
+def test_a_character_that_the_stream_lacks_is_escaped(logger: logging.Logger) -> None:
+    raw = io.BytesIO()
+    output = LogOutput(io.TextIOWrapper(raw, "ascii"), SHORT)
+    logger.addHandler(output)
+    logger.info("café")
+    output.flush()
+    assert raw.getvalue() == b"INFO troupe.test caf\\xe9\n"
+
+
+def test_install_touches_the_named_loggers_only(restore_loggers: Callable[..., None]) -> None:
+    restore_loggers("troupe", "troupe.http", "troupe.server", "hypercorn.error", "other.server")
+    root = (list(logging.getLogger().handlers), logging.getLogger().level)
+    output = LogOutput(io.StringIO(), SHORT)
+    install(output, level="warning", http_level="debug", others=("other.server",))
+    assert logging.getLogger("troupe.scheduler").getEffectiveLevel() == logging.WARNING
+    assert logging.getLogger("troupe.http").getEffectiveLevel() == logging.DEBUG
+    assert output in logging.getLogger("troupe").handlers
+    assert output in logging.getLogger("other.server").handlers
+    assert output not in logging.getLogger("hypercorn.error").handlers
+    assert (list(logging.getLogger().handlers), logging.getLogger().level) == root
+    output.close()
