@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +12,7 @@ from torch import Tensor
 from kernels.sampling import Sampled
 from kernels.step import RowError, StepResult, StepTiming
 
-__all__ = ["Answer", "PromptScores"]
-
-_T = TypeVar("_T", bound=np.generic)
+__all__ = ["Answer", "PromptScores", "RunningStep"]
 
 
 @dataclass(frozen=True)
@@ -28,36 +25,70 @@ class PromptScores:
     top_logprobs: Tensor
 
 
+class RunningStep:
+    """A step whose work was given to the device. ``done``: whether nothing is left to wait for."""
+
+    def __init__(self, finish: Callable[[], StepResult], done: bool) -> None:
+        self._finish = finish
+        self.done = done
+
+    def result(self) -> StepResult:
+        """Wait for it. Once, in any thread, and in the order of the steps. Raises what the device reports."""
+        return self._finish()
+
+
 @dataclass
 class Answer:
-    """Collects what a step produced. ``rows``: how many rows the step had."""
+    """Collects what a step produced. ``rows``: how many rows the step had.
+
+    ``sampled_rows``, ``slots``, ``generations`` [sampled]: of each of sampled's rows, its index among the step's rows,
+    and the request it is of.
+    """
 
     rows: int
     failed: list[RowError] = field(default_factory=list)
     prompts: list[PromptScores] = field(default_factory=list)
     sampled: Sampled | None = None
-    sampled_rows: npt.NDArray[np.int64] | None = None  # index among the step's rows of each of sampled's rows
-    kept: npt.NDArray[np.bool_] | None = None  # which of sampled's rows count
+    sampled_rows: npt.NDArray[np.int64] | None = None
+    slots: npt.NDArray[np.int64] | None = None
+    generations: npt.NDArray[np.int32] | None = None
 
-    def pack(self, number: int, begun: float, prepared: float) -> StepResult:
-        """Waits for the device. ``begun``, ``prepared``: time.perf_counter() at the step's start, and its forward's."""
+    def tensors(self) -> list[Tensor]:
+        """What ``pack`` wants from the device."""
+        found: list[Tensor] = []
+        if self.sampled is not None:
+            sampled = self.sampled
+            wanted = (sampled.tokens, sampled.broken, sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
+            found += [tensor for tensor in wanted if tensor is not None]
+        for scores in self.prompts:
+            found += [scores.logprobs, scores.top_ids, scores.top_logprobs]
+        return found
+
+    def pack(self, number: int, fetched: Sequence[Tensor], timing: StepTiming) -> tuple[StepResult, list[RowError]]:
+        """The result from ``tensors`` on the host, and the errors in it of rows whose logits were not finite."""
+        host = iter(fetched)
         accepted = np.zeros(self.rows, dtype=np.int32)
         tokens = logprobs = top_counts = top_ids = top_logprobs = b""
-        if self.sampled is not None and self.sampled_rows is not None and self.kept is not None:
-            kept = self.kept
+        broken: list[RowError] = []
+        if self.sampled is not None and self.sampled_rows is not None:
+            ids = next(host).numpy().astype(np.int32)
+            kept = ~next(host).numpy()
+            if not kept.all():
+                broken = self._broken(np.flatnonzero(~kept))
             accepted[self.sampled_rows[kept]] = 1
-            tokens = _host(self.sampled.tokens, np.int32)[kept].tobytes()
+            tokens = ids[kept].tobytes()
             if self.sampled.logprobs is not None:
-                logprobs = _host(self.sampled.logprobs, np.float32)[kept].tobytes()
+                logprobs = next(host).numpy()[kept].tobytes()
             if self.sampled.logprobs is not None and self.sampled.top_counts is not None:
-                counts = _host(self.sampled.top_counts, np.int32)[kept]
+                counts = self.sampled.top_counts.numpy().astype(np.int32, copy=False)[kept]
                 top_counts = counts.tobytes()
                 if self.sampled.top_ids is not None and self.sampled.top_logprobs is not None:
                     chosen = np.arange(self.sampled.top_ids.shape[1]) < counts[:, None]
-                    top_ids = _host(self.sampled.top_ids, np.int32)[kept][chosen].tobytes()
-                    top_logprobs = _host(self.sampled.top_logprobs, np.float32)[kept][chosen].tobytes()
+                    top_ids = next(host).numpy().astype(np.int32)[kept][chosen].tobytes()
+                    top_logprobs = next(host).numpy()[kept][chosen].tobytes()
+        scored = [(next(host).numpy(), next(host).numpy().astype(np.int32), next(host).numpy()) for _ in self.prompts]
         top = [np.full(len(scores.logprobs), scores.top_ids.shape[1], dtype=np.int32) for scores in self.prompts]
-        return StepResult(
+        result = StepResult(
             number=number,
             accepted=accepted.tobytes(),
             tokens=tokens,
@@ -67,14 +98,17 @@ class Answer:
             top_logprobs=top_logprobs,
             prompt_rows=np.array([scores.row for scores in self.prompts], dtype=np.int32).tobytes(),
             prompt_counts=np.array([len(scores.logprobs) for scores in self.prompts], dtype=np.int32).tobytes(),
-            prompt_logprobs=b"".join(_host(scores.logprobs, np.float32).tobytes() for scores in self.prompts),
+            prompt_logprobs=b"".join(logprobs.tobytes() for logprobs, _, _ in scored),
             prompt_top_counts=b"".join(counts.tobytes() for counts in top),
-            prompt_top_ids=b"".join(_host(scores.top_ids, np.int32).tobytes() for scores in self.prompts),
-            prompt_top_logprobs=b"".join(_host(scores.top_logprobs, np.float32).tobytes() for scores in self.prompts),
-            failed=tuple(self.failed),
-            timing=StepTiming(prepare=prepared - begun, run=time.perf_counter() - prepared),
+            prompt_top_ids=b"".join(ids.tobytes() for _, ids, _ in scored),
+            prompt_top_logprobs=b"".join(logprobs.tobytes() for _, _, logprobs in scored),
+            failed=(*self.failed, *broken),
+            timing=timing,
         )
+        return result, broken
 
-
-def _host(tensor: Tensor, dtype: type[_T]) -> npt.NDArray[_T]:
-    return tensor.cpu().numpy().astype(dtype, copy=False)
+    def _broken(self, rows: npt.NDArray[np.int64]) -> list[RowError]:
+        assert self.slots is not None
+        assert self.generations is not None
+        message = "the model's output is not finite for this request; try float32, or check the weights"
+        return [RowError(int(self.slots[row]), int(self.generations[row]), message) for row in rows]

@@ -14,7 +14,17 @@ from torch.nn import functional
 
 from kernels.noise import BLOCK
 
-__all__ = ["argmax", "block_maxima", "in_order", "log_normaliser", "select", "stable_sum", "top", "weights"]
+__all__ = [
+    "accumulator",
+    "argmax",
+    "block_maxima",
+    "in_order",
+    "log_normaliser",
+    "select",
+    "stable_sum",
+    "top",
+    "weights",
+]
 
 _CHUNK = 1 << 20  # elements of a temporary
 
@@ -98,16 +108,24 @@ def weights(
         yield part, values, (values - row_max[part, None]).div_(temperature[part, None]).exp_()
 
 
+def accumulator(device: torch.device) -> torch.dtype:
+    """What long sums are taken in: float64, or float32 on an NPU, which has no float64 (a cast to it gives float32)."""
+    return torch.float32 if device.type == "npu" else torch.float64
+
+
 def stable_sum(values: Tensor) -> Tensor:
-    """Sums float64 [n] of float32 [n, vocab]. First by 32: one long sum would be split differently in a small batch."""
+    """Sums [n], in the ``accumulator``'s dtype, of float32 [n, vocab]. First by 32: one long sum would be split
+    differently in a small batch.
+    """
     whole = values.shape[1] - values.shape[1] % BLOCK
     by_block = values[:, :whole].unflatten(1, (whole // BLOCK, BLOCK)).sum(-1)
-    return by_block.double().sum(-1) + values[:, whole:].double().sum(-1)
+    wide = accumulator(values.device)
+    return by_block.to(wide).sum(-1) + values[:, whole:].to(wide).sum(-1)
 
 
 def log_normaliser(logits: Tensor, rows: Tensor, row_max: Tensor) -> Tensor:
     """``logsumexp`` float32 [n] of the `rows` of `logits`, whose maxima are `row_max` float32 [n]."""
-    sums = torch.empty(len(rows), dtype=torch.float64, device=logits.device)
+    sums = torch.empty(len(rows), dtype=accumulator(logits.device), device=logits.device)
     for part, _, weight in weights(logits, rows, row_max, torch.ones_like(row_max)):
         sums[part] = stable_sum(weight)
     return (sums.log() + row_max).float()

@@ -6,13 +6,15 @@ composition of the batch (``BatchEdits``), so a step runs the same few operation
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.step import SlotSampling
+
+Put = Callable[[np.ndarray], Tensor]
 
 __all__ = ["BatchEdits", "SlotEdits"]
 
@@ -45,29 +47,25 @@ def _ids(ids: Sequence[int], vocab_size: int) -> np.ndarray[tuple[int], np.dtype
 
 
 class BatchEdits:
-    """The edits of a batch: `slots` holds the rows that have any, with their lists."""
+    """The edits of a batch: `slots` holds the rows that have any, with their lists; `put` makes tensors of arrays."""
 
-    def __init__(self, slots: Sequence[tuple[int, SlotEdits]], device: torch.device) -> None:
+    def __init__(self, slots: Sequence[tuple[int, SlotEdits]], put: Put) -> None:
         self.masks = any(edits.masks for _, edits in slots)
-        self._allowing = _tensor(
-            [np.array([row for row, edits in slots if len(edits.allowed)], dtype=np.int64)], device
-        )
-        self._allowed = _pairs([(row, edits.allowed) for row, edits in slots], device)
-        self._held = _pairs([(row, edits.held) for row, edits in slots], device)
+        self._allowing = put(np.array([row for row, edits in slots if len(edits.allowed)], dtype=np.int64))
+        self._allowed = _pairs([(row, edits.allowed) for row, edits in slots], put)
+        self._held = _pairs([(row, edits.held) for row, edits in slots], put)
         fixed = [(row, edits.banned) for row, edits in slots]
-        self._fixed = _pairs(fixed + [(row, edits.bias_ids) for row, edits in slots], device)
+        self._fixed = _pairs(fixed + [(row, edits.bias_ids) for row, edits in slots], put)
         bans = np.full(sum(len(ids) for _, ids in fixed), -np.inf, dtype=np.float32)
-        self._fixed_values = torch.from_numpy(np.concatenate([bans, *(edits.bias_values for _, edits in slots)])).to(
-            device
-        )
+        self._fixed_values = put(np.concatenate([bans, *(edits.bias_values for _, edits in slots)]))
 
         words = [(row, word) for row, edits in slots for word in edits.words]
         longest = max((len(word) for _, word in words), default=1)
         before = np.full((len(words), longest - 1), -1, dtype=np.int64)  # -1 matches anything, also nothing
         for index, (_, word) in enumerate(words):
             before[index, longest - len(word) :] = word[:-1]
-        self._word_heads = torch.from_numpy(before).to(device)
-        self._word_ends = _pairs([(row, np.array(word[-1:], dtype=np.int64)) for row, word in words], device)
+        self._word_heads = put(before)
+        self._word_ends = _pairs([(row, np.array(word[-1:], dtype=np.int64)) for row, word in words], put)
 
     def allow(self, logits: Tensor) -> None:
         """Rule out everything but the allowed tokens, in the rows that have such a list."""
@@ -108,11 +106,8 @@ def _ruled_out(where: Tensor) -> Tensor:
     return torch.zeros(where.shape, device=where.device).masked_fill_(where, -torch.inf)
 
 
-def _pairs(parts: Sequence[tuple[int, np.ndarray]], device: torch.device) -> tuple[Tensor, Tensor]:
+def _pairs(parts: Sequence[tuple[int, np.ndarray]], put: Put) -> tuple[Tensor, Tensor]:
     """Row and id, int64 [pairs] each."""
+    none = np.empty(0, dtype=np.int64)
     rows = [np.full(len(ids), row, dtype=np.int64) for row, ids in parts]
-    return _tensor(rows, device), _tensor([ids for _, ids in parts], device)
-
-
-def _tensor(parts: Sequence[np.ndarray], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.concatenate([np.empty(0, dtype=np.int64), *parts])).to(device)
+    return put(np.concatenate([none, *rows])), put(np.concatenate([none, *(ids for _, ids in parts)]))

@@ -43,8 +43,8 @@ def seed_key(seed: int) -> tuple[int, int]:
 
 def keys_at(seed_keys: Tensor, positions: Tensor) -> Tensor:
     """Round keys of each row: int32 [rows, 2] from the seeds' keys int32 [rows, 2] and positions int64 [rows]."""
-    steps = torch.tensor((_signed(0x9E3779B9), _signed(0x7FEB352D)), dtype=torch.int32, device=seed_keys.device)
-    return seed_keys + positions.to(torch.int32)[:, None] * steps
+    at = positions.to(torch.int32)
+    return seed_keys + torch.stack((at * _signed(0x9E3779B9), at * _signed(0x7FEB352D)), dim=1)
 
 
 def _mix(h: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.blocks import in_order, select, stable_sum, weights
+from kernels.blocks import accumulator, in_order, select, stable_sum, weights
 
 __all__ = ["cut", "outside"]
 
@@ -33,7 +33,8 @@ def cut(
 ) -> tuple[Tensor, Tensor]:
     """Value float32 [n] and id int64 [n] of the last token that top-k and top-p keep in the `rows` of `logits`.
 
-    block_max float32 [n, blocks], row_max and temperature float32 [n], top_k int64 [n] (0: all), top_p float64 [n].
+    block_max float32 [n, blocks], row_max and temperature float32 [n], top_k int64 [n] (0: all), top_p [n], in the
+    ``accumulator``'s dtype.
     `largest_k`: top_k's maximum, known on the host. A row whose maximum is not finite gets an arbitrary cut.
     """
     if logits.device.type != "cpu" or largest_k == 0:
@@ -48,7 +49,7 @@ def cut(
         values, ids = in_order(len(rows), *select(logits, rows, block_max, at_least))
     rank = torch.arange(values.shape[1], device=values.device)
     within = (rank < top_k[:, None]) | (top_k == 0)[:, None]
-    weight = ((values - row_max[:, None]) / temperature[:, None]).exp().double() * within
+    weight = ((values - row_max[:, None]) / temperature[:, None]).exp().to(accumulator(values.device)) * within
     reached = weight.cumsum(-1)
     goal = torch.where(top_p < 1, top_p * weight.sum(-1), torch.inf)
     last = ((within & (reached - weight < goal[:, None])).sum(-1, keepdim=True) - 1).clamp(min=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,17 +15,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.answers import Answer, PromptScores
+from kernels.answers import Answer, PromptScores, RunningStep
 from kernels.batch import ForwardBatch
 from kernels.loading import open_weights
 from kernels.models.config import ConfigError, ModelConfig, read_config
 from kernels.models.decoder import Decoder, tensor_shapes
-from kernels.platforms.base import AttentionRows, Decodes, Memory
+from kernels.platforms.base import AttentionRows, Decodes, Fetched, Memory
 from kernels.platforms.select import select_platform
 from kernels.sampling import Sampler
 from kernels.sizing import cache_pages
 from kernels.slots import SlotError, SlotTable
-from kernels.step import ModelInfo, RowError, RunnerConfig, StepBatch, StepResult
+from kernels.step import ModelInfo, RowError, RunnerConfig, StepBatch, StepResult, StepTiming
 
 __all__ = ["ModelRunner"]
 
@@ -37,7 +38,8 @@ Longs = npt.NDArray[np.int64]
 
 
 class ModelRunner:
-    """One model on one device. Nothing here is thread safe: one thread at a time calls it, strictly in step order.
+    """One model on one device. Nothing here is thread safe: one thread at a time calls it, strictly in step order. Only
+    a step that was started may be waited for by another, so that the next one is prepared while it runs.
 
     Results are deterministic: the same steps give the same tokens. A row's logits do not depend on what the other
     rows hold, but they are not bit-equal between batches of different shape (sizes of matrix products, padded
@@ -51,6 +53,8 @@ class ModelRunner:
         self._progress = progress or (lambda stage, fraction: None)
         self._platform = select_platform(config)
         self._thread = 0
+        self._broken: deque[RowError] = deque()  # found by who waits for a step, put right before the next one starts
+        self._ended = 0.0
 
     @torch.inference_mode()
     def load(self) -> ModelInfo:
@@ -80,7 +84,7 @@ class ModelRunner:
             lambda fraction: self._progress("weights", 0.9 * fraction),
         )
         self._model = Decoder(model, weights, platform, dtype)
-        self._sampler = Sampler(model.vocab_size, config.max_slots, platform.device, platform.cut)
+        self._sampler = Sampler(model.vocab_size, config.max_slots, platform.device, platform.cut, platform.put)
         self._windows = frozenset(model.windows)
         clock.end("weights")
 
@@ -135,11 +139,21 @@ class ModelRunner:
         admission failed, or whose logits are not finite, is dropped. Raises ValueError for a batch that is malformed
         as a whole.
         """
-        with self._device_errors():
-            return self._run(batch, time.perf_counter())
+        result = self.start(batch).result()
+        self._drop_broken()
+        return result
 
-    def _run(self, batch: StepBatch, begun: float) -> StepResult:
+    @torch.inference_mode()
+    def start(self, batch: StepBatch) -> RunningStep:
+        """The same without waiting for the device, where it works by itself. A step may start before the results of
+        those before it are there; a row whose logits were not finite in one of them then fails again.
+        """
+        with self._device_errors():
+            return self._start(batch, time.perf_counter())
+
+    def _start(self, batch: StepBatch, begun: float) -> RunningStep:
         self._bind_thread()
+        self._drop_broken()
         slots, generations, counts = (_ints(part) for part in (batch.slots, batch.generations, batch.counts))
         if not len(slots) == len(generations) == len(counts):
             raise ValueError("slots, generations and counts of a step must have one entry for each row")
@@ -149,7 +163,7 @@ class ModelRunner:
         self._update_slots(batch, answer)
         rows = self._fit_rows(slots, generations, counts, answer)
         if not len(rows):
-            return answer.pack(batch.number, begun, time.perf_counter())
+            return self._running(batch.number, answer, begun, time.perf_counter())
         step = _Step(rows, slots[rows].astype(np.int64), counts[rows].astype(np.int64), self._slots)
         forward = self._forward_batch(step)
         prepared = time.perf_counter()
@@ -161,7 +175,29 @@ class ModelRunner:
         self._slots.computed[step.slots] += step.counts
         self._score_prompts(step, hidden, answer)
         self._sample(step, hidden, answer)
-        return answer.pack(batch.number, begun, prepared)
+        return self._running(batch.number, answer, begun, prepared)
+
+    def _running(self, number: int, answer: Answer, begun: float, prepared: float) -> RunningStep:
+        fetched = self._platform.fetch(answer.tensors())
+        thread = threading.get_ident()
+
+        def finish() -> StepResult:
+            with self._device_errors():
+                if threading.get_ident() != thread:
+                    self._platform.bind_thread()
+                return self._finish(number, answer, fetched, begun, prepared)
+
+        return RunningStep(finish, not self._platform.overlaps)
+
+    def _finish(self, number: int, answer: Answer, fetched: Fetched, begun: float, prepared: float) -> StepResult:
+        """In the thread of who waits: touches nothing that a step started meanwhile does."""
+        host = fetched()
+        ended = time.perf_counter()
+        timing = StepTiming(prepare=prepared - begun, run=ended - max(prepared, self._ended))
+        self._ended = ended
+        result, broken = answer.pack(number, host, timing)
+        self._broken.extend(broken)
+        return result
 
     def close(self) -> None:
         """Drop the model and the cache. The runner is of no further use."""
@@ -225,6 +261,14 @@ class ModelRunner:
                 answer.failed.append(RowError(slot, int(state.generation[slot]), str(error)))
                 self._drop(slot)
 
+    def _drop_broken(self) -> None:
+        """Of the requests that left numbers in their pages that are not finite. They may have ended since."""
+        while self._broken:
+            error = self._broken.popleft()
+            if self._slots.active[error.slot] and self._slots.generation[error.slot] == error.generation:
+                self._platform.clear_pages(self._caches, self._slots.own_pages(error.slot))
+                self._drop(error.slot)
+
     def _drop(self, slot: int) -> None:
         if 0 < slot < len(self._slots.known):
             self._slots.release(slot)
@@ -263,7 +307,7 @@ class ModelRunner:
         return {window: self._platform.plan_attention(rows, window) for window in self._windows}
 
     def _put(self, array: Longs) -> Tensor:
-        return torch.from_numpy(array).to(self._platform.device)
+        return self._platform.put(array)
 
     def _score_prompts(self, step: _Step, hidden: Tensor, answer: Answer) -> None:
         """Log-probabilities of the prompt tokens that this step's positions predict, where a request wants them."""
@@ -304,14 +348,7 @@ class ModelRunner:
         state.tokens[at_slots, at] = sampled.tokens.to(torch.int32)
         state.known[slots] += 1
         answer.sampled, answer.sampled_rows = sampled, step.rows[reached]
-        answer.kept = np.ones(len(reached), dtype=bool)
-        for row in sampled.failed:
-            answer.kept[row] = False
-            slot = int(slots[row])
-            self._platform.clear_pages(self._caches, state.own_pages(slot))
-            message = "the model's output is not finite for this request; try float32, or check the weights"
-            answer.failed.append(RowError(slot, int(state.generation[slot]), message))
-            self._drop(slot)
+        answer.slots, answer.generations = slots, state.generation[slots]
 
     def _warm_up(self) -> None:
         """Run a few shapes in the dump page, so that a first request does not pay for what is made on first use."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.blocks import argmax, block_maxima, log_normaliser, top
-from kernels.edits import BatchEdits, SlotEdits
+from kernels.edits import BatchEdits, Put, SlotEdits
 from kernels.noise import keys_at, race, race_over_all, seed_key
 from kernels.nucleus import cut, outside
 from kernels.penalties import penalise
@@ -91,16 +91,13 @@ class _Slots:
 class _Plan:
     """What a batch of slots needs: which rows take which path, and their parameters on the device."""
 
-    def __init__(self, state: _Slots, slots: Sequence[int], device: torch.device) -> None:
+    def __init__(self, state: _Slots, slots: Sequence[int], put: Put, judges: bool) -> None:
         at = np.array(slots, dtype=np.int64)
-
-        def put(array: np.ndarray) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
         edited = (
             [(row, state.edits[slot]) for row, slot in enumerate(slots) if slot in state.edits] if state.edits else []
         )
-        self.edits = BatchEdits(edited, device) if edited else None
+        self.edits = BatchEdits(edited, put) if edited else None
         self.held_until = put(state.held_until[at])
 
         repetition, frequency, presence = state.repetition[at], state.frequency[at], state.presence[at]
@@ -124,7 +121,7 @@ class _Plan:
 
         # Of the sampled rows: those whose head is sorted and cut, and those whose winner is judged (see ``nucleus``).
         top_k, top_p = state.top_k[at][sampled], state.top_p[at][sampled]
-        judged = np.flatnonzero((top_k == 0) & (top_p < 1)) if device.type == "cpu" else np.empty(0, np.int64)
+        judged = np.flatnonzero((top_k == 0) & (top_p < 1)) if judges else np.empty(0, np.int64)
         restricted = np.setdiff1d(np.flatnonzero((top_k > 0) | (top_p < 1)), judged)
         self.cut = put(restricted) if len(restricted) else None
         self.top_k, self.top_p = put(top_k[restricted]), put(top_p[restricted])
@@ -146,13 +143,19 @@ class Sampler:
     """Samples for the slots of one runner.
 
     vocab_size: width of the logits. max_slots: slots are ``0 .. max_slots - 1``; one that was never admitted is greedy.
-    own_cut: the device's kernel for top-k and top-p.
+    own_cut: the device's kernel for top-k and top-p. put: how an array gets to the device.
     """
 
     def __init__(
-        self, vocab_size: int, max_slots: int, device: torch.device | str = "cpu", own_cut: Cut | None = None
+        self,
+        vocab_size: int,
+        max_slots: int,
+        device: torch.device | str = "cpu",
+        own_cut: Cut | None = None,
+        put: Put | None = None,
     ) -> None:
         self._own_cut = own_cut
+        self._put = put or (lambda array: torch.from_numpy(array).to(self.device))
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         self._slots = _Slots(max_slots)
@@ -251,7 +254,7 @@ class Sampler:
         if plan is None:
             if len(self._plans) >= _PLANS:
                 self._plans.clear()
-            plan = self._plans[slots] = _Plan(self._slots, slots, self.device)
+            plan = self._plans[slots] = _Plan(self._slots, slots, self._put, self.device.type == "cpu")
         return plan
 
     @staticmethod
@@ -304,7 +307,7 @@ class Sampler:
 
     @staticmethod
     def _fall_back(edits: BatchEdits, tokens: Tensor, exhausted: Tensor, raw: Tensor) -> None:
-        if bool(exhausted.any()):
+        if raw.device.type != "cpu" or bool(exhausted.any()):  # to ask an accelerator is to wait for it
             spare = raw.clamp(min=torch.finfo(torch.float32).min)  # an allowed -inf is better than what is not allowed
             edits.allow(spare)
             torch.where(exhausted, spare.argmax(-1), tokens, out=tokens)

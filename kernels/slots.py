@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from kernels.platforms.base import Platform
 from kernels.step import Admission
@@ -33,6 +32,7 @@ class SlotTable:
     def __init__(
         self, platform: Platform, max_slots: int, context: int, page_size: int, num_pages: int, vocab_size: int
     ) -> None:
+        self._platform = platform
         self.context = context
         self.page_size = page_size
         self.num_pages = num_pages
@@ -76,7 +76,7 @@ class SlotTable:
             raise SlotError(f"{admission.computed} computed of {len(tokens)} tokens: at least one must be left to run")
         if admission.computed > len(pages) * self.page_size:
             raise SlotError(f"{admission.computed} computed tokens do not fit {len(pages)} pages")
-        self.tokens[slot, : len(tokens)] = torch.from_numpy(tokens.copy())
+        self.tokens[slot, : len(tokens)] = self._platform.put(tokens.copy())
         self.known[slot] = len(tokens)
         self.computed[slot] = admission.computed
         self.prompt_length[slot] = admission.prompt_length

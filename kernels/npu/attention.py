@@ -14,6 +14,7 @@ launch. Its limits that shape this file:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -107,8 +108,10 @@ def check_cache(pages: int, page_size: int, kv_heads: int, dim: int) -> None:
         )
 
 
-def plan_part(rows: AttentionRows, first: int, last: int, window: int, mask: Tensor) -> FusedPart:
-    """The call for rows ``first .. last`` of a step."""
+def plan_part(
+    rows: AttentionRows, first: int, last: int, window: int, mask: Tensor, put: Callable[[np.ndarray], Tensor]
+) -> FusedPart:
+    """The call for rows ``first .. last`` of a step. ``put``: how an array gets to the device."""
     counts = rows.counts[first:last]
     lengths = rows.starts[first:last] + counts
     begin, tokens = int(rows.counts[:first].sum()), int(counts.sum())
@@ -122,7 +125,7 @@ def plan_part(rows: AttentionRows, first: int, last: int, window: int, mask: Ten
         end=begin + tokens,
         query_ends=np.cumsum(counts).tolist(),
         lengths=lengths.tolist(),
-        pages=torch.from_numpy(np.ascontiguousarray(rows.pages[first:last])).to(mask.device),
+        pages=put(rows.pages[first:last]),
         mask=mask,
         window=window,
     )

@@ -77,6 +77,7 @@ class DecodeGraphs:
         self._pages = torch.zeros((most, columns), dtype=torch.int32, device=device)
         self._dump = torch.arange(min(most, page_size), dtype=torch.int64, device=device)
         self._graphs: dict[int, _Graph] = {}
+        self._replayed = torch.npu.Event()
         self._capture([size for size in sizes if size <= page_size or not padded])
 
     @property
@@ -102,9 +103,13 @@ class DecodeGraphs:
             self._pages[rows:size, :1].zero_()
         graph = self._graphs[size]
         lengths = part.lengths + [1] * (size - rows)
-        # One entry is fed to every attention call. The step before has ended: its tokens were read.
-        graph.graph.update(cpu_update_input=[{"actual_seq_lengths_kv": lengths}])
+        # The replay goes first: its attention waits for the lengths, and the device works on what comes before it
+        # while they are fed on a stream of their own. That stream must not be ahead of the replay before, which may
+        # still wait for its own lengths, or read them.
         graph.graph.replay()
+        graph.graph.graph_dispatch_mode.update_stream.wait_event(self._replayed)
+        graph.graph.update(cpu_update_input=[{"actual_seq_lengths_kv": lengths}])  # one entry: for every call
+        self._replayed.record()
         return graph.hidden[:rows]
 
     def _batch(self, size: int) -> ForwardBatch:

@@ -4,6 +4,7 @@ and for finding out whose fault a wrong answer is. Slow: it copies every key it 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,9 @@ from torch import Tensor
 
 from kernels.npu.attention import LayerCache
 from kernels.platforms.base import AttentionRows
+
+Put = Callable[[np.ndarray], Tensor]
+"""How an array gets to the device."""
 
 __all__ = ["NativePart", "NativeRows", "native_attention", "plan_native"]
 
@@ -39,7 +43,7 @@ class NativePart:
     groups: tuple[NativeRows, ...]
 
 
-def plan_native(rows: AttentionRows, first: int, last: int, window: int, device: torch.device) -> NativePart:
+def plan_native(rows: AttentionRows, first: int, last: int, window: int, put: Put) -> NativePart:
     """Decodes in one group, each prefill in one of its own."""
     decodes = min(last, max(first, rows.decodes))
     bounds = [(first, decodes)] if decodes > first else []
@@ -47,12 +51,12 @@ def plan_native(rows: AttentionRows, first: int, last: int, window: int, device:
     base = offset = int(rows.counts[:first].sum())
     groups = []
     for low, high in bounds:
-        groups.append(_rows(rows, low, high, offset - base, window, device))
+        groups.append(_rows(rows, low, high, offset - base, window, put))
         offset += int(rows.counts[low:high].sum())
     return NativePart(base, offset, tuple(groups))
 
 
-def _rows(rows: AttentionRows, low: int, high: int, begin: int, window: int, device: torch.device) -> NativeRows:
+def _rows(rows: AttentionRows, low: int, high: int, begin: int, window: int, put: Put) -> NativeRows:
     """Rows ``low .. high``, which run the same number of tokens each."""
     starts, queries = rows.starts[low:high], int(rows.counts[low])
     keys = np.arange(int(starts.max()) + queries)
@@ -64,8 +68,8 @@ def _rows(rows: AttentionRows, low: int, high: int, begin: int, window: int, dev
         begin=begin,
         rows=high - low,
         queries=queries,
-        pages=torch.from_numpy(rows.pages[low:high].ravel().astype(np.int64)).to(device),
-        hidden=torch.from_numpy(hidden[:, None, None]).to(device),
+        pages=put(rows.pages[low:high].ravel().astype(np.int64)),
+        hidden=put(hidden[:, None, None]),
     )
 
 

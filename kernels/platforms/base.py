@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels.batch import ForwardBatch
 
-__all__ = ["AttentionRows", "Cut", "Decodes", "Linear", "Memory", "Norm", "Platform", "PlatformError"]
+__all__ = ["AttentionRows", "Cut", "Decodes", "Fetched", "Linear", "Memory", "Norm", "Platform", "PlatformError"]
 
 Linear = Callable[[Tensor], Tensor]
 """``[tokens, inputs] -> [tokens, outputs]``, with the weight in the layout that the platform likes."""
@@ -30,6 +30,10 @@ Cut = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int], tuple[Tens
 
 Called for rows that all have a top-k of 1 to 1024, or have none (``largest_k`` 0).
 """
+
+
+Fetched = Callable[[], list[Tensor]]
+"""Waits for copies to the host and returns them."""
 
 
 class Norm(Protocol):
@@ -86,20 +90,31 @@ class Decodes:
 class Platform(ABC):
     """One device of one kind. ``default_cache_tokens`` bounds a cache that nobody sized; 0: memory alone does.
 
-    ``signed_sines``: whether ``rotary`` wants the sines of the first half negated. ``cut``: the device's own kernel for
-    top-k and top-p, where it has one.
+    ``overlaps``: whether work goes on after the call that issued it, so that a step is worth preparing while another
+    runs. ``signed_sines``: whether ``rotary`` wants the sines of the first half negated. ``cut``: the device's own
+    kernel for top-k and top-p, where it has one.
     """
 
     name: str
     device: torch.device
     default_memory_fraction: float
     default_cache_tokens: int = 0
+    overlaps: bool = False
     signed_sines: bool = True
     cut: Cut | None = None
 
     @abstractmethod
     def bind_thread(self) -> None:
         """Make the calling thread fit to run the model (current device, intra-op threads)."""
+
+    def put(self, array: npt.NDArray[Any]) -> Tensor:
+        """``array`` on the device, for work issued from now on. The tensor may share its memory: leave it unchanged."""
+        return torch.from_numpy(array)
+
+    def fetch(self, tensors: Sequence[Tensor]) -> Fetched:
+        """Start to copy results to the host. What it returns may be called by another thread, once."""
+        found = list(tensors)
+        return lambda: found
 
     @abstractmethod
     def memory(self) -> Memory:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy.typing as npt
 import torch
 import torch_npu
 from torch import Tensor
@@ -26,7 +28,8 @@ from kernels.npu.memory import device_memory, step_memory
 from kernels.npu.native_attention import NativePart, native_attention, plan_native
 from kernels.npu.operators import NpuNorm, ascend_cut, make_linear, rotate, swiglu, write_cache
 from kernels.npu.soc import soc_of
-from kernels.platforms.base import AttentionRows, Decodes, Linear, Memory, Norm, Platform, PlatformError
+from kernels.npu.staging import Staging, fetch
+from kernels.platforms.base import AttentionRows, Decodes, Fetched, Linear, Memory, Norm, Platform, PlatformError
 from kernels.step import RunnerConfig
 
 __all__ = ["AttentionPlan", "NpuPlatform"]
@@ -48,6 +51,7 @@ class NpuPlatform(Platform):
     Raises PlatformError when the device is not there, or is of a generation there is no support for.
     """
 
+    overlaps = True
     signed_sines = False
     default_memory_fraction = 0.85
 
@@ -78,11 +82,20 @@ class NpuPlatform(Platform):
             raise PlatformError("--sampling-backend ascend needs a kernel that Atlas A5 does not have; use pytorch")
         self._config = config
         self._mask: Tensor | None = None
+        self._staging: Staging | None = None
         self._prefill = self._decode = ASCEND
         self._dtype = torch.bfloat16
 
     def bind_thread(self) -> None:
         torch.npu.set_device(self.device)
+
+    def put(self, array: npt.NDArray[Any]) -> Tensor:
+        if self._staging is None:
+            self._staging = Staging(self.device)
+        return self._staging.put(array)
+
+    def fetch(self, tensors: Sequence[Tensor]) -> Fetched:
+        return fetch(tensors)
 
     def memory(self) -> Memory:
         return device_memory(self.device)
@@ -165,9 +178,9 @@ class NpuPlatform(Platform):
 
     def _part(self, rows: AttentionRows, first: int, last: int, window: int) -> FusedPart | NativePart:
         if (self._decode if last <= rows.decodes else self._prefill) == NATIVE:
-            return plan_native(rows, first, last, window, self.device)
+            return plan_native(rows, first, last, window, self.put)
         assert self._mask is not None, "make_cache comes first"
-        return plan_part(rows, first, last, window, self._mask)
+        return plan_part(rows, first, last, window, self._mask, self.put)
 
     def attention(self, queries: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float) -> Tensor:
         found = []
