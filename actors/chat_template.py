@@ -1,6 +1,8 @@
-"""Chat templates: the model's own Jinja text, rendered in a sandbox.
+"""Chat templates: Jinja text of a checkpoint, the command line or (where that is allowed) a request, in a sandbox.
 
-Only templates from the model's directory or the server's command line are rendered, never one from a request.
+The sandbox keeps a template from everything but its variables. It cannot keep it from looping or from filling the
+memory, also while it is compiled (Jinja computes constant expressions then): :mod:`actors.renderer` is the place to do
+both.
 """
 
 from __future__ import annotations
@@ -15,14 +17,17 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from actors.requests import Chat, InvalidRequest
 
-__all__ = ["RESERVED_NAMES", "ChatTemplate"]
+__all__ = ["RESERVED_NAMES", "ChatTemplate", "check_template"]
 
 RESERVED_NAMES = frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message", "raise_exception", "strftime_now"}
 )
 """Names that ``chat_template_kwargs`` may not set."""
 
-_MAX_OUTPUT_CHARS = 16 << 20
+_MAX_OUTPUT_CHARS = 12 << 20
+"""Four bytes each are still less than a frame between two processes may have."""
+
+_MAX_SOURCE_CHARS = 1 << 20
 
 
 class _TemplateRefused(Exception):
@@ -66,6 +71,26 @@ def _spaced(compact: str) -> str:
     return "".join(out)
 
 
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def check_template(source: str) -> None:
+    """Raise ValueError when the template is not Jinja. Nothing of it is evaluated."""
+    if len(source) > _MAX_SOURCE_CHARS:
+        raise ValueError(f"The chat template has {len(source)} characters; at most {_MAX_SOURCE_CHARS} are read.")
+    try:
+        _environment().parse(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"The chat template does not compile: line {error.lineno}: {error.message}") from error
+    except RecursionError as error:
+        raise ValueError("The chat template does not compile: it is nested too deep.") from error
+
+
 class ChatTemplate:
     """A compiled chat template.
 
@@ -74,18 +99,17 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, variables: dict[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
+        check_template(source)
         try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise ValueError(f"The chat template does not compile: line {error.lineno}: {error.message}") from error
+            self._template = _environment().from_string(source)
+        except MemoryError:
+            raise
+        except Exception as error:  # what it computes of constants may raise anything
+            raise ValueError(f"The chat template does not compile: {type(error).__name__}.") from error
         self._variables = variables
 
     def render(self, chat: Chat) -> str:
-        """The prompt's text. Raises InvalidRequest when the template refuses the conversation."""
+        """The prompt's text. Raises InvalidRequest when the template refuses the conversation, and MemoryError."""
         reserved = RESERVED_NAMES.intersection(chat.template_kwargs)
         if reserved:
             name = min(reserved)
@@ -116,7 +140,7 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"The model's chat template refuses these messages: {error}", param="messages"
             ) from None
-        except InvalidRequest:
+        except (InvalidRequest, MemoryError):
             raise
         except Exception as error:  # a template may do anything that Python's own types can
             raise InvalidRequest(

@@ -23,6 +23,7 @@ from actors.protocol import (
     WorkerProtocol,
     WorkerReady,
 )
+from actors.rendering import Rendering
 from actors.runtime import ActorRef, ActorSystem, Message, Strategy, Supervision
 from actors.scheduler import Scheduler
 from actors.served_model import ServedModel
@@ -41,6 +42,7 @@ _STEP_TIMEOUT = 300.0
 class Company:
     """Spawns the actors in their order and keeps their refs."""
 
+    rendering: Rendering
     tokenizers: list[ActorRef[TokenizerProtocol]]
     detokenizer: ActorRef[DetokenizerProtocol]
     cache: ActorRef[CacheProtocol]
@@ -114,6 +116,13 @@ class Company:
             start_timeout=_WORKER_START_TIMEOUT,
             stop_timeout=5.0,
             wait=False,
+        )
+        self.rendering = await Rendering.start(
+            system,
+            template=self._model.codec.template if self._model.codec else None,
+            variables=self._model.codec.special_tokens if self._model.codec else {},
+            count=arguments.tokenizer_worker_num,
+            guests=arguments.trust_request_chat_template,
         )
         self.cache = await system.spawn(
             lambda: CacheManager(self._vitals, use_radix_cache=not arguments.disable_radix_cache),

@@ -23,7 +23,7 @@ from actors.arguments import ArgumentError, Arguments
 from actors.company import Company
 from actors.intake import Intake, Prompt
 from actors.journal import Journal
-from actors.protocol import Decode, DecodeTokens, Flush, Render
+from actors.protocol import Decode, DecodeTokens, Flush
 from actors.requests import Chat, EngineDraining, EngineFailed, EngineNotReady, SamplingParams
 from actors.runtime import ActorStatus, ActorSystem, ChildCrash, Event, EventKind
 from actors.served_model import ServedModel, open_model
@@ -268,7 +268,7 @@ class Engine:
 
     async def render(self, chat: Chat) -> str:
         """A conversation as the text that the model gets."""
-        return await self._require_intake().ask_tokenizer(Render(chat=chat))
+        return await self._require_intake().render(chat)
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids."""

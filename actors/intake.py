@@ -130,14 +130,7 @@ class Intake:
     ) -> None:
         model = self._model
         if isinstance(prompt, (str, Chat)):
-            most = model.require_codec().most_chars(model.context_length)
-            if _chars(prompt) > most and not self._arguments.allow_auto_truncate:
-                raise InvalidRequest(
-                    f"The prompt has {_chars(prompt)} characters; no more than {most} can fit this model's context of "
-                    f"{model.context_length} tokens. Shorten it.",
-                    param="prompt",
-                    code="context_length_exceeded",
-                )
+            self._check_chars(_chars(prompt))
         else:
             if not len(prompt):
                 raise InvalidRequest("prompt holds no token. Send at least one.", param="prompt")
@@ -242,8 +235,33 @@ class Intake:
         return specs
 
     async def encode(self, prompt: str | Chat, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, or of a conversation (whose template brings its own special tokens)."""
+        if isinstance(prompt, Chat):
+            prompt, add_special_tokens = await self._text_of(prompt), False
         reply = await self.ask_tokenizer(Encode(prompt=prompt, add_special_tokens=add_special_tokens))
         return reply.token_ids
+
+    async def render(self, chat: Chat) -> str:
+        """A conversation as text."""
+        self._model.require_codec()
+        return await self._company.rendering.render(chat)
+
+    async def _text_of(self, chat: Chat) -> str:
+        text = await self.render(chat)
+        self._check_chars(len(text))
+        return text
+
+    def _check_chars(self, chars: int) -> None:
+        """Raise InvalidRequest for a text so long that nobody needs to encode it to know that it does not fit."""
+        model = self._model
+        most = model.require_codec().most_chars(model.context_length)
+        if chars > most and not self._arguments.allow_auto_truncate:
+            raise InvalidRequest(
+                f"The prompt has {chars} characters; no more than {most} can fit this model's context of "
+                f"{model.context_length} tokens. Shorten it.",
+                param="prompt",
+                code="context_length_exceeded",
+            )
 
     async def _spellings(self, word: str) -> list[tuple[int, ...]]:
         """A bad word's token sequences: at the start of a text, and after a space."""

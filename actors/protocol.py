@@ -1,5 +1,6 @@
 """Every message between the engine's actors: the map of the system.
 
+    Engine -> Renderer                                       (a child process: chat templates)
     Engine -> Tokenizer -> Scheduler <-> CacheManager        (in the engine's event loop)
                               |  ^
                             Worker                           (a child process per device)
@@ -45,6 +46,8 @@ __all__ = [
     "OpenSequence",
     "PeekPrefixes",
     "Render",
+    "RendererConfig",
+    "RendererProtocol",
     "ResetCache",
     "SchedulerLoad",
     "SchedulerProtocol",
@@ -64,11 +67,33 @@ __all__ = [
 ]
 
 
+# -- Renderer ---------------------------------------------------------------------------------------------------------
+
+
+class RendererProtocol:
+    """Makes text of conversations, by templates that nobody needs to trust."""
+
+
+class Render(Message[RendererProtocol, str], frozen=True):
+    """A conversation as the text that is encoded. Raises InvalidRequest when the template refuses it."""
+
+    chat: Chat
+
+
+class RendererConfig(msgspec.Struct, frozen=True):
+    """What a renderer is started with. ``template``: the model's, for conversations that bring none of their own."""
+
+    template: str
+    variables: dict[str, str]  # special tokens by the names that templates know them by
+    processor_seconds: float  # of one rendering, after which the process ends
+    memory: int  # bytes of the process's own data
+
+
 # -- Tokenizer --------------------------------------------------------------------------------------------------------
 
 
 class TokenizerProtocol:
-    """Renders chat templates, encodes and decodes."""
+    """Encodes and decodes."""
 
 
 class Encoded(msgspec.Struct, frozen=True):
@@ -78,16 +103,10 @@ class Encoded(msgspec.Struct, frozen=True):
 
 
 class Encode(Message[TokenizerProtocol, Encoded], frozen=True):
-    """A text or a conversation becomes token ids. Raises InvalidRequest when the template refuses it."""
+    """A text becomes token ids."""
 
-    prompt: str | Chat
+    prompt: str
     add_special_tokens: bool = True
-
-
-class Render(Message[TokenizerProtocol, str], frozen=True):
-    """A conversation as the text that would be encoded."""
-
-    chat: Chat
 
 
 class Decode(Message[TokenizerProtocol, str], frozen=True):

@@ -46,6 +46,7 @@ class Limits(msgspec.Struct, frozen=True):
     messages: int = 4096
     tools: int = 512
     cache_salt_chars: int = 256
+    template_chars: int = 65536  # of a request's own chat template
     request_id_chars: int = 256
     penalty: float = 2.0
     temperature: float = 100.0  # OpenAI's own API stops at 2; other engines' users go higher
@@ -85,13 +86,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Chat(msgspec.Struct, frozen=True, kw_only=True):
-    """A conversation to be rendered by the model's chat template."""
+    """A conversation to be rendered by the model's chat template.
+
+    ``template`` is the caller's own instead, which the engine takes with ``trust_request_chat_template`` only.
+    """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     template_kwargs: dict[str, Any] = {}  # e.g. enable_thinking
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    template: str | None = None
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):

@@ -7,9 +7,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from actors.chat_template import ChatTemplate
+from actors.chat_template import check_template
 from actors.model_files import ModelFiles, ModelPathError
-from actors.requests import Chat, InvalidRequest
+from actors.requests import InvalidRequest
 from actors.token_pieces import TokenPieces
 
 __all__ = ["TextCodec", "is_request_scoped", "load_tokenizer"]
@@ -61,7 +61,7 @@ def load_tokenizer(path: Path, mode: str) -> Tokenizer:
 
 
 class TextCodec:
-    """Renders, encodes and decodes for one model.
+    """Encodes and decodes for one model, and knows its chat template (``template``; None without one).
 
     Token ids are Python ints in ``[0, vocab_size)``; ids without a token in the tokenizer decode to an empty string.
     """
@@ -71,11 +71,12 @@ class TextCodec:
         self.pieces = TokenPieces(self.tokenizer)
         self._longest_token = max(map(len, self.tokenizer.get_vocab(with_added_tokens=True)), default=1)
         self.special_tokens = self._special_tokens(files.tokenizer_config)
-        source = files.chat_template(chat_template)
-        try:
-            self.template = ChatTemplate(source, self.special_tokens) if source else None
-        except ValueError as error:
-            raise ModelPathError(str(error)) from error
+        self.template = files.chat_template(chat_template) or None
+        if self.template is not None:
+            try:
+                check_template(self.template)
+            except ValueError as error:
+                raise ModelPathError(str(error)) from error
 
     @staticmethod
     def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
@@ -88,22 +89,8 @@ class TextCodec:
                 found[name] = value
         return found
 
-    def render(self, chat: Chat) -> str:
-        if self.template is None:
-            raise InvalidRequest(
-                "This model has no chat template. Use /v1/completions, or start the server with --chat-template FILE.",
-                param="messages",
-                code="no_chat_template",
-            )
-        return self.template.render(chat)
-
-    def encode(self, prompt: str | Chat, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, or of a conversation (whose template brings its own special tokens).
-
-        Raises InvalidRequest.
-        """
-        if isinstance(prompt, Chat):
-            prompt, add_special_tokens = self.render(prompt), False
+    def encode(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. Raises InvalidRequest."""
         try:
             if len(prompt) > LONG_TEXT:
                 # The batch call lets other threads run meanwhile; the single one holds the interpreter to its end.

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from actors.protocol import Decode, DecodeTokens, Encode, Encoded, Render, TokenizerProtocol
+from actors.protocol import Decode, DecodeTokens, Encode, Encoded, TokenizerProtocol
 from actors.requests import RequestFailed
 from actors.runtime import Actor, Deferred, RequestError, handles
 from actors.text_codec import TextCodec, is_request_scoped
@@ -24,7 +24,7 @@ _MAX_BATCH = 256
 
 
 class Tokenizer(Actor[TokenizerProtocol]):
-    """Renders chat templates, encodes and decodes.
+    """Encodes and decodes.
 
     What arrives while the thread is busy is encoded together on its next trip, at most ``batch_size`` prompts of it.
     ``batch_timeout`` (seconds) above 0 is the dynamic batch tokenizer: each trip first waits so long for company,
@@ -59,7 +59,7 @@ class Tokenizer(Actor[TokenizerProtocol]):
     @handles
     def encode(self, message: Encode) -> Encoded | Deferred[Encoded]:
         prompt = message.prompt
-        if isinstance(prompt, str) and len(prompt) <= INLINE_CHARS and not self._waiting and not self._batch_timeout:
+        if len(prompt) <= INLINE_CHARS and not self._waiting and not self._batch_timeout:
             return self._encode(message)
         future: asyncio.Future[Encoded] = asyncio.get_running_loop().create_future()
         self._waiting.append((message, future))
@@ -124,10 +124,6 @@ class Tokenizer(Actor[TokenizerProtocol]):
                 raise
             self.context.log.exception("The tokenizer failed on a request")
             raise RequestFailed(f"The tokenizer failed on this request: {type(error).__name__}.") from error
-
-    @handles
-    def render(self, message: Render) -> str:
-        return self._try(lambda: self._codec.render(message.chat))
 
     @handles
     def decode(self, message: Decode) -> str:

@@ -71,6 +71,8 @@ def _needs(arguments: Arguments) -> Iterator[str]:
         texts = (arguments.tokenizer_path, arguments.chat_template, arguments.completion_template)
         if any(text is not None for text in texts):
             yield "skip_tokenizer_init loads no tokenizer; leave out tokenizer_path, chat_template, completion_template"
+        if arguments.trust_request_chat_template:
+            yield "skip_tokenizer_init loads no tokenizer; leave out trust_request_chat_template"
 
 
 def _devices(arguments: Arguments) -> Iterator[str]:

@@ -129,6 +129,14 @@ SERVING_ARGUMENTS: tuple[Argument, ...] = (
         help="File with the Jinja chat template to use.",
     ),
     Argument(
+        name="trust-request-chat-template",
+        kind="flag",
+        default=False,
+        group="API",
+        help="Render templates that requests bring as chat_template, in a process of their own with limits on time and "
+        "memory; otherwise they are refused.",
+    ),
+    Argument(
         name="completion-template",
         kind="str",
         default=None,

@@ -50,6 +50,7 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
     served_model_name: str | None = None
     weight_version: str = "default"
     chat_template: str | None = None
+    trust_request_chat_template: bool = False
     completion_template: str | None = None
     enable_cache_report: bool = False
     sampling_defaults: Literal["model", "openai"] = "model"

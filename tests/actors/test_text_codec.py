@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from actors.chat_template import ChatTemplate
 from actors.model_files import ModelFiles, ModelPathError, resolve_model_path
-from actors.requests import Chat, InvalidRequest
+from actors.requests import Chat
 from actors.text_codec import LONG_TEXT, TextCodec
 from tests.tiny_model import make_tiny_model
 
@@ -14,7 +15,11 @@ def test_round_trip_and_chat(tiny_model: Path) -> None:
     codec = TextCodec(ModelFiles(tiny_model))
     text = "naïve café 東京 🎭 <tag>"
     assert codec.decode(codec.encode(text)) == text
-    ids = codec.encode(Chat(messages=[{"role": "user", "content": "hi"}]))
+    assert codec.template is not None
+    rendered = ChatTemplate(codec.template, codec.special_tokens).render(
+        Chat(messages=[{"role": "user", "content": "hi"}])
+    )
+    ids = codec.encode(rendered)
     assert codec.decode(ids, skip_special_tokens=False) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -26,18 +31,20 @@ def test_token_bytes_join_to_the_text(tiny_model: Path) -> None:
     assert codec.token_bytes(10_000) == b""
 
 
-def test_a_model_without_a_template_says_what_to_do(tmp_path: Path) -> None:
+def test_a_model_may_have_no_template_but_not_a_broken_one(tmp_path: Path) -> None:
     make_tiny_model(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{}")
-    with pytest.raises(InvalidRequest, match="no chat template"):
-        TextCodec(ModelFiles(tmp_path)).encode(Chat(messages=[]))
+    assert TextCodec(ModelFiles(tmp_path)).template is None
+    (tmp_path / "chat_template.jinja").write_text("one\n{% if %}")
+    with pytest.raises(ModelPathError, match="line 2"):
+        TextCodec(ModelFiles(tmp_path))
 
 
 def test_chat_template_from_a_file_and_a_wrong_name(tiny_model: Path, tmp_path: Path) -> None:
     file = tmp_path / "mine.jinja"
     file.write_text("mine")
     codec = TextCodec(ModelFiles(tiny_model), chat_template=str(file))
-    assert codec.render(Chat(messages=[])) == "mine"
+    assert codec.template == "mine"
     with pytest.raises(ModelPathError, match="--chat-template"):
         TextCodec(ModelFiles(tiny_model), chat_template="no-such-template")
 

@@ -1,0 +1,125 @@
+"""Conversations on their way to a renderer and back, and what becomes of one that kills it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from actors.protocol import Render, RendererConfig, RendererProtocol
+from actors.renderer import TIME_IS_UP
+from actors.requests import LIMITS, Chat, EngineFailed, InvalidRequest, RequestFailed
+from actors.runtime import ActorDied, ActorRef, ActorSystem, AskTimeout, Backoff, ChildCrash, Strategy, Supervision
+
+__all__ = ["Rendering"]
+
+PROCESSOR_SECONDS = 5.0
+"""Of one rendering. The largest body that the door lets in takes an honest template about one."""
+
+MEMORY = 512 << 20
+
+_PATIENCE = 60.0
+_START_TIMEOUT = 60.0
+_SILENCE = 60.0  # seconds without a heartbeat: it is stopped or swapped out, which no limit on processor time ends
+
+
+class Rendering:
+    """The renderers of one engine: those of the model's template, and one for templates that requests bring."""
+
+    def __init__(
+        self, renderers: Sequence[ActorRef[RendererProtocol]], guests: ActorRef[RendererProtocol] | None
+    ) -> None:
+        self._renderers = tuple(renderers)
+        self._guests = guests
+        self._turns = itertools.count()
+
+    @classmethod
+    async def start(
+        cls, system: ActorSystem, *, template: str | None, variables: dict[str, str], count: int, guests: bool
+    ) -> Rendering:
+        """Start the processes; they come up while the worker loads. Without a template there is nothing to render."""
+
+        async def spawn(name: str) -> ActorRef[RendererProtocol]:
+            return await system.spawn_process(
+                RendererProtocol,
+                name=name,
+                target="actors.renderer:Renderer",
+                config=RendererConfig(
+                    template=template or "", variables=variables, processor_seconds=PROCESSOR_SECONDS, memory=MEMORY
+                ),
+                # A death is a request's doing, so that no number of them is a reason to give up.
+                supervision=Supervision(Strategy.RESTART_ONE, max_restarts=1_000_000, backoff=Backoff(0.02, max=1.0)),
+                start_timeout=_START_TIMEOUT,
+                stop_timeout=1.0,
+                heartbeat_timeout=_SILENCE,
+                capacity=8192,
+                window=1,  # so that only one conversation is there to die with it
+                wait=False,
+            )
+
+        renderers = [await spawn(f"renderer-{number}") for number in range(count)] if template else []
+        return cls(renderers, await spawn("renderer-guests") if guests else None)
+
+    async def render(self, chat: Chat) -> str:
+        """The prompt's text.
+
+        Raises InvalidRequest for what cannot be rendered, RequestFailed when the renderer died of something else twice
+        or is too busy, EngineFailed when it has stopped.
+        """
+        ref = self._renderer(chat)
+        try:
+            try:
+                return await ref.ask(Render(chat=chat), timeout=_PATIENCE)
+            except ActorDied as error:
+                if _time_is_up(error):
+                    raise
+                # It may have died of no conversation at all: the next life gets this one once more.
+                return await ref.ask(Render(chat=chat), timeout=_PATIENCE)
+        except ActorDied as error:
+            if _time_is_up(error):
+                field = "messages" if chat.template is None else "chat_template"
+                raise InvalidRequest(
+                    f"{field}: the chat template was stopped after {PROCESSOR_SECONDS:g} s of processor time. "
+                    "Send less.",
+                    param=field,
+                    code="template_timeout",
+                ) from None
+            if not ref.is_alive():
+                raise EngineFailed("The engine was stopped.") from error
+            raise RequestFailed("The chat template's process ended on this request.") from error
+        except AskTimeout as error:
+            raise RequestFailed(f"The chat template was not rendered within {_PATIENCE:g} s. Try again.") from error
+        except UnicodeEncodeError:
+            raise InvalidRequest(
+                "messages hold half a surrogate pair, which no text contains. Send UTF-8.", param="messages"
+            ) from None
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise InvalidRequest(
+                f"messages, tools and chat_template_kwargs must be plain JSON: {error}", param="messages"
+            ) from None
+
+    def _renderer(self, chat: Chat) -> ActorRef[RendererProtocol]:
+        if chat.template is not None:
+            if self._guests is None:
+                raise InvalidRequest(
+                    "chat_template: templates from requests are not rendered; start the server with --chat-template, "
+                    "or with --trust-request-chat-template.",
+                    param="chat_template",
+                    code="unsupported_parameter",
+                )
+            if len(chat.template) > LIMITS.template_chars:
+                raise InvalidRequest(
+                    f"chat_template has {len(chat.template)} characters; at most {LIMITS.template_chars} are allowed.",
+                    param="chat_template",
+                )
+            return self._guests
+        if not self._renderers:
+            raise InvalidRequest(
+                "This model has no chat template. Use /v1/completions, or start the server with --chat-template FILE.",
+                param="messages",
+                code="no_chat_template",
+            )
+        return self._renderers[next(self._turns) % len(self._renderers)]
+
+
+def _time_is_up(error: ActorDied) -> bool:
+    return isinstance(error.cause, ChildCrash) and error.cause.returncode == -TIME_IS_UP
