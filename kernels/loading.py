@@ -1,13 +1,15 @@
 """Weights from a Hugging Face directory of safetensors, or made up for measurements.
 
 A checkpoint's tensors are compared with what the model expects before anything is read, from the files' headers alone,
-so that one error names everything that is wrong. Weights are then read one by one straight into their fused place.
+so that one error names everything that is wrong. Weights are then read one by one straight into their fused place, of a
+tensor that is divided over several ranks only this rank's part.
 Pickled checkpoints (``pytorch_model.bin``) are refused: unpickling runs code.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +17,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from kernels.parallel.partition import Part
 
 __all__ = ["LoadError", "WeightLoader", "open_weights"]
 
@@ -27,19 +31,28 @@ class LoadError(RuntimeError):
     """The weights cannot be loaded; the message says what to do."""
 
 
+Parts = Mapping[str, Part]
+
+
 class WeightLoader:
-    """Hands out weights in the model's dtype and counts them. ``progress``: fraction of the tensors taken."""
+    """Hands out weights in the model's dtype and counts them: ``parameters`` of the whole model, ``weight_bytes`` here.
+
+    ``shapes``: of the whole tensors. ``parts``: which part of them is wanted. ``progress``: fraction of the tensors
+    taken.
+    """
 
     def __init__(
         self,
-        fill: Callable[[str, Tensor], None],
+        fill: Callable[[str, Tensor, Part | None], None],
         shapes: Shapes,
+        parts: Parts,
         dtype: torch.dtype,
         device: torch.device,
         progress: Callable[[float], None],
     ) -> None:
         self._fill = fill
         self._shapes = shapes
+        self._parts = parts
         self._dtype = dtype
         self._device = device
         self._progress = progress
@@ -49,12 +62,14 @@ class WeightLoader:
 
     def take(self, names: Sequence[str]) -> Tensor:
         """A new tensor of the named ones, one after the other along their first dimension."""
-        parts = [self._shapes[name] for name in names]
-        rows = [part[0] for part in parts]
-        weight = torch.empty((sum(rows), *parts[0][1:]), dtype=self._dtype, device=self._device)
-        for name, part in zip(names, weight.split(rows), strict=True):
-            self._fill(name, part)
-        self.parameters += weight.numel()
+        wholes = [self._shapes[name] for name in names]
+        parts = [self._parts.get(name) for name in names]
+        shapes = [whole if part is None else part.shape(whole) for whole, part in zip(wholes, parts, strict=True)]
+        rows = [shape[0] for shape in shapes]
+        weight = torch.empty((sum(rows), *shapes[0][1:]), dtype=self._dtype, device=self._device)
+        for name, target, part in zip(names, weight.split(rows), parts, strict=True):
+            self._fill(name, target, part)
+        self.parameters += sum(map(math.prod, wholes))
         self.weight_bytes += weight.nbytes
         self._taken += len(names)
         self._progress(self._taken / len(self._shapes))
@@ -66,6 +81,7 @@ def open_weights(
     load_format: str,
     extra_config: str,
     shapes: Shapes,
+    parts: Parts,
     dtype: torch.dtype,
     device: torch.device,
     seed: int,
@@ -73,7 +89,8 @@ def open_weights(
 ) -> WeightLoader:
     """A loader for ``load_format`` auto, safetensors or dummy. Raises LoadError.
 
-    ``extra_config``: a JSON object of options for the loader; there are none yet.
+    ``parts``: what is wanted of the tensors of ``shapes``; all of one that is not named. ``extra_config``: a JSON
+    object of options for the loader; there are none yet.
     """
     try:
         options = json.loads(extra_config or "{}")
@@ -84,21 +101,22 @@ def open_weights(
     if options:
         raise LoadError(f"the loader takes no option {', '.join(map(repr, options))}; leave its extra config empty")
     if load_format == "dummy":
-        return WeightLoader(_Dummy(seed).fill, shapes, dtype, device, progress)
+        return WeightLoader(_Dummy(seed, shapes).fill, shapes, parts, dtype, device, progress)
     if load_format not in ("auto", "safetensors"):
         raise LoadError(f"load format {load_format!r} is not supported; use auto, safetensors or dummy")
     checkpoint = _Checkpoint(Path(model_path))
     checkpoint.check(shapes)
-    return WeightLoader(checkpoint.fill, shapes, dtype, device, progress)
+    return WeightLoader(checkpoint.fill, shapes, parts, dtype, device, progress)
 
 
 class _Dummy:
     """Weights from a seed and each tensor's name: the same whatever the order. Norms are ones, biases zeros."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, shapes: Shapes) -> None:
         self._seed = seed
+        self._shapes = shapes
 
-    def fill(self, name: str, target: Tensor) -> None:
+    def fill(self, name: str, target: Tensor, part: Part | None) -> None:
         if name.endswith("norm.weight"):
             target.fill_(1.0)
         elif name.endswith(".bias"):
@@ -106,7 +124,10 @@ class _Dummy:
         else:
             seed = zlib.crc32(f"{self._seed} {name}".encode())  # the CPU's generator takes 32 bits of a seed
             generator = torch.Generator(target.device).manual_seed(seed)
-            target.normal_(0.0, 0.02, generator=generator)
+            whole = target if part is None else target.new_empty(self._shapes[name])
+            whole.normal_(0.0, 0.02, generator=generator)
+            if part is not None:
+                target.copy_(part.of(whole))
 
 
 class _Checkpoint:
@@ -185,8 +206,9 @@ class _Checkpoint:
                 "Check that both come from one model and that the download is whole"
             )
 
-    def fill(self, name: str, target: Tensor) -> None:
+    def fill(self, name: str, target: Tensor, part: Part | None) -> None:
+        file = self._open(self._file_of[name])
         try:
-            target.copy_(self._open(self._file_of[name]).get_tensor(name))
+            target.copy_(file.get_tensor(name) if part is None else file.get_slice(name)[part.index])
         except (SafetensorError, OSError) as error:
             raise LoadError(f"{self._file_of[name]}: {name} cannot be read ({error}); download it again") from error

@@ -20,6 +20,8 @@ from kernels.batch import ForwardBatch
 from kernels.loading import open_weights
 from kernels.models.config import ConfigError, ModelConfig, read_config
 from kernels.models.decoder import Decoder, tensor_shapes
+from kernels.parallel.group import Group, join_group
+from kernels.parallel.partition import local_config, tensor_parts
 from kernels.platforms.base import AttentionRows, Decodes, Fetched, Memory
 from kernels.platforms.select import select_platform
 from kernels.sampling import Sampler
@@ -52,6 +54,7 @@ class ModelRunner:
         self._config = config
         self._progress = progress or (lambda stage, fraction: None)
         self._platform = select_platform(config)
+        self._group = Group()
         self._thread = 0
         self._broken: deque[RowError] = deque()  # found by who waits for a step, put right before the next one starts
         self._ended = 0.0
@@ -70,36 +73,43 @@ class ModelRunner:
         self._bind_thread()
         config, platform = self._config, self._platform
         clock = _Phases()
-        model = read_config(config.model_path, config.config_overrides)
+        whole = read_config(config.model_path, config.config_overrides)
+        model = local_config(whole, config.tp_size)
         dtype = platform.dtype(config.dtype, model.dtype)
         context = _context_length(config, model)
+        shapes = tensor_shapes(whole)
         weights = open_weights(
             config.model_path,
             config.load_format,
             config.loader_extra_config,
-            tensor_shapes(model),
+            shapes,
+            tensor_parts(shapes, whole, config.tp_rank, config.tp_size),
             dtype,
             platform.device,
             config.random_seed,
             lambda fraction: self._progress("weights", 0.9 * fraction),
         )
-        self._model = Decoder(model, weights, platform, dtype)
+        self._group = join_group(platform, config)
+        self._model = Decoder(model, weights, platform, dtype, self._group)
         self._sampler = Sampler(model.vocab_size, config.max_slots, platform.device, platform.cut, platform.put)
         self._windows = frozenset(model.windows)
+        self._group.least(0)  # from here on each waits for the others: first let all have read their weights
         clock.end("weights")
 
         reserved = self._step_memory(model, context, dtype)
         memory = platform.memory()
         cached = dataclasses.replace(model, head_dim=platform.cache_head_dim(model.head_dim))
-        pages = cache_pages(
-            config,
-            cached,
-            context,
-            dtype.itemsize,
-            weights.weight_bytes,
-            Memory(memory.total, max(0, memory.free - reserved)),
-            platform.default_memory_fraction,
-            platform.default_cache_tokens,
+        pages = self._group.least(
+            cache_pages(
+                config,
+                cached,
+                context,
+                dtype.itemsize,
+                weights.weight_bytes,
+                Memory(memory.total, max(0, memory.free - reserved)),
+                platform.default_memory_fraction,
+                platform.default_cache_tokens,
+            )
         )
         context = min(context, (pages - 1) * config.page_size)
         self._caches: list[Any] = platform.make_cache(
@@ -114,6 +124,7 @@ class ModelRunner:
             sorted(self._windows),
             config.max_slots - 1,
             self._slots.pages.shape[1],
+            lambda could: bool(self._group.least(int(could))),
         )
         clock.end("warmup")
         self._progress("warmup", 1.0)
@@ -187,7 +198,8 @@ class ModelRunner:
                     self._platform.bind_thread()
                 return self._finish(number, answer, fetched, begun, prepared)
 
-        return RunningStep(finish, not self._platform.overlaps)
+        # What a step finds out late, rows that are not finite, all ranks must act on before the same step.
+        return RunningStep(finish, not self._platform.overlaps or self._group.size > 1)
 
     def _finish(self, number: int, answer: Answer, fetched: Fetched, begun: float, prepared: float) -> StepResult:
         """In the thread of who waits: touches nothing that a step started meanwhile does."""
@@ -203,6 +215,8 @@ class ModelRunner:
         """Drop the model and the cache. The runner is of no further use."""
         for name in ("_decodes", "_model", "_caches", "_slots", "_sampler"):
             self.__dict__.pop(name, None)
+        self._group.close()
+        self._group = Group()
 
     @contextmanager
     def _device_errors(self) -> Iterator[None]:

@@ -81,11 +81,15 @@ class StepBatch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepTiming(msgspec.Struct, frozen=True, array_like=True):
-    """Seconds. ``queued``: between arrival and start; ``prepare``: building inputs; ``run``: model and sampling."""
+    """Seconds. ``queued``: between arrival and start; ``prepare``: building inputs; ``run``: model and sampling.
+
+    ``graph_rows``: rows that ran in a captured graph.
+    """
 
     queued: float = 0.0
     prepare: float = 0.0
     run: float = 0.0
+    graph_rows: int = 0
 
 
 class RowError(msgspec.Struct, frozen=True, array_like=True):
@@ -133,7 +137,10 @@ class RunnerConfig(msgspec.Struct, frozen=True):
     max_step_tokens: int = 2048  # largest sum(counts) of a step
     threads: int = 0  # CPU threads; 0: the platform decides
     random_seed: int = 0
-    op_timeout: float = 0.0  # seconds until a kernel that does not end is a device's error; 0: the driver's own
+    op_timeout: float = 0.0  # seconds until a kernel or a collective that does not end is an error; 0: the driver's own
+    tp_rank: int = 0  # of the tp_size processes that run the model together
+    tp_size: int = 1
+    rendezvous: str = ""  # host:port where rank 0 lets the other ranks find it; unused by one alone
     device_index: int = 0  # of the devices that the worker's process sees
     npu_simulator: str = ""  # A2 | A3 | A5, then :devices and :memory, to simulate NPUs; empty: real ones
     attention_backend: str = ""  # ascend | torch_native; empty: the platform's choice

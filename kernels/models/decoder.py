@@ -6,6 +6,9 @@
 
 Llama: Touvron et al., arXiv 2302.13971 and 2307.09288; grouped-query attention: Ainslie et al., arXiv 2305.13245;
 SwiGLU: Shazeer, arXiv 2002.05202. Qwen2 adds a bias to q, k and v; Qwen3 norms each query and key head.
+
+On several ranks each has some of the heads, of the inner dimension and of the vocabulary (kernels.parallel.partition):
+``config`` and the weights are then those of one rank, ``x`` and the residual are whole on each.
 """
 
 from __future__ import annotations
@@ -14,12 +17,13 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
 from kernels.batch import ForwardBatch
 from kernels.layers.rotary import RotaryEmbedding
 from kernels.models.config import ModelConfig
+from kernels.parallel.group import Group
+from kernels.parallel.layers import VocabularyEmbedding, VocabularyHead, row_parallel
 from kernels.platforms.base import Norm, Platform
 
 __all__ = ["Decoder", "TensorSource", "tensor_shapes"]
@@ -67,7 +71,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 class Attention:
     """Grouped-query attention over the paged cache."""
 
-    def __init__(self, config: ModelConfig, layer: int, source: TensorSource, platform: Platform) -> None:
+    def __init__(self, config: ModelConfig, layer: int, source: TensorSource, platform: Platform, group: Group) -> None:
         prefix = f"model.layers.{layer}.self_attn"
         parts = [f"{prefix}.{part}_proj" for part in ("q", "k", "v")]
         self.platform = platform
@@ -78,7 +82,9 @@ class Attention:
             source.take([f"{part}.weight" for part in parts]),
             source.take([f"{part}.bias" for part in parts]) if config.qkv_bias else None,
         )
-        self.output = platform.make_linear(
+        self.output = row_parallel(
+            platform,
+            group,
             source.take([f"{prefix}.o_proj.weight"]),
             source.take([f"{prefix}.o_proj.bias"]) if config.output_bias else None,
         )
@@ -103,7 +109,7 @@ class Attention:
 class FeedForward:
     """``down(silu(gate(x)) * up(x))``"""
 
-    def __init__(self, config: ModelConfig, layer: int, source: TensorSource, platform: Platform) -> None:
+    def __init__(self, config: ModelConfig, layer: int, source: TensorSource, platform: Platform, group: Group) -> None:
         prefix = f"model.layers.{layer}.mlp"
         self.platform = platform
         parts = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
@@ -111,7 +117,9 @@ class FeedForward:
             source.take([f"{part}.weight" for part in parts]),
             source.take([f"{part}.bias" for part in parts]) if config.mlp_bias else None,
         )
-        self.down = platform.make_linear(
+        self.down = row_parallel(
+            platform,
+            group,
             source.take([f"{prefix}.down_proj.weight"]),
             source.take([f"{prefix}.down_proj.bias"]) if config.mlp_bias else None,
         )
@@ -123,12 +131,12 @@ class FeedForward:
 class DecoderLayer:
     """Attention and feed-forward, each behind a norm, each added to the residual."""
 
-    def __init__(self, config: ModelConfig, layer: int, source: TensorSource, platform: Platform) -> None:
+    def __init__(self, config: ModelConfig, layer: int, source: TensorSource, platform: Platform, group: Group) -> None:
         prefix = f"model.layers.{layer}"
         self.attention_norm = platform.make_norm(source.take([f"{prefix}.input_layernorm.weight"]), config.norm_eps)
-        self.attention = Attention(config, layer, source, platform)
+        self.attention = Attention(config, layer, source, platform, group)
         self.mlp_norm = platform.make_norm(source.take([f"{prefix}.post_attention_layernorm.weight"]), config.norm_eps)
-        self.mlp = FeedForward(config, layer, source, platform)
+        self.mlp = FeedForward(config, layer, source, platform, group)
 
     def __call__(
         self, x: Tensor | None, residual: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch
@@ -146,20 +154,23 @@ class DecoderLayer:
 class Decoder:
     """The whole model. Weights are taken layer by layer, so that no second copy of the model ever exists."""
 
-    def __init__(self, config: ModelConfig, source: TensorSource, platform: Platform, dtype: torch.dtype) -> None:
-        self.embeddings = source.take(["model.embed_tokens.weight"])
+    def __init__(
+        self, config: ModelConfig, source: TensorSource, platform: Platform, dtype: torch.dtype, group: Group
+    ) -> None:
+        self.embeddings = VocabularyEmbedding(group, source.take(["model.embed_tokens.weight"]))
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, dtype, platform.device, platform.signed_sines)
-        self.layers = [DecoderLayer(config, layer, source, platform) for layer in range(config.layers)]
+        self.layers = [DecoderLayer(config, layer, source, platform, group) for layer in range(config.layers)]
         self.norm = platform.make_norm(source.take(["model.norm.weight"]), config.norm_eps)
         if config.tied_embeddings:
-            self.head = platform.make_linear(self.embeddings, None, shared=True)
+            head = platform.make_linear(self.embeddings.weight, None, shared=True)
         else:
-            self.head = platform.make_linear(source.take(["lm_head.weight"]), None)
+            head = platform.make_linear(source.take(["lm_head.weight"]), None)
+        self.head = VocabularyHead(group, head)
 
     def forward(self, batch: ForwardBatch, caches: Sequence[Any]) -> Tensor:
         """Run a step's tokens; their keys and values go to ``caches`` (one a layer). -> [tokens, hidden], normed."""
         cos, sin = self.rotary(batch.positions)
-        residual = F.embedding(batch.token_ids, self.embeddings)
+        residual = self.embeddings(batch.token_ids)
         x: Tensor | None = None
         for layer, cache in zip(self.layers, caches, strict=True):
             x, residual = layer(x, residual, cos, sin, cache, batch)

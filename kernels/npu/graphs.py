@@ -54,7 +54,8 @@ class DecodeGraphs:
 
     All tensors of a batch are views of the leading rows of the same buffers. ``columns``: pages a sequence may have.
     ``page_size``: rows that are filled up have a slot of the dump page each, so at most so many can be.
-    ``padded``: whether a step may use a graph of more rows than it has.
+    ``padded``: whether a step may use a graph of more rows than it has. ``agree``: whether all ranks of the model could
+    do what this one could: a graph that one of them lacks is used by none.
     """
 
     def __init__(
@@ -67,10 +68,11 @@ class DecodeGraphs:
         page_size: int,
         mask: Tensor,
         padded: bool,
+        agree: Callable[[bool], bool],
     ) -> None:
         device, most = mask.device, max(sizes)
         self._forward, self._windows, self._plan, self._mask = forward, tuple(windows), plan, mask
-        self._page_size, self._padded = page_size, padded
+        self._page_size, self._padded, self._agree = page_size, padded, agree
         self._token_ids = torch.zeros(most, dtype=torch.int32, device=device)
         self._positions = torch.zeros(most, dtype=torch.int64, device=device)
         self._cache_index = torch.arange(most, dtype=torch.int64, device=device) % page_size
@@ -134,6 +136,7 @@ class DecodeGraphs:
             self._cache_index.copy_(torch.arange(len(self._cache_index), device=self._mask.device) % self._page_size)
             before = torch.npu.current_stream()
             graph = torch.npu.NPUGraph()
+            failure: RuntimeError | None = None
             try:
                 for _ in range(2):  # kernels and communicators are made at first use, which cannot be captured
                     self._forward(batch)
@@ -142,7 +145,9 @@ class DecodeGraphs:
                     hidden = self._forward(batch)
             except RuntimeError as error:
                 _leave(graph, before)
-                self._explain(size, error)
+                failure = error
+            if not self._agree(failure is None):
+                self._explain(size, failure or RuntimeError("another rank could not"))
                 return
             pool = pool or graph.pool()
             self._graphs[size] = _Graph(graph, hidden)

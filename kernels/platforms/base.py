@@ -90,12 +90,15 @@ class Decodes:
 class Platform(ABC):
     """One device of one kind. ``default_cache_tokens`` bounds a cache that nobody sized; 0: memory alone does.
 
+    ``collectives``: the backend of torch.distributed for its tensors.
+
     ``overlaps``: whether work goes on after the call that issued it, so that a step is worth preparing while another
     runs. ``signed_sines``: whether ``rotary`` wants the sines of the first half negated. ``cut``: the device's own
     kernel for top-k and top-p, where it has one.
     """
 
     name: str
+    collectives: str
     device: torch.device
     default_memory_fraction: float
     default_cache_tokens: int = 0
@@ -129,11 +132,18 @@ class Platform(ABC):
         return dim
 
     def capture_decodes(
-        self, forward: Callable[[ForwardBatch], Tensor], windows: Sequence[int], max_rows: int, columns: int
+        self,
+        forward: Callable[[ForwardBatch], Tensor],
+        windows: Sequence[int],
+        max_rows: int,
+        columns: int,
+        agree: Callable[[bool], bool],
     ) -> Decodes | None:
         """Prepare ``forward`` for steps of decodes only, of up to ``max_rows`` rows, where the device gains by it.
 
         ``windows``: those of the batches' plans. ``columns``: pages a sequence may have. Page 0 is written to.
+        ``agree``: whether all ranks that run the model together could do what this one could, or could not; to be asked
+        after each one that is prepared, because a step that is prepared on some ranks only would hang.
         """
         return None
 

@@ -24,22 +24,26 @@ class CpuPlatform(Platform):
 
     ``threads``: intra-op threads. 0: one a usable core, less one that is left to the event loop, because a step is as
     slow as its slowest thread: on two busy cores one thread decodes nearly twice as fast as two.
+    ``ranks``: how many processes run the model together on this host and share its cores and its memory.
     """
 
     name = "cpu"
+    collectives = "gloo"
     default_memory_fraction = 0.25
     default_cache_tokens = 131072
 
-    def __init__(self, threads: int = 0) -> None:
+    def __init__(self, threads: int = 0, ranks: int = 1) -> None:
         self.device = torch.device("cpu")
-        self.threads = threads or max(1, usable_cores() - 1)
+        self.threads = threads or max(1, (usable_cores() - 1) // ranks)
+        self._ranks = ranks
         self._planner: AttentionPlanner | None = None
 
     def bind_thread(self) -> None:
         torch.set_num_threads(self.threads)  # OpenMP keeps it by calling thread
 
     def memory(self) -> Memory:
-        return host_memory()
+        host = host_memory()
+        return Memory(total=host.total // self._ranks, free=host.free // self._ranks)
 
     def dtype(self, requested: str, stored: str | None) -> torch.dtype:
         if requested == "auto":

@@ -51,6 +51,7 @@ class NpuPlatform(Platform):
     Raises PlatformError when the device is not there, or is of a generation there is no support for.
     """
 
+    collectives = "hccl"
     overlaps = True
     signed_sines = False
     default_memory_fraction = 0.85
@@ -191,7 +192,12 @@ class NpuPlatform(Platform):
         return (found[0] if len(found) == 1 else torch.cat(found)).reshape(len(queries), -1)
 
     def capture_decodes(
-        self, forward: Callable[[ForwardBatch], Tensor], windows: Sequence[int], max_rows: int, columns: int
+        self,
+        forward: Callable[[ForwardBatch], Tensor],
+        windows: Sequence[int],
+        max_rows: int,
+        columns: int,
+        agree: Callable[[bool], bool],
     ) -> Decodes | None:
         config = self._config
         if config.disable_graphs or self._decode == NATIVE or self._mask is None:
@@ -209,6 +215,7 @@ class NpuPlatform(Platform):
             config.page_size,
             self._mask,
             not config.disable_graph_padding,
+            agree,
         )
 
         def decode(batch: ForwardBatch) -> Tensor | None:

@@ -13,7 +13,7 @@ def select_platform(config: RunnerConfig) -> Platform:
     if config.device == "cpu":
         from kernels.platforms.cpu import CpuPlatform
 
-        return CpuPlatform(config.threads)
+        return CpuPlatform(config.threads, config.tp_size)
     if config.device == "npu":
         try:
             from kernels.platforms.npu import NpuPlatform

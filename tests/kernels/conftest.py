@@ -163,6 +163,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 19, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    # These can be divided by two; the first has one key head for both halves.
+    "parallel-llama": (
+        "Llama",
+        {"vocab_size": 212, "num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True},
+    ),
+    "parallel-qwen2": ("Qwen2", {"vocab_size": 212, "tie_word_embeddings": True}),
+    "parallel-qwen3": ("Qwen3", {"vocab_size": 212, "head_dim": 16}),
 }
 
 

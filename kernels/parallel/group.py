@@ -1,0 +1,161 @@
+"""The ranks that run one model together, and the collectives between them.
+
+Rank 0 opens a store on the address that all were told; the others come to it. Through the store the ranks find each
+other and agree on what each of them finds out for itself; tensors travel by the platform's own backend (hccl, gloo).
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import Tensor
+
+from kernels.platforms.base import Platform
+from kernels.step import RunnerConfig
+
+__all__ = ["Group", "GroupError", "ProcessGroup", "join_group"]
+
+JOIN_SECONDS = 300.0
+"""Until rank 0 must have opened the store: it imports torch first."""
+
+LOAD_SECONDS = 1800.0
+"""That one rank may load longer than another."""
+
+COLLECTIVE_SECONDS = 1800.0
+"""Until a collective that a peer does not come to is an error, when nobody says."""
+
+_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class GroupError(RuntimeError):
+    """A rank did not find the others, or lost them. The worker must be started anew with all its peers."""
+
+
+class Group:
+    """A model that runs on one device: nothing is shared, and nobody is asked."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of every rank's ``x``, equal on all. May overwrite ``x``."""
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Every rank's ``x`` [rows, part], in the order of ranks -> [rows, size * part], the same bits on all."""
+        return x
+
+    def least(self, value: int) -> int:
+        """The least of every rank's ``value``, on the host. All ranks must ask, in the same order."""
+        return value
+
+    def close(self) -> None:
+        """Leave. The group is of no further use."""
+
+
+class ProcessGroup(Group):
+    """Ranks in a process each, by torch.distributed. ``backend``: of the tensors' device.
+
+    A collective waits for its peers for ``timeout`` seconds at most, then it is an error: raises GroupError, or what
+    the device says.
+    """
+
+    def __init__(self, backend: str, store: dist.Store, rank: int, size: int, timeout: float) -> None:
+        self.rank, self.size = rank, size
+        self._backend, self._store = backend, store
+        self._asked = 0
+        try:
+            dist.init_process_group(
+                backend,
+                store=dist.PrefixStore("group", store),
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=timeout),
+            )
+        except RuntimeError as error:
+            raise self._error(f"the {backend} group could not be made", error) from error
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        try:
+            dist.all_reduce(x)
+        except RuntimeError as error:
+            self._raise(error)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        rows, part = x.shape
+        parts = x.new_empty((self.size * rows, part))
+        try:
+            _gather(parts, x.contiguous())
+        except RuntimeError as error:
+            self._raise(error)
+        return parts.view(self.size, rows, part).transpose(0, 1).reshape(rows, self.size * part)
+
+    def least(self, value: int) -> int:
+        self._asked += 1
+        name = f"least {self._asked}"
+        try:
+            self._store.set(f"{name}/{self.rank}", str(value))
+            return min(int(self._store.get(f"{name}/{rank}")) for rank in range(self.size))
+        except RuntimeError as error:
+            raise self._error("the ranks could not agree", error) from error
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+    def _raise(self, error: RuntimeError) -> None:
+        """An accelerator's error has a number that the platform explains; gloo's names a socket."""
+        if self._backend != "gloo":
+            raise error
+        raise self._error("a collective failed", error) from error
+
+    def _error(self, what: str, error: RuntimeError) -> GroupError:
+        told = str(error).strip().splitlines()
+        return GroupError(
+            f"rank {self.rank} of {self.size}: {what} ({told[0] if told else type(error).__name__}); see which of the "
+            "other workers died or hung first"
+        )
+
+
+def join_group(platform: Platform, config: RunnerConfig) -> Group:
+    """The group that the config names; all its ranks must join. Raises GroupError."""
+    rank, size = config.tp_rank, config.tp_size
+    if size == 1:
+        return Group()
+    platform.bind_thread()
+    store = _open_store(config.rendezvous, rank, size)
+    store.set_timeout(timedelta(seconds=LOAD_SECONDS))
+    return ProcessGroup(platform.collectives, store, rank, size, config.op_timeout or COLLECTIVE_SECONDS)
+
+
+def _open_store(address: str, rank: int, size: int) -> dist.TCPStore:
+    host, _, port = address.rpartition(":")
+    patience = timedelta(seconds=JOIN_SECONDS)
+    try:
+        if rank:
+            return dist.TCPStore(host, int(port), size, False, patience, wait_for_workers=False)
+        # A store that makes its own socket listens on every interface.
+        listener = _listen(host, int(port))
+        return dist.TCPStore(
+            host, int(port), size, True, patience, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+    except (RuntimeError, OSError) as error:
+        what = "cannot listen" if rank == 0 else f"found no rank 0 within {JOIN_SECONDS:g} s"
+        hint = "is the port of --dist-init-addr taken?" if rank == 0 else "see what the worker of rank 0 died of"
+        raise GroupError(f"rank {rank} of {size} {what} at {address} ({error}); {hint}") from error
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(place)
+        listener.listen(1024)
+    except OSError:
+        listener.close()
+        raise
+    return listener

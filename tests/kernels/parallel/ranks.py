@@ -1,0 +1,100 @@
+"""Runs models on several ranks, a process each: as a module what the tests call, as a program one of the ranks."""
+
+from __future__ import annotations
+
+import tests.simulated_npu  # noqa: F401 - where torch_npu is installed, NPUs come before torch
+
+# isort: split
+import json
+import os
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from kernels.runner import ModelRunner
+from kernels.step import RunnerConfig, SlotSampling
+from tests.kernels.conftest import Driver, ints
+
+__all__ = ["free_address", "run_ranks"]
+
+PATIENCE = 240
+
+
+def free_address() -> str:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{found.getsockname()[1]}"
+
+
+def run_ranks(jobs: list[dict[str, Any]], size: int = 2) -> list[list[dict[str, Any]]]:
+    """What each rank says of each job: [rank][job]. A job: ``model``, ``prompts``, ``length``, ``sampling`` and
+    ``options`` of RunnerConfig; the prompts decode together until each has ``length`` tokens.
+    """
+    given = [job | {"rendezvous": free_address()} for job in jobs]
+    with ExitStack() as stack:
+        ranks = []
+        for rank in range(size):
+            environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ASCEND_RT_VISIBLE_DEVICES": str(rank)}
+            process = subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-m", "tests.kernels.parallel.ranks", str(rank), str(size)],
+                cwd=Path(__file__).parents[3],
+                env=os.environ | environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            stack.callback(process.kill)
+            ranks.append(process)
+        for process in ranks:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(given))
+            process.stdin.close()
+            process.stdin = None
+        said = [process.communicate(timeout=PATIENCE) for process in ranks]
+    for process, (_, errors) in zip(ranks, said, strict=True):
+        assert process.returncode == 0, errors[-4000:]
+    return [json.loads(output.splitlines()[-1]) for output, _ in said]
+
+
+def run(job: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
+    options = {"dtype": "float32", "max_slots": 9, "max_total_tokens": 4096, "threads": 1} | job.get("options", {})
+    share = job.get("tokens_of_rank")  # how large a cache each rank would like
+    if share:
+        options["max_total_tokens"] = share[rank]
+    config = RunnerConfig(
+        model_path=job["model"], tp_rank=rank, tp_size=size, rendezvous=job["rendezvous"], op_timeout=60.0, **options
+    )
+    runner = ModelRunner(config)
+    info = runner.load()
+    driver = Driver(runner, info)
+    sampling = SlotSampling(**job.get("sampling", {"temperature": 0.0}))
+    for slot, prompt in enumerate(job["prompts"], start=1):
+        driver.admit(slot, prompt, sampling=sampling)
+        assert not driver.step([(slot, len(prompt))]).failed
+    while rows := [(slot, 1) for slot in driver.tokens if len(driver.tokens[slot]) < job["length"]]:
+        result = driver.step(rows)
+        assert not result.failed
+        assert sum(ints(result.accepted)) == len(rows)
+    runner.close()
+    return {
+        "tokens": [driver.tokens[slot] for slot in sorted(driver.tokens)],
+        "weight_bytes": info.weight_bytes,
+        "parameters": info.parameters,
+        "num_pages": info.num_pages,
+        "cache_bytes": info.cache_bytes,
+        "graph_rows": list(info.graph_rows),
+    }
+
+
+def main() -> None:
+    rank, size = int(sys.argv[1]), int(sys.argv[2])
+    jobs = json.load(sys.stdin)
+    print(json.dumps([run(job, rank, size) for job in jobs]))
+
+
+if __name__ == "__main__":
+    main()
