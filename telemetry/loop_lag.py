@@ -18,10 +18,16 @@ class LoopLag:
         self.last = 0.0
         self.tally = Tally(_SECONDS)
         self._interval = interval
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def tasks(self) -> int:
+        """Tasks of the loop now; 0 before the first sample."""
+        return len(asyncio.all_tasks(self._loop)) if self._loop is not None and self._loop.is_running() else 0
 
     async def sample(self) -> None:
         """Sleep and see how much longer it took, until cancelled."""
-        loop = asyncio.get_running_loop()
+        loop = self._loop = asyncio.get_running_loop()
         while True:
             asked = loop.time() + self._interval
             await asyncio.sleep(self._interval)

@@ -45,6 +45,7 @@ class StepMetrics:
         self.rows = Tally(_ROWS)
         self.seconds = Tally(_SECONDS)
         self.inter_token: list[Tally] = []  # each with its own buckets
+        self.tokens: list[Tally] = []  # of a step; the same
         self._answered: float | None = None
 
     def answered(
@@ -72,6 +73,8 @@ class StepMetrics:
         self.run_seconds += run
         self.rows.add(rows)
         self.seconds.add(now - shape.sent)
+        for tally in self.tokens:
+            tally.add(shape.decodes + shape.prefill_tokens)
         if shape.decodes and self._answered is not None:
             for tally in self.inter_token:
                 tally.add(now - self._answered, shape.decodes)
