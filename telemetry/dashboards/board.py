@@ -1,0 +1,396 @@
+"""A small language for Grafana boards: what a board shows is written once, in Python, and becomes the JSON that Grafana
+reads (its dashboard model, schema version 39).
+
+In an expression, ``@`` inside braces stands for what is chosen at the top of the board: ``troupe_ready{@}`` asks the
+instances of ``$instance``, and ``$instance`` offers those that serve ``$model``. So every panel works for one server as
+for a fleet of many models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from string import ascii_uppercase
+from typing import Any
+
+__all__ = [
+    "BLUE",
+    "GREEN",
+    "RED",
+    "TEXT",
+    "YELLOW",
+    "Board",
+    "Heatmap",
+    "Panel",
+    "Query",
+    "Row",
+    "Stat",
+    "Table",
+    "TimeSeries",
+    "Variable",
+    "bad_above",
+]
+
+_DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
+_WIDTH = 24
+GREEN, YELLOW, RED, BLUE, TEXT = "green", "orange", "red", "blue", "text"
+
+Thresholds = tuple[tuple[float, str], ...]
+
+
+def bad_above(warning: float, critical: float) -> Thresholds:
+    """Green, then orange from ``warning`` on, then red from ``critical`` on."""
+    return ((warning, YELLOW), (critical, RED))
+
+
+@dataclass(frozen=True)
+class Query:
+    """One PromQL expression; ``legend`` names its series, with ``{{label}}`` for a label's value."""
+
+    expr: str
+    legend: str = ""
+
+    def promql(self) -> str:
+        return self.expr.replace("@", 'instance=~"$instance"')
+
+
+@dataclass(frozen=True)
+class Panel:
+    """What all panels have. ``width`` is in 24ths of the board; ``unit`` is Grafana's identifier of a unit."""
+
+    title: str
+    description: str
+    queries: tuple[Query, ...]
+    unit: str = "short"
+    width: int = 8
+    height: int = 8
+    minimum: float | None = 0
+    maximum: float | None = None
+    decimals: int | None = None
+    thresholds: Thresholds = ()
+    base: str = GREEN  # the colour below the first threshold
+
+    def json(self, number: int, x: int, y: int) -> dict[str, Any]:
+        """The panel with this id at this place of the grid."""
+        return {
+            "id": number,
+            "type": self._type(),
+            "title": self.title,
+            "description": self.description,
+            "gridPos": {"x": x, "y": y, "w": self.width, "h": self.height},
+            "datasource": _DATASOURCE,
+            "targets": [
+                {
+                    "refId": letter,
+                    "datasource": _DATASOURCE,
+                    "expr": query.promql(),
+                    "legendFormat": query.legend or "__auto",
+                }
+                | self._target()
+                for letter, query in zip(ascii_uppercase, self.queries, strict=False)
+            ],
+            "fieldConfig": {"defaults": self._defaults(), "overrides": self._overrides()},
+            "options": self._options(),
+        } | self._extra()
+
+    def _defaults(self) -> dict[str, Any]:
+        steps = [{"color": self.base, "value": None}, *({"color": c, "value": v} for v, c in self.thresholds)]
+        limits = {"min": self.minimum, "max": self.maximum, "decimals": self.decimals}
+        return {
+            "unit": self.unit,
+            "thresholds": {"mode": "absolute", "steps": steps},
+            **{name: value for name, value in limits.items() if value is not None},
+        }
+
+    def _type(self) -> str:
+        raise NotImplementedError
+
+    def _target(self) -> dict[str, Any]:
+        return {"range": True}
+
+    def _overrides(self) -> list[dict[str, Any]]:
+        return []
+
+    def _options(self) -> dict[str, Any]:
+        return {}
+
+    def _extra(self) -> dict[str, Any]:
+        return {}
+
+
+@dataclass(frozen=True)
+class TimeSeries(Panel):
+    """Lines over time. ``stack`` fills and adds them up; ``colors`` fixes the colour of a legend; a threshold is drawn
+    as a dashed line."""
+
+    stack: bool = False
+    colors: tuple[tuple[str, str], ...] = ()
+    shown: tuple[str, ...] = ("mean", "max")  # numbers beside each legend
+
+    def _type(self) -> str:
+        return "timeseries"
+
+    def _defaults(self) -> dict[str, Any]:
+        custom = {
+            "drawStyle": "line",
+            "lineInterpolation": "linear",
+            "lineWidth": 1,
+            "fillOpacity": 30 if self.stack else 8,
+            "showPoints": "never",
+            "spanNulls": False,
+            "stacking": {"mode": "normal" if self.stack else "none", "group": "A"},
+            "thresholdsStyle": {"mode": "dashed" if self.thresholds else "off"},
+        }
+        return super()._defaults() | {"color": {"mode": "palette-classic"}, "custom": custom}
+
+    def _overrides(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "matcher": {"id": "byName", "options": name},
+                "properties": [{"id": "color", "value": {"mode": "fixed", "fixedColor": color}}],
+            }
+            for name, color in self.colors
+        ]
+
+    def _options(self) -> dict[str, Any]:
+        legend = {"displayMode": "table", "placement": "bottom", "showLegend": True, "calcs": list(self.shown)}
+        return {"legend": legend, "tooltip": {"mode": "multi", "sort": "desc"}}
+
+
+@dataclass(frozen=True)
+class Stat(Panel):
+    """One number now, coloured by its thresholds, with its course behind it. ``mapping`` gives words to numbers."""
+
+    width: int = 3
+    height: int = 4
+    mapping: tuple[tuple[str, str], ...] = ()
+
+    def _type(self) -> str:
+        return "stat"
+
+    def _defaults(self) -> dict[str, Any]:
+        words = [{"type": "value", "options": {value: {"text": text}}} for value, text in self.mapping]
+        return super()._defaults() | {"color": {"mode": "thresholds"}, "mappings": words}
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
+            "colorMode": "value",
+            "graphMode": "area",
+            "justifyMode": "auto",
+            "textMode": "auto",
+        }
+
+
+@dataclass(frozen=True)
+class Heatmap(Panel):
+    """The buckets of a histogram over time; the query gives one series per ``le``."""
+
+    def _type(self) -> str:
+        return "heatmap"
+
+    def _target(self) -> dict[str, Any]:
+        return {"range": True, "format": "heatmap"}
+
+    def _defaults(self) -> dict[str, Any]:
+        return {"custom": {"scaleDistribution": {"type": "linear"}}}
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "calculate": False,
+            "cellGap": 1,
+            "color": {"mode": "scheme", "scheme": "Oranges", "exponent": 0.5, "steps": 64, "reverse": False},
+            "filterValues": {"le": 1e-9},
+            "legend": {"show": True},
+            "rowsFrame": {"layout": "auto"},
+            "tooltip": {"mode": "single", "yHistogram": True},
+            "yAxis": {"axisPlacement": "left", "unit": self.unit, "reverse": False},
+        }
+
+
+@dataclass(frozen=True)
+class Table(Panel):
+    """What holds now, a line per series. Each column is one query; lines with equal labels are joined.
+
+    ``columns`` names the value of each query and gives its unit; ``hidden`` are columns whose value says nothing.
+    """
+
+    columns: tuple[tuple[str, str], ...] = ()
+    hidden: tuple[str, ...] = ()
+    sort_by: str = ""
+    width: int = 24
+
+    def _type(self) -> str:
+        return "table"
+
+    def _target(self) -> dict[str, Any]:
+        return {"instant": True, "range": False, "format": "table"}
+
+    def _value(self, letter: str) -> str:
+        return f"Value #{letter}" if len(self.queries) > 1 else "Value"
+
+    def _overrides(self) -> list[dict[str, Any]]:
+        return [
+            {"matcher": {"id": "byName", "options": name}, "properties": [{"id": "unit", "value": unit}]}
+            for name, unit in self.columns
+        ]
+
+    def _defaults(self) -> dict[str, Any]:
+        return super()._defaults() | {"custom": {"align": "auto", "filterable": True}}
+
+    def _options(self) -> dict[str, Any]:
+        sort = [{"displayName": self.sort_by, "desc": True}] if self.sort_by else []
+        return {"showHeader": True, "cellHeight": "sm", "sortBy": sort}
+
+    def _extra(self) -> dict[str, Any]:
+        names = {self._value(letter): name for letter, (name, _) in zip(ascii_uppercase, self.columns, strict=False)}
+        hide = {"Time": True} | {field: True for field, name in names.items() if name in self.hidden}
+        return {
+            "transformations": [
+                {"id": "merge", "options": {}},
+                {"id": "organize", "options": {"renameByName": names, "excludeByName": hide}},
+            ]
+        }
+
+
+@dataclass(frozen=True)
+class Row:
+    """A titled group of panels, laid out from left to right."""
+
+    title: str
+    panels: tuple[Panel, ...]
+    collapsed: bool = False
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A choice at the top of a board, by default all the values of a label."""
+
+    name: str
+    label: str
+    query: str
+
+    def json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "label": self.label,
+            "type": "query",
+            "datasource": _DATASOURCE,
+            "definition": self.query,
+            "query": {"qryType": 1, "query": self.query, "refId": "PrometheusVariableQueryEditor-VariableQuery"},
+            "refresh": 2,
+            "sort": 1,
+            "multi": True,
+            "includeAll": True,
+            "current": {"selected": True, "text": ["All"], "value": ["$__all"]},
+            "options": [],
+        }
+
+
+MODEL = Variable("model", "Model", "label_values(troupe_model_info, model)")
+INSTANCE = Variable("instance", "Instance", 'label_values(troupe_model_info{model=~"$model"}, instance)')
+
+
+@dataclass(frozen=True)
+class Board:
+    """A dashboard. ``uid`` stays the same for ever: links and bookmarks hold it."""
+
+    uid: str
+    title: str
+    description: str
+    rows: tuple[Row, ...]
+    variables: tuple[Variable, ...] = field(default=())
+
+    def panels(self) -> list[Panel]:
+        return [panel for row in self.rows for panel in row.panels]
+
+    def json(self) -> dict[str, Any]:
+        """Grafana's model of the board, as it can be imported or provisioned."""
+        return {
+            "uid": self.uid,
+            "title": self.title,
+            "description": self.description,
+            "tags": ["troupe"],
+            "schemaVersion": 39,
+            "version": 1,
+            "editable": True,
+            "graphTooltip": 1,
+            "refresh": "10s",
+            "time": {"from": "now-30m", "to": "now"},
+            "timezone": "browser",
+            "links": [
+                {
+                    "title": "Troupe",
+                    "type": "dashboards",
+                    "tags": ["troupe"],
+                    "asDropdown": False,
+                    "includeVars": True,
+                    "keepTime": True,
+                    "targetBlank": False,
+                    "icon": "external link",
+                    "url": "",
+                    "tooltip": "",
+                }
+            ],
+            "annotations": {"list": [self._restarts()]},
+            "templating": {"list": [self._datasource(), *(v.json() for v in (MODEL, INSTANCE, *self.variables))]},
+            "panels": self._panels(),
+        }
+
+    def _panels(self) -> list[dict[str, Any]]:
+        placed: list[dict[str, Any]] = []
+        number = y = 0
+        for row in self.rows:
+            number += 1
+            head: dict[str, Any] = {
+                "id": number,
+                "type": "row",
+                "title": row.title,
+                "collapsed": row.collapsed,
+                "gridPos": {"x": 0, "y": y, "w": _WIDTH, "h": 1},
+                "panels": [],
+            }
+            placed.append(head)
+            y += 1
+            x = tallest = 0
+            inside: list[dict[str, Any]] = []
+            for panel in row.panels:
+                if x + panel.width > _WIDTH:
+                    x, y, tallest = 0, y + tallest, 0
+                number += 1
+                inside.append(panel.json(number, x, y))
+                x += panel.width
+                tallest = max(tallest, panel.height)
+            y += tallest
+            if row.collapsed:
+                head["panels"] = inside  # Grafana keeps the panels of a folded row within it
+            else:
+                placed += inside
+        return placed
+
+    @staticmethod
+    def _datasource() -> dict[str, Any]:
+        return {
+            "name": "datasource",
+            "label": "Data source",
+            "type": "datasource",
+            "query": "prometheus",
+            "refresh": 1,
+            "multi": False,
+            "includeAll": False,
+            "current": {},
+            "options": [],
+        }
+
+    @staticmethod
+    def _restarts() -> dict[str, Any]:
+        return {
+            "name": "Restarts",
+            "datasource": _DATASOURCE,
+            "enable": True,
+            "hide": False,
+            "iconColor": RED,
+            "expr": 'sum by (instance, actor) (increase(troupe_restarts_total{instance=~"$instance"}[1m])) > 0',
+            "step": "60s",
+            "titleFormat": "{{actor}} restarted",
+            "textFormat": "{{instance}}",
+        }

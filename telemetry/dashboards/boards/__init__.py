@@ -1,0 +1,10 @@
+"""What the boards show, one board a file."""
+
+from telemetry.dashboards.boards.actors import ACTORS
+from telemetry.dashboards.boards.cache import CACHE
+from telemetry.dashboards.boards.latency import LATENCY
+from telemetry.dashboards.boards.overview import OVERVIEW
+
+__all__ = ["BOARDS"]
+
+BOARDS = (OVERVIEW, LATENCY, CACHE, ACTORS)

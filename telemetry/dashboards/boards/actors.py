@@ -1,0 +1,257 @@
+"""The actors: what waits in their mailboxes, what their messages cost, who was restarted and how the requests fared."""
+
+from __future__ import annotations
+
+from telemetry.dashboards.board import GREEN, RED, Board, Query, Row, Stat, Table, TimeSeries, Variable, bad_above
+from telemetry.dashboards.promql import events, mean, quantile, quantiles, rate
+
+__all__ = ["ACTORS"]
+
+_CHOSEN = 'actor=~"$actor"'
+_BOTH = "actor, message"
+_WAIT, _HANDLING = "troupe_mailbox_wait_seconds", "troupe_handler_seconds"
+
+_STATE = Row(
+    "State",
+    (
+        Stat(
+            "Actors up",
+            "Share of actors that run.",
+            (Query(f"avg(troupe_actor_up{{@, {_CHOSEN}}})"),),
+            unit="percentunit",
+            maximum=1,
+            width=4,
+            height=7,
+            base=RED,
+            thresholds=((1, GREEN),),
+        ),
+        Stat(
+            "Restarts",
+            "Restarts in the chosen time, of all actors.",
+            (
+                Query(
+                    "sum(increase((sum by (instance) (troupe_restarts_total{@})"
+                    " or 0 * sum by (instance) (troupe_ready{@}))[$__range:$__interval]))"
+                ),
+            ),
+            decimals=0,
+            width=4,
+            height=7,
+            thresholds=bad_above(1, 3),
+        ),
+        TimeSeries(
+            "Actors up",
+            "1 while an actor runs; a gap is a restart.",
+            (Query(f"min by (actor) (troupe_actor_up{{@, {_CHOSEN}}})", "{{actor}}"),),
+            maximum=1,
+            height=7,
+            shown=("lastNotNull", "min"),
+        ),
+        TimeSeries(
+            "Age of the heartbeat",
+            "Of a child process: seconds since its last word. Of an actor in the loop: age of the message in hand.",
+            (Query(f"max by (actor) (troupe_heartbeat_age_seconds{{@, {_CHOSEN}}})", "{{actor}}"),),
+            unit="s",
+            height=7,
+            thresholds=((60, RED),),
+        ),
+    ),
+)
+
+_MAILBOXES = Row(
+    "Mailboxes",
+    (
+        TimeSeries(
+            "Depth",
+            "Messages that wait. A mailbox is bounded: when it is full, its senders wait too.",
+            (Query(f"sum by (actor, lane) (troupe_mailbox_depth{{@, {_CHOSEN}}})", "{{actor}} {{lane}}"),),
+        ),
+        TimeSeries(
+            "Wait by actor, p99",
+            "How long messages wait in each mailbox. The actor on top is the one that holds the others up.",
+            (Query(quantile(0.99, _WAIT, "actor", _CHOSEN), "{{actor}}"),),
+            unit="s",
+        ),
+        TimeSeries(
+            "Wait by message, mean",
+            "The 12 kinds of messages that wait longest.",
+            (Query(f"topk(12, {mean(_WAIT, _BOTH, _CHOSEN)})", "{{message}} to {{actor}}"),),
+            unit="s",
+        ),
+    ),
+)
+
+_HANDLERS = Row(
+    "Handlers",
+    (
+        TimeSeries(
+            "Time at work by actor",
+            "Seconds per second that each actor spends in handlers. At 100 % it takes one message after the other. A "
+            "worker's steps last until their answer and overlap.",
+            (Query(rate(f"{_HANDLING}_sum", "actor", _CHOSEN), "{{actor}}"),),
+            unit="percentunit",
+        ),
+        TimeSeries(
+            "Messages",
+            "Messages handled per second, by actor.",
+            (Query(rate(f"{_HANDLING}_count", "actor", _CHOSEN), "{{actor}}"),),
+            unit="ops",
+        ),
+        TimeSeries(
+            "Handling by message, mean",
+            "The 12 kinds of messages that take longest.",
+            (Query(f"topk(12, {mean(_HANDLING, _BOTH, _CHOSEN)})", "{{message}} at {{actor}}"),),
+            unit="s",
+        ),
+        Table(
+            "Messages",
+            "One line for each kind of message and the actor that receives it.",
+            (
+                Query(rate(f"{_HANDLING}_count", _BOTH, _CHOSEN)),
+                Query(mean(_WAIT, _BOTH, _CHOSEN)),
+                Query(quantile(0.99, _WAIT, _BOTH, _CHOSEN)),
+                Query(mean(_HANDLING, _BOTH, _CHOSEN)),
+                Query(quantile(0.99, _HANDLING, _BOTH, _CHOSEN)),
+            ),
+            columns=(
+                ("per second", "ops"),
+                ("mean wait", "s"),
+                ("p99 wait", "s"),
+                ("mean handling", "s"),
+                ("p99 handling", "s"),
+            ),
+            sort_by="per second",
+            height=10,
+        ),
+    ),
+)
+
+_FAULTS = Row(
+    "Faults and recovery",
+    (
+        TimeSeries(
+            "Restarts",
+            "Actors started again, in each interval.",
+            (
+                Query(
+                    events("troupe_restarts_total", "instance, actor", "troupe_actor_up"), "{{actor}} of {{instance}}"
+                ),
+            ),
+            shown=("sum", "max"),
+        ),
+        TimeSeries(
+            "Messages in trouble",
+            "In each interval: answered with an error; without an answer in time; that nobody could receive.",
+            (
+                Query(f"sum({events('troupe_handler_errors_total')})", "error"),
+                Query(f"sum({events('troupe_ask_timeouts_total')})", "timeout"),
+                Query(f"sum({events('troupe_dead_letters_total')})", "dead letter"),
+            ),
+            shown=("sum", "max"),
+        ),
+        TimeSeries(
+            "Requests after a death",
+            "Sequences that went on, and requests set apart because their worker died twice with them.",
+            (
+                Query(f"sum({events('troupe_requests_resumed_total')})", "resumed"),
+                Query(f"sum({events('troupe_requests_set_apart_total')})", "set apart"),
+            ),
+            shown=("sum", "max"),
+            colors=(("resumed", GREEN), ("set apart", RED)),
+        ),
+        Table(
+            "Restarts by cause",
+            "Since each server's start.",
+            (
+                Query(
+                    "sum by (instance, actor, cause) (troupe_restarts_total{@})"
+                    " or on (instance, actor) 0 * sum by (instance, actor) (troupe_actor_up{@})"
+                ),
+            ),
+            columns=(("restarts", "none"),),
+            sort_by="restarts",
+            width=8,
+        ),
+        TimeSeries(
+            "Mean time to recover",
+            "From an actor's death to its next life, of all restarts so far. A worker loads its model again.",
+            (
+                Query(
+                    "sum by (actor) (troupe_recovery_seconds_sum{@})"
+                    " / (sum by (actor) (troupe_recovery_seconds_count{@}) > 0)"
+                    " or on (actor) 0 * sum by (actor) (troupe_actor_up{@})",
+                    "{{actor}}",
+                ),
+            ),
+            unit="s",
+            shown=("lastNotNull",),
+        ),
+        TimeSeries(
+            "Mean pause of a stream",
+            "From a worker's death to the next token of a sequence it ran, of all deaths so far.",
+            (
+                Query(
+                    "sum by (instance) (troupe_stream_gap_seconds_sum{@})"
+                    " / (sum by (instance) (troupe_stream_gap_seconds_count{@}) > 0)"
+                    " or on (instance) 0 * troupe_ready{@}",
+                    "{{instance}}",
+                ),
+            ),
+            unit="s",
+            shown=("lastNotNull",),
+        ),
+    ),
+)
+
+_LOOP = Row(
+    "Loop and processes",
+    (
+        TimeSeries(
+            "Event loop lag",
+            "How late the event loop wakes a sleeper: something held it for that long.",
+            quantiles("troupe_loop_lag_seconds"),
+            unit="s",
+        ),
+        TimeSeries(
+            "Tasks",
+            "Tasks of the event loop. With the same load it must not grow.",
+            (Query("sum by (instance) (troupe_tasks{@})", "{{instance}}"),),
+        ),
+        TimeSeries(
+            "Threads",
+            "Threads of each process.",
+            (Query("sum by (instance, process) (troupe_process_threads{@})", "{{process}} of {{instance}}"),),
+        ),
+        TimeSeries(
+            "Open files",
+            "Open file descriptors of each process, sockets among them. With the same load they must not grow.",
+            (Query("sum by (instance, process) (troupe_process_open_fds{@})", "{{process}} of {{instance}}"),),
+        ),
+        TimeSeries(
+            "Memory",
+            "Resident memory of each process.",
+            (
+                Query(
+                    "sum by (instance, process) (troupe_process_resident_memory_bytes{@})",
+                    "{{process}} of {{instance}}",
+                ),
+            ),
+            unit="bytes",
+        ),
+        TimeSeries(
+            "Start",
+            "How long the last start took, by phase.",
+            (Query("max by (phase) (troupe_start_seconds{@})", "{{phase}}"),),
+            unit="s",
+            shown=("lastNotNull",),
+        ),
+    ),
+)
+
+ACTORS = Board(
+    "troupe-actors",
+    "Troupe: actors",
+    "What waits in the actors' mailboxes, what messages cost, who was restarted and how the requests fared.",
+    (_STATE, _MAILBOXES, _HANDLERS, _FAULTS, _LOOP),
+    (Variable("actor", "Actor", 'label_values(troupe_actor_up{instance=~"$instance"}, actor)'),),
+)
