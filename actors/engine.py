@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
+import time
 from collections.abc import Coroutine, Sequence
 from types import TracebackType
 from typing import Any
@@ -25,13 +27,14 @@ from actors.intake import Intake, Prompt
 from actors.journal import Journal
 from actors.protocol import Decode, DecodeTokens, Flush
 from actors.requests import Chat, EngineDraining, EngineFailed, EngineNotReady, SamplingParams
-from actors.runtime import ActorStatus, ActorSystem, ChildCrash, Event, EventKind
+from actors.runtime import ActorStatus, ActorSystem, ChildCrash, Event, EventKind, current_traceparent
 from actors.served_model import ServedModel, open_model
 from actors.status import EngineStatus, Health, Phase
 from actors.streams import RequestStream
 from actors.vitals import Vitals
 from kernels.step import ModelInfo
 from telemetry.metrics import EngineMetrics
+from telemetry.timeline import Outcome, RequestTimeline, Timelines
 
 __all__ = ["Engine"]
 
@@ -61,6 +64,7 @@ class Engine:
         self.model_name = arguments.model_name
         self.registry = registry or CollectorRegistry()
         self.metrics = EngineMetrics(self.registry, self.model_name, lambda: report.readings(self))
+        self.timelines = Timelines()
         self.vitals = Vitals()
         self.intake: Intake | None = None
         self._model: ServedModel | None = None
@@ -172,7 +176,7 @@ class Engine:
             on_ready=self._on_ready,
         )
         self._company = company
-        self.intake = Intake(self.arguments, model, company, self.metrics)
+        self.intake = Intake(self.arguments, model, company, self.metrics, self.timelines)
         await company.assemble()
 
     def _on_progress(self, stage: str, fraction: float) -> None:
@@ -219,23 +223,39 @@ class Engine:
         priority: int = 0,
         timeout: float | None = None,
         cache_salt: str | None = None,
+        timeline: RequestTimeline | None = None,
     ) -> RequestStream:
         """Generate from a text, token ids or a conversation; an asynchronous iterator of deltas.
 
         Everything that can be refused without waiting is refused here: raises InvalidRequest, QueueFull,
         EngineNotReady, EngineDraining, EngineFailed. What needs the tokenizer is refused by ``await stream.ready()`` or
         the first delta. ``request_id`` is the caller's label for logs and :meth:`abort`; ``timeout`` is seconds for the
-        whole request; ``cache_salt`` keeps its cached prefixes apart from those of other salts.
+        whole request; ``cache_salt`` keeps its cached prefixes apart from those of other salts. ``timeline`` is what
+        the caller has opened for this request in :attr:`timelines`; it ends with the request, also with a refused one.
         """
-        intake = self._require_ready()
-        return intake.open(
-            prompt,
-            params or SamplingParams(),
-            label=request_id,
-            priority=priority,
-            timeout=timeout,
-            cache_salt=cache_salt,
-        )
+        self._check_loop()
+        if timeline is None:
+            timeline = self.timelines.open(
+                f"req-{secrets.token_hex(12)}",
+                operation="chat" if isinstance(prompt, Chat) else "text_completion",
+                model=self.model_name,
+                label=request_id,
+                traceparent=current_traceparent.get(),
+            )
+        try:
+            return self._require_ready().open(
+                prompt,
+                params or SamplingParams(),
+                timeline=timeline,
+                label=request_id,
+                priority=priority,
+                timeout=timeout,
+                cache_salt=cache_salt,
+            )
+        except Exception as error:
+            timeline.mark("rejected", time.monotonic())
+            self.timelines.close(timeline, Outcome(error_type=type(error).__name__, message=str(error)))
+            raise
 
     def _require_ready(self) -> Intake:
         if self._phase == "draining":
@@ -249,12 +269,15 @@ class Engine:
             raise EngineFailed("The engine was closed.")
         if self._run is None:
             raise EngineNotReady("The engine was not started. Use `async with engine`, or await engine.start().")
-        if asyncio.get_running_loop() is not self._loop:
-            raise RuntimeError("This engine lives in another event loop. Call it from the loop it was started in.")
+        self._check_loop()
         if self.intake is None or self.model_info is None:
             fraction, stage = self._progress
             raise EngineNotReady(f"The engine is starting ({stage}, {fraction:.0%}). Try again soon.")
         return self.intake
+
+    def _check_loop(self) -> None:
+        if self._loop is not None and asyncio.get_running_loop() is not self._loop:
+            raise RuntimeError("This engine lives in another event loop. Call it from the loop it was started in.")
 
     async def abort(self, request_id: str | None = None, *, all: bool = False) -> int:
         """Abort the requests of this id (the engine's, or the callers' label, both exactly), or all; how many."""

@@ -24,13 +24,23 @@ from actors.admission import Door, Ticket
 from actors.arguments import Arguments
 from actors.company import Company
 from actors.journal import JournalEntry
-from actors.protocol import Abort, Encode, SequenceSpec, Submit, TokenizerProtocol
-from actors.requests import LIMITS, Chat, EngineFailed, InvalidRequest, RequestAborted, RequestFailed, SamplingParams
+from actors.protocol import Abort, Encode, Encoded, SequenceSpec, Submit, TokenizerProtocol
+from actors.requests import (
+    LIMITS,
+    Chat,
+    EngineFailed,
+    InvalidRequest,
+    RequestAborted,
+    RequestFailed,
+    RequestTimeout,
+    SamplingParams,
+)
 from actors.runtime import ActorDied, AskTimeout, MailboxFull, Message
 from actors.sampling_rules import resolve, slot_sampling, validate
 from actors.served_model import ServedModel
 from actors.streams import RequestStream, StreamBuffer
 from telemetry.metrics import EngineMetrics
+from telemetry.timeline import Outcome, RequestTimeline, Timelines, Value
 
 __all__ = ["Intake", "Prompt"]
 
@@ -47,6 +57,7 @@ class _Request(msgspec.Struct, eq=False):
     """A live request between its ticket and its end. Times are ``time.monotonic`` seconds."""
 
     buffer: StreamBuffer
+    timeline: RequestTimeline
     prompt: Prompt
     params: SamplingParams
     ticket: Ticket
@@ -62,7 +73,14 @@ class _Request(msgspec.Struct, eq=False):
 class Intake:
     """Live requests of one engine."""
 
-    def __init__(self, arguments: Arguments, model: ServedModel, company: Company, metrics: EngineMetrics) -> None:
+    def __init__(
+        self,
+        arguments: Arguments,
+        model: ServedModel,
+        company: Company,
+        metrics: EngineMetrics,
+        timelines: Timelines,
+    ) -> None:
         self.door = Door(
             max_sequences=arguments.max_running_requests + arguments.max_queued_requests,
             max_tokens=arguments.max_queued_tokens,
@@ -74,6 +92,7 @@ class Intake:
         self._company = company
         self._journal = company.journal
         self._metrics = metrics
+        self._timelines = timelines
         self._requests: dict[str, _Request] = {}
         self._numbers = itertools.count(1)
         self._turns = itertools.count()
@@ -91,12 +110,14 @@ class Intake:
         prompt: Prompt,
         params: SamplingParams,
         *,
+        timeline: RequestTimeline,
         label: str | None,
         priority: int,
         timeout: float | None,
         cache_salt: str | None,
     ) -> RequestStream:
-        """Check what can be checked at once and take the ticket."""
+        """Check what can be checked at once and take the ticket. The stream has the timeline's id."""
+        timeline.request |= _asked(params)
         params = resolve(params, self._model.generation_defaults)
         validate(params, vocab_size=self._model.vocab_size)
         self._check(prompt, params, label, priority, timeout)
@@ -105,9 +126,13 @@ class Intake:
         timeout = self._arguments.request_timeout if timeout is None else timeout
         deadline = None if timeout is None else now + timeout
         ticket = self.door.enter(params.n, _estimate(prompt) * params.n, now)
-        buffer = StreamBuffer(f"req-{secrets.token_hex(12)}", params.n, interval=self._arguments.stream_interval)
+        admission = timeline.open_hop("admission")
+        if admission is not None:
+            timeline.finish(admission, now, choices=params.n, priority=priority)
+        buffer = StreamBuffer(timeline, params.n, interval=self._arguments.stream_interval)
         self._requests[buffer.request_id] = _Request(
             buffer=buffer,
+            timeline=timeline,
             prompt=prompt,
             params=params,
             ticket=ticket,
@@ -163,12 +188,12 @@ class Intake:
         """Render, encode, measure, write into the journal and submit; the prompt's length in tokens."""
         request = self._wanted(buffer)
         params, prompt = request.params, request.prompt
-        ids = await self.encode(prompt) if isinstance(prompt, (str, Chat)) else list(prompt)
+        ids = await self._tokenize(prompt, request.timeline) if isinstance(prompt, (str, Chat)) else list(prompt)
         bad_words = [ids for word in params.bad_words for ids in await self._spellings(word)]
         self._wanted(buffer)
         ids, max_tokens = self._measure(ids, params)
         self.door.correct(request.ticket, len(ids) * params.n)
-        request.prompt_tokens = len(ids)
+        request.prompt_tokens = request.timeline.prompt_tokens = len(ids)
         specs = self._write_down(request, ids, max_tokens, tuple(bad_words))
         await self._company.scheduler.tell(Submit(sequences=specs))
         return len(ids)
@@ -199,7 +224,7 @@ class Intake:
     def _write_down(
         self, request: _Request, ids: list[int], max_tokens: int, bad_words: tuple[tuple[int, ...], ...]
     ) -> tuple[SequenceSpec, ...]:
-        params = request.params
+        params, now = request.params, time.monotonic()
         packed = np.asarray(ids, dtype=np.int32).tobytes()
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         eos_ids = () if params.ignore_eos else self._model.eos_ids
@@ -227,19 +252,31 @@ class Intake:
                     spec=spec,
                     params=params,
                     stream=request.buffer,
+                    timeline=request.timeline,
                     prompt_ids=ids,
                     output=[],
                 )
             )
+            request.timeline.begin("queue", now, index)
         request.sequences = tuple(spec.sequence for spec in specs)
         return specs
 
+    async def _tokenize(self, prompt: str | Chat, timeline: RequestTimeline) -> list[int]:
+        began = time.monotonic()
+        hop = timeline.begin("tokenize", began, characters=_chars(prompt))
+        reply = await self._encode(prompt, add_special_tokens=True)
+        now = time.monotonic()
+        timeline.finish(hop, now, tokens=len(reply.token_ids), wait=max(now - began - reply.seconds, 0.0))
+        return reply.token_ids
+
     async def encode(self, prompt: str | Chat, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, or of a conversation (whose template brings its own special tokens)."""
+        return (await self._encode(prompt, add_special_tokens=add_special_tokens)).token_ids
+
+    async def _encode(self, prompt: str | Chat, *, add_special_tokens: bool) -> Encoded:
         if isinstance(prompt, Chat):
             prompt, add_special_tokens = await self._text_of(prompt), False
-        reply = await self.ask_tokenizer(Encode(prompt=prompt, add_special_tokens=add_special_tokens))
-        return reply.token_ids
+        return await self.ask_tokenizer(Encode(prompt=prompt, add_special_tokens=add_special_tokens))
 
     async def render(self, chat: Chat) -> str:
         """A conversation as text."""
@@ -298,11 +335,17 @@ class Intake:
         request = self._requests.pop(buffer.request_id, None)
         if request is None:
             return
+        now = time.monotonic()
+        buffer.end(now)
         unfinished = self._drop(request)
         self._stop(unfinished)
-        now = time.monotonic()
+        reader_left = buffer.error is None and (bool(unfinished) or not request.sequences)
+        if reader_left:
+            request.timeline.mark("client_gone", now)
+        elif isinstance(buffer.error, RequestTimeout):
+            request.timeline.mark("deadline", now)
         self.door.leave(request.ticket, now)
-        self._count(request, now, aborted=bool(unfinished) or not request.sequences)
+        self._count(request, now, reader_left=reader_left)
         if not self._requests:
             self.idle.set()
 
@@ -326,6 +369,9 @@ class Intake:
             for request in self._requests.values()
             if all_ or (request_id is not None and request_id in (request.buffer.request_id, request.label))
         ]
+        now = time.monotonic()
+        for request in chosen:
+            request.timeline.mark("aborted", now)
         self._end(chosen, RequestAborted("The request was aborted."))
         return len(chosen)
 
@@ -341,14 +387,18 @@ class Intake:
             request.buffer.fail(copy.copy(error))
         self._stop(unfinished)
 
-    def _count(self, request: _Request, now: float, *, aborted: bool) -> None:
+    def _count(self, request: _Request, now: float, *, reader_left: bool) -> None:
+        """The end of a request, in its timeline and in the metrics."""
         buffer = request.buffer
-        if isinstance(buffer.error, RequestAborted) or (buffer.error is None and aborted):
+        if reader_left or isinstance(buffer.error, RequestAborted):
             reason, error = "abort", "abort"
         elif buffer.error is not None:
             reason, error = "error", type(buffer.error).__name__
         else:
-            reason, error = buffer.finish_reason, ""
+            reason, error = buffer.finish_reasons[-1], ""
+        message = "The reader left before the end." if reader_left else str(buffer.error or "")
+        reasons = tuple(told or reason for told in buffer.finish_reasons) if request.sequences else ()
+        self._timelines.close(request.timeline, Outcome(finish_reasons=reasons, error_type=error, message=message))
         first = buffer.first_token_at
         self._metrics.request_ended(
             reason=reason,
@@ -358,6 +408,22 @@ class Intake:
             prompt_tokens=request.prompt_tokens,
             output_tokens=buffer.output_tokens,
         )
+
+
+def _asked(params: SamplingParams) -> dict[str, Value]:
+    """What the request sets, by its OpenTelemetry names."""
+    given: dict[str, Value | None] = {
+        "gen_ai.request.max_tokens": params.max_tokens,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.request.top_k": params.top_k,
+        "gen_ai.request.seed": params.seed,
+        "gen_ai.request.frequency_penalty": params.frequency_penalty,
+        "gen_ai.request.presence_penalty": params.presence_penalty,
+        "gen_ai.request.stop_sequences": params.stop or None,
+        "gen_ai.request.choice.count": params.n if params.n != 1 else None,
+    }
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _salt(cache_salt: str | None) -> bytes:

@@ -7,6 +7,7 @@ it, so what a client has seen is never computed again, lost or changed.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 
 import msgspec
@@ -15,6 +16,7 @@ import numpy as np
 from actors.protocol import SequenceSpec
 from actors.requests import Delta, FinishReason, SamplingParams, TokenLogprob, Usage
 from actors.streams import StreamBuffer
+from telemetry.timeline import Hop, RequestTimeline
 
 __all__ = ["Journal", "JournalEntry"]
 
@@ -27,12 +29,29 @@ class JournalEntry(msgspec.Struct, eq=False, weakref=True):
     spec: SequenceSpec
     params: SamplingParams
     stream: StreamBuffer
+    timeline: RequestTimeline
     prompt_ids: list[int]
     output: list[int]
     emitted_chars: int = 0
     cached_tokens: int = 0
     prompt_sent: bool = False
     worker_deaths: int = 0  # with this sequence in the batch
+    preemptions: int = 0
+    decoding: Hop | None = None  # the decode that goes on
+    decoded_from: int = 0  # output tokens when the sequence came onto the device
+
+    def begin_decode(self, now: float) -> None:
+        """The sequence has its first token of this stay on the device."""
+        self.decoding = self.timeline.begin("decode", now, self.index)
+
+    def end_decode(self, now: float, output: int) -> None:
+        """The sequence has left the device with ``output`` tokens in all; nothing is changed if it had before."""
+        if self.decoding is not None:
+            tokens = output - self.decoded_from
+            self.timeline.finish(
+                self.decoding, now, tokens=tokens, steps=max(tokens - 1, 0), preemptions=self.preemptions
+            )
+            self.decoding = None
 
     def resume_spec(self) -> SequenceSpec:
         """The specification with everything sent so far as output of an earlier life."""
@@ -79,10 +98,13 @@ class Journal:
             return
         entry.output.extend(tokens)
         entry.emitted_chars += len(text)
-        if finish_reason is not None:
-            del self._entries[entry.sequence]
         first = not entry.prompt_sent
         entry.prompt_sent = True
+        if first:
+            _came(entry)
+        if finish_reason is not None:
+            del self._entries[entry.sequence]
+            _closed(entry)
         entry.stream.push(
             Delta(
                 request_id=entry.stream.request_id,
@@ -106,11 +128,14 @@ class Journal:
         """Close the entry: its stream raises ``error`` after what it already holds."""
         entry = self._entries.pop(sequence, None)
         if entry is not None:
+            _closed(entry)
             entry.stream.fail(error)
 
     def drop(self, sequence: int) -> None:
         """Close the entry of a stream that nobody reads any more."""
-        self._entries.pop(sequence, None)
+        entry = self._entries.pop(sequence, None)
+        if entry is not None:
+            _closed(entry)
 
     def worker_died(self, sequences: Iterable[int]) -> list[int]:
         """A worker died with these in its batch; those of them that were in a batch at such a death before."""
@@ -122,3 +147,25 @@ class Journal:
                 if entry.worker_deaths > 1:
                     culprits.append(sequence)
         return culprits
+
+
+def _came(entry: JournalEntry) -> None:
+    """The first news of a sequence."""
+    now = time.monotonic()
+    timeline = entry.timeline
+    if entry.output:
+        timeline.mark("first_token", now, entry.index)
+    timeline.begin("detokenize", now, entry.index)
+    timeline.cached_tokens = max(timeline.cached_tokens, entry.cached_tokens)
+
+
+def _closed(entry: JournalEntry) -> None:
+    """The end of a sequence: what goes on of it ends."""
+    now = time.monotonic()
+    timeline, index = entry.timeline, entry.index
+    entry.end_decode(now, len(entry.output))
+    detokenized = timeline.open_hop("detokenize", index)
+    if detokenized is not None:
+        timeline.finish(detokenized, now, tokens=len(entry.output), characters=entry.emitted_chars)
+    timeline.finish_all(index, now)
+    timeline.output_tokens += len(entry.output)

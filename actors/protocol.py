@@ -97,9 +97,10 @@ class TokenizerProtocol:
 
 
 class Encoded(msgspec.Struct, frozen=True):
-    """Token ids of a prompt."""
+    """Token ids of a prompt. ``seconds``: rendering and encoding, without the wait for them."""
 
     token_ids: list[int]
+    seconds: float = 0.0
 
 
 class Encode(Message[TokenizerProtocol, Encoded], frozen=True):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from actors.chronicle import Chronicle
 from actors.journal import Journal
 from actors.protocol import (
     Abort,
@@ -18,6 +19,8 @@ from actors.protocol import (
     Fence,
     Flush,
     FlushCache,
+    Lease,
+    OpenSequence,
     ResetCache,
     SchedulerProtocol,
     Step,
@@ -30,7 +33,7 @@ from actors.protocol import (
 )
 from actors.runtime import Actor, ActorDied, ActorRef, ChildCrash, handles
 from actors.scheduling.config import PlannerConfig
-from actors.scheduling.planner import Planner, StepPlan
+from actors.scheduling.planner import CacheReply, Planner, StepPlan
 from actors.vitals import Vitals
 from kernels.step import ModelInfo, StepBatch
 
@@ -66,6 +69,7 @@ class Scheduler(Actor[SchedulerProtocol]):
     ) -> None:
         self._planner = Planner(config)
         self._journal = journal
+        self._chronicle = Chronicle(journal, worker.name)
         self._cache = cache
         self._worker = worker
         self._detokenizer = detokenizer
@@ -81,6 +85,7 @@ class Scheduler(Actor[SchedulerProtocol]):
         now = self.context.clock.monotonic()
         entries = list(self._journal.live())
         if entries:
+            self._chronicle.resumed(entries, now)
             await self._tell(self._planner.submit(tuple(entry.resume_spec() for entry in entries), now))
         ready = self._vitals.worker
         if ready is not None:
@@ -116,6 +121,7 @@ class Scheduler(Actor[SchedulerProtocol]):
             return
         await self._cache.ask(ResetCache(num_pages=info.num_pages, page_size=info.page_size), timeout=_CACHE_TIMEOUT)
         self._epoch = epoch
+        self._chronicle.new_worker()
         self._vitals.forget_steps()  # one may have been sent to the life before, when that was over already
         await self._tell(self._planner.worker_ready(info, self.context.clock.monotonic()))
 
@@ -124,6 +130,7 @@ class Scheduler(Actor[SchedulerProtocol]):
         if message.epoch != self._epoch:
             return
         now = self.context.clock.monotonic()
+        self._chronicle.answered(message.result, now)
         emissions = self._planner.finish_step(message.result, now)
         self._vitals.step_finished(now, message.result)
         await self._pump(emissions)
@@ -140,7 +147,10 @@ class Scheduler(Actor[SchedulerProtocol]):
             # It hangs, or does not take what it is sent: only a new life can mend that.
             reason = f"step {message.number} got no answer: {message.reason}"
             self.context.system.crash_actor(self._worker, ChildCrash(reason))
-        culprits = self._journal.worker_died(self._planner.sequences_in_flight())
+        now, suspects = self.context.clock.monotonic(), self._planner.sequences_in_flight()
+        self._chronicle.worker_died(self._planner.running(), suspects, now, message.reason)
+        culprits = self._journal.worker_died(suspects)
+        self._chronicle.set_apart(culprits, now)
         ended = Ended("error", message=_SET_APART)
         await self._pump([msgspec.structs.replace(word, ended=ended) for word in self._planner.abort(culprits)])
 
@@ -169,14 +179,22 @@ class Scheduler(Actor[SchedulerProtocol]):
             try:
                 call = next(planning)
                 while True:
-                    call = planning.send(await self._cache.ask(call, timeout=_CACHE_TIMEOUT))
+                    asked = self.context.clock.monotonic()
+                    reply: CacheReply = await self._cache.ask(call, timeout=_CACHE_TIMEOUT)
+                    if isinstance(call, OpenSequence) and isinstance(reply, Lease):
+                        self._chronicle.leased(call.sequence, asked, self.context.clock.monotonic(), reply)
+                    call = planning.send(reply)
             except StopIteration as finished:
                 plan = finished.value
+            self._chronicle.moved(planner.moves(), self.context.clock.monotonic())
             if plan is None:
                 break
             if plan.batch is not None:
+                self._chronicle.sent(plan.batch.number, plan.chunks, self.context.clock.monotonic())
                 self._send(plan.batch, now)
             told += plan.emissions
+        if moves := planner.moves():
+            self._chronicle.moved(moves, self.context.clock.monotonic())
         await self._tell(told)
         self._vitals.load(planner.load(self.context.clock.monotonic()))
 

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 
 from actors.requests import Delta, RequestAborted, RequestTimeout, TokenLogprob
+from telemetry.timeline import Hop, RequestTimeline
 
 __all__ = ["RequestStream", "StreamBuffer", "merge"]
 
@@ -44,13 +45,16 @@ class StreamBuffer:
     own length.
     """
 
-    def __init__(self, request_id: str, choices: int, *, interval: int = 1) -> None:
-        self.request_id = request_id
+    def __init__(self, timeline: RequestTimeline, choices: int, *, interval: int = 1) -> None:
+        self.timeline = timeline
+        self.request_id = timeline.request_id
         self.open_choices = choices
         self.error: Exception | None = None
         self.first_token_at: float | None = None
         self.output_tokens = 0
-        self.finish_reason: str = ""
+        self.finish_reasons = [""] * choices
+        self.deltas = 0  # taken
+        self._taking: Hop | None = None
         self._interval = interval
         self._running = choices  # whose last delta has not come
         self._pending: dict[int, list[Delta]] = {}
@@ -67,7 +71,7 @@ class StreamBuffer:
             if self.first_token_at is None:
                 self.first_token_at = time.monotonic()
         if delta.finish_reason is not None:
-            self.finish_reason = delta.finish_reason
+            self.finish_reasons[index] = delta.finish_reason
             self._running -= 1
         if index not in self._due and (
             delta.finish_reason is not None
@@ -97,9 +101,17 @@ class StreamBuffer:
         index = next(iter(due))
         self._due.pop(index, None)
         delta = merge(self._pending.pop(index))
+        if self._taking is None:
+            self._taking = self.timeline.begin("stream", time.monotonic())
+        self.deltas += 1
         if delta.finish_reason is not None:
             self.open_choices -= 1
         return delta
+
+    def end(self, now: float) -> None:
+        """Nobody takes any more."""
+        if self._taking is not None:
+            self.timeline.finish(self._taking, now, deltas=self.deltas)
 
     async def wait(self, deadline: float | None) -> None:
         """Return when there may be news. Past ``deadline`` (``time.monotonic`` seconds) the error is RequestTimeout.

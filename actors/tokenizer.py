@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -111,7 +112,9 @@ class Tokenizer(Actor[TokenizerProtocol]):
 
     def _encode(self, message: Encode) -> Encoded:
         prompt, add = message.prompt, message.add_special_tokens
-        return Encoded(token_ids=self._try(lambda: self._codec.encode(prompt, add_special_tokens=add)))
+        began = time.monotonic()
+        ids = self._try(lambda: self._codec.encode(prompt, add_special_tokens=add))
+        return Encoded(token_ids=ids, seconds=time.monotonic() - began)
 
     def _try(self, work: Callable[[], R]) -> R:
         """Raises RequestError only: one request's text must not take the others down."""

@@ -16,6 +16,7 @@ from app.errors import ApiError, shutting_down
 from app.exchange import Exchange, Send, current_request_id, is_label
 from app.routes import Route
 from telemetry.log_lines import Event
+from telemetry.timeline import Outcome
 
 if TYPE_CHECKING:
     from app.service import Service
@@ -82,6 +83,14 @@ class Door:
         current_traceparent.set(traceparent)  # the server runs each request in a context of its own
         current_request_id.set(exchange.request_id)
         service.live.add(exchange)
+        if route is not None and route.operation:
+            exchange.timeline = service.engine.timelines.open(
+                exchange.request_id,
+                operation=route.operation,
+                model=service.model_name,
+                label=label,
+                traceparent=traceparent,
+            )
         try:
             refusal = self._refusal(scope, route)
             if refusal is not None:
@@ -102,6 +111,7 @@ class Door:
                 await exchange.close()
             finally:
                 service.live.discard(exchange)
+                self._close_timeline(exchange)
                 self._record(exchange)
 
     def _refusal(self, scope: Scope, route: Route | None) -> ApiError | None:
@@ -132,6 +142,19 @@ class Door:
                 404, "There is nothing at this path; GET /openapi.json lists what there is.", code="not_found"
             )
         return None
+
+    def _close_timeline(self, exchange: Exchange) -> None:
+        """The engine has closed it, unless the request did not get as far as that."""
+        timeline, error = exchange.timeline, exchange.error
+        if timeline is None or timeline.end is not None:
+            return
+        if error is None:
+            timeline.mark("client_gone", time.monotonic())
+            outcome = Outcome(error_type="abort", message="The client left before the request was read.")
+        else:
+            timeline.mark("rejected", time.monotonic(), status=error.status)
+            outcome = Outcome(error_type=error.code or str(error.status), message=error.message)
+        self._service.engine.timelines.close(timeline, outcome)
 
     def _record(self, exchange: Exchange) -> None:
         route = exchange.route

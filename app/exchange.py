@@ -14,6 +14,7 @@ from typing import Any
 from actors.streams import RequestStream
 from app.errors import ApiError
 from app.routes import Route
+from telemetry.timeline import RequestTimeline
 
 __all__ = ["DONE", "KEEP_ALIVE", "Exchange", "Send", "current_request_id", "is_label"]
 
@@ -61,6 +62,8 @@ class Exchange:
         self.request_id = f"{route.id_prefix if route else 'req-'}{secrets.token_hex(16)}"
         self.started = time.monotonic()
         self.status = 0  # 0: nothing was sent
+        self.timeline: RequestTimeline | None = None  # of a request that is to generate
+        self.error: ApiError | None = None  # the answer, where it is one
         self.outcome = ""  # what ended it, when that is not the status: "disconnect", "stalled", an error's code
         self.tokens: tuple[int, int] | None = None  # prompt, completion
         self.interruption: ApiError | None = None  # why the server aborts it, set before the abort
@@ -68,6 +71,7 @@ class Exchange:
         self._event_stream = False
         self.complete = False  # whether the whole response was sent
         self._taken = False  # the server takes the connection away; the handler sends nothing more
+        self._timeline_taken = False
         self._streams: list[RequestStream] = []
         self._send = send
         self._http_version = http_version
@@ -82,6 +86,15 @@ class Exchange:
     def own(self, stream: RequestStream) -> None:
         """The stream ends with this exchange, whatever happens."""
         self._streams.append(stream)
+
+    def take_timeline(self, label: str | None) -> RequestTimeline | None:
+        """The request's timeline for the engine: of several prompts the first one's, the others get their own."""
+        timeline = self.timeline
+        if timeline is None or self._timeline_taken:
+            return None
+        self._timeline_taken = True
+        timeline.label = label if label is not None else self.label
+        return timeline
 
     @property
     def stream_ids(self) -> list[str]:
@@ -120,6 +133,7 @@ class Exchange:
 
     async def answer(self, error: ApiError) -> None:
         """A whole response that is an error."""
+        self.error = error
         empty = error.status == 204
         body = b"" if empty or self.method == "HEAD" else error.body()
         headers = [] if empty else [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]

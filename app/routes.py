@@ -40,6 +40,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     tag: str = "server"
     id_prefix: str = "req-"
     logged: bool = True
+    operation: str = ""  # of those that generate: OpenTelemetry's name, chat | text_completion | generate_content
     needs_engine: bool = False  # 503 while the engine does not take requests, before the body is read
     refused: frozenset[str] = frozenset()  # names of app.openai.refusals that this body may not carry
     nested: tuple[

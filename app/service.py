@@ -164,6 +164,7 @@ class Service:
                 request_id=label if label is not None else exchange.label or exchange.request_id,
                 priority=priority or 0,
                 cache_salt=cache_salt,
+                timeline=exchange.take_timeline(label),
             )
         except InvalidRequest as error:
             raise renamed(error, rename) from None
@@ -211,6 +212,7 @@ class Service:
         told = to_api_error(error, exchange.request_id)
         if told.code == "request_aborted" and exchange.interruption is not None:
             told = exchange.interruption
+        exchange.error = told
         exchange.outcome = told.code or str(told.status)
         return told
 

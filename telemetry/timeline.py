@@ -19,7 +19,7 @@ __all__ = ["Content", "Hop", "Mark", "Outcome", "RequestTimeline", "TimelineList
 Value = str | int | float | bool | tuple[str, ...]
 
 _MOST_HOPS = 256
-"""A prompt in more chunks than this has the rest of them merged into its last hop."""
+"""Of one request. Listeners hear of later ones too; they are not kept."""
 
 _MOST_MARKS = 256
 
@@ -35,6 +35,7 @@ class Hop(msgspec.Struct, eq=False):
     end: float | None = None
     choice: int | None = None
     attributes: dict[str, Value] = {}
+    trace: object = None  # belongs to the tracing listener
 
 
 class Mark(msgspec.Struct, eq=False):
@@ -47,7 +48,13 @@ class Mark(msgspec.Struct, eq=False):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """How a request ended. ``error_type`` is empty when it ended well; ``finish_reasons`` has one entry a choice."""
+    """How a request ended.
+
+    ``finish_reasons`` has one entry a choice: stop, length, abort, error, or empty for one that had none; it is empty
+    for a request that was never accepted. ``error_type`` is empty when the request ended well. Else it is the class of
+    the engine's error (InvalidRequest, QueueFull, RequestTimeout, RequestFailed ...), ``abort`` for one that was
+    aborted or whose reader went, or the code of an error of the door's (``invalid_api_key``).
+    """
 
     finish_reasons: tuple[str, ...] = ()
     error_type: str = ""
@@ -110,6 +117,19 @@ class RequestTimeline(msgspec.Struct, eq=False, weakref=True):
             self.hops.append(hop)
         return hop
 
+    def open_hop(self, name: str, choice: int | None = None) -> Hop | None:
+        """The last stay of this name, if it goes on. For actors that know of it from an earlier life."""
+        for hop in reversed(self.hops):
+            if hop.name == name and hop.choice == choice:
+                return hop if hop.end is None else None
+        return None
+
+    def finish_all(self, choice: int | None, at: float, *names: str) -> None:
+        """Every open stay of this choice is over, or those of these names."""
+        for hop in self.hops:
+            if hop.end is None and hop.choice == choice and (not names or hop.name in names):
+                self.finish(hop, at)
+
     def finish(self, hop: Hop, at: float, **attributes: Value) -> None:
         """A stay is over. Finishing it twice changes nothing."""
         if hop.end is not None:
@@ -120,6 +140,9 @@ class RequestTimeline(msgspec.Struct, eq=False, weakref=True):
             listener.hop_ended(self, hop)
 
     def mark(self, name: str, at: float, choice: int | None = None, **attributes: Value) -> None:
+        """Something happened. After the end nothing does."""
+        if self.end is not None:
+            return
         mark = Mark(name=name, at=at, choice=choice, attributes=attributes)
         if len(self.marks) < _MOST_MARKS:
             self.marks.append(mark)
@@ -171,6 +194,7 @@ class Timelines:
         traceparent: str | None = None,
         request: dict[str, Value] | None = None,
     ) -> RequestTimeline:
+        """A request has arrived; its first hop, ``admission``, begins."""
         timeline = RequestTimeline(
             request_id=request_id,
             operation=operation,
@@ -185,6 +209,7 @@ class Timelines:
         self._live[request_id] = timeline
         for listener in self._listeners:
             listener.began(timeline)
+        timeline.begin("admission", timeline.started)
         return timeline
 
     def close(self, timeline: RequestTimeline, outcome: Outcome) -> None:

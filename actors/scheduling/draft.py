@@ -9,7 +9,17 @@ from actors.protocol import Emission, Grant, Grow
 from actors.scheduling.sequence import Sequence
 from kernels.step import Admission, SlotSampling, StepBatch
 
-__all__ = ["Draft", "Flight"]
+__all__ = ["Chunk", "Draft", "Flight"]
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """A prefill row of a step: ``tokens`` of a sequence from ``position`` on. ``row``: its place in the step."""
+
+    sequence: int
+    row: int
+    position: int
+    tokens: int
+    samples: bool  # whether a token comes of it
 
 
 class Flight:
@@ -109,6 +119,14 @@ class Draft:
     def flight(self, number: int) -> Flight:
         """What is to be remembered until the answer comes."""
         return Flight(number, self.sequences(), self._row_counts(), [1] * len(self.decodes) + self.samples)
+
+    def chunks(self) -> list[Chunk]:
+        """The prefill rows."""
+        first = len(self.decodes)
+        return [
+            Chunk(sequence.id, first + place, sequence.scheduled - count, count, bool(samples))
+            for place, ((sequence, count), samples) in enumerate(zip(self.counts, self.samples, strict=True))
+        ]
 
     def _row_counts(self) -> list[int]:
         return [1] * len(self.decodes) + [count for _, count in self.counts]

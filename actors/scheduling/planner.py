@@ -11,10 +11,10 @@ import numpy as np
 
 from actors.protocol import Emission, Ended, SchedulerLoad, SequenceSpec, TokenScores
 from actors.scheduling.config import PlannerConfig
-from actors.scheduling.draft import Flight
+from actors.scheduling.draft import Chunk, Flight
 from actors.scheduling.planning import CacheMessage, CacheReply, StepPlanning, too_large
 from actors.scheduling.policy import Policy
-from actors.scheduling.roster import Roster
+from actors.scheduling.roster import Move, Roster
 from actors.scheduling.scores import PromptScores, StepScores, join
 from actors.scheduling.sequence import Sequence, Status
 from kernels.step import ModelInfo, StepBatch, StepResult
@@ -25,11 +25,14 @@ __all__ = ["CacheMessage", "CacheReply", "Planner", "StepPlan"]
 class StepPlan(msgspec.Struct, frozen=True):
     """``batch``: to be sent to the worker, if there is one. ``emissions``: sequences ended by planning.
 
-    Without a batch the planner wants to be asked again: what ended may have made room for others.
+    Without a batch the planner wants to be asked again: what ended may have made room for others. ``chunks`` are the
+    prefill rows, ``decodes`` the sequences of the rows before them.
     """
 
     batch: StepBatch | None
     emissions: list[Emission]
+    chunks: list[Chunk] = []
+    decodes: list[Sequence] = []
 
 
 class Planner:
@@ -84,6 +87,15 @@ class Planner:
     def sequences_in_flight(self) -> tuple[int, ...]:
         """Sequences with a row in a step that has no answer yet: the suspects when a worker dies."""
         return tuple({s.id for flight in self._flights for s in flight.sequences if s.status is Status.RUNNING})
+
+    def running(self) -> tuple[int, ...]:
+        """Sequences with a place on the device."""
+        return tuple(self._roster.running)
+
+    def moves(self) -> list[Move]:
+        """Who has come onto the device and who has left it since the last call, in order."""
+        moves, self._roster.moves = self._roster.moves, []
+        return moves
 
     def load(self, now: float) -> SchedulerLoad:
         """Counts for metrics and health."""
@@ -199,7 +211,7 @@ class Planner:
         self._number += 1
         batch = draft.batch(self._number, grants, self._roster.running, self._roster.slots.released())
         self._flights.append(draft.flight(self._number))
-        return StepPlan(batch, draft.emissions)
+        return StepPlan(batch, draft.emissions, draft.chunks(), draft.decodes)
 
     def finish_step(self, result: StepResult, now: float) -> list[Emission]:
         """What a step's answer means for its sequences. Answers to forgotten steps are ignored.

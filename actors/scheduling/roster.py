@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+from typing import Literal
+
+import msgspec
 
 from actors.protocol import Commit, Emission, Ended, Lease
 from actors.scheduling.config import PlannerConfig
@@ -11,7 +14,15 @@ from actors.scheduling.siblings import PrefillsUnderWay
 from actors.scheduling.slots import Slots
 from actors.scheduling.waiting import WaitingQueue
 
-__all__ = ["Roster"]
+__all__ = ["Move", "Roster"]
+
+
+class Move(msgspec.Struct, frozen=True):
+    """A sequence has come onto the device or left it. ``output``: its tokens so far."""
+
+    kind: Literal["started", "preempted", "displaced", "ended"]
+    sequence: int
+    output: int
 
 
 class Roster:
@@ -31,6 +42,7 @@ class Roster:
         self.siblings = PrefillsUnderWay(1)
         self.page_size = 0
         self.preemptions = 0
+        self.moves: list[Move] = []
         self.may_admit = True  # False: the head of the queue did not fit, and nothing has changed since
         self._serial = 0
         self._dirty: list[Sequence] = []  # with pages to commit
@@ -47,6 +59,7 @@ class Roster:
         self._final_commits.clear()
         self._closes.clear()
         for sequence in self.running.values():
+            self._moved("displaced", sequence)
             self._wait(sequence)
         self.running.clear()
         self.may_admit = True
@@ -68,6 +81,7 @@ class Roster:
         self._serial += 1
         sequence.serial = self._serial
         sequence.slot, sequence.generation = self.slots.take()
+        self._moved("started", sequence)
         sequence.computed = sequence.scheduled = sequence.capacity = lease.cached
         sequence.shared = lease.cached // size
         sequence.told = sequence.length
@@ -87,6 +101,7 @@ class Roster:
 
     def preempt(self, sequence: Sequence) -> None:
         """Back to its old place in the queue; what it computed stays as long as the cache can keep it."""
+        self._moved("preempted", sequence)
         self._leave_device(sequence)
         self._wait(sequence)
         sequence.progressed = False
@@ -95,6 +110,7 @@ class Roster:
     def drop(self, sequence: Sequence) -> None:
         """A sequence ends, without a word."""
         if sequence.status is Status.RUNNING:
+            self._moved("ended", sequence)
             self._leave_device(sequence)
         else:
             self.waiting.remove(sequence)
@@ -111,6 +127,9 @@ class Roster:
             cached_tokens=max(sequence.cached_tokens, 0),
             ended=ended,
         )
+
+    def _moved(self, kind: Literal["started", "preempted", "displaced", "ended"], sequence: Sequence) -> None:
+        self.moves.append(Move(kind, sequence.id, len(sequence.output)))
 
     def _wait(self, sequence: Sequence) -> None:
         sequence.rest()

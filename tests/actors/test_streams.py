@@ -8,6 +8,7 @@ import pytest
 
 from actors.requests import Delta, InvalidRequest, RequestAborted, RequestFailed, RequestTimeout, Usage
 from actors.streams import RequestStream, StreamBuffer
+from telemetry.timeline import Timelines
 
 
 def delta(text: str, *, index: int = 0, finish: str | None = None, first: bool = False) -> Delta:
@@ -36,7 +37,7 @@ class House:
     def stream(
         self, *, choices: int = 1, interval: int = 1, deadline: float | None = None
     ) -> tuple[StreamBuffer, RequestStream]:
-        buffer = StreamBuffer("r", choices, interval=interval)
+        buffer = StreamBuffer(Timelines().open("r", operation="chat", model="m"), choices, interval=interval)
         return buffer, RequestStream(
             buffer, label=None, deadline=deadline, admit=self.admit, release=self.released.append
         )
@@ -204,7 +205,7 @@ async def test_a_reader_that_never_reads_costs_each_token_the_same() -> None:
             counted += 1
             return 1
 
-    buffer = StreamBuffer("r", 1, interval=64)
+    buffer = StreamBuffer(Timelines().open("r", operation="chat", model="m"), 1, interval=64)
     for _ in range(1000):
         buffer.push(Delta(request_id="r", token_ids=Counted((1,)), usage=Usage()))
     assert counted <= 6000

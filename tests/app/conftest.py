@@ -28,6 +28,7 @@ from actors.runtime import current_traceparent
 from actors.status import EngineStatus, Health
 from app.application import Troupe, create_app
 from telemetry.metrics import EngineMetrics
+from telemetry.timeline import Outcome, RequestTimeline, Timelines
 
 ANSWER = ["Paris", " is", " the", " capital", " of", " France."]
 
@@ -42,6 +43,7 @@ class FakeStream:
         self.params = params
         self.prompt = prompt
         self.prompt_tokens = 0
+        self.timeline: RequestTimeline | None = None
         self.aborted = asyncio.Event()
         self.over = asyncio.Event()
         self.ended = False
@@ -118,6 +120,8 @@ class FakeStream:
     async def aclose(self) -> None:
         self.closed = True
         self.over.set()
+        if self.timeline is not None:
+            self.engine.timelines.close(self.timeline, Outcome(error_type="" if self.ended else "abort"))
         if not self.ended:
             self.aborted.set()
         self.engine.open.discard(self)
@@ -141,6 +145,7 @@ class FakeEngine:
         self.vocab_size = 0x110000
         self.generation_defaults: dict[str, Any] = {}
         self.registry = CollectorRegistry()
+        self.timelines = Timelines()
         self.metrics = EngineMetrics(self.registry, self.model_name, dict)
         self.status = EngineStatus(phase="ready", progress=1.0, stage="ready")
         self.start_error: str | None = None
@@ -182,8 +187,10 @@ class FakeEngine:
         if params.max_tokens is not None and params.max_tokens < 1:
             raise InvalidRequest("max_tokens: must be at least 1.", param="max_tokens")
         trace = current_traceparent.get()
+        timeline = keywords.pop("timeline", None)
         self.requests.append({"prompt": prompt, "params": params, "traceparent": trace, **keywords})
         stream = FakeStream(self, f"req-{len(self.streams)}", prompt, params, keywords.get("request_id"))
+        stream.timeline = timeline
         self.streams.append(stream)
         self.open.add(stream)
         return stream

@@ -1,0 +1,127 @@
+"""The chronicle: what the scheduler writes into the timelines of its requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from actors.journal import Journal, JournalEntry
+from actors.protocol import Lease
+from actors.scheduling.draft import Chunk
+from actors.scheduling.roster import Move
+from kernels.step import StepResult
+from telemetry.timeline import Hop
+
+__all__ = ["Chronicle"]
+
+
+class _Prefill(msgspec.Struct, frozen=True):
+    """A chunk on the device."""
+
+    entry: JournalEntry
+    hop: Hop
+    samples: bool
+
+
+class Chronicle:
+    """Writes when a sequence comes, goes or prefills, never for a decode. Sequences that have left the journal are
+    nobody's any more and are passed over."""
+
+    def __init__(self, journal: Journal, worker: str) -> None:
+        self._journal = journal
+        self._worker = worker
+        self._leases: dict[int, tuple[float, float, Lease]] = {}  # of this planning: asked, answered
+        self._prefills: dict[int, list[_Prefill]] = {}  # by the number of the step
+
+    def resumed(self, entries: Iterable[JournalEntry], now: float) -> None:
+        """A new scheduler has taken these into its queue."""
+        for entry in entries:
+            entry.end_decode(now, len(entry.output))
+            self._queue_again(entry, now)
+
+    def leased(self, sequence: int, asked: float, answered: float, lease: Lease) -> None:
+        """The cache has opened a sequence; whether it starts is said by :meth:`moved`."""
+        self._leases[sequence] = (asked, answered, lease)
+
+    def moved(self, moves: Iterable[Move], now: float) -> None:
+        """Sequences have come onto the device, or left it."""
+        for move in moves:
+            entry = self._journal.get(move.sequence)
+            if entry is None:
+                continue
+            if move.kind == "started":
+                self._started(entry, now, move.output)
+                continue
+            entry.end_decode(now, move.output)
+            if move.kind == "ended":
+                continue
+            if move.kind == "preempted":
+                entry.preemptions += 1
+                entry.timeline.mark("preempted", now, entry.index, output_tokens=move.output)
+            self._queue_again(entry, now)
+        self._leases.clear()
+
+    def _started(self, entry: JournalEntry, now: float, output: int) -> None:
+        timeline, index = entry.timeline, entry.index
+        asked, answered, lease = self._leases.get(entry.sequence, (now, now, None))
+        entry.decoded_from = output
+        queued = timeline.open_hop("queue", index)
+        if queued is not None:
+            timeline.finish(queued, asked)
+            if queued.attributes.get("resumed"):
+                timeline.mark("resumed", now, index)
+        if lease is not None:
+            hop = timeline.begin("cache", asked, index)
+            timeline.finish(hop, answered, cached_tokens=lease.cached, pages=len(lease.pages) // 4)
+
+    def _queue_again(self, entry: JournalEntry, now: float) -> None:
+        timeline, index = entry.timeline, entry.index
+        if timeline.open_hop("queue", index) is None:
+            timeline.finish_all(index, now, "cache", "prefill", "decode")
+            timeline.begin("queue", now, index, resumed=True)
+
+    # -- steps
+
+    def new_worker(self) -> None:
+        """Nothing is on the way any more."""
+        self._prefills.clear()
+
+    def sent(self, step: int, chunks: Sequence[Chunk], now: float) -> None:
+        """A step is on its way to the worker."""
+        prefills = []
+        for chunk in chunks:
+            entry = self._journal.get(chunk.sequence)
+            if entry is not None:
+                hop = entry.timeline.begin(
+                    "prefill", now, entry.index, step=step, tokens=chunk.tokens, position=chunk.position
+                )
+                prefills.append(_Prefill(entry, hop, chunk.samples))
+        if prefills:
+            self._prefills[step] = prefills
+
+    def answered(self, result: StepResult, now: float) -> None:
+        """The worker has run a step."""
+        for prefill in self._prefills.pop(result.number, ()):
+            entry, hop = prefill.entry, prefill.hop
+            entry.timeline.finish(hop, now, device_seconds=result.timing.run, worker=self._worker)
+            if prefill.samples and entry.sequence in self._journal and hop.end == now:
+                entry.begin_decode(now)
+
+    def worker_died(self, sequences: Iterable[int], suspects: Iterable[int], now: float, reason: str) -> None:
+        """A worker died or hangs with ``sequences`` on it, ``suspects`` of them in a step."""
+        self.new_worker()
+        accused = frozenset(suspects)
+        for sequence in sequences:
+            entry = self._journal.get(sequence)
+            if entry is not None:
+                entry.timeline.mark("worker_died", now, entry.index, reason=reason, in_step=sequence in accused)
+                entry.end_decode(now, len(entry.output))
+                self._queue_again(entry, now)
+
+    def set_apart(self, sequences: Iterable[int], now: float) -> None:
+        """These are not run again."""
+        for sequence in sequences:
+            entry = self._journal.get(sequence)
+            if entry is not None:
+                entry.timeline.mark("set_apart", now, entry.index, worker_deaths=entry.worker_deaths)
