@@ -21,6 +21,9 @@ R = TypeVar("R")
 INLINE_CHARS = 1024
 """Plain texts up to this length are encoded in the loop: that takes less time than the way to a thread and back."""
 
+_INLINE_TOKENS = 4096
+"""As many tokens are decoded in the loop, more of them in the thread."""
+
 _MAX_BATCH = 256
 
 
@@ -129,10 +132,17 @@ class Tokenizer(Actor[TokenizerProtocol]):
             raise RequestFailed(f"The tokenizer failed on this request: {type(error).__name__}.") from error
 
     @handles
-    def decode(self, message: Decode) -> str:
+    def decode(self, message: Decode) -> str | Deferred[str]:
         ids, skip = message.token_ids, message.skip_special_tokens
-        return self._try(lambda: self._codec.decode(ids, skip_special_tokens=skip))
+        return self._inline_or_not(len(ids), lambda: self._codec.decode(ids, skip_special_tokens=skip))
 
     @handles
-    def decode_tokens(self, message: DecodeTokens) -> list[str]:
-        return self._try(lambda: [self._codec.token_text(token) for token in message.token_ids])
+    def decode_tokens(self, message: DecodeTokens) -> list[str] | Deferred[list[str]]:
+        ids = message.token_ids
+        return self._inline_or_not(len(ids), lambda: [self._codec.token_text(token) for token in ids])
+
+    def _inline_or_not(self, tokens: int, work: Callable[[], R]) -> R | Deferred[R]:
+        if tokens <= _INLINE_TOKENS:
+            return self._try(work)
+        assert self._thread is not None
+        return asyncio.wrap_future(self._thread.submit(self._try, work))

@@ -11,6 +11,7 @@ from quart import Response, request
 from app.auth import Level
 from app.errors import ApiError, invalid
 from app.exchange import Exchange
+from app.openai.requests import Label
 from app.probes import troupe_version
 from app.service import Service, json_response
 
@@ -20,7 +21,7 @@ __all__ = ["AbortRequest", "abort_request", "drain", "flush_cache", "model_info"
 class AbortRequest(msgspec.Struct, kw_only=True):
     """``rid``: an id given by the server or by the client, as a whole. ``abort_all`` needs the admin key."""
 
-    rid: str | None = None
+    rid: Label | None = None
     abort_all: bool | None = None
 
 

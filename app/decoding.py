@@ -12,7 +12,7 @@ import msgspec
 
 from app.errors import ApiError, invalid
 
-__all__ = ["UnknownFields", "check_depth", "check_json_content", "decode", "shallow_objects"]
+__all__ = ["UnknownFields", "check_depth", "check_json_content", "check_size", "decode", "shallow_objects"]
 
 log = logging.getLogger("troupe.http")
 
@@ -105,6 +105,13 @@ def check_depth(value: object, param: str, limit: int = MAX_DEPTH) -> None:
             return
         level = deeper
     raise invalid(f"{param}: nested more than {limit} levels deep.", param=param, code="too_deep")
+
+
+def check_size(value: object, param: str, limit: int) -> None:
+    """Raise 400 when free-form JSON has more than ``limit`` bytes."""
+    size = len(msgspec.json.encode(value))
+    if size > limit:
+        raise invalid(f"{param}: has {size} bytes as JSON; at most {limit} are read.", param=param, code="too_large")
 
 
 class UnknownFields:

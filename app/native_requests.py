@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from actors.requests import LIMITS, SamplingParams
 from app.errors import invalid
-from app.openai.requests import Text, TokenId, TokenIds
+from app.openai.requests import Label, Salt, Text, TokenId, TokenIds
 
 __all__ = ["Batch", "GenerateRequest", "NativeSampling", "batch_of", "native_names"]
 
@@ -68,7 +68,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     text: Text | Annotated[list[Text], _MANY] | None = None
     input_ids: Annotated[list[TokenId | TokenIds], Meta(max_length=4_194_304)] | None = None
     sampling_params: NativeSampling | Annotated[list[NativeSampling], _MANY] | None = None
-    rid: Text | Annotated[list[Text], _MANY] | None = None
+    rid: Label | Annotated[list[Label], _MANY] | None = None
     stream: bool | None = None
     return_logprob: bool | Annotated[list[bool], _MANY] | None = None
     logprob_start_len: int | Annotated[list[int], _MANY] | None = None
@@ -76,8 +76,8 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     return_text_in_logprobs: bool | None = None
     return_prompt_token_ids: bool | None = None
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
-    cache_salt: Text | None = None
-    extra_key: Text | None = None
+    cache_salt: Salt | None = None
+    extra_key: Salt | None = None
 
 
 class Item(msgspec.Struct, kw_only=True):

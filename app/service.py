@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 from quart import Response
 
 from actors.arguments import Arguments
-from actors.requests import Chat, InvalidRequest, SamplingParams
+from actors.requests import LIMITS, Chat, InvalidRequest, QueueFull, SamplingParams
 from actors.status import EngineStatus
 from actors.streams import RequestStream
 from app.auth import Keyring
@@ -55,6 +56,7 @@ class Service:
         self.live: set[Exchange] = set()
         self.created = int(time.time())
         self.send_deadline = SEND_DEADLINE
+        self._text_requests = 0
         self.unknown = UnknownFields(lambda name: engine.metrics.unknown_fields.labels(name).inc())
         self.warm = arguments.skip_server_warmup  # whether the warm-up requests are done
 
@@ -180,6 +182,22 @@ class Service:
                 "takes at a time; split the request.",
                 param=param,
             )
+
+    @contextlib.contextmanager
+    def text_request(self) -> Iterator[None]:
+        """Work for the tokenizer alone, which takes no ticket: so many at a time, lest those with a ticket wait for it.
+
+        Raises QueueFull.
+        """
+        if self._text_requests >= LIMITS.text_requests:
+            raise QueueFull(
+                f"{self._text_requests} requests for the tokenizer are under way. Try again.", retry_after=1.0
+            )
+        self._text_requests += 1
+        try:
+            yield
+        finally:
+            self._text_requests -= 1
 
     async def abort(self, name: str) -> int:
         """Abort the requests of this id, given by the server or by the client; how many. Ids match as a whole."""

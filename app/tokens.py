@@ -13,8 +13,8 @@ from actors.model_files import ModelFiles, resolve_model_path
 from actors.requests import LIMITS, Chat, InvalidRequest
 from app.errors import ApiError, invalid
 from app.exchange import Exchange
-from app.openai.parameters import messages, template_kwargs, tools
-from app.openai.requests import ChatMessage, Name, Text, TokenId, Tool
+from app.openai.parameters import messages, own_template, template_kwargs, tools
+from app.openai.requests import ChatMessage, Name, OwnTemplate, Text, TokenId, Tool
 from app.service import Service, json_response, renamed
 
 __all__ = [
@@ -26,6 +26,9 @@ __all__ = [
     "tokenize",
     "tokenizer_info",
 ]
+
+_STRINGS = 65536
+"""Tokens whose text is told at once, for models whose context is shorter: a few megabytes of answer."""
 
 _TokenList = Annotated[list[TokenId], Meta(max_length=4_194_304)]
 
@@ -40,6 +43,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     prompt: Text | Annotated[list[Text], Meta(max_length=LIMITS.prompts)] | None = None
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=LIMITS.messages)] | None = None
     tools: Annotated[list[Tool], Meta(max_length=LIMITS.tools)] | None = None
+    chat_template: OwnTemplate | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=32)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -76,6 +80,11 @@ async def tokenize(service: Service, exchange: Exchange, body: TokenizeRequest) 
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("prompt: give either prompt or messages.", param="prompt")
+    with service.text_request():
+        return json_response(await _tokenized(service, body))
+
+
+async def _tokenized(service: Service, body: TokenizeRequest) -> TokenizeAnswer:
     engine = service.engine
     if body.messages is not None:
         go_on = bool(body.continue_final_message)
@@ -85,6 +94,7 @@ async def tokenize(service: Service, exchange: Exchange, body: TokenizeRequest) 
             template_kwargs=template_kwargs(body.chat_template_kwargs),
             add_generation_prompt=not go_on if body.add_generation_prompt is None else body.add_generation_prompt,
             continue_final_message=go_on,
+            template=own_template(body.chat_template, service.arguments),
         )
         encoded = [await engine.tokenize(chat, add_special_tokens=bool(body.add_special_tokens))]
     else:
@@ -98,15 +108,19 @@ async def tokenize(service: Service, exchange: Exchange, body: TokenizeRequest) 
     tokens: list[int | list[int]] = [*encoded] if many else [*encoded[0]]
     strings: list[str | list[str]] | None = None
     if body.return_token_strs:
+        if sum(counts) > max(engine.context_length, _STRINGS):
+            raise invalid(
+                f"return_token_strs: {sum(counts)} tokens; the strings of at most "
+                f"{max(engine.context_length, _STRINGS)} are told. Send less, or leave it out.",
+                param="return_token_strs",
+            )
         named = [await engine.token_strings(ids) for ids in encoded]
         strings = [*named] if many else [*named[0]]
-    return json_response(
-        TokenizeAnswer(
-            tokens=tokens,
-            count=counts if many else counts[0],
-            max_model_len=engine.context_length,
-            token_strs=strings,
-        )
+    return TokenizeAnswer(
+        tokens=tokens,
+        count=counts if many else counts[0],
+        max_model_len=engine.context_length,
+        token_strs=strings,
     )
 
 
@@ -115,17 +129,22 @@ async def detokenize(service: Service, exchange: Exchange, body: DetokenizeReque
     service.check_model(body.model)
     skip = body.skip_special_tokens is not False
     many = bool(body.tokens) and isinstance(body.tokens[0], list)
+    if many and len(body.tokens) > LIMITS.prompts:
+        raise invalid(f"tokens: at most {LIMITS.prompts} lists, not {len(body.tokens)}.", param="tokens")
+    most = max(service.engine.context_length, _STRINGS)
     lists: list[list[int]] = []
     for number, item in enumerate(body.tokens if many else [body.tokens]):
+        at = f"tokens[{number}]" if many else "tokens"
         if not isinstance(item, list) or any(isinstance(token, list) for token in item):
-            raise invalid(
-                "tokens: either ids or lists of ids, not both.", param=f"tokens[{number}]" if many else "tokens"
-            )
+            raise invalid("tokens: either ids or lists of ids, not both.", param=at)
+        if len(item) > most:
+            raise invalid(f"{at}: has {len(item)} tokens; at most {most} are decoded at once.", param=at)
         lists.append(item)  # type: ignore[arg-type]
-    try:
-        texts = [await service.engine.detokenize(ids, skip_special_tokens=skip) for ids in lists]
-    except InvalidRequest as error:
-        raise renamed(error, {"prompt": "tokens"}) from None
+    with service.text_request():
+        try:
+            texts = [await service.engine.detokenize(ids, skip_special_tokens=skip) for ids in lists]
+        except InvalidRequest as error:
+            raise renamed(error, {"prompt": "tokens"}) from None
     told = texts if many else texts[0]
     return json_response(DetokenizeAnswer(text=told, prompt=told))
 

@@ -33,7 +33,7 @@ async def chat_completions(service: Service, exchange: Exchange, body: ChatReque
     names = chat_names(body)
     stream = service.submit(
         exchange,
-        chat_prompt(body),
+        chat_prompt(body, service.arguments),
         params,
         priority=body.priority,
         cache_salt=salt_of(body),

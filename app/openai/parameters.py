@@ -6,8 +6,9 @@ from typing import Any
 
 import msgspec
 
-from actors.requests import Chat, SamplingParams
-from app.decoding import check_depth
+from actors.arguments import Arguments
+from actors.requests import LIMITS, Chat, SamplingParams
+from app.decoding import check_depth, check_size
 from app.errors import invalid
 from app.openai.requests import ChatMessage, ChatRequest, CompletionRequest, SamplingFields, Tool
 
@@ -18,6 +19,7 @@ __all__ = [
     "completion_params",
     "label_of",
     "messages",
+    "own_template",
     "salt_of",
     "template_kwargs",
     "tools",
@@ -117,7 +119,19 @@ def label_of(body: SamplingFields) -> str | None:
     return body.rid or body.request_id or None
 
 
-def chat_prompt(body: ChatRequest) -> Chat:
+def own_template(given: str | None, arguments: Arguments) -> str | None:
+    """The template that the request brings; 400 where the server does not take any."""
+    if given and not arguments.trust_request_chat_template:
+        raise invalid(
+            "chat_template: templates from requests are not rendered here; start the server with --chat-template, or "
+            "with --trust-request-chat-template.",
+            param="chat_template",
+            code="unsupported_parameter",
+        )
+    return given or None
+
+
+def chat_prompt(body: ChatRequest, arguments: Arguments) -> Chat:
     """The conversation for the chat template. Raises 400 for what cannot be rendered."""
     kwargs = template_kwargs(body.chat_template_kwargs)
     effort = body.reasoning_effort
@@ -138,6 +152,7 @@ def chat_prompt(body: ChatRequest) -> Chat:
         template_kwargs=kwargs,
         add_generation_prompt=not go_on if add is None else add,
         continue_final_message=go_on,
+        template=own_template(body.chat_template, arguments),
     )
 
 
@@ -151,6 +166,7 @@ def template_kwargs(given: dict[str, Any] | None) -> dict[str, Any]:
         if not key.isidentifier() or key.startswith("_") or len(key) > 64:
             raise invalid(f"{param}: a name is a letter and then letters, digits or underscores.", param=param)
         check_depth(value, param, limit=8)
+    check_size(kwargs, "chat_template_kwargs", LIMITS.template_kwargs_bytes)
     return kwargs
 
 
@@ -178,7 +194,9 @@ def _tool(tool: Tool, index: int) -> dict[str, Any]:
     if tool.type != "function":
         param = f"tools[{index}].type"
         raise invalid(f"{param}: only 'function' is available, not {tool.type!r}.", param=param)
-    check_depth(tool.function.parameters, f"tools[{index}].function.parameters")
+    where = f"tools[{index}].function.parameters"
+    check_depth(tool.function.parameters, where)
+    check_size(tool.function.parameters, where, LIMITS.schema_bytes)
     return {"type": "function", "function": msgspec.to_builtins(tool.function)}
 
 

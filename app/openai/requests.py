@@ -18,6 +18,9 @@ __all__ = [
     "ChatRequest",
     "CompletionRequest",
     "ContentPart",
+    "Label",
+    "OwnTemplate",
+    "Salt",
     "SamplingFields",
     "StreamOptions",
     "TokenIds",
@@ -56,7 +59,11 @@ IGNORED = frozenset(
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=4_194_304)]
 Text = str
+"""Bounded by the body, and by what fits the model's context."""
 Name = Annotated[str, Meta(max_length=512)]
+Label = Annotated[str, Meta(max_length=LIMITS.request_id_chars)]
+Salt = Annotated[str, Meta(max_length=LIMITS.cache_salt_chars)]
+OwnTemplate = Annotated[str, Meta(max_length=LIMITS.template_chars)]
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -97,10 +104,10 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
-    cache_salt: Text | None = None
-    extra_key: Text | None = None  # SGLang's name of the same
-    rid: Text | None = None
-    request_id: Text | None = None
+    cache_salt: Salt | None = None
+    extra_key: Salt | None = None  # SGLang's name of the same
+    rid: Label | None = None
+    request_id: Label | None = None
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
@@ -181,9 +188,10 @@ class ChatRequest(SamplingFields, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: Annotated[list[Tool], Meta(max_length=LIMITS.tools)] | None = None
-    tool_choice: Text | dict[str, Any] | None = None
+    tool_choice: Name | dict[str, Any] | None = None
     reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
     reasoning: Reasoning | None = None
+    chat_template: OwnTemplate | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=32)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
