@@ -33,6 +33,7 @@ from actors.status import EngineStatus, Health, Phase
 from actors.streams import RequestStream
 from actors.vitals import Vitals
 from kernels.step import ModelInfo
+from telemetry.log_lines import Event as LogEvent
 from telemetry.metrics import EngineMetrics
 from telemetry.timeline import Outcome, RequestTimeline, Timelines
 
@@ -125,7 +126,7 @@ class Engine:
     async def _live(self) -> None:
         """The engine's one task: owner of the actor system from start to end."""
         try:
-            async with ActorSystem(name="troupe") as system:
+            async with ActorSystem(name="troupe", log_death=self._log_death) as system:
                 self._system = system
                 system.on_event(self._on_event)
                 try:
@@ -207,6 +208,18 @@ class Engine:
         elif event.kind is EventKind.STOPPED and self._phase in ("starting", "ready", "draining"):
             # Nobody asked it to: without it the others would wait for ever.
             self._give_up(f"Actor {event.actor} has ended for good: {_reason(event.cause)}")
+
+    def _log_death(self, event: Event) -> None:
+        """An actor's death, once, with what it takes to find its reason; a worker's with the requests in its batch."""
+        fields: dict[str, object] = {"actor": event.actor, "incarnation": event.incarnation}
+        if event.actor.startswith("worker-"):
+            fields["device"] = self.model_info.device if self.model_info is not None else self.arguments.device
+            journal = self._company.journal if self._company is not None else Journal()
+            batch = self.vitals.read_batch() if self.vitals.read_batch is not None else ()
+            entries = [entry for sequence in batch if (entry := journal.get(sequence)) is not None]
+            fields["batch"] = tuple(dict.fromkeys(entry.stream.request_id for entry in entries))
+        text = f"Actor {event.actor} died: {_reason(event.cause)}"
+        _log.error(LogEvent(text, fields), exc_info=event.cause, extra={"actor": event.actor})
 
     def _give_up(self, reason: str) -> None:
         self._error = self._error or reason

@@ -79,6 +79,7 @@ class Scheduler(Actor[SchedulerProtocol]):
 
     async def started(self) -> None:
         self._vitals.forget_steps()
+        self._vitals.read_batch = self._planner.sequences_in_flight
         if self.context.incarnation > 0:
             # What the last life sent must be in the journal before the journal is read.
             await self._detokenizer.ask(Fence(), timeout=_CACHE_TIMEOUT)
@@ -139,7 +140,7 @@ class Scheduler(Actor[SchedulerProtocol]):
     async def step_failed(self, message: StepFailed) -> None:
         if message.epoch != self._epoch:
             return
-        _log.warning("Step %d got no answer: %s", message.number, message.reason)
+        _log.debug("Step %d got no answer: %s", message.number, message.reason)  # its worker's death is logged
         # The worker's next life announces itself by WorkerReady; until then nothing is sent.
         self._epoch = None
         ready = self._vitals.worker

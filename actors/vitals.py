@@ -17,6 +17,7 @@ class Vitals:
         self.worker: tuple[ModelInfo, int] | None = None  # set by the engine when a worker has loaded; (info, epoch)
         self.scheduler: SchedulerLoad | None = None
         self.read_cache: Callable[[], CacheUsage] | None = None  # set by the cache manager
+        self.read_batch: Callable[[], tuple[int, ...]] | None = None  # set by the scheduler: sequences in a step
         self.steps = 0
         self.step_run_seconds = 0.0
         self.oldest_step_sent: float | None = None  # of the steps without an answer

@@ -14,14 +14,15 @@ import msgspec
 
 from actors.runtime.actor import Actor, handlers_of
 from actors.runtime.cell import Cell
-from actors.runtime.errors import ActorDied, MessageTooLarge
+from actors.runtime.child_log import ChildLog
+from actors.runtime.errors import ActorDied, MessageTooLarge, first_cause
 from actors.runtime.events import Event, EventKind
 from actors.runtime.incarnation import LocalIncarnation
 from actors.runtime.link import Kind, Link
 from actors.runtime.message import Envelope, Message, current_traceparent
 from actors.runtime.supervisor import Strategy, Supervision
 from actors.runtime.system import ActorSystem
-from actors.runtime.wire import ChildSpec, Death, import_name, log_line, pack_error, unpack_header
+from actors.runtime.wire import ChildSpec, Death, LogLine, import_name, pack_error, unpack_header
 
 __all__ = ["main"]
 
@@ -64,10 +65,14 @@ class _Child:
         self._cell: Cell | None = None
         self._decoder: msgspec.msgpack.Decoder[Any] | None = None
         self._link = Link(self._loop, sock, self._on_frame, self._on_lost, spec.limit)
+        self._log = ChildLog(self._send_log, lambda: self._link.backlog < _LOG_BACKLOG)
 
     async def live(self) -> None:
+        # This process is the system's own: here the root logger is ours, and carries what other libraries say.
+        logging.getLogger().addHandler(self._log)
+        logging.captureWarnings(True)
         logger = logging.getLogger("troupe")
-        logger.addHandler(_LogHandler(self._send_log))
+        logger.addHandler(self._log)
         logger.setLevel(self._spec.log_level)
         logger.propagate = False
         logging.getLogger("troupe.runtime").setLevel(logging.CRITICAL + 1)  # the parent's speaks for it
@@ -156,9 +161,8 @@ class _Child:
     def _send_event(self, message: Message[Any, None]) -> None:
         self._send_safely(Kind.EVENT, self._encode(message))
 
-    def _send_log(self, record: logging.LogRecord) -> None:
-        if self._link.backlog < _LOG_BACKLOG:
-            self._send_safely(Kind.LOG, self._encode(log_line(record, current_traceparent.get())))
+    def _send_log(self, line: LogLine) -> None:
+        self._send_safely(Kind.LOG, self._encode(line))
 
     def _send_safely(self, kind: Kind, body: bytes) -> None:
         """Send from whichever thread the actor works in."""
@@ -170,12 +174,17 @@ class _Child:
     async def _beat(self) -> None:
         while True:
             self._link.send(Kind.HEARTBEAT, 0)
+            self._log.tell_dropped()
             await asyncio.sleep(self._spec.heartbeat)
 
     async def _die(self, error: BaseException) -> None:
         """Say why, and go without waiting for threads that may hang."""
         detail = "".join(traceback.format_exception(error))
-        self._link.send(Kind.DIED, 0, self._encode(Death(f"{type(error).__name__}: {error}", detail)))
+        reason, first = f"{type(error).__name__}: {error}", first_cause(error)
+        if first is not error:
+            reason += f" (first cause: {type(first).__name__}: {first})"
+        self._log.tell_dropped()
+        self._link.send(Kind.DIED, 0, self._encode(Death(reason, detail)))
         try:
             await asyncio.wait_for(self._link.flush(), 1.0)
         finally:
@@ -201,15 +210,3 @@ class _ReplyFrame:
         if isinstance(exception, ActorDied):
             return  # this actor is at its end: the parent answers for what it has not finished
         self._child.reply_error(self._correlation, exception)
-
-
-class _LogHandler(logging.Handler):
-    def __init__(self, send: Callable[[logging.LogRecord], None]) -> None:
-        super().__init__()
-        self._send = send
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            self._send(record)
-        except Exception:
-            self.handleError(record)

@@ -9,6 +9,7 @@ __all__ = [
     "MessageTooLarge",
     "RequestError",
     "UnknownMessage",
+    "first_cause",
 ]
 
 
@@ -78,6 +79,17 @@ class UnknownMessage(TypeError):
 
     def __str__(self) -> str:
         return f"actor {self.name!r} has no handler for {self.message}: add a method with @handles, or check the ref"
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """What came before everything else that led to ``error``."""
+    seen = {id(error)}
+    while True:
+        earlier = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        if earlier is None or id(earlier) in seen:
+            return error
+        seen.add(id(earlier))
+        error = earlier
 
 
 class ChildCrash(Exception):

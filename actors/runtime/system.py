@@ -77,8 +77,12 @@ class ActorSystem:
         observer: Observer | object | None = None,
         pause: Callable[[], Awaitable[None]] | None = None,
         seed: int | None = None,
+        log_death: Callable[[Event], None] | None = None,
     ) -> None:
-        """`pause` is awaited before each message (a test decides with it who goes first); `seed` is of the jitter."""
+        """`pause` is awaited before each message (a test decides with it who goes first); `seed` is of the jitter.
+
+        `log_death` logs an actor's death in place of the system: its owner may know more of it.
+        """
         self.name = name
         self.logger = logging.getLogger("troupe.runtime")
         self.random = random.Random(seed)
@@ -97,6 +101,7 @@ class ActorSystem:
         self._tasks: anyio.abc.TaskGroup | None = None
         observed = getattr(observer, "handled", None)
         self.observe_handled = None if observed is None else _measure(observed)
+        self._log_death = log_death
         self._observe_timeout = getattr(observer, "ask_timeout", None)
         self._observe_dead_letter = getattr(observer, "dead_letter", None)
         self._observe_restarted = getattr(observer, "restarted", None)
@@ -361,13 +366,16 @@ class ActorSystem:
     def emit_event(
         self, kind: EventKind, actor: str, incarnation: int | None, cause: BaseException | None = None
     ) -> None:
-        if kind is EventKind.DIED:
+        event = Event(kind, actor, incarnation, cause)
+        if kind is EventKind.DIED and self._log_death is not None:
+            self._log_death(event)
+        elif kind is EventKind.DIED:
             self.logger.error("actor %s died", actor, exc_info=cause)
         elif kind is EventKind.RESTARTED:
             self.logger.warning("actor %s restarted (incarnation %s)", actor, incarnation)
             if self._observe_restarted is not None:
                 self._observe_restarted(actor)
-        self._publish(Event(kind, actor, incarnation, cause))
+        self._publish(event)
 
     def _publish(self, event: Event) -> None:
         for callback in self._callbacks:

@@ -27,6 +27,9 @@ __all__ = [
 
 _HEADER = struct.Struct("<dB")
 
+_HALF_TEXT = 16 * 1024
+"""Characters of the beginning and of the end of a log record's text."""
+
 
 class ChildSpec(msgspec.Struct, frozen=True):
     """All that a child needs to know; the first thing it gets. Times are in seconds, sizes in bytes."""
@@ -140,13 +143,14 @@ def unpack_error(body: memoryview) -> Exception:
 
 
 def log_line(record: logging.LogRecord, traceparent: str | None) -> LogLine:
+    """A record as what is sent of it. A text that is too long loses its middle."""
     error = None
-    if record.exc_info:
-        error = logging.Formatter().formatException(record.exc_info)
+    if record.exc_info and record.exc_info[0] is not None:
+        error = _clipped(logging.Formatter().formatException(record.exc_info))
     return LogLine(
         name=record.name,
         level=record.levelno,
-        text=record.getMessage(),
+        text=_clipped(record.getMessage()),
         path=record.pathname,
         line=record.lineno,
         function=record.funcName,
@@ -156,6 +160,12 @@ def log_line(record: logging.LogRecord, traceparent: str | None) -> LogLine:
         error=error,
         traceparent=traceparent,
     )
+
+
+def _clipped(text: str) -> str:
+    if len(text) <= 2 * _HALF_TEXT:
+        return text
+    return f"{text[:_HALF_TEXT]}\n...\n{text[-_HALF_TEXT:]}"
 
 
 def write_record(line: LogLine, actor: str) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from typing import ClassVar
 
 import msgspec
@@ -94,6 +95,15 @@ class Speak(Message[ChildProtocol, None], frozen=True):
 
 
 class Leave(Message[ChildProtocol, None], frozen=True): ...
+
+
+class Chatter(Message[ChildProtocol, None], frozen=True):
+    count: int
+    text: str = ""
+    from_thread: bool = False
+
+
+class Chain(Message[ChildProtocol, None], frozen=True): ...
 
 
 class Missing(Message[ChildProtocol, None], frozen=True): ...
@@ -204,6 +214,34 @@ class ChildActor(Actor[ChildProtocol]):
             self.context.parent_tell(Progress(message.text))
 
     @handles
+    def chatter(self, message: Chatter) -> None:
+        log = logging.getLogger("troupe.child")
+
+        def talk() -> None:
+            for number in range(message.count):
+                log.info("chatter %d %s", number, message.text)
+            log.error("the end of it")
+            warnings.warn("deprecated thing", stacklevel=1)
+            logging.getLogger("some.library").warning("from a library")
+
+        if message.from_thread:
+            thread = threading.Thread(target=talk)
+            thread.start()
+            thread.join()
+        else:
+            talk()
+
+    @handles
+    def chain(self, message: Chain) -> None:
+        try:
+            try:
+                raise OSError("the cable was pulled")
+            except OSError as error:
+                raise ValueError("no answer from the device") from error
+        except ValueError:
+            _fail_step()
+
+    @handles
     def leave(self, message: Leave) -> None:
         self.context.stop_self()
 
@@ -223,6 +261,10 @@ class ChildActor(Actor[ChildProtocol]):
         for fd in os.listdir("/proc/self/fd"):
             if _open(fd) and os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
                 os.write(int(fd), message.data)
+
+
+def _fail_step() -> None:
+    raise RuntimeError("the step failed")
 
 
 def _open(fd: str) -> bool:

@@ -17,6 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from runtime_child_actors import (
     BadPrompt,
     Block,
+    Chain,
+    Chatter,
     ChildProtocol,
     Count,
     Counted,
@@ -274,6 +276,52 @@ async def test_events_and_logs_come_from_the_child(system: ActorSystem, caplog: 
     assert first.getMessage() == "said hello"
     assert first.process != os.getpid()
     assert first.__dict__["actor"] == "worker"
+
+
+@pytest.mark.parametrize("from_thread", [False, True])
+async def test_a_burst_of_records_is_cut_and_counted(
+    system: ActorSystem, caplog: pytest.LogCaptureFixture, from_thread: bool
+) -> None:
+    with caplog.at_level(logging.INFO, logger="troupe"):
+        ref = await spawn(system, heartbeat=0.02)
+        await ref.ask(Chatter(20_000, from_thread=from_thread), timeout=20)
+        await eventually(lambda: "log records of this process were dropped" in caplog.text)
+    lines = [record.getMessage() for record in caplog.records if record.name == "troupe.child"]
+    chatter = [line for line in lines if line.startswith("chatter")]
+    assert 200 <= len(chatter) < 10_000
+    assert "the end of it" in lines
+    (told, *_) = [record for record in caplog.records if record.name == "troupe.logs"]
+    assert (told.levelno, told.__dict__["actor"]) == (logging.WARNING, "worker")
+
+
+async def test_what_other_libraries_say_in_a_child_comes_too(
+    system: ActorSystem, caplog: pytest.LogCaptureFixture
+) -> None:
+    ref = await spawn(system)
+    with caplog.at_level(logging.WARNING, logger="troupe"):
+        await ref.ask(Chatter(0), timeout=10)
+    found = {record.name: record.getMessage() for record in caplog.records}
+    assert found["troupe.libraries.some.library"] == "from a library"
+    assert "UserWarning: deprecated thing" in found["troupe.libraries.py.warnings"]
+
+
+async def test_a_record_larger_than_any_frame_breaks_no_link(
+    system: ActorSystem, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="troupe"):
+        ref = await spawn(system)
+        await ref.ask(Chatter(1, text="x" * 3_000_000), timeout=10)
+        await ref.ask(Multiply(1), timeout=10)
+    (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("chatter 0 x")]
+    assert len(line) < 40_000
+
+
+async def test_a_death_tells_its_first_cause(system: ActorSystem) -> None:
+    ref = await spawn(system)
+    with pytest.raises(ActorDied) as caught:
+        await ref.ask(Chain(), timeout=10)
+    assert isinstance(caught.value.cause, ChildCrash)
+    assert caught.value.cause.reason == "RuntimeError: the step failed (first cause: OSError: the cable was pulled)"
 
 
 async def test_a_failing_start_is_told_to_the_spawner(system: ActorSystem) -> None:
