@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from actors.protocol import LoadProgress, Step, WorkerConfig, WorkerLoaded, WorkerProtocol
 from actors.runtime import Actor, Deferred, RequestError, handles
-from kernels.step import ModelInfo, StepResult
+from kernels.step import ModelInfo, StepBatch, StepResult
 
 if TYPE_CHECKING:
+    from kernels.answers import RunningStep
     from kernels.runner import ModelRunner
 
 __all__ = ["StaleStep", "Worker"]
@@ -26,15 +27,20 @@ class StaleStep(RequestError):
 
 
 class Worker(Actor[WorkerProtocol]):
-    """The model runs in one thread, the mailbox in another: the next step is already here when this one ends."""
+    """The model runs in one thread, the mailbox in another: the next step is already here when this one ends.
+
+    Where the device works by itself, a third thread waits for it, and the next step is prepared while this one runs.
+    """
 
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
         self._thread: ThreadPoolExecutor | None = None
+        self._waiting: ThreadPoolExecutor | None = None
         self._runner: ModelRunner | None = None
 
     async def started(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="troupe-model")
+        self._waiting = ThreadPoolExecutor(1, thread_name_prefix="troupe-results")
         loop = asyncio.get_running_loop()
 
         def progress(stage: str, fraction: float) -> None:
@@ -49,8 +55,9 @@ class Worker(Actor[WorkerProtocol]):
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def stopping(self) -> None:
-        if self._thread is not None:
-            self._thread.shutdown(wait=True, cancel_futures=True)
+        for thread in (self._thread, self._waiting):
+            if thread is not None:
+                thread.shutdown(wait=True, cancel_futures=True)
         if self._runner is not None:
             self._runner.close()
 
@@ -77,5 +84,33 @@ class Worker(Actor[WorkerProtocol]):
                 f"Step {message.batch.number} is of life {message.epoch}, this is {self.context.incarnation}."
             )
         assert self._thread is not None
+        answer: Future[StepResult] = Future()
+        queued = self._thread.submit(self._start, message.batch, answer)
+        queued.add_done_callback(lambda queued: answer.cancel() if queued.cancelled() else None)
+        return asyncio.wrap_future(answer)
+
+    def _start(self, batch: StepBatch, answer: Future[StepResult]) -> None:
+        """In the model's thread. A step that nobody waits for any more runs all the same: others follow it."""
         assert self._runner is not None
-        return asyncio.wrap_future(self._thread.submit(self._runner.run, message.batch))
+        assert self._waiting is not None
+        try:
+            step = self._runner.start(batch)
+            if step.done:
+                self._settle(answer, step)
+            else:
+                self._waiting.submit(self._settle, answer, step)
+        except BaseException as error:
+            _refuse(answer, error)
+
+    def _settle(self, answer: Future[StepResult], step: RunningStep) -> None:
+        try:
+            result = step.result()
+            if answer.set_running_or_notify_cancel():
+                answer.set_result(result)
+        except BaseException as error:
+            _refuse(answer, error)
+
+
+def _refuse(answer: Future[StepResult], error: BaseException) -> None:
+    if answer.set_running_or_notify_cancel():
+        answer.set_exception(error)
