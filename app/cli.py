@@ -21,7 +21,7 @@ __all__ = ["main"]
 
 OK, USAGE, ENGINE_FAILED = 0, 2, 3
 
-COMMANDS = ("serve", "help", "version")
+COMMANDS = ("serve", "dashboards", "help", "version")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return OK
         case ["serve", *rest]:
             return _serve(rest)
+        case ["dashboards", *rest]:
+            return _dashboards(rest)
         case [first, *_] if first.startswith("--") or Path(first).is_dir():
             return _serve(words)
         case [first, *_]:
@@ -60,6 +62,20 @@ def _serve(words: Sequence[str]) -> int:
     except ArgumentError as error:
         return _usage_error(error.problems, "All arguments: troupe serve --help")
     return _run(arguments)
+
+
+def _dashboards(words: Sequence[str]) -> int:
+    if len(words) != 1 or words[0].startswith("-"):
+        hint = "For example: troupe dashboards telemetry && docker compose -f telemetry/compose.yaml up"
+        return _usage_error(["dashboards takes the one folder to put the files in"], hint)
+    from telemetry.dashboards import copy_files
+
+    try:
+        for path in copy_files(Path(words[0])):
+            print(path)
+    except OSError as error:
+        return _usage_error([str(error)], "All commands: troupe help")
+    return OK
 
 
 def _run(arguments: Arguments) -> int:

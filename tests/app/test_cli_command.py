@@ -42,6 +42,21 @@ def test_the_version(capsys: Capture) -> None:
     assert capsys.readouterr().out.startswith("troupe ")
 
 
+def test_dashboards_are_put_into_a_folder_once(tmp_path: Path, capsys: Capture) -> None:
+    assert main(["dashboards", str(tmp_path / "boards")]) == 0
+    compose = tmp_path / "boards" / "compose.yaml"
+    assert compose.exists()
+    assert str(compose) in capsys.readouterr().out.splitlines()
+    assert main(["dashboards", str(tmp_path / "boards")]) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["a", "b"]])
+def test_dashboards_wants_one_folder(words: list[str], capsys: Capture) -> None:
+    assert main(["dashboards", *words]) == 2
+    assert "troupe dashboards telemetry" in capsys.readouterr().err
+
+
 def test_serve_help_lists_every_argument_with_its_default(capsys: Capture) -> None:
     assert main(["serve", "m", "--help"]) == 0
     text = capsys.readouterr().out
