@@ -1,4 +1,6 @@
-"""The Worker actor: one per device, in a process of its own. It runs the model and owns the device's state by slot."""
+"""The Worker actor: one per device, in a process of its own. It runs the model, or its part of one, and owns the device's
+state by slot.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +40,11 @@ class Worker(Actor[WorkerProtocol]):
         self._waiting: ThreadPoolExecutor | None = None
         self._runner: ModelRunner | None = None
 
+    @classmethod
+    def prepare(cls, config: WorkerConfig) -> None:
+        """Import torch and the model's code: the most of a start, and all of it that needs no device."""
+        _import_runner(config)
+
     async def started(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="troupe-model")
         self._waiting = ThreadPoolExecutor(1, thread_name_prefix="troupe-results")
@@ -46,9 +53,17 @@ class Worker(Actor[WorkerProtocol]):
         def progress(stage: str, fraction: float) -> None:
             loop.call_soon_threadsafe(self.context.parent_tell, LoadProgress(stage=stage, fraction=fraction))
 
+        async def load() -> None:
+            try:
+                async with asyncio.timeout(self._config.load_timeout):
+                    info = await self._in_thread(lambda: self._load(progress))
+            except TimeoutError:
+                raise RuntimeError(f"the model was not loaded within {self._config.load_timeout:g} s") from None
+            self.context.parent_tell(WorkerLoaded(info=info, epoch=self._config.epoch))
+
         progress("import", 0.0)
-        info = await self._in_thread(lambda: self._load(progress))
-        self.context.parent_tell(WorkerLoaded(info=info, epoch=self.context.incarnation))
+        # Beside the mailbox: the ranks of a group are started one after the other, and wait for each other in there.
+        self.context.start_soon(load)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         assert self._thread is not None
@@ -62,16 +77,9 @@ class Worker(Actor[WorkerProtocol]):
             self._runner.close()
 
     def _load(self, progress: Callable[[str, float], None]) -> ModelInfo:
-        # torch is imported here, in the model's thread of the worker's process, and nowhere else.
-        simulator = self._config.runner.npu_simulator
-        if simulator:
-            from kernels.npu.simulator.activate import activate
-
-            activate(simulator)  # before anybody imports torch
-        from kernels.runner import ModelRunner
-
-        self._runner = ModelRunner(self._config.runner, progress)
+        self._runner = _import_runner(self._config)(self._config.runner, progress)
         info = self._runner.load()
+        simulator = self._config.runner.npu_simulator
         if simulator:
             info = msgspec.structs.replace(info, device=f"{self._config.runner.device} (simulated {simulator})")
         return info
@@ -79,10 +87,8 @@ class Worker(Actor[WorkerProtocol]):
     @handles
     def step(self, message: Step) -> Deferred[StepResult]:
         """Queue the step behind the one that runs; the reply follows when it is done."""
-        if message.epoch != self.context.incarnation:
-            raise StaleStep(
-                f"Step {message.batch.number} is of life {message.epoch}, this is {self.context.incarnation}."
-            )
+        if message.epoch != self._config.epoch:
+            raise StaleStep(f"Step {message.batch.number} is of life {message.epoch}, this is {self._config.epoch}.")
         assert self._thread is not None
         answer: Future[StepResult] = Future()
         queued = self._thread.submit(self._start, message.batch, answer)
@@ -105,6 +111,8 @@ class Worker(Actor[WorkerProtocol]):
     def _settle(self, answer: Future[StepResult], step: RunningStep) -> None:
         try:
             result = step.result()
+            if self._config.runner.tp_rank:  # every rank has the same tokens, and who asks needs them once
+                result = StepResult(result.number, accepted=b"", tokens=b"")
             if answer.set_running_or_notify_cancel():
                 answer.set_result(result)
         except BaseException as error:
@@ -114,3 +122,15 @@ class Worker(Actor[WorkerProtocol]):
 def _refuse(answer: Future[StepResult], error: BaseException) -> None:
     if answer.set_running_or_notify_cancel():
         answer.set_exception(error)
+
+
+def _import_runner(config: WorkerConfig) -> type[ModelRunner]:
+    # torch is imported here, in the worker's process, and nowhere else.
+    if config.runner.npu_simulator:
+        from kernels.npu.simulator.activate import activate
+
+        activate(config.runner.npu_simulator)  # before anybody imports torch
+    from kernels.runner import ModelRunner
+
+    runner: type[ModelRunner] = ModelRunner
+    return runner

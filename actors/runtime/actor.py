@@ -90,6 +90,14 @@ class Actor(Generic[P]):
     def _handler_table(self) -> dict[type[Message[Any, Any]], Handler]:
         return handlers_of(type(self))
 
+    @classmethod
+    def prepare(cls, *config: Any) -> None:
+        """What an actor in a child process can do before it lives, given what it will be made with: say, imports.
+
+        A child in standby has done it when its turn comes. It must not take what only one may hold. An error is
+        dropped here; let `started` meet it.
+        """
+
     async def started(self) -> None:
         """Runs before the first message of each incarnation. Raising here counts as a crash."""
 

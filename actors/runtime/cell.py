@@ -16,6 +16,7 @@ from actors.runtime.message import Envelope, Message, current_traceparent
 from actors.runtime.supervisor import Supervision, Unit
 
 if TYPE_CHECKING:
+    from actors.runtime.child_process import Standby
     from actors.runtime.incarnation import Incarnation
     from actors.runtime.system import ActorSystem
 
@@ -67,6 +68,7 @@ class Cell:
         self.cause: BaseException | None = None
         self.fragile = False  # a failing first start is its spawner's affair, not the supervisor's
         self.ready = anyio.Event()  # started once, or closed
+        self.standby: Standby | None = None
         self._make = make
         self._next_number = 0
         self.stopping = False
@@ -249,6 +251,8 @@ class Cell:
         if self.closed:
             return
         self.closed = True
+        if self.standby is not None:
+            self.standby.dismiss()
         self.cause = cause = cause or self.cause  # an escalated crash is known before the stop that follows it
         if self.group is not None:
             self.group.leave(self)

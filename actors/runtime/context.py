@@ -74,11 +74,12 @@ class ActorContext(Generic[P]):
         message: Message[Q, R],
         *,
         timeout: float,
-        on_reply: Callable[[R], Message[P, None]],
+        on_reply: Callable[[R], Message[P, None] | None],
         on_error: Callable[[BaseException], Message[P, None]],
     ) -> None:
         """Ask without waiting: the answer comes back through this actor's own mailbox as the message that `on_reply`
-        or `on_error` makes of it. It is dropped if this incarnation has died meanwhile.
+        or `on_error` makes of it; None when the actor need not know. It is dropped if this incarnation has died
+        meanwhile.
 
         The answer's lane is never full. If the target's is, the message stands in line until its timeout, so bound
         the number of pipes under way (credits).
@@ -132,7 +133,7 @@ class _Pipe:
         message: str,
         timeout: float,
         trace: str | None,
-        on_reply: Callable[[Any], Message[Any, None]],
+        on_reply: Callable[[Any], Message[Any, None] | None],
         on_error: Callable[[BaseException], Message[Any, None]],
     ) -> None:
         self.incarnation = incarnation
@@ -140,7 +141,7 @@ class _Pipe:
         self.message = message
         self.timeout = timeout
         self.trace = trace
-        self.on_reply: Callable[[Any], Message[Any, None]] = on_reply
+        self.on_reply: Callable[[Any], Message[Any, None] | None] = on_reply
         self.on_error = on_error
         self.timer: Any = None
         self._done = False
@@ -159,7 +160,7 @@ class _Pipe:
             count(message)
             self._deliver(self.on_error, AskTimeout(self.target, self.message, self.timeout))
 
-    def _deliver(self, make: Callable[[Any], Message[Any, None]], value: Any) -> None:
+    def _deliver(self, make: Callable[[Any], Message[Any, None] | None], value: Any) -> None:
         self._done = True
         self.timer.cancel()
         incarnation = self.incarnation
@@ -167,6 +168,8 @@ class _Pipe:
             return
         try:
             message = make(value)
+            if message is None:
+                return
             incarnation.cell.check(message)
         except Exception as error:
             incarnation.crash(error)

@@ -71,6 +71,15 @@ class Link:
         sock.setblocking(False)
         loop.add_reader(sock, self._readable)
 
+    def rebind(
+        self, on_frame: Callable[[int, int, memoryview], None], on_lost: Callable[[BaseException | None], None]
+    ) -> None:
+        """Give what comes from now on to somebody else. A link that was lost before tells its new owner soon."""
+        self._on_frame = on_frame
+        self._on_lost = on_lost
+        if self.closed:
+            self._loop.call_soon(on_lost, None)
+
     def send(self, kind: int, correlation: int, *parts: bytes) -> None:
         """Send a frame now, or as soon as the other end has read enough. The caller has checked the limit."""
         if self.closed:

@@ -1,12 +1,7 @@
 """An actor in a child process, as its system sees it."""
 
-import json
 import logging
-import os
 import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Union
 
@@ -14,6 +9,7 @@ import anyio
 import msgspec
 
 from actors.runtime.cell import Cell
+from actors.runtime.child_process import ChildProcess, Standby
 from actors.runtime.clock import Timer, within
 from actors.runtime.errors import ChildCrash, MessageTooLarge, UnknownMessage
 from actors.runtime.incarnation import Incarnation
@@ -21,33 +17,7 @@ from actors.runtime.link import FRAME_LIMIT, Kind, Link
 from actors.runtime.message import Envelope, Lane, messages_of, reply_type
 from actors.runtime.wire import ChildSpec, Death, LogLine, name_of, pack_header, unpack_error, write_record
 
-__all__ = ["ProcessIncarnation", "ProcessPlan", "plan_process"]
-
-_BOOTSTRAP = """
-import signal
-signal.signal(signal.SIGINT, signal.SIG_IGN)
-import importlib, json, os, socket, sys
-fd, parent = int(sys.argv[1]), int(sys.argv[2])
-if sys.platform == "linux":
-    import ctypes
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-if os.getppid() != parent:
-    os._exit(1)
-sock = socket.socket(fileno=fd)
-def read(size):
-    data = b""
-    while len(data) < size:
-        part = sock.recv(size - len(data))
-        if not part:
-            os._exit(1)
-        data += part
-    return data
-boot = json.loads(read(int.from_bytes(read(4), "little")))
-spec = read(int.from_bytes(read(4), "little"))
-sys.argv[1:] = []
-sys.path[:] = boot["path"]
-importlib.import_module(boot["entry"]).main(sock, spec)
-"""
+__all__ = ["ProcessIncarnation", "ProcessPlan", "launch", "plan_process"]
 
 _KILL_AFTER = 1.0
 """Seconds between SIGTERM and SIGKILL, and between the end of a child's link and SIGKILL."""
@@ -55,14 +25,12 @@ _KILL_AFTER = 1.0
 _HEADROOM = 512
 """Bytes of a frame that are not the message: header, deadline, trace context."""
 
-_ENTRY = __name__.rpartition(".")[0] + ".child"
-
 
 class ProcessPlan(msgspec.Struct, frozen=True):
     """What every incarnation of one child actor has in common. Times in seconds, sizes in bytes."""
 
     target: str
-    config: bytes
+    configure: Callable[[int], bytes]  # the config of a life, from its number
     config_type: str | None
     environment: dict[str, str]
     start_timeout: float
@@ -79,6 +47,7 @@ def plan_process(
     *,
     target: str,
     config: Any,
+    configure: Callable[[int], Any] | None,
     config_type: type | None,
     environment: Mapping[str, str] | None,
     event_types: frozenset[Any],
@@ -94,11 +63,15 @@ def plan_process(
         raise ValueError(f"no message of {protocol.__name__} is known here: import the module that defines them")
     if target.count(":") != 1:
         raise ValueError(f"target must be 'package.module:Class', got {target!r}")
+    if configure is not None and config_type is None:
+        raise ValueError("give config_type with configure: it is checked before there is a config")
     if config is not None and config_type is None:
         config_type = type(config)
+    encode = msgspec.msgpack.encode
+    fixed = encode(config)
     return ProcessPlan(
         target=target,
-        config=msgspec.msgpack.encode(config),
+        configure=(lambda number: fixed) if configure is None else (lambda number: encode(configure(number))),
         config_type=None if config_type is None else name_of(config_type),
         environment=dict(environment or {}),
         start_timeout=start_timeout,
@@ -111,6 +84,21 @@ def plan_process(
     )
 
 
+def launch(cell: Cell, plan: ProcessPlan, config: bytes) -> ChildProcess:
+    """Start a child that gets ready to be the actor of `cell`, made with a config like this one."""
+    spec = ChildSpec(
+        name=cell.name,
+        target=plan.target,
+        config_type=plan.config_type,
+        config=config,
+        window=plan.window,
+        limit=plan.limit,
+        heartbeat=plan.heartbeat,
+        log_level=logging.getLogger("troupe").getEffectiveLevel(),
+    )
+    return ChildProcess(cell.loop, spec, plan.environment)
+
+
 class ProcessIncarnation(Incarnation):
     """One child process.
 
@@ -119,17 +107,18 @@ class ProcessIncarnation(Incarnation):
     ones go back into the mailbox, and every ask under way fails with ActorDied.
     """
 
-    def __init__(self, cell: Cell, number: int, plan: ProcessPlan) -> None:
+    def __init__(self, cell: Cell, number: int, plan: ProcessPlan, standby: Standby | None = None) -> None:
         super().__init__(cell, number)
+        self._standby = standby
+        self._config = b""
         self._plan = plan
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child: ChildProcess | None = None
         self._link: Link | None = None
         self._scope = anyio.CancelScope()
         self._change = anyio.Event()
         self._ready = False
         self._stopping = False
         self._gone = False  # the link has ended
-        self._exited = False
         self._in_order = False
         self._death: Death | None = None
         self._encode = msgspec.msgpack.Encoder().encode
@@ -166,6 +155,8 @@ class ProcessIncarnation(Incarnation):
             raise ChildCrash(f"did not start within {self._plan.start_timeout:g} s: raise start_timeout if it works")
         self.cell.mailbox.on_work(self._pump)
         self.mark_started()
+        if self._standby is not None:
+            self._standby.want(self._config)
         self._pump()
         self._watch_heartbeat()
         await self._until(lambda: self._gone or self._stopping)
@@ -180,61 +171,15 @@ class ProcessIncarnation(Incarnation):
             await self._change.wait()
 
     def _begin(self) -> None:
-        plan, cell = self._plan, self.cell
-        spec = ChildSpec(
-            name=cell.name,
-            incarnation=self.number,
-            target=plan.target,
-            config_type=plan.config_type,
-            config=plan.config,
-            window=plan.window,
-            limit=plan.limit,
-            heartbeat=plan.heartbeat,
-            log_level=logging.getLogger("troupe").getEffectiveLevel(),
-        )
-        boot = json.dumps({"path": [os.path.abspath(entry) for entry in sys.path], "entry": _ENTRY}).encode()
-        ours, theirs = socket.socketpair()
-        try:
-            self._child = subprocess.Popen(
-                [sys.executable, "-c", _BOOTSTRAP, str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                pass_fds=(theirs.fileno(),),
-                env={**os.environ, **plan.environment},
-            )
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        self.pid = self._child.pid
-        self._link = Link(cell.loop, ours, self._on_frame, self._on_lost, plan.limit)
-        body = self._encode(spec)
-        self._link.write(len(boot).to_bytes(4, "little") + boot + len(body).to_bytes(4, "little") + body)
-        self._watch_exit(self._child)
+        self._config = self._plan.configure(self.number)
+        child = None if self._standby is None else self._standby.take()
+        if child is None or child.exited or child.link.closed:
+            child = launch(self.cell, self._plan, self._config)
+        self._child, self._link, self.pid = child, child.link, child.pid
+        child.begin(self.number, self._config, self._on_frame, self._on_lost, self._on_exit)
 
-    def _watch_exit(self, child: "subprocess.Popen[bytes]") -> None:
-        loop = self.cell.loop
-        try:
-            pidfd = os.pidfd_open(child.pid)
-        except (AttributeError, OSError):  # not Linux, or forbidden
-            self._poll_exit(child)
-            return
-
-        def exited() -> None:
-            loop.remove_reader(pidfd)
-            os.close(pidfd)
-            self._poll_exit(child)
-
-        loop.add_reader(pidfd, exited)
-
-    def _poll_exit(self, child: "subprocess.Popen[bytes]") -> None:
-        if child.poll() is None:
-            self.cell.loop.call_later(0.02, self._poll_exit, child)
-            return
-        self._exited = self._gone = True
-        if self._link is not None:
-            self._link.drain()
+    def _on_exit(self) -> None:
+        self._gone = True
         self._change.set()
 
     def _watch_heartbeat(self) -> None:
@@ -260,15 +205,16 @@ class ProcessIncarnation(Incarnation):
         elif not gone:
             child.kill()
         with anyio.move_on_after(_KILL_AFTER):
-            await self._until(lambda: self._exited)
-        if not self._exited:
+            await self._until(lambda: child.exited)
+        if not child.exited:
             child.kill()
-            await self._until(lambda: self._exited)
+            await self._until(lambda: child.exited)
         if link is not None:
             link.close()
         if self._in_order and not self.stop_requested:
             self.stopped_itself = True
         elif gone and not self.stop_requested:
+            assert child.returncode is not None
             reason = _verdict(child.returncode)
             if self._death is None:
                 self._blame(ChildCrash(reason, "", child.returncode))
@@ -396,7 +342,7 @@ class ProcessIncarnation(Incarnation):
     def _on_lost(self, error: BaseException | None) -> None:
         if error is not None:
             self._blame(ChildCrash(f"sent what cannot be understood: {error}"))
-            if self._child is not None and not self._exited:
+            if self._child is not None and not self._child.exited:
                 self._child.kill()
         self._gone = True
         self._change.set()

@@ -14,12 +14,13 @@ import anyio.abc
 
 from actors.runtime.actor import Actor
 from actors.runtime.cell import Cell
+from actors.runtime.child_process import Standby
 from actors.runtime.clock import Clock, SystemClock
 from actors.runtime.events import ActorStatus, Event, EventKind, Observer
 from actors.runtime.incarnation import Incarnation, LocalIncarnation
 from actors.runtime.link import FRAME_LIMIT
 from actors.runtime.message import Envelope, Message
-from actors.runtime.process import ProcessIncarnation, plan_process
+from actors.runtime.process import ProcessIncarnation, launch, plan_process
 from actors.runtime.ref import ActorRef
 from actors.runtime.supervisor import Supervision, Unit
 
@@ -230,6 +231,7 @@ class ActorSystem:
         name: str,
         target: str,
         config: Any = None,
+        configure: Callable[[int], Any] | None = None,
         config_type: type | None = None,
         environment: Mapping[str, str] | None = None,
         capacity: int = 1024,
@@ -244,16 +246,19 @@ class ActorSystem:
         heartbeat_timeout: float | None = None,
         window: int = 16,
         frame_limit: int = FRAME_LIMIT,
+        standby: bool = False,
         wait: bool = True,
     ) -> ActorRef[P]:
         """Start the actor class `target` ("package.module:Class") in a child process, as `Class(config)`.
 
         The class is imported in the child only; `protocol` says here which messages it takes. `config` travels as
-        msgpack and is decoded as `config_type` (its own type unless given), which both sides must be able to import.
+        msgpack and is decoded as `config_type` (its own type unless given), which both sides must be able to import;
+        `configure` makes one for each life from its number instead.
         `environment` is added to the child's alone. What the actor tells its parent goes to `events`; `events_type`
         (a message type or a union) says what may come, and for a ref is what its actor handles unless given. A child
         whose event loop is silent for `heartbeat_timeout` seconds is killed. At most `window` messages of a lane are
-        under way to the child; `frame_limit` is in bytes. Waiting and errors are those of `spawn`.
+        under way to the child; `frame_limit` is in bytes. With `standby` a second child waits, its imports and
+        `Actor.prepare` done, to be the next life when this one dies. Waiting and errors are those of `spawn`.
         """
         if events_type is not None:
             types = frozenset(typing.get_args(events_type) or (events_type,))
@@ -263,6 +268,7 @@ class ActorSystem:
             protocol,
             target=target,
             config=config,
+            configure=configure,
             config_type=config_type,
             environment=environment,
             event_types=types,
@@ -272,8 +278,15 @@ class ActorSystem:
             window=window,
             limit=frame_limit,
         )
+
+        def make(cell: Cell, number: int) -> ProcessIncarnation:
+            if standby and cell.standby is None:
+                cell.standby = Standby(lambda config: launch(cell, plan, config), self.clock)
+                self.start_task(cell.standby.run, f"{cell.name} standby")
+            return ProcessIncarnation(cell, number, plan, cell.standby)
+
         return await self.place(
-            lambda cell, number: ProcessIncarnation(cell, number, plan),
+            make,
             frozenset(plan.replies),
             name=name,
             capacity=capacity,
@@ -422,10 +435,10 @@ class ActorSystem:
             del self._cells[cell.name]
 
     def describe(self) -> list[ActorStatus]:
-        """All actors in order of spawn, with what each is doing and for how long."""
+        """All actors in order of spawn, with what each is doing and for how long. May be called from any thread."""
         now = self.clock.monotonic()
         lines = []
-        for cell in self._cells.values():
+        for cell in list(self._cells.values()):
             incarnation = cell.incarnation
             in_hand = None if incarnation is None else incarnation.in_hand()
             lines.append(

@@ -32,13 +32,12 @@ _HALF_TEXT = 16 * 1024
 
 
 class ChildSpec(msgspec.Struct, frozen=True):
-    """All that a child needs to know; the first thing it gets. Times are in seconds, sizes in bytes."""
+    """What a child is to be; the first thing it gets. Times are in seconds, sizes in bytes."""
 
     name: str
-    incarnation: int
     target: str
     config_type: str | None
-    config: bytes
+    config: bytes  # of a life before, perhaps: what to prepare with
     window: int
     limit: int
     heartbeat: float

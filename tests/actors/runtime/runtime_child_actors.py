@@ -55,6 +55,10 @@ class Facts(msgspec.Struct, frozen=True):
 class Inspect(Message[ChildProtocol, Facts], frozen=True): ...
 
 
+class Prepared(Message[ChildProtocol, str], frozen=True):
+    """What was done before the start."""
+
+
 class Exit(Message[ChildProtocol, None], frozen=True):
     signal: int = 0
     code: int = 0
@@ -132,9 +136,15 @@ class BadPrompt(RequestError):
 
 
 class ChildActor(Actor[ChildProtocol]):
+    prepared = ""
+
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.counted: list[str] = []
+
+    @classmethod
+    def prepare(cls, settings: Settings) -> None:
+        cls.prepared = f"prepared before {'started' if isinstance(settings, Settings) else 'what?'}"
 
     async def started(self) -> None:
         if self.settings.start_seconds:
@@ -152,6 +162,10 @@ class ChildActor(Actor[ChildProtocol]):
     @handles
     def step(self, message: Step) -> Rows:
         return Rows(message.number, message.tokens[::-1])
+
+    @handles
+    def tell_prepared(self, message: Prepared) -> str:
+        return self.prepared
 
     @handles
     def inspect(self, message: Inspect) -> Facts:

@@ -1,0 +1,218 @@
+"""A child process and the link to it, from its launch to its end; and one kept in standby for a quick restart."""
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+
+import anyio
+import msgspec
+
+from actors.runtime.clock import Clock, within
+from actors.runtime.link import Link
+from actors.runtime.wire import ChildSpec
+
+__all__ = ["ChildProcess", "Standby"]
+
+_BOOTSTRAP = """
+import signal
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+import importlib, json, os, socket, sys
+fd, parent = int(sys.argv[1]), int(sys.argv[2])
+if sys.platform == "linux":
+    import ctypes
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() != parent:
+    os._exit(1)
+sock = socket.socket(fileno=fd)
+def read(size):
+    data = b""
+    while len(data) < size:
+        part = sock.recv(size - len(data))
+        if not part:
+            os._exit(1)
+        data += part
+    return data
+boot = json.loads(read(int.from_bytes(read(4), "little")))
+spec = read(int.from_bytes(read(4), "little"))
+sys.argv[1:] = []
+sys.path[:] = boot["path"]
+importlib.import_module(boot["entry"]).main(sock, spec, read)
+"""
+
+_ENTRY = __name__.rpartition(".")[0] + ".child"
+
+_FIRST_DELAY = 2.0
+_LAST_DELAY = 120.0
+"""Seconds before a standby is launched: a new life settles first; one that keeps dying is tried ever more rarely."""
+
+
+def _nothing() -> None:
+    pass
+
+
+class ChildProcess:
+    """Launched at once; it gets its actor's class ready and then waits until :meth:`begin` gives it its turn.
+
+    Raises OSError when no process can be started. ``exited`` is set, and ``on_exit`` called, when it has ended and was
+    reaped.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, spec: ChildSpec, environment: Mapping[str, str]) -> None:
+        self.exited = False
+        self.on_exit: Callable[[], None] = _nothing
+        self._loop = loop
+        boot = json.dumps({"path": [os.path.abspath(entry) for entry in sys.path], "entry": _ENTRY}).encode()
+        body = msgspec.msgpack.encode(spec)
+        ours, theirs = socket.socketpair()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _BOOTSTRAP, str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                pass_fds=(theirs.fileno(),),
+                env={**os.environ, **environment},
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self.link = Link(loop, ours, self._early_frame, self._early_end, spec.limit)
+        self.link.write(len(boot).to_bytes(4, "little") + boot + len(body).to_bytes(4, "little") + body)
+        self._watch_exit()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.returncode
+
+    def begin(
+        self,
+        incarnation: int,
+        config: bytes,
+        on_frame: Callable[[int, int, memoryview], None],
+        on_lost: Callable[[BaseException | None], None],
+        on_exit: Callable[[], None],
+    ) -> None:
+        """Let it be the actor's life number ``incarnation``, made with ``config``."""
+        self.on_exit = on_exit
+        self.link.rebind(on_frame, on_lost)
+        self.link.write(incarnation.to_bytes(8, "little") + len(config).to_bytes(4, "little") + config)
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def _early_frame(self, kind: int, correlation: int, body: memoryview) -> None:
+        raise ValueError(f"a frame of kind {kind} came before the child had its turn")
+
+    def _early_end(self, error: BaseException | None) -> None:
+        if not self.exited:
+            self.kill()
+
+    def _watch_exit(self) -> None:
+        try:
+            pidfd = os.pidfd_open(self.pid)
+        except (AttributeError, OSError):  # not Linux, or forbidden
+            self._poll_exit()
+            return
+
+        def exited() -> None:
+            self._loop.remove_reader(pidfd)
+            os.close(pidfd)
+            self._poll_exit()
+
+        self._loop.add_reader(pidfd, exited)
+
+    def _poll_exit(self) -> None:
+        if self._process.poll() is None:
+            self._loop.call_later(0.02, self._poll_exit)
+            return
+        self.exited = True
+        self.link.drain()
+        self.on_exit()
+
+
+class Standby:
+    """Keeps one child of an actor prepared, so that a restart does not wait for imports."""
+
+    def __init__(self, launch: Callable[[bytes], ChildProcess], clock: Clock) -> None:
+        self._launch = launch
+        self._clock = clock
+        self._child: ChildProcess | None = None
+        self._change = anyio.Event()
+        self._config = b""
+        self._wanted = False
+        self._dismissed = False
+
+    @property
+    def pid(self) -> int | None:
+        """Of the child that waits, if there is one."""
+        return None if self._child is None else self._child.pid
+
+    def take(self) -> ChildProcess | None:
+        """The prepared child, if there is one; the next is launched after :meth:`want`."""
+        child, self._child = self._child, None
+        self._wanted = False
+        self._notify()
+        return child
+
+    def want(self, config: bytes) -> None:
+        """The present life has started, with this config: prepare for the next."""
+        self._config = config
+        self._wanted = True
+        self._notify()
+
+    def dismiss(self) -> None:
+        """There will be no next life: end the child, and :meth:`run` with it."""
+        self._dismissed = True
+        self._notify()
+
+    async def run(self) -> None:
+        delay = _FIRST_DELAY
+        try:
+            while not self._dismissed:
+                await self._until(lambda: self._wanted or self._dismissed)
+                with within(self._clock, delay):
+                    await self._until(lambda: not self._wanted or self._dismissed)
+                if not self._wanted or self._dismissed:
+                    continue
+                try:
+                    self._child = self._launch(self._config)
+                except OSError:  # no memory or no processes left: the restart itself will say so
+                    delay = min(2 * delay, _LAST_DELAY)
+                    continue
+                self._child.on_exit = self._lost
+                await self._until(lambda: self._child is None or self._dismissed)
+                delay = min(2 * delay, _LAST_DELAY) if self._wanted else _FIRST_DELAY
+        finally:
+            child = self.take()
+            if child is not None:
+                with anyio.CancelScope(shield=True):
+                    child.on_exit = self._notify
+                    child.kill()
+                    await self._until(lambda: child.exited)
+                    child.link.close()
+
+    def _lost(self) -> None:
+        if self._child is not None:
+            self._child.link.close()
+            self._child = None
+        self._notify()
+
+    def _notify(self) -> None:
+        self._change.set()
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self._change = anyio.Event()
+            await self._change.wait()

@@ -1,0 +1,145 @@
+"""A child kept in standby is the next life of its actor, with its preparations done."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from runtime_child_actors import ChildProtocol, Inspect, Multiply, Prepared, Settings
+
+from actors.runtime import ActorDied, ActorRef, ActorSystem, Backoff, Supervision, child_process
+from actors.runtime.child_process import Standby
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs a socket pair and signals")
+
+QUICK = Supervision(max_restarts=5, within=60.0, backoff=Backoff(first=0.01, jitter=0.0))
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_process, "_FIRST_DELAY", 0.01)
+
+
+@pytest.fixture
+async def system() -> AsyncIterator[ActorSystem]:
+    async with ActorSystem() as system:
+        yield system
+
+
+async def spawn(system: ActorSystem) -> ActorRef[ChildProtocol]:
+    return await system.spawn_process(
+        ChildProtocol,
+        name="worker",
+        target="runtime_child_actors:ChildActor",
+        config=Settings(),
+        supervision=QUICK,
+        standby=True,
+    )
+
+
+def standby_of(ref: ActorRef[ChildProtocol]) -> Standby:
+    assert ref._cell.standby is not None
+    return ref._cell.standby
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("it did not come true in ten seconds")
+
+
+async def living_pid(ref: ActorRef[ChildProtocol]) -> int:
+    return (await ref.ask(Inspect(), timeout=10.0)).pid
+
+
+async def test_the_child_in_standby_is_the_next_life(system: ActorSystem) -> None:
+    ref = await spawn(system)
+    first = await living_pid(ref)
+    await until(lambda: standby_of(ref).pid is not None)
+    waiting = standby_of(ref).pid
+    os.kill(first, signal.SIGKILL)
+    await until(lambda: system.describe()[0].incarnation == 1)
+    facts = await ref.ask(Inspect(), timeout=10.0)
+    assert facts.pid == waiting != first
+    await until(lambda: standby_of(ref).pid not in (None, waiting))  # and the next one waits
+
+
+async def test_a_child_prepares_before_its_turn_and_lives_after_it(system: ActorSystem) -> None:
+    ref = await spawn(system)
+    assert await ref.ask(Prepared(), timeout=10.0) == "prepared before started"
+
+
+async def test_a_dead_standby_is_replaced_and_harms_nobody(system: ActorSystem) -> None:
+    ref = await spawn(system)
+    first = await living_pid(ref)
+    await until(lambda: standby_of(ref).pid is not None)
+    waiting = standby_of(ref).pid
+    assert waiting is not None
+    os.kill(waiting, signal.SIGKILL)
+    await until(lambda: standby_of(ref).pid not in (None, waiting))
+    assert await living_pid(ref) == first
+
+
+async def test_both_killed_at_once_still_restart(system: ActorSystem) -> None:
+    ref = await spawn(system)
+    first = await living_pid(ref)
+    await until(lambda: standby_of(ref).pid is not None)
+    waiting = standby_of(ref).pid
+    assert waiting is not None
+    os.kill(waiting, signal.SIGKILL)
+    os.kill(first, signal.SIGKILL)
+    for _ in range(100):
+        try:
+            assert await living_pid(ref) not in (first, waiting)
+            return
+        except ActorDied:
+            await asyncio.sleep(0.01)
+    raise AssertionError("it did not come back")
+
+
+async def test_nothing_is_left_of_it() -> None:
+    async with ActorSystem() as system:
+        ref = await spawn(system)
+        await until(lambda: standby_of(ref).pid is not None)
+        waiting = standby_of(ref).pid
+        await system.stop_actor(ref)
+        await until(lambda: not psutil.pid_exists(waiting or 0))
+        again = await spawn(system)
+        await until(lambda: standby_of(again).pid is not None)
+        waiting = standby_of(again).pid
+    assert not psutil.pid_exists(waiting or 0)
+
+
+async def test_without_it_no_second_child_is_started(system: ActorSystem) -> None:
+    ref = await system.spawn_process(
+        ChildProtocol, name="alone", target="runtime_child_actors:ChildActor", config=Settings()
+    )
+    assert ref._cell.standby is None
+    await asyncio.sleep(0.05)
+    assert len(psutil.Process().children()) == 1
+
+
+async def test_each_life_gets_a_config_of_its_own(system: ActorSystem) -> None:
+    ref = await system.spawn_process(
+        ChildProtocol,
+        name="worker",
+        target="runtime_child_actors:ChildActor",
+        configure=lambda number: Settings(factor=10 + number),
+        config_type=Settings,
+        supervision=QUICK,
+        standby=True,
+    )
+    assert await ref.ask(Multiply(value=2), timeout=10.0) == 20
+    await until(lambda: standby_of(ref).pid is not None)
+    os.kill(await living_pid(ref), signal.SIGKILL)
+    await until(lambda: system.describe()[0].incarnation == 1)
+    assert await ref.ask(Multiply(value=2), timeout=10.0) == 22
