@@ -35,6 +35,7 @@ from actors.vitals import Vitals
 from kernels.step import ModelInfo
 from telemetry.log_lines import Event as LogEvent
 from telemetry.metrics import EngineMetrics
+from telemetry.request_log import RequestLog
 from telemetry.timeline import Outcome, RequestTimeline, Timelines
 
 __all__ = ["Engine"]
@@ -66,6 +67,9 @@ class Engine:
         self.registry = registry or CollectorRegistry()
         self.metrics = EngineMetrics(self.registry, self.model_name, lambda: report.readings(self))
         self.timelines = Timelines()
+        if arguments.log_requests:
+            as_json = (arguments.log_requests_format or arguments.log_format) == "json"
+            self.timelines.listen(RequestLog(level=arguments.log_requests_level, as_json=as_json))
         self.vitals = Vitals()
         self.intake: Intake | None = None
         self._model: ServedModel | None = None

@@ -118,6 +118,8 @@ class Intake:
     ) -> RequestStream:
         """Check what can be checked at once and take the ticket. The stream has the timeline's id."""
         timeline.request |= _asked(params)
+        if timeline.content is not None:
+            timeline.content.input = prompt
         params = resolve(params, self._model.generation_defaults)
         validate(params, vocab_size=self._model.vocab_size)
         self._check(prompt, params, label, priority, timeout)

@@ -98,6 +98,8 @@ class Journal:
             return
         entry.output.extend(tokens)
         entry.emitted_chars += len(text)
+        if entry.timeline.content is not None:
+            entry.timeline.content.add(entry.index, text)
         first = not entry.prompt_sent
         entry.prompt_sent = True
         if first:
