@@ -170,7 +170,7 @@ class Intake:
             most = _CHOICES_PER_CONTEXT * model.context_length
             raise InvalidRequest(
                 f"n {params.n} times max_tokens {params.max_tokens} is more than {most} tokens. Lower one of them.",
-                param="n",
+                param="n" if params.n > 1 else "max_tokens",
             )
         if label is not None and len(label) > LIMITS.request_id_chars:
             raise InvalidRequest(f"rid is longer than {LIMITS.request_id_chars} characters. Shorten it.", param="rid")

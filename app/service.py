@@ -176,7 +176,7 @@ class Service:
     def check_size(self, prompts: int, choices: int, param: str) -> None:
         """400 for a request that could never enter the queue, however long its client waits."""
         room = self.arguments.max_running_requests + self.arguments.max_queued_requests
-        if prompts * choices > room:
+        if choices <= LIMITS.n and prompts * choices > room:  # what is past its own limit, the engine refuses
             raise invalid(
                 f"{param}: {prompts} prompts with {choices} choices each are more than the {room} that this server "
                 "takes at a time; split the request.",

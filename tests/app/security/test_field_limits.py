@@ -1,0 +1,365 @@
+"""Every field of every body has a limit: past it the answer is a 400 in the API's own envelope that names the field."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from actors.requests import LIMITS
+from app.table import ROUTES
+from tests.app.security.conftest import Target
+
+HUGE = 2**70
+BODY = 8 * 1024 * 1024
+"""What bounds a text that has no limit of its own; then the model's context."""
+
+
+def deep(levels: int) -> object:
+    value: object = 0
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+def strings(count: int) -> list[str]:
+    return ["x"] * count
+
+
+OVER_NAME = "x" * 513
+OVER_LABEL = "x" * (LIMITS.request_id_chars + 1)
+OVER_SALT = "x" * (LIMITS.cache_salt_chars + 1)
+OVER_STOP = "x" * (LIMITS.stop_string_chars + 1)
+OVER_CONTEXT = "x" * 1_000_000  # characters, far more than the tiny model's context can hold
+
+# A field -> values past its limit. A value may be (value, the field that is named, other fields of the body).
+SAMPLING: dict[str, list[Any]] = {
+    "frequency_penalty": [2.01, -2.01, 10**400, "1"],
+    "presence_penalty": [2.01, -2.01],
+    "temperature": [-0.1, 100.1, 10**400],
+    "top_p": [0, 1.01, -1],
+    "top_k": [-2, 2**31, HUGE, 1.5],
+    "min_p": [-0.1, 1.1],
+    "repetition_penalty": [0, 101, -1],
+    "logit_bias": [{"1": 101}, {"384": 1}, {"-1": 1}, {str(i): 1 for i in range(LIMITS.logit_bias + 1)}, {"a": 1}],
+    "n": [0, LIMITS.n + 1, HUGE, -1],
+    "seed": [2**64, -(2**63) - 1, HUGE, 1.5],
+    "stop": [strings(LIMITS.stop_strings + 1), [OVER_STOP], OVER_STOP, [""], deep(100)],
+    "stop_token_ids": [[-1], [384], [HUGE], [0] * (LIMITS.stop_token_ids + 1)],
+    "min_tokens": [-1, 2**31, HUGE],
+    "bad_words": [strings(LIMITS.bad_words + 1), [OVER_STOP], [""]],
+    "allowed_token_ids": [[], [-1], [384], [0] * (LIMITS.allowed_token_ids + 1)],
+    "prompt_logprobs": [-1, LIMITS.logprobs + 1, HUGE],
+    "ignore_eos": [2, "true"],
+    "skip_special_tokens": [2],
+    "include_stop_str_in_output": ["no"],
+    "no_stop_trim": [1],
+}
+OPENAI: dict[str, list[Any]] = SAMPLING | {
+    "model": [OVER_NAME, 5],
+    "max_tokens": [-1, 2**31, HUGE, 100_000],
+    "stream": ["yes"],
+    "stream_options": [{"include_usage": 3}, 5],
+    "stream_options.include_usage": [({"include_usage": 3}, "stream_options.include_usage", {})],
+    "stream_options.continuous_usage_stats": [
+        ({"continuous_usage_stats": 3}, "stream_options.continuous_usage_stats", {})
+    ],
+    "return_token_ids": [5],
+    "return_tokens_as_token_ids": [5],
+    "priority": [2**31, -(2**31) - 1, HUGE],
+    "cache_salt": [OVER_SALT],
+    "extra_key": [OVER_SALT],
+    "rid": [OVER_LABEL],
+    "request_id": [OVER_LABEL],
+}
+MESSAGE = {"role": "user", "content": "hi"}
+
+
+def message(**fields: object) -> list[dict[str, object]]:
+    return [{**MESSAGE, **fields}]
+
+
+def called(**function: object) -> list[dict[str, object]]:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    return message(role="assistant", tool_calls=[{**call, **function}])
+
+
+def tool(**function: object) -> list[dict[str, object]]:
+    return [{"type": "function", "function": {"name": "f", **function}}]
+
+
+CONVERSATION: dict[str, list[Any]] = {
+    "messages": [[], [MESSAGE] * (LIMITS.messages + 1), message(content=OVER_CONTEXT), 5],
+    "messages[].role": [
+        (message(role="x" * 33), "messages[0].role", {}),
+        (message(role="{{x}}"), "messages[0].role", {}),
+    ],
+    "messages[].content": [
+        (message(content=5), "messages[0].content", {}),
+        (message(content=["x"] * 4097), "messages[0].content", {}),
+        (message(content=OVER_CONTEXT), "messages", {}),
+    ],
+    "messages[].content[].type": [
+        (message(content=[{"type": OVER_NAME}]), "messages[0].content[0].type", {}),
+        (message(content=[{"type": "image_url", "text": "x"}]), "messages[0].content[0].type", {}),
+    ],
+    "messages[].content[].text": [(message(content=[{"type": "text", "text": 5}]), "messages[0].content[0].text", {})],
+    "messages[].content[].refusal": [
+        (message(content=[{"type": "refusal", "refusal": 5}]), "messages[0].content[0].refusal", {})
+    ],
+    "messages[].name": [(message(name=OVER_NAME), "messages[0].name", {})],
+    "messages[].reasoning_content": [(message(reasoning_content=5), "messages[0].reasoning_content", {})],
+    "messages[].reasoning": [(message(reasoning=5), "messages[0].reasoning", {})],
+    "messages[].refusal": [(message(refusal=5), "messages[0].refusal", {})],
+    "messages[].tool_call_id": [(message(tool_call_id=OVER_NAME), "messages[0].tool_call_id", {})],
+    "messages[].tool_calls": [
+        (message(tool_calls=[{"function": {"name": "f"}}] * (LIMITS.tools + 1)), "messages[0].tool_calls", {})
+    ],
+    "messages[].tool_calls[].id": [(called(id=OVER_NAME), "messages[0].tool_calls[0].id", {})],
+    "messages[].tool_calls[].type": [(called(type=OVER_NAME), "messages[0].tool_calls[0].type", {})],
+    "messages[].tool_calls[].function": [(called(function=5), "messages[0].tool_calls[0].function", {})],
+    "messages[].tool_calls[].function.name": [
+        (called(function={"name": OVER_NAME}), "messages[0].tool_calls[0].function.name", {})
+    ],
+    "messages[].tool_calls[].function.arguments": [
+        (
+            called(function={"name": "f", "arguments": {"x": deep(70)}}),
+            "messages[0].tool_calls[0].function.arguments",
+            {},
+        ),
+    ],
+    "tools": [tool() * (LIMITS.tools + 1), 5],
+    "tools[].type": [
+        ([{"type": OVER_NAME, "function": {"name": "f"}}], "tools[0].type", {}),
+        ([{"type": "other", "function": {"name": "f"}}], "tools[0].type", {}),
+    ],
+    "tools[].function": [([{"type": "function", "function": 5}], "tools[0].function", {})],
+    "tools[].function.name": [(tool(name=OVER_NAME), "tools[0].function.name", {})],
+    "tools[].function.description": [(tool(description=5), "tools[0].function.description", {})],
+    "tools[].function.parameters": [
+        (tool(parameters={"x": deep(70)}), "tools[0].function.parameters", {}),
+        (tool(parameters={"x": "y" * LIMITS.schema_bytes}), "tools[0].function.parameters", {}),
+    ],
+    "tools[].function.strict": [(tool(strict=5), "tools[0].function.strict", {})],
+    "chat_template": ["{{ 1 }}", "x" * (LIMITS.template_chars + 1)],
+    "chat_template_kwargs": [
+        {f"a{i}": 1 for i in range(33)},
+        ({"x": deep(10)}, "chat_template_kwargs.x", {}),
+        {"x": "y" * LIMITS.template_kwargs_bytes},
+        ({"messages": 1}, "chat_template_kwargs.messages", {}),
+        ({"_x": 1}, "chat_template_kwargs._x", {}),
+    ],
+    "add_generation_prompt": [5],
+    "continue_final_message": [5],
+}
+PROMPT = ["", [], [[]], strings(LIMITS.prompts + 1), [[-1]], [HUGE], [384], OVER_CONTEXT, [0] * 10_000, deep(100), 5]
+
+TABLE: dict[str, dict[str, list[Any]]] = {
+    "/v1/completions": OPENAI
+    | {
+        "prompt": PROMPT,
+        "echo": [5],
+        "logprobs": [-1, LIMITS.logprobs + 1, HUGE],
+        "suffix": ["x", 5],
+        "add_special_tokens": [5],
+    },
+    "/v1/chat/completions": OPENAI
+    | CONVERSATION
+    | {
+        "max_completion_tokens": [0, -1, 2**31, HUGE],
+        "logprobs": [5],
+        "top_logprobs": [
+            (LIMITS.logprobs + 1, "top_logprobs", {"logprobs": True}),
+            (-1, "top_logprobs", {"logprobs": True}),
+            5,
+        ],
+        "tool_choice": [OVER_NAME, "required", {"type": "function"}, deep(100)],
+        "reasoning_effort": ["x" * 33],
+        "reasoning": [{"max_tokens": 5}, {"effort": "x" * 33}],
+        "reasoning.effort": [({"effort": "x" * 33}, "reasoning.effort", {})],
+    },
+    "/generate": {
+        "text": [strings(LIMITS.prompts + 1), [], "", OVER_CONTEXT, 5],
+        "input_ids": [
+            (PROMPT[1], "input_ids", {"text": None}),
+            ([HUGE], "input_ids", {"text": None}),
+            ([0] * 10_000, "input_ids", {"text": None}),
+            ([384], "input_ids", {"text": None}),
+        ],
+        "sampling_params": [5, [{}] * (LIMITS.prompts + 1)],
+        **{
+            f"sampling_params.{native}": [
+                ({native: value}, f"sampling_params.{native}", {}) for value in SAMPLING[name]
+            ]
+            for native, name in {
+                **{name: name for name in SAMPLING},
+                "max_new_tokens": "min_tokens",
+                "min_new_tokens": "min_tokens",
+                "sampling_seed": "seed",
+            }.items()
+            if native
+            in (
+                "max_new_tokens",
+                "min_new_tokens",
+                "sampling_seed",
+                "stop",
+                "stop_token_ids",
+                "temperature",
+                "top_p",
+                "top_k",
+                "min_p",
+                "frequency_penalty",
+                "presence_penalty",
+                "repetition_penalty",
+                "n",
+                "ignore_eos",
+                "skip_special_tokens",
+                "no_stop_trim",
+                "logit_bias",
+            )
+        },
+        "rid": [OVER_LABEL, strings(LIMITS.prompts + 1)],
+        "stream": [5],
+        "return_logprob": [5, [True] * (LIMITS.prompts + 1)],
+        "logprob_start_len": [
+            (10_000, "logprob_start_len", {"return_logprob": True}),
+            [0] * (LIMITS.prompts + 1),
+        ],
+        "top_logprobs_num": [
+            (LIMITS.logprobs + 1, "top_logprobs_num", {"return_logprob": True}),
+            (HUGE, "top_logprobs_num", {"return_logprob": True}),
+            [0] * (LIMITS.prompts + 1),
+        ],
+        "return_text_in_logprobs": [5],
+        "return_prompt_token_ids": [5],
+        "priority": [2**31],
+        "cache_salt": [OVER_SALT],
+        "extra_key": [OVER_SALT],
+    },
+    "/tokenize": {
+        "model": [OVER_NAME],
+        "prompt": [strings(LIMITS.prompts + 1), 5, deep(100)],
+        "add_special_tokens": [5],
+        "return_token_strs": [(True, "return_token_strs", {"prompt": "x" * 300_000})],
+        **{
+            field: [
+                (
+                    *(value if isinstance(value, tuple) else (value, field, {}))[:2],
+                    {"prompt": None, "messages": [MESSAGE]},
+                )
+                for value in values
+            ]
+            for field, values in CONVERSATION.items()
+        },
+    },
+    "/detokenize": {
+        "model": [OVER_NAME],
+        "tokens": [[[0]] * (LIMITS.prompts + 1), [0] * 70_000, [384], [-1], [HUGE], deep(100), 5],
+        "skip_special_tokens": [5],
+    },
+    "/abort_request": {"rid": [OVER_LABEL, "", 5], "abort_all": [5]},
+}
+TABLE |= {f"/v1{path}": TABLE[path] for path in ("/tokenize", "/detokenize")}
+
+NEEDED: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "hi", "max_tokens": 1},
+    "/v1/chat/completions": {"messages": [MESSAGE], "max_tokens": 1},
+    "/generate": {"text": "hi"},
+    "/tokenize": {"prompt": "hi"},
+    "/v1/tokenize": {"prompt": "hi"},
+    "/detokenize": {"tokens": [1]},
+    "/v1/detokenize": {"tokens": [1]},
+    "/abort_request": {},
+}
+
+# Where another field than the one in hand is named, by design: a conversation that is too long, an unknown model ...
+ALSO_NAMED = {
+    "prompt": ("prompt", "prompt[0]"),
+    "messages": ("messages", "prompt"),
+    "n": ("n",),
+}
+
+
+def fields_of(kind: Any, prefix: str = "") -> Iterator[str]:
+    """The path of every field of a struct, those of structs inside it as well; ``[]`` for the members of a list."""
+    for field in msgspec.structs.fields(kind):
+        path = f"{prefix}{field.encode_name}"
+        yield path
+        for inner, listed in structs_in(field.type):
+            yield from fields_of(inner, f"{path}[]." if listed else f"{path}.")
+
+
+def structs_in(annotation: Any, listed: bool = False) -> Iterator[tuple[Any, bool]]:
+    if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
+        yield annotation, listed
+        return
+    listed = listed or typing.get_origin(annotation) is list
+    for argument in typing.get_args(annotation):
+        yield from structs_in(argument, listed)
+
+
+BODIES = {route.path: route.body for route in ROUTES if route.body is not None}
+
+
+def test_every_field_of_every_body_is_in_the_table() -> None:
+    assert set(TABLE) == set(BODIES)
+    for path, kind in BODIES.items():
+        declared = {name.replace("sampling_params[].", "sampling_params.") for name in fields_of(kind)}
+        assert declared - set(TABLE[path]) == set(), path
+
+
+CASES = [
+    pytest.param(path, field, value, id=f"{path}-{field}-{number}")
+    for path, fields in TABLE.items()
+    if path not in ("/v1/tokenize", "/v1/detokenize")
+    for field, values in fields.items()
+    for number, value in enumerate(values)
+]
+
+
+@pytest.mark.parametrize(("path", "field", "value"), CASES)
+def test_past_its_limit_a_field_is_named(target: Target, path: str, field: str, value: Any) -> None:
+    value, named, others = value if isinstance(value, tuple) else (value, field, {})
+    body = {**NEEDED[path], **others, field.partition("[")[0].partition(".")[0]: value}
+    answer = target.post(path, encoded({name: given for name, given in body.items() if given is not None}))
+    assert answer.status_code == 400, answer.text[:500]
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] is not None, error
+    accepted = (*ALSO_NAMED.get(named, ()), named)
+    assert error["param"].startswith(accepted), error
+    assert len(error["message"]) < 1000
+
+
+def encoded(body: dict[str, Any]) -> bytes:
+    """JSON with numbers that no 64 bits hold."""
+    import json
+
+    return json.dumps(body).encode()
+
+
+def test_at_its_limit_a_field_is_taken(target: Target) -> None:
+    most = {
+        "prompt": ["hi"],
+        "max_tokens": 1,
+        "n": 2,
+        "stop": ["x" * LIMITS.stop_string_chars] * LIMITS.stop_strings,
+        "logprobs": LIMITS.logprobs,
+        "temperature": LIMITS.temperature,
+        "frequency_penalty": LIMITS.penalty,
+        "logit_bias": {str(i % 384): 100 for i in range(384)},
+        "cache_salt": "x" * LIMITS.cache_salt_chars,
+        "rid": "x" * LIMITS.request_id_chars,
+        "seed": 2**64 - 1,
+        "bad_words": ["x"] * LIMITS.bad_words,
+    }
+    answer = target.post("/v1/completions", most)
+    assert answer.status_code == 200, answer.text
+
+
+def test_nothing_was_harmed(target: Target) -> None:
+    target.assert_unharmed()
