@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from actors.requests import QueueFull
+from telemetry.tally import Tally
 
 __all__ = ["Door", "Ticket"]
 
@@ -13,6 +14,7 @@ _MAX_RETRY_AFTER = 120.0
 
 _MIN_RETRY_AFTER = 1.0
 _DRAIN_WINDOW = 10.0
+_RETRY_AFTER = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 90.0, 120.0)
 
 
 class Ticket:
@@ -38,19 +40,27 @@ class Door:
         self._max_tokens = max_tokens
         self.sequences = 0
         self.tokens = 0
-        self.refused = 0
+        self.refusals = {"sequences": 0, "tokens": 0}  # requests, by the bound they met
+        self.retry_after_seconds = Tally(_RETRY_AFTER)  # what they were told
         self._rate = 0.0  # sequences ended per second, decaying average
         self._rate_at = 0.0
 
     def enter(self, choices: int, tokens: int, now: float) -> Ticket:
         """A ticket, or QueueFull. ``tokens`` may be an estimate; :meth:`correct` sets it right after encoding."""
         if self.sequences + choices > self._max_sequences:
-            self._refuse(f"The server holds {self.sequences} of at most {self._max_sequences} sequences", choices, now)
+            why = f"The server holds {self.sequences} of at most {self._max_sequences} sequences"
+            raise self._refusal("sequences", why, choices, now)
         if self._max_tokens is not None and self.tokens and self.tokens + tokens > self._max_tokens:
-            self._refuse(f"The server holds {self.tokens} of at most {self._max_tokens} prompt tokens", choices, now)
+            why = f"The server holds {self.tokens} of at most {self._max_tokens} prompt tokens"
+            raise self._refusal("tokens", why, choices, now)
         self.sequences += choices
         self.tokens += tokens
         return Ticket(choices, tokens)
+
+    @property
+    def refused(self) -> int:
+        """Requests refused."""
+        return sum(self.refusals.values())
 
     def correct(self, ticket: Ticket, tokens: int) -> None:
         """Replace the estimate of a ticket's prompt tokens by their number."""
@@ -77,7 +87,8 @@ class Door:
             return 5.0
         return min(_MAX_RETRY_AFTER, max(_MIN_RETRY_AFTER, math.ceil(excess / rate)))
 
-    def _refuse(self, why: str, choices: int, now: float) -> None:
-        self.refused += 1
+    def _refusal(self, bound: str, why: str, choices: int, now: float) -> QueueFull:
         wait = self.retry_after(choices, now)
-        raise QueueFull(f"{why}. Try again in {wait:.0f} s.", retry_after=wait)
+        self.refusals[bound] += 1
+        self.retry_after_seconds.add(wait)
+        return QueueFull(f"{why}. Try again in {wait:.0f} s.", retry_after=wait)

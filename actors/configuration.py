@@ -10,13 +10,30 @@ from actors.arguments import Arguments
 from actors.placement import Placement
 from actors.scheduling.config import PlannerConfig
 from kernels.step import RunnerConfig
+from telemetry.metric_options import MetricOptions, token_buckets
 
-__all__ = ["planner_config", "runner_config"]
+__all__ = ["metric_options", "planner_config", "runner_config"]
 
 
 OP_TIMEOUT = 200.0
 """Seconds until a kernel or a collective that hangs is an error of its device: less than a step may take, so that the
 worker dies of it and says why, before it is killed for its silence."""
+
+
+def metric_options(arguments: Arguments) -> MetricOptions:
+    """What is measured, and in which buckets."""
+    a = arguments
+    return MetricOptions(
+        enabled=a.enable_metrics,
+        foreign_names=a.metrics_names,
+        first_token_buckets=a.bucket_time_to_first_token,
+        inter_token_buckets=a.bucket_inter_token_latency,
+        duration_buckets=a.bucket_e2e_request_latency,
+        collect_tokens=a.collect_tokens_histogram,
+        prompt_token_buckets=token_buckets(a.prompt_tokens_buckets),
+        generation_token_buckets=token_buckets(a.generation_tokens_buckets),
+        custom_labels=a.tokenizer_metrics_allowed_custom_labels,
+    )
 
 
 def planner_config(arguments: Arguments, context_length: int) -> PlannerConfig:

@@ -23,6 +23,7 @@ from prometheus_client import CollectorRegistry
 from actors import report
 from actors.arguments import ArgumentError, Arguments
 from actors.company import Company
+from actors.configuration import metric_options
 from actors.intake import Intake, Prompt
 from actors.journal import Journal
 from actors.protocol import Decode, DecodeTokens, Flush
@@ -35,6 +36,7 @@ from actors.vitals import Vitals
 from kernels.step import ModelInfo
 from telemetry.log_lines import Event as LogEvent
 from telemetry.metrics import EngineMetrics
+from telemetry.process_metrics import ProcessMetrics
 from telemetry.request_log import RequestLog
 from telemetry.timeline import Outcome, RequestTimeline, Timelines
 
@@ -65,16 +67,23 @@ class Engine:
         self.arguments = arguments
         self.model_name = arguments.model_name
         self.registry = registry or CollectorRegistry()
-        self.metrics = EngineMetrics(self.registry, self.model_name, lambda: report.readings(self))
+        self.metrics = EngineMetrics(
+            self.registry, self.model_name, lambda: report.readings(self), metric_options(arguments)
+        )
+        self.traffic = self.metrics.traffic
+        self.processes = ProcessMetrics(lambda: report.processes(self))
         self.timelines = Timelines()
         if arguments.log_requests:
             as_json = (arguments.log_requests_format or arguments.log_format) == "json"
             self.timelines.listen(RequestLog(level=arguments.log_requests_level, as_json=as_json))
-        self.vitals = Vitals()
+        self.metrics.listen(self.timelines)
+        self.vitals = Vitals(self.metrics.steps)
         self.intake: Intake | None = None
         self._model: ServedModel | None = None
         self._company: Company | None = None
         self._system: ActorSystem | None = None
+        self.start_seconds: float | None = None  # from start() until ready
+        self._began = 0.0
         self._phase: Phase = "starting"
         self._progress = (0.0, "waiting")
         self._error: str | None = None
@@ -105,6 +114,7 @@ class Engine:
         if self._stop.is_set():
             raise EngineFailed("This engine was closed. Make a new one.")
         self._loop = asyncio.get_running_loop()
+        self._began = time.monotonic()
         self._run = asyncio.create_task(self._live(), name="troupe-engine")
         if not wait:
             return
@@ -130,8 +140,11 @@ class Engine:
     async def _live(self) -> None:
         """The engine's one task: owner of the actor system from start to end."""
         try:
-            async with ActorSystem(name="troupe", log_death=self._log_death) as system:
+            observer = self.traffic if self.metrics.enabled else None
+            async with ActorSystem(name="troupe", log_death=self._log_death, observer=observer) as system:
                 self._system = system
+                if self.metrics.enabled:
+                    system.start_task(self.metrics.loop_lag.sample, "troupe-loop-lag")
                 system.on_event(self._on_event)
                 try:
                     await self._serve(system)
@@ -181,7 +194,7 @@ class Engine:
             on_ready=self._on_ready,
         )
         self._company = company
-        self.intake = Intake(self.arguments, model, company, self.metrics, self.timelines)
+        self.intake = Intake(self.arguments, model, company, self.timelines)
         await company.assemble()
 
     def _on_progress(self, stage: str, fraction: float) -> None:
@@ -191,16 +204,16 @@ class Engine:
         assert self._model is not None
         self._model.loaded(info)
         self._progress = (1.0, "ready")
+        if self.start_seconds is None:
+            self.start_seconds = time.monotonic() - self._began
         if self._phase == "starting":
             self._phase = "ready"
         self._ready.set()
 
     def _on_event(self, event: Event) -> None:
-        if event.kind is EventKind.RESTARTED:
-            self.metrics.restarts.labels(event.actor).inc()
-        elif event.kind is EventKind.DEAD_LETTER:
-            self.metrics.dead_letters.labels(event.actor, event.message or "").inc()
-        elif event.kind is EventKind.DIED and event.actor == "worker-0":
+        if event.kind is EventKind.DIED:
+            self.traffic.died(event.actor, event.cause)
+        if event.kind is EventKind.DIED and event.actor.startswith("worker-"):
             self.vitals.worker_lost()
             self._progress = (0.0, "restarting the worker")
             if self.model_info is None:
@@ -222,8 +235,10 @@ class Engine:
             batch = self.vitals.read_batch() if self.vitals.read_batch is not None else ()
             entries = [entry for sequence in batch if (entry := journal.get(sequence)) is not None]
             fields["batch"] = tuple(dict.fromkeys(entry.stream.request_id for entry in entries))
-        text = f"Actor {event.actor} died: {_reason(event.cause)}"
-        _log.error(LogEvent(text, fields), exc_info=event.cause, extra={"actor": event.actor})
+        cause = event.cause
+        told = isinstance(cause, ChildCrash) and not cause.detail  # then the reason is all there is
+        death = LogEvent(f"Actor {event.actor} died: {_reason(cause)}", fields)
+        _log.error(death, exc_info=None if told else cause, extra={"actor": event.actor})
 
     def _give_up(self, reason: str) -> None:
         self._error = self._error or reason

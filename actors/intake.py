@@ -39,7 +39,6 @@ from actors.runtime import ActorDied, AskTimeout, MailboxFull, Message
 from actors.sampling_rules import resolve, slot_sampling, validate
 from actors.served_model import ServedModel
 from actors.streams import RequestStream, StreamBuffer
-from telemetry.metrics import EngineMetrics
 from telemetry.timeline import Outcome, RequestTimeline, Timelines, Value
 
 __all__ = ["Intake", "Prompt"]
@@ -78,7 +77,6 @@ class Intake:
         arguments: Arguments,
         model: ServedModel,
         company: Company,
-        metrics: EngineMetrics,
         timelines: Timelines,
     ) -> None:
         self.door = Door(
@@ -91,7 +89,6 @@ class Intake:
         self._model = model
         self._company = company
         self._journal = company.journal
-        self._metrics = metrics
         self._timelines = timelines
         self._requests: dict[str, _Request] = {}
         self._numbers = itertools.count(1)
@@ -390,7 +387,7 @@ class Intake:
         self._stop(unfinished)
 
     def _count(self, request: _Request, now: float, *, reader_left: bool) -> None:
-        """The end of a request, in its timeline and in the metrics."""
+        """The end of a request, in its timeline."""
         buffer = request.buffer
         if reader_left or isinstance(buffer.error, RequestAborted):
             reason, error = "abort", "abort"
@@ -401,15 +398,6 @@ class Intake:
         message = "The reader left before the end." if reader_left else str(buffer.error or "")
         reasons = tuple(told or reason for told in buffer.finish_reasons) if request.sequences else ()
         self._timelines.close(request.timeline, Outcome(finish_reasons=reasons, error_type=error, message=message))
-        first = buffer.first_token_at
-        self._metrics.request_ended(
-            reason=reason,
-            error_type=error,
-            duration=now - request.arrival,
-            first_token=None if first is None else first - request.arrival,
-            prompt_tokens=request.prompt_tokens,
-            output_tokens=buffer.output_tokens,
-        )
 
 
 def _asked(params: SamplingParams) -> dict[str, Value]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
+import os
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +13,13 @@ import msgspec
 from actors.status import Health
 
 if TYPE_CHECKING:
-    from actors.engine import Engine
+    from collections.abc import Mapping
 
-__all__ = ["describe", "health", "readings"]
+    from actors.engine import Engine
+    from actors.runtime import ActorStatus
+    from telemetry.exposition import Samples
+
+__all__ = ["describe", "health", "processes", "readings"]
 
 _STALL_SECONDS = 60.0
 """A device that owes an answer this long is not healthy."""
@@ -66,32 +73,101 @@ def describe(engine: Engine) -> dict[str, Any]:
     }
 
 
-def readings(engine: Engine) -> dict[str, float]:
-    """The live gauges and counters, by metric name."""
-    vitals, requests = engine.vitals, engine.intake
-    load, cache = vitals.scheduler, vitals.cache()
-    found: dict[str, float] = {
+def processes(engine: Engine) -> dict[str, int]:
+    """Process ids by name: the server's own, and those of actors that have one."""
+    return {"server": os.getpid()} | {actor.name: actor.pid for actor in engine.actors() if actor.pid is not None}
+
+
+def readings(engine: Engine) -> Mapping[str, Samples]:
+    """What a scrape reads and nobody counts, by metric name. May be called from any thread."""
+    return {
         "troupe_ready": float(engine.status.phase == "ready"),
-        "troupe_steps_total": vitals.steps,
-        "troupe_step_run_seconds_total": vitals.step_run_seconds,
-        "troupe_step_age_seconds": vitals.step_age(time.monotonic()),
-        "troupe_admission_rejections_total": requests.door.refused if requests is not None else 0,
+        "troupe_step_age_seconds": engine.vitals.step_age(time.monotonic()),
+        "troupe_max_running_requests": engine.arguments.max_running_requests,
+        **_door(engine),
+        **_load(engine),
+        **_cache(engine),
+        **_actors(engine.actors()),
+        **_model(engine),
+        **engine.processes.readings(),
     }
-    if load is not None:
-        found |= {
-            "troupe_requests_running": load.running,
-            "troupe_requests_waiting": load.waiting,
-            "troupe_waiting_tokens": load.waiting_tokens,
-            "troupe_steps_in_flight": load.steps_in_flight,
-            "troupe_preemptions_total": load.preemptions,
-        }
-    if cache is not None:
-        found |= {
-            "troupe_cache_pages": cache.total,
-            "troupe_cache_pages_free": cache.free,
-            "troupe_cache_pages_evictable": cache.evictable,
-            "troupe_cache_pages_used": cache.used,
-            "troupe_cache_hit_tokens_total": cache.hit_tokens,
-            "troupe_cache_queried_tokens_total": cache.queried_tokens,
-        }
-    return found
+
+
+def _door(engine: Engine) -> dict[str, Samples]:
+    if engine.intake is None:
+        return {}
+    door = engine.intake.door
+    return {
+        "troupe_requests_live": len(engine.intake),
+        "troupe_admitted_sequences": door.sequences,
+        "troupe_admitted_tokens": door.tokens,
+        "troupe_admission_rejections_total": {(reason,): count for reason, count in door.refusals.items()},
+        "troupe_admission_retry_after_seconds": door.retry_after_seconds,
+    }
+
+
+def _load(engine: Engine) -> dict[str, Samples]:
+    load = engine.vitals.scheduler
+    if load is None:
+        return {}
+    return {
+        "troupe_requests_running": load.running,
+        "troupe_requests_waiting": load.waiting,
+        "troupe_waiting_tokens": load.waiting_tokens,
+        "troupe_steps_in_flight": load.steps_in_flight,
+        "troupe_preemptions_total": load.preemptions,
+    }
+
+
+def _cache(engine: Engine) -> dict[str, Samples]:
+    cache = engine.vitals.cache()
+    if cache is None:
+        return {}
+    return {
+        "troupe_cache_pages": cache.total,
+        "troupe_cache_pages_free": cache.free,
+        "troupe_cache_pages_evictable": cache.evictable,
+        "troupe_cache_pages_used": cache.used,
+        "troupe_cache_page_tokens": cache.page_size,
+        "troupe_cache_hit_tokens_total": cache.hit_tokens,
+        "troupe_cache_queried_tokens_total": cache.queried_tokens,
+        "troupe_cache_evicted_pages_total": cache.evicted_pages,
+    }
+
+
+def _actors(actors: list[ActorStatus]) -> dict[str, Samples]:
+    depths = {(actor.name, lane): depth for actor in actors for lane, depth in actor.mailbox.items()}
+    ages = {
+        (actor.name,): actor.message_age or 0.0 if actor.heartbeat_age is None else actor.heartbeat_age
+        for actor in actors
+    }
+    return {
+        "troupe_mailbox_depth": depths,
+        "troupe_actor_up": {(actor.name,): float(actor.state == "running") for actor in actors},
+        "troupe_heartbeat_age_seconds": ages,
+    }
+
+
+def _model(engine: Engine) -> dict[str, Samples]:
+    info = engine.model_info
+    if info is None:
+        return {}
+    phases = {(phase,): seconds for phase, seconds in info.load_seconds.items()}
+    if engine.start_seconds is not None:
+        phases["total",] = engine.start_seconds
+    labels = (engine.model_name, info.architecture, info.dtype, info.device, _version())
+    return {
+        "troupe_start_seconds": phases,
+        "troupe_model_info": {labels: 1.0},
+        "troupe_context_tokens": info.context_length,
+        "troupe_weight_bytes": info.weight_bytes,
+        "troupe_cache_bytes": info.cache_bytes,
+    }
+
+
+@functools.cache
+def _version() -> str:
+    try:
+        return importlib.metadata.version("troupe-llm")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

@@ -37,6 +37,10 @@ from actors.scheduling.planner import CacheReply, Planner, StepPlan
 from actors.vitals import Vitals
 from kernels.step import ModelInfo, StepBatch
 
+from telemetry.step_metrics import StepShape
+
+if TYPE_CHECKING:
+    from telemetry.tracing import Tracing
 __all__ = ["Scheduler"]
 
 _log = logging.getLogger("troupe.scheduler")
@@ -133,7 +137,7 @@ class Scheduler(Actor[SchedulerProtocol]):
         now = self.context.clock.monotonic()
         self._chronicle.answered(message.result, now)
         emissions = self._planner.finish_step(message.result, now)
-        self._vitals.step_finished(now, message.result)
+        self._vitals.step_finished(now, message.result, sum([len(word.tokens) for word in emissions]))
         await self._pump(emissions)
 
     @handles
@@ -191,8 +195,7 @@ class Scheduler(Actor[SchedulerProtocol]):
             if plan is None:
                 break
             if plan.batch is not None:
-                self._chronicle.sent(plan.batch.number, plan.chunks, self.context.clock.monotonic())
-                self._send(plan.batch, now)
+                self._send(plan, plan.batch, now)
             told += plan.emissions
         if moves := planner.moves():
             self._chronicle.moved(moves, self.context.clock.monotonic())
@@ -202,7 +205,11 @@ class Scheduler(Actor[SchedulerProtocol]):
     def _send(self, batch: StepBatch, now: float) -> None:
         epoch = self._epoch
         assert epoch is not None
-        self._vitals.step_sent(now)
+        tokens = sum([chunk.tokens for chunk in plan.chunks])
+        traces = self._chronicle.sent(batch.number, plan, self.context.clock.monotonic())
+        if traces:
+            batch = msgspec.structs.replace(batch, traces=traces)
+        self._vitals.step_sent(StepShape(now, len(plan.decodes), len(plan.chunks), tokens))
         self.context.pipe(
             self._worker,
             Step(batch=batch, epoch=epoch),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 from actors.protocol import CacheUsage, SchedulerLoad
 from kernels.step import ModelInfo, StepResult
+from telemetry.step_metrics import StepMetrics, StepShape
 
 __all__ = ["Vitals"]
 
@@ -13,26 +15,49 @@ __all__ = ["Vitals"]
 class Vitals:
     """One engine's board. Times are the system clock's seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, counted: StepMetrics | None = None) -> None:
         self.worker: tuple[ModelInfo, int] | None = None  # set by the engine when a worker has loaded; (info, epoch)
         self.scheduler: SchedulerLoad | None = None
         self.read_cache: Callable[[], CacheUsage] | None = None  # set by the cache manager
         self.read_batch: Callable[[], tuple[int, ...]] | None = None  # set by the scheduler: sequences in a step
-        self.steps = 0
-        self.step_run_seconds = 0.0
-        self.oldest_step_sent: float | None = None  # of the steps without an answer
-        self._sent: list[float] = []
+        self._counted = counted or StepMetrics()
+        self._sent: deque[StepShape] = deque()  # the steps without an answer
 
-    def step_sent(self, now: float) -> None:
-        self._sent.append(now)
-        self.oldest_step_sent = self._sent[0]
+    @property
+    def steps(self) -> int:
+        """Steps answered."""
+        return self._counted.steps
 
-    def step_finished(self, now: float, result: StepResult) -> None:
-        self.steps += 1
-        self.step_run_seconds += result.timing.run
+    @property
+    def step_run_seconds(self) -> float:
+        """Of model and sampling, in all steps."""
+        return self._counted.run_seconds
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens that all steps gave to sequences."""
+        return self._counted.generated_tokens
+
+    @property
+    def oldest_step_sent(self) -> float | None:
+        """When the oldest step without an answer was sent."""
+        return self._sent[0].sent if self._sent else None
+
+    def step_sent(self, shape: StepShape) -> None:
+        self._sent.append(shape)
+
+    def step_finished(self, now: float, result: StepResult, generated: int) -> None:
+        """The oldest step is answered; ``generated``: tokens it gave to sequences."""
         if self._sent:
-            self._sent.pop(0)
-        self.oldest_step_sent = self._sent[0] if self._sent else None
+            self._counted.answered(
+                self._sent.popleft(),
+                now,
+                generated=generated,
+                graph_rows=result.timing.graph_rows,
+                queued=result.timing.queued,
+                prepare=result.timing.prepare,
+                run=result.timing.run,
+            )
 
     def worker_lost(self) -> None:
         """The worker's life ended; its steps will not be answered."""
@@ -42,14 +67,15 @@ class Vitals:
     def forget_steps(self) -> None:
         """Nobody waits for the steps without an answer any more."""
         self._sent.clear()
-        self.oldest_step_sent = None
+        self._counted.interrupted()
 
     def load(self, load: SchedulerLoad) -> None:
         self.scheduler = load
 
     def step_age(self, now: float) -> float:
         """Seconds the oldest unanswered step has been out; 0 when the device owes nothing."""
-        return 0.0 if self.oldest_step_sent is None else now - self.oldest_step_sent
+        sent = self.oldest_step_sent
+        return 0.0 if sent is None else max(0.0, now - sent)
 
     def cache(self) -> CacheUsage | None:
         return self.read_cache() if self.read_cache is not None else None

@@ -57,7 +57,7 @@ class Service:
         self.created = int(time.time())
         self.send_deadline = SEND_DEADLINE
         self._text_requests = 0
-        self.unknown = UnknownFields(lambda name: engine.metrics.unknown_fields.labels(name).inc())
+        self.unknown = UnknownFields(engine.metrics.count_unknown_field)
         self.warm = arguments.skip_server_warmup  # whether the warm-up requests are done
 
     # -- what the model is called ---------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ class Service:
         return told
 
     def count_http(self, endpoint: str, status: int) -> None:
-        self.engine.metrics.http_requests.labels(endpoint, str(status)).inc()
+        self.engine.metrics.count_http(endpoint, status)
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from actors.arguments.errors import ArgumentError
 
 __all__ = ["MAX_TEXT", "Argument", "Group", "Kind", "Number", "parse_flag"]
 
-Kind: TypeAlias = Literal["str", "int", "float", "flag", "json", "names", "ints"]
+Kind: TypeAlias = Literal["str", "int", "float", "flag", "json", "names", "ints", "floats", "words"]
 Number: TypeAlias = int | float
 
 Group: TypeAlias = Literal[
@@ -23,6 +23,7 @@ Group: TypeAlias = Literal[
     "Tokenizer batching",
     "Runtime",
     "Devices and kernels",
+    "Metrics",
     "Logging",
     "Configuration file",
 ]
@@ -77,7 +78,7 @@ class Argument(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def takes_many(self) -> bool:
         """Whether the command line gives it several words: ``--cuda-graph-bs 1 2 4``."""
-        return self.kind == "ints"
+        return self.kind in ("ints", "floats", "words")
 
     def parse(self, given: object) -> object:
         """A value as it was given (text of a command line, a YAML or Python value) as the field's type, checked.
@@ -106,10 +107,12 @@ class Argument(msgspec.Struct, frozen=True, kw_only=True):
                 ok = isinstance(value, int | float) and not isinstance(value, bool)
             case "str":
                 ok = isinstance(value, str)
-            case "names":
+            case "names" | "words":
                 ok = isinstance(value, tuple) and all(isinstance(name, str) for name in value)
             case "ints":
                 ok = isinstance(value, tuple) and all(type(number) is int for number in value)
+            case "floats":
+                ok = isinstance(value, tuple) and all(type(number) is float for number in value)
             case "json":
                 ok = isinstance(value, dict)
         if not ok:
@@ -120,7 +123,7 @@ class Argument(msgspec.Struct, frozen=True, kw_only=True):
             self._check_text(value)
         elif isinstance(value, tuple):
             for member in value:
-                if self.kind == "ints":
+                if self.kind in ("ints", "floats"):
                     self._check_number(member)
                 else:
                     self._check_text(member)
@@ -170,6 +173,19 @@ class Argument(msgspec.Struct, frozen=True, kw_only=True):
                     return tuple(int(part) if isinstance(part, str) else part for part in parts)
                 except ValueError:
                     raise self._wrong_type(given) from None
+            case "floats":
+                parts = text.strip("[]").replace(",", " ").split() if text is not None else given
+                if not isinstance(parts, list | tuple):
+                    raise self._wrong_type(given)
+                try:
+                    return tuple(float(part) for part in parts)
+                except (TypeError, ValueError, OverflowError):
+                    raise self._wrong_type(given) from None
+            case "words":
+                parts = text.replace(",", " ").split() if text is not None else given
+                if not isinstance(parts, list | tuple):
+                    raise self._wrong_type(given)
+                return tuple(str(part) if type(part) in (int, float) else part for part in parts)
             case "json":
                 return self._json(text) if text is not None else given
 
@@ -221,6 +237,11 @@ class Argument(msgspec.Struct, frozen=True, kw_only=True):
                 if self.kind == "names":
                     return f"a comma-separated list of {listed or 'names'}"
                 return listed or "text"
+            case "words":
+                return "words, separated by spaces or commas"
+            case "floats":
+                joint, until = ("above", "up to") if self.above else ("from", "to")
+                return f"numbers {joint} {self.minimum} {until} {self.maximum}"
             case "ints":
                 return f"integers from {self.minimum} to {self.maximum}"
             case "json":

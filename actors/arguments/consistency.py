@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -9,11 +10,21 @@ from actors.arguments.argument import Argument
 from actors.arguments.errors import ArgumentError
 from kernels.npu.simulator.spec import SpecError
 from kernels.npu.simulator.spec import parse as parse_simulation
+from telemetry.metric_options import token_buckets
 
 if TYPE_CHECKING:
     from actors.arguments.values import Arguments
 
 __all__ = ["contradictions"]
+
+_LABEL = re.compile(r"(?!__)[A-Za-z_][A-Za-z0-9_]{0,63}")
+_TAKEN_LABELS = frozenset(
+    {
+        *("error_type", "finish_reason", "gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model"),
+        *("gen_ai_token_type", "le", "instance", "job"),
+    }
+)
+_MOST_LABELS = 8
 
 
 def _parameter(name: str, low: float, high: float, *, above: bool = False, whole: bool = False) -> Argument:
@@ -45,7 +56,13 @@ _PREFERRED = {
 
 def contradictions(arguments: Arguments) -> list[str]:
     """A sentence for each pair of values that do not go together; none when all do."""
-    return [*_needs(arguments), *_devices(arguments), *_shapes(arguments), *_preferred(arguments)]
+    return [
+        *_needs(arguments),
+        *_devices(arguments),
+        *_shapes(arguments),
+        *_metrics(arguments),
+        *_preferred(arguments),
+    ]
 
 
 def _needs(arguments: Arguments) -> Iterator[str]:
@@ -108,6 +125,47 @@ def _shapes(arguments: Arguments) -> Iterator[str]:
     if arguments.model_loader_extra_config:
         names = ", ".join(sorted(arguments.model_loader_extra_config))
         yield f"model_loader_extra_config: the safetensors loader has no option {names}; leave it out"
+
+
+def _metrics(arguments: Arguments) -> Iterator[str]:
+    rules = {
+        "prompt_tokens_buckets": arguments.prompt_tokens_buckets,
+        "generation_tokens_buckets": arguments.generation_tokens_buckets,
+    }
+    chosen: dict[str, object] = {
+        "metrics_names": arguments.metrics_names,
+        "bucket_time_to_first_token": arguments.bucket_time_to_first_token,
+        "bucket_inter_token_latency": arguments.bucket_inter_token_latency,
+        "bucket_e2e_request_latency": arguments.bucket_e2e_request_latency,
+        "collect_tokens_histogram": arguments.collect_tokens_histogram,
+        "tokenizer_metrics_allowed_custom_labels": arguments.tokenizer_metrics_allowed_custom_labels,
+        **rules,
+    }
+    if not arguments.enable_metrics:
+        for name, value in chosen.items():
+            if value:
+                yield f"{name} needs enable_metrics; leave one out"
+    for name, value in chosen.items():
+        if name.startswith("bucket_") and isinstance(value, tuple) and list(value) != sorted(set(value)):
+            yield f"{name} must ascend, each bound once"
+    for name, rule in rules.items():
+        try:
+            token_buckets(rule)
+        except ValueError as error:
+            yield f"{name} {error}"
+        if rule and not arguments.collect_tokens_histogram and "vllm" not in arguments.metrics_names:
+            yield f"{name} needs collect_tokens_histogram"
+    labels = arguments.tokenizer_metrics_allowed_custom_labels
+    if len(set(labels)) != len(labels) or len(labels) > _MOST_LABELS:
+        yield f"tokenizer_metrics_allowed_custom_labels: give each once, and at most {_MOST_LABELS}"
+    for label in labels:
+        if not _LABEL.fullmatch(label) or label in _TAKEN_LABELS:
+            yield (
+                f"tokenizer_metrics_allowed_custom_labels: {label[:64]!r} cannot be a label of its own; use letters, "
+                "digits and underscores, such as team"
+            )
+    if arguments.export_metrics_to_file != (arguments.export_metrics_to_file_dir is not None):
+        yield "export_metrics_to_file and export_metrics_to_file_dir need each other"
 
 
 def _preferred(arguments: Arguments) -> Iterator[str]:

@@ -67,6 +67,22 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
     config: str | None = None
 
     mem_fraction_static: float | None = None
+    enable_metrics: bool = True
+    metrics_names: tuple[Literal["sglang", "vllm"], ...] = ()
+    bucket_time_to_first_token: tuple[float, ...] | None = None
+    bucket_inter_token_latency: tuple[float, ...] | None = None
+    bucket_e2e_request_latency: tuple[float, ...] | None = None
+    collect_tokens_histogram: bool = False
+    prompt_tokens_buckets: tuple[str, ...] = ()
+    generation_tokens_buckets: tuple[str, ...] = ()
+    tokenizer_metrics_custom_labels_header: str = "x-custom-labels"
+    tokenizer_metrics_allowed_custom_labels: tuple[str, ...] = ()
+    export_metrics_to_file: bool = False
+    export_metrics_to_file_dir: str | None = None
+    decode_log_interval: int = 0
+    enable_request_time_stats_logging: bool = False
+    gc_warning_threshold_secs: float = 0.0
+
     max_total_tokens: int | None = None
     page_size: int | None = None
     max_running_requests: int = 256

@@ -13,36 +13,10 @@ _METRICS = "Metrics"
 OBSERVABILITY: tuple[Refusal, ...] = (
     *family(
         _LOGS,
-        "a log line of each request's times is not built yet",
-        "leave it out and use --log-requests, which has them",
-        flags=("enable-request-time-stats-logging",),
-    ),
-    *family(
-        _LOGS,
-        "a log line every few decode steps is not built yet",
-        "leave it out and read /metrics",
-        values={"decode-log-interval": None},
-    ),
-    *family(
-        _LOGS,
         "dumps after a crash are not built yet",
         _OUT,
         flags=("crash-on-nan", "enable-nan-detection"),
         values={"crash-dump-folder": None},
-    ),
-    *family(
-        _LOGS,
-        "warnings about garbage collection are not built yet",
-        "leave it out or give 0",
-        values={"gc-warning-threshold-secs": 0.0},
-    ),
-    Refusal(
-        name="enable-metrics",
-        is_flag=True,
-        accepts=(True,),
-        group=_METRICS,
-        reason="metrics are always on",
-        remedy="leave it out or give true; they are at /metrics",
     ),
     Refusal(
         name="metrics-reporters",
@@ -56,28 +30,6 @@ OBSERVABILITY: tuple[Refusal, ...] = (
         "metrics for each scheduler are not built: there is one scheduler",
         _OUT,
         flags=("enable-metrics-for-all-schedulers",),
-    ),
-    *family(
-        _METRICS,
-        "choosing labels and buckets of metrics is not built yet",
-        _OUT,
-        flags=("collect-tokens-histogram",),
-        values={"tokenizer-metrics-custom-labels-header": "x-custom-labels"},
-        lists=(
-            "tokenizer-metrics-allowed-custom-labels",
-            "bucket-time-to-first-token",
-            "bucket-inter-token-latency",
-            "bucket-e2e-request-latency",
-            "prompt-tokens-buckets",
-            "generation-tokens-buckets",
-        ),
-    ),
-    *family(
-        _METRICS,
-        "writing metrics to files is not built yet",
-        "leave it out and scrape /metrics",
-        flags=("export-metrics-to-file",),
-        values={"export-metrics-to-file-dir": None},
     ),
     *family(
         "Tracing",

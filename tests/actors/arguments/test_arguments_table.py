@@ -47,8 +47,6 @@ SAME_ARGUMENT = [
 # Where SGLang's own default would ask for something that Troupe does otherwise: giving it is an error, with the reason.
 REFUSED_DEFAULTS = {
     "--sleep-on-idle",
-    "--enable-metrics",
-    "--decode-log-interval",
     "--enable-mixed-chunk",
 }
 
