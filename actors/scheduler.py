@@ -36,11 +36,8 @@ from actors.scheduling.config import PlannerConfig
 from actors.scheduling.planner import CacheReply, Planner, StepPlan
 from actors.vitals import Vitals
 from kernels.step import ModelInfo, StepBatch
-
 from telemetry.step_metrics import StepShape
 
-if TYPE_CHECKING:
-    from telemetry.tracing import Tracing
 __all__ = ["Scheduler"]
 
 _log = logging.getLogger("troupe.scheduler")
@@ -195,6 +192,7 @@ class Scheduler(Actor[SchedulerProtocol]):
             if plan is None:
                 break
             if plan.batch is not None:
+                self._chronicle.sent(plan.batch.number, plan.chunks, self.context.clock.monotonic())
                 self._send(plan, plan.batch, now)
             told += plan.emissions
         if moves := planner.moves():
@@ -202,13 +200,10 @@ class Scheduler(Actor[SchedulerProtocol]):
         await self._tell(told)
         self._vitals.load(planner.load(self.context.clock.monotonic()))
 
-    def _send(self, batch: StepBatch, now: float) -> None:
+    def _send(self, plan: StepPlan, batch: StepBatch, now: float) -> None:
         epoch = self._epoch
         assert epoch is not None
         tokens = sum([chunk.tokens for chunk in plan.chunks])
-        traces = self._chronicle.sent(batch.number, plan, self.context.clock.monotonic())
-        if traces:
-            batch = msgspec.structs.replace(batch, traces=traces)
         self._vitals.step_sent(StepShape(now, len(plan.decodes), len(plan.chunks), tokens))
         self.context.pipe(
             self._worker,
