@@ -176,7 +176,13 @@ class Door:
                     "label": exchange.label,
                     "tokens": None if tokens is None else f"{tokens[0]}+{tokens[1]}",
                 },
-                details={"method": exchange.method, "path": path, "status": status, "outcome": outcome},
+                details={
+                    "method": exchange.method,
+                    "path": path,
+                    "status": status,
+                    "outcome": outcome,
+                    "duration_s": round(milliseconds / 1000, 6),
+                },
             )
         )
 

@@ -61,6 +61,9 @@ async def health(service: Service, exchange: Exchange, body: None) -> Response:
 async def health_generate(service: Service, exchange: Exchange, body: None) -> Response:
     """200 when one token was generated just now, end to end."""
     service.require_ready()
+    exchange.timeline = service.engine.timelines.open(
+        exchange.request_id, operation="text_completion", model=service.model_name, probe=True
+    )
     stream = service.submit(exchange, [0], SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
     started = time.monotonic()
     try:

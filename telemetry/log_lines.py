@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-__all__ = ["Event", "JsonLines", "LogContext", "TextLines", "clip", "visible"]
+__all__ = ["Event", "JsonLines", "LogContext", "TextLines", "clip", "text_of", "visible"]
 
 _HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Controls (C0, C1), separators of lines and paragraphs, marks of direction, halves of surrogate pairs."""
@@ -81,7 +81,7 @@ class TextLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         message = record.msg
-        text = str(message) if isinstance(message, Event) else visible(clip(_text(record), _LONGEST_TEXT))
+        text = str(message) if isinstance(message, Event) else visible(clip(text_of(record), _LONGEST_TEXT))
         line = f"{self.formatTime(record)} {record.levelname:<7} {visible(record.name)}: {text}"
         context = _context(record)
         if record.name == f"troupe.{context.get('actor')}":
@@ -106,7 +106,7 @@ class JsonLines(logging.Formatter):
             "time": time.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": message.text if isinstance(message, Event) else clip(_text(record), _LONGEST_TEXT),
+            "message": clip(text_of(record), _LONGEST_TEXT),
             "pid": record.process,
             **_context(record),
         }
@@ -118,7 +118,10 @@ class JsonLines(logging.Formatter):
         return _json(told)
 
 
-def _text(record: logging.LogRecord) -> str:
+def text_of(record: logging.LogRecord) -> str:
+    """The record's message, an event's without its fields. Never raises."""
+    if isinstance(record.msg, Event):
+        return record.msg.text
     try:
         return record.getMessage()
     except Exception as error:  # arguments that do not fit, or whose text fails: the record still says where it is from

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TextIO
 
-from telemetry.log_lines import Event, LogContext
+from telemetry.log_lines import LogContext, text_of
 from telemetry.log_repeats import Repeats
 
 __all__ = ["OTHER_LOGGERS", "LogOutput", "install"]
@@ -75,12 +75,11 @@ class LogOutput(logging.Handler):
             self.handleError(record)
 
     def _take(self, record: logging.LogRecord) -> None:
-        text = str(record.msg.text if isinstance(record.msg, Event) else record.msg)
-        if record.args and record.levelno >= logging.WARNING:
-            text = record.getMessage()
-        with self._changed:
-            if not self._repeats.admit(record, text, time.monotonic()):
-                return
+        if record.levelno >= logging.WARNING:
+            text = text_of(record)
+            with self._changed:
+                if not self._repeats.admit(record, text, time.monotonic()):
+                    return
         if self._context is not None:
             context = self._context()
             for name in ("traceparent", "request_id", "actor"):

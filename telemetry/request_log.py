@@ -23,7 +23,7 @@ _OWN_WORDS = frozenset({"abort", "QueueFull", "RequestTimeout", "RequestFailed",
 
 
 class RequestLog:
-    """Listens to timelines and logs each one's end, at INFO, to the logger ``troupe.requests``.
+    """Listens to timelines and logs each one's end, at INFO, to the logger ``troupe.requests``; health checks' never.
 
     ``level`` says how much, as SGLang's ``--log-requests-level``: 0 ids, counts and times; 1 and the sampling
     parameters; 2 and up to 2048 characters of input and output; 3 and all of them. Below level 2 nothing that a client
@@ -48,7 +48,7 @@ class RequestLog:
 
     def ended(self, timeline: RequestTimeline) -> None:
         content, timeline.content = timeline.content, None
-        if not self._log.isEnabledFor(logging.INFO):
+        if timeline.probe or not self._log.isEnabledFor(logging.INFO):
             return
         fields = self._metadata(timeline)
         if self._level >= 1:
@@ -108,8 +108,13 @@ def _clipped(value: object) -> object:
 
 
 def _shown(prompt: object) -> str:
-    """A text as it is; token ids and conversations as JSON."""
-    return prompt if isinstance(prompt, str) else msgspec.json.encode(prompt, enc_hook=str).decode()
+    """A text as it is; token ids and conversations as JSON, without what is empty."""
+    if isinstance(prompt, str):
+        return prompt
+    plain = msgspec.to_builtins(prompt, enc_hook=str)
+    if isinstance(plain, dict):
+        plain = {name: value for name, value in plain.items() if value not in (None, {}, [])}
+    return msgspec.json.encode(plain).decode()
 
 
 def _short(text: str | None) -> Value | None:

@@ -99,6 +99,7 @@ class RequestTimeline(msgspec.Struct, eq=False, weakref=True):
     label: str | None = None  # the caller's own id
     traceparent: str | None = None  # of the work that brought the request; the request's own while it is traced
     request: dict[str, Value] = {}
+    probe: bool = False  # a health check's
     hops: list[Hop] = []
     marks: list[Mark] = []
     prompt_tokens: int = 0
@@ -193,6 +194,7 @@ class Timelines:
         label: str | None = None,
         traceparent: str | None = None,
         request: dict[str, Value] | None = None,
+        probe: bool = False,
     ) -> RequestTimeline:
         """A request has arrived; its first hop, ``admission``, begins."""
         timeline = RequestTimeline(
@@ -204,6 +206,7 @@ class Timelines:
             label=label,
             traceparent=traceparent,
             request=request or {},
+            probe=probe,
             listeners=self._listeners,
         )
         self._live[request_id] = timeline
