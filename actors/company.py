@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+
+import msgspec
 
 from actors.arguments import Arguments
 from actors.cache_manager import CacheManager
@@ -15,25 +16,24 @@ from actors.placement import place
 from actors.protocol import (
     CacheProtocol,
     DetokenizerProtocol,
-    LoadProgress,
     SchedulerProtocol,
     TokenizerProtocol,
     WorkerConfig,
-    WorkerLoaded,
     WorkerProtocol,
     WorkerReady,
 )
 from actors.rendering import Rendering
-from actors.runtime import ActorRef, ActorSystem, Message, Strategy, Supervision
+from actors.runtime import ActorRef, ActorSystem, Strategy, Supervision
 from actors.scheduler import Scheduler
 from actors.served_model import ServedModel
 from actors.tokenizer import Tokenizer
 from actors.vitals import Vitals
+from actors.worker_group import WorkerGroup
 from kernels.step import ModelInfo
 
 __all__ = ["Company"]
 
-_WORKER_START_TIMEOUT = 1800.0
+_WORKER_LOAD_TIMEOUT = 1800.0
 """Seconds a worker may take to load its model; large ones come from slow disks."""
 
 _STEP_TIMEOUT = 300.0
@@ -47,7 +47,8 @@ class Company:
     detokenizer: ActorRef[DetokenizerProtocol]
     cache: ActorRef[CacheProtocol]
     scheduler: ActorRef[SchedulerProtocol]
-    worker: ActorRef[WorkerProtocol]
+    worker: ActorRef[WorkerProtocol]  # rank 0
+    peers: list[ActorRef[WorkerProtocol]]  # the other ranks
 
     def __init__(
         self,
@@ -100,23 +101,20 @@ class Company:
                 )
 
         placement = place(arguments, os.environ)
-        # The worker's process starts first: it takes longest, and the rest is put up while it imports.
-        self.worker = await system.spawn_process(
-            WorkerProtocol,
-            name="worker-0",
-            target="actors.worker:Worker",
-            config=WorkerConfig(
-                runner=runner_config(arguments, self._model.files.path, self._context_length, placement)
+        runner = runner_config(arguments, self._model.files.path, self._context_length, placement)
+        group = WorkerGroup(
+            system,
+            arguments.tensor_parallel_size,
+            address=arguments.dist_init_addr,
+            configure=lambda rank: WorkerConfig(
+                runner=msgspec.structs.replace(runner, tp_rank=rank), load_timeout=_WORKER_LOAD_TIMEOUT
             ),
-            config_type=WorkerConfig,
-            environment=placement.environment(arguments, 0, os.environ, _STEP_TIMEOUT),
-            events=self._worker_event,
-            events_type=LoadProgress | WorkerLoaded,
-            supervision=Supervision(strategy=Strategy.RESTART_ONE, max_restarts=6, within=300.0),
-            start_timeout=_WORKER_START_TIMEOUT,
-            stop_timeout=5.0,
-            wait=False,
+            on_progress=self._on_progress,
+            on_loaded=self._workers_loaded,
         )
+        # The workers' processes start first: they take longest, and the rest is put up while they import.
+        await group.spawn(lambda rank: placement.environment(arguments, rank, os.environ, _STEP_TIMEOUT))
+        self.worker, *self.peers = group.workers
         self.rendering = await Rendering.start(
             system,
             template=self._model.codec.template if self._model.codec else None,
@@ -154,18 +152,16 @@ class Company:
             journal=self.journal,
             cache=self.cache,
             worker=self.worker,
+            peers=self.peers,
             detokenizer=self.detokenizer,
             vitals=self._vitals,
             step_timeout=_STEP_TIMEOUT,
         )
 
-    def _worker_event(self, message: Message[Any, None]) -> None:
-        if isinstance(message, LoadProgress):
-            self._on_progress(message.stage, message.fraction)
-        elif isinstance(message, WorkerLoaded):
-            self._vitals.worker = (message.info, message.epoch)
-            if self._assembled:
-                self._introduce_worker(message.info, message.epoch)
+    def _workers_loaded(self, info: ModelInfo, epoch: int) -> None:
+        self._vitals.worker = (info, epoch)
+        if self._assembled:
+            self._introduce_worker(info, epoch)
 
     def _introduce_worker(self, info: ModelInfo, epoch: int) -> None:
         self._on_ready(info)

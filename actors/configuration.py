@@ -73,6 +73,7 @@ def runner_config(arguments: Arguments, model: Path, context_length: int, placem
         threads=a.cpu_threads or 0,
         random_seed=a.random_seed or 0,
         op_timeout=OP_TIMEOUT,
+        tp_size=a.tensor_parallel_size,
         npu_simulator=placement.simulator,
         attention_backend=a.attention_backend or "",
         prefill_attention_backend=a.prefill_attention_backend or "",

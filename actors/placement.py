@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +18,7 @@ __all__ = ["SIMULATOR_VARIABLE", "Placement", "place"]
 
 SIMULATOR_VARIABLE = "TROUPE_NPU_SIMULATOR"
 
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 _DEVICE_FILES = Path("/dev")
 _PAGE_SIZES = {"cpu": 16, "npu": 128}
@@ -44,13 +46,16 @@ class Placement(msgspec.Struct, frozen=True):
         """
         # Without it, importing torch imports torch_npu wherever that is installed, which fails where CANN is not.
         added: dict[str, str] = worker_environment(environ) | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+        if arguments.tensor_parallel_size > 1 and "GLOO_SOCKET_IFNAME" not in environ:
+            added["GLOO_SOCKET_IFNAME"] = _LOOPBACK  # else gloo listens where the host's name points to
         if self.device != "npu":
             return added
         index = arguments.base_gpu_id + rank * arguments.gpu_id_step
         visible = [part.strip() for part in environ.get(_VISIBLE, "").split(",") if part.strip()]
         if visible and index >= len(visible):
             raise ArgumentError(
-                f"base_gpu_id: {_VISIBLE} shows {len(visible)} NPUs, and number {index} of them is asked for"
+                f"base_gpu_id: {_VISIBLE} shows {len(visible)} NPUs, and number {index} of them, counted from 0, is "
+                f"asked for; see also gpu_id_step and tensor_parallel_size"
             )
         added[_VISIBLE] = visible[index] if visible else str(index)
         defaults = {"HCCL_EXEC_TIMEOUT": str(max(30, int(0.8 * patience))), "HCCL_CONNECT_TIMEOUT": "120"}

@@ -42,6 +42,7 @@ __all__ = [
     "Grant",
     "Grow",
     "Lease",
+    "Load",
     "LoadProgress",
     "OpenSequence",
     "PeekPrefixes",
@@ -302,9 +303,20 @@ class WorkerProtocol:
     """Runs the model on one device."""
 
 
+class Load(Message[WorkerProtocol, None], frozen=True):
+    """Load the model, together with the other ranks of its group. A worker that is not the one meant leaves it alone.
+
+    ``incarnation``: of the worker. ``epoch``: of the group's life. ``rendezvous``: where its ranks meet, host:port.
+    """
+
+    incarnation: int
+    epoch: int
+    rendezvous: str = ""
+
+
 class Step(Message[WorkerProtocol, StepResult], frozen=True):
     """Run one step. A worker whose life is not ``epoch`` refuses: the slots the batch speaks of died with another
-    life."""
+    life. Every rank of a group runs it; the answer of those behind rank 0 is empty."""
 
     batch: StepBatch
     epoch: int
@@ -327,9 +339,10 @@ class WorkerLoaded(Message[WorkerEventsProtocol, None], frozen=True):
 
 
 class WorkerConfig(msgspec.Struct, frozen=True):
-    """What a worker is started with."""
+    """What a worker is started with. ``load_timeout``: seconds that loading the model may take."""
 
     runner: RunnerConfig
+    load_timeout: float = 1800.0
 
 
 # -- Detokenizer ------------------------------------------------------------------------------------------------------

@@ -64,6 +64,7 @@ class Scheduler(Actor[SchedulerProtocol]):
         journal: Journal,
         cache: ActorRef[CacheProtocol],
         worker: ActorRef[WorkerProtocol],
+        peers: Sequence[ActorRef[WorkerProtocol]] = (),
         detokenizer: ActorRef[DetokenizerProtocol],
         vitals: Vitals,
         step_timeout: float,
@@ -73,6 +74,7 @@ class Scheduler(Actor[SchedulerProtocol]):
         self._chronicle = Chronicle(journal, worker.name)
         self._cache = cache
         self._worker = worker
+        self._peers = peers
         self._detokenizer = detokenizer
         self._vitals = vitals
         self._step_timeout = step_timeout
@@ -214,6 +216,16 @@ class Scheduler(Actor[SchedulerProtocol]):
                 number=batch.number, epoch=epoch, reason=str(error), worker_died=isinstance(error, ActorDied)
             ),
         )
+        for peer in self._peers:
+            self.context.pipe(
+                peer,
+                Step(batch=batch, epoch=epoch),
+                timeout=self._step_timeout,
+                on_reply=lambda result: None,  # rank 0 speaks for all
+                on_error=lambda error: StepFailed(
+                    number=batch.number, epoch=epoch, reason=str(error), worker_died=isinstance(error, ActorDied)
+                ),
+            )
 
     async def _tell(self, emissions: list[Emission]) -> None:
         if emissions:

@@ -1,5 +1,5 @@
-"""The Worker actor: one per device, in a process of its own. It runs the model, or its part of one, and owns the device's
-state by slot.
+"""The Worker actor: one per device, in a process of its own. It runs the model, or its part of one, and owns the
+device's state by slot.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from actors.protocol import LoadProgress, Step, WorkerConfig, WorkerLoaded, WorkerProtocol
+from actors.protocol import Load, LoadProgress, Step, WorkerConfig, WorkerLoaded, WorkerProtocol
 from actors.runtime import Actor, Deferred, RequestError, handles
-from kernels.step import ModelInfo, StepBatch, StepResult
+from kernels.step import ModelInfo, RunnerConfig, StepBatch, StepResult
 
 if TYPE_CHECKING:
     from kernels.answers import RunningStep
@@ -39,6 +39,7 @@ class Worker(Actor[WorkerProtocol]):
         self._thread: ThreadPoolExecutor | None = None
         self._waiting: ThreadPoolExecutor | None = None
         self._runner: ModelRunner | None = None
+        self._epoch: int | None = None  # of the life of the group that this one has loaded for
 
     @classmethod
     def prepare(cls, config: WorkerConfig) -> None:
@@ -48,22 +49,28 @@ class Worker(Actor[WorkerProtocol]):
     async def started(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="troupe-model")
         self._waiting = ThreadPoolExecutor(1, thread_name_prefix="troupe-results")
+
+    @handles
+    def load(self, message: Load) -> None:
+        if message.incarnation == self.context.incarnation:
+            self.context.start_soon(self._come_up, message)
+
+    async def _come_up(self, message: Load) -> None:
+        """Load beside the mailbox: a rank that waits for its peers must hear that it is to stop."""
         loop = asyncio.get_running_loop()
 
         def progress(stage: str, fraction: float) -> None:
             loop.call_soon_threadsafe(self.context.parent_tell, LoadProgress(stage=stage, fraction=fraction))
 
-        async def load() -> None:
-            try:
-                async with asyncio.timeout(self._config.load_timeout):
-                    info = await self._in_thread(lambda: self._load(progress))
-            except TimeoutError:
-                raise RuntimeError(f"the model was not loaded within {self._config.load_timeout:g} s") from None
-            self.context.parent_tell(WorkerLoaded(info=info, epoch=self._config.epoch))
-
         progress("import", 0.0)
-        # Beside the mailbox: the ranks of a group are started one after the other, and wait for each other in there.
-        self.context.start_soon(load)
+        config = msgspec.structs.replace(self._config.runner, rendezvous=message.rendezvous)
+        try:
+            async with asyncio.timeout(self._config.load_timeout):
+                info = await self._in_thread(lambda: self._load(config, progress))
+        except TimeoutError:
+            raise RuntimeError(f"the model was not loaded within {self._config.load_timeout:g} s") from None
+        self._epoch = message.epoch
+        self.context.parent_tell(WorkerLoaded(info=info, epoch=message.epoch))
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         assert self._thread is not None
@@ -76,19 +83,18 @@ class Worker(Actor[WorkerProtocol]):
         if self._runner is not None:
             self._runner.close()
 
-    def _load(self, progress: Callable[[str, float], None]) -> ModelInfo:
-        self._runner = _import_runner(self._config)(self._config.runner, progress)
+    def _load(self, config: RunnerConfig, progress: Callable[[str, float], None]) -> ModelInfo:
+        self._runner = _import_runner(self._config)(config, progress)
         info = self._runner.load()
-        simulator = self._config.runner.npu_simulator
-        if simulator:
-            info = msgspec.structs.replace(info, device=f"{self._config.runner.device} (simulated {simulator})")
+        if config.npu_simulator:
+            info = msgspec.structs.replace(info, device=f"{config.device} (simulated {config.npu_simulator})")
         return info
 
     @handles
     def step(self, message: Step) -> Deferred[StepResult]:
         """Queue the step behind the one that runs; the reply follows when it is done."""
-        if message.epoch != self._config.epoch:
-            raise StaleStep(f"Step {message.batch.number} is of life {message.epoch}, this is {self._config.epoch}.")
+        if message.epoch != self._epoch:
+            raise StaleStep(f"Step {message.batch.number} is of life {message.epoch}, this is {self._epoch}.")
         assert self._thread is not None
         answer: Future[StepResult] = Future()
         queued = self._thread.submit(self._start, message.batch, answer)

@@ -111,6 +111,12 @@ def _devices(arguments: Arguments) -> Iterator[str]:
             parse_simulation(arguments.npu_simulator)
         except SpecError as error:
             yield f"npu_simulator: {error}"
+    if arguments.dist_init_addr is not None:
+        host, _, port = arguments.dist_init_addr.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            yield f"dist_init_addr must be host:port, such as 127.0.0.1:29500, not {arguments.dist_init_addr!r}"
+        if arguments.tensor_parallel_size == 1:
+            yield "dist_init_addr needs tensor_parallel_size: one worker has nobody to find; leave it out"
     if arguments.cuda_graph_bs and arguments.cuda_graph_max_bs is not None:
         yield "cuda_graph_bs says all sizes; leave cuda_graph_max_bs out"
 

@@ -7,11 +7,18 @@ from actors.arguments.devices import DEVICE_ARGUMENTS
 from actors.arguments.logs import LOG_ARGUMENTS
 from actors.arguments.metrics import METRIC_ARGUMENTS
 from actors.arguments.model import MODEL_ARGUMENTS
+from actors.arguments.parallelism import PARALLELISM_ARGUMENTS
 from actors.arguments.scheduling import SCHEDULING_ARGUMENTS
 from actors.arguments.serving import SERVING_ARGUMENTS
 
 __all__ = ["ARGUMENTS"]
 
 ARGUMENTS: tuple[Argument, ...] = (
-    MODEL_ARGUMENTS + SERVING_ARGUMENTS + METRIC_ARGUMENTS + LOG_ARGUMENTS + SCHEDULING_ARGUMENTS + DEVICE_ARGUMENTS
+    MODEL_ARGUMENTS
+    + SERVING_ARGUMENTS
+    + METRIC_ARGUMENTS
+    + LOG_ARGUMENTS
+    + SCHEDULING_ARGUMENTS
+    + DEVICE_ARGUMENTS
+    + PARALLELISM_ARGUMENTS
 )

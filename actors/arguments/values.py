@@ -113,6 +113,8 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
     device: Literal["auto", "cpu", "npu"] = "auto"
     base_gpu_id: int = 0
     gpu_id_step: int = 1
+    tensor_parallel_size: int = 1
+    dist_init_addr: str | None = None
     npu_simulator: str | None = None
     attention_backend: Literal["ascend", "torch_native"] | None = None
     prefill_attention_backend: Literal["ascend", "torch_native"] | None = None

@@ -66,6 +66,8 @@ def test_planner(keywords: dict[str, Any], field: str, value: object) -> None:
         ({"prefill_attention_backend": "ascend"}, "prefill_attention_backend", "ascend"),
         ({"decode_attention_backend": "ascend"}, "decode_attention_backend", "ascend"),
         ({"sampling_backend": "pytorch"}, "sampling_backend", "pytorch"),
+        ({"tp": 2}, "tp_size", 2),
+        ({"tensor_parallel_size": 4}, "tp_size", 4),
         ({"disable_cuda_graph": True}, "disable_graphs", True),
         ({"enforce_eager": True}, "disable_graphs", True),
         ({"cuda_graph_bs": (1, 6)}, "graph_rows", (1, 6)),

@@ -82,6 +82,23 @@ def test_a_hung_collective_speaks_before_its_supervisor_does() -> None:
     assert "HCCL_EXEC_TIMEOUT" not in Placement("npu").environment(arguments(), 0, {"HCCL_EXEC_TIMEOUT": "9"}, 300.0)
 
 
+def test_workers_meet_on_the_loopback_interface() -> None:
+    for device in ("cpu", "npu"):
+        both = Placement(device).environment(arguments(tp=2), 1, {}, 300.0)
+        assert both["GLOO_SOCKET_IFNAME"].startswith("lo")
+        assert "GLOO_SOCKET_IFNAME" not in Placement(device).environment(arguments(), 0, {}, 300.0)
+        chosen = {"GLOO_SOCKET_IFNAME": "eth0"}
+        assert "GLOO_SOCKET_IFNAME" not in Placement(device).environment(arguments(tp=2), 0, chosen, 300.0)
+
+
+@pytest.mark.parametrize("address", ["29500", "host", "host:0", "host:port", ":1"])
+def test_an_address_has_a_host_and_a_port(address: str) -> None:
+    with pytest.raises(ArgumentError, match="must be host:port"):
+        arguments(tp=2, dist_init_addr=address)
+    with pytest.raises(ArgumentError, match="needs tensor_parallel_size"):
+        arguments(dist_init_addr="127.0.0.1:29500")
+
+
 def test_torch_npu_is_not_loaded_behind_the_back_of_a_cpu_worker() -> None:
     added = Placement("cpu").environment(arguments(), 0, {}, 300.0)
     assert added["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "0"

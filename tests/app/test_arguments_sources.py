@@ -72,13 +72,13 @@ def test_a_value_is_missing(line: str) -> None:
 
 def test_refused_and_unknown_names() -> None:
     said = problems(
-        "--tp 2 --piecewise-cuda-graph-tokens 1 2 4 --enable-lora --tempreature 1 -tp 2 --schedule-polisy lpm m"
+        "--pp 2 --piecewise-cuda-graph-tokens 1 2 4 --enable-lora --tempreature 1 -pp 2 --schedule-polisy lpm m"
     )
-    assert "--tp: tensor parallelism is not built yet" in said
+    assert "--pp: pipeline parallelism is not built yet" in said
     assert "--piecewise-cuda-graph-tokens: graphs" in said
     assert "--enable-lora: LoRA" in said
     assert "--tempreature: there is no such argument" in said
-    assert "-tp: tensor parallelism" in said
+    assert "-pp: pipeline parallelism" in said
     assert "--schedule-polisy: there is no such argument; did you mean --schedule-policy?" in said
     assert "unexpected" not in said
     assert "contradicts" not in said

@@ -6,16 +6,15 @@ from actors.arguments.refusal import Refusal, family
 
 __all__ = ["PARALLELISM"]
 
-_ONE = "leave it out or give 1: the engine runs on one device"
+_ONE = "leave it out or give 1; --tensor-parallel-size divides a model over several devices"
 _OUT = "leave it out"
 
 PARALLELISM: tuple[Refusal, ...] = (
     *family(
         "Parallelism",
-        "tensor parallelism is not built yet",
+        "every part of the model is divided over the same devices",
         _ONE,
         values={
-            "tensor-parallel-size tp-size tp": 1,
             "attn-tp-size": 1,
             "moe-dense-tp-size dense-tp-size": 1,
             "moe-tp-size": 1,
@@ -77,7 +76,6 @@ PARALLELISM: tuple[Refusal, ...] = (
         "serving on several nodes is not built yet",
         _OUT,
         values={
-            "dist-init-addr nccl-init-addr": None,
             "nnodes": 1,
             "node-rank": 0,
             "nccl-port": None,

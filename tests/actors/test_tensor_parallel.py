@@ -1,0 +1,89 @@
+"""An engine whose model runs in two workers: it says what one worker says, and outlives the death of either."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.engine import Engine
+from actors.requests import EngineFailed, SamplingParams
+from actors.streams import RequestStream, merge
+
+GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, top_k=50, seed=11, max_tokens=40, ignore_eos=True)
+PROMPTS = ["Once upon", "The quick brown fox " * 12, "one two three"]
+
+
+def small_engine(model: Path, **keywords: Any) -> Engine:
+    options: dict[str, Any] = {
+        "device": "cpu",
+        "dtype": "float32",
+        "cpu_threads": 1,
+        "max_running_requests": 8,
+        "chunked_prefill_size": 64,
+        "max_total_tokens": 4096,
+    }
+    return Engine(model=str(model), **(options | keywords))
+
+
+async def read_out(stream: RequestStream) -> list[int]:
+    async with asyncio.timeout(120):
+        return list(merge([delta async for delta in stream]).token_ids)
+
+
+async def say(engine: Engine) -> list[list[int]]:
+    asked = [(prompt, params) for prompt in PROMPTS for params in (GREEDY, SAMPLED)]
+    return list(await asyncio.gather(*(read_out(engine.generate(*question)) for question in asked)))
+
+
+def pids(engine: Engine) -> list[int]:
+    return [int(worker["pid"] or 0) for worker in engine.describe()["workers"]]
+
+
+async def killed_in_a_stream(engine: Engine, rank: int, kill: signal.Signals) -> list[int]:
+    """The tokens of a request whose worker of ``rank`` gets ``kill`` after the first of them."""
+    before = pids(engine)
+    stream = engine.generate("Once upon", LONG)
+    first = await anext(stream)
+    os.kill(before[rank], kill)
+    tokens = [*first.token_ids, *await read_out(stream)]
+    assert not set(before) & set(pids(engine))
+    return tokens
+
+
+@pytest.mark.long
+async def test_two_workers_say_what_one_says_and_are_replaced_together(tiny_model: Path) -> None:
+    async with small_engine(tiny_model) as engine:
+        expected = await say(engine)
+        long = await read_out(engine.generate("Once upon", LONG))
+    async with small_engine(tiny_model, tp=2) as engine:
+        workers = engine.describe()["workers"]
+        assert [worker["name"] for worker in workers] == ["worker-0", "worker-1"]
+        assert await say(engine) == expected
+        for rank in (1, 0):
+            assert await killed_in_a_stream(engine, rank, signal.SIGKILL) == long
+        assert await say(engine) == expected
+        assert [worker["restarts"] for worker in engine.describe()["workers"]] == [2, 2]
+
+
+@pytest.mark.long
+async def test_a_worker_that_hangs_ends_the_collective_of_the_other(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("actors.configuration.OP_TIMEOUT", 3.0)
+    async with small_engine(tiny_model, tp=2) as engine:
+        expected = await read_out(engine.generate("Once upon", LONG))
+        assert await killed_in_a_stream(engine, 1, signal.SIGSTOP) == expected
+    assert "rank 0 of 2: a collective failed" in caplog.text
+
+
+async def test_what_cannot_be_divided_is_said_at_the_start(tiny_model: Path) -> None:
+    with pytest.raises(EngineFailed, match="num_attention_heads 4 .* --tensor-parallel-size 3; this model takes 1, 2, 4"):
+        async with small_engine(tiny_model, tensor_parallel_size=3):
+            pass
