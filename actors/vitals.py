@@ -54,7 +54,6 @@ class Vitals:
                 now,
                 generated=generated,
                 graph_rows=result.timing.graph_rows,
-                queued=result.timing.queued,
                 prepare=result.timing.prepare,
                 run=result.timing.run,
             )

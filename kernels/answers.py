@@ -52,6 +52,7 @@ class Answer:
     sampled_rows: npt.NDArray[np.int64] | None = None
     slots: npt.NDArray[np.int64] | None = None
     generations: npt.NDArray[np.int32] | None = None
+    graph_rows: int = 0  # that ran in a captured graph
 
     def tensors(self) -> list[Tensor]:
         """What ``pack`` wants from the device."""

@@ -181,6 +181,7 @@ class ModelRunner:
         hidden = None
         if self._decodes is not None and step.decodes == len(step.slots):
             hidden = self._decodes.run(forward)
+            answer.graph_rows = 0 if hidden is None else len(step.slots)
         if hidden is None:
             hidden = self._model.forward(forward, self._caches)
         self._slots.computed[step.slots] += step.counts
@@ -205,7 +206,8 @@ class ModelRunner:
         """In the thread of who waits: touches nothing that a step started meanwhile does."""
         host = fetched()
         ended = time.perf_counter()
-        timing = StepTiming(prepare=prepared - begun, run=ended - max(prepared, self._ended))
+        run = ended - max(prepared, self._ended)
+        timing = StepTiming(prepare=prepared - begun, run=run, graph_rows=answer.graph_rows)
         self._ended = ended
         result, broken = answer.pack(number, host, timing)
         self._broken.extend(broken)

@@ -4,7 +4,11 @@ import prometheus_client
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from telemetry.metric_names import METRICS
+from telemetry.metric_options import MetricOptions
 from telemetry.metrics import EngineMetrics
+from telemetry.step_metrics import StepMetrics, StepShape
+from telemetry.tally import Tally
 
 
 def samples(registry: CollectorRegistry) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -16,43 +20,94 @@ def samples(registry: CollectorRegistry) -> dict[tuple[str, tuple[tuple[str, str
     }
 
 
-def test_a_request_counts_once_in_each_of_its_metrics() -> None:
-    registry = CollectorRegistry()
-    metrics = EngineMetrics(registry, "box", dict)
-    metrics.request_ended(
-        reason="stop", error_type="", duration=1.1, first_token=0.1, prompt_tokens=7, output_tokens=11
-    )
-    metrics.request_ended(
-        reason="error", error_type="RequestTimeout", duration=2.0, first_token=None, prompt_tokens=5, output_tokens=0
-    )
-    found = samples(registry)
-    model = ("gen_ai_request_model", "box")
-    assert found["gen_ai_server_time_to_first_token_seconds_count", (model,)] == 1
-    assert found["gen_ai_server_time_per_output_token_seconds_sum", (model,)] == 0.1
-    ended = ("error_type", "RequestTimeout"), model
-    assert found["gen_ai_server_request_duration_seconds_sum", ended] == 2.0
-    assert found["troupe_requests_total", (("finish_reason", "stop"),)] == 1
-    assert found["troupe_tokens_total", (("gen_ai_token_type", "input"),)] == 12
-    assert found["troupe_tokens_total", (("gen_ai_token_type", "output"),)] == 11
-
-
 def test_live_readings_are_read_at_each_scrape() -> None:
     registry = CollectorRegistry()
-    readings = {"troupe_requests_running": 3.0, "troupe_steps_total": 10.0}
+    readings = {"troupe_requests_running": 3.0, "troupe_preemptions_total": 10.0}
     EngineMetrics(registry, "box", lambda: readings)
     assert samples(registry)["troupe_requests_running", ()] == 3
-    readings["troupe_steps_total"] = 12.0
-    assert samples(registry)["troupe_steps_total", ()] == 12
-    assert b"# TYPE troupe_steps_total counter" in generate_latest(registry)
+    readings["troupe_preemptions_total"] = 12.0
+    assert samples(registry)["troupe_preemptions_total", ()] == 12
+    assert b"# TYPE troupe_preemptions_total counter" in generate_latest(registry)
     assert b"# HELP troupe_requests_running Sequences with a slot on the device." in generate_latest(registry)
 
 
 def test_two_engines_share_nothing_with_each_other_or_the_process() -> None:
     before = generate_latest(prometheus_client.REGISTRY)
     first, second = CollectorRegistry(), CollectorRegistry()
-    EngineMetrics(first, "a", dict).restarts.labels("worker-0").inc()
+    EngineMetrics(first, "a", dict).traffic.restarted("worker-0")
     EngineMetrics(second, "b", dict)
-    assert ("troupe_restarts_total", (("actor", "worker-0"),)) in samples(first)
-    assert ("troupe_restarts_total", (("actor", "worker-0"),)) not in samples(second)
+    label = (("actor", "worker-0"), ("cause", "group"))
+    assert samples(first)["troupe_restarts_total", label] == 1
+    assert ("troupe_restarts_total", label) not in samples(second)
     assert b"troupe" not in generate_latest(prometheus_client.REGISTRY)
     assert b"troupe" not in before
+
+
+def test_what_the_server_counts_is_exposed() -> None:
+    registry = CollectorRegistry()
+    metrics = EngineMetrics(registry, "box", dict)
+    metrics.count_http("/v1/models", 200)
+    metrics.count_http("/v1/models", 200)
+    metrics.count_unknown_field("colour")
+    found = samples(registry)
+    assert found["troupe_http_requests_total", (("endpoint", "/v1/models"), ("status", "200"))] == 2
+    assert found["troupe_unknown_fields_total", (("field", "colour"),)] == 1
+
+
+def test_without_metrics_the_registry_stays_empty_and_nobody_listens() -> None:
+    from telemetry.timeline import Outcome, Timelines
+
+    registry, timelines = CollectorRegistry(), Timelines()
+    metrics = EngineMetrics(registry, "box", dict, MetricOptions(enabled=False))
+    metrics.listen(timelines)
+    timelines.close(timelines.open("r", operation="chat", model="box"), Outcome(("stop",)))
+    assert generate_latest(registry) == b""
+    assert sum(metrics.requests.ended_by.values()) == 0
+
+
+def test_every_exposed_metric_is_in_the_table_with_its_type_and_labels() -> None:
+    registry = CollectorRegistry()
+    metrics = EngineMetrics(registry, "box", dict, MetricOptions(collect_tokens=True))
+    metrics.traffic.handled("scheduler", "Submit", wait=0.1, duration=0.2, depth=3, traceparent=None, error=None)
+    for family in registry.collect():
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        spec = METRICS[name]
+        assert spec.kind == family.type
+        assert spec.help == family.documentation
+        for sample in family.samples:
+            assert set(sample.labels) - {"le"} == set(spec.labels), name
+
+
+def test_a_tally_puts_a_value_at_its_bound_and_takes_many_at_once() -> None:
+    tally = Tally((0.1, 1.0))
+    tally.add(0.1)
+    tally.add(0.5, 3)
+    tally.add(7.0)
+    assert tally.cumulative() == [("0.1", 1), ("1.0", 4), ("+Inf", 5)]
+    assert tally.count == 5
+    assert abs(tally.total - 8.6) < 1e-9
+
+
+def answered(steps: StepMetrics, shape: StepShape, now: float, *, generated: int, graph_rows: int = 0) -> None:
+    steps.answered(shape, now, generated=generated, graph_rows=graph_rows, prepare=0.001, run=0.01)
+
+
+def test_the_time_between_two_steps_is_that_between_the_tokens_of_each_decode() -> None:
+    steps, latency = StepMetrics(), Tally((0.02, 0.1))
+    steps.inter_token.append(latency)
+    answered(steps, StepShape(0.0, decodes=0, prefills=3, prefill_tokens=48), 0.5, generated=3)
+    answered(steps, StepShape(0.4, decodes=3), 0.55, generated=3, graph_rows=3)
+    answered(steps, StepShape(0.5, decodes=2, prefills=1, prefill_tokens=7), 0.56, generated=3)
+    assert latency.counts == [2, 3, 0]
+    assert abs(latency.total - (3 * 0.05 + 2 * 0.01)) < 1e-9
+    assert (steps.prefill_tokens, steps.decode_tokens, steps.generated_tokens) == (55, 5, 9)
+    assert (steps.graph_rows, steps.eager_rows) == (3, 6)
+
+
+def test_the_gap_after_lost_steps_is_no_latency_between_tokens() -> None:
+    steps, latency = StepMetrics(), Tally((0.02, 0.1))
+    steps.inter_token.append(latency)
+    answered(steps, StepShape(0.0, decodes=1), 1.0, generated=1)
+    steps.interrupted()
+    answered(steps, StepShape(8.9, decodes=1), 9.0, generated=1)
+    assert latency.count == 0
