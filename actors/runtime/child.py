@@ -21,6 +21,7 @@ from actors.runtime.events import Event, EventKind
 from actors.runtime.incarnation import LocalIncarnation
 from actors.runtime.link import Kind, Link
 from actors.runtime.message import Envelope, Message
+from actors.runtime.stacks import of_threads
 from actors.runtime.supervisor import Strategy, Supervision
 from actors.runtime.system import ActorSystem
 from actors.runtime.wire import ChildSpec, Death, LogLine, import_name, pack_error, unpack_header
@@ -143,6 +144,9 @@ class _Child:
     def _on_frame(self, kind: int, correlation: int, body: memoryview) -> None:
         if kind == Kind.STOP:
             self._done.set()
+            return
+        if kind == Kind.STACKS:
+            logging.getLogger("troupe.stall").warning("actor %s stands here:\n%s", self._spec.name, of_threads())
             return
         cell, decoder = self._cell, self._decoder
         if kind != Kind.MESSAGE or cell is None or decoder is None:

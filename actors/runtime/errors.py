@@ -5,6 +5,7 @@ __all__ = [
     "AskTimeout",
     "ChildCrash",
     "HandlerCancelled",
+    "Hung",
     "MailboxFull",
     "MessageTooLarge",
     "RequestError",
@@ -23,6 +24,10 @@ class RequestError(Exception):
 
 class HandlerCancelled(RequestError):
     """A handler ended with a cancellation that nobody asked the actor for; the actor lives on."""
+
+
+class Hung(Exception):
+    """The actor made no progress for so long that it was ended."""
 
 
 class MessageTooLarge(RequestError):

@@ -14,6 +14,7 @@ from actors.runtime.clock import Timer
 from actors.runtime.context import ActorContext
 from actors.runtime.errors import HandlerCancelled, RequestError, UnknownMessage
 from actors.runtime.message import Envelope, current_actor, current_traceparent
+from actors.runtime.stacks import of_task
 
 if TYPE_CHECKING:
     from actors.runtime.cell import Cell
@@ -74,6 +75,10 @@ class Incarnation(ABC):
 
     def heartbeat_age(self) -> float | None:
         return None
+
+    @abstractmethod
+    def tell_stacks(self) -> None:
+        """Log where it stands, without waiting."""
 
     @abstractmethod
     def start_soon(
@@ -310,6 +315,10 @@ class LocalIncarnation(Incarnation):
             raise
         except BaseException as error:
             self.crash(error)
+
+    def tell_stacks(self) -> None:
+        if self.cell.task is not None:
+            self.cell.system.logger.warning("actor %s stands here:\n%s", self.cell.name, of_task(self.cell.task))
 
     def in_hand(self) -> Envelope | None:
         return self._current

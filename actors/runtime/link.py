@@ -23,10 +23,11 @@ _BUFFER = 256 * 1024
 
 
 class Kind(enum.IntEnum):
-    """What a frame is. The first two go to the child, the others come from it."""
+    """What a frame is. STACKS, MESSAGE and STOP go to the child, the others come from it."""
 
     MESSAGE = 1
     STOP = 2
+    STACKS = 11
     READY = 3
     REPLY = 4
     ERROR = 5

@@ -237,6 +237,10 @@ class ProcessIncarnation(Incarnation):
         self._stopping = True
         self._change.set()
 
+    def tell_stacks(self) -> None:
+        if self._link is not None:
+            self._link.send(Kind.STACKS, 0)
+
     def start_soon(
         self, function: Callable[..., Coroutine[Any, Any, object]], args: tuple[object, ...], name: str | None
     ) -> None:

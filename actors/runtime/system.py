@@ -364,11 +364,18 @@ class ActorSystem:
         """Stop one actor for good: it finishes the message in hand within its `stop_timeout`."""
         await ref._cell.stop()
 
-    def crash_actor(self, ref: ActorRef[Any], error: BaseException) -> None:
-        """Let the present incarnation of an actor die because of `error`, say because it hangs. A child is killed."""
-        incarnation = ref._cell.incarnation
-        if incarnation is not None:
-            incarnation.crash(error)
+    def crash_actor(self, actor: ActorRef[Any] | str, error: BaseException) -> None:
+        """Let the present incarnation of an actor (or of the one so named) die because of `error`, say because it
+        hangs. A child is killed."""
+        cell = self._cells.get(actor) if isinstance(actor, str) else actor._cell
+        if cell is not None and cell.incarnation is not None:
+            cell.incarnation.crash(error)
+
+    def tell_stacks(self, name: str) -> None:
+        """Have an actor log where it stands; a child in another process does so when its event loop still runs."""
+        cell = self._cells.get(name)
+        if cell is not None and cell.incarnation is not None:
+            cell.incarnation.tell_stacks()
 
     # -- what the actors report ----------------------------------------------------------------------------------
 
