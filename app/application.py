@@ -22,7 +22,7 @@ from app.progress import ProgressReport
 from app.routes import Route, RouteTable
 from app.service import Service
 from app.single import refuse_siblings
-from app.table import ROUTES
+from app.table import routes
 from app.warmup import warm_up
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Troupe(Quart):
         self.arguments = arguments
         self.failed = asyncio.Event()
         self.exit_code = 0
-        self.service = Service(engine, arguments, RouteTable(ROUTES))
+        self.service = Service(engine, arguments, RouteTable(routes(arguments)))
         self.config["MAX_CONTENT_LENGTH"] = MAX_BODY
         self.config["BODY_TIMEOUT"] = BODY_TIMEOUT
         self.config["RESPONSE_TIMEOUT"] = None

@@ -15,7 +15,7 @@ __all__ = ["Keyring", "Level"]
 class Level(enum.Enum):
     """The key that a route wants."""
 
-    PUBLIC = "public"  # none: probes only
+    PUBLIC = "public"  # none: probes, and the files of the live page, which tell nothing of the server
     USER = "user"  # an API key or the admin key, where keys are set
     ADMIN = "admin"  # the admin key
 

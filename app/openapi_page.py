@@ -1,4 +1,4 @@
-"""The API's description and the front page for people: plain HTML that loads nothing from elsewhere."""
+"""The API's description for people: plain HTML that loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -15,24 +15,13 @@ from app.openapi import describe_api
 from app.routes import Route
 from app.service import Service
 
-__all__ = ["docs", "index"]
+__all__ = ["docs"]
 
 _PAGES = Path(__file__).parent / "page"
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'",
     "X-Content-Type-Options": "nosniff",
 }
-
-
-async def index(service: Service, exchange: Exchange, body: None) -> Response:
-    """What this server is, and where to go on."""
-    status = service.status
-    return _page(
-        "index.html",
-        model=html.escape(service.model_name),
-        status=html.escape(f"{status.phase} ({status.stage}, {status.progress:.0%})"),
-        root=html.escape(service.arguments.fastapi_root_path),
-    )
 
 
 async def docs(service: Service, exchange: Exchange, body: None) -> Response:

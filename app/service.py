@@ -22,6 +22,7 @@ from app.decoding import UnknownFields, decode, shallow_objects
 from app.errors import ApiError, invalid, shutting_down, to_api_error
 from app.exchange import Exchange, is_label
 from app.routes import Route, RouteTable
+from app.stage.frames import Stage
 
 if TYPE_CHECKING:
     from actors.engine import Engine
@@ -54,6 +55,7 @@ class Service:
             admin=(arguments.admin_api_key,) if arguments.admin_api_key else (),
         )
         self.live: set[Exchange] = set()
+        self.stage = Stage(self)
         self.created = int(time.time())
         self.send_deadline = SEND_DEADLINE
         self._text_requests = 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from actors.arguments import Arguments
 from app.admin import AbortRequest, abort_request, drain, flush_cache, model_info, server_info
 from app.auth import Level
+from app.live_page import page, page_file
 from app.native import GenerateAnswer, generate
 from app.native_requests import GenerateRequest, NativeSampling
 from app.openai.answers import ChatAnswer, CompletionAnswer
@@ -13,9 +15,11 @@ from app.openai.models import ModelCard, ModelList, get_model, list_models
 from app.openai.refusals import REFUSED
 from app.openai.requests import IGNORED, ChatRequest, CompletionRequest
 from app.openapi import openapi
-from app.openapi_page import docs, index
+from app.openapi_page import docs
 from app.probes import Readiness, health, health_generate, live, loads, metrics, ready, version
 from app.routes import Route
+from app.stage.answers import Waterfall
+from app.stage.handlers import stage, stage_request
 from app.tokens import (
     DetokenizeAnswer,
     DetokenizeRequest,
@@ -26,7 +30,7 @@ from app.tokens import (
     tokenizer_info,
 )
 
-__all__ = ["ROUTES"]
+__all__ = ["ROUTES", "routes"]
 
 _OPENAI = (
     Route(
@@ -282,15 +286,53 @@ _PAGES = (
         media=("text/html",),
         tag="pages",
     ),
+)
+
+_LIVE_PAGE = (
     Route(
         path="/",
         methods=("GET",),
-        level=Level.USER,
-        handler=index,
-        summary="The front page",
+        level=Level.PUBLIC,
+        handler=page,
+        summary="The live page",
         media=("text/html",),
         tag="pages",
     ),
+    Route(
+        path="/page/{file}",
+        methods=("GET",),
+        level=Level.PUBLIC,
+        handler=page_file,
+        summary="A script or a style of the live page",
+        media=("text/javascript", "text/css", "image/svg+xml"),
+        tag="pages",
+        logged=False,
+    ),
+    Route(
+        path="/stage",
+        methods=("GET",),
+        level=Level.USER,
+        handler=stage,
+        summary="What the actors and the requests are doing now, four times a second",
+        media=("text/event-stream",),
+        tag="pages",
+        logged=False,
+    ),
+    Route(
+        path="/stage/requests/{id}",
+        methods=("GET",),
+        level=Level.USER,
+        handler=stage_request,
+        summary="A live or recent request, hop by hop",
+        answer=Waterfall,
+        tag="pages",
+        logged=False,
+    ),
 )
 
-ROUTES: tuple[Route, ...] = (*_OPENAI, *_NATIVE, *_OPERATION, *_PROBES, *_PAGES)
+ROUTES: tuple[Route, ...] = (*_OPENAI, *_NATIVE, *_OPERATION, *_PROBES, *_PAGES, *_LIVE_PAGE)
+
+
+def routes(arguments: Arguments) -> tuple[Route, ...]:
+    """What a server with these arguments has."""
+    return tuple(route for route in ROUTES if not (arguments.disable_page and route in _LIVE_PAGE))

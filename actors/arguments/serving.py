@@ -33,6 +33,13 @@ SERVING_ARGUMENTS: tuple[Argument, ...] = (
         help="Path under which a proxy in front shows this server, such as /llm. Empty for none.",
     ),
     Argument(
+        name="disable-page",
+        kind="flag",
+        default=False,
+        group="HTTP server",
+        help="Do without the live page: /, its scripts under /page and its feed under /stage are not there.",
+    ),
+    Argument(
         name="skip-server-warmup",
         kind="flag",
         default=False,

@@ -39,6 +39,7 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 8000
     fastapi_root_path: str = ""
+    disable_page: bool = False
     skip_server_warmup: bool = False
     warmups: tuple[Literal["generate", "long-prompt", "batch"], ...] = ("generate",)
     sse_keep_alive_interval: float = 15.0

@@ -24,11 +24,13 @@ from actors.requests import (
     TokenLogprob,
     Usage,
 )
-from actors.runtime import current_traceparent
+from actors.runtime import ActorStatus, current_traceparent
 from actors.status import EngineStatus, Health
+from actors.vitals import Vitals
 from app.application import Troupe, create_app
 from telemetry.metrics import EngineMetrics
 from telemetry.timeline import Outcome, RequestTimeline, Timelines
+from telemetry.traffic import Traffic
 
 ANSWER = ["Paris", " is", " the", " capital", " of", " France."]
 
@@ -146,6 +148,10 @@ class FakeEngine:
         self.generation_defaults: dict[str, Any] = {}
         self.registry = CollectorRegistry()
         self.timelines = Timelines()
+        self.traffic = Traffic()
+        self.vitals = Vitals()
+        self.intake = None
+        self.company: list[ActorStatus] = []
         self.metrics = EngineMetrics(self.registry, self.model_name, dict)
         self.status = EngineStatus(phase="ready", progress=1.0, stage="ready")
         self.start_error: str | None = None
@@ -217,6 +223,9 @@ class FakeEngine:
             return False
         self.flushed += 1
         return True
+
+    def actors(self) -> list[ActorStatus]:
+        return self.company
 
     def health(self) -> Health:
         return Health(ok=self.healthy, reason="" if self.healthy else "worker-0 owes a step", step_age=0.0, actors=[])

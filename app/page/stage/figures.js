@@ -1,0 +1,92 @@
+// The figures: tokens a second with its line, what runs and waits, a step's time, restarts, and the pages of the cache.
+
+import { h, s, say } from "../dom.js";
+import { count, duration, percent, rate } from "../numbers.js";
+
+const WIDTH = 240;
+const HEIGHT = 56;
+
+export class Figures {
+  constructor(container) {
+    this.path = s("path", { class: "line" });
+    this.area = s("path", { class: "area" });
+    this.values = {};
+    this.pages = Object.fromEntries(["used", "evictable", "free"].map((kind) => [kind, h("span", { class: kind })]));
+    this.pagesText = h("p", { class: "words" });
+    container.append(
+      h(
+        "div",
+        { class: "speed" },
+        this.figure("tokens", "tokens a second"),
+        s(
+          "svg",
+          { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", "aria-hidden": "true" },
+          this.area,
+          this.path,
+        ),
+      ),
+      h(
+        "dl",
+        { class: "counts" },
+        this.item("running", "running"),
+        this.item("waiting", "waiting"),
+        this.item("step", "a step"),
+        this.item("restarts", "restarts"),
+      ),
+      h(
+        "div",
+        { class: "pages" },
+        h("div", { class: "bar", "aria-hidden": "true" }, Object.values(this.pages)),
+        this.pagesText,
+      ),
+    );
+  }
+
+  figure(name, label) {
+    this.values[name] = h("b", { id: `figure-${name}` }, "–");
+    return h("p", {}, this.values[name], h("span", {}, label));
+  }
+
+  item(name, label) {
+    this.values[name] = h("dd", { id: `figure-${name}` }, "–");
+    return h("div", {}, h("dt", {}, label), this.values[name]);
+  }
+
+  draw(frame, history) {
+    const { load, cache } = frame;
+    say(this.values.tokens, rate(history.line.at(-1) ?? 0));
+    say(this.values.running, count(load.running));
+    say(this.values.waiting, count(load.waiting));
+    say(this.values.restarts, count(frame.restarts));
+    this.values.restarts.classList.toggle("some", frame.restarts > 0);
+    const step = history.stepSeconds;
+    if (step !== null) say(this.values.step, duration(step));
+    this.drawLine(history.line);
+    this.drawPages(cache);
+  }
+
+  drawLine(line) {
+    const most = Math.max(10, ...line);
+    const points = line.map((value, at) => {
+      const x = WIDTH - (line.length - 1 - at) * (WIDTH / 119);
+      return `${x.toFixed(1)},${(HEIGHT - 2 - (value / most) * (HEIGHT - 6)).toFixed(1)}`;
+    });
+    if (points.length < 2) return;
+    this.path.setAttribute("d", `M${points.join("L")}`);
+    this.area.setAttribute("d", `M${points.join("L")}L${WIDTH},${HEIGHT}L${points[0].split(",")[0]},${HEIGHT}Z`);
+  }
+
+  drawPages(cache) {
+    if (!cache || !cache.total) return say(this.pagesText, "No cache yet");
+    for (const [kind, bar] of Object.entries(this.pages)) {
+      bar.style.flexGrow = String(cache[kind] / cache.total);
+    }
+    const words = [
+      `${count(cache.used)} pages in use`,
+      `${count(cache.evictable)} kept for prefixes`,
+      `${count(cache.free)} free`,
+    ];
+    if (cache.queried_tokens) words.push(`${percent(cache.hit_tokens, cache.queried_tokens)} of prompts found`);
+    say(this.pagesText, words.join(" · "));
+  }
+}

@@ -1,0 +1,100 @@
+// One request, hop by hop: where its time went.
+
+import { get } from "../api/client.js";
+import { byId, copy, h } from "../dom.js";
+import { duration } from "../numbers.js";
+
+const AGAIN = 700; // milliseconds between two looks at a request that lives
+
+/** Show a request by its handle or its id. */
+export function openWaterfall(name) {
+  const dialog = byId("waterfall");
+  let timer = 0;
+  const close = h("button", { class: "quiet close", type: "button", onclick: () => dialog.close() }, "Close");
+  const content = h("div", { class: "content" }, h("h2", { id: "waterfall-title" }, "Request"), h("p", {}, "…"));
+  dialog.replaceChildren(close, content);
+  dialog.addEventListener("close", () => clearTimeout(timer), { once: true });
+  dialog.onclick = (event) => event.target === dialog && dialog.close();
+  if (!dialog.open) dialog.showModal();
+
+  async function look() {
+    try {
+      const told = await get(`stage/requests/${encodeURIComponent(name)}`);
+      content.replaceChildren(...picture(told));
+      if (told.duration === null && dialog.open) timer = setTimeout(look, AGAIN);
+    } catch (error) {
+      content.replaceChildren(h("h2", { id: "waterfall-title" }, "Request"), h("p", { class: "trouble" }, error.message));
+    }
+  }
+  look();
+}
+
+function picture(told) {
+  return [
+    h("h2", { id: "waterfall-title" }, `Request ${told.handle}`),
+    h("p", { class: "lead" }, summary(told)),
+    h("ol", { class: "hops" }, told.hops.map((hop) => row(hop, told))),
+    marks(told),
+    h("dl", { class: "facts" }, facts(told)),
+  ].filter(Boolean);
+}
+
+function summary(told) {
+  const words = [told.duration === null ? `so far ${duration(told.elapsed)}` : duration(told.duration)];
+  words.push(`${told.prompt_tokens} tokens in${told.cached_tokens ? `, ${told.cached_tokens} of them found` : ""}`);
+  if (told.output_tokens) words.push(`${told.output_tokens} out`);
+  if (told.error) words.push(told.error);
+  else if (told.finish_reasons.length) words.push(told.finish_reasons.join(", "));
+  return words.join(" · ");
+}
+
+function row(hop, told) {
+  const whole = told.elapsed || 1e-9;
+  const end = hop.end ?? told.elapsed;
+  const left = (100 * hop.start) / whole;
+  const width = Math.max(0.3, (100 * (end - hop.start)) / whole);
+  const choice = hop.choice ? ` ${hop.choice + 1}` : "";
+  const told_ = Object.entries(hop.attributes).map(([name, value]) => `${name.replaceAll("_", " ")} ${number(value, name)}`);
+  return h(
+    "li",
+    {},
+    h("span", { class: "name" }, hop.name + choice),
+    h(
+      "span",
+      { class: "bar" },
+      h("i", { "data-phase": hop.name, class: hop.end === null ? "open" : "", style: { left: `${left}%`, width: `${width}%` } }),
+    ),
+    h("span", { class: "time" }, duration(Math.max(0, end - hop.start))),
+    told_.length ? h("span", { class: "more" }, told_.join(" · ")) : null,
+  );
+}
+
+function marks(told) {
+  if (!told.marks.length) return null;
+  return h(
+    "p",
+    { class: "marks" },
+    told.marks.map((mark) => h("span", {}, h("b", {}, mark.name.replaceAll("_", " ")), ` after ${duration(mark.at)}`)),
+  );
+}
+
+function facts(told) {
+  const rows = [
+    ["Operation", told.operation],
+    ["Model", told.model],
+    ["Arrived", new Date(told.started_unix * 1000).toLocaleTimeString("en-GB")],
+    ...Object.entries(told.request).map(([name, value]) => [name.replace(/^gen_ai\.request\./, ""), String(value)]),
+  ];
+  const made = rows.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)));
+  if (told.trace_id) {
+    const button = h("button", { class: "quiet", type: "button", onclick: () => copy(told.trace_id, button) }, "Copy");
+    made.push(h("div", { class: "trace" }, h("dt", {}, "Trace"), h("dd", {}, h("code", {}, told.trace_id), button)));
+  }
+  return made;
+}
+
+function number(value, name) {
+  if (typeof value === "number" && /seconds$|^wait$/.test(name)) return duration(value);
+  if (typeof value === "boolean") return value ? "yes" : "no";
+  return String(value);
+}

@@ -1,0 +1,162 @@
+"""Frames of the stage: one picture four times a second, drawn once for all who look and not at all when nobody does."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from app.exchange import Exchange
+from app.stage.answers import ActorView, CacheView, Frame, LoadView, ModelView
+from app.stage.graph import edges, role_of
+from app.stage.requests import RequestViews
+
+if TYPE_CHECKING:
+    from actors.engine import Engine
+    from app.service import Service
+
+__all__ = ["FRAME_SECONDS", "MOST_VIEWERS", "Stage"]
+
+FRAME_SECONDS = 0.25
+MOST_VIEWERS = 32
+
+_encode = msgspec.json.encode
+
+
+class Stage:
+    """What the viewers of one server see.
+
+    There is no task and no queue: a viewer that is ready for the next frame waits for the next tick and takes its
+    frame, which the first of them draws. A viewer that is slow finds that it missed some and takes a whole one.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self.requests = RequestViews(service.engine.timelines)
+        self._viewers: set[Exchange] = set()
+        self._frame: Frame | None = None
+        self._encoded: dict[bool, bytes] = {}  # of the present frame: whole or what changed
+        self.drawn = 0
+
+    @property
+    def viewers(self) -> int:
+        self._viewers = {exchange for exchange in self._viewers if not exchange.closed.is_set()}
+        return len(self._viewers)
+
+    def admit(self, exchange: Exchange) -> bool:
+        """Take a viewer, who leaves with the exchange. False when there are enough."""
+        if self.viewers >= MOST_VIEWERS:
+            return False
+        self._viewers.add(exchange)
+        return True
+
+    async def next(self, seen: int) -> tuple[int, bytes]:
+        """The next frame as JSON and its number, for a viewer whose last was ``seen`` (0: none)."""
+        if seen:
+            await asyncio.sleep(FRAME_SECONDS - time.monotonic() % FRAME_SECONDS)
+        frame = self._current()
+        whole = not seen or seen != frame.number - 1
+        encoded = self._encoded.get(whole)
+        if encoded is None:
+            if whole:
+                frame = msgspec.structs.replace(frame, whole=True, requests=self.requests.all(frame.at))
+            encoded = self._encoded[whole] = _encode(frame)
+        return frame.number, encoded
+
+    def _current(self) -> Frame:
+        now = time.monotonic()
+        frame = self._frame
+        if frame is None or int(frame.at / FRAME_SECONDS) != int(now / FRAME_SECONDS):
+            self.drawn += 1
+            frame = self._draw(self.drawn, now)
+            self._frame, self._encoded = frame, {}
+        return frame
+
+    def _draw(self, number: int, now: float) -> Frame:
+        service, engine = self._service, self._service.engine
+        actors = _actors(engine)
+        return Frame(
+            number=number,
+            at=now,
+            unix=time.time(),
+            whole=False,
+            viewers=self.viewers,
+            http=sum(exchange not in self._viewers for exchange in service.live),
+            restarts=sum(actor.restarts for actor in actors),
+            model=_model(service),
+            load=_load(engine, now),
+            cache=_cache(engine),
+            actors=actors,
+            edges=edges(engine.traffic.flows, steps=engine.vitals.steps, tokens=engine.vitals.output_tokens),
+            live=len(engine.intake) if engine.intake is not None else 0,
+            requests=self.requests.changed(now),
+        )
+
+
+def _model(service: Service) -> ModelView:
+    status, info = service.status, service.engine.model_info
+    view = ModelView(
+        name=service.model_name, phase=status.phase, stage=status.stage, progress=round(status.progress, 3)
+    )
+    if info is not None:
+        view.device = info.device
+        view.dtype = info.dtype
+        view.parameters = info.parameters
+        view.context_length = info.context_length
+    return view
+
+
+def _load(engine: Engine, now: float) -> LoadView:
+    vitals, intake = engine.vitals, engine.intake
+    view = LoadView(
+        steps=vitals.steps,
+        step_seconds=round(vitals.step_run_seconds, 6),
+        step_age=round(vitals.step_age(now), 4),
+        output_tokens=vitals.output_tokens,
+        refused=intake.door.refused if intake is not None else 0,
+    )
+    load = vitals.scheduler
+    if load is not None:
+        view.running = load.running
+        view.waiting = load.waiting
+        view.waiting_tokens = load.waiting_tokens
+        view.preemptions = load.preemptions
+    return view
+
+
+def _cache(engine: Engine) -> CacheView | None:
+    usage = engine.vitals.cache()
+    if usage is None:
+        return None
+    return CacheView(
+        page_size=usage.page_size,
+        total=usage.total,
+        free=usage.free,
+        evictable=usage.evictable,
+        used=usage.used,
+        queried_tokens=usage.queried_tokens,
+        hit_tokens=usage.hit_tokens,
+    )
+
+
+def _actors(engine: Engine) -> list[ActorView]:
+    views = {}
+    for status in engine.actors():
+        views[status.name] = ActorView(
+            name=status.name,
+            role=role_of(status.name),
+            state=status.state,
+            restarts=status.incarnation or 0,
+            depth=sum(status.mailbox.values()),
+            message=status.message,
+            message_age=None if status.message_age is None else round(status.message_age, 3),
+        )
+    for (name, _), flow in engine.traffic.flows.items():
+        view = views.get(name)
+        if view is not None:
+            view.handled += flow.count
+            view.busy += flow.busy_seconds
+            view.waited += flow.wait_seconds
+    return list(views.values())

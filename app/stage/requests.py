@@ -1,0 +1,144 @@
+"""Requests as the stage shows them, from their timelines: when, how long and how much, never what was said."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+
+from app.stage.answers import HopView, MarkView, RequestView, Span, Waterfall
+from telemetry.timeline import RequestTimeline, Timelines, Value
+
+__all__ = ["RequestViews"]
+
+SHOWN_SECONDS = 30.0
+"""How long an ended request stays on the stage."""
+
+MOST_SHOWN = 64
+"""Live requests of one frame, and as many ended ones."""
+
+_SPANS = frozenset({"tokenize", "queue", "prefill", "decode"})
+_MOST_SPANS = 48
+
+_WORDS = frozenset({"worker", "reason", "error.type"})
+"""Attributes whose text is the server's own. Texts of others may quote a client."""
+
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-")
+
+
+class RequestViews:
+    """The views of one engine's requests, under names that only the stage knows."""
+
+    def __init__(self, timelines: Timelines) -> None:
+        self._timelines = timelines
+        self._secret = secrets.token_bytes(16)
+        self._handles: dict[str, str] = {}  # of the requests last shown, by their ids
+        self._shown: dict[str, tuple[object, ...]] = {}
+
+    def all(self, now: float) -> list[RequestView]:
+        """What is on the stage now: live requests in the order of their arrival, then ended ones, the latest first."""
+        return [self._view(timeline) for timeline in self._on_stage(now)]
+
+    def changed(self, now: float) -> list[RequestView]:
+        """Those of :meth:`all` that differ from what the last call saw."""
+        shown, handles, views = {}, {}, []
+        for timeline in self._on_stage(now):
+            key = timeline.request_id
+            handles[key] = self._handle(key)
+            shown[key] = state = _state(timeline)
+            if self._shown.get(key) != state:
+                views.append(self._view(timeline))
+        self._shown, self._handles = shown, handles
+        return views
+
+    def waterfall(self, name: str) -> Waterfall | None:
+        """One request in full, by the stage's handle or by the id that the server gave its client; None if unknown."""
+        timeline = self._timelines.find(name)
+        if timeline is None:
+            everyone = itertools.chain(self._timelines.live(), self._timelines.recent)
+            timeline = next((found for found in everyone if self._handle(found.request_id) == name), None)
+        return None if timeline is None else self._in_full(timeline)
+
+    def _on_stage(self, now: float) -> Iterator[RequestTimeline]:
+        yield from itertools.islice(self._timelines.live(), MOST_SHOWN)
+        for timeline in itertools.islice(reversed(self._timelines.recent), MOST_SHOWN):
+            if timeline.end is None or now - timeline.end > SHOWN_SECONDS:
+                return
+            yield timeline
+
+    def _handle(self, request_id: str) -> str:
+        known = self._handles.get(request_id)
+        if known is None:
+            known = hashlib.blake2s(request_id.encode(), key=self._secret, digest_size=5).hexdigest()
+        return known
+
+    def _view(self, timeline: RequestTimeline) -> RequestView:
+        spans = [
+            Span(hop.name, round(hop.start, 4), None if hop.end is None else round(hop.end, 4), hop.choice or 0)
+            for hop in timeline.hops
+            if hop.name in _SPANS
+        ]
+        return RequestView(
+            handle=self._handle(timeline.request_id),
+            operation=timeline.operation,
+            start=round(timeline.started, 4),
+            end=None if timeline.end is None else round(timeline.end, 4),
+            prompt_tokens=timeline.prompt_tokens,
+            cached_tokens=timeline.cached_tokens,
+            output_tokens=timeline.output_tokens,
+            error=timeline.outcome.error_type if timeline.outcome is not None else "",
+            spans=spans[-_MOST_SPANS:],
+            marks=[(mark.name, round(mark.at, 4)) for mark in timeline.marks[-_MOST_SPANS:]],
+        )
+
+    def _in_full(self, timeline: RequestTimeline) -> Waterfall:
+        start, outcome = timeline.started, timeline.outcome
+        end = time.monotonic() if timeline.end is None else timeline.end
+        trace = _TRACEPARENT.match(timeline.traceparent or "")
+        return Waterfall(
+            handle=self._handle(timeline.request_id),
+            operation=timeline.operation,
+            model=timeline.model,
+            started_unix=timeline.started_unix,
+            elapsed=end - start,
+            duration=None if timeline.end is None else end - start,
+            trace_id=trace.group(1) if trace else None,
+            prompt_tokens=timeline.prompt_tokens,
+            cached_tokens=timeline.cached_tokens,
+            output_tokens=timeline.output_tokens,
+            finish_reasons=list(outcome.finish_reasons) if outcome is not None else [],
+            error=outcome.error_type if outcome is not None else "",
+            request=_told(timeline.request),
+            hops=[
+                HopView(
+                    name=hop.name,
+                    start=hop.start - start,
+                    end=None if hop.end is None else hop.end - start,
+                    choice=hop.choice,
+                    attributes=_told(hop.attributes),
+                )
+                for hop in timeline.hops
+            ],
+            marks=[
+                MarkView(name=mark.name, at=mark.at - start, choice=mark.choice, attributes=_told(mark.attributes))
+                for mark in timeline.marks
+            ],
+        )
+
+
+def _state(timeline: RequestTimeline) -> tuple[object, ...]:
+    """Differs when a view of the timeline would."""
+    open_hops = sum(hop.end is None for hop in timeline.hops)
+    return (len(timeline.hops), open_hops, len(timeline.marks), timeline.end, timeline.prompt_tokens)
+
+
+def _told(attributes: Mapping[str, Value]) -> dict[str, str | int | float | bool]:
+    """The attributes that anyone on the stage may see."""
+    return {
+        name: value
+        for name, value in attributes.items()
+        if isinstance(value, (bool, int, float)) or (isinstance(value, str) and name in _WORDS)
+    }
