@@ -27,6 +27,7 @@ from actors.configuration import metric_options
 from actors.intake import Intake, Prompt
 from actors.journal import Journal
 from actors.protocol import Decode, DecodeTokens, Flush
+from actors.reporting import Reporting
 from actors.requests import Chat, EngineDraining, EngineFailed, EngineNotReady, SamplingParams
 from actors.runtime import ActorStatus, ActorSystem, ChildCrash, Event, EventKind, current_traceparent
 from actors.served_model import ServedModel, open_model
@@ -76,7 +77,7 @@ class Engine:
         if arguments.log_requests:
             as_json = (arguments.log_requests_format or arguments.log_format) == "json"
             self.timelines.listen(RequestLog(level=arguments.log_requests_level, as_json=as_json))
-        self.metrics.listen(self.timelines)
+        self._reporting = Reporting(arguments, self.metrics, self.timelines)
         self.vitals = Vitals(self.metrics.steps)
         self.intake: Intake | None = None
         self._model: ServedModel | None = None
@@ -143,8 +144,7 @@ class Engine:
             observer = self.traffic if self.metrics.enabled else None
             async with ActorSystem(name="troupe", log_death=self._log_death, observer=observer) as system:
                 self._system = system
-                if self.metrics.enabled:
-                    system.start_task(self.metrics.loop_lag.sample, "troupe-loop-lag")
+                self._reporting.start(system)
                 system.on_event(self._on_event)
                 try:
                     await self._serve(system)
@@ -157,6 +157,7 @@ class Engine:
             self._failed(error)
         finally:
             self._end_requests()
+            self._reporting.stop()
             self._system = None
             self._ready.set()
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from telemetry.exposition import Samples
 from telemetry.tally import Tally
+
+if TYPE_CHECKING:
+    from telemetry.step_log import StepLog
 
 __all__ = ["StepMetrics", "StepShape"]
 
@@ -44,6 +48,7 @@ class StepMetrics:
         self.rows = Tally(_ROWS)
         self.seconds = Tally(_SECONDS)
         self.inter_token: list[Tally] = []  # each with its own buckets
+        self.log: StepLog | None = None
         self.tokens: list[Tally] = []  # of a step; the same
         self._answered: float | None = None
 
@@ -76,6 +81,8 @@ class StepMetrics:
             for tally in self.inter_token:
                 tally.add(now - self._answered, shape.decodes)
         self._answered = now
+        if self.log is not None:
+            self.log.answered(shape, now, generated=generated, graph_rows=graph_rows)
 
     def interrupted(self) -> None:
         """Steps are lost: the next tokens come after a gap that is no inter-token latency."""

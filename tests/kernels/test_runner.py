@@ -60,6 +60,7 @@ def test_result_follows_the_order_of_rows(driver, prompts):
     assert len(ints(result.tokens)) == 2
     assert result.number == 2
     assert result.timing.run > 0
+    assert result.timing.graph_rows == 0
     assert (result.logprobs, result.top_counts, result.prompt_rows, result.failed) == (b"", b"", b"", ())
 
 

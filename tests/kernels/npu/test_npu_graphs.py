@@ -83,6 +83,7 @@ def test_rows_are_filled_up_to_a_graph(reference, drive, prompts, replays):
     _, scores = run(padded, prompts, lengths, 1)
     assert len(replays) == 1
     np.testing.assert_allclose(scores, eager, atol=0.3)  # sums of other shapes, in bfloat16
+    assert padded.step([(slot, 1) for slot in (1, 2, 3)]).timing.graph_rows == 3
 
 
 def test_without_padding_only_its_own_size_is_replayed(reference, drive, prompts, replays):

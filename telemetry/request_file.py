@@ -1,0 +1,121 @@
+"""A JSON line for each request that ends, in files (``--export-metrics-to-file``).
+
+The loop only puts a line by; a thread writes. A file is of one hour (UTC), and of no more than so many bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from telemetry.request_times import request_times
+from telemetry.timeline import Hop, Mark, RequestTimeline
+
+__all__ = ["RequestFile"]
+
+_log = logging.getLogger("troupe.request_file")
+
+_MOST_WAITING = 100_000
+"""Lines. When a disk does not keep up, the oldest are lost, and the log says how many."""
+
+
+class RequestFile:
+    """Listens to timelines. Run :meth:`write` in a task; at its cancellation it writes what is left."""
+
+    def __init__(self, directory: str, *, largest: int = 64 * 2**20, interval: float = 1.0) -> None:
+        self._directory = Path(directory).expanduser()
+        self._largest = largest  # bytes
+        self._interval = interval  # seconds between two writings
+        self._lines: deque[tuple[float, bytes]] = deque()  # with their time, seconds since 1970
+        self._lost = 0
+        self._number = 0
+        self._hour = ""
+        self._failed = False
+        self._closed = False
+
+    # -- what timelines tell
+
+    def began(self, timeline: RequestTimeline) -> None:
+        """Told at the end."""
+
+    def hop_ended(self, timeline: RequestTimeline, hop: Hop) -> None:
+        """Told at the end."""
+
+    def marked(self, timeline: RequestTimeline, mark: Mark) -> None:
+        """Told at the end."""
+
+    def ended(self, timeline: RequestTimeline) -> None:
+        if len(self._lines) >= _MOST_WAITING:
+            self._lines.popleft()
+            self._lost += 1
+        outcome, end = timeline.outcome, timeline.end or timeline.started
+        ended = timeline.started_unix + end - timeline.started
+        record = {
+            "time": datetime.fromtimestamp(ended, UTC).isoformat(),
+            "request_id": timeline.request_id,
+            "label": timeline.label,
+            "operation": timeline.operation,
+            "model": timeline.model,
+            "finish_reasons": outcome.finish_reasons if outcome is not None else (),
+            "error_type": outcome.error_type or None if outcome is not None else None,
+            **request_times(timeline),
+            "parameters": {name.removeprefix("gen_ai.request."): value for name, value in timeline.request.items()},
+        }
+        self._lines.append((ended, msgspec.json.encode(record, enc_hook=str) + b"\n"))
+        if self._closed:  # a reader that hears of the end after the engine's
+            self.flush()
+
+    # -- writing
+
+    async def write(self) -> None:
+        """Write what has come, every so often, until cancelled."""
+        try:
+            while True:
+                await asyncio.sleep(self._interval)
+                if self._lines:
+                    await asyncio.to_thread(self.flush)
+        finally:
+            self._closed = True
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what has come. A disk that is full or gone is said once, and the lines are lost."""
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            while self._lines:
+                path = self._path(self._lines[0][0])
+                with path.open("ab") as file:
+                    while self._lines and file.tell() < self._largest and self._hour == _hour(self._lines[0][0]):
+                        with contextlib.suppress(IndexError):
+                            file.write(self._lines.popleft()[1])
+            self._failed = False
+        except OSError as error:
+            lost = len(self._lines) + self._lost
+            self._lines.clear()
+            self._lost = 0
+            if not self._failed:
+                _log.error("Lines of %d requests are lost: %s cannot be written: %s", lost, self._directory, error)
+            self._failed = True
+        if self._lost:
+            _log.warning("Lines of %d requests are lost: %s is slower than the server", self._lost, self._directory)
+            self._lost = 0
+
+    def _path(self, ended: float) -> Path:
+        """The file that a line of this time goes into, which has room."""
+        if _hour(ended) != self._hour:
+            self._hour, self._number = _hour(ended), 0
+        while True:
+            path = self._directory / f"troupe-requests-{self._hour}-{self._number:03d}.jsonl"
+            if not path.exists() or path.stat().st_size < self._largest:
+                return path
+            self._number += 1
+
+
+def _hour(moment: float) -> str:
+    return datetime.fromtimestamp(moment, UTC).strftime("%Y%m%dT%H")
