@@ -6,10 +6,12 @@ import io
 import json
 import logging
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import app
 from actors.arguments import ArgumentError, Arguments
 from app.logs import log_output
 from telemetry.logs import LogOutput, install
@@ -70,17 +72,18 @@ def server(
 
 
 async def test_a_request_is_one_line_and_probes_are_none(server: Callable[..., Server]) -> None:
-    running = server()
+    running = server(log_requests=True)
     for path in ("/health", "/ready", "/live", "/ping", "/metrics", "/health_generate"):
         await running.call(path)
     assert running.lines == []
     headers = {"traceparent": TRACE, "x-request-id": "client-1"}
     await running.call("/v1/completions", "POST", json=COMPLETION, headers=headers)
-    (line,) = running.lines
+    line, _ = sorted(running.lines, key=lambda line: "request ended" in line)
     assert " INFO    troupe.http: POST /v1/completions 200 done " in line
     assert " label=client-1 tokens=16+3" in line
     assert f"trace_id={'a' * 32}" in line
     assert "private" not in line
+    assert running.log.count("request ended") == 1
 
 
 async def test_the_same_as_json(server: Callable[..., Server]) -> None:
@@ -182,6 +185,24 @@ async def test_no_client_writes_a_line_of_its_own(server: Callable[..., Server],
         else:
             assert line.startswith("    | ") or " troupe." in line[:50]
             assert "00:00:00,000" not in line[:24]
+
+
+def test_an_asgi_server_gets_logs_unless_somebody_has_set_them_up(
+    monkeypatch: pytest.MonkeyPatch, restore_loggers: Callable[..., None], tiny_model: Path
+) -> None:
+    restore_loggers("troupe", "troupe.http", "troupe.server", "hypercorn.error")
+    monkeypatch.setenv("TROUPE_ARGS", f"--model-path {tiny_model} --log-level error")
+    logger = logging.getLogger("troupe")
+    assert logger.hasHandlers()  # the tests' own, at the root
+    app._application.__wrapped__()
+    assert logger.handlers == []
+    monkeypatch.setattr(logger, "propagate", False)
+    app._application.__wrapped__()
+    (output,) = logger.handlers
+    assert isinstance(output, LogOutput)
+    assert logger.level == logging.ERROR
+    assert output not in logging.getLogger("hypercorn.error").handlers
+    output.close()
 
 
 def test_arguments_that_would_do_nothing_are_refused() -> None:

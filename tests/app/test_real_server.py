@@ -155,6 +155,20 @@ async def test_a_killed_worker_pauses_the_streams_and_they_go_on(tiny: RealServe
         assert (await client.get("/server_info")).json()["workers"][0]["restarts"] == 1
 
 
+def test_a_record_is_a_line_and_probes_are_none(box: RealServer, tiny: RealServer) -> None:
+    record = re.compile(
+        r"[-\d]{10} [:\d]{8},\d{3} (INFO|WARNING|ERROR) +troupe[\w.]*: |    \| |\[.*\] \[INFO\] Running"
+    )
+    for server in (box, tiny):
+        text = server.log.read_text()
+        assert all(record.match(line) for line in text.splitlines()), text
+        assert "POST /v1/" in text
+        assert "/ready" not in text
+    deaths = [line for line in tiny.log.read_text().splitlines() if " died" in line]
+    assert len(deaths) == 1
+    assert re.search(r"ERROR   troupe.engine: Actor worker-0 died: killed by SIGKILL .*device=\w+ batch=\w+", deaths[0])
+
+
 def test_sigterm_lets_a_stream_finish_and_exits_zero(tmp_path: Path, tiny_model: Path) -> None:
     options = ["--dtype", "float32", "--cpu-threads", "1", "--max-total-tokens", "4096"]
     with running(tmp_path / "log", str(tiny_model), *options) as server:
