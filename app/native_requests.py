@@ -9,7 +9,24 @@ from msgspec import Meta
 
 from actors.requests import LIMITS, SamplingParams
 from app.errors import invalid
-from app.openai.requests import Label, Salt, Text, TokenId, TokenIds
+from app.openai.requests import (
+    Alternatives,
+    Choices,
+    Count,
+    Label,
+    Least,
+    MinP,
+    Penalty,
+    Repetition,
+    Salt,
+    Seed,
+    Temperature,
+    Text,
+    TokenId,
+    TokenIds,
+    TopK,
+    TopP,
+)
 
 __all__ = ["Batch", "GenerateRequest", "NativeSampling", "batch_of", "native_names"]
 
@@ -43,23 +60,23 @@ _MANY = Meta(max_length=LIMITS.prompts)
 class NativeSampling(msgspec.Struct, kw_only=True):
     """SGLang's ``sampling_params``."""
 
-    max_new_tokens: int | None = None
-    min_new_tokens: int | None = None
+    max_new_tokens: Count | None = None
+    min_new_tokens: Least | None = None
     stop: Text | Annotated[list[Text], Meta(max_length=LIMITS.stop_strings)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=LIMITS.stop_token_ids)] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    n: int | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Repetition | None = None
+    n: Choices | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
     logit_bias: Annotated[dict[int, float], Meta(max_length=LIMITS.logit_bias)] | None = None
-    sampling_seed: int | None = None
+    sampling_seed: Seed | None = None
 
 
 class GenerateRequest(msgspec.Struct, kw_only=True):
@@ -72,7 +89,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     return_logprob: bool | Annotated[list[bool], _MANY] | None = None
     logprob_start_len: int | Annotated[list[int], _MANY] | None = None
-    top_logprobs_num: int | Annotated[list[int], _MANY] | None = None
+    top_logprobs_num: Alternatives | Annotated[list[Alternatives], _MANY] | None = None
     return_text_in_logprobs: bool | None = None
     return_prompt_token_ids: bool | None = None
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None

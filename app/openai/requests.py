@@ -1,6 +1,7 @@
 """Bodies of OpenAI's API, with the extra fields that other engines' users send. Every field may be null: left out.
 
-Types and lengths are checked here, values (a temperature's range, a token id's existence) by the engine.
+Types and lengths are checked here, values (a temperature's range, a token id's existence) by the engine, whose words
+say more. Their bounds are told to readers of the schema all the same (:func:`told`).
 """
 
 from __future__ import annotations
@@ -14,16 +15,31 @@ from actors.requests import LIMITS
 
 __all__ = [
     "IGNORED",
+    "Alternatives",
     "ChatMessage",
     "ChatRequest",
+    "Choices",
     "CompletionRequest",
     "ContentPart",
+    "Count",
     "Label",
+    "Least",
+    "MinP",
+    "Name",
     "OwnTemplate",
+    "Penalty",
+    "Repetition",
     "Salt",
     "SamplingFields",
+    "Seed",
     "StreamOptions",
+    "Temperature",
+    "Text",
+    "TokenId",
     "TokenIds",
+    "TopK",
+    "TopP",
+    "told",
 ]
 
 IGNORED = frozenset(
@@ -56,6 +72,25 @@ IGNORED = frozenset(
 )
 """Fields that clients send and that change no token of the answer: accepted, and without effect."""
 
+
+def told(low: float | None = None, high: float | None = None, *, above: bool = False) -> Meta:
+    """Bounds that the description of the API tells and the engine checks. ``above``: ``low`` itself is too small."""
+    bounds = {"exclusiveMinimum" if above else "minimum": low, "maximum": high}
+    return Meta(extra_json_schema={name: bound for name, bound in bounds.items() if bound is not None})
+
+
+Temperature = Annotated[float, told(0, LIMITS.temperature)]
+Penalty = Annotated[float, told(-LIMITS.penalty, LIMITS.penalty)]
+Repetition = Annotated[float, told(0.01, 100)]
+TopP = Annotated[float, told(0, 1, above=True)]
+TopK = Annotated[int, told(-1, 2**31 - 1)]
+MinP = Annotated[float, told(0, 1)]
+Choices = Annotated[int, told(1, LIMITS.n)]
+Count = Annotated[int, told(1, 2**31 - 1)]
+Least = Annotated[int, told(0, 2**31 - 1)]
+Seed = Annotated[int, told(-(2**63), 2**64 - 1)]
+Alternatives = Annotated[int, told(0, LIMITS.logprobs)]
+
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=4_194_304)]
 Text = str
@@ -77,22 +112,22 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     """What completions and chat completions have in common."""
 
     model: Name | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
     logit_bias: Annotated[dict[int, float], Meta(max_length=LIMITS.logit_bias)] | None = None
-    max_tokens: int | None = None
-    n: int | None = None
-    seed: int | None = None
+    max_tokens: Least | None = None
+    n: Choices | None = None
+    seed: Seed | None = None
     stop: Text | Annotated[list[Text], Meta(max_length=LIMITS.stop_strings)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
 
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: Repetition | None = None
+    min_tokens: Least | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=LIMITS.stop_token_ids)] | None = None
     include_stop_str_in_output: bool | None = None
@@ -100,7 +135,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     bad_words: Annotated[list[Text], Meta(max_length=LIMITS.bad_words)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Meta(max_length=LIMITS.allowed_token_ids)] | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Alternatives | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
@@ -121,7 +156,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
         ]
     )
     echo: bool | None = None
-    logprobs: int | None = None
+    logprobs: Alternatives | None = None
     suffix: Text | None = None
     add_special_tokens: bool | None = None
 
@@ -184,9 +219,9 @@ class ChatRequest(SamplingFields, kw_only=True):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=LIMITS.messages)]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Alternatives | None = None
     tools: Annotated[list[Tool], Meta(max_length=LIMITS.tools)] | None = None
     tool_choice: Name | dict[str, Any] | None = None
     reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
