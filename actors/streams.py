@@ -164,6 +164,11 @@ class RequestStream:
         self._finalizer.atexit = False
         self._release = release
 
+    @property
+    def timeline(self) -> RequestTimeline:
+        """What has happened to the request so far."""
+        return self._buffer.timeline
+
     async def ready(self) -> None:
         """Return when the request was rendered, encoded, checked and accepted; else raise what is wrong with it."""
         if self._admission is not None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from actors.runtime import current_traceparent
 from app.auth import Level
+from app.custom_labels import custom_labels
 from app.errors import ApiError, shutting_down
 from app.exchange import Exchange, Send, current_request_id, is_label
 from app.routes import Route
@@ -84,12 +85,14 @@ class Door:
         current_request_id.set(exchange.request_id)
         service.live.add(exchange)
         if route is not None and route.operation:
+            exchange.custom_labels = custom_labels(scope["headers"], service.arguments)
             exchange.timeline = service.engine.timelines.open(
                 exchange.request_id,
                 operation=route.operation,
                 model=service.model_name,
                 label=label,
                 traceparent=traceparent,
+                request=dict(exchange.custom_labels),
             )
         try:
             refusal = self._refusal(scope, route)

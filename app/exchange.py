@@ -14,7 +14,7 @@ from typing import Any
 from actors.streams import RequestStream
 from app.errors import ApiError
 from app.routes import Route
-from telemetry.timeline import RequestTimeline
+from telemetry.timeline import RequestTimeline, Value
 
 __all__ = ["DONE", "KEEP_ALIVE", "Exchange", "Send", "current_request_id", "is_label"]
 
@@ -63,6 +63,7 @@ class Exchange:
         self.started = time.monotonic()
         self.status = 0  # 0: nothing was sent
         self.timeline: RequestTimeline | None = None  # of a request that is to generate
+        self.custom_labels: dict[str, Value] = {}  # of the metrics of its requests
         self.error: ApiError | None = None  # the answer, where it is one
         self.outcome = ""  # what ended it, when that is not the status: "disconnect", "stalled", an error's code
         self.tokens: tuple[int, int] | None = None  # prompt, completion

@@ -172,6 +172,8 @@ class Service:
             )
         except InvalidRequest as error:
             raise renamed(error, rename) from None
+        if exchange.custom_labels:
+            stream.timeline.request |= exchange.custom_labels
         exchange.own(stream)
         return stream
 
