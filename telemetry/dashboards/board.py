@@ -15,9 +15,10 @@ from typing import Any
 __all__ = [
     "BLUE",
     "GREEN",
+    "ORANGE",
+    "PURPLE",
     "RED",
     "TEXT",
-    "YELLOW",
     "Board",
     "Heatmap",
     "Panel",
@@ -32,14 +33,14 @@ __all__ = [
 
 _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _WIDTH = 24
-GREEN, YELLOW, RED, BLUE, TEXT = "green", "orange", "red", "blue", "text"
+GREEN, ORANGE, RED, BLUE, PURPLE, TEXT = "green", "orange", "red", "blue", "purple", "text"
 
 Thresholds = tuple[tuple[float, str], ...]
 
 
 def bad_above(warning: float, critical: float) -> Thresholds:
     """Green, then orange from ``warning`` on, then red from ``critical`` on."""
-    return ((warning, YELLOW), (critical, RED))
+    return ((warning, ORANGE), (critical, RED))
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Query:
     legend: str = ""
 
     def promql(self) -> str:
-        return self.expr.replace("@", 'instance=~"$instance"')
+        return self.expr.strip().replace("@", 'instance=~"$instance"')
 
 
 @dataclass(frozen=True)
@@ -119,10 +120,11 @@ class Panel:
 
 @dataclass(frozen=True)
 class TimeSeries(Panel):
-    """Lines over time. ``stack`` fills and adds them up; ``colors`` fixes the colour of a legend; a threshold is drawn
-    as a dashed line."""
+    """Lines over time. ``stack`` adds them up; ``bars`` are for numbers of events; ``colors`` fixes the colour
+    of a legend; a threshold is drawn as a dashed line."""
 
     stack: bool = False
+    bars: bool = False
     colors: tuple[tuple[str, str], ...] = ()
     shown: tuple[str, ...] = ("mean", "max")  # numbers beside each legend
 
@@ -131,10 +133,10 @@ class TimeSeries(Panel):
 
     def _defaults(self) -> dict[str, Any]:
         custom = {
-            "drawStyle": "line",
+            "drawStyle": "bars" if self.bars else "line",
             "lineInterpolation": "linear",
             "lineWidth": 1,
-            "fillOpacity": 30 if self.stack else 8,
+            "fillOpacity": 70 if self.bars else 30 if self.stack else 8,
             "showPoints": "never",
             "spanNulls": False,
             "stacking": {"mode": "normal" if self.stack else "none", "group": "A"},
@@ -158,24 +160,27 @@ class TimeSeries(Panel):
 
 @dataclass(frozen=True)
 class Stat(Panel):
-    """One number now, coloured by its thresholds, with its course behind it. ``mapping`` gives words to numbers."""
+    """One number now, coloured by its thresholds. ``course`` draws what it was before behind it; without, the number is
+    asked for once, which is for queries that look back on the whole time chosen."""
 
     width: int = 3
     height: int = 4
-    mapping: tuple[tuple[str, str], ...] = ()
+    course: bool = True
 
     def _type(self) -> str:
         return "stat"
 
     def _defaults(self) -> dict[str, Any]:
-        words = [{"type": "value", "options": {value: {"text": text}}} for value, text in self.mapping]
-        return super()._defaults() | {"color": {"mode": "thresholds"}, "mappings": words}
+        return super()._defaults() | {"color": {"mode": "thresholds"}}
+
+    def _target(self) -> dict[str, Any]:
+        return {"instant": not self.course, "range": self.course}
 
     def _options(self) -> dict[str, Any]:
         return {
             "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
             "colorMode": "value",
-            "graphMode": "area",
+            "graphMode": "area" if self.course else "none",
             "justifyMode": "auto",
             "textMode": "auto",
         }
@@ -286,6 +291,13 @@ class Variable:
         }
 
 
+# A counter with labels is born with the value 1, so the zeros before it come from the actors that are there.
+_RESTARTED = """
+changes(
+  (sum by (instance, actor) (troupe_restarts_total{@}) or 0 * sum by (instance, actor) (troupe_actor_up{@}))[30s:5s]
+) > 0
+"""
+
 MODEL = Variable("model", "Model", "label_values(troupe_model_info, model)")
 INSTANCE = Variable("instance", "Instance", 'label_values(troupe_model_info{model=~"$model"}, instance)')
 
@@ -389,8 +401,8 @@ class Board:
             "enable": True,
             "hide": False,
             "iconColor": RED,
-            "expr": 'sum by (instance, actor) (increase(troupe_restarts_total{instance=~"$instance"}[1m])) > 0',
-            "step": "60s",
+            "expr": Query(_RESTARTED).promql(),
+            "step": "15s",
             "titleFormat": "{{actor}} restarted",
             "textFormat": "{{instance}}",
         }

@@ -35,13 +35,16 @@ def buckets(histogram: str, where: str = "") -> tuple[Query, ...]:
 
 
 def events(counter: str, by: str = "instance", zero: str = "troupe_ready") -> str:
-    """How often something rare happened in each window, by ``by``.
+    """How often something rare happened since the point before, by ``by``: whole numbers, each event once.
 
     A counter with labels is absent until its first event, and ``increase`` does not see a series being born with the
-    value 1. So zeros are filled in, one for each series of ``zero``, before the increase is taken.
+    value 1. So a zero is filled in for each series of ``zero``, now and before. A counter that starts again counts 0.
     """
-    total = f"sum by ({by}) ({counter}{{@}}) or 0 * sum by ({by}) ({zero}{{@}})"
-    return f"increase(({total})[{_WINDOW}:$__interval])"
+
+    def total(offset: str) -> str:
+        return f"(sum by ({by}) ({counter}{{@}}{offset}) or 0 * sum by ({by}) ({zero}{{@}}{offset}))"
+
+    return f"clamp_min({total('')} - {total(' offset $__interval')}, 0)"
 
 
 def _select(where: str) -> str:

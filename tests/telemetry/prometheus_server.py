@@ -34,7 +34,7 @@ class Prometheus:
         for name in ("recording.yml", "alerts.yml"):
             shutil.copy(FOLDER / "prometheus" / name, folder)
         settings = yaml.safe_load((FOLDER / "prometheus" / "prometheus.yml").read_text())
-        settings["global"] |= {"scrape_interval": "200ms", "evaluation_interval": "500ms"}
+        settings["global"] |= {"scrape_interval": "400ms", "evaluation_interval": "500ms"}
         (folder / "prometheus.yml").write_text(yaml.safe_dump(settings))
         (folder / "targets.yml").write_text(yaml.safe_dump([{"targets": list(targets)}]))
         port = free_port()
@@ -99,7 +99,7 @@ class Prometheus:
 
 @contextmanager
 def prometheus(folder: Path, *targets: str) -> Iterator[Prometheus]:
-    """Prometheus, scraping ``targets`` (``host:port``) five times a second."""
+    """Prometheus, scraping ``targets`` (``host:port``) every 0.4 s."""
     folder.mkdir(parents=True, exist_ok=True)
     server = Prometheus(folder, targets)
     try:

@@ -21,7 +21,7 @@ from telemetry.metric_names import METRICS
 from tests.telemetry.prometheus_server import MISSING, WHY, promtool
 
 ROOT = FOLDER.parents[1]
-UNITS = {"short", "s", "percentunit", "bytes", "ops", "reqps", "cps"}
+UNITS = {"short", "s", "percentunit", "bytes", "ops", "reqps", "si:tok/s", "si:pages/s"}
 each_board = pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.uid)
 
 

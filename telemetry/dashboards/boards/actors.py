@@ -30,11 +30,12 @@ _STATE = Row(
             "Restarts in the chosen time, of all actors.",
             (
                 Query(
-                    "sum(increase((sum by (instance) (troupe_restarts_total{@})"
-                    " or 0 * sum by (instance) (troupe_ready{@}))[$__range:$__interval]))"
+                    "round(sum(increase((sum by (instance) (troupe_restarts_total{@})"
+                    " or 0 * sum by (instance) (troupe_ready{@}))[$__range:$__interval])))"
                 ),
             ),
             decimals=0,
+            course=False,
             width=4,
             height=7,
             thresholds=bad_above(1, 3),
@@ -131,22 +132,26 @@ _FAULTS = Row(
     (
         TimeSeries(
             "Restarts",
-            "Actors started again, in each interval.",
+            "Actors started again, since the point before.",
             (
                 Query(
                     events("troupe_restarts_total", "instance, actor", "troupe_actor_up"), "{{actor}} of {{instance}}"
                 ),
             ),
+            bars=True,
+            decimals=0,
             shown=("sum", "max"),
         ),
         TimeSeries(
             "Messages in trouble",
-            "In each interval: answered with an error; without an answer in time; that nobody could receive.",
+            "Since the point before: answered with an error; without an answer in time; that nobody could receive.",
             (
                 Query(f"sum({events('troupe_handler_errors_total')})", "error"),
                 Query(f"sum({events('troupe_ask_timeouts_total')})", "timeout"),
                 Query(f"sum({events('troupe_dead_letters_total')})", "dead letter"),
             ),
+            bars=True,
+            decimals=0,
             shown=("sum", "max"),
         ),
         TimeSeries(
@@ -156,6 +161,8 @@ _FAULTS = Row(
                 Query(f"sum({events('troupe_requests_resumed_total')})", "resumed"),
                 Query(f"sum({events('troupe_requests_set_apart_total')})", "set apart"),
             ),
+            bars=True,
+            decimals=0,
             shown=("sum", "max"),
             colors=(("resumed", GREEN), ("set apart", RED)),
         ),

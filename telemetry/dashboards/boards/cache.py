@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from telemetry.dashboards.board import TEXT, Board, Heatmap, Query, Row, Stat, TimeSeries, bad_above
+from telemetry.dashboards.board import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    RED,
+    TEXT,
+    Board,
+    Heatmap,
+    Query,
+    Row,
+    Stat,
+    TimeSeries,
+    bad_above,
+)
 from telemetry.dashboards.promql import buckets, events, rate
 
 __all__ = ["CACHE"]
@@ -63,7 +76,7 @@ _NOW = Row(
             "Evicted pages",
             "Pages per second whose prefix made room. Many, with many hits before: a larger cache would pay.",
             (Query(rate("troupe_cache_evicted_pages_total")),),
-            unit="ops",
+            unit="si:pages/s",
             width=4,
             base=TEXT,
         ),
@@ -83,7 +96,7 @@ _PAGES = Row(
             ),
             width=12,
             stack=True,
-            colors=(("used", "orange"), ("evictable", "blue"), ("free", "green")),
+            colors=(("used", ORANGE), ("evictable", BLUE), ("free", GREEN)),
         ),
         TimeSeries(
             "In use by server",
@@ -97,7 +110,7 @@ _PAGES = Row(
             unit="percentunit",
             maximum=1,
             width=12,
-            thresholds=((0.95, "red"),),
+            thresholds=((0.95, RED),),
         ),
     ),
 )
@@ -112,9 +125,9 @@ _PREFIXES = Row(
                 Query(rate(_HITS), "found"),
                 Query(f"{rate(_QUERIED)} - {rate(_HITS)}", "to compute"),
             ),
-            unit="cps",
+            unit="si:tok/s",
             stack=True,
-            colors=(("found", "green"), ("to compute", "orange")),
+            colors=(("found", GREEN), ("to compute", ORANGE)),
         ),
         TimeSeries(
             "Hit ratio by server",
@@ -130,9 +143,9 @@ _PREFIXES = Row(
                 Query(rate("troupe_cached_tokens_total"), "cached"),
                 Query(f"{rate(_TOKENS, where=_INPUT)} - {rate('troupe_cached_tokens_total')}", "computed"),
             ),
-            unit="cps",
+            unit="si:tok/s",
             stack=True,
-            colors=(("cached", "green"), ("computed", "orange")),
+            colors=(("cached", GREEN), ("computed", ORANGE)),
         ),
     ),
 )
@@ -142,15 +155,17 @@ _PRESSURE = Row(
     (
         TimeSeries(
             "Preemptions",
-            "Sequences that gave their pages back, in each interval. Lower --max-running-requests or give more memory.",
+            "Sequences that gave their pages back since the point before. Lower --max-running-requests or add memory.",
             (Query(events("troupe_preemptions_total"), "{{instance}}"),),
+            bars=True,
+            decimals=0,
             shown=("sum", "max"),
         ),
         TimeSeries(
             "Evicted pages",
             "Pages per second whose prefix made room for another.",
             (Query(rate("troupe_cache_evicted_pages_total", "instance"), "{{instance}}"),),
-            unit="ops",
+            unit="si:pages/s",
         ),
         TimeSeries(
             "Prompt tokens that wait or run",

@@ -100,7 +100,7 @@ _STEPS = Row(
             "Tokens by mode",
             "Tokens run by the devices per second: prompts (prefill) and one for each running sequence (decode).",
             (Query(rate("troupe_step_tokens_total", "mode"), "{{mode}}"),),
-            unit="cps",
+            unit="si:tok/s",
             stack=True,
         ),
         Heatmap("Sequences in a step", "How many steps, by their number of sequences.", buckets("troupe_step_rows")),

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from telemetry.dashboards.board import GREEN, RED, TEXT, YELLOW, Board, Query, Row, Stat, Table, TimeSeries, bad_above
+from telemetry.dashboards.board import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    PURPLE,
+    RED,
+    TEXT,
+    Board,
+    Query,
+    Row,
+    Stat,
+    Table,
+    TimeSeries,
+    bad_above,
+)
 from telemetry.dashboards.promql import events, mean, quantile, rate
 
 __all__ = ["OVERVIEW"]
 
 _TTFT = "gen_ai_server_time_to_first_token_seconds"
 _FAILED = 'finish_reason="error"'
+_NO_PROBES = 'endpoint!~"/(live|ready|ping|health|health_generate|metrics)"'
 _ITL = "troupe_inter_token_latency_seconds"
 
 _NOW = Row(
@@ -40,7 +55,7 @@ _NOW = Row(
             "Generated tokens",
             "Tokens sampled per second, all servers together.",
             (Query(rate("troupe_generated_tokens_total")),),
-            unit="cps",
+            unit="si:tok/s",
             base=TEXT,
         ),
         Stat(
@@ -91,7 +106,7 @@ _TRAFFIC = Row(
             (Query(rate("troupe_requests_total", "finish_reason"), "{{finish_reason}}"),),
             unit="reqps",
             stack=True,
-            colors=(("stop", GREEN), ("length", "blue"), ("abort", YELLOW), ("error", RED), ("rejected", "purple")),
+            colors=(("stop", GREEN), ("length", BLUE), ("abort", ORANGE), ("error", RED), ("rejected", PURPLE)),
         ),
         TimeSeries(
             "Tokens",
@@ -102,12 +117,12 @@ _TRAFFIC = Row(
                 Query(rate("troupe_generated_tokens_total"), "generated"),
                 Query(rate("troupe_cache_hit_tokens_total"), "from cache"),
             ),
-            unit="cps",
+            unit="si:tok/s",
         ),
         TimeSeries(
             "HTTP answers by status",
             "All endpoints but the probes. A stream that fails after its first token has status 200: see Trouble.",
-            (Query(rate("troupe_http_requests_total", "status"), "{{status}}"),),
+            (Query(rate("troupe_http_requests_total", "status", _NO_PROBES), "{{status}}"),),
             unit="reqps",
             stack=True,
         ),
@@ -125,7 +140,7 @@ _LOAD = Row(
                 Query("sum(troupe_requests_waiting{@})", "waiting"),
                 Query("sum(troupe_max_running_requests{@})", "may run"),
             ),
-            colors=(("running", GREEN), ("waiting", YELLOW), ("may run", TEXT)),
+            colors=(("running", GREEN), ("waiting", ORANGE), ("may run", TEXT)),
         ),
         TimeSeries(
             "Sequences in a step",
@@ -151,7 +166,7 @@ _TROUBLE = Row(
     (
         TimeSeries(
             "Requests in trouble",
-            "In each interval: refused at the door (429); failed after the first token; clients that hung up; "
+            "Since the point before: refused at the door (429); failed after the first token; clients that hung up; "
             "preempted for want of pages; set apart after two deaths of their worker.",
             (
                 Query(f"sum({events('troupe_admission_rejections_total')})", "refused"),
@@ -160,17 +175,21 @@ _TROUBLE = Row(
                 Query(f"sum({events('troupe_preemptions_total')})", "preempted"),
                 Query(f"sum({events('troupe_requests_set_apart_total')})", "set apart"),
             ),
+            bars=True,
+            decimals=0,
             shown=("sum", "max"),
-            colors=(("stream broken", RED), ("set apart", "purple")),
+            colors=(("stream broken", RED), ("set apart", PURPLE)),
         ),
         TimeSeries(
             "Restarts",
-            "Actors that were started again in each interval. A worker's streams pause and go on.",
+            "Actors that were started again since the point before. A worker's streams pause and go on.",
             (
                 Query(
                     events("troupe_restarts_total", "instance, actor", "troupe_actor_up"), "{{actor}} of {{instance}}"
                 ),
             ),
+            bars=True,
+            decimals=0,
             shown=("sum", "max"),
         ),
         TimeSeries(
@@ -203,7 +222,7 @@ _SERVERS = Row(
                 ("ready", "bool_yes_no"),
                 ("running", "none"),
                 ("waiting", "none"),
-                ("tokens per second", "cps"),
+                ("tokens per second", "si:tok/s"),
                 ("cache in use", "percentunit"),
                 ("memory", "bytes"),
             ),
