@@ -6,6 +6,7 @@ import asyncio
 
 import msgspec
 import pytest
+from prometheus_client import Gauge
 
 from actors.requests import InvalidRequest
 from app.table import ROUTES
@@ -118,6 +119,13 @@ async def test_metrics_are_the_engines(application, engine):
     status, text = await call(application, "/metrics", "GET")
     assert status == 200
     assert b"troupe_http_requests" in text
+
+
+async def test_metrics_keep_their_names_for_a_scraper_that_prefers_openmetrics(application, engine):
+    Gauge("vllm:num_requests_running", "Sequences that run.", registry=engine.registry)
+    accept = {"Accept": "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"}
+    _, text = await call(application, "/metrics", "GET", headers=accept)
+    assert b"\nvllm:num_requests_running 0.0\n" in text
 
 
 async def test_loads_and_version(application):
