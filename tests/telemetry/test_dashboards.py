@@ -112,6 +112,8 @@ def test_panels_have_what_a_reader_needs(board: Board) -> None:
     assert re.fullmatch(r"troupe-[a-z]+", told["uid"])
     numbers = [panel["id"] for panel in panels(told)]
     assert len(numbers) == len(set(numbers))
+    titles = [panel["title"] for panel in shown(told)]
+    assert sorted(titles) == sorted(set(titles))
     for panel in shown(told):
         assert panel["title"]
         assert panel["description"].endswith("."), panel["title"]
@@ -145,7 +147,8 @@ def test_every_query_follows_the_chosen_data_source_and_instances(board: Board) 
 @each_board
 def test_panels_lie_side_by_side(board: Board) -> None:
     places = [panel["gridPos"] for panel in panels(kept(board))]
-    assert all(place["x"] + place["w"] <= 24 for place in places)
+    for y in {place["y"] for place in places}:
+        assert sum(place["w"] for place in places if place["y"] == y) == 24  # no gap at the end
     for a, b in itertools.combinations(places, 2):
         apart = (
             a["x"] + a["w"] <= b["x"]

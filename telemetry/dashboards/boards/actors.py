@@ -15,7 +15,7 @@ _STATE = Row(
     "State",
     (
         Stat(
-            "Actors up",
+            "Share of actors up",
             "Share of actors that run.",
             (Query(f"avg(troupe_actor_up{{@, {_CHOSEN}}})"),),
             unit="percentunit",
@@ -26,7 +26,7 @@ _STATE = Row(
             thresholds=((1, GREEN),),
         ),
         Stat(
-            "Restarts",
+            "Restarts in this time",
             "Restarts in the chosen time, of all actors.",
             (
                 Query(
@@ -105,7 +105,7 @@ _HANDLERS = Row(
             unit="s",
         ),
         Table(
-            "Messages",
+            "Messages by kind",
             "One line for each kind of message and the actor that receives it.",
             (
                 Query(rate(f"{_HANDLING}_count", _BOTH, _CHOSEN)),

@@ -65,7 +65,7 @@ _NOW = Row(
             base=TEXT,
         ),
         Stat(
-            "Preemptions",
+            "Preemptions now",
             "Sequences per second that gave their pages back and are computed again: lost work.",
             (Query(rate("troupe_preemptions_total")),),
             unit="ops",
@@ -73,7 +73,7 @@ _NOW = Row(
             thresholds=bad_above(0.01, 0.1),
         ),
         Stat(
-            "Evicted pages",
+            "Evictions now",
             "Pages per second whose prefix made room. Many, with many hits before: a larger cache would pay.",
             (Query(rate("troupe_cache_evicted_pages_total")),),
             unit="si:pages/s",

@@ -36,10 +36,20 @@ _CLIENTS = Row(
             unit="s",
         ),
         Heatmap(
-            "Time to the first token", "How many requests, by their time to the first token.", buckets(_TTFT), unit="s"
+            "Time to the first token, spread",
+            "How many requests, by their time to the first token.",
+            buckets(_TTFT),
+            unit="s",
         ),
-        Heatmap("Time between tokens", "How many tokens, by the time since the one before.", buckets(_ITL), unit="s"),
-        Heatmap("Duration of a request", "How many requests, by their duration.", buckets(_DURATION, _WELL), unit="s"),
+        Heatmap(
+            "Time between tokens, spread", "How many tokens, by the time since the one before.", buckets(_ITL), unit="s"
+        ),
+        Heatmap(
+            "Duration of a request, spread",
+            "How many requests, by their duration.",
+            buckets(_DURATION, _WELL),
+            unit="s",
+        ),
     ),
 )
 
@@ -103,7 +113,9 @@ _STEPS = Row(
             unit="si:tok/s",
             stack=True,
         ),
-        Heatmap("Sequences in a step", "How many steps, by their number of sequences.", buckets("troupe_step_rows")),
+        Heatmap(
+            "Sequences in a step, spread", "How many steps, by their number of sequences.", buckets("troupe_step_rows")
+        ),
         TimeSeries(
             "Steps",
             "Steps answered per second.",
