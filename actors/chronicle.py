@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from actors.journal import Journal, JournalEntry
 from actors.protocol import Lease
-from actors.scheduling.draft import Chunk
+from actors.scheduling.planner import StepPlan
 from actors.scheduling.roster import Move
 from kernels.step import StepResult
 from telemetry.timeline import Hop
+from telemetry.worker_spans import STEP_ROW, TracedRow, WorkerSpan
+
+if TYPE_CHECKING:
+    from telemetry.tracing import Tracing
 
 __all__ = ["Chronicle"]
 
@@ -26,11 +31,12 @@ class _Prefill(msgspec.Struct, frozen=True):
 
 class Chronicle:
     """Writes when a sequence comes, goes or prefills, never for a decode. Sequences that have left the journal are
-    nobody's any more and are passed over."""
+    nobody's any more and are passed over. ``worker`` names the one whose answers count."""
 
-    def __init__(self, journal: Journal, worker: str) -> None:
+    def __init__(self, journal: Journal, worker: str, tracing: Tracing | None = None) -> None:
         self._journal = journal
         self._worker = worker
+        self._tracing = tracing
         self._leases: dict[int, tuple[float, float, Lease]] = {}  # of this planning: asked, answered
         self._prefills: dict[int, list[_Prefill]] = {}  # by the number of the step
 
@@ -83,34 +89,61 @@ class Chronicle:
 
     # -- steps
 
-    def new_worker(self) -> None:
+    def steps_lost(self, now: float, reason: str = "the worker was replaced") -> None:
         """Nothing is on the way any more."""
         self._prefills.clear()
+        if self._tracing is not None:
+            self._tracing.steps_lost(now, reason)
 
-    def sent(self, step: int, chunks: Sequence[Chunk], now: float) -> None:
-        """A step is on its way to the worker."""
-        prefills = []
-        for chunk in chunks:
+    def sent(self, step: int, plan: StepPlan, now: float) -> tuple[TracedRow, ...]:
+        """A step is about to go to the worker; returns what of it is traced."""
+        prefills: list[_Prefill] = []
+        traces: list[TracedRow] = []
+        for chunk in plan.chunks:
             entry = self._journal.get(chunk.sequence)
-            if entry is not None:
-                hop = entry.timeline.begin(
-                    "prefill", now, entry.index, step=step, tokens=chunk.tokens, position=chunk.position
-                )
-                prefills.append(_Prefill(entry, hop, chunk.samples))
+            if entry is None:
+                continue
+            timeline = entry.timeline
+            hop = timeline.begin("prefill", now, entry.index, step=step, tokens=chunk.tokens, position=chunk.position)
+            prefills.append(_Prefill(entry, hop, chunk.samples))
+            if self._tracing is not None and (carrier := self._tracing.carrier(timeline, hop)) is not None:
+                traces.append(TracedRow(chunk.row, carrier))
         if prefills:
             self._prefills[step] = prefills
+        if self._tracing is not None and self._tracing.level > 1:
+            carrier = self._trace_step(self._tracing, step, plan, prefills, now)
+            if carrier is not None:
+                traces.append(TracedRow(STEP_ROW, carrier))
+        return tuple(traces)
+
+    def _trace_step(
+        self, tracing: Tracing, step: int, plan: StepPlan, prefills: list[_Prefill], now: float
+    ) -> str | None:
+        decodes = [entry for sequence in plan.decodes if (entry := self._journal.get(sequence.id)) is not None]
+        timelines = {id(entry.timeline): entry.timeline for entry in decodes + [each.entry for each in prefills]}
+        tokens = len(plan.decodes) + sum([chunk.tokens for chunk in plan.chunks])
+        shape = {"decodes": len(plan.decodes), "prefills": len(plan.chunks), "tokens": tokens}
+        return tracing.step_began(step, timelines.values(), now, shape)
 
     def answered(self, result: StepResult, now: float) -> None:
         """The worker has run a step."""
+        if self._tracing is not None:
+            self._tracing.worker_spans(self._worker, result.spans)
+            self._tracing.step_ended(result.number, now, device_seconds=result.timing.run)
         for prefill in self._prefills.pop(result.number, ()):
             entry, hop = prefill.entry, prefill.hop
             entry.timeline.finish(hop, now, device_seconds=result.timing.run, worker=self._worker)
             if prefill.samples and entry.sequence in self._journal and hop.end == now:
                 entry.begin_decode(now)
 
+    def peer_answered(self, worker: str, spans: tuple[WorkerSpan, ...]) -> None:
+        """Another rank has run its part of a step."""
+        if self._tracing is not None:
+            self._tracing.worker_spans(worker, spans)
+
     def worker_died(self, sequences: Iterable[int], suspects: Iterable[int], now: float, reason: str) -> None:
         """A worker died or hangs with ``sequences`` on it, ``suspects`` of them in a step."""
-        self.new_worker()
+        self.steps_lost(now, reason)
         accused = frozenset(suspects)
         for sequence in sequences:
             entry = self._journal.get(sequence)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -31,10 +32,14 @@ from actors.vitals import Vitals
 from actors.worker_group import WorkerGroup
 from kernels.step import ModelInfo
 
+if TYPE_CHECKING:
+    from telemetry.tracing import Tracing
+
 __all__ = ["Company"]
 
 _WORKER_LOAD_TIMEOUT = 1800.0
 """Seconds a worker may take to load its model; large ones come from slow disks."""
+
 
 _STEP_TIMEOUT = 300.0
 
@@ -60,6 +65,7 @@ class Company:
         vitals: Vitals,
         on_progress: Callable[[str, float], None],
         on_ready: Callable[[ModelInfo], None],
+        tracing: Tracing | None = None,
     ) -> None:
         self.journal = journal
         self._system = system
@@ -70,6 +76,7 @@ class Company:
         self._context_length = model.context_length
         self._on_progress = on_progress
         self._on_ready = on_ready
+        self._tracing = tracing
         self._assembled = False
 
     async def assemble(self) -> None:
@@ -155,6 +162,7 @@ class Company:
             peers=self.peers,
             detokenizer=self.detokenizer,
             vitals=self._vitals,
+            tracing=self._tracing,
             step_timeout=_STEP_TIMEOUT,
         )
 

@@ -16,7 +16,7 @@ import secrets
 import time
 from collections.abc import Coroutine, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
 
@@ -33,13 +33,20 @@ from actors.runtime import ActorStatus, ActorSystem, ChildCrash, Event, EventKin
 from actors.served_model import ServedModel, open_model
 from actors.status import EngineStatus, Health, Phase
 from actors.streams import RequestStream
+from actors.traces import check_tracing, start_tracing
 from actors.vitals import Vitals
 from kernels.step import ModelInfo
+from telemetry.actor_spans import ActorSpans
 from telemetry.log_lines import Event as LogEvent
 from telemetry.metrics import EngineMetrics
 from telemetry.process_metrics import ProcessMetrics
 from telemetry.request_log import RequestLog
 from telemetry.timeline import Outcome, RequestTimeline, Timelines
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
+
+    from telemetry.tracing import Tracing
 
 __all__ = ["Engine"]
 
@@ -53,11 +60,17 @@ class Engine:
 
     Keywords are the command line's long names (``Engine(model="path", max_running_requests=64)``); ``arguments`` takes
     a ready :class:`Arguments` instead. ``registry`` receives the metrics; without it the engine makes its own.
+    ``tracer_provider`` receives the traces: the service's own, with its exporter; without it --enable-trace decides.
     Raises :class:`ArgumentError` for wrong keywords.
     """
 
     def __init__(
-        self, *, arguments: Arguments | None = None, registry: CollectorRegistry | None = None, **keywords: object
+        self,
+        *,
+        arguments: Arguments | None = None,
+        registry: CollectorRegistry | None = None,
+        tracer_provider: TracerProvider | None = None,
+        **keywords: object,
     ) -> None:
         if arguments is None:
             arguments = Arguments.from_keywords(**keywords)
@@ -73,6 +86,9 @@ class Engine:
         )
         self.traffic = self.metrics.traffic
         self.processes = ProcessMetrics(lambda: report.processes(self))
+        check_tracing(arguments, tracer_provider)
+        self.tracing: Tracing | None = None  # from start() on, when traces are wanted
+        self._tracer_provider = tracer_provider
         self.timelines = Timelines()
         if arguments.log_requests:
             as_json = (arguments.log_requests_format or arguments.log_format) == "json"
@@ -116,6 +132,9 @@ class Engine:
             raise EngineFailed("This engine was closed. Make a new one.")
         self._loop = asyncio.get_running_loop()
         self._began = time.monotonic()
+        self.tracing = start_tracing(self.arguments, self._tracer_provider)
+        if self.tracing is not None:
+            self.timelines.listen(self.tracing)
         self._run = asyncio.create_task(self._live(), name="troupe-engine")
         if not wait:
             return
@@ -141,7 +160,9 @@ class Engine:
     async def _live(self) -> None:
         """The engine's one task: owner of the actor system from start to end."""
         try:
-            observer = self.traffic if self.metrics.enabled else None
+            observer: object | None = self.traffic if self.metrics.enabled else None
+            if self.tracing is not None:
+                observer = ActorSpans(self.tracing, observer)
             async with ActorSystem(name="troupe", log_death=self._log_death, observer=observer) as system:
                 self._system = system
                 self._reporting.start(system)
@@ -158,6 +179,8 @@ class Engine:
         finally:
             self._end_requests()
             self._reporting.stop()
+            if self.tracing is not None:
+                await self.tracing.close()
             self._system = None
             self._ready.set()
 
@@ -193,6 +216,7 @@ class Engine:
             vitals=self.vitals,
             on_progress=self._on_progress,
             on_ready=self._on_ready,
+            tracing=self.tracing,
         )
         self._company = company
         self.intake = Intake(self.arguments, model, company, self.timelines)

@@ -35,7 +35,7 @@ from actors.requests import (
     RequestTimeout,
     SamplingParams,
 )
-from actors.runtime import ActorDied, AskTimeout, MailboxFull, Message
+from actors.runtime import ActorDied, AskTimeout, MailboxFull, Message, current_traceparent
 from actors.sampling_rules import resolve, slot_sampling, validate
 from actors.served_model import ServedModel
 from actors.streams import RequestStream, StreamBuffer
@@ -185,6 +185,14 @@ class Intake:
 
     async def _admit(self, buffer: StreamBuffer) -> int:
         """Render, encode, measure, write into the journal and submit; the prompt's length in tokens."""
+        # What the actors do for the request belongs to its own span, and no longer to what brought it.
+        trace = current_traceparent.set(buffer.timeline.traceparent)
+        try:
+            return await self._submit(buffer)
+        finally:
+            current_traceparent.reset(trace)
+
+    async def _submit(self, buffer: StreamBuffer) -> int:
         request = self._wanted(buffer)
         params, prompt = request.params, request.prompt
         ids = await self._tokenize(prompt, request.timeline) if isinstance(prompt, (str, Chat)) else list(prompt)

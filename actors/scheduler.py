@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -31,12 +32,16 @@ from actors.protocol import (
     WorkerProtocol,
     WorkerReady,
 )
-from actors.runtime import Actor, ActorDied, ActorRef, ChildCrash, handles
+from actors.runtime import Actor, ActorDied, ActorRef, ChildCrash, current_traceparent, handles
 from actors.scheduling.config import PlannerConfig
 from actors.scheduling.planner import CacheReply, Planner, StepPlan
 from actors.vitals import Vitals
-from kernels.step import ModelInfo, StepBatch
+from kernels.step import ModelInfo, StepBatch, StepResult
 from telemetry.step_metrics import StepShape
+from telemetry.worker_spans import STEP_ROW
+
+if TYPE_CHECKING:
+    from telemetry.tracing import Tracing
 
 __all__ = ["Scheduler"]
 
@@ -68,10 +73,11 @@ class Scheduler(Actor[SchedulerProtocol]):
         detokenizer: ActorRef[DetokenizerProtocol],
         vitals: Vitals,
         step_timeout: float,
+        tracing: Tracing | None = None,
     ) -> None:
         self._planner = Planner(config)
         self._journal = journal
-        self._chronicle = Chronicle(journal, worker.name)
+        self._chronicle = Chronicle(journal, worker.name, tracing)
         self._cache = cache
         self._worker = worker
         self._peers = peers
@@ -125,7 +131,7 @@ class Scheduler(Actor[SchedulerProtocol]):
             return
         await self._cache.ask(ResetCache(num_pages=info.num_pages, page_size=info.page_size), timeout=_CACHE_TIMEOUT)
         self._epoch = epoch
-        self._chronicle.new_worker()
+        self._chronicle.steps_lost(self.context.clock.monotonic())
         self._vitals.forget_steps()  # one may have been sent to the life before, when that was over already
         await self._tell(self._planner.worker_ready(info, self.context.clock.monotonic()))
 
@@ -194,7 +200,6 @@ class Scheduler(Actor[SchedulerProtocol]):
             if plan is None:
                 break
             if plan.batch is not None:
-                self._chronicle.sent(plan.batch.number, plan.chunks, self.context.clock.monotonic())
                 self._send(plan, plan.batch, now)
             told += plan.emissions
         if moves := planner.moves():
@@ -206,7 +211,12 @@ class Scheduler(Actor[SchedulerProtocol]):
         epoch = self._epoch
         assert epoch is not None
         tokens = sum([chunk.tokens for chunk in plan.chunks])
+        traces = self._chronicle.sent(batch.number, plan, self.context.clock.monotonic())
+        if traces:
+            batch = msgspec.structs.replace(batch, traces=traces)
         self._vitals.step_sent(StepShape(now, len(plan.decodes), len(plan.chunks), tokens))
+        # A step belongs to no request: what is traced of it is the step's own trace.
+        trace = current_traceparent.set(next((row.traceparent for row in traces if row.row == STEP_ROW), None))
         self.context.pipe(
             self._worker,
             Step(batch=batch, epoch=epoch),
@@ -217,15 +227,21 @@ class Scheduler(Actor[SchedulerProtocol]):
             ),
         )
         for peer in self._peers:
+
+            def heard(result: StepResult, name: str = peer.name) -> None:
+                # Rank 0 speaks for all; of the others only their own time counts.
+                self._chronicle.peer_answered(name, result.spans)
+
             self.context.pipe(
                 peer,
                 Step(batch=batch, epoch=epoch),
                 timeout=self._step_timeout,
-                on_reply=lambda result: None,  # rank 0 speaks for all
+                on_reply=heard,
                 on_error=lambda error: StepFailed(
                     number=batch.number, epoch=epoch, reason=str(error), worker_died=isinstance(error, ActorDied)
                 ),
             )
+        current_traceparent.reset(trace)
 
     async def _tell(self, emissions: list[Emission]) -> None:
         if emissions:

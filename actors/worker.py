@@ -5,6 +5,7 @@ device's state by slot.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
@@ -14,6 +15,7 @@ import msgspec
 from actors.protocol import Load, LoadProgress, Step, WorkerConfig, WorkerLoaded, WorkerProtocol
 from actors.runtime import Actor, Deferred, RequestError, handles
 from kernels.step import ModelInfo, RunnerConfig, StepBatch, StepResult
+from telemetry.worker_spans import TracedRow, forward_spans
 
 if TYPE_CHECKING:
     from kernels.answers import RunningStep
@@ -105,20 +107,35 @@ class Worker(Actor[WorkerProtocol]):
         """In the model's thread. A step that nobody waits for any more runs all the same: others follow it."""
         assert self._runner is not None
         assert self._waiting is not None
+        begun = time.monotonic()
         try:
             step = self._runner.start(batch)
             if step.done:
-                self._settle(answer, step)
+                self._settle(answer, step, batch.traces, begun)
             else:
-                self._waiting.submit(self._settle, answer, step)
+                self._waiting.submit(self._settle, answer, step, batch.traces, begun)
         except BaseException as error:
             _refuse(answer, error)
 
-    def _settle(self, answer: Future[StepResult], step: RunningStep) -> None:
+    def _settle(
+        self, answer: Future[StepResult], step: RunningStep, traces: tuple[TracedRow, ...], begun: float
+    ) -> None:
         try:
-            result = step.result()
-            if self._config.runner.tp_rank:  # every rank has the same tokens, and who asks needs them once
+            result, rank = step.result(), self._config.runner.tp_rank
+            timing = result.timing
+            if rank:  # every rank has the same tokens, and who asks needs them once
                 result = StepResult(result.number, accepted=b"", tokens=b"")
+            if traces:
+                spans = forward_spans(
+                    traces,
+                    begun,
+                    time.monotonic(),
+                    step=result.number,
+                    rank=rank,
+                    prepare_seconds=timing.prepare,
+                    device_seconds=timing.run,
+                )
+                result = msgspec.structs.replace(result, spans=spans)
             if answer.set_running_or_notify_cancel():
                 answer.set_result(result)
         except BaseException as error:

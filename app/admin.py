@@ -15,7 +15,16 @@ from app.openai.requests import Label
 from app.probes import troupe_version
 from app.service import Service, json_response
 
-__all__ = ["AbortRequest", "abort_request", "drain", "flush_cache", "model_info", "server_info"]
+__all__ = [
+    "AbortRequest",
+    "TraceLevel",
+    "abort_request",
+    "drain",
+    "flush_cache",
+    "model_info",
+    "server_info",
+    "set_trace_level",
+]
 
 
 class AbortRequest(msgspec.Struct, kw_only=True):
@@ -50,6 +59,24 @@ async def flush_cache(service: Service, exchange: Exchange, body: None) -> Respo
     if not await service.engine.flush_cache():
         raise ApiError(409, "Requests run or wait; flush the cache when there are none.", code="busy")
     return json_response({"success": True, "message": "The prefix cache is empty."})
+
+
+class TraceLevel(msgspec.Struct, kw_only=True):
+    """``level``: 0 to 3, as of --trace-level. It may come in the query instead."""
+
+    level: int | None = None
+
+
+async def set_trace_level(service: Service, exchange: Exchange, body: TraceLevel) -> Response:
+    """Trace more or less of the requests that come from now on."""
+    tracing = service.engine.tracing
+    if tracing is None:
+        raise ApiError(409, "Nothing is traced here: start the server with --enable-trace.", code="tracing_disabled")
+    level = body.level if body.level is not None else request.args.get("level", type=int)
+    if level is None or not 0 <= level <= 3:
+        raise invalid("level: give an integer from 0 to 3.", param="level")
+    tracing.level = level
+    return json_response({"success": True, "level": level})
 
 
 async def drain(service: Service, exchange: Exchange, body: None) -> Response:

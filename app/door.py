@@ -21,6 +21,7 @@ from telemetry.timeline import Outcome
 
 if TYPE_CHECKING:
     from app.service import Service
+    from telemetry.tracing import ServerSpan, Tracing
 
 __all__ = ["Application", "Door"]
 
@@ -81,6 +82,10 @@ class Door:
             keep_alive=service.arguments.sse_keep_alive_interval,
         )
         scope["troupe.exchange"] = exchange
+        if service.engine.tracing is not None and route is not None and route.operation:
+            exchange.span = _serve(service.engine.tracing, scope, route, exchange)
+            if exchange.span is not None:
+                traceparent = exchange.span.traceparent
         current_traceparent.set(traceparent)  # the server runs each request in a context of its own
         current_request_id.set(exchange.request_id)
         service.live.add(exchange)
@@ -115,6 +120,8 @@ class Door:
             finally:
                 service.live.discard(exchange)
                 self._close_timeline(exchange)
+                if exchange.span is not None:
+                    exchange.span.end(exchange.status, "" if exchange.complete else exchange.outcome or "disconnect")
                 self._record(exchange)
 
     def _refusal(self, scope: Scope, route: Route | None) -> ApiError | None:
@@ -188,6 +195,23 @@ class Door:
                 },
             )
         )
+
+
+def _serve(tracing: Tracing, scope: Scope, route: Route, exchange: Exchange) -> ServerSpan | None:
+    """The span of an exchange on a route that generates."""
+    attributes: dict[str, str | int] = {
+        "url.path": exchange.path,
+        "url.scheme": scope.get("scheme", "http"),
+        "network.protocol.name": "http",
+        "network.protocol.version": scope.get("http_version", "1.1"),
+        "troupe.request.id": exchange.request_id,
+    }
+    server = scope.get("server")
+    if server:
+        attributes["server.address"] = str(server[0])
+        if server[1] is not None:
+            attributes["server.port"] = int(server[1])
+    return tracing.serve(scope["headers"], method=exchange.method, route=route.path, attributes=attributes)
 
 
 def _labels(headers: list[tuple[bytes, bytes]]) -> tuple[str | None, str | None]:

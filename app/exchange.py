@@ -9,12 +9,15 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from actors.streams import RequestStream
 from app.errors import ApiError
 from app.routes import Route
 from telemetry.timeline import RequestTimeline, Value
+
+if TYPE_CHECKING:
+    from telemetry.tracing import ServerSpan
 
 __all__ = ["DONE", "KEEP_ALIVE", "Exchange", "Send", "current_request_id", "is_label"]
 
@@ -63,6 +66,7 @@ class Exchange:
         self.started = time.monotonic()
         self.status = 0  # 0: nothing was sent
         self.timeline: RequestTimeline | None = None  # of a request that is to generate
+        self.span: ServerSpan | None = None  # while it is traced
         self.custom_labels: dict[str, Value] = {}  # of the metrics of its requests
         self.error: ApiError | None = None  # the answer, where it is one
         self.outcome = ""  # what ended it, when that is not the status: "disconnect", "stalled", an error's code
@@ -117,6 +121,8 @@ class Exchange:
                 if not (name.lower() == b"connection" and self._http_version >= "2")
             ]
             headers.append((b"x-request-id", self.request_id.encode()))
+            if self.span is not None:
+                headers.append((b"traceparent", self.span.traceparent.encode()))
             if self.label is not None:
                 headers.append((b"x-client-request-id", self.label.encode("latin-1")))
             message = {**message, "headers": headers}

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from actors.arguments import Arguments
-from app.admin import AbortRequest, abort_request, drain, flush_cache, model_info, server_info
+from app.admin import (
+    AbortRequest,
+    TraceLevel,
+    abort_request,
+    drain,
+    flush_cache,
+    model_info,
+    server_info,
+    set_trace_level,
+)
 from app.auth import Level
 from app.live_page import page, page_file
 from app.native import GenerateAnswer, generate
@@ -234,6 +243,16 @@ _OPERATION = (
         level=Level.ADMIN,
         handler=flush_cache,
         summary="Forget every cached prefix",
+        tag="operation",
+    ),
+    Route(
+        path="/set_trace_level",
+        methods=("POST",),
+        level=Level.ADMIN,
+        handler=set_trace_level,
+        summary="Trace more or less",
+        body=TraceLevel,
+        optional_body=True,
         tag="operation",
     ),
     Route(

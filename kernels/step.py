@@ -21,6 +21,8 @@ from __future__ import annotations
 
 import msgspec
 
+from telemetry.worker_spans import TracedRow, WorkerSpan
+
 __all__ = [
     "Admission",
     "ModelInfo",
@@ -78,6 +80,7 @@ class StepBatch(msgspec.Struct, frozen=True, array_like=True):
     page_ids: bytes = b""  # int32 [grants]: ... this page appended to its table
     admitted: tuple[Admission, ...] = ()
     released: bytes = b""  # int32: slots whose state is dropped
+    traces: tuple[TracedRow, ...] = ()  # rows of sampled traces, never a decode's; spans of them come back
 
 
 class StepTiming(msgspec.Struct, frozen=True, array_like=True):
@@ -118,6 +121,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     prompt_top_logprobs: bytes = b""  # float32
     failed: tuple[RowError, ...] = ()
     timing: StepTiming = StepTiming()
+    spans: tuple[WorkerSpan, ...] = ()  # of the step's traces
 
 
 class RunnerConfig(msgspec.Struct, frozen=True):

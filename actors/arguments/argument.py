@@ -25,6 +25,7 @@ Group: TypeAlias = Literal[
     "Devices and kernels",
     "Metrics",
     "Logging",
+    "Tracing",
     "Configuration file",
 ]
 

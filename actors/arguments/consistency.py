@@ -79,6 +79,10 @@ def _needs(arguments: Arguments) -> Iterator[str]:
             yield "log_requests_level needs log_requests"
         if arguments.log_requests_format == "json":
             yield "log_requests_format needs log_requests"
+    if not arguments.enable_trace:
+        for name in ("oltp_traces_endpoint", "otlp_traces_protocol", "trace_sample_ratio"):
+            if getattr(arguments, name) is not None:
+                yield f"{name} needs enable_trace"
     if not arguments.enable_dynamic_batch_tokenizer:
         if arguments.dynamic_batch_tokenizer_batch_size != 32:
             yield "dynamic_batch_tokenizer_batch_size needs enable_dynamic_batch_tokenizer"

@@ -10,6 +10,7 @@ from actors.arguments.model import MODEL_ARGUMENTS
 from actors.arguments.parallelism import PARALLELISM_ARGUMENTS
 from actors.arguments.scheduling import SCHEDULING_ARGUMENTS
 from actors.arguments.serving import SERVING_ARGUMENTS
+from actors.arguments.tracing import TRACING_ARGUMENTS
 
 __all__ = ["ARGUMENTS"]
 
@@ -18,6 +19,7 @@ ARGUMENTS: tuple[Argument, ...] = (
     + SERVING_ARGUMENTS
     + METRIC_ARGUMENTS
     + LOG_ARGUMENTS
+    + TRACING_ARGUMENTS
     + SCHEDULING_ARGUMENTS
     + DEVICE_ARGUMENTS
     + PARALLELISM_ARGUMENTS

@@ -67,7 +67,12 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
     log_requests_format: Literal["text", "json"] | None = None
     config: str | None = None
 
-    mem_fraction_static: float | None = None
+    enable_trace: bool = False
+    oltp_traces_endpoint: str | None = None
+    otlp_traces_protocol: Literal["grpc", "http/protobuf"] | None = None
+    trace_sample_ratio: float | None = None
+    trace_level: int = 1
+
     enable_metrics: bool = True
     metrics_names: tuple[Literal["sglang", "vllm"], ...] = ()
     bucket_time_to_first_token: tuple[float, ...] | None = None
@@ -84,6 +89,7 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
     enable_request_time_stats_logging: bool = False
     gc_warning_threshold_secs: float = 0.0
 
+    mem_fraction_static: float | None = None
     max_total_tokens: int | None = None
     page_size: int | None = None
     max_running_requests: int = 256

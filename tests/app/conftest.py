@@ -152,6 +152,7 @@ class FakeEngine:
         self.vitals = Vitals()
         self.intake = None
         self.company: list[ActorStatus] = []
+        self.tracing = None
         self.metrics = EngineMetrics(self.registry, self.model_name, dict)
         self.status = EngineStatus(phase="ready", progress=1.0, stage="ready")
         self.start_error: str | None = None

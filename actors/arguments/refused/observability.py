@@ -33,13 +33,6 @@ OBSERVABILITY: tuple[Refusal, ...] = (
     ),
     *family(
         "Tracing",
-        "exporting traces by an argument is not built yet",
-        "leave it out",
-        flags=("enable-trace",),
-        values={"oltp-traces-endpoint otlp-traces-endpoint": "localhost:4317"},
-    ),
-    *family(
-        "Tracing",
         "publishing events of the prefix cache is not built yet",
         _OUT,
         values={"kv-events-config": None},

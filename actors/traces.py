@@ -1,0 +1,47 @@
+"""How an engine comes to its traces: by its arguments, or by the provider of the service that embeds it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from actors.arguments import ArgumentError, Arguments
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
+
+    from telemetry.tracing import Tracing
+
+__all__ = ["check_tracing", "start_tracing"]
+
+
+def check_tracing(arguments: Arguments, provider: TracerProvider | None) -> None:
+    """Raise ArgumentError for traces that cannot be."""
+    if provider is not None and arguments.enable_trace:
+        raise ArgumentError(["tracer_provider: the service's provider has its own exporter; leave enable_trace out"])
+    if provider is None and not arguments.enable_trace and arguments.trace_level != 1:
+        raise ArgumentError(["trace_level needs enable_trace, or in Python a tracer_provider"])
+    if arguments.enable_trace:
+        from telemetry.trace_export import is_installed
+
+        if not is_installed():
+            raise ArgumentError(["enable_trace needs the OTLP exporters: pip install 'troupe-llm[otlp]'"])
+
+
+def start_tracing(arguments: Arguments, provider: TracerProvider | None) -> Tracing | None:
+    """Traces, when they are wanted. OpenTelemetry's SDK is imported here and not before."""
+    if provider is None and not arguments.enable_trace:
+        return None
+    from telemetry.tracing import Tracing
+
+    if provider is not None:
+        return Tracing(provider, level=arguments.trace_level)
+    from telemetry.trace_export import TraceExport, TraceOptions
+
+    export = TraceExport(
+        TraceOptions(
+            endpoint=arguments.oltp_traces_endpoint,
+            protocol=arguments.otlp_traces_protocol,
+            ratio=arguments.trace_sample_ratio,
+        )
+    )
+    return Tracing(export.provider, level=arguments.trace_level, export=export)

@@ -1,0 +1,251 @@
+"""Where spans go: an OpenTelemetry provider of the engine's own, whose batches leave from a thread.
+
+Nothing global is set. What OpenTelemetry's standard variables say (resource, headers, certificates, time limits) is
+respected. The queue is bounded, and what it or the collector does not take is counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import secrets
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+from urllib.parse import urlsplit
+
+import msgspec
+from opentelemetry.context import Context
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.id_generator import IdGenerator
+from opentelemetry.sdk.trace.sampling import Decision, ParentBased, Sampler, SamplingResult, TraceIdRatioBased
+from opentelemetry.trace import Link, SpanKind, TraceState, get_current_span
+from opentelemetry.util.types import Attributes
+
+__all__ = ["TraceExport", "TraceOptions", "is_installed", "make_exporter"]
+
+_QUEUE = 8192
+"""Spans that may wait for the collector: a few megabytes."""
+
+_BATCH = 512
+_SERVICE = "troupe"
+_GRPC, _HTTP = "grpc", "http/protobuf"
+
+
+class TraceOptions(msgspec.Struct, frozen=True):
+    """``endpoint`` and ``protocol``: None for what the environment says, else localhost:4317 by gRPC. ``ratio``: of
+    the traces that begin here; None for what the environment says, else all. ``delay``: milliseconds until a batch
+    that is not full leaves; None for OpenTelemetry's own."""
+
+    endpoint: str | None = None
+    protocol: str | None = None
+    ratio: float | None = None
+    delay: float | None = None
+
+
+def is_installed() -> bool:
+    """Whether the extra ``otlp`` is there."""
+    try:
+        return all(
+            importlib.util.find_spec(f"opentelemetry.exporter.otlp.proto.{name}.trace_exporter") is not None
+            for name in ("grpc", "http")
+        )
+    except ModuleNotFoundError:
+        return False
+
+
+def make_exporter(endpoint: str | None, protocol: str | None) -> SpanExporter:
+    """An OTLP exporter. Without a protocol it is gRPC, unless the endpoint has a path or HTTP's port 4318."""
+    variables = os.environ
+    endpoint = (
+        endpoint
+        or variables.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+        or _with_path(variables.get("OTEL_EXPORTER_OTLP_ENDPOINT"))
+        or "localhost:4317"
+    )
+    url = endpoint if "://" in endpoint else f"http://{endpoint}"
+    parts = urlsplit(url)
+    protocol = (
+        protocol
+        or variables.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL")
+        or variables.get("OTEL_EXPORTER_OTLP_PROTOCOL")
+        or (_HTTP if parts.port == 4318 or parts.path.strip("/") else _GRPC)
+    )
+    if protocol == _GRPC:
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
+
+        return GrpcExporter(endpoint=f"{parts.scheme}://{parts.netloc}")
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
+
+    return HttpExporter(endpoint=url if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}/v1/traces")
+
+
+def _with_path(base: str | None) -> str | None:
+    """The endpoint of all signals; over HTTP each signal has a path of its own below it."""
+    if base and urlsplit(base).port == 4318:
+        return base.rstrip("/") + "/v1/traces"
+    return base
+
+
+class _Ids(IdGenerator):
+    """From the system's randomness: a program that seeds ``random`` alike twice must not make the same ids twice."""
+
+    def generate_span_id(self) -> int:
+        return secrets.randbits(64) or 1
+
+    def generate_trace_id(self) -> int:
+        return secrets.randbits(128) or 1
+
+
+class _Linked(Sampler):
+    """Samples what is linked to a sampled trace, and leaves the rest to another sampler: a step is traced with the
+    requests in it."""
+
+    def __init__(self, rest: Sampler) -> None:
+        self._rest = rest
+
+    def should_sample(
+        self,
+        parent_context: Context | None,
+        trace_id: int,
+        name: str,
+        kind: SpanKind | None = None,
+        attributes: Attributes = None,
+        links: Sequence[Link] | None = None,
+        trace_state: TraceState | None = None,
+    ) -> SamplingResult:
+        if not get_current_span(parent_context).get_span_context().is_valid and any(
+            link.context.trace_flags.sampled for link in links or ()
+        ):
+            return SamplingResult(Decision.RECORD_AND_SAMPLE, attributes, trace_state)
+        return self._rest.should_sample(parent_context, trace_id, name, kind, attributes, links, trace_state)
+
+    def get_description(self) -> str:
+        return f"Linked({self._rest.get_description()})"
+
+
+class _Counting(SpanExporter):
+    """Counts what leaves and what does not. Called in the processor's thread only."""
+
+    def __init__(self, inner: SpanExporter) -> None:
+        self._inner = inner
+        self.taken = 0
+        self.lost = 0
+        self.closed = False
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.taken += len(spans)
+        result = SpanExportResult.FAILURE
+        try:
+            if not self.closed:
+                result = self._inner.export(spans)
+        finally:
+            if result is not SpanExportResult.SUCCESS:
+                self.lost += len(spans)
+        return result
+
+    def shutdown(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self._inner.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        return self._inner.force_flush(timeout_millis)
+
+
+class _BoundedProcessor(BatchSpanProcessor):
+    """Drops, and counts, what comes while the queue is full, rather than push out what waits. ``on_end`` is called
+    in the engine's loop only."""
+
+    def __init__(self, exporter: _Counting, *, queue: int, delay: float | None) -> None:
+        super().__init__(
+            exporter, max_queue_size=queue, max_export_batch_size=min(_BATCH, queue), schedule_delay_millis=delay
+        )
+        self._counting = exporter
+        self._limit = queue
+        self._queued = 0
+        self.dropped = 0
+
+    def on_end(self, span: ReadableSpan) -> None:
+        if span.context is None or not span.context.trace_flags.sampled:
+            return
+        if self._queued - self._counting.taken >= self._limit or self._counting.closed:
+            self.dropped += 1
+            return
+        self._queued += 1
+        super().on_end(span)
+
+    @property
+    def waiting(self) -> int:
+        return self._queued - self._counting.taken
+
+
+class TraceExport:
+    """The provider, its queue and its counts. Make it in the event loop; :meth:`close` ends its thread."""
+
+    def __init__(self, options: TraceOptions, *, exporter: SpanExporter | None = None, queue: int = _QUEUE) -> None:
+        self._exporter = _Counting(exporter or make_exporter(options.endpoint, options.protocol))
+        self._processor = _BoundedProcessor(self._exporter, queue=queue, delay=options.delay)
+        self.resource = _resource()
+        sampler = None if options.ratio is None else ParentBased(TraceIdRatioBased(options.ratio))
+        self.provider = TracerProvider(
+            sampler=sampler, resource=self.resource, shutdown_on_exit=False, id_generator=_Ids()
+        )
+        # The provider has read what the environment says of sampling.
+        self.provider.sampler = _Linked(self.provider.sampler)
+        self.provider.add_span_processor(self._processor)
+
+    @property
+    def dropped(self) -> int:
+        """Spans that the queue or the collector did not take."""
+        return self._processor.dropped + self._exporter.lost
+
+    @property
+    def exported(self) -> int:
+        """Spans that the collector has taken."""
+        return self._exporter.taken - self._exporter.lost
+
+    def emit(self, span: ReadableSpan) -> None:
+        """Queue a span that was made elsewhere."""
+        self._processor.on_end(span)
+
+    async def close(self, timeout: float) -> None:
+        """Send what waits, for ``timeout`` seconds at most; what is left then is dropped and counted."""
+        if not await _beside(self._processor.shutdown, timeout):
+            # It waits for a collector that does not answer: let it give up.
+            await _beside(self._exporter.shutdown, 1.0)
+            self._processor.dropped += self._processor.waiting
+
+
+async def _beside(work: Callable[[], None], timeout: float) -> bool:
+    """Run ``work`` in a thread that nobody waits for longer than ``timeout`` seconds; whether it was done."""
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+    def run() -> None:
+        try:
+            work()
+        finally:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(done.set)
+
+    threading.Thread(target=run, name="troupe-trace-close", daemon=True).start()
+    try:
+        async with asyncio.timeout(timeout):
+            await done.wait()
+    except TimeoutError:
+        return False
+    return True
+
+
+def _resource() -> Resource:
+    """What the environment says, and what it leaves open."""
+    told = Resource.create()
+    missing: dict[str, str | int] = {"process.pid": os.getpid()}
+    if str(told.attributes.get("service.name", "unknown_service")).startswith("unknown_service"):
+        missing["service.name"] = _SERVICE
+    if "service.instance.id" not in told.attributes:
+        missing["service.instance.id"] = str(uuid.uuid4())
+    return told.merge(Resource(missing))

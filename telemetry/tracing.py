@@ -1,0 +1,363 @@
+"""Traces: one per request, its hops as spans, from the client's headers to the worker's device and back.
+
+    POST /v1/chat/completions                      the HTTP exchange, child of the client's span
+      chat MODEL                                   the request; marks are its events
+        admission, tokenize, queue, cache          a span a hop, with the hop's own times
+        prefill -> forward                         a span a chunk; `forward` comes from the worker's process
+        decode, detokenize, stream
+
+At level 2 each step has a trace of its own, linked to its requests: a step has many, so it cannot be the child of one.
+At level 3 the handlers of actors have spans too. Names follow OpenTelemetry's GenAI conventions; attributes that these
+do not know begin with ``troupe.``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+from opentelemetry import context as otel_context
+from opentelemetry.context import Context
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import (
+    Link,
+    NonRecordingSpan,
+    Span,
+    SpanContext,
+    SpanKind,
+    Status,
+    StatusCode,
+    TraceFlags,
+    TracerProvider,
+    get_current_span,
+    set_span_in_context,
+)
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from telemetry.timeline import Hop, Mark, RequestTimeline, Value
+from telemetry.worker_spans import WorkerSpan
+
+if TYPE_CHECKING:
+    from telemetry.trace_export import TraceExport
+
+__all__ = ["LEVELS", "ServerSpan", "Tracing"]
+
+LEVELS = range(4)
+"""0: nothing new is traced. 1: requests and their hops. 2: and steps. 3: and the handlers of actors."""
+
+PROVIDER = "troupe"
+
+_SCOPE = "troupe"
+_CLOSE_TIMEOUT = 3.0
+_PROPAGATOR = TraceContextTextMapPropagator()
+
+
+class _Traced(msgspec.Struct, frozen=True, eq=False):
+    """What a timeline that is traced carries. ``base``: nanoseconds between the monotonic clock and 1970."""
+
+    span: Span
+    inside: Context
+    base: int
+
+
+class _Step(msgspec.Struct, frozen=True, eq=False):
+    span: Span
+    base: int
+
+
+class Tracing:
+    """The traces of one engine: a listener of its timelines.
+
+    ``export`` is the engine's own way out, None with an embedding service's provider. Everything is called in the
+    engine's event loop.
+    """
+
+    def __init__(self, provider: TracerProvider, *, level: int = 1, export: TraceExport | None = None) -> None:
+        self.level = level
+        self._tracer = provider.get_tracer(_SCOPE)
+        self._export = export
+        self._scope = InstrumentationScope(_SCOPE)
+        self._steps: dict[int, _Step] = {}
+        self._workers: dict[tuple[str, int], Resource] = {}
+
+    @property
+    def dropped(self) -> int:
+        """Spans that were made and never reached the collector."""
+        return 0 if self._export is None else self._export.dropped
+
+    @property
+    def exported(self) -> int:
+        """Spans that the collector has taken."""
+        return 0 if self._export is None else self._export.exported
+
+    async def close(self) -> None:
+        """Send what waits, for a few seconds at most. An embedding service's provider is left alone."""
+        if self._export is not None:
+            await self._export.close(_CLOSE_TIMEOUT)
+
+    # -- HTTP
+
+    def serve(
+        self,
+        headers: Iterable[tuple[bytes, bytes]],
+        *,
+        method: str,
+        route: str,
+        attributes: Mapping[str, str | int],
+    ) -> ServerSpan | None:
+        """The span of an HTTP exchange, which is current until :meth:`ServerSpan.end`; None while nothing is traced.
+        The client's ``traceparent`` and ``tracestate`` are read, its baggage is not."""
+        if self.level < 1:
+            return None
+        carrier: dict[str, str] = {}
+        for name, value in headers:
+            lowered = name.lower()
+            if lowered in (b"traceparent", b"tracestate"):
+                key = lowered.decode()
+                carrier[key] = (
+                    f"{carrier[key]},{value.decode('latin-1')}" if key in carrier else value.decode("latin-1")
+                )
+        parent = _PROPAGATOR.extract(carrier, otel_context.get_current())
+        span = self._tracer.start_span(
+            f"{method} {route}",
+            parent,
+            SpanKind.SERVER,
+            {"http.request.method": method, "http.route": route, **attributes},
+        )
+        return ServerSpan(span)
+
+    # -- requests
+
+    def began(self, timeline: RequestTimeline) -> None:
+        if self.level < 1:
+            return
+        parent = otel_context.get_current()
+        if not get_current_span(parent).get_span_context().is_valid:
+            parent = _context_of(timeline.traceparent)
+        base = int(timeline.started_unix * 1e9) - int(timeline.started * 1e9)
+        span = self._tracer.start_span(
+            f"{timeline.operation} {timeline.model}",
+            parent,
+            SpanKind.INTERNAL,
+            {
+                "gen_ai.operation.name": timeline.operation,
+                "gen_ai.provider.name": PROVIDER,
+                "gen_ai.request.model": timeline.model,
+            },
+            start_time=base + int(timeline.started * 1e9),
+        )
+        timeline.traceparent = _traceparent(span.get_span_context())
+        if span.is_recording():
+            timeline.trace = _Traced(span, set_span_in_context(span, Context()), base)
+
+    def hop_ended(self, timeline: RequestTimeline, hop: Hop) -> None:
+        traced = timeline.trace
+        if not isinstance(traced, _Traced) or hop.end is None:
+            return
+        span = hop.trace if isinstance(hop.trace, Span) else self._start_hop(traced, hop)
+        span.set_attributes(_named(hop.attributes))
+        span.end(traced.base + int(hop.end * 1e9))
+
+    def marked(self, timeline: RequestTimeline, mark: Mark) -> None:
+        traced = timeline.trace
+        if isinstance(traced, _Traced):
+            told = dict(mark.attributes) if mark.choice is None else {"choice": mark.choice, **mark.attributes}
+            traced.span.add_event(mark.name, _named(told), traced.base + int(mark.at * 1e9))
+
+    def ended(self, timeline: RequestTimeline) -> None:
+        traced, outcome = timeline.trace, timeline.outcome
+        if not isinstance(traced, _Traced) or outcome is None or timeline.end is None:
+            return
+        span = traced.span
+        span.set_attributes(timeline.request)
+        span.set_attributes(
+            {
+                "gen_ai.response.id": timeline.request_id,
+                "gen_ai.response.model": timeline.model,
+                "gen_ai.usage.input_tokens": timeline.prompt_tokens,
+                "gen_ai.usage.output_tokens": timeline.output_tokens,
+                "gen_ai.usage.cache_read.input_tokens": timeline.cached_tokens,
+            }
+        )
+        if outcome.finish_reasons:
+            span.set_attribute("gen_ai.response.finish_reasons", outcome.finish_reasons)
+        first = min((mark.at for mark in timeline.marks if mark.name == "first_token"), default=None)
+        if first is not None:
+            span.set_attribute("gen_ai.response.time_to_first_chunk", first - timeline.started)
+        if timeline.label is not None:
+            span.set_attribute("troupe.request.label", timeline.label)
+        if outcome.error_type:
+            span.set_attribute("error.type", outcome.error_type)
+            span.set_status(Status(StatusCode.ERROR, outcome.message or None))
+        span.end(traced.base + int(timeline.end * 1e9))
+
+    def _start_hop(self, traced: _Traced, hop: Hop) -> Span:
+        told = {} if hop.choice is None else {"troupe.choice": hop.choice}
+        return self._tracer.start_span(hop.name, traced.inside, attributes=told, start_time=_at(traced.base, hop.start))
+
+    # -- steps and workers
+
+    def carrier(self, timeline: RequestTimeline, hop: Hop) -> str | None:
+        """The traceparent of a hop that has begun, for another process to add spans below it; None if not sampled."""
+        traced = timeline.trace
+        if not isinstance(traced, _Traced):
+            return None
+        span = self._start_hop(traced, hop)
+        hop.trace = span
+        return _traceparent(span.get_span_context())
+
+    def step_began(
+        self, number: int, timelines: Iterable[RequestTimeline], at: float, attributes: Mapping[str, int]
+    ) -> str | None:
+        """A step has left for the worker. From level 2 on it has a span when one of its requests is sampled: returns
+        its traceparent."""
+        if self.level < 2:
+            return None
+        links = [
+            Link(timeline.trace.span.get_span_context())
+            for timeline in timelines
+            if isinstance(timeline.trace, _Traced)
+        ]
+        if not links:
+            return None
+        base = _now_base()
+        told = {"troupe.step": number, **_named(attributes)}
+        span = self._tracer.start_span("step", Context(), attributes=told, links=links, start_time=_at(base, at))
+        if not span.is_recording():
+            return None
+        self._steps[number] = _Step(span, base)
+        return _traceparent(span.get_span_context())
+
+    def step_ended(self, number: int, at: float, *, device_seconds: float | None = None, error: str = "") -> None:
+        """The worker's answer to a step is there, or will never come: ``error`` says why."""
+        step = self._steps.pop(number, None)
+        if step is None:
+            return
+        if device_seconds is not None:
+            step.span.set_attribute("troupe.device_seconds", device_seconds)
+        if error:
+            step.span.set_attribute("error.type", "worker_died")
+            step.span.set_status(Status(StatusCode.ERROR, error))
+        step.span.end(_at(step.base, at))
+
+    def steps_lost(self, at: float, error: str) -> None:
+        """No step will be answered any more."""
+        for number in list(self._steps):
+            self.step_ended(number, at, error=error)
+
+    def worker_spans(self, worker: str, spans: Sequence[WorkerSpan]) -> None:
+        """Spans that a worker's process has made."""
+        base = _now_base()
+        for told in spans:
+            start, end = _at(base, told.start), _at(base, told.end)
+            own = _span_context(told.traceparent, is_remote=False)
+            parent = SpanContext(own.trace_id, int(told.parent, 16), True, own.trace_flags)
+            if self._export is None:
+                # Another's provider makes its own spans, with its own resource.
+                inside = set_span_in_context(NonRecordingSpan(parent), Context())
+                attributes = {"service.instance.id": worker, "process.pid": told.pid, **_named(told.attributes)}
+                self._tracer.start_span(told.name, inside, attributes=attributes, start_time=start).end(end)
+                continue
+            self._export.emit(
+                ReadableSpan(
+                    name=told.name,
+                    context=own,
+                    parent=parent,
+                    resource=self._worker_resource(worker, told.pid),
+                    attributes=_named(told.attributes),
+                    kind=SpanKind.INTERNAL,
+                    start_time=start,
+                    end_time=end,
+                    instrumentation_scope=self._scope,
+                )
+            )
+
+    def _worker_resource(self, worker: str, pid: int) -> Resource:
+        found = self._workers.get((worker, pid))
+        if found is None:
+            assert self._export is not None
+            for stale in [key for key in self._workers if key[0] == worker]:
+                del self._workers[stale]
+            own = Resource({"service.instance.id": worker, "process.pid": pid})
+            found = self._workers[worker, pid] = self._export.resource.merge(own)
+        return found
+
+    # -- actors
+
+    def handled(
+        self,
+        actor: str,
+        message: str,
+        traceparent: str | None,
+        *,
+        wait: float,
+        duration: float,
+        error: BaseException | None,
+    ) -> None:
+        """An actor has handled a message just now; from level 3 on that is a span, if its sender is sampled."""
+        if self.level < 3 or traceparent is None or not traceparent.endswith("1"):
+            return
+        now = time.time_ns()
+        span = self._tracer.start_span(
+            f"{actor} {message}",
+            _context_of(traceparent),
+            attributes={"troupe.actor": actor, "troupe.message": message, "troupe.wait": wait},
+            start_time=now - int(duration * 1e9),
+        )
+        if error is not None:
+            span.set_attribute("error.type", type(error).__name__)
+            span.set_status(Status(StatusCode.ERROR, str(error)))
+        span.end(now)
+
+
+class ServerSpan:
+    """An HTTP exchange under way. Its span is OpenTelemetry's current one in this task until it ends."""
+
+    def __init__(self, span: Span) -> None:
+        self._span = span
+        self.traceparent = _traceparent(span.get_span_context())
+        self._token = otel_context.attach(set_span_in_context(span))
+
+    def end(self, status: int, broken: str) -> None:
+        """The last byte is out. ``status``: 0 when nothing was sent; ``broken``: why the response is not whole."""
+        otel_context.detach(self._token)
+        span = self._span
+        if status:
+            span.set_attribute("http.response.status_code", status)
+        error = broken or (str(status) if status >= 500 else "")
+        if error:  # a status below 500 is no error of a server
+            span.set_attribute("error.type", error)
+            span.set_status(Status(StatusCode.ERROR))
+        span.end()
+
+
+def _named(attributes: Mapping[str, Value]) -> dict[str, Value]:
+    return {f"troupe.{name}": value for name, value in attributes.items()}
+
+
+def _at(base: int, moment: float) -> int:
+    """A monotonic moment in seconds as nanoseconds since 1970."""
+    return base + int(moment * 1e9)
+
+
+def _now_base() -> int:
+    return time.time_ns() - time.monotonic_ns()
+
+
+def _traceparent(context: SpanContext) -> str:
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+
+
+def _span_context(traceparent: str, *, is_remote: bool) -> SpanContext:
+    _, trace, span, flags = traceparent.split("-")[:4]
+    return SpanContext(int(trace, 16), int(span, 16), is_remote, TraceFlags(int(flags, 16)))
+
+
+def _context_of(traceparent: str | None) -> Context:
+    if traceparent is None:
+        return Context()
+    return set_span_in_context(NonRecordingSpan(_span_context(traceparent, is_remote=True)), Context())
