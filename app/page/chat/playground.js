@@ -43,6 +43,7 @@ class Playground {
     document.addEventListener("keydown", (event) => {
       if (event.key === "Escape" && this.running && !document.querySelector("dialog[open]")) this.stop();
     });
+    byId("parameters-button").addEventListener("click", () => this.follow(true));
     byId("stop").addEventListener("click", () => this.stop());
     byId("new-chat").addEventListener("click", () => this.startAnew());
   }
@@ -97,7 +98,7 @@ class Playground {
         {
           type: "button",
           onclick: () => {
-            if (set) this.parameters.set(set);
+            this.parameters.set({ tools: "", max_tokens: "", think: false, ...set });
             this.send(prompt);
           },
         },
@@ -208,9 +209,10 @@ class Playground {
       signal,
     };
     for await (const { value, response } of stream("v1/chat/completions", options)) {
-      if (!turn.requestId) {
-        turn.requestId = response.headers.get("x-request-id") ?? value.id;
-        this.ownRequest(turn.requestId);
+      const id = response.headers.get("x-request-id") ?? value.id;
+      if (id && !turn.requestId) {
+        turn.requestId = id;
+        this.ownRequest(id);
       }
       const choice = value.choices?.[0];
       if (choice) {

@@ -86,7 +86,7 @@ export class Figures {
       `${count(cache.evictable)} kept for prefixes`,
       `${count(cache.free)} free`,
     ];
-    if (cache.queried_tokens) words.push(`${percent(cache.hit_tokens, cache.queried_tokens)} of prompts found`);
+    if (cache.queried_tokens) words.push(`${percent(cache.hit_tokens, cache.queried_tokens)} of prompt tokens found`);
     say(this.pagesText, words.join(" · "));
   }
 }

@@ -2,7 +2,7 @@
 
 import { byId, s, say } from "../dom.js";
 import { count, duration, rate } from "../numbers.js";
-import { BOX, NARROW, TITLES, WAYS, WIDE, way } from "./places.js";
+import { LABELS, NARROW, TITLES, WIDE, wayPath } from "./places.js";
 import { Pulses } from "./pulses.js";
 
 const PIPS = 8;
@@ -60,26 +60,23 @@ export class Graph {
     const lights = s("g", { class: "pulses" });
     const labels = s("g", { class: "rates" });
     const front = s("g", { class: "boxes" });
-    for (const [source, target, bend] of WAYS) {
+    for (const way of plan.ways) {
+      const [source, , , target, , , side] = way;
       if (!names.has(source) || !names.has(target)) continue;
-      const { d, middle, upright } = way(plan.places[source], plan.places[target], bend);
-      const path = s("path", { d, "data-way": `${source}-${target}` });
-      const turned = (source === "worker" ? 15 : -8) + (upright ? 12 : 0);
-      const label = s("text", {
-        x: middle[0] + (upright ? 10 : 0),
-        y: middle[1] + turned,
-        "text-anchor": upright ? "start" : "middle",
-        "data-rate": `${source}-${target}`,
-      });
+      const path = s("path", { d: wayPath(plan, way), "data-way": `${source}-${target}`, "marker-end": "url(#arrow)" });
       back.append(path);
-      labels.append(label);
-      this.ways.push({ source, target, path, label });
+      this.ways.push({ source, target, path, label: labels.appendChild(labelOf(path, side, `${source}-${target}`)) });
     }
-    for (const { name } of members) front.append(this.box(name, plan.places[name]));
+    for (const { name } of members) front.append(this.box(name, plan.places[name], plan.box));
     const picture = s(
       "svg",
       { viewBox: `0 0 ${plan.width} ${plan.height}`, role: "img", "aria-labelledby": "graph-words" },
       s("title", { id: "graph-words" }, "The actors"),
+      s(
+        "marker",
+        { id: "arrow", viewBox: "0 0 8 8", refX: 6, refY: 4, markerWidth: 8, markerHeight: 8, orient: "auto", markerUnits: "userSpaceOnUse" },
+        s("path", { d: "M1.5 1 6 4 1.5 7", class: "head" }),
+      ),
       back,
       lights,
       labels,
@@ -89,25 +86,26 @@ export class Graph {
     this.pulses.stand(lights, this.ways);
   }
 
-  box(name, [x, y]) {
-    const left = x - BOX.width / 2;
-    const top = y - BOX.height / 2;
+  box(name, [x, y], { width, height }) {
+    const left = x - width / 2;
+    const top = y - height / 2;
+    this.inside = width - 28;
     const parts = {
       title: s("text", { class: "title", x: left + 26, y: top + 24 }, TITLES[name]),
-      badge: s("text", { class: "badge", x: left + BOX.width - 12, y: top + 24, "text-anchor": "end" }),
+      badge: s("text", { class: "badge", x: left + width - 12, y: top + 24, "text-anchor": "end" }),
       words: s("text", { class: "words", x: left + 14, y: top + 44 }),
-      busy: s("rect", { class: "busy", x: left + 14, y: top + BOX.height - 12, height: 3, width: 0, rx: 1.5 }),
-      depth: s("text", { class: "depth", x: left + BOX.width - 12, y: top + 44, "text-anchor": "end" }),
+      busy: s("rect", { class: "busy", x: left + 14, y: top + height - 13, height: 3, width: 0, rx: 1.5 }),
+      depth: s("text", { class: "depth", x: left + width - 12, y: top + 44, "text-anchor": "end" }),
       pips: Array.from({ length: PIPS }, (_, at) =>
-        s("rect", { class: "pip", x: left - 9, y: top + BOX.height - 12 - at * 6.6, width: 4, height: 4, rx: 1 }),
+        s("rect", { class: "pip", x: left - 9, y: top + height - 13 - at * 6.6, width: 4, height: 4, rx: 1 }),
       ),
     };
     parts.group = s(
       "g",
       { class: "box", "data-actor": name },
-      s("rect", { class: "face", x: left, y: top, width: BOX.width, height: BOX.height, rx: 12 }),
+      s("rect", { class: "face", x: left, y: top, width, height, rx: 12 }),
       s("circle", { class: "state", cx: left + 16, cy: top + 19.5, r: 4 }),
-      s("rect", { class: "track", x: left + 14, y: top + BOX.height - 12, height: 3, width: BOX.width - 28, rx: 1.5 }),
+      s("rect", { class: "track", x: left + 14, y: top + height - 13, height: 3, width: width - 28, rx: 1.5 }),
       parts.title,
       parts.badge,
       parts.words,
@@ -139,7 +137,7 @@ export class Graph {
     say(box.badge, restarts ? `↻ ${restarts}` : "");
     say(box.words, this.wordsOf(name, state, actors));
     say(box.depth, depth ? `${count(depth)} in mail` : "");
-    box.busy.setAttribute("width", String((name === "worker" ? this.device() : busy) * (BOX.width - 28)));
+    box.busy.setAttribute("width", String((name === "worker" ? this.device() : busy) * this.inside));
     box.pips.forEach((pip, at) => pip.classList.toggle("on", at < pipsOf(depth)));
   }
 
@@ -180,6 +178,20 @@ export class Graph {
     }
     this.pulses.run();
   }
+}
+
+/** The label of a way, by its middle. */
+function labelOf(path, side, name) {
+  const [dx, dy, anchor] = LABELS[side] ?? [0, 0, "middle"];
+  const middle = path.getPointAtLength(path.getTotalLength() / 2);
+  const hidden = side === "none" ? "hidden" : "visible";
+  return s("text", {
+    x: middle.x + dx,
+    y: middle.y + dy,
+    "text-anchor": anchor,
+    "data-rate": name,
+    visibility: hidden,
+  });
 }
 
 const ORDER = ["restarting", "stopped", "stopping", "starting", "running"];

@@ -1,6 +1,6 @@
 // What the counters of the frames say about speed: rates over the last second, and a line of the last half minute.
 
-const WINDOW = 1.0; // seconds a rate is taken over
+const WINDOW = 0.75; // seconds a rate is taken over
 const KEPT = 120; // points of a line: half a minute
 
 export class History {

@@ -1,36 +1,5 @@
-// Where the actors stand: wide, as a loop from the door and back to it; narrow, the same loop standing upright.
-
-export const BOX = { width: 164, height: 66 };
-
-export const WIDE = {
-  width: 1000,
-  height: 350,
-  places: {
-    http: [96, 175],
-    renderer: [330, 175],
-    tokenizer: [330, 64],
-    scheduler: [590, 64],
-    worker: [880, 64],
-    cache: [880, 200],
-    detokenizer: [590, 286],
-    streams: [330, 286],
-  },
-};
-
-export const NARROW = {
-  width: 400,
-  height: 600,
-  places: {
-    http: [100, 50],
-    renderer: [300, 50],
-    tokenizer: [100, 170],
-    scheduler: [100, 300],
-    worker: [300, 240],
-    cache: [300, 370],
-    detokenizer: [100, 430],
-    streams: [100, 550],
-  },
-};
+// Where the actors stand: wide, a loop that leaves the door at the top and comes back to it below; narrow, the same loop
+// standing upright. A way leaves one box and enters another at a side, moved along it by a shift.
 
 export const TITLES = {
   http: "Door",
@@ -43,35 +12,89 @@ export const TITLES = {
   streams: "Streams",
 };
 
-/** Each way between two roles, and how it bends: 0 is straight, others are put aside by so much of its length. */
-export const WAYS = [
-  ["http", "tokenizer", 0.12],
-  ["http", "renderer", 0],
-  ["tokenizer", "scheduler", 0],
-  ["scheduler", "worker", 0.1],
-  ["worker", "scheduler", 0.1],
-  ["scheduler", "cache", 0],
-  ["scheduler", "detokenizer", 0],
-  ["detokenizer", "streams", 0],
-  ["streams", "http", 0.12],
-];
+// [from, side, shift, to, side, shift, where its label stands]
+export const WIDE = {
+  width: 1000,
+  height: 352,
+  box: { width: 168, height: 68 },
+  places: {
+    http: [94, 176],
+    renderer: [94, 52],
+    tokenizer: [356, 52],
+    scheduler: [618, 52],
+    worker: [906, 52],
+    cache: [906, 186],
+    detokenizer: [618, 300],
+    streams: [356, 300],
+  },
+  ways: [
+    ["http", "top", 0, "renderer", "bottom", 0, "right"],
+    ["renderer", "right", 0, "tokenizer", "left", 0, "above"],
+    ["http", "right", 0, "tokenizer", "bottom", 0, "below"],
+    ["tokenizer", "right", 0, "scheduler", "left", 0, "above"],
+    ["scheduler", "right", -10, "worker", "left", -10, "above"],
+    ["worker", "left", 12, "scheduler", "right", 12, "below"],
+    ["scheduler", "bottom", 46, "cache", "left", 0, "below"],
+    ["scheduler", "bottom", 0, "detokenizer", "top", 0, "left"],
+    ["detokenizer", "left", 0, "streams", "right", 0, "above"],
+    ["streams", "left", 0, "http", "bottom", 0, "below"],
+  ],
+};
 
-/** The way from one box's edge to another's, as an SVG path. */
-export function way([fromX, fromY], [toX, toY], bend) {
-  const [startX, startY] = edge(fromX, fromY, toX, toY);
-  const [endX, endY] = edge(toX, toY, fromX, fromY);
-  const [dx, dy] = [endX - startX, endY - startY];
-  const middle = [(startX + endX) / 2 + dy * bend, (startY + endY) / 2 - dx * bend];
-  return {
-    d: `M${startX},${startY}Q${middle[0]},${middle[1]} ${endX},${endY}`,
-    middle: [(startX + endX) / 4 + middle[0] / 2, (startY + endY) / 4 + middle[1] / 2],
-    upright: Math.abs(dy) > Math.abs(dx),
-  };
+export const NARROW = {
+  width: 392,
+  height: 560,
+  box: { width: 146, height: 68 },
+  places: {
+    http: [104, 42],
+    renderer: [318, 42],
+    tokenizer: [318, 160],
+    scheduler: [318, 278],
+    worker: [104, 278],
+    cache: [104, 396],
+    detokenizer: [318, 514],
+    streams: [104, 514],
+  },
+  ways: [
+    ["http", "right", 0, "renderer", "left", 0, "above"],
+    ["renderer", "bottom", 0, "tokenizer", "top", 0, "right"],
+    ["http", "bottom", 0, "tokenizer", "left", 0, "below"],
+    ["tokenizer", "bottom", 0, "scheduler", "top", 0, "right"],
+    ["scheduler", "left", -10, "worker", "right", -10, "above"],
+    ["worker", "right", 12, "scheduler", "left", 12, "below"],
+    ["scheduler", "bottom", -40, "cache", "right", 0, "below"],
+    ["scheduler", "bottom", 20, "detokenizer", "top", 20, "right"],
+    ["detokenizer", "left", 0, "streams", "right", 0, "above"],
+    ["streams", "left", -14, "http", "left", -14, "none"],
+  ],
+};
+
+const SIDES = { left: [-1, 0], right: [1, 0], top: [0, -1], bottom: [0, 1] };
+const GAP = 4;
+
+/** A way as an SVG path. */
+export function wayPath(plan, [from, leave, leaveShift, to, enter, enterShift]) {
+  const start = anchor(plan, from, leave, leaveShift);
+  const end = anchor(plan, to, enter, enterShift);
+  const far = Math.hypot(end[0] - start[0], end[1] - start[1]);
+  const reach = leave === enter ? 38 : 0.45 * far;
+  const first = moved(start, SIDES[leave], reach);
+  const second = moved(end, SIDES[enter], reach);
+  return `M${start}C${first} ${second} ${end}`;
 }
 
-/** Where a line from a box's middle leaves it. */
-function edge(x, y, towardsX, towardsY) {
-  const [dx, dy] = [towardsX - x, towardsY - y];
-  const scale = Math.min((BOX.width / 2 + 5) / Math.abs(dx || 1e-9), (BOX.height / 2 + 5) / Math.abs(dy || 1e-9), 1);
-  return [x + dx * scale, y + dy * scale];
+function anchor({ places, box }, name, side, shift) {
+  const [x, y] = places[name];
+  const [dx, dy] = SIDES[side];
+  return [x + dx * (box.width / 2 + GAP) + (dx ? 0 : shift), y + dy * (box.height / 2 + GAP) + (dx ? shift : 0)];
 }
+
+const moved = ([x, y], [dx, dy], by) => [x + dx * by, y + dy * by];
+
+/** Where a label stands by the middle of its way: [dx, dy, text-anchor]. */
+export const LABELS = {
+  above: [0, -8, "middle"],
+  below: [0, 19, "middle"],
+  left: [-10, 4, "end"],
+  right: [10, 4, "start"],
+};

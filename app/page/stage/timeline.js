@@ -7,6 +7,7 @@ const SHOWN = 24; // seconds of the axis
 const MOST_LANES = 18;
 const GAP = 0.4; // seconds between two requests of a lane
 const TICK = 4;
+const MOST_HELD = 8; // seconds that a focused request keeps the axis still
 
 export class Timeline {
   /** `onOpen(handle)`: a request was chosen. */
@@ -18,7 +19,7 @@ export class Timeline {
     this.layer = h("div", { class: "layer" });
     this.ticks = h("div", { class: "ticks", "aria-hidden": "true" });
     this.window = h("div", { class: "window" }, this.ticks, this.layer);
-    this.empty = h("p", { class: "empty" }, "No request yet. Ask something, and it plays here.");
+    this.empty = h("p", { class: "empty" }, "Nothing is playing. Ask something, and its request appears here.");
     this.more = h("p", { class: "more" });
     container.append(this.window, this.empty, this.more);
     this.handle = 0;
@@ -57,7 +58,7 @@ export class Timeline {
     if (this.zero === null || frame.at < this.last) this.startAnew(frame.at);
     this.last = frame.at;
     const seen = new Set();
-    for (const view of frame.requests) {
+    for (const view of [...frame.requests].sort((a, b) => a.start - b.start)) {
       seen.add(view.handle);
       this.take(view);
     }
@@ -152,6 +153,9 @@ export class Timeline {
         else style.width = `max(${(end - start) * this.scale}px, 1.5px)`;
         return h("i", { "data-phase": name, style });
       });
+    if (view.output_tokens && (view.end - view.start) * this.scale > 48) {
+      pieces.push(h("span", {}, String(view.output_tokens)));
+    }
     for (const [name, time] of view.marks) {
       if (MARKED[name]) pieces.push(h("i", { class: "mark", "data-mark": MARKED[name], style: { left: at(time) } }));
     }
@@ -170,6 +174,7 @@ export class Timeline {
   move() {
     if (!this.width || this.zero === null) return;
     const now = this.now();
+    if (this.held !== null && now - this.held > MOST_HELD && !this.window.matches(":hover")) this.held = null;
     for (const one of this.requests.values()) if (one.button && one.view.end === null) this.stretch(one);
     const shift = `translateX(${(SHOWN - ((this.held ?? now) - this.zero)) * this.scale}px)`;
     this.layer.style.transform = shift;

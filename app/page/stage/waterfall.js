@@ -4,6 +4,7 @@ import { get } from "../api/client.js";
 import { byId, copy, h } from "../dom.js";
 import { duration } from "../numbers.js";
 
+const USUAL = { choices: 1, priority: 0, preemptions: 0 }; // not worth a word
 const AGAIN = 700; // milliseconds between two looks at a request that lives
 
 /** Show a request by its handle or its id. */
@@ -54,7 +55,9 @@ function row(hop, told) {
   const left = (100 * hop.start) / whole;
   const width = Math.max(0.3, (100 * (end - hop.start)) / whole);
   const choice = hop.choice ? ` ${hop.choice + 1}` : "";
-  const told_ = Object.entries(hop.attributes).map(([name, value]) => `${name.replaceAll("_", " ")} ${number(value, name)}`);
+  const facts = Object.entries(hop.attributes)
+    .filter(([name, value]) => !(name in USUAL && USUAL[name] === value))
+    .map(([name, value]) => `${name.replaceAll("_", " ")} ${number(value, name)}`);
   return h(
     "li",
     {},
@@ -65,7 +68,7 @@ function row(hop, told) {
       h("i", { "data-phase": hop.name, class: hop.end === null ? "open" : "", style: { left: `${left}%`, width: `${width}%` } }),
     ),
     h("span", { class: "time" }, duration(Math.max(0, end - hop.start))),
-    told_.length ? h("span", { class: "more" }, told_.join(" · ")) : null,
+    facts.length ? h("span", { class: "more" }, facts.join(" · ")) : null,
   );
 }
 
