@@ -11,6 +11,7 @@ from prometheus_client.exposition import generate_latest
 from quart import Response
 
 from actors.requests import SamplingParams
+from app.errors import ApiError
 from app.exchange import Exchange
 from app.service import Service, json_response
 
@@ -90,7 +91,12 @@ def troupe_version() -> str:
 
 async def metrics(service: Service, exchange: Exchange, body: None) -> Response:
     """Metrics in Prometheus's text format, whatever the Accept header says: prometheus_client's OpenMetrics writes the
-    colons of ``--metrics-names`` as underscores, and then the boards of those engines find nothing."""
+    colons of ``--metrics-names`` as underscores, and then the boards of those engines find nothing.
+
+    404 without metrics.
+    """
+    if not service.arguments.enable_metrics:
+        raise ApiError(404, "This server runs without metrics: --enable-metrics is false.", code="metrics_disabled")
     text = await asyncio.to_thread(generate_latest, service.engine.registry)
     return Response(text, content_type="text/plain; version=0.0.4; charset=utf-8")
 
