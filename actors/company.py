@@ -41,9 +41,6 @@ _WORKER_LOAD_TIMEOUT = 1800.0
 """Seconds a worker may take to load its model; large ones come from slow disks."""
 
 
-_STEP_TIMEOUT = 300.0
-
-
 class Company:
     """Spawns the actors in their order and keeps their refs."""
 
@@ -120,7 +117,10 @@ class Company:
             on_loaded=self._workers_loaded,
         )
         # The workers' processes start first: they take longest, and the rest is put up while they import.
-        await group.spawn(lambda rank: placement.environment(arguments, rank, os.environ, _STEP_TIMEOUT))
+        await group.spawn(
+            lambda rank: placement.environment(arguments, rank, os.environ, arguments.watchdog_timeout),
+            standby=arguments.standby_worker,
+        )
         self.worker, *self.peers = group.workers
         self.rendering = await Rendering.start(
             system,
@@ -163,7 +163,7 @@ class Company:
             detokenizer=self.detokenizer,
             vitals=self._vitals,
             tracing=self._tracing,
-            step_timeout=_STEP_TIMEOUT,
+            step_timeout=self._arguments.watchdog_timeout,
         )
 
     def _workers_loaded(self, info: ModelInfo, epoch: int) -> None:

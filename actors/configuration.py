@@ -16,8 +16,8 @@ __all__ = ["metric_options", "planner_config", "runner_config"]
 
 
 OP_TIMEOUT = 200.0
-"""Seconds until a kernel or a collective that hangs is an error of its device: less than a step may take, so that the
-worker dies of it and says why, before it is killed for its silence."""
+"""Seconds until a kernel or a collective that hangs is an error of its device, at most: two thirds of the watchdog's
+time if that is less, so that the worker dies of it and says why, before it is killed for its silence."""
 
 
 def metric_options(arguments: Arguments) -> MetricOptions:
@@ -72,7 +72,7 @@ def runner_config(arguments: Arguments, model: Path, context_length: int, placem
         max_step_tokens=_step_tokens(a, context_length),
         threads=a.cpu_threads or 0,
         random_seed=a.random_seed or 0,
-        op_timeout=OP_TIMEOUT,
+        op_timeout=min(OP_TIMEOUT, a.watchdog_timeout * 2 / 3),
         tp_size=a.tensor_parallel_size,
         npu_simulator=placement.simulator,
         attention_backend=a.attention_backend or "",

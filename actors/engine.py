@@ -35,6 +35,7 @@ from actors.status import EngineStatus, Health, Phase
 from actors.streams import RequestStream
 from actors.traces import check_tracing, start_tracing
 from actors.vitals import Vitals
+from actors.watchdog import Watchdog
 from kernels.step import ModelInfo
 from telemetry.actor_spans import ActorSpans
 from telemetry.log_lines import Event as LogEvent
@@ -167,6 +168,7 @@ class Engine:
                 self._system = system
                 self._reporting.start(system)
                 system.on_event(self._on_event)
+                system.start_task(self._watchdog(system).run, "troupe-watchdog")
                 try:
                     await self._serve(system)
                 except Exception as error:
@@ -183,6 +185,10 @@ class Engine:
                 await self.tracing.close()
             self._system = None
             self._ready.set()
+
+    def _watchdog(self, system: ActorSystem) -> Watchdog:
+        arguments = self.arguments
+        return Watchdog(system, soft=arguments.soft_watchdog_timeout, hard=arguments.watchdog_timeout)
 
     async def _serve(self, system: ActorSystem) -> None:
         """Set up and live, until the engine is closed. Raises what ends it otherwise."""

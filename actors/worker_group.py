@@ -52,8 +52,9 @@ class WorkerGroup:
         self._loaded: dict[int, ModelInfo] = {}
         self._held: socket.socket | None = None
 
-    async def spawn(self, environment: Callable[[int], Mapping[str, str]]) -> None:
-        """Start a process for each rank and return; ``environment``: what to add to that of a rank."""
+    async def spawn(self, environment: Callable[[int], Mapping[str, str]], *, standby: bool) -> None:
+        """Start a process for each rank and return; ``environment``: what to add to that of a rank. With ``standby``
+        each has a prepared process beside it for the next life."""
         self._system.on_event(self._on_event)
         for rank in range(self._size):
             worker = await self._system.spawn_process(
@@ -66,6 +67,7 @@ class WorkerGroup:
                 events_type=LoadProgress | WorkerLoaded,
                 supervision=Supervision(strategy=Strategy.RESTART_GROUP, max_restarts=6, within=300.0),
                 group="workers",
+                standby=standby,
                 start_timeout=_START_TIMEOUT,
                 stop_timeout=5.0,
                 wait=False,

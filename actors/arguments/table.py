@@ -8,6 +8,7 @@ from actors.arguments.logs import LOG_ARGUMENTS
 from actors.arguments.metrics import METRIC_ARGUMENTS
 from actors.arguments.model import MODEL_ARGUMENTS
 from actors.arguments.parallelism import PARALLELISM_ARGUMENTS
+from actors.arguments.recovery import RECOVERY_ARGUMENTS
 from actors.arguments.scheduling import SCHEDULING_ARGUMENTS
 from actors.arguments.serving import SERVING_ARGUMENTS
 from actors.arguments.tracing import TRACING_ARGUMENTS
@@ -21,6 +22,7 @@ ARGUMENTS: tuple[Argument, ...] = (
     + LOG_ARGUMENTS
     + TRACING_ARGUMENTS
     + SCHEDULING_ARGUMENTS
+    + RECOVERY_ARGUMENTS
     + DEVICE_ARGUMENTS
     + PARALLELISM_ARGUMENTS
 )

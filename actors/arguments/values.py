@@ -120,6 +120,9 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
     device: Literal["auto", "cpu", "npu"] = "auto"
     base_gpu_id: int = 0
     gpu_id_step: int = 1
+    watchdog_timeout: float = 300.0
+    soft_watchdog_timeout: float = 60.0
+    standby_worker: bool = True
     tensor_parallel_size: int = 1
     dist_init_addr: str | None = None
     npu_simulator: str | None = None

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from actors import company
 from actors.arguments import Arguments
 from actors.configuration import planner_config, runner_config
 from actors.placement import Placement
@@ -83,5 +82,6 @@ def test_runner(keywords: dict[str, Any], field: str, value: object) -> None:
 
 
 def test_a_hung_kernel_is_noticed_before_its_worker_is_killed_for_silence() -> None:
-    config = runner_config(Arguments(model_path="m"), Path("m"), 4096, CPU)
-    assert 0 < config.op_timeout < company._STEP_TIMEOUT
+    for arguments in (Arguments(model_path="m"), Arguments(model_path="m", watchdog_timeout=6.0)):
+        config = runner_config(arguments, Path("m"), 4096, CPU)
+        assert 0 < config.op_timeout < arguments.watchdog_timeout

@@ -122,12 +122,6 @@ EXECUTION: tuple[Refusal, ...] = (
         "leave it out or give 1",
         values={"num-continuous-decode-steps": 1, "scheduler-recv-interval": 1},
     ),
-    *family(
-        "Runtime",
-        "setting the watchdog's time is not built yet",
-        "leave it out",
-        values={"watchdog-timeout": 300, "soft-watchdog-timeout": 300},
-    ),
     Refusal(
         name="sleep-on-idle",
         is_flag=True,
