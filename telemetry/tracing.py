@@ -254,7 +254,7 @@ class Tracing:
         base = _now_base()
         for told in spans:
             start, end = _at(base, told.start), _at(base, told.end)
-            own = _span_context(told.traceparent, is_remote=False)
+            own = _span_context(told.traceparent)
             parent = SpanContext(own.trace_id, int(told.parent, 16), True, own.trace_flags)
             if self._export is None:
                 # Another's provider makes its own spans, with its own resource.
@@ -352,12 +352,12 @@ def _traceparent(context: SpanContext) -> str:
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
 
 
-def _span_context(traceparent: str, *, is_remote: bool) -> SpanContext:
-    _, trace, span, flags = traceparent.split("-")[:4]
-    return SpanContext(int(trace, 16), int(span, 16), is_remote, TraceFlags(int(flags, 16)))
+def _span_context(traceparent: str) -> SpanContext:
+    """Of a traceparent that was made here."""
+    _, trace, span, flags = traceparent.split("-")
+    return SpanContext(int(trace, 16), int(span, 16), False, TraceFlags(int(flags, 16)))
 
 
 def _context_of(traceparent: str | None) -> Context:
-    if traceparent is None:
-        return Context()
-    return set_span_in_context(NonRecordingSpan(_span_context(traceparent, is_remote=True)), Context())
+    """What is not well formed is no parent."""
+    return _PROPAGATOR.extract({"traceparent": traceparent} if traceparent else {}, Context())
