@@ -7,6 +7,7 @@ respected. The queue is bounded, and what it or the collector does not take is c
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import os
 import secrets
@@ -31,6 +32,7 @@ _QUEUE = 8192
 """Spans that may wait for the collector: a few megabytes."""
 
 _BATCH = 512
+_LETTING_GO = 1.0
 _SERVICE = "troupe"
 _GRPC, _HTTP = "grpc", "http/protobuf"
 
@@ -132,7 +134,8 @@ class _Counting(SpanExporter):
 
     def __init__(self, inner: SpanExporter) -> None:
         self._inner = inner
-        self.taken = 0
+        self.taken = 0  # from the queue
+        self.sent = 0
         self.lost = 0
         self.closed = False
 
@@ -143,7 +146,9 @@ class _Counting(SpanExporter):
             if not self.closed:
                 result = self._inner.export(spans)
         finally:
-            if result is not SpanExportResult.SUCCESS:
+            if result is SpanExportResult.SUCCESS:
+                self.sent += len(spans)
+            else:
                 self.lost += len(spans)
         return result
 
@@ -166,27 +171,24 @@ class _BoundedProcessor(BatchSpanProcessor):
         )
         self._counting = exporter
         self._limit = queue
-        self._queued = 0
+        self.queued = 0  # ever
         self.dropped = 0
 
     def on_end(self, span: ReadableSpan) -> None:
         if span.context is None or not span.context.trace_flags.sampled:
             return
-        if self._queued - self._counting.taken >= self._limit or self._counting.closed:
+        if self.queued - self._counting.taken >= self._limit or self._counting.closed:
             self.dropped += 1
             return
-        self._queued += 1
+        self.queued += 1
         super().on_end(span)
-
-    @property
-    def waiting(self) -> int:
-        return self._queued - self._counting.taken
 
 
 class TraceExport:
     """The provider, its queue and its counts. Make it in the event loop; :meth:`close` ends its thread."""
 
     def __init__(self, options: TraceOptions, *, exporter: SpanExporter | None = None, queue: int = _QUEUE) -> None:
+        self._closed = False
         self._exporter = _Counting(exporter or make_exporter(options.endpoint, options.protocol))
         self._processor = _BoundedProcessor(self._exporter, queue=queue, delay=options.delay)
         self.resource = _resource()
@@ -200,38 +202,44 @@ class TraceExport:
 
     @property
     def dropped(self) -> int:
-        """Spans that the queue or the collector did not take."""
-        return self._processor.dropped + self._exporter.lost
+        """Spans that the queue or the collector did not take; after the close, all that have not arrived."""
+        lost = self._processor.queued - self._exporter.sent if self._closed else self._exporter.lost
+        return self._processor.dropped + lost
 
     @property
     def exported(self) -> int:
         """Spans that the collector has taken."""
-        return self._exporter.taken - self._exporter.lost
+        return self._exporter.sent
 
     def emit(self, span: ReadableSpan) -> None:
         """Queue a span that was made elsewhere."""
         self._processor.on_end(span)
 
     async def close(self, timeout: float) -> None:
-        """Send what waits, for ``timeout`` seconds at most; what is left then is dropped and counted."""
-        if not await _beside(self._processor.shutdown, timeout):
-            # It waits for a collector that does not answer: let it give up.
-            await _beside(self._exporter.shutdown, 1.0)
-            self._processor.dropped += self._processor.waiting
+        """Send what waits, for ``timeout`` seconds at most; what has not left then is dropped, and counted."""
+        flushed = _beside(self._processor.shutdown)
+        if not await _within(timeout, flushed):
+            _beside(self._exporter.shutdown)  # lets go of a collector that does not answer
+            await _within(_LETTING_GO, flushed)
+        self._closed = True
 
 
-async def _beside(work: Callable[[], None], timeout: float) -> bool:
-    """Run ``work`` in a thread that nobody waits for longer than ``timeout`` seconds; whether it was done."""
+def _beside(work: Callable[[], None]) -> asyncio.Event:
+    """Run ``work`` in a thread that nobody has to wait for; the event is set when it is done."""
     loop, done = asyncio.get_running_loop(), asyncio.Event()
 
     def run() -> None:
         try:
             work()
         finally:
-            if not loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(done.set)
 
     threading.Thread(target=run, name="troupe-trace-close", daemon=True).start()
+    return done
+
+
+async def _within(timeout: float, done: asyncio.Event) -> bool:
     try:
         async with asyncio.timeout(timeout):
             await done.wait()
