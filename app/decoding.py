@@ -19,6 +19,9 @@ log = logging.getLogger("troupe.http")
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 MAX_DEPTH = 64
+MAX_OPENINGS = 1 << 18
+"""Brackets and braces in a body, those in its texts included. An empty list costs twenty times its two bytes."""
+
 _shallow = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _shallow_list = msgspec.json.Decoder(list[dict[str, msgspec.Raw] | None])
 _AT = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
@@ -45,6 +48,10 @@ def _decoder(kind: type[Body]) -> msgspec.json.Decoder[Body]:
 
 def decode(data: bytes, kind: type[Body]) -> tuple[Body, Mapping[str, msgspec.Raw]]:
     """The body as ``kind``, and its top-level fields undecoded. Raises :class:`ApiError`."""
+    if len(data) > MAX_OPENINGS and data.count(b"[") + data.count(b"{") > MAX_OPENINGS:
+        raise invalid(
+            f"The body holds more than {MAX_OPENINGS} brackets and braces; split the request.", code="too_many_values"
+        )
     try:
         return _decoder(kind).decode(data), _shallow.decode(data)
     except msgspec.ValidationError as error:

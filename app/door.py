@@ -133,6 +133,13 @@ class Door:
             service.keyring.check(level, scope["headers"], scope.get("server"))
         except ApiError as error:
             return error
+        if _framed_twice(scope["headers"]):
+            return ApiError(
+                400,
+                "The body's length is given twice, by Content-Length and by Transfer-Encoding; send one of them.",
+                code="invalid_framing",
+                headers={"Connection": "close"},
+            )
         if level is Level.ADMIN and any(
             name == b"sec-fetch-site" and value == b"cross-site" for name, value in scope["headers"]
         ):
@@ -212,6 +219,12 @@ def _serve(tracing: Tracing, scope: Scope, route: Route, exchange: Exchange) -> 
         if server[1] is not None:
             attributes["server.port"] = int(server[1])
     return tracing.serve(scope["headers"], method=exchange.method, route=route.path, attributes=attributes)
+
+
+def _framed_twice(headers: list[tuple[bytes, bytes]]) -> bool:
+    """Whether a proxy in front may have seen another end of this request than we do, and a request behind it."""
+    names = {name.lower() for name, _ in headers}
+    return b"content-length" in names and b"transfer-encoding" in names
 
 
 def _labels(headers: list[tuple[bytes, bytes]]) -> tuple[str | None, str | None]:

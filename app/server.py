@@ -7,11 +7,14 @@ Here a signal first lets the application drain; Hypercorn stops afterwards, when
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import logging
+import resource
 import signal
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import hypercorn.asyncio.run
 from hypercorn.asyncio.run import worker_serve
@@ -33,6 +36,12 @@ CLOSE_TIMEOUT = 10.0
 HURRIED_TIMEOUT = 3.0
 """Seconds until the end after a second signal, whatever still runs."""
 
+HEADER_TIMEOUT = 20.0
+"""Seconds that a new connection has until its first request's head is here."""
+
+SPARE_FILES = 256
+"""File descriptors that connections leave to the engine."""
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -50,17 +59,56 @@ class Served(Protocol):
         """
 
 
+class Crowd:
+    """The open connections of one server: at most ``limit``, so that files are left for whoever must work."""
+
+    def __init__(self) -> None:
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self.limit = 1 << 20 if soft == resource.RLIM_INFINITY else max(64, soft - SPARE_FILES)
+        self.open = 0
+
+
 class Connection(TCPServer):
-    """Hypercorn's connection (0.18), without its fault: it would keep the socket of a client that has gone until
-    ``keep_alive_timeout`` is over, and clients that connect for each request would use up the file descriptors."""
+    """Hypercorn's connection (0.18), without two faults: it would keep the socket of a client that has gone until
+    ``keep_alive_timeout`` is over, and clients that connect for each request would use up the file descriptors; and it
+    would give a client that sends the head of its first request drop by drop as long as that."""
+
+    def __init__(self, crowd: Crowd, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._crowd = crowd
+        self._greeted = False
+
+    async def run(self) -> None:
+        if self._crowd.open >= self._crowd.limit:
+            self.writer.transport.abort()
+            return
+        self._crowd.open += 1
+        try:
+            await super().run()
+        except* Exception as group:
+            # Hypercorn expects some mistakes of HTTP/2 clients, and not others: each ends its connection all the same.
+            log.info("A connection was closed; its client broke the protocol: %s", type(group.exceptions[0]).__name__)
+        finally:
+            self._crowd.open -= 1
+
+    async def _idle_timeout(self) -> None:
+        if self._greeted:
+            await super()._idle_timeout()
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HEADER_TIMEOUT):
+                await self.context.terminated.wait()
+        await asyncio.shield(self._initiate_server_close())
 
     async def _read_data(self) -> None:
         await super()._read_data()
         await self.idle_task.stop()
 
     async def protocol_send(self, event: Event) -> None:
-        if isinstance(event, Updated) and self.reader.at_eof():
-            return  # nothing to wait for
+        if isinstance(event, Updated):
+            self._greeted = True
+            if self.reader.at_eof():
+                return  # nothing to wait for
         await super().protocol_send(event)
 
 
@@ -72,12 +120,13 @@ def configuration(arguments: Arguments) -> Config:
     config.backlog = 2048
     # Longer than the idle time of usual load balancers (60 s), so that never this side closes a connection in use.
     config.keep_alive_timeout = 75
-    config.keep_alive_max_requests = 1_000_000
+    config.keep_alive_max_requests = 10_000  # a client that opens and resets streams without end must connect anew
     config.graceful_timeout = CLOSE_TIMEOUT
     config.shutdown_timeout = 60
     config.startup_timeout = 600
-    config.h11_max_incomplete_size = 64 * 1024
-    config.h2_max_concurrent_streams = 1000
+    config.h11_max_incomplete_size = 64 * 1024  # a request's head
+    config.h2_max_header_list_size = 64 * 1024
+    config.h2_max_concurrent_streams = 256
     config.max_app_queue_size = 64
     config.websocket_max_message_size = 1 << 20
     config.include_server_header = False
@@ -165,7 +214,7 @@ async def _first(*awaitables: Coroutine[object, object, object]) -> None:
 def _connections() -> Iterator[None]:
     """Have Hypercorn make its connections of :class:`Connection`; it takes no such argument."""
     module = vars(hypercorn.asyncio.run)
-    module["TCPServer"] = Connection
+    module["TCPServer"] = functools.partial(Connection, Crowd())
     try:
         yield
     finally:

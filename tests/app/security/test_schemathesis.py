@@ -1,4 +1,4 @@
-"""The API against its own description: schemathesis makes requests of /openapi.json, and holds the answers against it."""
+"""The API against its own description: requests that schemathesis makes of /openapi.json, and answers held against it."""
 
 from __future__ import annotations
 
