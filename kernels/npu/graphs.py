@@ -143,6 +143,8 @@ class DecodeGraphs:
                 torch.npu.synchronize()
                 with torch.npu.graph(graph, pool=pool, auto_dispatch_capture=True):
                     hidden = self._forward(batch)
+                if not graph.graph_dispatch_mode.graph_dispatch_records:
+                    raise RuntimeError("attention was captured with its lengths of now, and nothing would update them")
             except RuntimeError as error:
                 _leave(graph, before)
                 failure = error

@@ -52,6 +52,12 @@ class Simulator:
         assert self.engine.graphs is not None
         return self.engine.graphs
 
+    @property
+    def waits(self) -> int:
+        """How often the host has waited for a device: synchronisations, and copies that are not asynchronous."""
+        assert self.engine.order is not None
+        return self.cann.waits() + self.engine.order.waits
+
     def describe(self) -> str:
         """``simulated A2``"""
         return f"simulated {self.spec.generation}"
@@ -94,9 +100,11 @@ def activate(text: str) -> Simulator:
     from kernels.npu.simulator.dispatch import Engine
     from kernels.npu.simulator.faults import Faults
     from kernels.npu.simulator.graphs import Graphs
+    from kernels.npu.simulator.ordering import Order
     from kernels.npu.simulator.takeover import take_over_npu
 
     engine = Engine(cann)
+    engine.order = Order(cann)
     engine.graphs, engine.faults = Graphs(engine), Faults(cann)
     aten, npu = torch.library.Library("aten", "IMPL"), torch.library.Library("npu", "IMPL")
     simulator = Simulator(spec, cann, engine, [aten, npu])

@@ -67,6 +67,8 @@ def overload_of(name: str) -> Any | None:
 def take_over_aten(engine: Engine, library: torch.library.Library) -> int:
     """Register a kernel for each; ``library`` is an IMPL library of aten. Returns how many."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
+    from kernels.npu.simulator.ordering import operator_class
+
     count = 0
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Overriding a previously registered kernel.*")
@@ -81,7 +83,7 @@ def take_over_aten(engine: Engine, library: torch.library.Library) -> int:
             if not any(has(name, key) for key in KERNELS_ELSEWHERE):
                 library.impl(name.removeprefix("aten::"), refuse(name), "PrivateUse1")
                 continue
-            operator = AtenOperator(engine, overload)
+            operator = operator_class(name)(engine, overload)
             library.impl(name.removeprefix("aten::"), operator, "PrivateUse1")
             if has(name, "AutogradPrivateUse1"):  # the wheel's own, which asks for device kernels
                 library.impl(name.removeprefix("aten::"), operator, "AutogradPrivateUse1")

@@ -1,10 +1,10 @@
 """Compile the simulated CANN that the torch_npu wheel links against and looks symbols up in.
 
 The list of symbols comes from the installed wheel itself: what its libraries leave undefined, and the names of CANN
-functions among its strings. Those that runtime.c does not define become functions that return 0. All of it is one
-library; the names that the wheel asks for (libascendcl.so, ...) are empty libraries that depend on it, so that state
-exists once. The result is kept by a hash of the wheel's version and of the sources; whoever comes second waits for
-nobody: each builds in a folder of its own and the first to rename it wins.
+functions among its strings. Those that runtime.c and its parts do not define become functions that return 0. All of it
+is one library; the names that the wheel asks for (libascendcl.so, ...) are empty libraries that depend on it, so that
+state exists once. The result is kept by a hash of the wheel's version and of the sources; whoever comes second waits
+for nobody: each builds in a folder of its own and the first to rename it wins.
 
 Needs gcc and nm (binutils) on the machine, and no CANN.
 """
@@ -42,8 +42,8 @@ def cann_libraries() -> Path:
     digest = hashlib.sha256()
     for name in ("torch", "torch_npu"):
         digest.update(f"{name} {importlib.metadata.version(name)}\n".encode())
-    for source in ("build.py", "runtime.c"):
-        digest.update((HERE / source).read_bytes())
+    for source in (HERE / "build.py", *sorted(HERE.glob("*.c"))):
+        digest.update(source.read_bytes())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "troupe" / "npu-simulator"
     folder = cache / digest.hexdigest()[:16]
     if folder.is_dir():

@@ -43,6 +43,8 @@ class Cann:
         )
         library.simulator_configure(spec.soc_name.encode(), devices, spec.memory, STREAMS, self._callback)
         self.attention = ctypes.c_int32.in_dll(library, "simulator_attention")
+        self._watched = ctypes.c_int32.in_dll(library, "simulator_watched")
+        self._waits = ctypes.c_uint64.in_dll(library, "simulator_waits")
         self._lock = threading.Lock()
 
     def _open(self, what: int, first: int | None, second: int | None, out: Any) -> int:
@@ -54,6 +56,14 @@ class Cann:
         """Count one more or one less reason for operators, events and transfers to look around first."""
         with self._lock:
             self.attention.value += more
+
+    def watch(self, count: int) -> None:
+        """So many tasks are in flight: events and synchronisations tell Python while there are any."""
+        self._watched.value = count
+
+    def waits(self) -> int:
+        """How often a stream, an event or a device was synchronised with."""
+        return int(self._waits.value)
 
     def is_live(self, address: int, size: int) -> bool:
         """Whether the range lies in device memory that is allocated now."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch_npu.npu.graphs import _NPU_GRAPH_OP_HANDLERS
 
 from kernels.npu.simulator.aten import overload_of
 from kernels.npu.simulator.dispatch import META, Engine, Operator, flat
@@ -47,6 +48,7 @@ class CheckedOperator(Operator):
         )
         self.given_outputs = any(argument.name == "out" for argument in overload._schema.arguments)
         super().__init__(engine, overload, self.run, self.shapes, host=entry.host)
+        self.updatable = overload.__name__ in _NPU_GRAPH_OP_HANDLERS
 
     @property
     def checked_by_vendor(self) -> bool:

@@ -4,8 +4,9 @@
     capturing  run only the shape function, allocate the results, keep the call for the replay
     updating   do not run it: put its arguments in the place of a captured call's
 
-Nothing runs beside anything else: an operator has finished when its call returns, so a missing wait between streams
-goes unnoticed here (a simulator cannot find races), and speed says nothing about the device.
+Nothing runs beside anything else: an operator has finished when its call returns. What the host forgets to wait for is
+found for copies of pinned memory and for updates of graphs (ordering.py); a missing wait between two streams' operators
+goes unnoticed, and speed says nothing about the device.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch_npu
 from torch import Tensor
 
 from kernels.npu.simulator.cann import Cann
@@ -23,8 +25,9 @@ from kernels.npu.simulator.randomness import host_generator
 if TYPE_CHECKING:
     from kernels.npu.simulator.faults import Faults
     from kernels.npu.simulator.graphs import Graphs
+    from kernels.npu.simulator.ordering import Order
 
-__all__ = ["Call", "Engine", "Operator", "flat"]
+__all__ = ["Call", "Engine", "Operator", "flat", "raw_stream"]
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
@@ -48,6 +51,12 @@ def device_of(args: Any, kwargs: Any) -> int:
     named = [place for place in places if isinstance(place, torch.device) and place.type == "npu"]
     index = named[0].index if named else None
     return torch.npu.current_device() if index is None else index
+
+
+def raw_stream(device: int) -> int:
+    """The address of the current stream of the device, as the runtime knows it."""
+    with torch.npu.device(device):  # its streams are made when it is first the current one
+        return int(torch_npu._C._npu_getCurrentRawStream(device))
 
 
 class Call:
@@ -132,6 +141,7 @@ class Engine:
         self.aliases = Aliases()
         self.graphs: Graphs | None = None
         self.faults: Faults | None = None
+        self.order: Order | None = None
         self.calls: dict[str, int] = {}
 
     def interrupted(self, operator: Operator, args: Any, kwargs: Any) -> tuple[bool, Any]:
@@ -152,8 +162,11 @@ class Operator:
     """One overload, taken over.
 
     ``compute``: the operator on CPU tensors. ``shape``: the same on meta tensors, None where nothing new is returned.
-    ``host``: it only answers a question of the host and is never part of a graph.
+    ``host``: it only answers a question of the host and is never part of a graph. ``updatable``: torch_npu can feed its
+    captured call new values, if it is in a task group.
     """
+
+    updatable = False
 
     def __init__(
         self,

@@ -21,29 +21,27 @@ import ctypes
 import itertools
 import logging
 import threading
-import time
-from collections import deque
 from typing import Any
 
 import torch
-import torch_npu
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch_npu.npu.graphs import _GraphDispatchMode
 
 from kernels.npu.simulator.checking import to_meta
 from kernels.npu.simulator.constraints import ConstraintError
-from kernels.npu.simulator.dispatch import Call, Engine, Operator
+from kernels.npu.simulator.dispatch import Call, Engine, Operator, raw_stream
 from kernels.npu.simulator.recording import (
     Capture,
     CaptureError,
     Graph,
     Group,
-    Run,
     Shapes,
     Task,
-    Value,
     ValueTask,
     Word,
     check_capturable,
 )
+from kernels.npu.simulator.replay import Replays
 
 __all__ = ["CaptureError", "Graphs"]
 
@@ -53,24 +51,24 @@ OK = 0
 DEPENDENCY, UNJOINED, CAPTURED, UNSUPPORTED, GROUP_STATUS, WRONG_THREAD, UPDATE_FAILED = (
     *(107024, 107025, 107027, 107030, 107033, 107038, 107040),
 )
-NO_STREAM, AICORE_EXCEPTION, SYNC_TIMEOUT, INVALIDATED = 207008, 507015, 507046, 507903
+NO_STREAM, INVALIDATED = 207008, 507903
 PARAM_INVALID, NOT_CAPTURED, INTERNAL = 107000, 107029, 507000
 
 
 class Graphs:
-    """All captures, graphs and waiting replays of the process. ``patience``: seconds to wait for a stuck replay."""
+    """All captures and graphs of the process."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.cann = engine, engine.cann
-        self.patience = 10.0
         self.graphs: dict[int, Graph] = {}
         self._numbers = itertools.count(0x1000)
         self._captures: dict[int, Capture] = {}  # by every stream of the capture
         self._groups: dict[int, Group] = {}
         self._updates: dict[int, tuple[Group, int]] = {}  # by stream: the group and how many calls came
-        self._waiting: dict[int, deque[Run]] = {}  # by stream
         self._lock = threading.RLock()
-        self._moved = threading.Condition(self._lock)
+        self.replays = Replays(engine, self._lock, self._refuse)
+        assert engine.order is not None
+        self.order = engine.order
         self._doors = dict(
             enumerate(
                 (
@@ -112,7 +110,8 @@ class Graphs:
         if left < 1:
             return self._refuse(NO_STREAM, "Alloc sq cq fail: the device has no stream left for another graph")
         self.cann.set_streams_left(device, left - 1)
-        capture = Capture(next(self._numbers), stream, device, threading.get_ident())
+        automatic = any(isinstance(mode, _GraphDispatchMode) for mode in _get_current_dispatch_mode_stack())
+        capture = Capture(next(self._numbers), stream, device, threading.get_ident(), automatic)
         self._captures[stream] = capture
         self.cann.attend(1)
         return OK
@@ -138,7 +137,10 @@ class Graphs:
             return self._refuse(code, message)
         taken = 1 + len(capture.streams)
         self.cann.set_streams_left(capture.device, self.cann.streams_left(capture.device) - len(capture.streams))
-        self.graphs[capture.number] = Graph(capture.number, capture.device, capture.tasks, taken)
+        graph = Graph(capture.number, capture.device, capture.tasks, taken)
+        for group in capture.groups:
+            group.graph = graph
+        self.graphs[capture.number] = graph
         self._give(out, capture.number)
         return OK
 
@@ -152,6 +154,8 @@ class Graphs:
     def _destroy(self, number: int, _: int, out: Any) -> int:
         graph = self.graphs.pop(number, None)
         if graph is not None:
+            if self.replays.drop(graph):
+                _log.error("graph %d was destroyed while a replay of it waited to be updated", number)
             self.cann.set_streams_left(graph.device, self.cann.streams_left(graph.device) + graph.taken)
         return OK
 
@@ -174,17 +178,22 @@ class Graphs:
                     raise
             if stream in self._updates:
                 return True, self._replace(stream, operator, args, kwargs)
-            code = self._wait(stream)
+            code = self.replays.wait(stream)
         if code:
             raise RuntimeError(
                 f"{operator.name} was issued on a stream whose graph still waits for an external event after "
-                f"{self.patience} s (error code is {code}). The simulator runs operators when they are issued: "
+                f"{self.replays.patience} s (error code is {code}). The simulator runs operators when they are issued: "
                 "update the graph before other work follows its replay"
             )
         return False, None
 
     def _record(self, capture: Capture, stream: int, operator: Operator, args: Any, kwargs: Any) -> Any:
         check_capturable(operator, args, kwargs)
+        if operator.updatable and capture.automatic and capture.group is None:
+            raise CaptureError(
+                f"error code is {GROUP_STATUS}: {operator.name} is captured outside a task group although "
+                "auto_dispatch_capture is on: no update would reach it, and its lengths would stay those of the capture"
+            )
         if operator.shape is None:
             raise CaptureError(f"error code is {UNSUPPORTED}: {operator.name} cannot be part of a graph")
         call = Call(self.engine.aliases, args, kwargs)
@@ -248,6 +257,7 @@ class Graphs:
         if capture.group is None:
             return self._spoil(capture, GROUP_STATUS, "no task group was begun")
         self._groups[capture.group.number] = capture.group
+        capture.groups.append(capture.group)
         self._give(out, capture.group.number)
         capture.group = None
         return OK
@@ -256,6 +266,14 @@ class Graphs:
         group = self._groups.get(handle)
         if group is None or stream in self._updates or stream in self._captures:
             return self._refuse(GROUP_STATUS, "no such task group, or an update is already begun on the stream")
+        if group.graph is not None:
+            ended = group.graph.replays[: len(group.graph.replays) - self.replays.unfed(group.graph)]
+            if ended and not self.order.is_behind(stream, *ended[-1]):
+                return self._refuse(
+                    UPDATE_FAILED,
+                    "the update may overtake the graph's replay before, and change the lengths that it reads: let the "
+                    "update's stream wait for an event behind that replay",
+                )
         self._updates[stream] = (group, 0)
         self.cann.attend(1)
         return OK
@@ -281,73 +299,12 @@ class Graphs:
             if isinstance(task, Task):
                 for address, size in task.ranges():
                     if not self.cann.is_live(address, size):
-                        return self._crash(
+                        return self.replays.crash(
                             graph, f"{task.operator.name}: MPU address access is invalid: its tensor was freed"
                         )
-        graph.replays += 1
-        queue = self._waiting.setdefault(stream, deque())
-        if not queue:
-            self.cann.attend(1)
-        queue.append(Run(graph))
-        return self._pump()
-
-    def _crash(self, graph: Graph, message: str) -> int:
-        """What a graph does wrong on the device shows as the device's error."""
-        self.cann.fail(graph.device, AICORE_EXCEPTION, f"graph {graph.number}: {message}")
-        return AICORE_EXCEPTION
-
-    def _pump(self) -> int:
-        """Run what can run, until every replay has ended, failed or waits."""
-        code, moved = OK, True
-        while moved:
-            moved = False
-            for stream, queue in list(self._waiting.items()):
-                while queue:
-                    steps = self._advance(queue[0])
-                    moved = moved or steps != 0
-                    if steps < 0:
-                        code = self.cann.error(queue[0].graph.device)
-                    elif queue[0].position < len(queue[0].graph.tasks):
-                        break  # it waits
-                    queue.popleft()
-                if not queue and self._waiting.pop(stream, None) is not None:
-                    self.cann.attend(-1)
-        self._moved.notify_all()
-        return code
-
-    def _advance(self, run: Run) -> int:
-        """Tasks run, -1 when one failed."""
-        start = run.position
-        while run.position < len(run.graph.tasks):
-            task = run.graph.tasks[run.position]
-            if isinstance(task, ValueTask):
-                if task.kind == "write":
-                    Value.from_address(task.address).value = task.value
-                elif not task.holds():
-                    break
-            else:
-                if self.engine.faults is not None:
-                    self.engine.faults.before(task.operator.name, run.graph.device)
-                if self.cann.error(run.graph.device):
-                    return -1
-                try:
-                    task.run()
-                except Exception as error:
-                    self._crash(run.graph, f"{task.operator.name}: {error}")
-                    return -1
-            run.position += 1
-        return run.position - start
-
-    def _wait(self, stream: int) -> int:
-        """Until no replay waits on ``stream`` (0: on any stream), or 507046. Other threads go on meanwhile."""
-        deadline = time.monotonic() + self.patience
-        while (stream in self._waiting) if stream else self._waiting:
-            if not self._moved.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
-                return self._refuse(
-                    SYNC_TIMEOUT,
-                    "a replay waits for an external event that nobody recorded: update the graph for every replay",
-                )
-        return OK
+        del graph.replays[:-8]
+        graph.replays.append((stream, self.order.issue(stream)))
+        return self.replays.begin(graph, stream)
 
     # ---- events ----
 
@@ -355,12 +312,15 @@ class Graphs:
         capture = self._captures.get(stream)
         if capture is not None:
             capture.events[event] = stream
+        else:
+            self.order.record(event, stream)
         return OK
 
     def _event_wait(self, event: int, stream: int, out: Any) -> int:
         owner = next((c for c in self._captures.values() if event in c.events), None)
         here = self._captures.get(stream)
         if owner is None:
+            self.order.wait(event, stream)
             return OK
         if here is None:
             self._captures[stream] = owner  # the stream joins the capture
@@ -378,6 +338,7 @@ class Graphs:
     def _event_destroy(self, event: int, _: int, out: Any) -> int:
         for capture in self._captures.values():
             capture.events.pop(event, None)
+        self.order.forget(event)
         return OK
 
     def _value_write(self, pointer: int, stream: int, out: Any) -> int:
@@ -386,8 +347,7 @@ class Graphs:
         if capture is not None:
             capture.tasks.append(ValueTask("write", word.address, word.value, word.mode))
             return OK
-        Value.from_address(word.address).value = word.value
-        return self._pump()
+        return self.replays.write(word)
 
     def _value_wait(self, pointer: int, stream: int, out: Any) -> int:
         word = Word.from_address(pointer)
@@ -396,11 +356,7 @@ class Graphs:
         if capture is not None:
             capture.tasks.append(task)
             return OK
-        deadline = time.monotonic() + self.patience
-        while not task.holds():
-            if not self._moved.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
-                return self._refuse(SYNC_TIMEOUT, "a stream waits for an external event that nobody recorded")
-        return OK
+        return self.replays.wait_for(task)
 
     # ---- the host waits, or copies ----
 
@@ -412,22 +368,28 @@ class Graphs:
         capture = self._captures.get(stream) if stream else self._capturing_here()
         if capture is not None:
             return self._spoil(capture, UNSUPPORTED, "a synchronisation during a capture")
-        return self._wait(stream)
+        return self.replays.wait(stream) or self._waited(stream)
 
-    def _synchronize_event(self, stream: int, timeout: int, out: Any) -> int:
-        return self._synchronize(stream, timeout, out) if stream else OK
+    def _synchronize_event(self, event: int, stream: int, out: Any) -> int:
+        if not stream:
+            return OK  # it was never recorded
+        if stream in self._captures:
+            return self._spoil(self._captures[stream], UNSUPPORTED, "a synchronisation during a capture")
+        return self.replays.wait(stream) or self._waited(0, event)
+
+    def _waited(self, stream: int, event: int = 0) -> int:
+        wrong = self.order.host_waited(stream, event)
+        return self._refuse(INTERNAL, f"pinned memory: {wrong}") if wrong else OK
 
     def _transfer(self, kind: int, stream: int, out: Any) -> int:
         capture = self._captures.get(stream) if stream else self._capturing_here()
         if capture is not None:
             return self._spoil(capture, UNSUPPORTED, "a copy that the simulator cannot keep, during a capture")
-        return self._wait(stream) if stream else OK
+        return self.replays.wait(stream) if stream else OK
 
-    def _query(self, stream: int, _: int, out: Any) -> int:
-        return int(stream in self._waiting)
-
-
-def raw_stream(device: int) -> int:
-    """The address of the current stream of the device, as the runtime knows it."""
-    with torch.npu.device(device):  # its streams are made when it is first the current one
-        return int(torch_npu._C._npu_getCurrentRawStream(device))
+    def _query(self, stream: int, event: int, out: Any) -> int:
+        if self.replays.waits(stream):
+            return 1
+        if self._waited(0 if event else stream, event):
+            self.cann.fail(torch.npu.current_device(), INTERNAL, "pinned memory was written to before its copy had run")
+        return 0

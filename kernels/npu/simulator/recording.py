@@ -119,32 +119,35 @@ class Group:
 
     number: int
     tasks: list[Task] = field(default_factory=list)
+    graph: Graph | None = None
 
 
 @dataclass(eq=False)
 class Capture:
-    """A graph while it is captured."""
+    """A graph while it is captured. ``automatic``: with torch_npu's mode on that makes task groups of attention."""
 
     number: int
     stream: int
     device: int
     thread: int
+    automatic: bool = False
     streams: dict[int, bool] = field(default_factory=dict)  # side stream -> whether it has work not yet joined
     events: dict[int, int] = field(default_factory=dict)  # event recorded inside -> stream
     tasks: list[Task | ValueTask] = field(default_factory=list)
     group: Group | None = None
+    groups: list[Group] = field(default_factory=list)
     broken: str = ""
 
 
 @dataclass(eq=False)
 class Graph:
-    """A captured graph. ``taken``: streams it holds on to."""
+    """A captured graph. ``taken``: streams it holds on to. ``replays``: stream and number there of the latest ones."""
 
     number: int
     device: int
     tasks: list[Task | ValueTask]
     taken: int
-    replays: int = 0
+    replays: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass(eq=False)

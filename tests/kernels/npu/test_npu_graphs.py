@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 
 import numpy as np
 import pytest
 import torch
+import torch_npu
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from kernels.npu.errors import DeviceError
 from kernels.npu.graphs import graph_sizes
-from kernels.step import SlotSampling
-from tests.kernels.conftest import VOCAB
+from kernels.step import SlotSampling, StepBatch
+from tests.kernels.conftest import VOCAB, pack
 
 PAGE = 128
 OPTIONS = {
@@ -171,3 +174,57 @@ def test_no_graphs_while_launches_block(reference, drive, monkeypatch, caplog):
     monkeypatch.setenv("ASCEND_LAUNCH_BLOCKING", "1")
     assert drive(reference("qwen3").path, **OPTIONS).info.graph_rows == ()
     assert "ASCEND_LAUNCH_BLOCKING" in caplog.text
+
+
+def test_lengths_that_are_never_fed_stop_the_step(reference, drive, prompts, replays, simulator, monkeypatch):
+    monkeypatch.setattr(simulator.graphs.replays, "patience", 0.3)
+    driver = drive(reference("qwen3").path, **OPTIONS)
+    monkeypatch.setattr(torch.npu.NPUGraph, "update", lambda self, cpu_update_input: None)
+    with pytest.raises(DeviceError, match="507046"):
+        run(driver, prompts, (3, 120), 1)
+    assert len(replays) == 1
+    driver.runner.close()
+    del driver
+    gc.collect()  # the graph goes, and what still waited of it
+    assert not simulator.graphs.replays.waits(torch.npu.current_stream().npu_stream)
+    simulator.faults.clear()
+    torch.npu.synchronize()
+
+
+def test_a_capture_that_nothing_would_update_is_not_used(reference, drive, prompts, replays, caplog, monkeypatch):
+    """As after a capture that failed and left its mode on: torch_npu then records no task groups, and feeds lengths to
+    nothing, without a word."""
+    monkeypatch.setattr(logging.getLogger("troupe"), "propagate", True)
+    path, lengths = reference("qwen3").path, (3, 120, 129, 60)
+    _, right = run(drive(path, disable_graphs=True, **OPTIONS), prompts, lengths, 3)
+    monkeypatch.setattr(torch_npu.npu.graphs, "_NPU_GRAPH_OP_HANDLERS", {})
+    driver = drive(path, **OPTIONS)
+    assert driver.info.graph_rows == ()
+    assert "outside a task group" in caplog.text
+    monkeypatch.setattr("kernels.npu.simulator.graphs._GraphDispatchMode", int)  # a device would not notice
+    assert drive(path, **OPTIONS).info.graph_rows == ()
+    assert "nothing would update" in caplog.text
+    _, scores = run(driver, prompts, lengths, 3)
+    assert not replays
+    np.testing.assert_array_equal(scores, right)
+
+
+@pytest.mark.parametrize("fenced", [True, False])
+def test_an_update_does_not_overtake_the_replay_before(fenced, reference, drive, prompts, monkeypatch, simulator):
+    driver = drive(reference("qwen3").path, **OPTIONS)
+    (text,) = prompts(10)
+    driver.admit(1, text)
+    driver.step([(1, 10)])
+    monkeypatch.setattr(simulator.graphs.replays, "patience", 0.3)
+    if not fenced:
+        monkeypatch.setattr(torch.npu.Stream, "wait_event", lambda self, event: None)
+    batch = StepBatch(number=50, slots=pack([1]), generations=pack([1]), counts=pack([1]))
+    first = driver.runner.start(batch)
+    if fenced:
+        assert not driver.runner.start(batch).result().failed
+        assert not first.result().failed
+    else:
+        with pytest.raises(RuntimeError, match="107040"):
+            driver.runner.start(batch)
+    del driver, first
+    gc.collect()

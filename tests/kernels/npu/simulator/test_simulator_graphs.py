@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,11 +20,11 @@ PAGE = 128
 
 @pytest.fixture(autouse=True)
 def patience(simulator: Simulator) -> Iterator[None]:
-    was = simulator.graphs.patience
-    simulator.graphs.patience = 0.3
+    was = simulator.graphs.replays.patience
+    simulator.graphs.replays.patience = 0.3
     yield
     torch.npu.set_stream(torch.npu.default_stream())  # a failed capture leaves its own
-    simulator.graphs.patience = was
+    simulator.graphs.replays.patience = was
     simulator.faults.clear()
     torch.npu.synchronize()
 
@@ -136,7 +137,7 @@ def test_update_feeds_the_lengths(update_first: bool) -> None:
 
 
 def test_update_from_another_thread_while_the_replay_waits(simulator: Simulator) -> None:
-    simulator.graphs.patience = 20
+    simulator.graphs.replays.patience = 20
     attention = Attention()
     graph, out = captured(lambda: attention.run([1, 1]), auto_dispatch_capture=True)
     graph.replay()
@@ -268,6 +269,7 @@ def test_side_streams_fork_and_join() -> None:
 
 def test_no_stream_is_left(simulator: Simulator) -> None:
     x = torch.ones(2, device="npu")
+    gc.collect()  # graphs of other tests give their streams back
     before = simulator.cann.streams_left(0)
     simulator.faults.scarce_streams(0, 1)
     first, _ = captured(lambda: x + 1)
