@@ -217,11 +217,13 @@ class Table(Panel):
     """What holds now, a line per series. Each column is one query; lines with equal labels are joined.
 
     ``columns`` names the value of each query and gives its unit; ``hidden`` are columns whose value says nothing.
+    ``empty`` is what stands there when there is no line.
     """
 
     columns: tuple[tuple[str, str], ...] = ()
     hidden: tuple[str, ...] = ()
     sort_by: str = ""
+    empty: str = ""
     width: int = 24
 
     def _type(self) -> str:
@@ -240,7 +242,8 @@ class Table(Panel):
         ]
 
     def _defaults(self) -> dict[str, Any]:
-        return super()._defaults() | {"custom": {"align": "auto", "filterable": True}}
+        empty = {"noValue": self.empty} if self.empty else {}
+        return super()._defaults() | {"custom": {"align": "auto", "filterable": True}} | empty
 
     def _options(self) -> dict[str, Any]:
         sort = [{"displayName": self.sort_by, "desc": True}] if self.sort_by else []
@@ -293,8 +296,12 @@ class Variable:
 
 # A counter with labels is born with the value 1, so the zeros before it come from the actors that are there.
 _RESTARTED = """
-changes(
-  (sum by (instance, actor) (troupe_restarts_total{@}) or 0 * sum by (instance, actor) (troupe_actor_up{@}))[30s:5s]
+(
+  sum by (instance, actor) (troupe_restarts_total{@})
+  or 0 * sum by (instance, actor) (troupe_actor_up{@})
+) - (
+  sum by (instance, actor) (troupe_restarts_total{@} offset $__interval)
+  or 0 * sum by (instance, actor) (troupe_actor_up{@} offset $__interval)
 ) > 0
 """
 

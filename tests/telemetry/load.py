@@ -12,10 +12,10 @@ import httpx
 
 
 class Load:
-    """``streams`` clients ask ``url`` again and again; :meth:`run` goes on until :meth:`stop`."""
+    """``streams`` clients with this API key ask ``url`` again and again; :meth:`run` goes on until :meth:`stop`."""
 
-    def __init__(self, url: str, streams: int) -> None:
-        self._url, self._streams = url, streams
+    def __init__(self, url: str, streams: int, key: str) -> None:
+        self._url, self._streams, self._key = url, streams, key
         self._rng = random.Random(7)
         self._prefix = [self._rng.randrange(3, 380) for _ in range(96)]
         self._stop = threading.Event()
@@ -28,9 +28,10 @@ class Load:
         asyncio.run(self._run())
 
     async def _run(self) -> None:
+        headers = {"Authorization": f"Bearer {self._key}"}
         limits = httpx.Limits(max_connections=self._streams + 40)
         async with (
-            httpx.AsyncClient(base_url=self._url, timeout=60, limits=limits) as client,
+            httpx.AsyncClient(base_url=self._url, timeout=60, limits=limits, headers=headers) as client,
             asyncio.TaskGroup() as tasks,
         ):
             for _ in range(self._streams):
@@ -65,8 +66,8 @@ class Load:
 
 
 @contextmanager
-def under_load(url: str, streams: int = 12) -> Iterator[Load]:
-    load = Load(url, streams)
+def under_load(url: str, key: str, streams: int = 12) -> Iterator[Load]:
+    load = Load(url, streams, key)
     thread = threading.Thread(target=load.run, name="load")
     thread.start()
     try:

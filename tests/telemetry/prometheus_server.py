@@ -30,11 +30,15 @@ def promtool(*arguments: str, stdin: bytes | None = None) -> str:
 
 
 class Prometheus:
-    def __init__(self, folder: Path, targets: Sequence[str]) -> None:
+    def __init__(self, folder: Path, targets: Sequence[str], key: str) -> None:
         for name in ("recording.yml", "alerts.yml"):
             shutil.copy(FOLDER / "prometheus" / name, folder)
-        settings = yaml.safe_load((FOLDER / "prometheus" / "prometheus.yml").read_text())
-        settings["global"] |= {"scrape_interval": "400ms", "evaluation_interval": "500ms"}
+        shipped = (FOLDER / "prometheus" / "prometheus.yml").read_text()
+        with_key = shipped.replace("# authorization:", "authorization:").replace(
+            "#   credentials: the-key", f"  credentials: {key}"
+        )
+        settings = yaml.safe_load(with_key)
+        settings["global"] |= {"scrape_interval": "1s", "evaluation_interval": "500ms"}
         (folder / "prometheus.yml").write_text(yaml.safe_dump(settings))
         (folder / "targets.yml").write_text(yaml.safe_dump([{"targets": list(targets)}]))
         port = free_port()
@@ -98,10 +102,10 @@ class Prometheus:
 
 
 @contextmanager
-def prometheus(folder: Path, *targets: str) -> Iterator[Prometheus]:
-    """Prometheus, scraping ``targets`` (``host:port``) every 0.4 s."""
+def prometheus(folder: Path, *targets: str, key: str) -> Iterator[Prometheus]:
+    """Prometheus, scraping ``targets`` (``host:port``), which want the API key ``key``, every second."""
     folder.mkdir(parents=True, exist_ok=True)
-    server = Prometheus(folder, targets)
+    server = Prometheus(folder, targets, key)
     try:
         yield server
     finally:

@@ -199,8 +199,18 @@ _TROUBLE = Row(
             unit="s",
             thresholds=((60, RED),),
         ),
+        Table(
+            "Alerts",
+            "The alerts that fire now, by the rules in alerts.yml; Prometheus says what to do about each.",
+            (Query('max by (instance, alertname, severity, actor) (ALERTS{@, alertstate="firing"})'),),
+            columns=(("firing", "short"),),
+            hidden=("firing",),
+            empty="nothing fires",
+            height=5,
+        ),
     ),
 )
+
 
 _SERVERS = Row(
     "Servers",
