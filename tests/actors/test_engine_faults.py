@@ -279,7 +279,7 @@ async def test_ends_are_counted_as_what_they_were(engine: Engine) -> None:
         await engine.generate("", GREEDY).ready()
     await text_of(engine, "Once upon")
     grown = {reason: value - before.get(reason, 0) for reason, value in counted().items()}
-    assert {reason: value for reason, value in grown.items() if value} == {"abort": 1, "error": 1, "length": 1}
+    assert {reason: value for reason, value in grown.items() if value} == {"abort": 1, "rejected": 1, "length": 1}
 
 
 async def test_flushing_a_cache_that_waits_for_its_worker_kills_nobody() -> None:
@@ -342,7 +342,7 @@ async def test_closing_refuses_at_once_and_ends_what_is_being_encoded(tiny_model
     await finished.ready()
     encoding = asyncio.create_task(engine.generate("one two three", GREEDY).ready())
     await anext(running)
-    await until(lambda: finished._buffer.finish_reason != "", "it did not finish")
+    await until(lambda: finished._buffer.finish_reasons != [""], "it did not finish")
     close = asyncio.create_task(engine.aclose())
     await asyncio.sleep(0)
     with pytest.raises(EngineFailed, match="closed"):
