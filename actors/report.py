@@ -89,6 +89,7 @@ def readings(engine: Engine) -> Mapping[str, Samples]:
         **_cache(engine),
         **_actors(engine.actors()),
         **_model(engine),
+        **_traces(engine),
         **engine.processes.readings(),
     }
 
@@ -104,6 +105,13 @@ def _door(engine: Engine) -> dict[str, Samples]:
         "troupe_admission_rejections_total": {(reason,): count for reason, count in door.refusals.items()},
         "troupe_admission_retry_after_seconds": door.retry_after_seconds,
     }
+
+
+def _traces(engine: Engine) -> dict[str, Samples]:
+    tracing = engine.tracing
+    if tracing is None:
+        return {}
+    return {"troupe_trace_spans_total": {("exported",): tracing.exported, ("dropped",): tracing.dropped}}
 
 
 def _load(engine: Engine) -> dict[str, Samples]:

@@ -102,6 +102,7 @@ _ADMISSION = (
     _gauge("troupe_admitted_tokens", "Prompt tokens that hold a ticket of the door."),
     _counter("troupe_admission_rejections_total", "Requests refused at the door: sequences, tokens.", "reason"),
     _histogram("troupe_admission_retry_after_seconds", "The Retry-After of refused requests."),
+    _counter("troupe_trace_spans_total", "Spans of traces by what became of them: exported, dropped.", "outcome"),
 )
 
 _CACHE = (

@@ -376,12 +376,15 @@ async def test_handlers_have_spans_at_level_three(
     assert found.one("scheduler Submit").attributes["troupe.wait"] >= 0
 
 
-async def test_nothing_was_lost_and_nothing_global_was_set(engine: Engine) -> None:
+async def test_nothing_was_lost_and_nothing_global_was_set(engine: Engine, client: httpx.AsyncClient) -> None:
     from opentelemetry import trace
 
     assert engine.tracing is not None
     assert engine.tracing.dropped == 0
     assert engine.tracing.exported > 50
+    (told,) = [line for line in (await client.get("/metrics")).text.splitlines() if 'outcome="dropped"' in line]
+    assert told.startswith("troupe_trace_spans_total")
+    assert told.endswith(" 0.0")
     assert type(trace.get_tracer_provider()).__name__ == "ProxyTracerProvider"
 
 
