@@ -3,6 +3,10 @@
 Allocation, views and set_ stay torch_npu's own, so that its allocator, its storages and its accounting are real.
 Values are those of PyTorch's CPU kernels, not of the NPU's: sums in another order, the same dtype rules. An operator
 that has no CPU kernel raises with its name. Gradients are not simulated: some operators give none.
+
+float64: a cast to it gives float32 with a warning, for every generation; that is the wheel's own rule. Tensors can be
+made of it all the same. A2 and A3 compute in it slowly, on the AI CPU; here A5 refuses to, the strictest reading of a
+device without double precision: nothing that runs here then depends on it.
 """
 
 from __future__ import annotations
@@ -12,7 +16,8 @@ from typing import Any
 
 import torch
 
-from kernels.npu.simulator.dispatch import Engine, Operator
+from kernels.npu.simulator.constraints import ConstraintError
+from kernels.npu.simulator.dispatch import Call, Engine, Operator
 from kernels.npu.simulator.randomness import default_host_generator
 
 __all__ = ["UnsimulatedOperator", "refuse", "take_over_aten"]
@@ -29,6 +34,9 @@ OWN = frozenset(
     )
 )
 """Kernels that stay the wheel's."""
+
+MOVES = frozenset(f"aten::{name}" for name in ("copy_", "clone", "contiguous", "cat", "fill_", "zero_", "index_select"))
+"""What moves values or sets them, and computes nothing."""
 
 KERNELS_ELSEWHERE = (
     "CPU",
@@ -108,3 +116,8 @@ class AtenOperator(Operator):
                 kwargs["generator"] = default_host_generator(torch.npu.current_device())
                 args = args[: positional.index("generator")] if "generator" in positional[: len(args)] else args
         return super().__call__(*args, **kwargs)
+
+    def allow(self, call: Call) -> None:
+        if call.wide and self.engine.cann.spec.generation == "A5" and self.overload._schema.name not in MOVES:
+            rule = "float64 is not computed in on A5: cast to float32 first"
+            raise ConstraintError(self.name, "dtype", rule)

@@ -66,6 +66,7 @@ class Call:
         self.aliases = aliases
         self.device: torch.device | None = None
         self.tensors: list[tuple[Tensor, Tensor]] = []  # (NPU tensor, its alias)
+        self.wide = False  # whether one of them is float64
         self.args = self._host(args)
         self.kwargs = {name: self._host(value) for name, value in kwargs.items()}
         if self.kwargs.get("pin_memory"):
@@ -77,6 +78,7 @@ class Call:
                 return value
             alias = self.aliases.of(value)
             self.tensors.append((value, alias))
+            self.wide = self.wide or value.dtype is torch.float64
             if self.device is None:
                 self.device = value.device
             return alias
@@ -180,6 +182,9 @@ class Operator:
         self.name = str(overload)
         self.attention = engine.cann.attention
 
+    def allow(self, call: Call) -> None:
+        """Raise for what the device does not compute."""
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         calls = self.engine.calls
         calls[self.name] = calls.get(self.name, 0) + 1
@@ -188,4 +193,5 @@ class Operator:
             if done:
                 return result
         call = Call(self.engine.aliases, args, kwargs)
+        self.allow(call)
         return call.device_result(self.compute(*call.args, **call.kwargs))

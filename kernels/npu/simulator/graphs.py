@@ -197,6 +197,7 @@ class Graphs:
         if operator.shape is None:
             raise CaptureError(f"error code is {UNSUPPORTED}: {operator.name} cannot be part of a graph")
         call = Call(self.engine.aliases, args, kwargs)
+        operator.allow(call)
         task = Task(operator, call)
         shapes = Shapes(self.engine.aliases, task)
         try:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -271,3 +274,44 @@ def test_an_error_of_the_device_says_its_cause_and_what_to_try(text, cause, advi
 def test_errors_that_are_not_the_devices_stay_as_they_are():
     assert explain(ValueError("a step of 5 tokens is over max_step_tokens, 4"), "npu:0") is None
     assert explain(PlatformError("no"), "npu:0") is None
+
+
+def test_no_generation_is_asked_for_float64():
+    """Every way of sampling and scoring on A5, where the simulator computes nothing in it."""
+    code = """
+import sys
+from kernels.npu.simulator.activate import activate
+activate("A5")
+import torch
+from app.understudy import MODEL_DIR
+from kernels.runner import ModelRunner
+from kernels.step import RunnerConfig, SlotSampling
+from tests.kernels.conftest import Driver
+try:
+    torch.ones(2, dtype=torch.float64).to("npu") + 1
+except RuntimeError as error:
+    print(error, file=sys.stderr)
+assert torch.ones(2, device="npu").double().dtype == torch.float32
+options = dict(page_size=128, max_slots=6, max_step_tokens=256, max_total_tokens=1024, dtype="float32", threads=1)
+said = []
+for device in ("cpu", "npu"):
+    runner = ModelRunner(RunnerConfig(model_path=str(MODEL_DIR), device=device, **options))
+    driver = Driver(runner, runner.load())
+    for slot, sampling in enumerate((
+        SlotSampling(temperature=0.0, logprobs=3, prompt_logprobs=2),
+        SlotSampling(temperature=0.8, top_k=20, top_p=0.9, seed=1, logprobs=1),
+        SlotSampling(temperature=0.8, top_p=0.7, seed=2, repetition_penalty=1.2, frequency_penalty=0.5),
+        SlotSampling(temperature=0.8, min_p=0.1, seed=3, ban_ids=(5,), bias_ids=(9,), bias_values=(2.0,)),
+    ), start=1):
+        driver.admit(slot, range(20 + slot, 60), sampling=sampling)
+        driver.step([(slot, 40 - slot)])
+    for _ in range(6):
+        assert not driver.step([(slot, 1) for slot in range(1, 5)]).failed
+    said.append(driver.tokens)
+assert said[0] == said[1]
+"""
+    environment = os.environ | {"TROUPE_NPU_SIMULATOR": "A5", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "aten.add.Tensor: dtype: float64" in done.stderr
