@@ -9,6 +9,7 @@ __all__ = ["ACTORS"]
 
 _CHOSEN = 'actor=~"$actor"'
 _BOTH = "actor, message"
+_SPANS, _EXPORTED, _DROPPED = "troupe_trace_spans_total", 'outcome="exported"', 'outcome="dropped"'
 _WAIT, _HANDLING = "troupe_mailbox_wait_seconds", "troupe_handler_seconds"
 
 _STATE = Row(
@@ -255,10 +256,39 @@ _LOOP = Row(
     ),
 )
 
+_TELEMETRY = Row(
+    "Telemetry itself",
+    (
+        TimeSeries(
+            "Spans",
+            "Spans of traces per second. Dropped ones: the collector does not answer, or takes less than comes; lower "
+            "--trace-sample-ratio. Without --enable-trace there are none.",
+            (
+                Query(f"{rate(_SPANS, where=_EXPORTED)} or 0 * sum(troupe_ready{{@}})", "exported"),
+                Query(f"{rate(_SPANS, where=_DROPPED)} or 0 * sum(troupe_ready{{@}})", "dropped"),
+            ),
+            unit="ops",
+            colors=(("exported", GREEN), ("dropped", RED)),
+        ),
+        TimeSeries(
+            "Duration of a scrape",
+            "How long a server takes to answer /metrics.",
+            (Query("max by (instance) (scrape_duration_seconds{@})", "{{instance}}"),),
+            unit="s",
+        ),
+        TimeSeries(
+            "Series of a scrape",
+            "How many numbers a server exposes. It is bounded: it must stop growing after all kinds of requests came.",
+            (Query("max by (instance) (scrape_samples_scraped{@})", "{{instance}}"),),
+            decimals=0,
+        ),
+    ),
+)
+
 ACTORS = Board(
     "troupe-actors",
     "Troupe: actors",
     "What waits in the actors' mailboxes, what messages cost, who was restarted and how the requests fared.",
-    (_STATE, _MAILBOXES, _HANDLERS, _FAULTS, _LOOP),
+    (_STATE, _MAILBOXES, _HANDLERS, _FAULTS, _LOOP, _TELEMETRY),
     (Variable("actor", "Actor", 'label_values(troupe_actor_up{instance=~"$instance"}, actor)'),),
 )
