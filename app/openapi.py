@@ -25,8 +25,9 @@ that other engines know and that would change the answer: these are refused with
 
 Tools are shown to the model by its chat template, and tool calls come back as the text that the model wrote.
 
-Keys: probes need none; user operations need the API key where the server has one; admin operations need the admin key,
-do not exist on a server that has an API key but no admin key, and without any key answer on loopback addresses only."""
+Keys: probes and the files of the live page need none; user operations need the API key where the server has one; admin
+operations need the admin key, do not exist on a server that has an API key but no admin key, and without any key answer
+on loopback addresses only."""
 
 
 async def openapi(service: Service, exchange: Exchange, body: None) -> Response:
@@ -88,10 +89,19 @@ def _operation(
             "default": {"description": "An error.", "content": errors},
         },
     }
+    parameters: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "in": "query",
+            "description": meaning,
+            "schema": {"type": "integer", "minimum": least, "maximum": most},
+        }
+        for name, meaning, least, most in route.query
+    ]
     if route.variable is not None:
-        operation["parameters"] = [
-            {"name": route.variable, "in": "path", "required": True, "schema": {"type": "string"}}
-        ]
+        parameters.append({"name": route.variable, "in": "path", "required": True, "schema": {"type": "string"}})
+    if parameters:
+        operation["parameters"] = parameters
     if route.body is not None:
         operation["requestBody"] = {
             "required": not route.optional_body,

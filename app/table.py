@@ -28,7 +28,7 @@ from app.openapi_page import docs
 from app.probes import Readiness, health, health_generate, live, loads, metrics, ready, version
 from app.routes import Route
 from app.stage.answers import Waterfall
-from app.stage.handlers import stage, stage_request
+from app.stage.handlers import MOST_FRAMES, stage, stage_request
 from app.tokens import (
     DetokenizeAnswer,
     DetokenizeRequest,
@@ -333,6 +333,7 @@ _LIVE_PAGE = (
         level=Level.USER,
         handler=stage,
         summary="What the actors and the requests are doing now, four times a second",
+        query=(("frames", "End after so many frames; without it the feed goes on.", 1, MOST_FRAMES),),
         media=("text/event-stream",),
         tag="pages",
         logged=False,

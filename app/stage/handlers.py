@@ -12,16 +12,16 @@ from app.exchange import DONE, Exchange
 from app.service import Service, json_response
 from app.stage.frames import MOST_VIEWERS, Stage
 
-__all__ = ["stage", "stage_request"]
+__all__ = ["MOST_FRAMES", "stage", "stage_request"]
 
-_MOST_FRAMES = 1_000_000
+MOST_FRAMES = 1_000_000
 
 
 async def stage(service: Service, exchange: Exchange, body: None) -> Response:
     """Frames as server-sent events, until the client goes or the server stops; ``?frames=1`` for a single one."""
-    frames = request.args.get("frames", str(_MOST_FRAMES))
-    if not (frames.isascii() and frames.isdigit() and len(frames) <= 7 and 1 <= int(frames) <= _MOST_FRAMES):
-        raise invalid(f"frames: must be a number from 1 to {_MOST_FRAMES}.", param="frames")
+    frames = request.args.get("frames", str(MOST_FRAMES))
+    if not (frames.isascii() and frames.isdigit() and len(frames) <= 7 and 1 <= int(frames) <= MOST_FRAMES):
+        raise invalid(f"frames: must be a number from 1 to {MOST_FRAMES}.", param="frames")
     if not service.stage.admit(exchange):
         raise ApiError(
             503,

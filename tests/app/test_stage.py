@@ -259,3 +259,13 @@ def test_a_request_is_told_again_only_when_it_changed():
     timelines.close(timeline, Outcome(error_type="abort"))
     assert views.changed(now)[0].error == "abort"
     assert views.changed(now) == []
+
+
+async def test_the_description_names_the_number_of_frames(application):
+    response = await application.test_client().get("/openapi.json")
+    feed = msgspec.json.decode(await response.get_data())["paths"]["/stage"]["get"]
+    (parameter,) = feed["parameters"]
+    assert (parameter["name"], parameter["in"], parameter["schema"]["minimum"]) == ("frames", "query", 1)
+    most = parameter["schema"]["maximum"]
+    too_many = await application.test_client().get(f"/stage?frames={most + 1}")
+    assert too_many.status_code == 400

@@ -3,6 +3,10 @@
 import { byId, h } from "../dom.js";
 
 const NAME = "troupe.key";
+
+/** The event of the document when there is a key: who gave up without one may try again. */
+export const GIVEN = "keygiven";
+
 let asking = null;
 
 export const readKey = () => sessionStorage.getItem(NAME) ?? "";
@@ -41,6 +45,7 @@ function ask(trouble) {
           if (!field.value.trim()) return;
           sessionStorage.setItem(NAME, field.value.trim());
           dialog.close("given");
+          document.dispatchEvent(new Event(GIVEN));
         },
       },
       h("h2", { id: "key-title" }, "This server wants a key"),

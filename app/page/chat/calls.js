@@ -15,7 +15,11 @@ export function callCard(call, source, open, onResult) {
     { class: "call", "aria-label": `Tool call ${call.name}` },
     h("header", {}, h("span", { class: "kind" }, open ? "calling" : "calls"), h("b", {}, call.name || "a tool")),
     known
-      ? h("dl", {}, rows.map(([name, given]) => h("div", {}, h("dt", {}, name), h("dd", {}, value(given)))))
+      ? h(
+          "dl",
+          {},
+          rows.map(([name, given]) => h("div", {}, h("dt", {}, name), h("dd", {}, value(given)))),
+        )
       : h("pre", {}, h("code", {}, source.trim())),
     onResult && !open ? answerForm(onResult) : null,
   );

@@ -1,4 +1,4 @@
-// A little Markdown, made of text nodes: headings, lists, tables, quotes, code, emphasis, links. Each line is read once.
+// A little Markdown, made of text nodes: headings, lists, tables, quotes, code, emphasis and links.
 
 import { copy, h } from "../dom.js";
 
@@ -47,14 +47,22 @@ export function blocks(text) {
       found.push({ kind: "prose", lines: lines.slice(start, index) });
     }
   }
-  return found.map((block) => ({ ...block, source: `${block.kind} ${block.language ?? ""} ${block.lines.join("\n")}` }));
+  return found.map((block) => ({
+    ...block,
+    source: `${block.kind} ${block.language ?? ""} ${block.lines.join("\n")}`,
+  }));
 }
 
 const isProse = (line) =>
   line.trim() && !FENCE.test(line) && !HEADING.test(line) && !RULE.test(line) && !ITEM.test(line) && line[0] !== ">";
 
 const MAKERS = {
-  prose: ({ lines }) => h("p", {}, lines.flatMap((line, at) => (at ? [h("br"), ...inline(line)] : inline(line)))),
+  prose: ({ lines }) =>
+    h(
+      "p",
+      {},
+      lines.flatMap((line, at) => (at ? [h("br"), ...inline(line)] : inline(line))),
+    ),
   rule: () => h("hr"),
   quote: ({ lines }) => h("blockquote", {}, blocks(lines.map((line) => line.slice(1).trim()).join("\n")).map(element)),
   heading: ({ lines: [line] }) => {
@@ -79,8 +87,26 @@ const MAKERS = {
       h(
         "table",
         {},
-        h("thead", {}, h("tr", {}, head.map((cell) => h("th", {}, inline(cell))))),
-        h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell) => h("td", {}, inline(cell)))))),
+        h(
+          "thead",
+          {},
+          h(
+            "tr",
+            {},
+            head.map((cell) => h("th", {}, inline(cell))),
+          ),
+        ),
+        h(
+          "tbody",
+          {},
+          rows.map((row) =>
+            h(
+              "tr",
+              {},
+              row.map((cell) => h("td", {}, inline(cell))),
+            ),
+          ),
+        ),
       ),
     );
   },
@@ -90,7 +116,12 @@ const MAKERS = {
 /** The element of a block. */
 export const element = (block) => MAKERS[block.kind](block);
 
-const cells = (line) => line.trim().replace(/^\||\|$/g, "").split("|").map((cell) => cell.trim());
+const cells = (line) =>
+  line
+    .trim()
+    .replace(/^\||\|$/g, "")
+    .split("|")
+    .map((cell) => cell.trim());
 
 /** Items by their indentation, at most six levels deep. */
 function list(lines) {

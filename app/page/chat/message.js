@@ -56,7 +56,12 @@ export class MessageView {
       }
     }
     for (const call of turn.calls ?? []) {
-      this.drawCall({ ...readCall(JSON.stringify(call)), name: call.name }, call.arguments, live, answering ? call : null);
+      this.drawCall(
+        { ...readCall(JSON.stringify(call)), name: call.name },
+        call.arguments,
+        live,
+        answering ? call : null,
+      );
     }
     if (turn.error) this.put("error", turn.error, () => h("p", { class: "trouble", role: "alert" }, turn.error));
     if (live && !this.place) this.put("wait", "", () => h("p", { class: "waiting", "aria-hidden": "true" }, "…"));
@@ -111,11 +116,19 @@ export class MessageView {
     if (facts.first !== undefined) words.push(`first after ${duration(facts.first)}`);
     if (facts.reason === "length") words.push("cut at the longest answer");
     if (facts.stopped) words.push("stopped by you");
-    const copyButton = h("button", { type: "button", class: "quiet", onclick: () => copy(turn.content, copyButton) }, "Copy");
+    const copyButton = h(
+      "button",
+      { type: "button", class: "quiet", onclick: () => copy(turn.content, copyButton) },
+      "Copy",
+    );
     this.foot.replaceChildren(
       h("span", { class: "facts" }, words.join(" · ")),
       turn.requestId
-        ? h("button", { type: "button", class: "quiet", onclick: () => actions.showRequest(turn.requestId) }, "Its hops")
+        ? h(
+            "button",
+            { type: "button", class: "quiet", onclick: () => actions.showRequest(turn.requestId) },
+            "Its hops",
+          )
         : "",
       turn.content ? copyButton : "",
       last ? h("button", { type: "button", class: "quiet", onclick: () => actions.again() }, "Again") : "",

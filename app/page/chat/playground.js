@@ -1,6 +1,7 @@
 // The playground: what is asked, the answer as it comes, and the button that stops it.
 
 import { get, stream } from "../api/client.js";
+import { GIVEN } from "../api/key.js";
 import { byId, h, say, still } from "../dom.js";
 import { Conversation } from "./conversation.js";
 import { examples } from "./examples.js";
@@ -21,6 +22,8 @@ class Playground {
     this.prompt = byId("prompt");
     this.views = [];
     this.model = "";
+    this.locked = false; // the reader had no key
+    this.named = false; // the model's name came while an answer did
     this.running = null; // the AbortController of the answer that comes
     this.actions = { showRequest, again: () => this.again(), result: (text, call) => this.toolAnswered(text, call) };
     this.listen();
@@ -44,6 +47,7 @@ class Playground {
       if (event.key === "Escape" && this.running && !document.querySelector("dialog[open]")) this.stop();
     });
     byId("parameters-button").addEventListener("click", () => this.follow(true));
+    document.addEventListener(GIVEN, () => this.locked && this.learn());
     byId("stop").addEventListener("click", () => this.stop());
     byId("new-chat").addEventListener("click", () => this.startAnew());
   }
@@ -52,9 +56,12 @@ class Playground {
   async learn() {
     try {
       this.model = (await get("v1/models")).data[0].id;
-      this.drawAll();
+      this.locked = false;
+      if (this.running) this.named = true;
+      else this.drawAll();
       await this.parameters.showDefaults();
     } catch (error) {
+      this.locked = error.status === 401;
       say(byId("chat-status"), error.message);
     }
   }
@@ -242,7 +249,12 @@ class Playground {
     byId("send").hidden = false;
     byId("stop").hidden = true;
     if (hadFocus) this.prompt.focus();
-    say(byId("chat-status"), turn.error ? "The answer failed" : turn.facts.stopped ? "Stopped" : "The answer is complete");
+    if (this.named) this.drawAll();
+    this.named = false;
+    say(
+      byId("chat-status"),
+      turn.error ? "The answer failed" : turn.facts.stopped ? "Stopped" : "The answer is complete",
+    );
   }
 }
 

@@ -1,6 +1,7 @@
 // The feed of the stage: frames over one connection that is made again when it breaks, and rests while nobody looks.
 
 import { stream } from "../api/client.js";
+import { GIVEN } from "../api/key.js";
 
 const SOON = 500;
 const LATE = 10_000;
@@ -10,6 +11,7 @@ export function startFeed(onFrame, onTrouble) {
   let control = null;
   let pause = SOON;
   let timer = 0;
+  let locked = false; // the reader had no key
 
   async function run() {
     const mine = (control = new AbortController());
@@ -22,7 +24,10 @@ export function startFeed(onFrame, onTrouble) {
       onTrouble("The server ended the feed. Trying again.");
     } catch (error) {
       if (mine.signal.aborted) return;
-      if (error.status === 401) return onTrouble("The stage needs the key. Reload the page to enter it.");
+      if (error.status === 401) {
+        locked = true;
+        return onTrouble("The stage needs the key. It is asked for when you send a message or load the page again.");
+      }
       onTrouble(error.status ? error.message : "The server does not answer. Trying again.");
     }
     if (mine.signal.aborted) return;
@@ -37,5 +42,9 @@ export function startFeed(onFrame, onTrouble) {
   }
 
   document.addEventListener("visibilitychange", look);
+  document.addEventListener(GIVEN, () => {
+    if (locked) look();
+    locked = false;
+  });
   look();
 }

@@ -31,6 +31,14 @@ export class Graph {
     }
     for (const member of members) this.drawBox(member);
     this.drawWays();
+    say(this.title, `The actors. ${members.map(({ name }) => this.spoken(name)).join(" ")}`);
+  }
+
+  /** What a box says, for those who do not see it. */
+  spoken(name) {
+    const { group, title, words, depth } = this.boxes.get(name);
+    const told = [title.textContent, group.dataset.state, words.textContent, depth.textContent];
+    return `${told.filter(Boolean).join(", ")}.`;
   }
 
   lay() {
@@ -71,10 +79,19 @@ export class Graph {
     const picture = s(
       "svg",
       { viewBox: `0 0 ${plan.width} ${plan.height}`, role: "img", "aria-labelledby": "graph-words" },
-      s("title", { id: "graph-words" }, "The actors"),
+      (this.title = s("title", { id: "graph-words" })),
       s(
         "marker",
-        { id: "arrow", viewBox: "0 0 8 8", refX: 6, refY: 4, markerWidth: 8, markerHeight: 8, orient: "auto", markerUnits: "userSpaceOnUse" },
+        {
+          id: "arrow",
+          viewBox: "0 0 8 8",
+          refX: 6,
+          refY: 4,
+          markerWidth: 8,
+          markerHeight: 8,
+          orient: "auto",
+          markerUnits: "userSpaceOnUse",
+        },
         s("path", { d: "M1.5 1 6 4 1.5 7", class: "head" }),
       ),
       back,
@@ -123,7 +140,10 @@ export class Graph {
     const now = performance.now();
     for (const actor of actors) {
       const before = this.restarts.get(actor.name);
-      if (before !== undefined && actor.restarts > before) this.struck.set(actor.name, now);
+      if (before !== undefined && actor.restarts > before) {
+        this.struck.set(actor.name, now);
+        say(byId("stage-status"), `${actor.name} was restarted`);
+      }
       this.restarts.set(actor.name, actor.restarts);
     }
     const state = worst(actors);
@@ -143,7 +163,10 @@ export class Graph {
 
   /** The share of time that the device computes: its steps are not handled in this process. */
   device() {
-    return Math.min(1, this.history.rate((frame) => frame.load.step_seconds));
+    return Math.min(
+      1,
+      this.history.rate((frame) => frame.load.step_seconds),
+    );
   }
 
   wordsOf(name, state, actors) {
@@ -205,8 +228,10 @@ export function drawBilling(frame) {
   const { model } = frame;
   byId("state-dot").dataset.state = model.phase;
   say(byId("model-name"), model.name);
-  const facts = [model.phase === "ready" ? model.device : `${model.phase}: ${model.stage}`];
+  const calm = model.phase === "ready" && model.stage === "ready";
+  if (model.phase === "ready" && !calm) byId("state-dot").dataset.state = "starting"; // a worker comes back
+  const facts = [calm ? model.device : model.phase === "ready" ? model.stage : `${model.phase}: ${model.stage}`];
   if (model.phase === "starting") facts.push(`${Math.round(100 * model.progress)} %`);
-  if (model.phase === "ready") facts.push(model.dtype, model.parameters ? `${count(model.parameters)} parameters` : null);
+  if (calm) facts.push(model.dtype, model.parameters ? `${count(model.parameters)} parameters` : null);
   say(byId("model-facts"), facts.filter(Boolean).join(" · "));
 }

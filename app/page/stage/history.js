@@ -35,7 +35,10 @@ export class History {
 
   /** The share of its time that an actor works, 0 .. 1. */
   busy(name) {
-    return Math.min(1, this.rate((frame) => frame.busy.get(name)));
+    return Math.min(
+      1,
+      this.rate((frame) => frame.busy.get(name)),
+    );
   }
 
   /** Mean seconds of a step lately; null when there was none. */

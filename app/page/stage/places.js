@@ -1,5 +1,5 @@
-// Where the actors stand: wide, a loop that leaves the door at the top and comes back to it below; narrow, the same loop
-// standing upright. A way leaves one box and enters another at a side, moved along it by a shift.
+// Where the actors stand: wide, a loop that leaves the door at the top and comes back to it below; narrow, the same
+// loop standing upright. A way leaves one box and enters another at a side, moved along it by a shift.
 
 export const TITLES = {
   http: "Door",

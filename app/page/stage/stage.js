@@ -29,7 +29,10 @@ export function startStage() {
     (trouble) => {
       notice.hidden = !trouble;
       say(notice, trouble);
-      if (trouble) byId("state-dot").dataset.state = "lost";
+      if (trouble) {
+        byId("state-dot").dataset.state = "lost";
+        say(byId("model-facts"), "not connected");
+      }
     },
   );
 

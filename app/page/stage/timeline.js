@@ -5,6 +5,7 @@ import { duration } from "../numbers.js";
 
 const SHOWN = 24; // seconds of the axis
 const MOST_LANES = 18;
+const LANE = matchMedia("(pointer: coarse)").matches ? 30 : 20; // pixels from one to the next
 const GAP = 0.4; // seconds between two requests of a lane
 const TICK = 4;
 const MOST_HELD = 8; // seconds that a focused request keeps the axis still
@@ -126,7 +127,7 @@ export class Timeline {
       this.layer.append(one.button);
     }
     const { button } = one;
-    button.style.top = `${one.lane * 20}px`;
+    button.style.top = `${one.lane * LANE}px`;
     button.style.left = `${(view.start - this.zero) * this.scale}px`;
     button.classList.toggle("live", view.end === null);
     button.classList.toggle("failed", Boolean(view.error));
@@ -134,7 +135,7 @@ export class Timeline {
     button.title = words(view);
     button.replaceChildren(...this.pieces(view));
     this.stretch(one);
-    this.layer.style.height = `${(1 + this.lanes()) * 20}px`;
+    this.layer.style.height = `${(1 + this.lanes()) * LANE}px`;
   }
 
   lanes() {

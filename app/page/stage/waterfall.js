@@ -24,7 +24,10 @@ export function openWaterfall(name) {
       content.replaceChildren(...picture(told));
       if (told.duration === null && dialog.open) timer = setTimeout(look, AGAIN);
     } catch (error) {
-      content.replaceChildren(h("h2", { id: "waterfall-title" }, "Request"), h("p", { class: "trouble" }, error.message));
+      content.replaceChildren(
+        h("h2", { id: "waterfall-title" }, "Request"),
+        h("p", { class: "trouble" }, error.message),
+      );
     }
   }
   look();
@@ -34,7 +37,11 @@ function picture(told) {
   return [
     h("h2", { id: "waterfall-title" }, `Request ${told.handle}`),
     h("p", { class: "lead" }, summary(told)),
-    h("ol", { class: "hops" }, told.hops.map((hop) => row(hop, told))),
+    h(
+      "ol",
+      { class: "hops" },
+      told.hops.map((hop) => row(hop, told)),
+    ),
     marks(told),
     h("dl", { class: "facts" }, facts(told)),
   ].filter(Boolean);
@@ -65,7 +72,11 @@ function row(hop, told) {
     h(
       "span",
       { class: "bar" },
-      h("i", { "data-phase": hop.name, class: hop.end === null ? "open" : "", style: { left: `${left}%`, width: `${width}%` } }),
+      h("i", {
+        "data-phase": hop.name,
+        class: hop.end === null ? "open" : "",
+        style: { left: `${left}%`, width: `${width}%` },
+      }),
     ),
     h("span", { class: "time" }, duration(Math.max(0, end - hop.start))),
     facts.length ? h("span", { class: "more" }, facts.join(" · ")) : null,
