@@ -11,12 +11,14 @@ from app.errors import invalid
 __all__ = ["REFUSED", "refuse"]
 
 
-_NOTHING: tuple[object, ...] = (None, False, "", [], {})
+def _nothing(value: object) -> bool:
+    """Null, false, and what is empty; a zero is something."""
+    return value is None or value is False or (isinstance(value, (str, list, dict)) and not value)
 
 
 def _empty(value: object) -> bool:
     """Whether a value means "as if left out"; for a batch, whether every one of its values does."""
-    return value in _NOTHING or (isinstance(value, list) and all(item in _NOTHING for item in value))
+    return _nothing(value) or (isinstance(value, list) and all(map(_nothing, value)))
 
 
 def _none_or(*neutral: object) -> Callable[[object], bool]:

@@ -197,7 +197,9 @@ def test_no_body_is_unpacked(target: Target, encoding: str) -> None:
 
     bomb = gzip.compress(b" " * 50_000_000)
     answer = target.post(
-        "/v1/completions", bomb, headers={"Content-Encoding": encoding, "Content-Type": "application/json"}
+        "/v1/completions",
+        bomb,
+        headers={"Content-Encoding": encoding, "Content-Type": "application/json", "Connection": "close"},
     )
     assert answer.status_code == 415
     assert answer.json()["error"]["code"] == "unsupported_media_type"
