@@ -1,8 +1,8 @@
-"""The PromQL that boards say again and again. ``@`` stands for the board's selection, see :mod:`.board`."""
+"""The PromQL that boards say again and again. ``@`` stands for the board's selection, see :mod:`.panels`."""
 
 from __future__ import annotations
 
-from telemetry.dashboards.board import Query
+from telemetry.dashboards.panels import Query
 
 __all__ = ["buckets", "events", "mean", "quantile", "quantiles", "rate"]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from telemetry.dashboards.board import GREEN, RED, Board, Query, Row, Stat, Table, TimeSeries, Variable, bad_above
+from telemetry.dashboards.board import Board, Row, Variable
+from telemetry.dashboards.panels import GREEN, RED, Query, Stat, Table, TimeSeries, bad_above
 from telemetry.dashboards.promql import events, mean, quantile, quantiles, rate
 
 __all__ = ["ACTORS"]

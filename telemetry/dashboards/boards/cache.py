@@ -2,20 +2,8 @@
 
 from __future__ import annotations
 
-from telemetry.dashboards.board import (
-    BLUE,
-    GREEN,
-    ORANGE,
-    RED,
-    TEXT,
-    Board,
-    Heatmap,
-    Query,
-    Row,
-    Stat,
-    TimeSeries,
-    bad_above,
-)
+from telemetry.dashboards.board import Board, Row
+from telemetry.dashboards.panels import BLUE, GREEN, ORANGE, RED, TEXT, Heatmap, Query, Stat, TimeSeries, bad_above
 from telemetry.dashboards.promql import buckets, events, rate
 
 __all__ = ["CACHE"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from telemetry.dashboards.board import Board, Heatmap, Query, Row, TimeSeries
+from telemetry.dashboards.board import Board, Row
+from telemetry.dashboards.panels import Heatmap, Query, TimeSeries
 from telemetry.dashboards.promql import buckets, mean, quantile, quantiles, rate
 
 __all__ = ["LATENCY"]

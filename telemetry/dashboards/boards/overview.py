@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from telemetry.dashboards.board import (
+from telemetry.dashboards.board import Board, Row
+from telemetry.dashboards.panels import (
     BLUE,
     GREEN,
     ORANGE,
     PURPLE,
     RED,
     TEXT,
-    Board,
     Query,
-    Row,
     Stat,
     Table,
     TimeSeries,
