@@ -19,6 +19,7 @@ def test_two_npus_say_what_one_device_says(reference, prompts):
         for options in ({"disable_graphs": True}, {"graph_rows": [2, 4]}):
             half = npu | {"dtype": "bfloat16"} | options
             jobs.append({"model": str(model.path), "prompts": texts, "length": 64, "options": half})
+    jobs.append(jobs[-1] | {"streams_of_rank": [1000, 1]})  # rank 1 can capture one graph, and not the next
     first, second = run_ranks(jobs)
     assert [told["tokens"] for told in first] == [told["tokens"] for told in second]
     for model, told in zip(models, first, strict=False):
@@ -26,3 +27,5 @@ def test_two_npus_say_what_one_device_says(reference, prompts):
     for eager, graphs in (first[3:5], first[5:7]):
         assert (eager["graph_rows"], graphs["graph_rows"]) == ([], [2, 4])
         assert graphs["tokens"] == eager["tokens"]
+    assert first[7]["graph_rows"] == second[7]["graph_rows"] == [4]  # what one rank lacks is used by none
+    assert first[7]["tokens"] == first[5]["tokens"]

@@ -30,8 +30,8 @@ def free_address() -> str:
 
 
 def run_ranks(jobs: list[dict[str, Any]], size: int = 2) -> list[list[dict[str, Any]]]:
-    """What each rank says of each job: [rank][job]. A job: ``model``, ``prompts``, ``length``, ``sampling`` and
-    ``options`` of RunnerConfig; the prompts decode together until each has ``length`` tokens.
+    """What each rank says of each job: [rank][job]. A job: ``model``, ``prompts``, ``length``, ``sampling``,
+    ``options`` of RunnerConfig, and what differs by rank; the prompts decode together until each has ``length`` tokens.
     """
     given = [job | {"rendezvous": free_address()} for job in jobs]
     with ExitStack() as stack:
@@ -69,6 +69,12 @@ def run(job: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
         model_path=job["model"], tp_rank=rank, tp_size=size, rendezvous=job["rendezvous"], op_timeout=60.0, **options
     )
     runner = ModelRunner(config)
+    if "streams_of_rank" in job:  # what is left for graphs on each rank's NPU
+        from kernels.npu.simulator.activate import active
+
+        simulator = active()
+        assert simulator is not None
+        simulator.faults.scarce_streams(0, job["streams_of_rank"][rank])
     info = runner.load()
     driver = Driver(runner, info)
     sampling = SlotSampling(**job.get("sampling", {"temperature": 0.0}))

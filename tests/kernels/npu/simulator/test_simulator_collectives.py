@@ -78,6 +78,25 @@ except RuntimeError as error:
 """
 )
 
+HUNG_REPLAY = (
+    GROUP
+    + """
+x, graph = torch.ones(2, device="npu"), torch.npu.NPUGraph()
+dist.all_reduce(x)
+with torch.npu.graph(graph):
+    dist.all_reduce(x)
+if rank == 0:
+    import time
+    print("away", flush=True)
+    time.sleep(100)
+try:
+    graph.replay()
+    x.cpu()
+except RuntimeError as error:
+    print("507048" in str(error), "EI0002" in str(error), simulator.cann.error(1))
+"""
+)
+
 
 def start(code: str, rank: int, store: Path, timeout: float) -> subprocess.Popen[str]:
     return subprocess.Popen(
@@ -106,3 +125,12 @@ def test_a_rank_that_hangs(tmp_path: Path) -> None:
     assert hung.poll() is None  # it waits until somebody ends it
     hung.kill()
     hung.communicate()
+
+
+def test_a_replay_that_waits_for_a_rank(tmp_path: Path) -> None:
+    """It says what a collective outside a graph says."""
+    away, other = (start(HUNG_REPLAY, rank, tmp_path / "store", 4) for rank in range(2))
+    output = other.communicate(timeout=90)[0]
+    away.kill()
+    away.communicate()
+    assert "True True 507048" in output.splitlines(), output
