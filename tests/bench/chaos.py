@@ -1,0 +1,219 @@
+"""Break a serving engine again and again, and print what its streams saw of it.
+
+    python -m tests.bench chaos                          # the model in the box, 64 live streams, 3 rounds of each fault
+    python -m tests.bench chaos --streams 16 --rounds 1 --faults kill,hang
+
+Every round starts the same greedy streams, waits until all of them decode, and breaks one thing. A stream is *lost*
+when it ends in any way but complete, and *altered* when its tokens are not those of the undisturbed run, one by one and
+in order: a token that is missing, repeated or different counts. The gap is the longest time between two deltas of a stream
+around the fault, from the last before to the first after. The model runs in float32 unless ``--dtype`` says otherwise:
+a resumed stream's tokens are computed in one prefill, and in bfloat16 a near tie may fall the other way then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import platform
+import random
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from actors.engine import Engine
+from actors.requests import SamplingParams
+from actors.runtime import Event, EventKind
+from app.understudy import MODEL_DIR
+from tests.bench.serving import percentile
+
+_WATCHDOG = 10.0
+
+
+@dataclass
+class Stream:
+    tokens: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    error: str = ""
+
+    def gap(self, at: float) -> float:
+        """The longest pause that ended after ``at``, in seconds."""
+        pairs = zip(self.times, self.times[1:], strict=False)
+        return max((after - before for before, after in pairs if after > at), default=float("nan"))
+
+
+@dataclass
+class Row:
+    fault: str
+    injected: int = 0
+    live: int = 0
+    lost: int = 0
+    altered: int = 0
+    gaps: list[float] = field(default_factory=list)
+    restarts: list[float] = field(default_factory=list)
+
+
+class Chaos:
+    """One engine, and what is done to it."""
+
+    def __init__(self, engine: Engine, streams: int, tokens: int, seed: int) -> None:
+        self.engine = engine
+        self._tokens = tokens
+        rng = random.Random(seed)
+        vocabulary = engine.vocab_size
+        self._prompts = [[rng.randrange(10, vocabulary) for _ in range(32)] for _ in range(streams)]
+        self._expected: list[list[int]] = []
+        self._restarted: list[float] = []
+        self._decoding, self._behind = asyncio.Event(), 0
+        assert engine._system is not None
+        engine._system.on_event(self._on_event)
+
+    def _on_event(self, event: Event) -> None:
+        if event.kind is EventKind.RESTARTED:
+            self._restarted.append(time.monotonic())
+
+    async def _read(self, prompt: list[int], stream: Stream) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=self._tokens, ignore_eos=True)
+        try:
+            async for delta in self.engine.generate(prompt, params):
+                stream.times.append(time.monotonic())
+                young = len(stream.tokens) < self._tokens // 4
+                stream.tokens += delta.token_ids
+                if young and len(stream.tokens) >= self._tokens // 4:
+                    self._behind -= 1
+                    if self._behind == 0:
+                        self._decoding.set()
+        except Exception as error:
+            stream.error = f"{type(error).__name__}: {error}"
+            self._decoding.set()
+
+    async def _run(self, fault: Callable[[], Awaitable[None]] | None) -> tuple[list[Stream], float, int]:
+        streams = [Stream() for _ in self._prompts]
+        self._decoding, self._behind = asyncio.Event(), len(streams)
+        readers = [
+            asyncio.create_task(self._read(prompt, stream))
+            for prompt, stream in zip(self._prompts, streams, strict=True)
+        ]
+        at, live = time.monotonic(), 0
+        if fault is not None:
+            await self._decoding.wait()
+            live = sum(not reader.done() for reader in readers)
+            at = time.monotonic()
+            await fault()
+        await asyncio.gather(*readers)
+        return streams, at, live
+
+    async def learn(self) -> None:
+        """The undisturbed run."""
+        streams, _, _ = await self._run(None)
+        for stream in streams:
+            if stream.error or len(stream.tokens) != self._tokens:
+                raise SystemExit(f"the undisturbed run failed: {stream.error or 'tokens are missing'}")
+        self._expected = [stream.tokens for stream in streams]
+
+    async def round(self, row: Row, fault: Callable[[], Awaitable[None]]) -> None:
+        await self.engine.flush_cache()
+        self._restarted.clear()
+        streams, at, live = await self._run(fault)
+        row.injected += 1
+        row.live += live
+        for stream, expected in zip(streams, self._expected, strict=True):
+            if stream.error or len(stream.tokens) < len(expected):
+                row.lost += 1
+                print(f"  lost: {stream.error or f'{len(stream.tokens)} tokens'}", file=sys.stderr)
+            elif stream.tokens != expected:
+                row.altered += 1
+            row.gaps.append(stream.gap(at))
+        row.restarts += [moment - at for moment in self._restarted[:1]]
+
+    # -- the faults
+
+    def _worker(self) -> int:
+        return int(self.engine.describe()["workers"][0]["pid"])
+
+    async def kill(self) -> None:
+        os.kill(self._worker(), signal.SIGKILL)
+
+    async def hang(self) -> None:
+        os.kill(self._worker(), signal.SIGSTOP)
+
+    async def abort(self) -> None:
+        os.kill(self._worker(), signal.SIGABRT)
+
+    async def _crash(self, name: str) -> None:
+        assert self.engine._system is not None
+        self.engine._system.crash_actor(name, RuntimeError("injected"))
+
+    async def scheduler(self) -> None:
+        await self._crash("scheduler")
+
+    async def cache(self) -> None:
+        await self._crash("cache")
+
+    async def detokenizer(self) -> None:
+        await self._crash("detokenizer")
+
+
+_FAULTS = {
+    "kill": "worker killed (SIGKILL)",
+    "abort": "worker aborts (SIGABRT)",
+    "hang": f"worker hangs (SIGSTOP, watchdog {_WATCHDOG:g} s)",
+    "scheduler": "exception in the scheduler",
+    "cache": "exception in the cache manager",
+    "detokenizer": "exception in the detokenizer",
+}
+
+
+async def measure(arguments: argparse.Namespace) -> list[Row]:
+    rows = []
+    async with Engine(
+        model=arguments.model,
+        dtype=arguments.dtype,
+        max_running_requests=max(64, arguments.streams),
+        watchdog_timeout=_WATCHDOG,
+        random_seed=0,
+    ) as engine:
+        chaos = Chaos(engine, arguments.streams, arguments.tokens, seed=7)
+        await chaos.learn()
+        for name in arguments.faults.split(","):
+            row = Row(_FAULTS[name])
+            for _ in range(arguments.rounds):
+                await asyncio.sleep(arguments.rest)  # the next standby gets ready, and restarts do not add up
+                await chaos.round(row, getattr(chaos, name))
+            rows.append(row)
+    return rows
+
+
+def table(rows: list[Row]) -> str:
+    lines = [
+        "| fault | injected | live streams | resumed | lost | altered | restart (s) | gap p50 (s) | gap p99 (s) |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        restart = f"{statistics.median(row.restarts):.2f}" if row.restarts else "-"
+        lines.append(
+            f"| {row.fault} | {row.injected} | {row.live} | {row.live - row.lost} | {row.lost} | {row.altered} "
+            f"| {restart} | {percentile(row.gaps, 0.5):.2f} | {percentile(row.gaps, 0.99):.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench chaos", description=__doc__)
+    parser.add_argument("--model", default=str(MODEL_DIR))
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=256, help="of each stream")
+    parser.add_argument("--rounds", type=int, default=3, help="of each fault")
+    parser.add_argument("--rest", type=float, default=6.0, help="seconds between rounds")
+    parser.add_argument("--faults", default=",".join(_FAULTS), help=f"of: {', '.join(_FAULTS)}")
+    arguments = parser.parse_args(argv)
+    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {arguments.dtype}, ", end="")
+    print(f"{arguments.streams} streams of {arguments.tokens} tokens")
+    rows = asyncio.run(measure(arguments))
+    print(table(rows))
+    if any(row.lost or row.altered for row in rows):
+        sys.exit("streams were lost or altered")
