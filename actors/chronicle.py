@@ -91,6 +91,9 @@ class Chronicle:
 
     def steps_lost(self, now: float, reason: str = "the worker was replaced") -> None:
         """Nothing is on the way any more."""
+        for prefills in self._prefills.values():
+            for prefill in prefills:
+                prefill.entry.timeline.finish(prefill.hop, now)
         self._prefills.clear()
         if self._tracing is not None:
             self._tracing.steps_lost(now, reason)

@@ -24,7 +24,7 @@ from actors.admission import Door, Ticket
 from actors.arguments import Arguments
 from actors.company import Company
 from actors.journal import JournalEntry
-from actors.protocol import Abort, Encode, Encoded, SequenceSpec, Submit, TokenizerProtocol
+from actors.protocol import Abort, Encode, SequenceSpec, Submit, TokenizerProtocol
 from actors.requests import (
     LIMITS,
     Chat,
@@ -269,21 +269,25 @@ class Intake:
         return specs
 
     async def _tokenize(self, prompt: str | Chat, timeline: RequestTimeline) -> list[int]:
-        began = time.monotonic()
+        """The hop of a conversation has the time of its rendering too, and its characters are the rendered text's."""
+        began = rendered = time.monotonic()
         hop = timeline.begin("tokenize", began, characters=_chars(prompt))
-        reply = await self._encode(prompt, add_special_tokens=True)
+        if isinstance(prompt, Chat):
+            text = await self._text_of(prompt)
+            rendered = time.monotonic()
+            hop.attributes |= {"characters": len(text), "render": rendered - began}
+            reply = await self.ask_tokenizer(Encode(prompt=text, add_special_tokens=False))
+        else:
+            reply = await self.ask_tokenizer(Encode(prompt=prompt))
         now = time.monotonic()
-        timeline.finish(hop, now, tokens=len(reply.token_ids), wait=max(now - began - reply.seconds, 0.0))
+        timeline.finish(hop, now, tokens=len(reply.token_ids), wait=max(now - rendered - reply.seconds, 0.0))
         return reply.token_ids
 
     async def encode(self, prompt: str | Chat, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, or of a conversation (whose template brings its own special tokens)."""
-        return (await self._encode(prompt, add_special_tokens=add_special_tokens)).token_ids
-
-    async def _encode(self, prompt: str | Chat, *, add_special_tokens: bool) -> Encoded:
         if isinstance(prompt, Chat):
             prompt, add_special_tokens = await self._text_of(prompt), False
-        return await self.ask_tokenizer(Encode(prompt=prompt, add_special_tokens=add_special_tokens))
+        return (await self.ask_tokenizer(Encode(prompt=prompt, add_special_tokens=add_special_tokens))).token_ids
 
     async def render(self, chat: Chat) -> str:
         """A conversation as text."""

@@ -98,7 +98,7 @@ class TokenizerProtocol:
 
 
 class Encoded(msgspec.Struct, frozen=True):
-    """Token ids of a prompt. ``seconds``: rendering and encoding, without the wait for them."""
+    """Token ids of a prompt. ``seconds``: the encoding, without the wait for it."""
 
     token_ids: list[int]
     seconds: float = 0.0

@@ -19,7 +19,7 @@ from telemetry.log_repeats import Repeats
 
 __all__ = ["OTHER_LOGGERS", "LogOutput", "install"]
 
-OTHER_LOGGERS = ("hypercorn.error", "asyncio", "py.warnings", "app")
+OTHER_LOGGERS = ("hypercorn.error", "opentelemetry", "asyncio", "py.warnings", "app")
 """Loggers beside ``troupe`` that speak of the same server; the last one is Quart's."""
 
 _MOST_WAITING = 4 * 1024 * 1024

@@ -144,6 +144,9 @@ async def test_each_choice_has_its_own_hops(engine: Engine) -> None:
     timeline = await record(engine, engine.generate(chat, msgspec.structs.replace(GREEDY, n=2)))
     check_whole(timeline)
     assert timeline.operation == "chat"
+    (tokenize,) = hops(timeline, "tokenize", None)
+    assert int(str(tokenize.attributes["characters"])) > len("Hello")  # as the template has rendered it
+    assert float(str(tokenize.attributes["render"])) > 0
     for choice in (0, 1):
         for name in ("queue", "cache", "prefill", "decode", "detokenize"):
             assert len(hops(timeline, name, choice)) == 1, (name, choice)

@@ -16,9 +16,13 @@ import hypercorn.config
 import hypercorn.utils
 import pytest
 import pytest_asyncio
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from actors.arguments import Arguments
 from actors.engine import Engine
+from actors.requests import SamplingParams
 from app.application import Troupe, create_app
 from tests.telemetry.otlp_receiver import Collector, Received, grpc_collector, http_collector
 
@@ -386,6 +390,34 @@ async def test_nothing_was_lost_and_nothing_global_was_set(engine: Engine, clien
     assert told.startswith("troupe_trace_spans_total")
     assert told.endswith(" 0.0")
     assert type(trace.get_tracer_provider()).__name__ == "ProxyTracerProvider"
+
+
+async def test_every_rank_adds_its_own_spans(tiny_model: Path) -> None:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    engine = Engine(
+        model=str(tiny_model),
+        dtype="float32",
+        cpu_threads=1,
+        max_running_requests=2,
+        max_total_tokens=1024,
+        tensor_parallel_size=2,
+        standby_worker=False,
+        tracer_provider=provider,
+    )
+    async with engine:
+        async for _ in engine.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)):
+            pass
+        pids = {worker["name"]: worker["pid"] for worker in engine.describe()["workers"]}
+    spans = exporter.get_finished_spans()
+    (prefill,) = [span for span in spans if span.name == "prefill"]
+    forwards = [span for span in spans if span.name == "forward"]
+    assert prefill.context is not None
+    assert all(span.parent is not None and span.parent.span_id == prefill.context.span_id for span in forwards)
+    told = [dict(span.attributes or {}) for span in forwards]
+    assert {one["service.instance.id"]: one["process.pid"] for one in told} == pids
+    assert sorted(int(str(one["troupe.rank"])) for one in told) == [0, 1]
 
 
 async def test_grpc_gets_the_same(tiny_model: Path) -> None:
