@@ -35,7 +35,8 @@ KEY = "the-key-of-the-house"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    with running(tmp_path_factory.mktemp("page") / "log", "--cpu-threads", "1", "--random-seed", "1") as started:
+    greedy = ("--preferred-sampling-params", '{"temperature": 0}')
+    with running(tmp_path_factory.mktemp("page") / "log", "--cpu-threads", "1", *greedy) as started:
         yield started
 
 

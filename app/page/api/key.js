@@ -19,6 +19,7 @@ export function forgetKey(key) {
 
 function showButton() {
   byId("key-button").hidden = !readKey();
+  byId("docs-link").hidden = Boolean(readKey()); // a link cannot carry the key
 }
 
 /** Ask for the key. All who wait for it share one question; false when the reader has none. */

@@ -149,6 +149,8 @@ class Playground {
     }
     this.prompt.value = "";
     this.fit();
+    // What was pressed may be gone from the page; on a phone the focus would bring up the keyboard.
+    if (!matchMedia("(pointer: coarse)").matches) this.prompt.focus();
     this.show(this.conversation.add({ role: "user", content: text.trim() }));
     this.answer();
   }

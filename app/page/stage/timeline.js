@@ -154,7 +154,7 @@ export class Timeline {
         else style.width = `max(${(end - start) * this.scale}px, 1.5px)`;
         return h("i", { "data-phase": name, style });
       });
-    if (view.output_tokens && (view.end - view.start) * this.scale > 48) {
+    if (choices === 1 && view.output_tokens && (view.end - view.start) * this.scale > 48) {
       pieces.push(h("span", {}, String(view.output_tokens)));
     }
     for (const [name, time] of view.marks) {

@@ -5,6 +5,7 @@ import { byId, copy, h } from "../dom.js";
 import { duration } from "../numbers.js";
 
 const USUAL = { choices: 1, priority: 0, preemptions: 0 }; // not worth a word
+const SECONDS = /seconds$|^(wait|render|queued)$/; // attributes that are times
 const AGAIN = 700; // milliseconds between two looks at a request that lives
 
 /** Show a request by its handle or its id. */
@@ -108,7 +109,8 @@ function facts(told) {
 }
 
 function number(value, name) {
-  if (typeof value === "number" && /seconds$|^wait$/.test(name)) return duration(value);
+  if (typeof value === "number" && SECONDS.test(name)) return duration(value);
+  if (typeof value === "number" && !Number.isInteger(value)) return value.toPrecision(4);
   if (typeof value === "boolean") return value ? "yes" : "no";
   return String(value);
 }
