@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from actors.engine import Engine
@@ -28,6 +30,7 @@ def small_engine(model: Path, **keywords: Any) -> Engine:
         "max_running_requests": 8,
         "chunked_prefill_size": 64,
         "max_total_tokens": 4096,
+        "standby_worker": False,
     }
     return Engine(model=str(model), **(options | keywords))
 
@@ -44,6 +47,18 @@ async def say(engine: Engine) -> list[list[int]]:
 
 def pids(engine: Engine) -> list[int]:
     return [int(worker["pid"] or 0) for worker in engine.describe()["workers"]]
+
+
+def listeners(pid: int) -> list[str]:
+    """host:port of the sockets on which a process lets others find it."""
+    sockets = psutil.Process(pid).net_connections()
+    return [f"{one.laddr.ip}:{one.laddr.port}" for one in sockets if one.status == psutil.CONN_LISTEN]
+
+
+def free_address() -> str:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{found.getsockname()[1]}"
 
 
 async def killed_in_a_stream(engine: Engine, rank: int, kill: signal.Signals) -> list[int]:
@@ -73,17 +88,41 @@ async def test_two_workers_say_what_one_says_and_are_replaced_together(tiny_mode
 
 
 @pytest.mark.long
+async def test_ranks_whose_lives_have_other_numbers_serve(tiny_model: Path) -> None:
+    """Rank 0 dies once more, before rank 1 is started again: a life of the group has a number of its own."""
+    async with small_engine(tiny_model, tp=2) as engine:
+        expected = await read_out(engine.generate("Once upon", LONG))
+        first = pids(engine)[0]
+
+        async def kill_the_next() -> None:
+            for _ in range(60_000):
+                if pids(engine)[0] not in (0, first):
+                    break
+                await asyncio.sleep(0.001)
+            os.kill(pids(engine)[0], signal.SIGKILL)
+
+        killer = asyncio.create_task(kill_the_next())
+        assert await killed_in_a_stream(engine, 1, signal.SIGKILL) == expected
+        await killer
+        assert [worker["restarts"] for worker in engine.describe()["workers"]] == [2, 1]
+
+
+@pytest.mark.long
 async def test_a_worker_that_hangs_ends_the_collective_of_the_other(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("actors.configuration.OP_TIMEOUT", 3.0)
-    async with small_engine(tiny_model, tp=2) as engine:
+    address = free_address()
+    async with small_engine(tiny_model, tp=2, dist_init_addr=address, standby_worker=True) as engine:
+        listening = [place for pid in pids(engine) for place in listeners(pid)]
+        assert address in listening
+        assert all(place.startswith("127.0.0.1:") for place in listening)
         expected = await read_out(engine.generate("Once upon", LONG))
         assert await killed_in_a_stream(engine, 1, signal.SIGSTOP) == expected
     assert "rank 0 of 2: a collective failed" in caplog.text
 
 
 async def test_what_cannot_be_divided_is_said_at_the_start(tiny_model: Path) -> None:
-    with pytest.raises(EngineFailed, match="num_attention_heads 4 .* --tensor-parallel-size 3; this model takes 1, 2, 4"):
+    with pytest.raises(EngineFailed, match=r"num_attention_heads 4 .* 3; this model takes 1, 2, 4"):
         async with small_engine(tiny_model, tensor_parallel_size=3):
             pass
