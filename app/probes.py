@@ -96,7 +96,7 @@ async def metrics(service: Service, exchange: Exchange, body: None) -> Response:
     404 without metrics.
     """
     if not service.arguments.enable_metrics:
-        raise ApiError(404, "This server runs without metrics: --enable-metrics is false.", code="metrics_disabled")
+        raise ApiError(404, "This server runs with --no-enable-metrics.", code="metrics_disabled")
     text = await asyncio.to_thread(generate_latest, service.engine.registry)
     return Response(text, content_type="text/plain; version=0.0.4; charset=utf-8")
 

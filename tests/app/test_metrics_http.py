@@ -22,7 +22,7 @@ async def test_without_metrics_their_path_says_so():
     response = await create_app(engine.arguments, engine).test_client().get("/metrics", scope_base=LOCAL)
     told = msgspec.json.decode(await response.get_data())
     assert (response.status_code, told["error"]["code"]) == (404, "metrics_disabled")
-    assert "--enable-metrics" in told["error"]["message"]
+    assert "--no-enable-metrics" in told["error"]["message"]
 
 
 async def test_a_requests_labels_come_with_its_header():

@@ -1,4 +1,5 @@
-"""What a hop between two actors costs: in one process, and to a child process and back.
+"""What a hop between two actors costs: in one process, and to a child process and back; `counted` is with an engine's
+counting of its traffic.
 
 Each round measures every case once, so that a noisy moment hits all of them. The child cases send the message of one
 scheduler step for 256 rows; `bare socket` is the same bytes to a child that does nothing but echo them, the floor of
@@ -18,6 +19,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from actors.runtime import Actor, ActorRef, ActorSystem, Message, handles
+from telemetry.traffic import Traffic
 
 ROWS = 256
 
@@ -102,11 +104,16 @@ async def _in_process(count: int) -> dict[str, list[float]]:
         ref = await system.spawn(Adder, name="adder")
         add, note = Add(1), Note(1)
         await _times(200, lambda: ref.ask(add, timeout=10.0))
-        return {
+        measured = {
             "tell, per message": await _tells(count, ref),
             "ask (coroutine handler)": await _times(count, lambda: ref.ask(add, timeout=10.0)),
             "ask (plain handler)": await _times(count, lambda: ref.ask(note, timeout=10.0)),
         }
+    async with ActorSystem(observer=Traffic()) as system:
+        ref = await system.spawn(Adder, name="adder")
+        await _times(200, lambda: ref.ask(note, timeout=10.0))
+        measured["ask (plain handler), counted"] = await _times(count, lambda: ref.ask(note, timeout=10.0))
+    return measured
 
 
 async def _to_child(count: int) -> dict[str, list[float]]:
