@@ -35,30 +35,29 @@ _UNHURRIED = 1e6
 """Seconds. The parent decides how long a stop may take."""
 
 
-def main(sock: socket.socket, spec: bytes, read: Callable[[int], bytes]) -> None:
+def main(sock: socket.socket, spec: bytes, turn: Callable[[], int]) -> None:
     """Be the actor that `spec` describes until told to stop, until it dies, or until the parent is gone.
 
-    What can be done ahead is done first; then `read` waits for its turn: which life this process is, with what config.
+    What can be done ahead is done first; then `turn` waits until it is known which life this process is.
     """
     sock.set_inheritable(False)
     described = msgspec.msgpack.decode(spec, type=ChildSpec)
     # An error is dropped: the start meets it again, and there it can be told.
     with contextlib.suppress(Exception):
-        import_name(described.target).prepare(*_arguments(described, described.config))
-    incarnation = int.from_bytes(read(8), "little")
-    config = read(int.from_bytes(read(4), "little"))
+        import_name(described.target).prepare(*_arguments(described))
+    incarnation = turn()
 
     async def live() -> None:
-        await _Child(described, incarnation, config, sock).live()
+        await _Child(described, incarnation, sock).live()
 
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(live())
 
 
-def _arguments(spec: ChildSpec, config: bytes) -> list[Any]:
+def _arguments(spec: ChildSpec) -> list[Any]:
     if spec.config_type is None:
         return []
-    return [msgspec.msgpack.decode(config, type=import_name(spec.config_type))]
+    return [msgspec.msgpack.decode(spec.config, type=import_name(spec.config_type))]
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -72,10 +71,9 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 class _Child:
     """Posts the parent's messages to an actor in a system of its own, and sends back what comes of them."""
 
-    def __init__(self, spec: ChildSpec, incarnation: int, config: bytes, sock: socket.socket) -> None:
+    def __init__(self, spec: ChildSpec, incarnation: int, sock: socket.socket) -> None:
         self._spec = spec
         self._incarnation = incarnation
-        self._config = config
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._done = asyncio.Event()
@@ -117,7 +115,7 @@ class _Child:
         if not table:
             raise TypeError(f"{spec.target} handles no message: mark its methods with @handles")
         self._decoder = msgspec.msgpack.Decoder(Union[tuple(table)])  # noqa: UP007 - made at run time
-        arguments = _arguments(spec, self._config)
+        arguments = _arguments(spec)
 
         def make(cell: Cell, number: int) -> LocalIncarnation:
             self._cell = cell

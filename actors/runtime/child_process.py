@@ -40,7 +40,7 @@ boot = json.loads(read(int.from_bytes(read(4), "little")))
 spec = read(int.from_bytes(read(4), "little"))
 sys.argv[1:] = []
 sys.path[:] = boot["path"]
-importlib.import_module(boot["entry"]).main(sock, spec, read)
+importlib.import_module(boot["entry"]).main(sock, spec, lambda: int.from_bytes(read(8), "little"))
 """
 
 _ENTRY = __name__.rpartition(".")[0] + ".child"
@@ -96,15 +96,14 @@ class ChildProcess:
     def begin(
         self,
         incarnation: int,
-        config: bytes,
         on_frame: Callable[[int, int, memoryview], None],
         on_lost: Callable[[BaseException | None], None],
         on_exit: Callable[[], None],
     ) -> None:
-        """Let it be the actor's life number ``incarnation``, made with ``config``."""
+        """Let it be the actor's life number ``incarnation``."""
         self.on_exit = on_exit
         self.link.rebind(on_frame, on_lost)
-        self.link.write(incarnation.to_bytes(8, "little") + len(config).to_bytes(4, "little") + config)
+        self.link.write(incarnation.to_bytes(8, "little"))
 
     def terminate(self) -> None:
         self._process.terminate()
@@ -145,12 +144,11 @@ class ChildProcess:
 class Standby:
     """Keeps one child of an actor prepared, so that a restart does not wait for imports."""
 
-    def __init__(self, launch: Callable[[bytes], ChildProcess], clock: Clock) -> None:
+    def __init__(self, launch: Callable[[], ChildProcess], clock: Clock) -> None:
         self._launch = launch
         self._clock = clock
         self._child: ChildProcess | None = None
         self._change = anyio.Event()
-        self._config = b""
         self._wanted = False
         self._dismissed = False
 
@@ -166,9 +164,8 @@ class Standby:
         self._notify()
         return child
 
-    def want(self, config: bytes) -> None:
-        """The present life has started, with this config: prepare for the next."""
-        self._config = config
+    def want(self) -> None:
+        """The present life has started: prepare for the next."""
         self._wanted = True
         self._notify()
 
@@ -187,7 +184,7 @@ class Standby:
                 if not self._wanted or self._dismissed:
                     continue
                 try:
-                    self._child = self._launch(self._config)
+                    self._child = self._launch()
                 except OSError:  # no memory or no processes left: the restart itself will say so
                     delay = min(2 * delay, _LAST_DELAY)
                     continue

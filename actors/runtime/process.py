@@ -30,7 +30,7 @@ class ProcessPlan(msgspec.Struct, frozen=True):
     """What every incarnation of one child actor has in common. Times in seconds, sizes in bytes."""
 
     target: str
-    configure: Callable[[int], bytes]  # the config of a life, from its number
+    config: bytes
     config_type: str | None
     environment: dict[str, str]
     start_timeout: float
@@ -47,7 +47,6 @@ def plan_process(
     *,
     target: str,
     config: Any,
-    configure: Callable[[int], Any] | None,
     config_type: type | None,
     environment: Mapping[str, str] | None,
     event_types: frozenset[Any],
@@ -63,15 +62,11 @@ def plan_process(
         raise ValueError(f"no message of {protocol.__name__} is known here: import the module that defines them")
     if target.count(":") != 1:
         raise ValueError(f"target must be 'package.module:Class', got {target!r}")
-    if configure is not None and config_type is None:
-        raise ValueError("give config_type with configure: it is checked before there is a config")
     if config is not None and config_type is None:
         config_type = type(config)
-    encode = msgspec.msgpack.encode
-    fixed = encode(config)
     return ProcessPlan(
         target=target,
-        configure=(lambda number: fixed) if configure is None else (lambda number: encode(configure(number))),
+        config=msgspec.msgpack.encode(config),
         config_type=None if config_type is None else name_of(config_type),
         environment=dict(environment or {}),
         start_timeout=start_timeout,
@@ -84,13 +79,13 @@ def plan_process(
     )
 
 
-def launch(cell: Cell, plan: ProcessPlan, config: bytes) -> ChildProcess:
-    """Start a child that gets ready to be the actor of `cell`, made with a config like this one."""
+def launch(cell: Cell, plan: ProcessPlan) -> ChildProcess:
+    """Start a child that gets ready to be the actor of `cell`."""
     spec = ChildSpec(
         name=cell.name,
         target=plan.target,
         config_type=plan.config_type,
-        config=config,
+        config=plan.config,
         window=plan.window,
         limit=plan.limit,
         heartbeat=plan.heartbeat,
@@ -110,7 +105,6 @@ class ProcessIncarnation(Incarnation):
     def __init__(self, cell: Cell, number: int, plan: ProcessPlan, standby: Standby | None = None) -> None:
         super().__init__(cell, number)
         self._standby = standby
-        self._config = b""
         self._plan = plan
         self._child: ChildProcess | None = None
         self._link: Link | None = None
@@ -156,7 +150,7 @@ class ProcessIncarnation(Incarnation):
         self.cell.mailbox.on_work(self._pump)
         self.mark_started()
         if self._standby is not None:
-            self._standby.want(self._config)
+            self._standby.want()
         self._pump()
         self._watch_heartbeat()
         await self._until(lambda: self._gone or self._stopping)
@@ -171,12 +165,11 @@ class ProcessIncarnation(Incarnation):
             await self._change.wait()
 
     def _begin(self) -> None:
-        self._config = self._plan.configure(self.number)
         child = None if self._standby is None else self._standby.take()
         if child is None or child.exited or child.link.closed:
-            child = launch(self.cell, self._plan, self._config)
+            child = launch(self.cell, self._plan)
         self._child, self._link, self.pid = child, child.link, child.pid
-        child.begin(self.number, self._config, self._on_frame, self._on_lost, self._on_exit)
+        child.begin(self.number, self._on_frame, self._on_lost, self._on_exit)
 
     def _on_exit(self) -> None:
         self._gone = True

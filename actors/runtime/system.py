@@ -231,7 +231,6 @@ class ActorSystem:
         name: str,
         target: str,
         config: Any = None,
-        configure: Callable[[int], Any] | None = None,
         config_type: type | None = None,
         environment: Mapping[str, str] | None = None,
         capacity: int = 1024,
@@ -252,8 +251,7 @@ class ActorSystem:
         """Start the actor class `target` ("package.module:Class") in a child process, as `Class(config)`.
 
         The class is imported in the child only; `protocol` says here which messages it takes. `config` travels as
-        msgpack and is decoded as `config_type` (its own type unless given), which both sides must be able to import;
-        `configure` makes one for each life from its number instead.
+        msgpack and is decoded as `config_type` (its own type unless given), which both sides must be able to import.
         `environment` is added to the child's alone. What the actor tells its parent goes to `events`; `events_type`
         (a message type or a union) says what may come, and for a ref is what its actor handles unless given. A child
         whose event loop is silent for `heartbeat_timeout` seconds is killed. At most `window` messages of a lane are
@@ -268,7 +266,6 @@ class ActorSystem:
             protocol,
             target=target,
             config=config,
-            configure=configure,
             config_type=config_type,
             environment=environment,
             event_types=types,
@@ -281,7 +278,7 @@ class ActorSystem:
 
         def make(cell: Cell, number: int) -> ProcessIncarnation:
             if standby and cell.standby is None:
-                cell.standby = Standby(lambda config: launch(cell, plan, config), self.clock)
+                cell.standby = Standby(lambda: launch(cell, plan), self.clock)
                 self.start_task(cell.standby.run, f"{cell.name} standby")
             return ProcessIncarnation(cell, number, plan, cell.standby)
 

@@ -37,7 +37,7 @@ class ChildSpec(msgspec.Struct, frozen=True):
     name: str
     target: str
     config_type: str | None
-    config: bytes  # of a life before, perhaps: what to prepare with
+    config: bytes
     window: int
     limit: int
     heartbeat: float

@@ -5,9 +5,9 @@
 
 Every round starts the same greedy streams, waits until all of them decode, and breaks one thing. A stream is *lost*
 when it ends in any way but complete, and *altered* when its tokens are not those of the undisturbed run, one by one and
-in order: a token that is missing, repeated or different counts. The gap is the longest time between two deltas of a stream
-around the fault, from the last before to the first after. The model runs in float32 unless ``--dtype`` says otherwise:
-a resumed stream's tokens are computed in one prefill, and in bfloat16 a near tie may fall the other way then.
+in order: a token that is missing, repeated or different counts. The gap is the longest time between two deltas of a
+stream around the fault, from the last before to the first after. The model runs in float32 unless ``--dtype`` says
+otherwise: a resumed stream's tokens are computed in one prefill, and in bfloat16 a near tie may fall the other way.
 """
 
 from __future__ import annotations

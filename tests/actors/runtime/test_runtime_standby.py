@@ -12,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from runtime_child_actors import ChildProtocol, Inspect, Multiply, Prepared, Settings
+from runtime_child_actors import ChildProtocol, Inspect, Prepared, Settings
 
 from actors.runtime import ActorDied, ActorRef, ActorSystem, Backoff, Supervision, child_process
 from actors.runtime.child_process import Standby
@@ -126,20 +126,3 @@ async def test_without_it_no_second_child_is_started(system: ActorSystem) -> Non
     assert ref._cell.standby is None
     await asyncio.sleep(0.05)
     assert len(psutil.Process().children()) == 1
-
-
-async def test_each_life_gets_a_config_of_its_own(system: ActorSystem) -> None:
-    ref = await system.spawn_process(
-        ChildProtocol,
-        name="worker",
-        target="runtime_child_actors:ChildActor",
-        configure=lambda number: Settings(factor=10 + number),
-        config_type=Settings,
-        supervision=QUICK,
-        standby=True,
-    )
-    assert await ref.ask(Multiply(value=2), timeout=10.0) == 20
-    await until(lambda: standby_of(ref).pid is not None)
-    os.kill(await living_pid(ref), signal.SIGKILL)
-    await until(lambda: system.describe()[0].incarnation == 1)
-    assert await ref.ask(Multiply(value=2), timeout=10.0) == 22
