@@ -69,12 +69,12 @@ class TraceLevel(msgspec.Struct, kw_only=True):
 
 async def set_trace_level(service: Service, exchange: Exchange, body: TraceLevel) -> Response:
     """Trace more or less of the requests that come from now on."""
-    tracing = service.engine.tracing
-    if tracing is None:
-        raise ApiError(409, "Nothing is traced here: start the server with --enable-trace.", code="tracing_disabled")
     level = body.level if body.level is not None else request.args.get("level", type=int)
     if level is None or not 0 <= level <= 3:
         raise invalid("level: give an integer from 0 to 3.", param="level")
+    tracing = service.engine.tracing
+    if tracing is None:
+        raise ApiError(409, "Nothing is traced here: start the server with --enable-trace.", code="tracing_disabled")
     tracing.level = level
     return json_response({"success": True, "level": level})
 

@@ -11,7 +11,7 @@ import pytest
 
 from actors.requests import LIMITS
 from app.table import ROUTES
-from tests.app.security.conftest import Target
+from tests.app.security.conftest import ADMIN, Target
 
 HUGE = 2**70
 BODY = 8 * 1024 * 1024
@@ -261,6 +261,7 @@ TABLE: dict[str, dict[str, list[Any]]] = {
         "skip_special_tokens": [5],
     },
     "/abort_request": {"rid": [OVER_LABEL, "", 5], "abort_all": [5]},
+    "/set_trace_level": {"level": [-1, 4, HUGE, "1"]},
 }
 TABLE |= {f"/v1{path}": TABLE[path] for path in ("/tokenize", "/detokenize")}
 
@@ -273,6 +274,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [1]},
     "/v1/detokenize": {"tokens": [1]},
     "/abort_request": {},
+    "/set_trace_level": {},
 }
 
 # Where another field than the one in hand is named, by design: a conversation that is too long, an unknown model ...
@@ -324,7 +326,8 @@ CASES = [
 def test_past_its_limit_a_field_is_named(target: Target, path: str, field: str, value: Any) -> None:
     value, named, others = value if isinstance(value, tuple) else (value, field, {})
     body = {**NEEDED[path], **others, field.partition("[")[0].partition(".")[0]: value}
-    answer = target.post(path, encoded({name: given for name, given in body.items() if given is not None}))
+    data = encoded({name: given for name, given in body.items() if given is not None})
+    answer = target.post(path, data, headers={"Content-Type": "application/json", **ADMIN})
     assert answer.status_code == 400, answer.text[:500]
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}

@@ -90,8 +90,8 @@ def _unharmed(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.parametrize(
     "head",
     [
-        b"GET / HTTP/1.1\r\nHost: x\r\n" + b"X: " + b"a" * 200_000,
-        b"GET / HTTP/1.1\r\nHost: x\r\n" + b"".join(b"X-%d: a\r\n" % i for i in range(20_000)),
+        b"GET /version HTTP/1.1\r\nHost: x\r\n" + b"X: " + b"a" * 200_000,
+        b"GET /version HTTP/1.1\r\nHost: x\r\n" + b"".join(b"X-%d: a\r\n" % i for i in range(20_000)),
         b"GET /" + b"a" * 200_000,
         b"A" * 200_000,
     ],
@@ -109,13 +109,13 @@ def test_a_head_without_end_is_cut_at_64_kib(target: Target, head: bytes) -> Non
 @pytest.mark.parametrize(
     "request_",
     [
-        "GET / HTTP/1.1\r\n\r\n",  # no Host
-        "GET / HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n",
-        "GET / HTTP/1.1\r\nHost: x\r\nA: b\x00c\r\n\r\n",
-        "GET / HTTP/1.1\r\nHost: x\r\nA : b\r\n\r\n",
-        "GET / HTTP/1.1\r\nHost: x\r\nA\r\n\r\n",
-        "GET  /  HTTP/1.1\r\nHost: x\r\n\r\n",
-        "GET / HTTP/9.9\r\nHost: x\r\n\r\n",
+        "GET /version HTTP/1.1\r\n\r\n",  # no Host
+        "GET /version HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n",
+        "GET /version HTTP/1.1\r\nHost: x\r\nA: b\x00c\r\n\r\n",
+        "GET /version HTTP/1.1\r\nHost: x\r\nA : b\r\n\r\n",
+        "GET /version HTTP/1.1\r\nHost: x\r\nA\r\n\r\n",
+        "GET  /version  HTTP/1.1\r\nHost: x\r\n\r\n",
+        "GET /version HTTP/9.9\r\nHost: x\r\n\r\n",
         "GET /\x01 HTTP/1.1\r\nHost: x\r\n\r\n",
         "G\x7fT / HTTP/1.1\r\nHost: x\r\n\r\n",
         "\x16\x03\x01\x02\x00\x01\x00\x01\xfc",  # TLS
@@ -430,7 +430,7 @@ async def dripping(port: int, before: bytes, drip: bytes) -> bytes:
 
 
 async def test_a_head_that_comes_drop_by_drop_is_not_waited_for(hurried: tuple[Troupe, int]) -> None:
-    assert await dripping(hurried[1], b"GET / HTTP/1.1\r\nHost: x\r\nX: ", b"a") == b""
+    assert await dripping(hurried[1], b"GET /version HTTP/1.1\r\nHost: x\r\nX: ", b"a") == b""
 
 
 async def test_a_connection_that_says_nothing_is_closed(hurried: tuple[Troupe, int]) -> None:
