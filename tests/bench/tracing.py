@@ -2,11 +2,13 @@
 
     python -m tests.bench tracing                       # 64 streams, 7 rounds
     python -m tests.bench tracing --rounds 3 --requests 2 --output-len 32
+    python -m tests.bench tracing --record              # the record of a request alone, without a server
 
 All servers run at once and one works at a time, each once a round, in an order that turns from round to round; a share
 is the median of the rounds' shares, so that a machine that grows slower meanwhile slows both sides of each. Spans go to
 a collector in a process of its own, which throws them away. "CPU" is processor time of the engine's own process, which
-other work on the machine disturbs less than it does the throughput.
+other work on the machine disturbs less than it does the throughput. ``--record`` is processor time too: of the HTTP
+span, the timeline and all spans of a request of one choice and one prefill chunk, from its arrival to the exporter.
 """
 
 from __future__ import annotations
@@ -18,11 +20,18 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import psutil
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
+from telemetry.timeline import Outcome, Timelines
+from telemetry.trace_export import TraceExport, TraceOptions
+from telemetry.tracing import Tracing
+from telemetry.worker_spans import TracedRow, forward_spans
 from tests.bench.serving import Client, OwnServer, Point, cpu_name, run_point
 
 __all__ = ["main"]
@@ -75,6 +84,61 @@ def _cpu(server: OwnServer) -> float:
     return float(times.user + times.system)
 
 
+class _Nowhere(SpanExporter):
+    """Encodes spans for the wire, and drops them."""
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        encode_spans(spans).SerializeToString()
+        return SpanExportResult.SUCCESS
+
+    def shutdown(self) -> None:
+        pass
+
+
+def _record_one(timelines: Timelines, tracing: Tracing | None, number: int) -> None:
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    span = None
+    if tracing is not None:
+        route = "/v1/completions"
+        span = tracing.serve(headers, method="POST", route=route, attributes={"url.path": route})
+    timeline = timelines.open(f"cmpl-{number}", operation="text_completion", model="model")
+    now = timeline.started
+    timeline.finish(timeline.hops[0], now)
+    for name in ("tokenize", "queue", "cache", "prefill", "decode", "detokenize", "stream"):
+        hop = timeline.begin(name, now, 0, step=number)
+        carrier = tracing.carrier(timeline, hop) if tracing is not None and name == "prefill" else None
+        if carrier is not None and tracing is not None:
+            tracing.worker_spans("worker-0", forward_spans((TracedRow(0, carrier),), now, now, device_seconds=0.1))
+        timeline.finish(hop, now, tokens=64)
+    timeline.mark("first_token", now, 0)
+    timelines.close(timeline, Outcome(finish_reasons=("stop",)))
+    if span is not None:
+        span.end(200, "")
+
+
+async def _record(requests: int, repeats: int) -> int:
+    print(f"{cpu_name()}, {time.strftime('%Y-%m-%d')}")
+    print("| traces | us a request |")
+    print("|---|---|")
+    for name, ratio in (("off", None), ("of 0 %", 0.0), ("of 1 %", 0.01), ("of 100 %", 1.0)):
+        spent = []
+        for _ in range(repeats):
+            timelines, tracing = Timelines(), None
+            if ratio is not None:
+                export = TraceExport(TraceOptions(ratio=ratio), exporter=_Nowhere(), queue=32 * requests)
+                tracing = Tracing(export.provider, export=export)
+                timelines.listen(tracing)
+            began = time.process_time()
+            for number in range(requests):
+                _record_one(timelines, tracing, number)
+            if tracing is not None:
+                await tracing.close()
+                assert tracing.dropped == 0
+            spent.append((time.process_time() - began) / requests * 1e6)
+        print(f"| {name} | {statistics.median(spent):.0f} |")
+    return 0
+
+
 async def _bench(options: argparse.Namespace) -> int:
     point = Point(options.streams, options.input_len, options.output_len)
     measured: dict[str, list[float]] = {}
@@ -124,6 +188,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--requests", type=int, default=4, help="requests a stream in each round")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--record", action="store_true", help="measure the record of a request alone")
     parser.add_argument("--collector", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
+    if options.record:
+        return asyncio.run(_record(1000, options.rounds))
     return _collect() if options.collector else asyncio.run(_bench(options))
