@@ -22,6 +22,8 @@ __all__ = ["FRAME_SECONDS", "MOST_VIEWERS", "Stage"]
 FRAME_SECONDS = 0.25
 MOST_VIEWERS = 32
 
+_MARGIN = 0.001  # seconds
+
 _encode = msgspec.json.encode
 
 
@@ -54,9 +56,10 @@ class Stage:
 
     async def next(self, seen: int) -> tuple[int, bytes]:
         """The next frame as JSON and its number, for a viewer whose last was ``seen`` (0: none)."""
-        if seen:
-            await asyncio.sleep(FRAME_SECONDS - time.monotonic() % FRAME_SECONDS)
         frame = self._current()
+        while frame.number == seen:  # timers may be a little early
+            await asyncio.sleep(FRAME_SECONDS - time.monotonic() % FRAME_SECONDS + _MARGIN)
+            frame = self._current()
         whole = not seen or seen != frame.number - 1
         encoded = self._encoded.get(whole)
         if encoded is None:

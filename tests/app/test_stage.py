@@ -153,6 +153,14 @@ async def test_viewers_are_bounded_and_leave(application, engine, serve, until):
     assert len(await events(url, "/stage", 1)) == 1
 
 
+async def test_a_timer_that_is_early_gives_no_frame_twice(application, monkeypatch):
+    stage = application.service.stage
+    sleep = asyncio.sleep
+    monkeypatch.setattr(frames.asyncio, "sleep", lambda delay: sleep(delay / 3))
+    number, _ = await stage.next(0)
+    assert [(await stage.next(number + seen))[0] for seen in range(3)] == [number + 1, number + 2, number + 3]
+
+
 async def test_a_viewer_who_missed_a_frame_gets_a_whole_one(application, engine):
     stage = application.service.stage
     number, _ = await stage.next(0)
