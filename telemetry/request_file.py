@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 from collections import deque
 from datetime import UTC, datetime
 from pathlib import Path
-
-import msgspec
 
 from telemetry.request_times import request_times
 from telemetry.timeline import Hop, Mark, RequestTimeline
@@ -67,7 +66,8 @@ class RequestFile:
             **request_times(timeline),
             "parameters": {name.removeprefix("gen_ai.request."): value for name, value in timeline.request.items()},
         }
-        self._lines.append((ended, msgspec.json.encode(record, enc_hook=str) + b"\n"))
+        # The standard library's, because it writes any text as ASCII, halves of surrogate pairs too.
+        self._lines.append((ended, json.dumps(record, default=str).encode() + b"\n"))
         if self._closed:  # a reader that hears of the end after the engine's
             self.flush()
 

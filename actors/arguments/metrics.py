@@ -15,7 +15,7 @@ METRIC_ARGUMENTS: tuple[Argument, ...] = (
         kind="flag",
         default=True,
         group="Metrics",
-        help="Measure, and answer GET /metrics. Without it nothing is measured but what health and the live page show.",
+        help="Measure, and answer GET /metrics. Without it the live page shows no traffic between the actors.",
     ),
     Argument(
         name="metrics-names",

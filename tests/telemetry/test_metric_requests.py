@@ -186,6 +186,7 @@ async def test_each_request_is_a_json_line_of_its_hour(tmp_path) -> None:
     file = RequestFile(str(tmp_path / "made"), largest=400)
     for number in range(3):
         _, timeline = begin(file, **{"gen_ai.request.max_tokens": 9})
+        timeline.label = "half a pair: \ud800"
         timeline.started_unix = 1_700_000_000.0 + 3600 * (number == 2)
         timeline.close(Outcome(("stop",)), live(timeline))
     assert not (tmp_path / "made").exists()
@@ -198,6 +199,7 @@ async def test_each_request_is_a_json_line_of_its_hour(tmp_path) -> None:
     }
     record = json.loads(files["troupe-requests-20231114T22-000.jsonl"][0])
     assert record["request_id"] == "req-1"
+    assert record["label"] == "half a pair: \ud800"
     assert record["finish_reasons"] == ["stop"]
     assert record["parameters"] == {"max_tokens": 9}
     assert record["output_tokens"] == 11
