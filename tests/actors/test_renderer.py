@@ -7,14 +7,16 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import psutil
 import pytest
 
 from actors import rendering
+from actors.engine import Engine
 from actors.protocol import Render, RendererConfig, RendererProtocol
 from actors.rendering import Rendering
-from actors.requests import LIMITS, Chat, InvalidRequest, RequestFailed
+from actors.requests import LIMITS, Chat, InvalidRequest, RequestFailed, SamplingParams
 from actors.runtime import ActorDied, ActorSystem, ChildCrash
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ bos_token }}"
@@ -175,3 +177,35 @@ async def test_the_process_is_small_and_has_no_library_of_models() -> None:
         assert process.memory_info().rss < 64 << 20
         mapped = " ".join(region.path for region in process.memory_maps())
         assert not any(name in mapped for name in ("torch", "tokenizers", "numpy"))
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+async def test_the_switch_of_an_engine(tiny_model: Path, trusted: bool) -> None:
+    options = {"dtype": "float32", "cpu_threads": 1, "max_total_tokens": 1024}
+    async with Engine(model=str(tiny_model), trust_request_chat_template=trusted, **options) as engine:
+        own = chat(template="{{ messages[0].content }} the fox")
+        names = {actor.name for actor in engine.actors() if actor.name.startswith("renderer")}
+        if trusted:
+            assert names == {"renderer-0", "renderer-guests"}
+            assert await engine.tokenize(own) == await engine.tokenize("hi the fox", add_special_tokens=False)
+        else:
+            assert names == {"renderer-0"}
+            with pytest.raises(InvalidRequest, match="trust-request-chat-template"):
+                await engine.generate(own, SamplingParams(max_tokens=1)).ready()
+        assert (await engine.render(chat())).startswith("<|im_start|>user")
+        renderer = next(actor for actor in engine.actors() if actor.name == "renderer-0")
+        assert renderer.pid is not None
+        os.kill(renderer.pid, signal.SIGKILL)
+        assert (await engine.render(chat())).startswith("<|im_start|>user")
+        assert engine.status.phase == "ready"
+
+
+async def test_what_a_template_makes_of_little_is_measured_before_it_is_encoded(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    template = tmp_path / "long.jinja"
+    template.write_text("{{ messages[0].content * 1000000 }}")
+    options = {"dtype": "float32", "cpu_threads": 1, "max_total_tokens": 1024, "chat_template": str(template)}
+    async with Engine(model=str(tiny_model), **options) as engine:
+        with pytest.raises(InvalidRequest, match="2000000 characters"):
+            await engine.tokenize(chat())

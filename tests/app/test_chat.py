@@ -143,6 +143,13 @@ async def test_parameters_reach_the_engine(application, engine):
     assert msgspec.json.decode(data)["choices"][0]["finish_reason"] == "length"
 
 
+async def test_a_requests_own_template_reaches_a_server_that_trusts_it(make_application):
+    application = make_application(trust_request_chat_template=True)
+    await post(application, {**BODY, "chat_template": "{{ messages }}"})
+    await post(application, {**BODY, "chat_template": ""})
+    assert [request["prompt"].template for request in application.engine.requests] == ["{{ messages }}", None]
+
+
 @pytest.mark.parametrize(
     ("change", "param"),
     [
