@@ -14,18 +14,18 @@ export const TITLES = {
 
 // [from, side, shift, to, side, shift, where its label stands]
 export const WIDE = {
-  width: 1000,
-  height: 352,
-  box: { width: 168, height: 68 },
+  width: 908,
+  height: 344,
+  box: { width: 164, height: 68 },
   places: {
-    http: [94, 176],
-    renderer: [94, 52],
-    tokenizer: [356, 52],
-    scheduler: [618, 52],
-    worker: [906, 52],
-    cache: [906, 186],
-    detokenizer: [618, 300],
-    streams: [356, 300],
+    http: [92, 170],
+    renderer: [92, 46],
+    tokenizer: [330, 46],
+    scheduler: [568, 46],
+    worker: [818, 46],
+    cache: [818, 180],
+    detokenizer: [568, 294],
+    streams: [330, 294],
   },
   ways: [
     ["http", "top", 0, "renderer", "bottom", 0, "right"],
