@@ -40,6 +40,7 @@ def small_engine(model: Path, **keywords: Any) -> Engine:
         "max_queued_requests": 4,
         "chunked_prefill_size": 32,
         "max_total_tokens": 1024,
+        "standby_worker": False,
     }
     return Engine(model=str(model), **(options | keywords))
 

@@ -208,9 +208,14 @@ async def test_a_step_without_an_answer_is_an_error() -> None:
 
 
 def small_engine(model: Path, **keywords: Any) -> Engine:
-    return Engine(
-        model=str(model), dtype="float32", cpu_threads=1, max_running_requests=4, max_total_tokens=1024, **keywords
-    )
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "cpu_threads": 1,
+        "max_running_requests": 4,
+        "max_total_tokens": 1024,
+        "standby_worker": False,
+    }
+    return Engine(model=str(model), **(options | keywords))
 
 
 @pytest.fixture(scope="module")

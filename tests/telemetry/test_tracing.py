@@ -46,6 +46,7 @@ def arguments(model: Path, **keywords: Any) -> Arguments:
         "chunked_prefill_size": 32,
         "max_total_tokens": 2048,
         "skip_server_warmup": True,
+        "standby_worker": False,
         "api_key": "secret",
         "admin_api_key": "admin",
         "enable_trace": True,
