@@ -99,8 +99,11 @@ def _run(arguments: Arguments) -> int:
         app = create_app(arguments)
         return await serve(app, app, config, sockets)
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return OK if runner.run(run()) else ENGINE_FAILED
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return OK if runner.run(run()) else ENGINE_FAILED
+    except ArgumentError as error:  # what only the engine can know, such as an extra that is not installed
+        return _usage_error(error.problems, "All arguments: troupe serve --help")
 
 
 def _configure_logging(arguments: Arguments) -> None:

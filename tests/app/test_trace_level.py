@@ -7,6 +7,9 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from app.cli import main
+from tests.bench.serving import free_port
+
 ADMIN = {"Authorization": "Bearer admin"}
 
 
@@ -43,3 +46,12 @@ async def test_the_level_is_set_or_refused(make_application, query, body, status
     assert application.engine.tracing.level == level
     if status == 400:
         assert told["error"]["param"] == "level"
+
+
+def test_traces_without_an_exporter_are_refused_in_a_sentence(monkeypatch, capsys):
+    monkeypatch.setattr("telemetry.trace_export.is_installed", lambda: False)
+    monkeypatch.setattr("app.cli._configure_logging", lambda arguments: None)
+    assert main(["serve", "--enable-trace", "--port", str(free_port())]) == 2
+    told = capsys.readouterr().err
+    assert "enable_trace needs the OTLP exporters: pip install 'troupe-llm[otlp]'" in told
+    assert "Traceback" not in told
