@@ -28,6 +28,15 @@ async def take(engine: Engine, params: SamplingParams = PARAMS) -> None:
         pass
 
 
+async def quiet(engine: Engine) -> None:
+    """Return when the device owes nothing, so that two readings are of one moment."""
+    async with asyncio.timeout(10):
+        while True:
+            if engine.vitals.oldest_step_sent is None:
+                return
+            await asyncio.sleep(0.01)
+
+
 def scrape(engine: Engine) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
     found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
     for family in text_string_to_metric_families(generate_latest(engine.registry).decode()):
@@ -64,6 +73,7 @@ async def test_an_engines_metrics_tell_what_it_did(
             engine.generate([], PARAMS)
         with pytest.raises(QueueFull):
             engine.generate([1], SamplingParams(n=4))
+        await quiet(engine)
         found = await asyncio.to_thread(scrape, engine)
         assert engine.traffic.flows["worker-0", "Step"].count >= 12
 
@@ -84,7 +94,9 @@ async def test_an_engines_metrics_tell_what_it_did(
     assert number("troupe_output_tokens_count") == 3
     assert number("troupe_inter_token_latency_seconds_count") >= 22
     assert number("troupe_step_tokens_total", mode="prefill") == 11
-    assert number("troupe_step_rows_total", execution="eager") == number("troupe_step_rows_sum") > 0
+    assert number("troupe_step_rows_total", execution="eager") >= 25
+    assert number("troupe_step_rows_total", execution="graph") == 0
+    assert number("troupe_step_rows_sum") >= 25
     assert number("troupe_generated_tokens_total") >= 25
     assert number("troupe_admission_rejections_total", reason="sequences") == 1
     assert number("troupe_admission_retry_after_seconds_count") == 1
@@ -97,13 +109,13 @@ async def test_an_engines_metrics_tell_what_it_did(
     assert number("troupe_process_resident_memory_bytes", process="worker-0") > 2**20
     assert number("troupe_tasks") > 3
     assert number("vllm:generation_tokens_total") == number("troupe_generated_tokens_total")
-    # Every metric of the table is there, but those of things that did not happen.
+    # Every metric of the table is there, but those of things that did not happen (and of traces).
     exposed = {name.removesuffix(ending) for name in found for ending in ("", "_count")}
     missing = METRICS.keys() - exposed
     assert missing <= {
         *("troupe_stream_errors_total", "troupe_http_requests_total", "troupe_unknown_fields_total"),
         *("troupe_ask_timeouts_total", "troupe_dead_letters_total", "troupe_restarts_total", "troupe_recovery_seconds"),
-        "troupe_request_tokenize_seconds",
+        *("troupe_request_tokenize_seconds", "troupe_trace_spans_total"),
     }
 
     lines = [json.loads(line) for path in tmp_path.iterdir() for line in path.read_text().splitlines()]
@@ -111,7 +123,7 @@ async def test_an_engines_metrics_tell_what_it_did(
     assert {line["output_tokens"] for line in lines if line["finish_reasons"] == ["length"]} == {12}
     told = [(record.name, record.getMessage()) for record in caplog.records]
     assert sum(name == "troupe.request_times" for name, _ in told) == 5
-    assert any(name == "troupe.steps" and text.startswith("Decode: 2 rows") for name, text in told)
+    assert any(name == "troupe.steps" and text.startswith("Decode: ") for name, text in told)
     assert gc.callbacks == callbacks
 
 
