@@ -98,7 +98,10 @@ function facts(told) {
     ["Operation", told.operation],
     ["Model", told.model],
     ["Arrived", new Date(told.started_unix * 1000).toLocaleTimeString("en-GB")],
-    ...Object.entries(told.request).map(([name, value]) => [name.replace(/^gen_ai\.request\./, ""), number(value, name)]),
+    ...Object.entries(told.request).map(([name, value]) => [
+      name.replace(/^gen_ai\.request\./, ""),
+      number(value, name),
+    ]),
   ];
   const made = rows.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)));
   if (told.trace_id) {
