@@ -17,6 +17,9 @@ PROCESSOR_SECONDS = 5.0
 
 MEMORY = 512 << 20
 
+MOST_RENDERERS = 4
+"""However many tokenizers there are: a rendering is much shorter than an encoding, and each is a process of 20 MiB."""
+
 _PATIENCE = 60.0
 _START_TIMEOUT = 60.0
 _SILENCE = 60.0  # seconds without a heartbeat: it is stopped or swapped out, which no limit on processor time ends
@@ -36,7 +39,10 @@ class Rendering:
     async def start(
         cls, system: ActorSystem, *, template: str | None, variables: dict[str, str], count: int, guests: bool
     ) -> Rendering:
-        """Start the processes; they come up while the worker loads. Without a template there is nothing to render."""
+        """Start ``count`` processes, :data:`MOST_RENDERERS` at most; they come up while the worker loads.
+
+        Without a template there is nothing to render.
+        """
 
         async def spawn(name: str) -> ActorRef[RendererProtocol]:
             return await system.spawn_process(
@@ -56,7 +62,7 @@ class Rendering:
                 wait=False,
             )
 
-        renderers = [await spawn(f"renderer-{number}") for number in range(count)] if template else []
+        renderers = [await spawn(f"renderer-{n}") for n in range(min(count, MOST_RENDERERS))] if template else []
         return cls(renderers, await spawn("renderer-guests") if guests else None)
 
     async def render(self, chat: Chat) -> str:

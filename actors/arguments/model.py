@@ -45,7 +45,8 @@ MODEL_ARGUMENTS: tuple[Argument, ...] = (
         minimum=1,
         maximum=64,
         group="Model and tokenizer",
-        help="How many prompts may be rendered and encoded at the same time (threads).",
+        help="How many prompts may be encoded at the same time (threads); chat templates have as many processes, "
+        "four at most.",
     ),
     Argument(
         name="skip-tokenizer-init",

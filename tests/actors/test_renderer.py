@@ -209,3 +209,14 @@ async def test_what_a_template_makes_of_little_is_measured_before_it_is_encoded(
     async with Engine(model=str(tiny_model), **options) as engine:
         with pytest.raises(InvalidRequest, match="2000000 characters"):
             await engine.tokenize(chat())
+
+
+async def test_renderers_take_turns_and_are_few() -> None:
+    async with ActorSystem() as system:
+        rendering_ = await Rendering.start(system, template=TEMPLATE, variables={}, count=9, guests=False)
+        turns: set[str] = set()
+        system.observe_handled = lambda cell, *_: turns.add(cell.name)
+        assert len(system.describe()) == rendering.MOST_RENDERERS
+        for _ in range(rendering.MOST_RENDERERS):
+            await rendering_.render(chat())
+        assert turns == {f"renderer-{number}" for number in range(rendering.MOST_RENDERERS)}
