@@ -121,7 +121,9 @@ class Tracing:
                 carrier[key] = (
                     f"{carrier[key]},{value.decode('latin-1')}" if key in carrier else value.decode("latin-1")
                 )
-        parent = _PROPAGATOR.extract(carrier, otel_context.get_current())
+        parent = otel_context.get_current()
+        if not get_current_span(parent).get_span_context().is_valid:  # else a service around us has read the headers
+            parent = _PROPAGATOR.extract(carrier, parent)
         span = self._tracer.start_span(
             f"{method} {route}",
             parent,

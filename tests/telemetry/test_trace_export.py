@@ -15,6 +15,7 @@ import pytest_asyncio
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import get_current_span
 
 from actors.arguments import ArgumentError, Arguments
 from actors.engine import Engine
@@ -268,6 +269,30 @@ async def test_without_a_span_of_its_own_a_service_may_name_the_parent(
     (request,) = [span for span in exporter.get_finished_spans() if span.name.startswith("text_completion")]
     assert request.parent is not None
     assert f"{request.parent.span_id:016x}" == CALLER.split("-")[2]
+
+
+async def test_an_exchange_is_below_the_span_of_a_service_around_it_else_below_the_clients() -> None:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    tracing = Tracing(provider)
+
+    def exchange() -> str:
+        span = tracing.serve([(b"TraceParent", CALLER.encode())], method="POST", route="/x", attributes={})
+        assert span is not None
+        assert get_current_span().is_recording()
+        span.end(503, "")
+        done = exporter.get_finished_spans()[-1]
+        assert (done.attributes or {})["error.type"] == "503"
+        assert done.parent is not None
+        return f"{done.parent.span_id:016x}"
+
+    assert exchange() == CALLER.split("-")[2]
+    with provider.get_tracer("service").start_as_current_span("outer") as outer:
+        assert exchange() == f"{outer.get_span_context().span_id:016x}"
+    assert not get_current_span().is_recording()
+    tracing.level = 0
+    assert tracing.serve([], method="POST", route="/x", attributes={}) is None
 
 
 # -- arguments
