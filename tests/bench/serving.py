@@ -116,6 +116,11 @@ class Client:
         text = b"".join([chunk async for chunk in self._chunks(headers, reader)])
         return status, msgspec.json.decode(text) if text else None
 
+    async def text(self, path: str) -> str:
+        """A page as text, whatever its status."""
+        _, headers, reader = await self._send("GET", path, b"")
+        return b"".join([chunk async for chunk in self._chunks(headers, reader)]).decode()
+
     async def complete(self, body: dict[str, object], output_len: int) -> Sample:
         sample = Sample()
         start = last = time.perf_counter()
