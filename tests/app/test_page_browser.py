@@ -116,6 +116,16 @@ def answered(page: Any, *, times: int = 1) -> Any:
     return page.locator(".turn.assistant").last
 
 
+def make_long(page: Any, tokens: int) -> None:
+    """Answers of this page go on for so many tokens: time enough to see them come."""
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.continue_(
+            post_data={**route.request.post_data_json, "ignore_eos": True, "max_tokens": tokens}
+        ),
+    )
+
+
 def wait_frames(page: Any, more: int = 2) -> None:
     """Until the stage has drawn some more frames."""
     page.wait_for_function("() => Number(document.body.dataset.frame) > 0")
@@ -133,6 +143,7 @@ def has_no_horizontal_scroll(page: Any) -> bool:
 def test_chat_streams_an_answer_and_shows_its_hops(server, open_page):
     page = open_page(server.url)
     page.wait_for_function("() => document.getElementById('model-name').textContent === 'understudy'")
+    make_long(page, 400)
     page.evaluate(
         """() => {
           window.seen = new Set();
@@ -165,9 +176,28 @@ def test_chat_streams_an_answer_and_shows_its_hops(server, open_page):
     assert page.locator(".turn").count() == 0
 
 
+def test_a_trace_id_can_be_copied(server, open_page):
+    page = open_page(server.url, permissions=["clipboard-read", "clipboard-write"])
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    asked = httpx.post(
+        f"{server.url}/v1/chat/completions",
+        json={"messages": [{"role": "user", "content": "Hello"}], "temperature": 0.5},
+        headers={"traceparent": f"00-{trace}-b7ad6b7169203331-01"},
+        timeout=30,
+    )
+    handle = httpx.get(f"{server.url}/stage/requests/{asked.headers['x-request-id']}").json()["handle"]
+    wait_frames(page)
+    page.hover("#timeline .window")
+    page.click(f".request[aria-label^='Request {handle}:']")
+    page.click(".trace button")
+    page.wait_for_selector(".trace >> text=Copied")
+    assert page.evaluate("() => navigator.clipboard.readText()") == trace
+    assert "0.5" in page.locator(".waterfall .facts dd").all_inner_texts()
+
+
 def test_the_stop_button_stops(server, open_page):
     page = open_page(server.url)
-    page.route("**/v1/chat/completions", lambda route: route.continue_(post_data=endless(route.request.post_data_json)))
+    make_long(page, 3000)
     page.fill("#prompt", "Tell me a story.")
     page.click("#send")
     page.wait_for_function("() => document.querySelector('.turn.assistant .body')?.textContent.length > 40")
@@ -179,10 +209,6 @@ def test_the_stop_button_stops(server, open_page):
     page.wait_for_function("() => document.getElementById('figure-running').textContent === '0'")
     assert len(answer.locator(".body").inner_text()) == length
     assert page.evaluate("() => document.activeElement.id") == "prompt"
-
-
-def endless(body: dict[str, Any]) -> dict[str, Any]:
-    return {**body, "ignore_eos": True, "max_tokens": 3000}
 
 
 def test_thoughts_fold_and_tool_calls_are_cards(server, open_page):

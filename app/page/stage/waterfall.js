@@ -113,7 +113,7 @@ function facts(told) {
 
 function number(value, name) {
   if (typeof value === "number" && SECONDS.test(name)) return duration(value);
-  if (typeof value === "number" && !Number.isInteger(value)) return value.toPrecision(4);
+  if (typeof value === "number" && !Number.isInteger(value)) return String(Number(value.toPrecision(4)));
   if (typeof value === "boolean") return value ? "yes" : "no";
   return String(value);
 }
