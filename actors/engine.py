@@ -291,10 +291,12 @@ class Engine:
         """Generate from a text, token ids or a conversation; an asynchronous iterator of deltas.
 
         Everything that can be refused without waiting is refused here: raises InvalidRequest, QueueFull,
+        tenant: str = "",
         EngineNotReady, EngineDraining, EngineFailed. What needs the tokenizer is refused by ``await stream.ready()`` or
         the first delta. ``request_id`` is the caller's label for logs and :meth:`abort`; ``timeout`` is seconds for the
-        whole request; ``cache_salt`` keeps its cached prefixes apart from those of other salts. ``timeline`` is what
-        the caller has opened for this request in :attr:`timelines`; it ends with the request, also with a refused one.
+        whole request; ``cache_salt`` keeps its cached prefixes apart from those of other salts. ``tenant`` is whose it
+        is: tenants get equal shares of the engine. ``timeline`` is what the caller has opened for this request in
+        :attr:`timelines`; it ends with the request, also with a refused one.
         """
         self._check_loop()
         if timeline is None:
@@ -319,6 +321,7 @@ class Engine:
             timeline.mark("rejected", time.monotonic())
             self.timelines.close(timeline, Outcome(error_type=type(error).__name__, message=str(error)))
             raise
+                tenant=tenant,
 
     def _require_ready(self) -> Intake:
         if self._phase == "draining":

@@ -39,6 +39,7 @@ from actors.runtime import ActorDied, AskTimeout, MailboxFull, Message, current_
 from actors.sampling_rules import resolve, slot_sampling, validate
 from actors.served_model import ServedModel
 from actors.streams import RequestStream, StreamBuffer
+from actors.turnstile import Turnstile
 from telemetry.timeline import Outcome, RequestTimeline, Timelines, Value
 
 __all__ = ["Intake", "Prompt"]
@@ -48,6 +49,9 @@ Prompt = str | Sequence[int] | Chat
 
 _ENCODE_TIMEOUT = 120.0
 _MAX_TIMEOUT = 86400.0
+_READERS_A_TURN = 32
+"""Streams that are woken in one turn of the loop: each may cost its reader a write to a socket."""
+
 _CHOICES_PER_CONTEXT = 16
 """One request's choices together may ask for this many contexts of tokens."""
 
@@ -82,6 +86,8 @@ class Intake:
         self.door = Door(
             max_sequences=arguments.max_running_requests + arguments.max_queued_requests,
             max_tokens=arguments.max_queued_tokens,
+            tenants=max(1, len(arguments.api_keys)),
+            busy_from=arguments.max_running_requests,
         )
         self.idle = asyncio.Event()
         self.idle.set()
@@ -93,9 +99,10 @@ class Intake:
         self._requests: dict[str, _Request] = {}
         self._numbers = itertools.count(1)
         self._turns = itertools.count()
+        self._readers = Turnstile(_READERS_A_TURN)
         # With --random-seed the same requests in the same order sample the same tokens after a new start.
         seed = arguments.random_seed
-        self._seeds: random.Random = secrets.SystemRandom() if seed is None else random.Random(seed)
+        self._seeds = random.Random(secrets.randbits(128) if seed is None else seed)
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -112,6 +119,7 @@ class Intake:
         priority: int,
         timeout: float | None,
         cache_salt: str | None,
+        tenant: str = "",
     ) -> RequestStream:
         """Check what can be checked at once and take the ticket. The stream has the timeline's id."""
         timeline.request |= _asked(params)
@@ -124,11 +132,11 @@ class Intake:
         now = time.monotonic()
         timeout = self._arguments.request_timeout if timeout is None else timeout
         deadline = None if timeout is None else now + timeout
-        ticket = self.door.enter(params.n, _estimate(prompt) * params.n, now)
+        ticket = self.door.enter(params.n, _estimate(prompt) * params.n, now, tenant)
         admission = timeline.open_hop("admission")
         if admission is not None:
             timeline.finish(admission, now, choices=params.n, priority=priority)
-        buffer = StreamBuffer(timeline, params.n, interval=self._arguments.stream_interval)
+        buffer = StreamBuffer(timeline, params.n, interval=self._arguments.stream_interval, turnstile=self._readers)
         self._requests[buffer.request_id] = _Request(
             buffer=buffer,
             timeline=timeline,
@@ -257,6 +265,7 @@ class Intake:
                     sequence=spec.sequence,
                     index=index,
                     spec=spec,
+                tenant=request.ticket.tenant,
                     params=params,
                     stream=request.buffer,
                     timeline=request.timeline,

@@ -144,6 +144,7 @@ class SequenceSpec(msgspec.Struct, frozen=True, kw_only=True):
     deadline: float | None = None  # clock seconds
     salt: bytes = b""  # keeps prefixes of different tenants apart
 
+    tenant: str = ""  # whose it is: several get equal shares of the engine
 
 class Submit(Message[SchedulerProtocol, None], frozen=True):
     """Take these sequences (the choices of one request) into the queue. A sequence already known is left alone."""

@@ -11,6 +11,7 @@ from types import TracebackType
 
 from actors.requests import Delta, RequestAborted, RequestTimeout, TokenLogprob
 from telemetry.timeline import Hop, RequestTimeline
+from actors.turnstile import Turnstile
 
 __all__ = ["RequestStream", "StreamBuffer", "merge"]
 
@@ -42,10 +43,12 @@ class StreamBuffer:
     """Where the journal puts a request's deltas and its stream takes them; one wake-up at most per step.
 
     Deltas of a choice that wait for a slow reader are handed out merged: the buffer holds no more than the request's
-    own length.
+    own length. With a ``turnstile`` the readers of a large batch are not all woken in one turn of the loop.
     """
 
-    def __init__(self, timeline: RequestTimeline, choices: int, *, interval: int = 1) -> None:
+    def __init__(
+        self, timeline: RequestTimeline, choices: int, *, interval: int = 1, turnstile: Turnstile | None = None
+    ) -> None:
         self.timeline = timeline
         self.request_id = timeline.request_id
         self.open_choices = choices
@@ -57,10 +60,12 @@ class StreamBuffer:
         self._taking: Hop | None = None
         self._interval = interval
         self._running = choices  # whose last delta has not come
+        self._turnstile = turnstile
         self._pending: dict[int, list[Delta]] = {}
         self._due: dict[int, None] = {}  # choices with enough to show, the longest waiting first
         self._waiter: asyncio.Future[None] | None = None
 
+        self._woken = False  # whether the waiter stands at the turnstile
     def push(self, delta: Delta) -> None:
         """Add news of a choice. They are shown at its first token, then every ``interval`` tokens, and at its end."""
         index = delta.index
@@ -90,8 +95,14 @@ class StreamBuffer:
 
     def wake(self) -> None:
         """Let the reader look again."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter = self._waiter
+        if waiter is None or waiter.done() or self._woken:
+            return
+        if self._turnstile is None:
+            waiter.set_result(None)
+        else:
+            self._woken = True
+            self._turnstile.release(waiter)
 
     def take(self) -> Delta | None:
         """What waits of the choice that waits longest, or None."""
@@ -122,6 +133,7 @@ class StreamBuffer:
             raise RuntimeError("This stream is being read by another task. Let one task read it.")
         self._waiter = asyncio.get_running_loop().create_future()
         try:
+        self._woken = False
             if deadline is None:
                 await self._waiter
             else:

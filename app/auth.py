@@ -31,16 +31,19 @@ class Keyring:
     def __init__(self, user: Iterable[str] = (), admin: Iterable[str] = ()) -> None:
         self._user = tuple(key.encode() for key in user if key)
         self._admin = tuple(key.encode() for key in admin if key)
+        # Whose a request is matters where several share the engine; a name tells nothing of the key.
+        several = len(self._user) > 1
+        self._tenants = [f"key-{number}" if several else "" for number in range(1, len(self._user) + 1)]
+        self._tenants += ["admin" if several else ""] * len(self._admin)
 
-    def check(
-        self, level: Level, headers: Iterable[tuple[bytes, bytes]], server: tuple[str, int | None] | None
-    ) -> None:
-        """Raise :class:`ApiError` (401 or 404) unless the headers carry a key for ``level``.
+    def check(self, level: Level, headers: Iterable[tuple[bytes, bytes]], server: tuple[str, int | None] | None) -> str:
+        """Whose key the headers carry, or "" where that makes no difference.
 
-        ``server`` is the address that the connection came in on (``scope["server"]``).
+        ``server`` is the address that the connection came in on (``scope["server"]``). Raises :class:`ApiError` (401 or
+        404) unless there is a key for ``level``.
         """
         if level is Level.PUBLIC:
-            return
+            return ""
         if level is Level.ADMIN:
             if not self._admin:
                 if self._user or not _is_loopback(server):
@@ -49,18 +52,20 @@ class Keyring:
                         "There is no such path here: admin routes need --admin-api-key.",
                         code="not_found",
                     )
-                return
+                return ""
             self._demand(headers, self._admin)
         elif self._user:
-            self._demand(headers, self._user + self._admin)
+            return self._tenants[self._demand(headers, self._user + self._admin)]
+        return ""
 
-    def _demand(self, headers: Iterable[tuple[bytes, bytes]], keys: tuple[bytes, ...]) -> None:
+    def _demand(self, headers: Iterable[tuple[bytes, bytes]], keys: tuple[bytes, ...]) -> int:
+        """The place of the key that was given."""
         given = _given_keys(headers)
-        matched = False
-        for key in keys:  # every key is compared with every given one: no early exit tells which was close
+        matched = -1
+        for place, key in enumerate(keys):  # each is compared with every given one: no early exit tells which was close
             for candidate in given:
-                matched |= hmac.compare_digest(candidate, key)
-        if not matched:
+                matched = (matched, place)[hmac.compare_digest(candidate, key)]
+        if matched < 0:
             raise ApiError(
                 401,
                 "Incorrect API key; send it as 'Authorization: Bearer KEY'."
@@ -70,6 +75,7 @@ class Keyring:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+        return matched
 
 
 def _given_keys(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:

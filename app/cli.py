@@ -83,6 +83,7 @@ def _run(arguments: Arguments) -> int:
     import uvloop
 
     from app.application import create_app
+    from app.collector import QuietCollector
     from app.server import configuration, listen, serve
 
     _configure_logging(arguments)
@@ -97,7 +98,8 @@ def _run(arguments: Arguments) -> int:
 
     async def run() -> bool:
         app = create_app(arguments)
-        return await serve(app, app, config, sockets)
+        with QuietCollector(lambda: not app.service.live).running():
+            return await serve(app, app, config, sockets)
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -73,6 +73,7 @@ class Door:
         label, traceparent = _labels(scope["headers"])
         exchange = Exchange(
             send,
+            request_id=service.ids.new(route.id_prefix if route is not None else "req-"),
             route=route,
             method=method,
             path=path,
@@ -100,7 +101,7 @@ class Door:
                 request=dict(exchange.custom_labels),
             )
         try:
-            refusal = self._refusal(scope, route)
+            refusal = self._refusal(scope, route, exchange)
             if refusal is not None:
                 await exchange.answer(refusal)
             else:
@@ -124,13 +125,13 @@ class Door:
                     exchange.span.end(exchange.status, "" if exchange.complete else exchange.outcome or "disconnect")
                 self._record(exchange)
 
-    def _refusal(self, scope: Scope, route: Route | None) -> ApiError | None:
+    def _refusal(self, scope: Scope, route: Route | None, exchange: Exchange) -> ApiError | None:
         service = self._service
         method, path = scope["method"], scope["path"]
         siblings = service.table.at(path)
         level = route.level if route is not None else siblings[0].level if siblings else Level.USER
         try:
-            service.keyring.check(level, scope["headers"], scope.get("server"))
+            exchange.tenant = service.keyring.check(level, scope["headers"], scope.get("server"))
         except ApiError as error:
             return error
         if _framed_twice(scope["headers"]):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import secrets
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextvars import ContextVar
@@ -50,6 +49,7 @@ class Exchange:
         self,
         send: Send,
         *,
+        request_id: str,
         route: Route | None,
         method: str,
         path: str,
@@ -62,7 +62,8 @@ class Exchange:
         self.method = method
         self.path = path
         self.label = label  # the client's own id: echoed and logged, never a key
-        self.request_id = f"{route.id_prefix if route else 'req-'}{secrets.token_hex(16)}"
+        self.request_id = request_id
+        self.tenant = ""  # whose API key it came with, where there are several
         self.started = time.monotonic()
         self.status = 0  # 0: nothing was sent
         self.timeline: RequestTimeline | None = None  # of a request that is to generate

@@ -40,7 +40,7 @@ def log_output(arguments: Arguments, stream: TextIO) -> LogOutput:
         lines,
         formatters={REQUEST_LOGGER: requests},
         context=_context,
-        secrets=[key for key in (arguments.api_key, arguments.admin_api_key) if key],
+        secrets=[*arguments.api_keys, *([arguments.admin_api_key] if arguments.admin_api_key else [])],
     )
 
 

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import math
 import resource
 import signal
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -18,13 +19,14 @@ from typing import Any, Protocol
 
 import hypercorn.asyncio.run
 from hypercorn.asyncio.run import worker_serve
-from hypercorn.asyncio.tcp_server import TCPServer
+from hypercorn.asyncio.tcp_server import MAX_RECV, TCPServer
 from hypercorn.config import Config, Sockets
-from hypercorn.events import Event, Updated
+from hypercorn.events import Closed, Event, RawData, Updated
 from hypercorn.typing import ASGIFramework
 from hypercorn.utils import wrap_app
 
 from actors.arguments import Arguments
+from actors.turnstile import Turnstile
 
 __all__ = ["Served", "configuration", "listen", "serve"]
 
@@ -41,6 +43,10 @@ HEADER_TIMEOUT = 20.0
 
 SPARE_FILES = 256
 """File descriptors that connections leave to the engine."""
+
+READS_A_TURN = 8
+"""Connections whose bytes are taken in one turn of the loop: a new request costs about a millisecond, and thousands may
+come in the same moment."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -66,12 +72,28 @@ class Crowd:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.limit = 1 << 20 if soft == resource.RLIM_INFINITY else max(64, soft - SPARE_FILES)
         self.open = 0
+        self.turnstile = Turnstile(READS_A_TURN)
+        self._warned = -math.inf  # loop seconds
+
+    def full(self, now: float) -> bool:
+        """Whether there is no room for another connection; says what to do about it, once a minute."""
+        if self.open < self.limit:
+            return False
+        if now - self._warned >= 60:
+            self._warned = now
+            log.error(
+                "%d connections are open, as many as the limit on open files allows; new ones are closed. Raise it "
+                "(ulimit -n, LimitNOFILE= of systemd), or put fewer clients on this server.",
+                self.open,
+            )
+        return True
 
 
 class Connection(TCPServer):
-    """Hypercorn's connection (0.18), without two faults: it would keep the socket of a client that has gone until
+    """Hypercorn's connection (0.18), without three faults: it would keep the socket of a client that has gone until
     ``keep_alive_timeout`` is over, and clients that connect for each request would use up the file descriptors; and it
-    would give a client that sends the head of its first request drop by drop as long as that."""
+    would give a client that sends the head of its first request drop by drop as long as that; and the requests of a
+    crowd would hold up the loop until all of them are read."""
 
     def __init__(self, crowd: Crowd, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -79,7 +101,7 @@ class Connection(TCPServer):
         self._greeted = False
 
     async def run(self) -> None:
-        if self._crowd.open >= self._crowd.limit:
+        if self._crowd.full(self.loop.time()):
             self.writer.transport.abort()
             return
         self._crowd.open += 1
@@ -101,7 +123,15 @@ class Connection(TCPServer):
         await asyncio.shield(self._initiate_server_close())
 
     async def _read_data(self) -> None:
-        await super()._read_data()
+        # Hypercorn's own, without its timeout, which would be a task a read, and with the turnstile.
+        while not self.reader.at_eof():
+            try:
+                data = await self.reader.read(MAX_RECV)
+            except OSError:
+                break
+            await self._crowd.turnstile.enter()
+            await self.protocol.handle(RawData(data))
+        await self.protocol.handle(Closed())
         await self.idle_task.stop()
 
     async def protocol_send(self, event: Event) -> None:

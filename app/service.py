@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 from quart import Response
 
+from actors.admission import most_for_one
 from actors.arguments import Arguments
 from actors.requests import LIMITS, Chat, InvalidRequest, QueueFull, SamplingParams
 from actors.status import EngineStatus
@@ -21,6 +22,7 @@ from app.auth import Keyring
 from app.decoding import UnknownFields, decode, shallow_objects
 from app.errors import ApiError, invalid, shutting_down, to_api_error
 from app.exchange import Exchange, is_label
+from app.ids import Ids
 from app.routes import Route, RouteTable
 from app.stage.frames import Stage
 
@@ -51,9 +53,10 @@ class Service:
         self.arguments = arguments
         self.table = table
         self.keyring = Keyring(
-            user=(arguments.api_key,) if arguments.api_key else (),
+            user=arguments.api_keys,
             admin=(arguments.admin_api_key,) if arguments.admin_api_key else (),
         )
+        self.ids = Ids()
         self.live: set[Exchange] = set()
         self.stage = Stage(self)
         self.created = int(time.time())
@@ -168,6 +171,7 @@ class Service:
                 request_id=label if label is not None else exchange.label or exchange.request_id,
                 priority=priority or 0,
                 cache_salt=cache_salt,
+                tenant=exchange.tenant,
                 timeline=exchange.take_timeline(label),
             )
         except InvalidRequest as error:
@@ -179,11 +183,12 @@ class Service:
 
     def check_size(self, prompts: int, choices: int, param: str) -> None:
         """400 for a request that could never enter the queue, however long its client waits."""
-        room = self.arguments.max_running_requests + self.arguments.max_queued_requests
+        bound = self.arguments.max_running_requests + self.arguments.max_queued_requests
+        room = most_for_one(bound, len(self.arguments.api_keys))
         if choices <= LIMITS.n and prompts * choices > room:  # what is past its own limit, the engine refuses
             raise invalid(
                 f"{param}: {prompts} prompts with {choices} choices each are more than the {room} that this server "
-                "takes at a time; split the request.",
+                "takes of a client at a time; split the request.",
                 param=param,
             )
 

@@ -14,7 +14,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 class LoopLag:
     """Samples of the loop's lag, in seconds."""
 
-    def __init__(self, interval: float = 0.5) -> None:
+    def __init__(self, interval: float = 0.05) -> None:
         self.last = 0.0
         self.tally = Tally(_SECONDS)
         self._interval = interval

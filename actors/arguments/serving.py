@@ -96,8 +96,9 @@ SERVING_ARGUMENTS: tuple[Argument, ...] = (
         default_text="no key is asked for",
         secret=True,
         group="API",
-        metavar="KEY",
-        help="Clients must send this key: Authorization: Bearer KEY.",
+        metavar="KEYS",
+        help="Clients must send this key, or one of several separated by commas: Authorization: Bearer KEY. Several "
+        "keys get equal shares of the engine when there is more work than it can do.",
     ),
     Argument(
         name="admin-api-key",

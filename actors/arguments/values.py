@@ -162,6 +162,12 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
         """The model's name in the API; empty when neither a name nor a model was given."""
         return self.served_model_name or self.model_path or ""
 
+    @property
+    def api_keys(self) -> tuple[str, ...]:
+        """The keys of clients, each once."""
+        keys = (key.strip() for key in (self.api_key or "").split(","))
+        return tuple(dict.fromkeys(key for key in keys if key))
+
     def describe(self) -> dict[str, Any]:
         """Every value by field name, as JSON-ready types, the keys of the API hidden: for ``/server_info`` and logs."""
         values: dict[str, Any] = msgspec.to_builtins(self)

@@ -12,6 +12,7 @@ import numpy as np
 from actors.protocol import Emission, Ended, SchedulerLoad, SequenceSpec, TokenScores
 from actors.scheduling.config import PlannerConfig
 from actors.scheduling.draft import Chunk, Flight
+from actors.scheduling.fairness import FairShare
 from actors.scheduling.planning import CacheMessage, CacheReply, StepPlanning, too_large
 from actors.scheduling.policy import Policy
 from actors.scheduling.roster import Move, Roster
@@ -49,8 +50,9 @@ class Planner:
 
     def __init__(self, config: PlannerConfig) -> None:
         self._config = config
-        self._policy = Policy(config)
-        self._roster = Roster(config)
+        shares = FairShare()
+        self._policy = Policy(config, shares)
+        self._roster = Roster(config, shares)
         self._planning = StepPlanning(config, self._policy, self._roster)
         self._flights: deque[Flight] = deque()
         self._deadlines: list[tuple[float, int]] = []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import itertools
+from collections.abc import Callable, Generator, Iterable
 from typing import TypeAlias
 
 from actors.protocol import CacheTurn, CacheTurnDone, Ended, Grant, Grow, Lease, OpenSequence, PeekPrefixes
@@ -205,6 +206,9 @@ class StepPlanning:
                 roster.preempt(victim)
                 yield from self._settle(draft)
             return pressing if roster.preemptions > preempted else None
+        blocked = roster.sequences.get(self._blocked[0])
+        if blocked is not None and blocked.tenant != pressing.tenant:
+            return None  # room that comes free is for that tenant
         roster.may_admit = True  # another one is known not to fit: this one has yet to be tried
         return pressing
 
@@ -259,7 +263,7 @@ class StepPlanning:
             self._run_prefill(draft, sequence, count, -(-(sequence.scheduled + count) // size) - sequence.pages)
             reserve += self._growth.pages((sequence,), size)
 
-    def _order(self, first: Sequence | None, now: float) -> Generator[CacheMessage, CacheReply, list[Sequence]]:
+    def _order(self, first: Sequence | None, now: float) -> Generator[CacheMessage, CacheReply, Iterable[Sequence]]:
         cached: list[int] | None = None
         if self._policy.wants_prefixes(self._roster.waiting):
             reply = yield PeekPrefixes(
@@ -269,10 +273,9 @@ class StepPlanning:
             if not isinstance(reply, list):
                 raise TypeError(f"a PeekPrefixes was answered with {type(reply).__name__}")
             cached = reply
-        order = self._policy.order(self._roster.waiting, now, cached)
+        order = self._policy.order(self._roster.waiting, self._roster.running.values(), now, cached)
         if first is not None:
-            order.remove(first)
-            order.insert(0, first)
+            return itertools.chain((first,), (sequence for sequence in order if sequence is not first))
         return order
 
     def _open(self, sequence: Sequence) -> Generator[CacheMessage, CacheReply, Lease]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Many
 from operator import attrgetter
 
 from actors.scheduling.config import PlannerConfig
+from actors.scheduling.fairness import FairShare
 from actors.scheduling.sequence import Sequence
 from actors.scheduling.waiting import WaitingQueue
 
@@ -24,9 +25,12 @@ class Policy:
     Priorities age: each ``ageing_seconds`` of waiting count as one level, so that the wait of the lowest is bounded.
     They age for the order of the queue only; whether a sequence may preempt another is a matter of what it was given.
     Under lpm a sequence that has waited ``ageing_seconds`` comes before all that have not, in the order of arrival.
+    With several tenants all of this orders each tenant's own sequences; between tenants only their shares count, so
+    that no tenant's priorities are paid for by another.
     """
 
-    def __init__(self, config: PlannerConfig) -> None:
+    def __init__(self, config: PlannerConfig, shares: FairShare) -> None:
+        self._shares = shares
         self._priorities = config.priority_scheduling
         self._sign = -1 if config.low_priority_values_first else 1
         self._threshold = config.preemption_threshold
@@ -41,8 +45,18 @@ class Policy:
         """Whether ``order`` is to be told the cached tokens of the waiting sequences."""
         return self._lpm and 1 < len(waiting) <= LPM_LIMIT
 
-    def order(self, waiting: WaitingQueue, now: float, cached: Many[int] | None = None) -> list[Sequence]:
+    def order(
+        self,
+        waiting: WaitingQueue,
+        running: Collection[Sequence],
+        now: float,
+        cached: Many[int] | None = None,
+    ) -> Iterable[Sequence]:
         """The queue, first to be admitted first. ``cached``: tokens, in the queue's order of arrival."""
+        ordered = self._own_order(waiting, now, cached)
+        return self._shares.interleave(ordered, running) if self._shares.several else ordered
+
+    def _own_order(self, waiting: WaitingQueue, now: float, cached: Many[int] | None) -> list[Sequence]:
         sequences = list(waiting)
         if cached is None and not self._priorities:
             return sequences
@@ -58,16 +72,22 @@ class Policy:
         return sorted(sequences, key=key)  # stable: equals stay in the order of arrival
 
     def weakest(self, running: Iterable[Sequence]) -> Sequence:
-        """The sequence that yields first: lowest priority, then latest arrival."""
-        return min(running, key=lambda s: (s.strength, -s.rank[0], -s.rank[1]))
+        """The sequence that yields first: of the tenant that has had most, the lowest priority, the latest arrival."""
+        served = self._shares.served
+        return min(running, key=lambda s: (-served(s.tenant), s.strength, -s.rank[0], -s.rank[1]))
 
     def strongest(self, running: Iterable[Sequence]) -> Sequence:
         """The sequence that yields last."""
-        return max(running, key=lambda s: (s.strength, -s.rank[0], -s.rank[1]))
+        served = self._shares.served
+        return max(running, key=lambda s: (-served(s.tenant), s.strength, -s.rank[0], -s.rank[1]))
 
     def may_preempt(self, candidate: Sequence, victim: Sequence) -> bool:
-        """Whether a waiting sequence may take a running one's place: by more than the threshold."""
-        return self._priorities and candidate.strength - victim.strength > self._threshold
+        """Whether a waiting sequence may take a running one's place: the same tenant's, by more than the threshold."""
+        return (
+            self._priorities
+            and candidate.tenant == victim.tenant
+            and candidate.strength - victim.strength > self._threshold
+        )
 
     def pressing(self, waiting: WaitingQueue, running: Collection[Sequence]) -> Sequence | None:
         """The waiting sequence that may preempt, if any running one is weak enough for it."""
@@ -75,4 +95,10 @@ class Policy:
             return None
         if max(map(_strength, waiting)) - min(map(_strength, running)) <= self._threshold:
             return None
-        return self.strongest(waiting)
+        if not self._shares.several:
+            return self.strongest(waiting)
+        weakest: dict[str, int] = {}
+        for sequence in running:
+            weakest[sequence.tenant] = min(weakest.get(sequence.tenant, sequence.strength), sequence.strength)
+        candidates = [s for s in waiting if s.strength - weakest.get(s.tenant, s.strength) > self._threshold]
+        return self.strongest(candidates) if candidates else None

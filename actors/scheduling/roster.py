@@ -9,6 +9,7 @@ import msgspec
 
 from actors.protocol import Commit, Emission, Ended, Lease
 from actors.scheduling.config import PlannerConfig
+from actors.scheduling.fairness import FairShare
 from actors.scheduling.sequence import Sequence, Status
 from actors.scheduling.siblings import PrefillsUnderWay
 from actors.scheduling.slots import Slots
@@ -32,8 +33,9 @@ class Roster:
     next batch (``slots.released``).
     """
 
-    def __init__(self, config: PlannerConfig) -> None:
+    def __init__(self, config: PlannerConfig, shares: FairShare) -> None:
         self._use_cache = config.use_cache
+        self._shares = shares
         self.sequences: dict[int, Sequence] = {}
         self.waiting = WaitingQueue()
         self.running: dict[int, Sequence] = {}  # in order of admission
@@ -68,6 +70,7 @@ class Roster:
 
     def queue(self, sequence: Sequence) -> None:
         """A new sequence."""
+        self._shares.arrive(sequence.tenant, self.running.values())
         self.sequences[sequence.id] = sequence
         self.waiting.add(sequence)
         self.may_admit = True
@@ -82,6 +85,7 @@ class Roster:
         sequence.serial = self._serial
         sequence.slot, sequence.generation = self.slots.take()
         self._moved("started", sequence)
+        self._shares.admit(sequence, lease.cached)
         sequence.computed = sequence.scheduled = sequence.capacity = lease.cached
         sequence.shared = lease.cached // size
         sequence.told = sequence.length
@@ -117,6 +121,7 @@ class Roster:
             self.may_admit = True
         sequence.status = Status.FINISHED
         del self.sequences[sequence.id]
+        self._shares.leave(sequence.tenant)
 
     def end(self, sequence: Sequence, ended: Ended) -> Emission:
         """A sequence ends without a further token; returns the word of it."""
@@ -137,6 +142,7 @@ class Roster:
         self.waiting.add(sequence)
 
     def _leave_device(self, sequence: Sequence) -> None:
+        self._shares.settle((sequence,))
         del self.running[sequence.id]
         self.prefilling.pop(sequence.id, None)
         self.siblings.discard(sequence)

@@ -27,6 +27,7 @@ class Sequence:
     __slots__ = (
         "cached_tokens",
         "capacity",
+        "charged",
         "commit_at",
         "computed",
         "first_page",
@@ -48,6 +49,7 @@ class Sequence:
         "stop_ids",
         "strength",
         "target",
+        "tenant",
         "told",
     )
 
@@ -57,6 +59,8 @@ class Sequence:
         self.prompt_length = len(spec.prompt) // 4
         self.stop_ids = spec.stop_ids
         self.output: list[int] = np.frombuffer(spec.output, dtype=np.int32).tolist()
+        self.tenant = spec.tenant
+        self.charged = 0  # tokens known at the last charge of its tenant
         self.strength = strength  # priority, larger first; 0 for all when priorities are off
         self.rank = (spec.arrival, spec.sequence)  # first come, first served
         self.status = Status.WAITING

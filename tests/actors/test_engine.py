@@ -319,3 +319,30 @@ async def test_a_model_that_cannot_be_loaded_says_why(tmp_path: Path) -> None:
         await Engine(model=str(no_weights), cpu_threads=1).start()
     with pytest.raises(ArgumentError, match="model"):
         Engine()
+
+
+async def test_one_tenants_flood_leaves_places_and_turns_for_another(tiny_model: Path) -> None:
+    async with small_engine(
+        tiny_model, max_running_requests=2, max_queued_requests=38, api_key="one,two", chunked_prefill_size=16
+    ) as engine:
+        flood = [engine.generate([5, 6, 7, number + 3], GREEDY, tenant="one") for number in range(30)]
+        with pytest.raises(QueueFull, match="for other API keys"):
+            engine.generate([5, 6], GREEDY, tenant="one")
+        ended: list[str] = []
+
+        async def read(stream: RequestStream, name: str) -> None:
+            async for _ in stream:
+                pass
+            ended.append(name)
+
+        async with asyncio.TaskGroup() as tasks:
+            for stream in flood:
+                tasks.create_task(read(stream, "one"))
+            await flood[-1].ready()
+            for _ in range(3):
+                tasks.create_task(read(engine.generate([8, 9], GREEDY, tenant="two"), "two"))
+        assert len(ended) == 33
+        last = max(at for at, name in enumerate(ended) if name == "two")
+        assert last < 16, ended
+        assert engine.intake is not None
+        assert engine.intake.door.sequences == 0

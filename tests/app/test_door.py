@@ -230,3 +230,22 @@ def test_a_model_name_may_hold_slashes():
     table = RouteTable(ROUTES)
     assert table.find("GET", "/v1/models/org/name").path == "/v1/models/{model}"
     assert table.find("GET", "/v1/models/") is None
+
+
+async def test_several_keys_are_told_apart_inside_and_one_key_is_not(make_application):
+    application = make_application(api_key="first, second,third", admin_api_key="admin-key")
+    body = {"prompt": "Hi", "max_tokens": 1}
+    for key in ("second", "first", "third", "admin-key", "second"):
+        headers = {"Authorization": f"Bearer {key}"}
+        assert (await call(application, "/v1/completions", "POST", json=body, headers=headers))[0].status_code == 200
+    tenants = [request["tenant"] for request in application.engine.requests]
+    assert tenants == ["key-2", "key-1", "key-3", "admin", "key-2"]
+    assert not any(word in tenant for tenant in tenants for word in ("first", "second", "third"))
+    for wrong in ("first, second,third", "first,", ","):
+        headers = {"Authorization": f"Bearer {wrong}"}
+        assert (await call(application, "/v1/models", headers=headers))[0].status_code == 401
+
+    alone = make_application(api_key="first")
+    headers = {"Authorization": "Bearer first"}
+    assert (await call(alone, "/v1/completions", "POST", json=body, headers=headers))[0].status_code == 200
+    assert alone.engine.requests[0]["tenant"] == ""

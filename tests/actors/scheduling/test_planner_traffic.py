@@ -107,6 +107,7 @@ class PlannerTraffic(RuleBasedStateMachine):
         priority=st.integers(-2, 3),
         patience=st.sampled_from([None, None, 3.0, 30.0]),
         salt=st.sampled_from([b"", b"", b"tenant"]),
+        tenant=st.sampled_from(["", "", "a", "b"]),
         logprobs=st.sampled_from([-1, 0, 2]),
         prompt_logprobs=st.sampled_from([-1, -1, 0, 2]),
     )
@@ -122,6 +123,7 @@ class PlannerTraffic(RuleBasedStateMachine):
         priority,
         patience,
         salt,
+        tenant,
         logprobs,
         prompt_logprobs,
     ):
@@ -140,6 +142,7 @@ class PlannerTraffic(RuleBasedStateMachine):
                 arrival=self.now,
                 deadline=None if patience is None else self.now + patience,
                 salt=salt,
+                tenant=tenant,
             )
             early = [] if len(prompt) >= self.context else reference(fresh, self.context)[0][:output]
             specs.append(
