@@ -12,6 +12,7 @@ from actors.arguments import Arguments
 from actors.cache_manager import CacheManager
 from actors.configuration import planner_config, runner_config
 from actors.detokenizer import Detokenizer
+from actors.faults import FaultInjector, FaultPlan
 from actors.journal import Journal
 from actors.placement import place
 from actors.protocol import (
@@ -63,8 +64,11 @@ class Company:
         on_progress: Callable[[str, float], None],
         on_ready: Callable[[ModelInfo], None],
         tracing: Tracing | None = None,
+        faults: FaultPlan | None = None,
     ) -> None:
         self.journal = journal
+        self.faults = None if faults is None else FaultInjector(faults.path, self._worker_process)
+        self._fault_plan = "" if faults is None else faults.path
         self._system = system
         self._arguments = arguments
         self._model = model
@@ -111,7 +115,9 @@ class Company:
             arguments.tensor_parallel_size,
             address=arguments.dist_init_addr,
             configure=lambda rank: WorkerConfig(
-                runner=msgspec.structs.replace(runner, tp_rank=rank), load_timeout=_WORKER_LOAD_TIMEOUT
+                runner=msgspec.structs.replace(runner, tp_rank=rank),
+                load_timeout=_WORKER_LOAD_TIMEOUT,
+                faults=self._fault_plan,
             ),
             on_progress=self._on_progress,
             on_loaded=self._workers_loaded,
@@ -128,6 +134,7 @@ class Company:
             variables=self._model.codec.special_tokens if self._model.codec else {},
             count=arguments.tokenizer_worker_num,
             guests=arguments.trust_request_chat_template,
+            faults=self._fault_plan,
         )
         self.cache = await system.spawn(
             lambda: CacheManager(self._vitals, use_radix_cache=not arguments.disable_radix_cache),
@@ -136,7 +143,7 @@ class Company:
             supervision=together,
         )
         self.detokenizer = await system.spawn(
-            lambda: Detokenizer(self.journal, self._model.codec, lambda: self.scheduler),
+            lambda: Detokenizer(self.journal, self._model.codec, lambda: self.scheduler, faults=self.faults),
             name="detokenizer",
             supervision=alone,
         )
@@ -164,7 +171,11 @@ class Company:
             vitals=self._vitals,
             tracing=self._tracing,
             step_timeout=self._arguments.watchdog_timeout,
+            faults=self.faults,
         )
+
+    def _worker_process(self) -> int | None:
+        return next((actor.pid for actor in self._system.describe() if actor.name == self.worker.name), None)
 
     def _workers_loaded(self, info: ModelInfo, epoch: int) -> None:
         self._vitals.worker = (info, epoch)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from actors.faults import FaultInjector
 from actors.incremental_text import IncrementalText
 from actors.journal import Journal, JournalEntry
 from actors.protocol import (
@@ -40,9 +41,15 @@ class Detokenizer(Actor[DetokenizerProtocol]):
     """
 
     def __init__(
-        self, journal: Journal, codec: TextCodec | None, scheduler: Callable[[], ActorRef[SchedulerProtocol]]
+        self,
+        journal: Journal,
+        codec: TextCodec | None,
+        scheduler: Callable[[], ActorRef[SchedulerProtocol]],
+        *,
+        faults: FaultInjector | None = None,
     ) -> None:
         self._journal = journal
+        self._faults = faults
         self._codec = codec
         self._scheduler = scheduler  # called when it is needed: the two know each other, and one must be made first
         self._texts: weakref.WeakKeyDictionary[JournalEntry, IncrementalText] = weakref.WeakKeyDictionary()
@@ -51,6 +58,8 @@ class Detokenizer(Actor[DetokenizerProtocol]):
     def emit(self, message: Emit) -> None:
         surplus: list[int] = []
         for emission in message.emissions:
+            if self._faults is not None:
+                self._faults.strike("detokenize")
             entry = self._journal.get(emission.sequence)
             # No entry: ended meanwhile (hung up, stopped by a string, failed), and nobody wants these tokens.
             if (entry is None or self._deliver(entry, emission)) and emission.ended is None:

@@ -24,6 +24,7 @@ from actors import report
 from actors.arguments import ArgumentError, Arguments
 from actors.company import Company
 from actors.configuration import metric_options
+from actors.faults import FaultPlan
 from actors.intake import Intake, Prompt
 from actors.journal import Journal
 from actors.protocol import Decode, DecodeTokens, Flush
@@ -62,6 +63,7 @@ class Engine:
     Keywords are the command line's long names (``Engine(model="path", max_running_requests=64)``); ``arguments`` takes
     a ready :class:`Arguments` instead. ``registry`` receives the metrics; without it the engine makes its own.
     ``tracer_provider`` receives the traces: the service's own, with its exporter; without it --enable-trace decides.
+    ``faults`` is for tests of what happens when something breaks: see :mod:`actors.faults`.
     Raises :class:`ArgumentError` for wrong keywords.
     """
 
@@ -71,6 +73,7 @@ class Engine:
         arguments: Arguments | None = None,
         registry: CollectorRegistry | None = None,
         tracer_provider: TracerProvider | None = None,
+        faults: FaultPlan | None = None,
         **keywords: object,
     ) -> None:
         if arguments is None:
@@ -90,6 +93,7 @@ class Engine:
         check_tracing(arguments, tracer_provider)
         self.tracing: Tracing | None = None  # from start() on, when traces are wanted
         self._tracer_provider = tracer_provider
+        self._faults = faults
         self.timelines = Timelines()
         if arguments.log_requests:
             as_json = (arguments.log_requests_format or arguments.log_format) == "json"
@@ -223,6 +227,7 @@ class Engine:
             on_progress=self._on_progress,
             on_ready=self._on_ready,
             tracing=self.tracing,
+            faults=self._faults,
         )
         self._company = company
         self.intake = Intake(self.arguments, model, company, self.timelines)
@@ -286,12 +291,12 @@ class Engine:
         priority: int = 0,
         timeout: float | None = None,
         cache_salt: str | None = None,
+        tenant: str = "",
         timeline: RequestTimeline | None = None,
     ) -> RequestStream:
         """Generate from a text, token ids or a conversation; an asynchronous iterator of deltas.
 
         Everything that can be refused without waiting is refused here: raises InvalidRequest, QueueFull,
-        tenant: str = "",
         EngineNotReady, EngineDraining, EngineFailed. What needs the tokenizer is refused by ``await stream.ready()`` or
         the first delta. ``request_id`` is the caller's label for logs and :meth:`abort`; ``timeout`` is seconds for the
         whole request; ``cache_salt`` keeps its cached prefixes apart from those of other salts. ``tenant`` is whose it
@@ -316,12 +321,12 @@ class Engine:
                 priority=priority,
                 timeout=timeout,
                 cache_salt=cache_salt,
+                tenant=tenant,
             )
         except Exception as error:
             timeline.mark("rejected", time.monotonic())
             self.timelines.close(timeline, Outcome(error_type=type(error).__name__, message=str(error)))
             raise
-                tenant=tenant,
 
     def _require_ready(self) -> Intake:
         if self._phase == "draining":
@@ -417,6 +422,8 @@ class Engine:
             return True
         try:
             async with asyncio.timeout(timeout):
+                if self._company is not None and self._company.faults is not None:
+                    await self._company.faults.strike_async("drain")
                 await self.intake.idle.wait()
         except TimeoutError:
             self.intake.fail_all(EngineDraining("The server is shutting down; the answer is not complete."))

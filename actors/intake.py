@@ -150,7 +150,14 @@ class Intake:
             deadline=deadline,
         )
         self.idle.clear()
-        return RequestStream(buffer, label=label, deadline=deadline, admit=self._admit, release=self._release)
+        return RequestStream(
+            buffer,
+            label=label,
+            deadline=deadline,
+            admit=self._admit,
+            release=self._release,
+            faults=self._company.faults,
+        )
 
     def _check(
         self,
@@ -202,6 +209,8 @@ class Intake:
 
     async def _submit(self, buffer: StreamBuffer) -> int:
         request = self._wanted(buffer)
+        if self._company.faults is not None:
+            await self._company.faults.strike_async("admission")
         params, prompt = request.params, request.prompt
         ids = await self._tokenize(prompt, request.timeline) if isinstance(prompt, (str, Chat)) else list(prompt)
         bad_words = [ids for word in params.bad_words for ids in await self._spellings(word)]
@@ -256,6 +265,7 @@ class Intake:
                 arrival=request.arrival,
                 deadline=request.deadline,
                 salt=request.salt,
+                tenant=request.ticket.tenant,
             )
             for index in range(params.n)
         )
@@ -265,7 +275,6 @@ class Intake:
                     sequence=spec.sequence,
                     index=index,
                     spec=spec,
-                tenant=request.ticket.tenant,
                     params=params,
                     stream=request.buffer,
                     timeline=request.timeline,

@@ -88,6 +88,7 @@ class RendererConfig(msgspec.Struct, frozen=True):
     variables: dict[str, str]  # special tokens by the names that templates know them by
     processor_seconds: float  # of one rendering, after which the process ends
     memory: int  # bytes of the process's own data
+    faults: str = ""  # a test's plan of faults; see actors.faults
 
 
 # -- Tokenizer --------------------------------------------------------------------------------------------------------
@@ -143,8 +144,8 @@ class SequenceSpec(msgspec.Struct, frozen=True, kw_only=True):
     arrival: float = 0.0  # clock seconds, kept over preemption and restarts
     deadline: float | None = None  # clock seconds
     salt: bytes = b""  # keeps prefixes of different tenants apart
-
     tenant: str = ""  # whose it is: several get equal shares of the engine
+
 
 class Submit(Message[SchedulerProtocol, None], frozen=True):
     """Take these sequences (the choices of one request) into the queue. A sequence already known is left alone."""
@@ -344,6 +345,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
 
     runner: RunnerConfig
     load_timeout: float = 1800.0
+    faults: str = ""  # a test's plan of faults; see actors.faults
 
 
 # -- Detokenizer ------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import signal
 from collections import OrderedDict
 
 from actors.chat_template import ChatTemplate
+from actors.faults import FaultInjector
 from actors.protocol import Render, RendererConfig, RendererProtocol
 from actors.requests import InvalidRequest
 from actors.runtime import Actor, handles
@@ -30,6 +31,7 @@ class Renderer(Actor[RendererProtocol]):
 
     def __init__(self, config: RendererConfig) -> None:
         self._config = config
+        self._faults = FaultInjector(config.faults) if config.faults else None
         self._compiled: OrderedDict[str, ChatTemplate] = OrderedDict()
 
     async def started(self) -> None:
@@ -39,6 +41,8 @@ class Renderer(Actor[RendererProtocol]):
     def render(self, message: Render) -> str:
         signal.setitimer(signal.ITIMER_PROF, self._config.processor_seconds)
         try:
+            if self._faults is not None:
+                self._faults.strike("render")
             return self._template(message.chat.template).render(message.chat)
         except MemoryError:
             self._compiled.clear()

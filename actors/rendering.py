@@ -37,7 +37,14 @@ class Rendering:
 
     @classmethod
     async def start(
-        cls, system: ActorSystem, *, template: str | None, variables: dict[str, str], count: int, guests: bool
+        cls,
+        system: ActorSystem,
+        *,
+        template: str | None,
+        variables: dict[str, str],
+        count: int,
+        guests: bool,
+        faults: str = "",
     ) -> Rendering:
         """Start ``count`` processes, :data:`MOST_RENDERERS` at most; they come up while the worker loads.
 
@@ -50,7 +57,11 @@ class Rendering:
                 name=name,
                 target="actors.renderer:Renderer",
                 config=RendererConfig(
-                    template=template or "", variables=variables, processor_seconds=PROCESSOR_SECONDS, memory=MEMORY
+                    template=template or "",
+                    variables=variables,
+                    processor_seconds=PROCESSOR_SECONDS,
+                    memory=MEMORY,
+                    faults=faults,
                 ),
                 # A death is a request's doing, so that no number of them is a reason to give up.
                 supervision=Supervision(Strategy.RESTART_ONE, max_restarts=1_000_000, backoff=Backoff(0.02, max=1.0)),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from actors.chronicle import Chronicle
+from actors.faults import FaultInjector
 from actors.journal import Journal
 from actors.protocol import (
     Abort,
@@ -74,6 +75,7 @@ class Scheduler(Actor[SchedulerProtocol]):
         vitals: Vitals,
         step_timeout: float,
         tracing: Tracing | None = None,
+        faults: FaultInjector | None = None,
     ) -> None:
         self._planner = Planner(config)
         self._journal = journal
@@ -84,6 +86,7 @@ class Scheduler(Actor[SchedulerProtocol]):
         self._detokenizer = detokenizer
         self._vitals = vitals
         self._step_timeout = step_timeout
+        self._faults = faults
         self._epoch: int | None = None
 
     async def started(self) -> None:
@@ -106,6 +109,8 @@ class Scheduler(Actor[SchedulerProtocol]):
 
     @handles
     async def submit(self, message: Submit) -> None:
+        if self._faults is not None:
+            await self._faults.strike_async("queue")
         # An abort takes the faster lane: what is no longer in the journal was aborted before it came here.
         specs = tuple(spec for spec in message.sequences if spec.sequence in self._journal)
         await self._pump(self._planner.submit(specs, self.context.clock.monotonic()))

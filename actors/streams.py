@@ -9,9 +9,10 @@ import weakref
 from collections.abc import Awaitable, Callable
 from types import TracebackType
 
+from actors.faults import FaultInjector
 from actors.requests import Delta, RequestAborted, RequestTimeout, TokenLogprob
-from telemetry.timeline import Hop, RequestTimeline
 from actors.turnstile import Turnstile
+from telemetry.timeline import Hop, RequestTimeline
 
 __all__ = ["RequestStream", "StreamBuffer", "merge"]
 
@@ -59,13 +60,13 @@ class StreamBuffer:
         self.deltas = 0  # taken
         self._taking: Hop | None = None
         self._interval = interval
-        self._running = choices  # whose last delta has not come
         self._turnstile = turnstile
+        self._running = choices  # whose last delta has not come
         self._pending: dict[int, list[Delta]] = {}
         self._due: dict[int, None] = {}  # choices with enough to show, the longest waiting first
         self._waiter: asyncio.Future[None] | None = None
-
         self._woken = False  # whether the waiter stands at the turnstile
+
     def push(self, delta: Delta) -> None:
         """Add news of a choice. They are shown at its first token, then every ``interval`` tokens, and at its end."""
         index = delta.index
@@ -132,8 +133,8 @@ class StreamBuffer:
         if self._waiter is not None:
             raise RuntimeError("This stream is being read by another task. Let one task read it.")
         self._waiter = asyncio.get_running_loop().create_future()
-        try:
         self._woken = False
+        try:
             if deadline is None:
                 await self._waiter
             else:
@@ -163,6 +164,7 @@ class RequestStream:
         deadline: float | None,
         admit: Callable[[StreamBuffer], Awaitable[int]],
         release: Callable[[StreamBuffer], None],
+        faults: FaultInjector | None = None,
     ) -> None:
         self.request_id = buffer.request_id
         self.label = label
@@ -175,6 +177,7 @@ class RequestStream:
         self._finalizer = weakref.finalize(self, _release_in_loop, loop, release, buffer)
         self._finalizer.atexit = False
         self._release = release
+        self._faults = faults
 
     @property
     def timeline(self) -> RequestTimeline:
@@ -220,6 +223,8 @@ class RequestStream:
             raise StopAsyncIteration
         if self._admission is None or not self._admission.done():
             await self.ready()
+        if self._faults is not None:
+            await self._faults.strike_async("stream")
         buffer = self._buffer
         while self._finalizer.alive:
             delta = buffer.take()

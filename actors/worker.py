@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
+from actors.faults import FaultInjector
 from actors.protocol import Load, LoadProgress, Step, WorkerConfig, WorkerLoaded, WorkerProtocol
 from actors.runtime import Actor, Deferred, RequestError, handles
 from kernels.step import ModelInfo, RunnerConfig, StepBatch, StepResult
@@ -38,6 +39,7 @@ class Worker(Actor[WorkerProtocol]):
 
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
+        self._faults = FaultInjector(config.faults) if config.faults else None
         self._thread: ThreadPoolExecutor | None = None
         self._waiting: ThreadPoolExecutor | None = None
         self._runner: ModelRunner | None = None
@@ -109,6 +111,9 @@ class Worker(Actor[WorkerProtocol]):
         assert self._waiting is not None
         begun = time.monotonic()
         try:
+            if self._faults is not None:
+                prefills = any(memoryview(batch.counts).cast("i")[row] > 1 for row in range(len(batch.counts) // 4))
+                self._faults.strike("prefill" if prefills or batch.admitted else "decode")
             step = self._runner.start(batch)
             if step.done:
                 self._settle(answer, step, batch.traces, begun)

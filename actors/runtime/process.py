@@ -297,21 +297,26 @@ class ProcessIncarnation(Incarnation):
 
     def _on_reply(self, kind: int, correlation: int, body: memoryview) -> None:
         cell = self.cell
-        entry = self._sent[0].pop(correlation, None) or self._sent[1].pop(correlation, None)
+        sent = self._sent[0] if correlation in self._sent[0] else self._sent[1]
+        entry = sent.get(correlation)
         if entry is None:
             cell.system.late_replies += 1
             return
         envelope, sent_at = entry
         reply = envelope.reply
-        failure: BaseException | None = None
-        if kind == Kind.ERROR:
-            failure = unpack_error(body)
+        # Decoded before the entry goes: should the body make no sense, the asker hears of this child's end.
+        failure = unpack_error(body) if kind == Kind.ERROR else None
+        result: Any = None
+        if failure is None and reply is not None and not reply.done():
+            result = self._plan.replies[type(envelope.message)].decode(body)
+        del sent[correlation]
+        if failure is not None:
             cell.refuse(envelope, failure)
         elif reply is not None:
             if reply.done():
                 cell.system.late_replies += 1
             else:
-                reply.set_result(self._plan.replies[type(envelope.message)].decode(body))
+                reply.set_result(result)
         handled = cell.system.observe_handled
         if handled is not None:
             handled(cell, envelope, sent_at - envelope.enqueued_at, cell.monotonic() - sent_at, failure)

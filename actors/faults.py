@@ -1,0 +1,161 @@
+"""Faults on purpose: how tests make an engine fail at a named point.
+
+    with FaultPlan() as plan:
+        async with Engine(model="path/of/a/model", faults=plan) as engine:
+            plan.add(Fault("decode", "kill", nth=3))  # the worker's process dies in its third decode step from now
+
+Only a program that embeds the engine can give it a plan. No argument, environment variable, route or message leads
+here; an engine without a plan has no injector, and each point costs it one comparison with None.
+
+A plan is a directory with a file a fault, because it has to reach the engine's child processes while they run. Whoever
+meets a fault first takes its file away and lets it happen: it happens once, whatever is restarted because of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, get_args
+
+import msgspec
+
+__all__ = ["Fault", "FaultInjector", "FaultPlan", "InjectedFault", "Kind", "Stage"]
+
+Stage = Literal["render", "admission", "queue", "prefill", "decode", "detokenize", "stream", "drain"]
+"""Where: the renderer's process; the task that admits a request; the scheduler as it takes one; the worker's process
+before a step with, and without, prompt tokens; the detokenizer between the news of two sequences; the task that reads a
+stream; the drain."""
+
+Kind = Literal["exception", "memory", "device_memory", "hang", "slow", "kill"]
+"""What: an exception; MemoryError; torch's OutOfMemoryError; waiting for ever, or for a time; SIGKILL to the process.
+The engine's own process is spared: what is killed from its stages is its worker."""
+
+_FOREVER = 3600.0
+
+
+class InjectedFault(RuntimeError):
+    """The exception of a fault."""
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """``nth``: how often one process passes the stage, from now on, until it happens. ``seconds``: of ``slow``."""
+
+    stage: Stage
+    kind: Kind
+    nth: int = 1
+    seconds: float = 0.5
+
+
+class FaultPlan:
+    """The faults to come of one engine and its children. Close it after the engine."""
+
+    def __init__(self, *faults: Fault) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="troupe-faults-")
+        self._numbers = itertools.count()
+        for fault in faults:
+            self.add(fault)
+
+    @property
+    def path(self) -> str:
+        """Where injectors look."""
+        return self._directory.name
+
+    def add(self, fault: Fault) -> None:
+        """Let it happen from now on. Raises ValueError for a stage or a kind that there is not."""
+        if fault.stage not in get_args(Stage) or fault.kind not in get_args(Kind) or fault.nth < 1:
+            raise ValueError(f"{fault} is no fault: see Stage and Kind for what there is; nth counts from 1")
+        name = f"{next(self._numbers):06}"
+        # Renamed when it is complete: an injector may look at any time.
+        draft = Path(self.path, name)
+        draft.write_bytes(msgspec.msgpack.encode(fault))
+        draft.rename(draft.with_suffix(f".{fault.stage}"))
+
+    def pending(self) -> int:
+        """Faults that have not happened."""
+        return len(os.listdir(self.path))
+
+    def clear(self) -> None:
+        """Forget those that have not happened."""
+        for name in os.listdir(self.path):
+            _take(os.path.join(self.path, name))
+
+    def close(self) -> None:
+        self._directory.cleanup()
+
+    def __enter__(self) -> FaultPlan:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class FaultInjector:
+    """Lets the faults of a plan happen in one process. ``victim``: the process that ``kill`` kills, if there is one."""
+
+    def __init__(self, path: str, victim: Callable[[], int | None] = os.getpid) -> None:
+        self._path = path
+        self._victim = victim
+        self._passed: dict[str, int] = {}  # by file
+
+    def strike(self, stage: Stage) -> None:
+        """Pass a stage, outside an event loop or where the loop is to suffer too."""
+        for fault in self._due(stage):
+            if fault.kind in ("hang", "slow"):
+                time.sleep(_FOREVER if fault.kind == "hang" else fault.seconds)
+            else:
+                self._happen(fault)
+
+    async def strike_async(self, stage: Stage) -> None:
+        """Pass a stage; only the task that does so is held up."""
+        for fault in self._due(stage):
+            if fault.kind in ("hang", "slow"):
+                await asyncio.sleep(_FOREVER if fault.kind == "hang" else fault.seconds)
+            else:
+                self._happen(fault)
+
+    def _due(self, stage: Stage) -> list[Fault]:
+        due: list[Fault] = []
+        for name in sorted(os.listdir(self._path)):
+            if not name.endswith(f".{stage}"):
+                continue
+            path = os.path.join(self._path, name)
+            try:
+                fault = msgspec.msgpack.decode(Path(path).read_bytes(), type=Fault)
+            except FileNotFoundError:
+                continue  # another process has met it
+            self._passed[name] = self._passed.get(name, 0) + 1
+            if self._passed[name] >= fault.nth and _take(path):
+                due.append(fault)
+        return due
+
+    def _happen(self, fault: Fault) -> None:
+        where = f"injected at {fault.stage}"
+        if fault.kind == "kill":
+            if (victim := self._victim()) is not None:
+                os.kill(victim, signal.SIGKILL)
+        elif fault.kind == "exception":
+            raise InjectedFault(where)
+        elif fault.kind == "device_memory" and "torch" in sys.modules:
+            error: type[Exception] = sys.modules["torch"].OutOfMemoryError
+            raise error(where)
+        else:
+            raise MemoryError(where)
+
+
+def _take(path: str) -> bool:
+    """Whether it was there, and nobody else has taken it away."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return False
+    return True

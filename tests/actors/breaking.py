@@ -1,0 +1,299 @@
+"""What the tests of faults share: an engine to be broken, faults of the wire, and what must hold afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from actors.engine import Engine
+from actors.faults import FaultPlan
+from actors.requests import SamplingParams
+from actors.runtime.child_process import ChildProcess
+from actors.runtime.link import Kind
+from actors.streams import RequestStream
+from telemetry.timeline import Hop, Mark, RequestTimeline
+
+PATIENCE = 60.0
+"""Seconds until a test gives up."""
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    try:
+        async with asyncio.timeout(PATIENCE):
+            while True:
+                if condition():
+                    return
+                await asyncio.sleep(0.005)
+    except TimeoutError:
+        raise AssertionError(what) from None
+
+
+@dataclass
+class Reading:
+    """What a reader saw of one request, by choice."""
+
+    stream: RequestStream
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    texts: dict[int, str] = field(default_factory=dict)
+    finished: dict[int, str] = field(default_factory=dict)
+    logprobs: dict[int, list[Any]] = field(default_factory=dict)
+    prompt_logprobs: list[Any] = field(default_factory=list)
+    usage: list[Any] = field(default_factory=list)
+    matched: dict[int, Any] = field(default_factory=dict)
+    error: BaseException | None = None
+
+    async def read(self) -> Reading:
+        """To the end, whatever it is. A choice must not go on after its end."""
+        try:
+            async for delta in self.stream:
+                index = delta.index
+                assert index not in self.finished, "a choice went on after its end"
+                self.tokens.setdefault(index, []).extend(delta.token_ids)
+                self.texts[index] = self.texts.get(index, "") + delta.text
+                self.logprobs.setdefault(index, []).extend(delta.logprobs or ())
+                if delta.prompt_logprobs is not None:
+                    self.prompt_logprobs.append(delta.prompt_logprobs)
+                if delta.finish_reason is not None:
+                    self.finished[index] = delta.finish_reason
+                    self.matched[index] = delta.matched_stop
+                self.usage.append(delta.usage)
+        except AssertionError:
+            raise
+        except Exception as error:
+            self.error = error
+        return self
+
+    @property
+    def count(self) -> int:
+        return sum(len(tokens) for tokens in self.tokens.values())
+
+    def seen(self) -> tuple[object, ...]:
+        """What two readings of the same request have in common."""
+        scores = {
+            index: [(s.token_id, s.logprob, tuple((t.token_id, t.logprob) for t in s.top)) for s in scores]
+            for index, scores in self.logprobs.items()
+        }
+        return self.tokens, self.texts, self.finished, self.matched, scores
+
+
+class Forgetful(logging.Handler):
+    """Takes errors out of log records: pytest keeps records, an error keeps its frames, and they keep requests."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.format(record)
+        record.exc_info = None
+
+
+class Ends:
+    """Counts how often each request began and ended."""
+
+    def __init__(self) -> None:
+        self.began_: Counter[str] = Counter()
+        self.ended_: Counter[str] = Counter()
+
+    def began(self, timeline: RequestTimeline) -> None:
+        self.began_[timeline.request_id] += 1
+
+    def hop_ended(self, timeline: RequestTimeline, hop: Hop) -> None: ...
+
+    def marked(self, timeline: RequestTimeline, mark: Mark) -> None: ...
+
+    def ended(self, timeline: RequestTimeline) -> None:
+        self.ended_[timeline.request_id] += 1
+
+
+class Wire:
+    """Faults of the link: what comes from a child is dropped, doubled, held up or garbled on its way to the parent."""
+
+    def __init__(self) -> None:
+        self._armed: dict[str, tuple[str, float]] = {}
+        self.happened = 0
+
+    def arm(self, child: str, fault: str, seconds: float = 0.3) -> None:
+        """Let it happen to the next reply of this child."""
+        self._armed[child] = (fault, seconds)
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        wire = self
+
+        class FaultyChild(ChildProcess):
+            def __init__(self, loop: Any, spec: Any, environment: Any) -> None:
+                super().__init__(loop, spec, environment)
+                self._name = spec.name
+                self._held: list[tuple[int, int, bytes]] | None = None
+
+            def begin(self, incarnation: int, on_frame: Any, on_lost: Any, on_exit: Any) -> None:
+                def through(kind: int, correlation: int, body: memoryview) -> None:
+                    self._through(on_frame, kind, correlation, body)
+
+                super().begin(incarnation, through, on_lost, on_exit)
+
+            def _through(self, on_frame: Any, kind: int, correlation: int, body: memoryview) -> None:
+                if self._held is not None:  # a stream of bytes keeps its order
+                    self._held.append((kind, correlation, bytes(body)))
+                    return
+                if kind != Kind.REPLY or self._name not in wire._armed:
+                    on_frame(kind, correlation, body)
+                    return
+                fault, seconds = wire._armed.pop(self._name)
+                wire.happened += 1
+                if fault == "duplicate":
+                    on_frame(kind, correlation, body)
+                    on_frame(kind, correlation, body)
+                elif fault == "corrupt":
+                    on_frame(kind, correlation, memoryview(b"\xc1" + bytes(body[: len(body) // 2])))
+                elif fault == "late":
+                    self._held = [(kind, correlation, bytes(body))]
+                    self._loop.call_later(seconds, self._let_go, on_frame)
+                else:
+                    assert fault == "dropped"
+
+            def _let_go(self, on_frame: Any) -> None:
+                held, self._held = self._held or [], None
+                for kind, correlation, body in held:
+                    on_frame(kind, correlation, memoryview(body))
+
+        monkeypatch.setattr("actors.runtime.process.ChildProcess", FaultyChild)
+
+
+class Rig:
+    """An engine, what breaks it, and what must hold when it is at rest."""
+
+    def __init__(self, engine: Engine, plan: FaultPlan, wire: Wire) -> None:
+        self.engine = engine
+        self.plan = plan
+        self.wire = wire
+        self.ends = Ends()
+        engine.timelines.listen(self.ends)
+
+    def start(self, prompt: Any, params: SamplingParams, **keywords: Any) -> tuple[Reading, asyncio.Task[Reading]]:
+        reading = Reading(self.engine.generate(prompt, params, **keywords))
+        return reading, asyncio.create_task(reading.read())
+
+    async def read(self, prompt: Any, params: SamplingParams, **keywords: Any) -> Reading:
+        return await self.start(prompt, params, **keywords)[1]
+
+    @property
+    def worker_pid(self) -> int:
+        return int(self.engine.describe()["workers"][0]["pid"] or 0)
+
+    def restarts(self) -> int:
+        return sum(actor.incarnation or 0 for actor in self.engine.actors())
+
+    def forgive(self) -> None:
+        """Let the supervisors forget: many tests share this engine."""
+        assert self.engine._system is not None
+        for cell in self.engine._system._cells.values():
+            cell.restarts.clear()
+        for group in self.engine._system._groups.values():
+            group._restarts.clear()
+
+    async def rest(self) -> None:
+        """Wait until nothing runs, and check that nothing of any request is left anywhere."""
+        engine = self.engine
+        system, company, intake = engine._system, engine._company, engine.intake
+        assert system is not None
+        assert company is not None
+        assert intake is not None
+
+        def quiet() -> bool:
+            load = engine.vitals.scheduler
+            return (
+                engine.health().ok
+                and load is not None
+                and load.running == load.waiting == load.steps_in_flight == 0
+                and not any(sum(actor.mailbox.values()) or actor.message for actor in engine.actors())
+                and all(actor.state == "running" for actor in engine.actors())
+                and (usage := engine.vitals.cache()) is not None
+                and usage.used == usage.sequences == 0
+            )
+
+        await until(quiet, f"the engine did not come to rest: {engine.describe()}")
+        usage = engine.vitals.cache()
+        assert usage is not None
+        assert usage.free + usage.evictable + usage.used == usage.total > 0
+        _actor(system, "cache")._cache.check()  # every page has one owner
+        assert list(company.journal.live()) == []
+        assert len(intake) == 0
+        assert (intake.door.sequences, intake.door.tokens) == (0, 0)
+        assert intake.idle.is_set()
+        assert list(engine.timelines.live()) == []
+        gc.collect()  # a crash's traceback and its frames are a cycle
+        assert len(_actor(system, "detokenizer")._texts) == 0
+        planner = _actor(system, "scheduler")._planner
+        assert planner.in_flight == len(planner.running()) == 0
+        assert not planner.has_work
+        assert engine.vitals.oldest_step_sent is None
+        assert self.ends.began_.keys() == self.ends.ended_.keys()
+        assert set(self.ends.ended_.values()) <= {1}, "a request ended twice"
+        counted = sum(
+            sample.value
+            for metric in engine.registry.collect()
+            for sample in metric.samples
+            if sample.name == "troupe_requests_total"
+        )
+        assert counted == len(self.ends.ended_)
+
+
+def _actor(system: Any, name: str) -> Any:
+    incarnation = system._cells[name].incarnation
+    assert incarnation is not None
+    return incarnation._actor
+
+
+@dataclass(frozen=True)
+class Belongings:
+    """What a process has that an engine could leave behind."""
+
+    threads: frozenset[str]
+    files: int
+    children: int
+    tasks: int
+
+    @classmethod
+    def now(cls) -> Belongings:
+        gc.collect()
+        process = psutil.Process()
+        return cls(
+            threads=frozenset(thread.name for thread in threading.enumerate()),
+            files=len(os.listdir("/proc/self/fd")),
+            children=len(process.children(recursive=True)),
+            tasks=len(asyncio.all_tasks()),
+        )
+
+
+@asynccontextmanager
+async def breakable(model: Path | str, monkeypatch: pytest.MonkeyPatch, **keywords: Any) -> AsyncIterator[Rig]:
+    """An engine that can be broken. When it is closed nothing may be left of it."""
+    monkeypatch.setattr("actors.runtime.child_process._FIRST_DELAY", 0.0)
+    monkeypatch.setattr(logging.getLogger("troupe"), "handlers", [Forgetful()])
+    wire = Wire()
+    wire.install(monkeypatch)
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "cpu_threads": 1,
+        "max_running_requests": 6,
+        "chunked_prefill_size": 32,
+        "max_total_tokens": 4096,
+        "watchdog_timeout": 3.0,
+    }
+    before = Belongings.now()
+    with FaultPlan() as plan:
+        async with Engine(model=str(model), faults=plan, **(options | keywords)) as engine:
+            yield Rig(engine, plan, wire)
+    await asyncio.sleep(0)
+    after = Belongings.now()
+    assert after.threads <= before.threads
+    assert (after.files, after.children, after.tasks) == (before.files, before.children, before.tasks)
