@@ -105,7 +105,8 @@ class Detokenizer(Actor[DetokenizerProtocol]):
         known = len(entry.output)
         if emission.start > known:
             raise ValueError(f"tokens {known} to {emission.start - 1} are missing")
-        entry.cached_tokens = max(entry.cached_tokens, emission.cached_tokens)
+        if not entry.prompt_sent:  # what a later life finds cached may be this request's own output
+            entry.cached_tokens = max(entry.cached_tokens, emission.cached_tokens)
         tokens = emission.tokens[known - emission.start :]
         ended = emission.ended
         scores = self._scores(tokens, emission.scores, skip=known - emission.start) if emission.scores else None
