@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from actors.protocol import Load, LoadProgress, WorkerConfig, WorkerLoaded, WorkerProtocol
-from actors.runtime import ActorRef, ActorSystem, ChildCrash, Event, EventKind, Message, Strategy, Supervision
+from actors.runtime import ActorRef, ActorSystem, Backoff, ChildCrash, Event, EventKind, Message, Strategy, Supervision
 from kernels.step import ModelInfo
 
 __all__ = ["WorkerGroup"]
@@ -65,7 +65,12 @@ class WorkerGroup:
                 environment=environment(rank),
                 events=partial(self._told, rank),
                 events_type=LoadProgress | WorkerLoaded,
-                supervision=Supervision(strategy=Strategy.RESTART_GROUP, max_restarts=6, within=300.0),
+                supervision=Supervision(
+                    strategy=Strategy.RESTART_GROUP,
+                    max_restarts=6,
+                    within=300.0,
+                    backoff=Backoff(first=0.02),  # streams wait for it: the first restarts come at once
+                ),
                 group="workers",
                 standby=standby,
                 start_timeout=_START_TIMEOUT,

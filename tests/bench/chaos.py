@@ -23,11 +23,13 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from actors.engine import Engine
 from actors.requests import SamplingParams
 from actors.runtime import Event, EventKind
 from app.understudy import MODEL_DIR
+from kernels.step import ModelInfo
 from tests.bench.serving import percentile
 
 _WATCHDOG = 10.0
@@ -41,8 +43,7 @@ class Stream:
 
     def gap(self, at: float) -> float:
         """The longest pause that ended after ``at``, in seconds."""
-        pairs = zip(self.times, self.times[1:], strict=False)
-        return max((after - before for before, after in pairs if after > at), default=float("nan"))
+        return max((later - earlier for earlier, later in pairwise(self.times) if later > at), default=float("nan"))
 
 
 @dataclass
@@ -54,6 +55,10 @@ class Row:
     altered: int = 0
     gaps: list[float] = field(default_factory=list)
     restarts: list[float] = field(default_factory=list)
+    recoveries: list[list[float]] = field(default_factory=list)  # seconds of each of _PARTS
+
+
+_PARTS = ("death noticed", "next process runs", "model loaded", "first token")
 
 
 class Chaos:
@@ -66,14 +71,24 @@ class Chaos:
         vocabulary = engine.vocab_size
         self._prompts = [[rng.randrange(10, vocabulary) for _ in range(32)] for _ in range(streams)]
         self._expected: list[list[int]] = []
+        self._died: list[float] = []
         self._restarted: list[float] = []
+        self._loaded: list[float] = []
         self._decoding, self._behind = asyncio.Event(), 0
         assert engine._system is not None
+        assert engine._company is not None
         engine._system.on_event(self._on_event)
+        self._told_ready, engine._company._on_ready = engine._company._on_ready, self._on_loaded
 
     def _on_event(self, event: Event) -> None:
-        if event.kind is EventKind.RESTARTED:
+        if event.kind is EventKind.DIED:
+            self._died.append(time.monotonic())
+        elif event.kind is EventKind.RESTARTED:
             self._restarted.append(time.monotonic())
+
+    def _on_loaded(self, info: ModelInfo) -> None:
+        self._loaded.append(time.monotonic())
+        self._told_ready(info)
 
     async def _read(self, prompt: list[int], stream: Stream) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=self._tokens, ignore_eos=True)
@@ -116,7 +131,8 @@ class Chaos:
 
     async def round(self, row: Row, fault: Callable[[], Awaitable[None]]) -> None:
         await self.engine.flush_cache()
-        self._restarted.clear()
+        for moments in (self._died, self._restarted, self._loaded):
+            moments.clear()
         streams, at, live = await self._run(fault)
         row.injected += 1
         row.live += live
@@ -128,6 +144,10 @@ class Chaos:
                 row.altered += 1
             row.gaps.append(stream.gap(at))
         row.restarts += [moment - at for moment in self._restarted[:1]]
+        if self._died and self._restarted and self._loaded:
+            after = [moment for stream in streams for moment in stream.times if moment > self._loaded[0]]
+            moments = [at, self._died[0], self._restarted[0], self._loaded[0], min(after)]
+            row.recoveries.append([end - start for start, end in pairwise(moments)])
 
     # -- the faults
 
@@ -201,6 +221,15 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def breakdown(rows: list[Row]) -> str:
+    lines = [f"| seconds, median | {' | '.join(_PARTS)} |", "| --- " * (len(_PARTS) + 1) + "|"]
+    for row in rows:
+        if row.recoveries:
+            medians = [f"{statistics.median(part):.3f}" for part in zip(*row.recoveries, strict=True)]
+            lines.append(f"| {row.fault} | {' | '.join(medians)} |")
+    return "\n".join(lines)
+
+
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench chaos", description=__doc__)
     parser.add_argument("--model", default=str(MODEL_DIR))
@@ -215,5 +244,6 @@ def main(argv: list[str]) -> None:
     print(f"{arguments.streams} streams of {arguments.tokens} tokens")
     rows = asyncio.run(measure(arguments))
     print(table(rows))
+    print(f"\nWhat a recovery is made of, each part after the one before:\n\n{breakdown(rows)}")
     if any(row.lost or row.altered for row in rows):
         sys.exit("streams were lost or altered")
