@@ -1,0 +1,202 @@
+"""Several faults: by chance, at the same moment, during the recovery from another, and more than the engine bears."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from actors.faults import Fault
+from actors.requests import Chat, EngineFailed, RequestFailed, SamplingParams
+from tests.actors.breaking import Reading, Rig, breakable, until
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.long]
+
+PARAMS = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+PROMPTS = ["Once upon a time", "The lazy dog", list(range(10, 90)), [7, 8, 9]]
+CHAT = Chat(messages=[{"role": "user", "content": "one two three " * 12}])
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def rig(tiny_model: Path) -> AsyncIterator[Rig]:
+    with pytest.MonkeyPatch.context() as patch:
+        async with breakable(tiny_model, patch, watchdog_timeout=5.0) as made:
+            yield made
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def expected(rig: Rig) -> list[list[int]]:
+    return [(await rig.read(prompt, PARAMS)).tokens[0] for prompt in [*PROMPTS, CHAT]]
+
+
+def crash(rig: Rig, *actors: str) -> None:
+    assert rig.engine._system is not None
+    for actor in actors:
+        rig.engine._system.crash_actor(actor, RuntimeError("injected"))
+
+
+def children() -> set[int]:
+    return {child.pid for child in psutil.Process().children()}
+
+
+async def live(rig: Rig) -> tuple[list[Reading], list[asyncio.Task[Reading]]]:
+    """Requests that decode, and one on its way in."""
+    started = [rig.start(prompt, PARAMS) for prompt in PROMPTS]
+    await until(lambda: all(reading.count >= 5 for reading, _ in started), "they do not decode")
+    started.append(rig.start(CHAT, PARAMS))
+    return [reading for reading, _ in started], [task for _, task in started]
+
+
+async def all_whole(rig: Rig, readings: list[Reading], expected: list[list[int]]) -> None:
+    for reading, tokens in zip(readings, expected, strict=True):
+        assert reading.error is None
+        assert reading.tokens == {0: tokens}
+    await rig.rest()
+    rig.forgive()
+
+
+# -- by chance
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_a_storm_loses_and_alters_nothing(rig: Rig, expected: list[list[int]], seed: int) -> None:
+    """Requests that two workers died of may be set apart; nobody else, and nothing that was sent is wrong."""
+    rng = random.Random(seed)
+    deaths = 0
+    readings, tasks = await live(rig)
+    for _ in range(rng.randint(2, 4)):
+        what = rng.choice(["kill", "exception", "corrupt", "duplicate", "late", "scheduler", "cache", "detokenizer"])
+        if what in ("kill", "exception"):
+            rig.plan.add(Fault(rng.choice(["decode", "prefill"]), what, nth=rng.randint(1, 20)))  # type: ignore[arg-type]
+            deaths += 1
+        elif what in ("corrupt", "duplicate", "late"):
+            rig.wire.arm("worker-0", what, seconds=0.2)
+            deaths += what == "corrupt"
+        else:
+            crash(rig, what)
+        await asyncio.sleep(rng.choice([0.0, 0.02, 0.3]))
+    await asyncio.wait_for(asyncio.gather(*tasks), 90)
+    rig.plan.clear()
+    rig.wire._armed.clear()
+    for reading, tokens in zip(readings, expected, strict=True):
+        seen = reading.tokens.get(0, [])
+        assert seen == tokens[: len(seen)]
+        if reading.error is None:
+            assert seen == tokens
+        else:
+            assert deaths >= 2
+            assert isinstance(reading.error, RequestFailed)
+            assert "twice" in str(reading.error)
+    await rig.rest()
+    rig.forgive()
+
+
+# -- at the same moment
+
+
+@pytest.mark.parametrize(
+    "victims",
+    [
+        ("worker-0", "scheduler"),
+        ("worker-0", "detokenizer"),
+        ("scheduler", "detokenizer"),
+        ("worker-0", "renderer-0", "tokenizer-0"),
+        ("worker-0", "scheduler", "cache", "detokenizer", "tokenizer-0", "renderer-0"),
+    ],
+)
+async def test_faults_at_the_same_moment(rig: Rig, expected: list[list[int]], victims: tuple[str, ...]) -> None:
+    readings, tasks = await live(rig)
+    crash(rig, *victims)
+    await asyncio.wait_for(asyncio.gather(*tasks), 60)
+    await all_whole(rig, readings, expected)
+
+
+# -- during a recovery
+
+
+async def test_the_next_worker_dies_before_it_has_loaded(rig: Rig, expected: list[list[int]]) -> None:
+    """That is no death with a request in the batch: nobody is set apart for it."""
+    readings, tasks = await live(rig)
+    first = rig.worker_pid
+    os.kill(first, signal.SIGKILL)
+    await until(lambda: rig.worker_pid not in (0, first), "no next worker")
+    os.kill(rig.worker_pid, signal.SIGKILL)
+    await asyncio.wait_for(asyncio.gather(*tasks), 60)
+    await all_whole(rig, readings, expected)
+
+
+async def test_a_worker_dies_with_the_one_that_is_prepared_to_follow_it(rig: Rig, expected: list[list[int]]) -> None:
+    readings, tasks = await live(rig)
+    named = {actor.pid for actor in rig.engine.actors()}
+    await until(lambda: bool(children() - named), "no standby")
+    for pid in children() - named | {rig.worker_pid}:
+        os.kill(pid, signal.SIGKILL)
+    await asyncio.wait_for(asyncio.gather(*tasks), 60)
+    await all_whole(rig, readings, expected)
+
+
+@pytest.mark.parametrize("victim", ["scheduler", "cache", "detokenizer"])
+async def test_an_actor_dies_while_the_worker_is_away(rig: Rig, expected: list[list[int]], victim: str) -> None:
+    readings, tasks = await live(rig)
+    os.kill(rig.worker_pid, signal.SIGKILL)
+    await until(lambda: rig.engine.vitals.worker is None, "it lives")
+    crash(rig, victim)
+    await asyncio.wait_for(asyncio.gather(*tasks), 60)
+    await all_whole(rig, readings, expected)
+
+
+async def test_the_detokenizer_dies_of_what_a_new_scheduler_waits_for(rig: Rig, expected: list[list[int]]) -> None:
+    """The scheduler asks the fence as it starts; the one who should answer dies of the message before it."""
+    readings, tasks = await live(rig)
+    rig.plan.add(Fault("detokenize", "exception", nth=1))
+    crash(rig, "scheduler")
+    await asyncio.wait_for(asyncio.gather(*tasks), 60)
+    rig.plan.clear()
+    await all_whole(rig, readings, expected)
+
+
+async def test_the_worker_dies_again_while_a_drain_waits(rig: Rig, expected: list[list[int]]) -> None:
+    readings, tasks = await live(rig)
+    await until(lambda: readings[-1].count >= 1, "it does not decode")
+    drain = asyncio.create_task(rig.engine.drain(60))
+    rig.plan.add(Fault("decode", "kill", nth=2))
+    await until(lambda: rig.plan.pending() == 0, "nobody died")
+    await until(lambda: rig.engine.vitals.worker is None, "it lives")
+    crash(rig, "scheduler", "detokenizer")
+    assert await drain is True
+    await asyncio.gather(*tasks)
+    rig.engine._phase = "ready"
+    await all_whole(rig, readings, expected)
+
+
+# -- more than it bears
+
+
+@pytest.mark.parametrize("victim", ["scheduler", "detokenizer", "tokenizer-0"])
+async def test_an_actor_that_keeps_dying_ends_the_engine(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, victim: str
+) -> None:
+    async with breakable(tiny_model, monkeypatch) as rig:
+        reading, task = rig.start("Once upon", SamplingParams(temperature=0, max_tokens=450, ignore_eos=True))
+        await until(lambda: reading.count > 0, "it does not decode")
+        assert rig.engine._system is not None
+        (cell,) = [cell for cell in rig.engine._system._cells.values() if cell.name == victim]
+        unit = cell.group if cell.supervision.restarts_group and cell.group is not None else None
+        history = cell.restarts if unit is None else unit._restarts
+        history.extend([rig.engine._system.clock.monotonic()] * 5)
+        crash(rig, victim)
+        await until(lambda: rig.engine.status.phase == "failed", "it goes on")
+        assert victim in (rig.engine.status.error or "")
+        assert not rig.engine.health().ok
+        with pytest.raises(EngineFailed, match=victim):
+            rig.engine.generate("Once upon", PARAMS)
+        await task
+        assert isinstance(reading.error, EngineFailed)
+        assert victim in str(reading.error)
