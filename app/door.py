@@ -81,6 +81,7 @@ class Door:
             http_version=scope.get("http_version", "1.1"),
             send_deadline=service.send_deadline,
             keep_alive=service.arguments.sse_keep_alive_interval,
+            metrics=service.engine.metrics.streams,
         )
         scope["troupe.exchange"] = exchange
         if service.engine.tracing is not None and route is not None and route.operation:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from actors.streams import RequestStream
 from app.errors import ApiError
 from app.routes import Route
+from telemetry.stream_metrics import StreamMetrics
 from telemetry.timeline import RequestTimeline, Value
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class Exchange:
         http_version: str,
         send_deadline: float,
         keep_alive: float,
+        metrics: StreamMetrics,
     ) -> None:
         self.route = route
         self.method = method
@@ -83,6 +85,7 @@ class Exchange:
         self._http_version = http_version
         self._send_deadline = send_deadline
         self._keep_alive = keep_alive
+        self._metrics = metrics
         self._sending_since: float | None = None
         self._handler: asyncio.Task[Any] | None = None  # the task that sends the response
         self._idle_since: float | None = None  # set while a stream has nothing to send
@@ -131,11 +134,12 @@ class Exchange:
         if self._timer is None:
             self._handler = asyncio.current_task()
             self._timer = loop.call_later(self._period, self._tick, loop)
-        self._sending_since = loop.time()
+        since = self._sending_since = loop.time()
         try:
             await self._send(message)
         finally:
             self._sending_since = None
+            self._metrics.sent(loop.time() - since)
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             self.complete = True
 
@@ -195,6 +199,7 @@ class Exchange:
     async def _write_comment(self) -> None:
         with contextlib.suppress(asyncio.CancelledError, OSError):
             await self.send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+            self._metrics.keep_alives += 1
 
     async def close(self) -> None:
         """End every stream of this exchange; those that have ended do not notice."""

@@ -76,6 +76,8 @@ _REQUESTS = (
     _histogram("troupe_output_tokens", "Generated tokens of a request (with --collect-tokens-histogram)."),
     _counter("troupe_stream_errors_total", "Requests that failed after their first token.", "error_type"),
     _counter("troupe_client_disconnects_total", "Clients that hung up, by what their request was at.", "stage"),
+    _counter("troupe_sse_keepalives_total", "Comments sent to streams that had nothing to say for a while."),
+    _histogram("troupe_slow_reader_seconds", "Waits of 0.1 s and more for a client to read a piece of its response."),
     _counter("troupe_http_requests_total", "HTTP requests answered.", "endpoint", "status"),
     _counter("troupe_unknown_fields_total", "Request fields that no API of this server knows.", "field"),
 )

@@ -17,6 +17,7 @@ from telemetry.metric_names import METRICS
 from telemetry.metric_options import MetricOptions
 from telemetry.request_metrics import PER_TOKEN_BUCKETS, RequestMetrics
 from telemetry.step_metrics import StepMetrics
+from telemetry.stream_metrics import StreamMetrics
 from telemetry.tally import Tally
 from telemetry.traffic import Traffic
 
@@ -54,6 +55,7 @@ class EngineMetrics:
         self.steps = StepMetrics()
         self.requests = RequestMetrics(model, options)
         self.loop_lag = LoopLag()
+        self.streams = StreamMetrics()
         self.http_requests: Counter[tuple[str, str]] = Counter()  # by endpoint and status
         self.unknown_fields: Counter[tuple[str]] = Counter()
         self._readings = readings
@@ -94,6 +96,7 @@ class EngineMetrics:
         return {
             **self.requests.readings(),
             **self.steps.readings(),
+            **self.streams.readings(),
             **self._traffic(),
             "prompt_tokens": self.requests.prompt_tokens,
             "troupe_inter_token_latency_seconds": self._inter_token,

@@ -79,6 +79,7 @@ async def test_silence_is_filled_with_comments(make_application, serve):
         if line.startswith("data: {")
     )
     assert text == "Paris is the capital of France."
+    assert engine.registry.get_sample_value("troupe_sse_keepalives_total") == lines.count(": keep-alive") >= 2
 
 
 async def test_no_comments_when_turned_off(make_application, serve):
@@ -103,6 +104,8 @@ async def test_a_reader_that_stalls_loses_its_response(application, engine, serv
     await until(lambda: engine.streams)
     await until(lambda: not engine.open and not application.service.live)
     assert engine.streams[0].aborted.is_set()
+    assert engine.registry.get_sample_value("troupe_slow_reader_seconds_count") == 1
+    assert engine.registry.get_sample_value("troupe_slow_reader_seconds_sum") > 0.1
     writer.transport.abort()
 
 
