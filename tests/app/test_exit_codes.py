@@ -1,0 +1,54 @@
+"""How the server's process ends tells its manager what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.app.real_server import RealServer, running
+
+
+@pytest.mark.long
+async def test_a_worker_that_keeps_dying_ends_the_process_with_an_error(tmp_path: Path, tiny_model: Path) -> None:
+    """The live stream goes on over some deaths, then it ends with an error, and the process says why it has failed."""
+    options = ["--dtype", "float32", "--cpu-threads", "1", "--max-total-tokens", "4096"]
+    with running(tmp_path / "log", str(tiny_model), *options) as server:
+        killing = asyncio.create_task(kill_workers(server))
+        body = {"prompt": [5, 6, 7], "max_tokens": 500, "ignore_eos": True, "stream": True, "temperature": 0}
+        ends = []
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            while not killing.done():
+                try:
+                    async with client.stream("POST", "/v1/completions", json=body) as response:
+                        ends.append([line async for line in response.aiter_lines() if line.startswith("data: ")])
+                except httpx.TransportError:
+                    break
+        await killing
+        assert await asyncio.to_thread(server.process.wait, 30) == 3
+        lines = server.log.read_text()
+    assert "worker-0 failed too often: killed by SIGKILL" in lines
+    told = [json.loads(end[-2].removeprefix("data: ")) for end in ends if len(end) > 1 and '"error"' in end[-2]]
+    assert told, "no stream was told"
+    assert all(end[-1] == "data: [DONE]" for end in ends if end and '"error"' not in end[-1])
+
+
+async def kill_workers(server: RealServer) -> None:
+    """Each as soon as it runs steps, until the server ends."""
+    killed: set[int] = set()
+    async with httpx.AsyncClient(base_url=server.url, timeout=10) as client:
+        while server.process.poll() is None:
+            try:
+                told = (await client.get("/server_info")).json()
+            except (httpx.TransportError, ValueError):
+                return
+            pid = (told.get("workers") or [{}])[0].get("pid")
+            if pid and pid not in killed:
+                os.kill(pid, signal.SIGKILL)
+                killed.add(pid)
+            await asyncio.sleep(0.05)
