@@ -1,0 +1,166 @@
+"""How a real server ends: drained, hurried, while it starts, and when its engine gives up; the exit status tells."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import msgspec
+import psutil
+import pytest
+
+from tests.app.real_server import RealServer, running
+from tests.bench.serving import free_port
+
+SMALL = ("--dtype", "float32", "--cpu-threads", "1", "--max-total-tokens", "16384", "--max-running-requests", "4")
+LONG = {"prompt": [5, 6, 7], "max_tokens": 500, "ignore_eos": True, "stream": True}
+
+
+def until(condition: Callable[[], object], what: str, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+class Reader:
+    """Reads one stream in a thread; ``events`` are its data lines so far."""
+
+    def __init__(self, server: RealServer) -> None:
+        self.events: list[str] = []
+        self.status = 0
+        self._url = f"{server.url}/v1/completions"
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        with httpx.stream("POST", self._url, json=LONG, timeout=60) as response:
+            self.status = response.status_code
+            self.events += (line[6:] for line in response.iter_lines() if line.startswith("data: "))
+
+    def end(self) -> tuple[str | None, str]:
+        """The error's code, if there was one, and the last event."""
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+        told = [msgspec.json.decode(event) for event in self.events if event != "[DONE]"]
+        return next((record["error"]["code"] for record in told if "error" in record), None), self.events[-1]
+
+
+@contextmanager
+def loaded(log: Path, model: Path, *arguments: str, streams: int = 12) -> Iterator[tuple[RealServer, list[Reader]]]:
+    """A server with more streams than it can run at a time; four of them have begun."""
+    with running(log, str(model), *SMALL, *arguments) as server:
+        readers = [Reader(server) for _ in range(streams)]
+
+        def live() -> int:
+            told = httpx.get(f"{server.url}/server_info", timeout=10).json()
+            return int(told["requests"]["live"]) if told["scheduler"]["running"] else 0
+
+        until(lambda: live() == streams, "the streams have not all come")
+        yield server, readers
+
+
+def family(server: RealServer) -> list[psutil.Process]:
+    return psutil.Process(server.process.pid).children(recursive=True)
+
+
+def gone(processes: list[psutil.Process]) -> None:
+    until(lambda: not any(p.is_running() and p.status() != "zombie" for p in processes), "a child is left")
+
+
+def test_sigterm_under_load_refuses_ends_what_is_left_at_the_deadline_and_exits_zero(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    with loaded(tmp_path / "log", tiny_model, "--shutdown-timeout", "1") as (server, readers):
+        children = family(server)
+        # Slower than a second, whatever the machine: the streams must still run at the deadline.
+        worker = httpx.get(f"{server.url}/server_info").json()["workers"][0]["pid"]
+        os.kill(worker, signal.SIGSTOP)
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: httpx.get(f"{server.url}/ready").status_code == 503, "it is still ready")
+        refused = httpx.post(f"{server.url}/v1/completions", json=LONG)
+        assert refused.status_code == 503
+        assert refused.headers["connection"] == "close"
+        assert 1 <= int(refused.headers["retry-after"]) <= 120
+        assert refused.json()["error"]["code"] == "engine_draining"
+        for reader in readers:
+            assert reader.end() == ("engine_draining", "[DONE]")
+            assert reader.status == 200
+        os.kill(worker, signal.SIGCONT)
+        assert server.process.wait(30) == 0
+        gone(children)
+
+
+def test_a_second_signal_ends_the_draining_and_still_tells_every_stream(tmp_path: Path, tiny_model: Path) -> None:
+    with loaded(tmp_path / "log", tiny_model, "--shutdown-timeout", "3600") as (server, readers):
+        children = family(server)
+        worker = httpx.get(f"{server.url}/server_info").json()["workers"][0]["pid"]
+        os.kill(worker, signal.SIGSTOP)
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: httpx.get(f"{server.url}/ready").status_code == 503, "it is still ready")
+        server.process.send_signal(signal.SIGTERM)
+        for reader in readers:
+            assert reader.end() == ("engine_draining", "[DONE]")
+        os.kill(worker, signal.SIGCONT)
+        assert server.process.wait(30) == 0
+        gone(children)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_it_starts_ends_it_at_once(tmp_path: Path, number: signal.Signals) -> None:
+    port = free_port()
+    server = RealServer([sys.executable, "-m", "app", "serve", "--port", str(port)], port, tmp_path / "log")
+
+    def live() -> bool:
+        try:
+            return httpx.get(f"{server.url}/live", timeout=5).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    try:
+        until(live, "it does not listen")
+        early = httpx.post(f"{server.url}/v1/completions", json=LONG)
+        children = family(server)
+        server.process.send_signal(number)
+        assert server.process.wait(20) == 0
+        if early.status_code != 200:  # else it was quicker than we
+            assert (early.status_code, early.json()["error"]["code"]) == (503, "engine_starting")
+            assert 1 <= int(early.headers["retry-after"]) <= 120
+        gone(children)
+    finally:
+        server.stop()
+
+
+def test_an_engine_that_gives_up_tells_every_stream_and_exits_with_three(tmp_path: Path, tiny_model: Path) -> None:
+    with loaded(tmp_path / "log", tiny_model) as (server, readers):
+        children = family(server)
+        killed: set[int] = set()
+
+        def exited() -> bool:
+            try:
+                workers = httpx.get(f"{server.url}/server_info", timeout=10).json()["workers"]
+            except httpx.TransportError:
+                return server.process.poll() is not None
+            for worker in workers:
+                pid = worker["pid"]
+                if pid and pid not in killed:
+                    killed.add(pid)
+                    psutil.Process(pid).kill()
+            return False
+
+        until(exited, "it goes on without end", seconds=60)
+        assert server.process.wait(30) == 3
+        assert len(killed) > 3
+        for reader in readers:
+            code, last = reader.end()
+            assert last == "[DONE]"
+            assert code in ("engine_failed", "internal_error", None)  # set apart before; or complete in time
+        assert any(reader.end()[0] == "engine_failed" for reader in readers)
+        gone(children)
