@@ -21,14 +21,13 @@ if TYPE_CHECKING:
 
 __all__ = ["describe", "health", "processes", "readings"]
 
-_STALL_SECONDS = 60.0
-"""A device that owes an answer this long is not healthy."""
-
 
 def health(engine: Engine) -> Health:
     """Whether work makes progress. Asks nobody: a probe must not wait in a mailbox."""
-    status, vitals = engine.status, engine.vitals
-    age = vitals.step_age(time.monotonic())
+    status, vitals, actors = engine.status, engine.vitals, engine.actors()
+    now, limit = time.monotonic(), engine.arguments.soft_watchdog_timeout
+    idle, load = vitals.progress_age(now), vitals.scheduler
+    slowest = max(actors, key=lambda actor: actor.message_age or 0.0, default=None)
     reason = ""
     if status.phase == "failed":
         reason = status.error or "The engine failed."
@@ -36,9 +35,11 @@ def health(engine: Engine) -> Health:
         reason = f"The engine is {status.phase}."
     elif vitals.worker is None:
         reason = "No worker is ready; one is being restarted."
-    elif age > _STALL_SECONDS:
-        reason = f"The worker has not answered a step for {age:.0f} s."
-    return Health(ok=not reason, reason=reason or "ok", step_age=age, actors=engine.actors())
+    elif slowest is not None and (slowest.message_age or 0.0) > limit:
+        reason = f"Actor {slowest.name} has been busy with {slowest.message} for {slowest.message_age:.0f} s."
+    elif load is not None and idle > limit:
+        reason = f"{load.running} sequences run and {load.waiting} wait, but no step has ended for {idle:.0f} s."
+    return Health(ok=not reason, reason=reason or "ok", step_age=vitals.step_age(now), actors=actors)
 
 
 def describe(engine: Engine) -> dict[str, Any]:

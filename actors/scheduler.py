@@ -210,7 +210,8 @@ class Scheduler(Actor[SchedulerProtocol]):
         if moves := planner.moves():
             self._chronicle.moved(moves, self.context.clock.monotonic())
         await self._tell(told)
-        self._vitals.load(planner.load(self.context.clock.monotonic()))
+        now = self.context.clock.monotonic()
+        self._vitals.load(planner.load(now), now)
 
     def _send(self, plan: StepPlan, batch: StepBatch, now: float) -> None:
         epoch = self._epoch

@@ -20,6 +20,7 @@ class Vitals:
         self.scheduler: SchedulerLoad | None = None
         self.read_cache: Callable[[], CacheUsage] | None = None  # set by the cache manager
         self.read_batch: Callable[[], tuple[int, ...]] | None = None  # set by the scheduler: sequences in a step
+        self._loaded = 0.0  # when the scheduler last said what it has
         self._counted = counted or StepMetrics()
         self._sent: deque[StepShape] = deque()  # the steps without an answer
 
@@ -68,8 +69,15 @@ class Vitals:
         self._sent.clear()
         self._counted.interrupted()
 
-    def load(self, load: SchedulerLoad) -> None:
-        self.scheduler = load
+    def load(self, load: SchedulerLoad, now: float) -> None:
+        self.scheduler, self._loaded = load, now
+
+    def progress_age(self, now: float) -> float:
+        """Seconds since the last step ended while there is work; 0 when there is none."""
+        load = self.scheduler
+        if load is None or not load.running + load.waiting:
+            return 0.0
+        return load.last_step_age + max(0.0, now - self._loaded)
 
     def step_age(self, now: float) -> float:
         """Seconds the oldest unanswered step has been out; 0 when the device owes nothing."""

@@ -52,3 +52,19 @@ async def kill_workers(server: RealServer) -> None:
                 os.kill(pid, signal.SIGKILL)
                 killed.add(pid)
             await asyncio.sleep(0.05)
+
+
+@pytest.mark.long
+def test_sigterm_ends_a_stream_that_stands_still_at_the_deadline(tmp_path: Path, tiny_model: Path) -> None:
+    """Its worker is stopped and does not even hear of the end; the client is told, and the exit is an orderly one."""
+    options = ["--dtype", "float32", "--cpu-threads", "1", "--max-total-tokens", "4096", "--shutdown-timeout", "1"]
+    with running(tmp_path / "log", str(tiny_model), *options) as server:
+        worker = httpx.get(f"{server.url}/server_info", timeout=10).json()["workers"][0]["pid"]
+        os.kill(worker, signal.SIGSTOP)
+        body = {"prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+            server.process.send_signal(signal.SIGTERM)
+            lines = [line for line in response.iter_lines() if line.startswith("data: ")]
+        assert json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == "engine_draining"
+        assert lines[-1] == "data: [DONE]"
+        assert server.process.wait(30) == 0

@@ -1,0 +1,63 @@
+"""Health is progress: what stands still is named while it does, and forgotten when it moves."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from actors.faults import Fault
+from actors.requests import SamplingParams
+from tests.actors.breaking import breakable, until
+
+PARAMS = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+
+
+async def test_health_names_what_stands_still(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A worker that is stopped, and then a scheduler that waits for ever: each is named, reported and replaced."""
+    async with breakable(tiny_model, monkeypatch, soft_watchdog_timeout=0.5, watchdog_timeout=2.5) as rig:
+        engine = rig.engine
+        expected = (await rig.read("Once upon", PARAMS)).tokens
+        reading, task = rig.start("Once upon", PARAMS)
+        await until(lambda: reading.count > 0, "it does not decode")
+        os.kill(rig.worker_pid, signal.SIGSTOP)
+        await until(lambda: not engine.health().ok, "health does not see a stopped worker")
+        assert engine.health().reason.startswith("Actor worker-0 has been busy with Step for ")
+        assert engine.health().step_age > 0.5
+        await until(lambda: engine.vitals.worker is None, "the watchdog does not end it")
+        assert engine.health().reason == "No worker is ready; one is being restarted."
+        await task
+        assert reading.tokens == expected
+        assert engine.health().ok
+
+        rig.plan.add(Fault("queue", "hang"))
+        reading, task = rig.start("Once upon", PARAMS)
+        await until(lambda: not engine.health().ok, "health does not see a scheduler that hangs")
+        assert engine.health().reason.startswith("Actor scheduler has been busy with Submit for ")
+        await task
+        assert reading.tokens == expected
+        await rig.rest()
+    stalls = [record.getMessage() for record in caplog.records if record.getMessage().startswith("stall:")]
+    assert [stall.split()[2] for stall in stalls] == ["worker-0", "scheduler"]
+    deaths = [record.getMessage() for record in caplog.records if " died: " in record.getMessage()]
+    assert ["over the watchdog's 2.5 s" in death or "got no answer" in death for death in deaths] == [True, True]
+
+
+async def test_health_sees_work_that_nobody_does(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every actor is idle, and so is the request."""
+    async with breakable(tiny_model, monkeypatch, soft_watchdog_timeout=0.3, watchdog_timeout=60.0) as rig:
+        assert rig.engine._system is not None
+        scheduler = rig.engine._system._cells["scheduler"].incarnation._actor  # type: ignore[union-attr]
+        monkeypatch.setattr(type(scheduler._planner), "can_send", False)
+        reading, task = rig.start("Once upon", PARAMS)
+        await until(lambda: not rig.engine.health().ok, "health does not see it")
+        assert rig.engine.health().reason.startswith("0 sequences run and 1 wait, but no step has ended for ")
+        assert reading.count == 0
+        await reading.stream.aclose()
+        await task
+        await until(lambda: rig.engine.health().ok, "it is forgotten")
+        await rig.rest()
