@@ -53,7 +53,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def waiter(system: ActorSystem) -> ActorRef[Protocol]:
-    return await system.spawn(Waiter, name="waiter", supervision=QUICK)
+    return await system.spawn(Waiter, name="waiter", supervision=QUICK, stop_timeout=0.1)
 
 
 def reports(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -71,7 +71,8 @@ async def test_a_stall_is_reported_once_with_where_it_stands(
         watchdog.look()
         watchdog.look()
     (report,) = reports(caplog)
-    assert "waiter" in report and "Wait" in report
+    assert "waiter" in report
+    assert "Wait" in report
     assert watchdog.stalls == 1
     assert any("deep_down" in record.getMessage() for record in caplog.records)
     asked.cancel()

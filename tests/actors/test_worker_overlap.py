@@ -41,7 +41,7 @@ class Device:
 
 def worker_on(device: Any, monkeypatch: pytest.MonkeyPatch) -> Worker:
     monkeypatch.setattr(Worker, "context", SimpleNamespace(incarnation=1), raising=False)
-    worker = Worker(cast(Any, SimpleNamespace(epoch=1, runner=SimpleNamespace(tp_rank=0))))
+    worker = Worker(cast(Any, SimpleNamespace(epoch=1, faults="", runner=SimpleNamespace(tp_rank=0))))
     worker._runner = device
     worker._thread, worker._waiting = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
     return worker
