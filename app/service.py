@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 from quart import Response
 
-from actors.admission import most_for_one
+from actors.admission import Door, most_for_one
 from actors.arguments import Arguments
 from actors.requests import LIMITS, Chat, InvalidRequest, QueueFull, SamplingParams
 from actors.status import EngineStatus
@@ -61,7 +61,9 @@ class Service:
         self.stage = Stage(self)
         self.created = int(time.time())
         self.send_deadline = SEND_DEADLINE
-        self._text_requests = 0
+        self._text_door = Door(
+            max_sequences=LIMITS.text_requests, max_tokens=None, tenants=max(1, len(arguments.api_keys))
+        )
         self.unknown = UnknownFields(engine.metrics.count_unknown_field)
         self.warm = arguments.skip_server_warmup  # whether the warm-up requests are done
 
@@ -193,20 +195,20 @@ class Service:
             )
 
     @contextlib.contextmanager
-    def text_request(self) -> Iterator[None]:
-        """Work for the tokenizer alone, which takes no ticket: so many at a time, lest those with a ticket wait for it.
+    def text_request(self, exchange: Exchange) -> Iterator[None]:
+        """Work for the tokenizer alone: so many at a time, lest those who generate wait for it, and a share a key.
 
         Raises QueueFull.
         """
-        if self._text_requests >= LIMITS.text_requests:
-            raise QueueFull(
-                f"{self._text_requests} requests for the tokenizer are under way. Try again.", retry_after=1.0
-            )
-        self._text_requests += 1
+        try:
+            ticket = self._text_door.enter(1, 0, time.monotonic(), exchange.tenant)
+        except QueueFull:
+            count = self._text_door.sequences
+            raise QueueFull(f"{count} requests for the tokenizer are under way. Try again.", retry_after=1.0) from None
         try:
             yield
         finally:
-            self._text_requests -= 1
+            self._text_door.leave(ticket, time.monotonic())
 
     async def abort(self, name: str) -> int:
         """Abort the requests of this id, given by the server or by the client; how many. Ids match as a whole."""

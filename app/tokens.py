@@ -80,7 +80,7 @@ async def tokenize(service: Service, exchange: Exchange, body: TokenizeRequest) 
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("prompt: give either prompt or messages.", param="prompt")
-    with service.text_request():
+    with service.text_request(exchange):
         return json_response(await _tokenized(service, body))
 
 
@@ -140,7 +140,7 @@ async def detokenize(service: Service, exchange: Exchange, body: DetokenizeReque
         if len(item) > most:
             raise invalid(f"{at}: has {len(item)} tokens; at most {most} are decoded at once.", param=at)
         lists.append(item)  # type: ignore[arg-type]
-    with service.text_request():
+    with service.text_request(exchange):
         try:
             texts = [await service.engine.detokenize(ids, skip_special_tokens=skip) for ids in lists]
         except InvalidRequest as error:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from prometheus_client import Gauge
 
-from actors.requests import InvalidRequest
+from actors.requests import LIMITS, InvalidRequest
 from app.table import ROUTES
 
 LOCAL = {"server": ("127.0.0.1", 8000)}
@@ -184,3 +184,27 @@ async def test_the_description_for_people_loads_nothing_from_elsewhere(applicati
     assert b"https://" not in page
     assert b"/v1/chat/completions" in page
     assert b"max_completion_tokens" in page
+
+
+async def test_one_key_cannot_keep_the_tokenizer_to_itself(make_application, until):
+    application = make_application(api_key="one,two")
+    engine = application.engine
+    hold, encode = asyncio.Event(), engine.tokenize
+
+    async def held(prompt, **keywords):
+        await hold.wait()
+        return await encode(prompt, **keywords)
+
+    engine.tokenize = held
+
+    async def post(key):
+        headers = {"Authorization": f"Bearer {key}"}
+        answer = await application.test_client().post("/tokenize", json={"prompt": "x"}, headers=headers)
+        return answer.status_code
+
+    flood = [asyncio.create_task(post("one")) for _ in range(LIMITS.text_requests)]
+    await until(lambda: sum(task.done() for task in flood) == LIMITS.text_requests // 4)
+    other = [asyncio.create_task(post("two")) for _ in range(LIMITS.text_requests // 4)]
+    hold.set()
+    assert set(await asyncio.gather(*other)) == {200}
+    assert sorted(await asyncio.gather(*flood))[-1] == 429
