@@ -39,19 +39,20 @@ class RunningStep:
 
 @dataclass
 class Answer:
-    """Collects what a step produced. ``rows``: how many rows the step had.
+    """Collects what a step produced. ``slots``, ``generations`` int32 [rows]: the requests of its rows.
 
-    ``sampled_rows``, ``slots``, ``generations`` [sampled]: of each of sampled's rows, its index among the step's rows,
-    and the request it is of.
+    ``sampled_rows`` int64 [sampled]: the index among the step's rows of each of sampled's.
+    ``chunk_rows`` int64 [chunks]: rows that sampled nothing; ``chunks_broken`` bool [chunks]: which are not finite.
     """
 
-    rows: int
+    slots: npt.NDArray[np.int32]
+    generations: npt.NDArray[np.int32]
     failed: list[RowError] = field(default_factory=list)
     prompts: list[PromptScores] = field(default_factory=list)
     sampled: Sampled | None = None
     sampled_rows: npt.NDArray[np.int64] | None = None
-    slots: npt.NDArray[np.int64] | None = None
-    generations: npt.NDArray[np.int32] | None = None
+    chunk_rows: npt.NDArray[np.int64] | None = None
+    chunks_broken: Tensor | None = None
     graph_rows: int = 0  # that ran in a captured graph
 
     def tensors(self) -> list[Tensor]:
@@ -63,19 +64,20 @@ class Answer:
             found += [tensor for tensor in wanted if tensor is not None]
         for scores in self.prompts:
             found += [scores.logprobs, scores.top_ids, scores.top_logprobs]
+        if self.chunks_broken is not None:
+            found.append(self.chunks_broken)
         return found
 
     def pack(self, number: int, fetched: Sequence[Tensor], timing: StepTiming) -> tuple[StepResult, list[RowError]]:
-        """The result from ``tensors`` on the host, and the errors in it of rows whose logits were not finite."""
+        """The result from ``tensors`` on the host, and the errors in it of rows that were not finite."""
         host = iter(fetched)
-        accepted = np.zeros(self.rows, dtype=np.int32)
+        accepted = np.zeros(len(self.slots), dtype=np.int32)
         tokens = logprobs = top_counts = top_ids = top_logprobs = b""
         broken: list[RowError] = []
         if self.sampled is not None and self.sampled_rows is not None:
             ids = next(host).numpy().astype(np.int32)
             kept = ~next(host).numpy()
-            if not kept.all():
-                broken = self._broken(np.flatnonzero(~kept))
+            broken += self._broken(self.sampled_rows[~kept])
             accepted[self.sampled_rows[kept]] = 1
             tokens = ids[kept].tobytes()
             if self.sampled.logprobs is not None:
@@ -88,6 +90,8 @@ class Answer:
                     top_ids = next(host).numpy().astype(np.int32)[kept][chosen].tobytes()
                     top_logprobs = next(host).numpy()[kept][chosen].tobytes()
         scored = [(next(host).numpy(), next(host).numpy().astype(np.int32), next(host).numpy()) for _ in self.prompts]
+        if self.chunk_rows is not None:
+            broken += self._broken(self.chunk_rows[next(host).numpy()])
         top = [np.full(len(scores.logprobs), scores.top_ids.shape[1], dtype=np.int32) for scores in self.prompts]
         result = StepResult(
             number=number,
@@ -109,7 +113,5 @@ class Answer:
         return result, broken
 
     def _broken(self, rows: npt.NDArray[np.int64]) -> list[RowError]:
-        assert self.slots is not None
-        assert self.generations is not None
         message = "the model's output is not finite for this request; try float32, or check the weights"
         return [RowError(int(self.slots[row]), int(self.generations[row]), message) for row in rows]

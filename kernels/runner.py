@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +27,7 @@ from kernels.sampling import Sampler
 from kernels.sizing import cache_pages
 from kernels.slots import SlotError, SlotTable
 from kernels.step import ModelInfo, RowError, RunnerConfig, StepBatch, StepResult, StepTiming
+from kernels.unsettled import StepWrites, Unsettled
 
 __all__ = ["ModelRunner"]
 
@@ -56,7 +56,7 @@ class ModelRunner:
         self._platform = select_platform(config)
         self._group = Group()
         self._thread = 0
-        self._broken: deque[RowError] = deque()  # found by who waits for a step, put right before the next one starts
+        self._unsettled = Unsettled()
         self._ended = 0.0
 
     @torch.inference_mode()
@@ -119,13 +119,7 @@ class ModelRunner:
         clock.end("cache")
         self._progress("cache", 0.92)
         self._warm_up()
-        self._decodes: Decodes | None = platform.capture_decodes(
-            lambda batch: self._model.forward(batch, self._caches),
-            sorted(self._windows),
-            config.max_slots - 1,
-            self._slots.pages.shape[1],
-            lambda could: bool(self._group.least(int(could))),
-        )
+        self._decodes = self._capture_decodes()
         clock.end("warmup")
         self._progress("warmup", 1.0)
         return ModelInfo(
@@ -151,7 +145,7 @@ class ModelRunner:
         as a whole.
         """
         result = self.start(batch).result()
-        self._drop_broken()
+        self._settle_steps()
         return result
 
     @torch.inference_mode()
@@ -164,19 +158,21 @@ class ModelRunner:
 
     def _start(self, batch: StepBatch, begun: float) -> RunningStep:
         self._bind_thread()
-        self._drop_broken()
+        self._settle_steps()
         slots, generations, counts = (_ints(part) for part in (batch.slots, batch.generations, batch.counts))
         if not len(slots) == len(generations) == len(counts):
             raise ValueError("slots, generations and counts of a step must have one entry for each row")
         if counts.sum() > self._config.max_step_tokens:
             raise ValueError(f"a step of {counts.sum()} tokens is over max_step_tokens, {self._config.max_step_tokens}")
-        answer = Answer(rows=len(slots))
+        answer = Answer(slots, generations)
         self._update_slots(batch, answer)
         rows = self._fit_rows(slots, generations, counts, answer)
         if not len(rows):
-            return self._running(batch.number, answer, begun, time.perf_counter())
+            return self._running(batch.number, answer, None, begun, time.perf_counter())
         step = _Step(rows, slots[rows].astype(np.int64), counts[rows].astype(np.int64), self._slots)
-        forward = self._forward_batch(step)
+        writes = self._writes(step)
+        forward = self._forward_batch(step, writes.pages)
+        self._unsettled.begin(writes)
         prepared = time.perf_counter()
         hidden = None
         if self._decodes is not None and step.decodes == len(step.slots):
@@ -186,10 +182,13 @@ class ModelRunner:
             hidden = self._model.forward(forward, self._caches)
         self._slots.computed[step.slots] += step.counts
         self._score_prompts(step, hidden, answer)
+        self._test_chunks(step, hidden, answer)
         self._sample(step, hidden, answer)
-        return self._running(batch.number, answer, begun, prepared)
+        return self._running(batch.number, answer, writes, begun, prepared)
 
-    def _running(self, number: int, answer: Answer, begun: float, prepared: float) -> RunningStep:
+    def _running(
+        self, number: int, answer: Answer, writes: StepWrites | None, begun: float, prepared: float
+    ) -> RunningStep:
         fetched = self._platform.fetch(answer.tensors())
         thread = threading.get_ident()
 
@@ -197,12 +196,20 @@ class ModelRunner:
             with self._device_errors():
                 if threading.get_ident() != thread:
                     self._platform.bind_thread()
-                return self._finish(number, answer, fetched, begun, prepared)
+                return self._finish(number, answer, writes, fetched, begun, prepared)
 
         # What a step finds out late, rows that are not finite, all ranks must act on before the same step.
         return RunningStep(finish, not self._platform.overlaps or self._group.size > 1)
 
-    def _finish(self, number: int, answer: Answer, fetched: Fetched, begun: float, prepared: float) -> StepResult:
+    def _finish(
+        self,
+        number: int,
+        answer: Answer,
+        writes: StepWrites | None,
+        fetched: Fetched,
+        begun: float,
+        prepared: float,
+    ) -> StepResult:
         """In the thread of who waits: touches nothing that a step started meanwhile does."""
         host = fetched()
         ended = time.perf_counter()
@@ -210,7 +217,8 @@ class ModelRunner:
         timing = StepTiming(prepare=prepared - begun, run=run, graph_rows=answer.graph_rows)
         self._ended = ended
         result, broken = answer.pack(number, host, timing)
-        self._broken.extend(broken)
+        if writes is not None:
+            self._unsettled.settle(writes, broken)
         return result
 
     def close(self) -> None:
@@ -258,6 +266,9 @@ class ModelRunner:
             if 0 < slot < len(state.known):
                 state.release(slot)
                 self._sampler.release(slot)
+        self._clean_granted(batch)
+        if batch.admitted and not state.active.any() and self._platform.renew():  # a request sees one kind of operator
+            self._decodes = self._capture_decodes()
         for admission in batch.admitted:
             try:
                 state.admit(admission)
@@ -277,13 +288,24 @@ class ModelRunner:
                 answer.failed.append(RowError(slot, int(state.generation[slot]), str(error)))
                 self._drop(slot)
 
-    def _drop_broken(self) -> None:
-        """Of the requests that left numbers in their pages that are not finite. They may have ended since."""
-        while self._broken:
-            error = self._broken.popleft()
+    def _clean_granted(self, batch: StepBatch) -> None:
+        """Pages that change hands while a step is under way that writes to them, for a request that has ended."""
+        size = self._config.page_size
+        own = [_ints(admission.pages)[-(-admission.computed // size) :] for admission in batch.admitted]
+        self._clear(self._unsettled.among(np.concatenate([_ints(batch.page_ids), *own])))
+
+    def _settle_steps(self) -> None:
+        """Drop the requests that were found not to be finite, and clean what they wrote to, unless it is someone
+        else's by now: then it was cleaned before. What earlier steps wrote was sound, and others may read it.
+        """
+        for writes, error in self._unsettled.take():
             if self._slots.active[error.slot] and self._slots.generation[error.slot] == error.generation:
-                self._platform.clear_pages(self._caches, self._slots.own_pages(error.slot))
                 self._drop(error.slot)
+            self._clear([page for page in writes.of(error.slot, error.generation) if not self._slots.holds(page)])
+
+    def _clear(self, pages: list[int]) -> None:
+        if pages:
+            self._platform.clear_pages(self._caches, pages)
 
     def _drop(self, slot: int) -> None:
         if 0 < slot < len(self._slots.known):
@@ -302,7 +324,14 @@ class ModelRunner:
                 answer.failed.append(RowError(*name, message))
         return np.array([row for row in range(len(slots)) if row not in errors], dtype=np.int64)
 
-    def _forward_batch(self, step: _Step) -> ForwardBatch:
+    def _writes(self, step: _Step) -> StepWrites:
+        state, page_size = self._slots, self._config.page_size
+        last = (step.starts + step.counts - 1) // page_size
+        pages = state.pages[step.slots, : int(last.max()) + 1]
+        return StepWrites(step.slots, state.generation[step.slots], step.starts // page_size, last, pages)
+
+    def _forward_batch(self, step: _Step, pages: Ints) -> ForwardBatch:
+        """``pages`` [rows, columns]: those of the step's rows."""
         state, page_size = self._slots, self._config.page_size
         if step.decodes == len(step.slots):
             token_slots, positions = step.slots, step.starts
@@ -310,7 +339,6 @@ class ModelRunner:
             token_slots = np.repeat(step.slots, step.counts)
             positions = np.arange(len(token_slots)) + np.repeat(step.starts - step.offsets, step.counts)
         index = state.pages[token_slots, positions // page_size] * np.int64(page_size) + positions % page_size
-        pages = state.pages[step.slots, : int((step.starts + step.counts).max() - 1) // page_size + 1]
         at = self._put(positions)
         return ForwardBatch(
             token_ids=state.tokens[self._put(token_slots), at],
@@ -342,6 +370,15 @@ class ModelRunner:
                 scores = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
                 answer.prompts.append(PromptScores(int(step.rows[row]), *scores))
 
+    def _test_chunks(self, step: _Step, hidden: Tensor, answer: Answer) -> None:
+        """Rows that sample nothing are tested as well, at their last token, which sees the others: the pages that they
+        fill are shared before anything is sampled from them.
+        """
+        short = np.flatnonzero(step.starts + step.counts < self._slots.known[step.slots])
+        if len(short):
+            last = hidden.index_select(0, self._put(step.offsets[short] + step.counts[short] - 1))
+            answer.chunk_rows, answer.chunks_broken = step.rows[short], ~last.isfinite().all(-1)
+
     def _sample(self, step: _Step, hidden: Tensor, answer: Answer) -> None:
         """Rows that reached their last known token get the next one."""
         state = self._slots
@@ -364,7 +401,15 @@ class ModelRunner:
         state.tokens[at_slots, at] = sampled.tokens.to(torch.int32)
         state.known[slots] += 1
         answer.sampled, answer.sampled_rows = sampled, step.rows[reached]
-        answer.slots, answer.generations = slots, state.generation[slots]
+
+    def _capture_decodes(self) -> Decodes | None:
+        return self._platform.capture_decodes(
+            lambda batch: self._model.forward(batch, self._caches),
+            sorted(self._windows),
+            self._config.max_slots - 1,
+            self._slots.pages.shape[1],
+            lambda could: bool(self._group.least(int(could))),
+        )
 
     def _warm_up(self) -> None:
         """Run a few shapes in the dump page, so that a first request does not pay for what is made on first use."""

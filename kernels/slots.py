@@ -46,7 +46,6 @@ class SlotTable:
         self.active = np.zeros(max_slots, dtype=bool)
         self.pages: Ints = np.zeros((max_slots, -(-(context + SLACK) // page_size)), dtype=np.int32)
         self.page_count: Longs = np.zeros(max_slots, dtype=np.int64)
-        self._shared: Longs = np.zeros(max_slots, dtype=np.int64)  # first pages that came filled: others may read them
 
     def check_slot(self, slot: int) -> None:
         """Raises SlotError for a number that is no slot."""
@@ -56,7 +55,7 @@ class SlotTable:
     def release(self, slot: int) -> None:
         """Drop the slot's state. Its generation stays, so that late rows are told apart."""
         self.active[slot] = False
-        self.known[slot] = self.computed[slot] = self.page_count[slot] = self._shared[slot] = 0
+        self.known[slot] = self.computed[slot] = self.page_count[slot] = 0
 
     def admit(self, admission: Admission) -> None:
         """A request takes a slot. Raises SlotError; the slot is then free."""
@@ -81,7 +80,6 @@ class SlotTable:
         self.computed[slot] = admission.computed
         self.prompt_length[slot] = admission.prompt_length
         self.prompt_logprobs[slot] = admission.sampling.prompt_logprobs
-        self._shared[slot] = -(-admission.computed // self.page_size)
         self.active[slot] = True
         try:
             self.grant(slot, pages)
@@ -101,9 +99,10 @@ class SlotTable:
         self.pages[slot, held : held + len(pages)] = pages
         self.page_count[slot] = held + len(pages)
 
-    def own_pages(self, slot: int) -> list[int]:
-        """Pages that this sequence alone has written."""
-        return self.pages[slot, self._shared[slot] : self.page_count[slot]].tolist()
+    def holds(self, page: int) -> bool:
+        """Whether a running request's table names the page."""
+        columns = np.arange(self.pages.shape[1])
+        return bool(((self.pages == page) & (columns < self.page_count[:, None])).any())
 
     def errors(self, slots: Ints, generations: Ints, counts: Ints) -> dict[int, str]:
         """Why rows cannot run, by row index."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 import torch_npu
@@ -151,9 +152,10 @@ class NpuPlatform(Platform):
         return [LayerCache(zeros(), zeros()) for _ in range(layers)]
 
     def clear_pages(self, caches: list[LayerCache], pages: list[int]) -> None:
+        index = self.put(np.array(pages))
         for cache in caches:
-            cache.keys[pages] = 0
-            cache.values[pages] = 0
+            cache.keys.index_fill_(0, index, 0)
+            cache.values.index_fill_(0, index, 0)
 
     def make_linear(self, weight: Tensor, bias: Tensor | None, shared: bool = False) -> Linear:
         return make_linear(weight, bias, shared, self.soc)

@@ -224,7 +224,7 @@ def test_numbers_that_are_not_finite_fail_their_request_and_leave_the_pages_clea
     driver.admit(1, one)
     driver.admit(2, two)
     driver.step([(1, 20), (2, 21)])
-    pages = driver.pages[1]
+    pages = driver.pages[1][1:]  # that the next step writes to
     with torch.inference_mode():
         for cache in driver.runner._caches:
             cache[pages] = math.nan
@@ -256,6 +256,35 @@ def test_a_failed_request_leaves_the_prefix_that_it_shares(driver, prompts):
     assert [error.slot for error in driver.step([(1, 1), (2, 1)]).failed] == [2]
     assert torch.equal(cache[shared], before)
     assert not cache[driver.pages[2][2]].any()
+
+
+def test_a_failed_request_leaves_what_it_has_filled_before_to_others(driver, prompts):
+    (prompt,) = prompts(40)
+    driver.admit(1, prompt)
+    driver.step([(1, 40)])
+    cache = driver.runner._caches[0]
+    full, last = driver.pages[1][:2], driver.pages[1][2]
+    before = cache[full].clone()
+    with torch.inference_mode():
+        cache[last] = math.nan
+    assert [error.slot for error in driver.step([(1, 1)]).failed] == [1]
+    assert torch.equal(cache[full], before)  # by now the prefix cache may have given them to others
+    assert not cache[last].any()
+
+
+def test_a_chunk_that_is_not_finite_fails_before_its_pages_are_shared(driver, prompts):
+    one, two = prompts(40, 30)
+    driver.admit(1, one)
+    driver.admit(2, two)
+    driver.step([(1, 16)])
+    with torch.inference_mode():
+        driver.runner._caches[0][driver.pages[1]] = math.nan
+    result = driver.step([(1, 16), (2, 8)])
+    assert [(error.slot, error.generation) for error in result.failed] == [(1, driver.generation[1])]
+    assert "finite" in result.failed[0].message
+    assert not ints(result.accepted)[0]
+    assert not any(cache[driver.pages[1][1]].any() for cache in driver.runner._caches)
+    assert driver.step([(2, driver.pending(2))]).failed == ()
 
 
 def test_steps_repeat(reference, drive, prompts):

@@ -120,3 +120,42 @@ def test_a_request_that_broke_is_dropped_by_the_step_after(reference, drive, pro
     result = driver.runner.run(decode(driver, (1, 2), 52))
     assert "holds no request" in result.failed[0].message
     assert not driver.runner._caches[0].keys[page].isnan().any()
+
+
+def test_pages_that_are_handed_on_while_a_step_writes_to_them_are_clean(reference, drive, prompts):
+    """A request breaks in one step and ends, unknowing, before the next one, which has its pages for another."""
+    model = reference("qwen3")
+    driver = drive(model.path, attention_backend="torch_native", **OPTIONS)
+    one, two, three = prompts(20, 60, 5, seed=4)
+    for slot, text in enumerate((one, two), 1):
+        driver.admit(slot, text)
+        driver.step([(slot, len(text))])
+    (page,) = driver.pages[1]
+    with torch.inference_mode():
+        for cache in driver.runner._caches:
+            cache.keys[page].fill_(torch.nan)
+            cache.values[page].fill_(torch.nan)
+    breaking = driver.runner.start(decode(driver, (1, 2), 50))
+    driver.release(1)
+    assert driver.free[-1] == page
+    driver.admit(3, three)
+    admitted, released = driver._admitted, driver._released
+    driver._admitted, driver._released = [], []
+    handed = driver.runner.start(
+        StepBatch(
+            number=51,
+            slots=pack((2, 3)),
+            generations=pack(driver.generation[slot] for slot in (2, 3)),
+            counts=pack((1, len(three))),
+            page_slots=pack((3,)),
+            page_ids=pack((driver.free.pop(),)),
+            admitted=tuple(admitted),
+            released=pack(released),
+        )
+    )
+    assert [error.slot for error in breaking.result().failed] == [1]
+    first = handed.result()
+    assert not first.failed
+    again = driver.runner.start(decode(driver, (2, 3), 52)).result()  # by now the page is the other's: it stays
+    assert not again.failed
+    assert [ints(result.tokens)[1] for result in (first, again)] == model.greedy(three, 7)[5:]
