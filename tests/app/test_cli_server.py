@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -12,10 +13,12 @@ import httpx
 import hypercorn.asyncio.run
 import pytest
 from hypercorn.asyncio.tcp_server import TCPServer
+from hypercorn.events import RawData
+from hypercorn.protocol.h11 import H11Protocol
 
 import app.server
 from actors.arguments import Arguments
-from app.server import configuration, listen, serve
+from app.server import READS_A_TURN, Crowd, configuration, listen, serve
 
 
 class Application:
@@ -222,3 +225,53 @@ def test_real_signals(number: signal.Signals) -> None:
             process.kill()
     assert out == "drained\n"
     assert process.returncode == 0
+
+
+async def test_a_crowd_is_read_a_few_connections_a_turn(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixty that have all sent their request in the same moment do not take one turn of the loop for themselves."""
+    loop, turn = asyncio.get_running_loop(), 0
+    turns: list[int] = []
+    all_read = asyncio.Event()
+
+    def count() -> None:
+        nonlocal turn
+        turn += 1
+        if len(turns) < 60:
+            loop.call_soon(count)
+
+    handle = H11Protocol.handle
+
+    async def handled(protocol: H11Protocol, event: Any) -> None:
+        if isinstance(event, RawData) and event.data:
+            turns.append(turn)
+            if len(turns) == 60:
+                all_read.set()
+        await handle(protocol, event)
+
+    monkeypatch.setattr(H11Protocol, "handle", handled)
+    port = int(running.url.rpartition(":")[2])
+    sockets = [socket.create_connection(("127.0.0.1", port)) for _ in range(60)]
+    try:
+        for each in sockets:
+            each.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        loop.call_soon(count)
+        async with asyncio.timeout(20):
+            await all_read.wait()
+        assert max(turns.count(number) for number in turns) <= READS_A_TURN
+        running.application.let_go.set()
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def test_at_the_limit_of_files_the_log_says_what_to_do_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    crowd = Crowd()
+    assert crowd.limit >= 64
+    crowd.open, crowd.limit = 5, 6
+    assert not crowd.full(0.0)
+    crowd.open = 6
+    assert all(crowd.full(second) for second in (1.0, 2.0, 60.0, 61.5))
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2
+    assert "6 connections" in told[0]
+    assert "ulimit -n" in told[0]

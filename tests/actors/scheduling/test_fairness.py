@@ -29,10 +29,10 @@ def tenants(numbers, specs):
     return [specs[number].tenant for number in numbers]
 
 
-def flood(first, count, tenant, *, length=4, max_tokens=4, **kwargs):
+def flood(first, count, tenant, *, length=4, max_tokens=4, since=0.0, **kwargs):
     """``count`` sequences of one tenant, numbered from ``first``, with prompts of their own."""
     return [
-        spec(first + i, [first + i] * length, max_tokens=max_tokens, tenant=tenant, arrival=i / 1000, **kwargs)
+        spec(first + i, [first + i] * length, max_tokens=max_tokens, tenant=tenant, arrival=since + i / 1000, **kwargs)
         for i in range(count)
     ]
 
@@ -43,7 +43,7 @@ def test_a_flood_does_not_delay_another_tenant_by_more_than_its_own_share():
     stage.submit(*specs.values())
     for _ in range(3):
         stage.step()
-    late = {s.sequence: s for s in flood(1000, 5, "late", max_tokens=4)}
+    late = {s.sequence: s for s in flood(1000, 5, "late", since=1.0)}
     stage.submit(*late.values())
     started = order_of_start(stage)
     places = [started.index(number) for number in late]
