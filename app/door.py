@@ -15,6 +15,7 @@ from app.auth import Level
 from app.custom_labels import custom_labels
 from app.errors import ApiError, shutting_down
 from app.exchange import Exchange, Send, current_request_id, is_label
+from app.request_body import Receive, RequestBody
 from app.routes import Route
 from telemetry.log_lines import Event
 from telemetry.timeline import Outcome
@@ -28,7 +29,6 @@ __all__ = ["Application", "Door"]
 log = logging.getLogger("troupe.http")
 
 Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _CUT_SECONDS = 1.0
@@ -71,6 +71,8 @@ class Door:
         method, path = scope["method"], scope["path"]
         route = service.table.find(method, path)
         label, traceparent = _labels(scope["headers"])
+        http_version = scope.get("http_version", "1.1")
+        body = RequestBody(receive, scope["headers"], http_version)
         exchange = Exchange(
             send,
             request_id=service.ids.new(route.id_prefix if route is not None else "req-"),
@@ -78,10 +80,11 @@ class Door:
             method=method,
             path=path,
             label=label,
-            http_version=scope.get("http_version", "1.1"),
+            http_version=http_version,
             send_deadline=service.send_deadline,
             keep_alive=service.arguments.sse_keep_alive_interval,
             metrics=service.engine.metrics.streams,
+            body=body,
         )
         scope["troupe.exchange"] = exchange
         if service.engine.tracing is not None and route is not None and route.operation:
@@ -106,7 +109,7 @@ class Door:
             if refusal is not None:
                 await exchange.answer(refusal)
             else:
-                await self._inner(scope, receive, exchange.send)
+                await self._inner(scope, body.receive, exchange.send)
             if not exchange.complete:
                 exchange.outcome = exchange.outcome or "disconnect"
         except asyncio.CancelledError:

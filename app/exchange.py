@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from actors.streams import RequestStream
 from app.errors import ApiError
+from app.request_body import RequestBody
 from app.routes import Route
 from telemetry.stream_metrics import StreamMetrics
 from telemetry.timeline import RequestTimeline, Value
@@ -59,6 +60,7 @@ class Exchange:
         send_deadline: float,
         keep_alive: float,
         metrics: StreamMetrics,
+        body: RequestBody,
     ) -> None:
         self.route = route
         self.method = method
@@ -86,6 +88,7 @@ class Exchange:
         self._send_deadline = send_deadline
         self._keep_alive = keep_alive
         self._metrics = metrics
+        self._body = body
         self._sending_since: float | None = None
         self._handler: asyncio.Task[Any] | None = None  # the task that sends the response
         self._idle_since: float | None = None  # set while a stream has nothing to send
@@ -130,6 +133,17 @@ class Exchange:
             if self.label is not None:
                 headers.append((b"x-client-request-id", self.label.encode("latin-1")))
             message = {**message, "headers": headers}
+        last = message["type"] == "http.response.body" and not message.get("more_body", False)
+        if last and not self._body.over:
+            await self._pass({**message, "more_body": True})
+            self.complete = True
+            await self._body.drop()
+            message = {"type": "http.response.body", "body": b"", "more_body": False}
+        await self._pass(message)
+        self.complete = self.complete or last
+
+    async def _pass(self, message: MutableMapping[str, Any]) -> None:
+        """Hand a message to the server, and see how long the client takes to read it."""
         loop = asyncio.get_running_loop()
         if self._timer is None:
             self._handler = asyncio.current_task()
@@ -140,8 +154,6 @@ class Exchange:
         finally:
             self._sending_since = None
             self._metrics.sent(loop.time() - since)
-        if message["type"] == "http.response.body" and not message.get("more_body", False):
-            self.complete = True
 
     async def answer(self, error: ApiError) -> None:
         """A whole response that is an error."""
