@@ -34,9 +34,9 @@ Stage = Literal["render", "admission", "queue", "prefill", "decode", "detokenize
 before a step with, and without, prompt tokens; the detokenizer between the news of two sequences; the task that reads a
 stream; the drain."""
 
-Kind = Literal["exception", "memory", "device_memory", "hang", "slow", "kill"]
-"""What: an exception; MemoryError; torch's OutOfMemoryError; waiting for ever, or for a time; SIGKILL to the process.
-The engine's own process is spared: what is killed from its stages is its worker."""
+Kind = Literal["exception", "memory", "device_memory", "hang", "slow", "kill", "device"]
+"""What: an exception; MemoryError; torch's OutOfMemoryError; waiting for ever, or for a time; SIGKILL to the process;
+a fault of the simulated device. The engine's own process is spared: what is killed from its stages is its worker."""
 
 _FOREVER = 3600.0
 
@@ -46,12 +46,14 @@ class InjectedFault(RuntimeError):
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """``nth``: how often one process passes the stage, from now on, until it happens. ``seconds``: of ``slow``."""
+    """``nth``: how often one process passes the stage, from now on, until it happens. ``seconds``: of ``slow``.
+    ``operator``: of ``device``, as in TROUPE_NPU_FAULT, counted from when it happens: ``lost@3``, ``hang@1@hccl``."""
 
     stage: Stage
     kind: Kind
     nth: int = 1
     seconds: float = 0.5
+    operator: str = "aicore@1"
 
 
 class FaultPlan:
@@ -145,6 +147,14 @@ class FaultInjector:
                 os.kill(victim, signal.SIGKILL)
         elif fault.kind == "exception":
             raise InjectedFault(where)
+        elif fault.kind == "device":
+            from kernels.npu.simulator.activate import active
+
+            if (simulator := active()) is None:
+                raise InjectedFault(f"{where}: there is no simulated device; start the engine with npu_simulator")
+            if fault.operator.startswith("oom"):
+                sys.modules["torch"].npu.empty_cache()  # what the allocator keeps would do for a long time
+            simulator.faults.plan_text(fault.operator)
         elif fault.kind == "device_memory" and "torch" in sys.modules:
             error: type[Exception] = sys.modules["torch"].OutOfMemoryError
             raise error(where)

@@ -1,0 +1,114 @@
+"""What a device does to its worker, on simulated NPUs: an error, a device that is lost or full, a collective that
+hangs (a kernel that does: test_npu_engine). Each request goes on in the next worker, in the same tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from actors.faults import Fault
+from actors.requests import SamplingParams
+from tests.actors.breaking import Rig, breakable, until
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("torch_npu") is None, reason="torch_npu is not installed: pip install -e '.[npu-sim]'"
+    ),
+    pytest.mark.skipif(shutil.which("gcc") is None, reason="the NPU simulator needs gcc and nm (binutils)"),
+]
+
+MODEL = Path(__file__).parents[2] / "app" / "understudy" / "model"
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+PROMPTS = ["Once upon a time there was", list(range(100, 300)), "What is 3 plus 4?"]
+DEVICE = [
+    ("prefill", "aicore@5", "507015"),
+    ("decode", "lost@3", "507010"),
+    ("prefill", "oom@1", "memory"),
+]
+GROUP = [("decode", "hang@1@hccl", "507048")]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def one() -> AsyncIterator[Rig]:
+    async for rig in rig_of(1):
+        yield rig
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def two() -> AsyncIterator[Rig]:
+    async for rig in rig_of(2):
+        yield rig
+
+
+async def rig_of(ranks: int) -> AsyncIterator[Rig]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("actors.configuration.OP_TIMEOUT", 1.0 if ranks == 1 else 4.0)
+        async with breakable(
+            MODEL,
+            patch,
+            npu_simulator="A2",
+            tp=ranks,
+            standby_worker=ranks == 1,
+            disable_cuda_graph=True,
+            cpu_threads=None,
+            chunked_prefill_size=64,
+            watchdog_timeout=30.0,
+        ) as made:
+            yield made
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def undisturbed(one: Rig) -> list[dict[int, list[int]]]:
+    return [(await one.read(prompt, GREEDY)).tokens for prompt in PROMPTS]
+
+
+async def outlives(rig: Rig, stage: str, operator: str, expected: list[dict[int, list[int]]]) -> None:
+    assert await rig.engine.flush_cache()
+    before = rig.restarts()
+    (first, *more) = PROMPTS
+    started = [rig.start(first, GREEDY)]
+    await until(lambda: started[0][0].count >= 2, "it does not decode")
+    rig.plan.add(Fault(stage, "device", nth=2, operator=operator))  # type: ignore[arg-type]
+    started += [rig.start(prompt, GREEDY) for prompt in more]
+    readings = await asyncio.wait_for(asyncio.gather(*(task for _, task in started)), 90)
+    assert rig.plan.pending() == 0
+    assert rig.restarts() > before
+    assert [reading.error for reading in readings] == [None] * len(PROMPTS)
+    assert [reading.tokens for reading in readings] == expected
+    await rig.rest()
+    rig.forgive()
+
+
+@pytest.mark.parametrize(("stage", "operator", "says"), DEVICE)
+async def test_a_device_fails(
+    one: Rig,
+    undisturbed: list[dict[int, list[int]]],
+    caplog: pytest.LogCaptureFixture,
+    stage: str,
+    operator: str,
+    says: str,
+) -> None:
+    await outlives(one, stage, operator, undisturbed)
+    assert says in caplog.text
+
+
+@pytest.mark.parametrize(("stage", "operator", "says"), GROUP)
+async def test_a_device_of_two_fails(
+    two: Rig,
+    undisturbed: list[dict[int, list[int]]],
+    caplog: pytest.LogCaptureFixture,
+    stage: str,
+    operator: str,
+    says: str,
+) -> None:
+    """The other rank waits in a collective, and is replaced with it."""
+    await outlives(two, stage, operator, undisturbed)
+    assert says in caplog.text
