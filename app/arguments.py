@@ -88,7 +88,10 @@ def _read_words(words: Sequence[str], source: str, problems: list[str]) -> list[
                 _take_values(rest, equals)
                 continue
             if found.entry.is_flag:
-                given.append(Given(name=name, value=value if equals else True, spelling=spelling))
+                # Read as a model, the word of "--enable-metrics false" would turn the argument into its opposite.
+                said = not equals and rest and rest[-1].lower() in ("true", "false")
+                flag: object = value if equals else rest.pop() if said else True
+                given.append(Given(name=name, value=flag, spelling=spelling))
             elif found.entry.takes_many:
                 values = [value] if equals else _take_values(rest, equals)
                 given.append(Given(name=name, value=" ".join(values), spelling=spelling))

@@ -60,6 +60,15 @@ def test_values_and_flags() -> None:
     assert load('--hf-overrides {"a":1}').json_model_override_args == {"a": 1}
 
 
+@pytest.mark.parametrize("word", ["false", "False"])
+def test_a_flag_takes_the_word_behind_it(word: str) -> None:
+    arguments = load(f"--enable-metrics {word} m --no-enable-trace {word} --disable-page TRUE")
+    assert (arguments.enable_metrics, arguments.enable_trace, arguments.disable_page) == (False, True, True)
+    assert arguments.model_path == "m"
+    assert load("--disable-page m").model_path == "m"
+    assert load(environment=f"--enable-metrics {word}").enable_metrics is False
+
+
 def test_the_last_of_equal_names_wins() -> None:
     assert load("--port 1 --port 2").port == 2
     assert "contradicts --max-num-seqs" in problems("--max-num-seqs 1 --max-running-requests 2")
