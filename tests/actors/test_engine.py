@@ -217,6 +217,28 @@ async def test_a_timeout_ends_the_request(engine: Engine) -> None:
     await idle(engine)
 
 
+async def test_what_is_too_late_is_dropped_where_it_waits(tiny_model: Path) -> None:
+    """Nothing is computed for a request whose time was over before its turn came."""
+    long = SamplingParams(max_tokens=480, ignore_eos=True)
+    async with small_engine(tiny_model, max_running_requests=1) as engine:
+        ahead = engine.generate([5, 6, 7], long)
+        await anext(ahead)
+        late = [engine.generate([8, 9, number], GREEDY, timeout=0.05) for number in range(3)]
+        for stream in late:
+            with pytest.raises(RequestTimeout):
+                await collect(stream)
+        # Also at the tokenizer, which is not told to encode what nobody waits for any more.
+        with pytest.raises(RequestTimeout):
+            await engine.generate("far too late", GREEDY, timeout=1e-6).ready()
+        assert engine.intake is not None
+        assert engine.intake.door.sequences == 1
+        await collect(ahead)
+        assert all("prefill" not in [hop.name for hop in stream.timeline.hops] for stream in late)
+        load = engine.vitals.scheduler
+        assert load is not None
+        assert load.waiting == 0
+
+
 async def test_flush_empties_the_prefix_cache(engine: Engine) -> None:
     await text_of(engine, "one two three four five six seven eight nine ten " * 4)
     await idle(engine)
