@@ -229,7 +229,7 @@ class OwnServer:
     async def wait_ready(self, limit: float = 600.0) -> None:
         while True:
             if self.process.poll() is not None or time.perf_counter() - self._start > limit:
-                raise SystemExit(f"the server did not start:\n{Path(self._log).read_text()[-4000:]}")
+                raise SystemExit(f"the server did not start:\n{self.log_text()[-4000:]}")
             client = Client(self.url)
             with contextlib.suppress(OSError, IndexError):
                 status, _ = await client.json("GET", "/ready")
@@ -245,6 +245,10 @@ class OwnServer:
         family = [psutil.Process(self.process.pid)]
         family += family[0].children(recursive=True)
         return sum(p.memory_full_info().pss for p in family) / 2**20
+
+    def log_text(self) -> str:
+        """What it has written so far."""
+        return Path(self._log).read_text(errors="replace")
 
     def stop(self) -> None:
         self.process.send_signal(signal.SIGTERM)

@@ -510,6 +510,10 @@ async def bench(options: argparse.Namespace) -> int:
         status = await asyncio.to_thread(server.process.wait, 60)
         if status:
             problems.append(f"after SIGTERM the server ended with status {status}")
+    except OSError as error:
+        print(f"the server does not answer ({error}); its status is {server.process.poll()}, its log ends so:")
+        print(server.log_text()[-8000:])
+        return 1
     finally:
         server.stop()
     print(f"{cpu_name()}, {len(os.sched_getaffinity(0))} cores, {time.strftime('%Y-%m-%d')}")
