@@ -55,6 +55,7 @@ class Vitals:
                 now,
                 generated=generated,
                 graph_rows=result.timing.graph_rows,
+                queued=result.timing.queued,
                 prepare=result.timing.prepare,
                 run=result.timing.run,
             )

@@ -101,11 +101,11 @@ class Worker(Actor[WorkerProtocol]):
             raise StaleStep(f"Step {message.batch.number} is of life {message.epoch}, this is {self._epoch}.")
         assert self._thread is not None
         answer: Future[StepResult] = Future()
-        queued = self._thread.submit(self._start, message.batch, answer)
+        queued = self._thread.submit(self._start, message.batch, answer, time.monotonic())
         queued.add_done_callback(lambda queued: answer.cancel() if queued.cancelled() else None)
         return asyncio.wrap_future(answer)
 
-    def _start(self, batch: StepBatch, answer: Future[StepResult]) -> None:
+    def _start(self, batch: StepBatch, answer: Future[StepResult], arrived: float) -> None:
         """In the model's thread. A step that nobody waits for any more runs all the same: others follow it."""
         assert self._runner is not None
         assert self._waiting is not None
@@ -116,20 +116,27 @@ class Worker(Actor[WorkerProtocol]):
                 self._faults.strike("prefill" if prefills or batch.admitted else "decode")
             step = self._runner.start(batch)
             if step.done:
-                self._settle(answer, step, batch.traces, begun)
+                self._settle(answer, step, batch.traces, arrived, begun)
             else:
-                self._waiting.submit(self._settle, answer, step, batch.traces, begun)
+                self._waiting.submit(self._settle, answer, step, batch.traces, arrived, begun)
         except BaseException as error:
             _refuse(answer, error)
 
     def _settle(
-        self, answer: Future[StepResult], step: RunningStep, traces: tuple[TracedRow, ...], begun: float
+        self,
+        answer: Future[StepResult],
+        step: RunningStep,
+        traces: tuple[TracedRow, ...],
+        arrived: float,
+        begun: float,
     ) -> None:
         try:
             result, rank = step.result(), self._config.runner.tp_rank
-            timing = result.timing
+            timing = msgspec.structs.replace(result.timing, queued=begun - arrived)
             if rank:  # every rank has the same tokens, and who asks needs them once
                 result = StepResult(result.number, accepted=b"", tokens=b"")
+            else:
+                result = msgspec.structs.replace(result, timing=timing)
             if traces:
                 spans = forward_spans(
                     traces,
@@ -137,6 +144,7 @@ class Worker(Actor[WorkerProtocol]):
                     time.monotonic(),
                     step=result.number,
                     rank=rank,
+                    queued_seconds=timing.queued,
                     prepare_seconds=timing.prepare,
                     device_seconds=timing.run,
                 )

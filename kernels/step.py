@@ -84,7 +84,8 @@ class StepBatch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepTiming(msgspec.Struct, frozen=True, array_like=True):
-    """Seconds. ``queued``: between arrival and start; ``prepare``: building inputs; ``run``: model and sampling.
+    """Seconds. ``queued``: from arrival at the worker to start; ``prepare``: building inputs; ``run``: model and
+    sampling.
 
     ``graph_rows``: rows that ran in a captured graph.
     """

@@ -23,7 +23,7 @@ Longs = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class StepWrites:
-    """Where a step writes: row r, a request of ``slots`` and ``generations``, to columns ``first .. last`` of its pages.
+    """Where a step writes: row r, a request of ``slots`` and ``generations``, columns ``first .. last`` of its pages.
 
     ``pages`` int32 [rows, columns].
     """

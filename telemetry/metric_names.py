@@ -94,7 +94,7 @@ _SCHEDULING = (
     _histogram("troupe_step_rows", "Sequences in a step."),
     _counter("troupe_step_tokens_total", "Tokens run by steps: prefill, decode.", "mode"),
     _counter("troupe_step_rows_total", "Rows of steps by how they ran: graph, eager.", "execution"),
-    _counter("troupe_step_phase_seconds_total", "Seconds of the worker by phase: prepare, run.", "phase"),
+    _counter("troupe_step_phase_seconds_total", "Seconds of the worker by phase: queued, prepare, run.", "phase"),
     _counter("troupe_generated_tokens_total", "Tokens sampled, counted as they come."),
 )
 

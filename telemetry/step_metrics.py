@@ -43,6 +43,7 @@ class StepMetrics:
         self.generated_tokens = 0
         self.graph_rows = 0
         self.eager_rows = 0
+        self.queued_seconds = 0.0
         self.prepare_seconds = 0.0
         self.run_seconds = 0.0
         self.rows = Tally(_ROWS)
@@ -59,6 +60,7 @@ class StepMetrics:
         *,
         generated: int,
         graph_rows: int,
+        queued: float,
         prepare: float,
         run: float,
     ) -> None:
@@ -71,6 +73,7 @@ class StepMetrics:
         self.generated_tokens += generated
         self.graph_rows += graph_rows
         self.eager_rows += rows - graph_rows
+        self.queued_seconds += queued
         self.prepare_seconds += prepare
         self.run_seconds += run
         self.rows.add(rows)
@@ -96,6 +99,7 @@ class StepMetrics:
             "troupe_step_tokens_total": {("prefill",): self.prefill_tokens, ("decode",): self.decode_tokens},
             "troupe_step_rows_total": {("graph",): self.graph_rows, ("eager",): self.eager_rows},
             "troupe_step_phase_seconds_total": {
+                ("queued",): self.queued_seconds,
                 ("prepare",): self.prepare_seconds,
                 ("run",): self.run_seconds,
             },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, cast
@@ -41,7 +42,8 @@ class Device:
 
 def worker_on(device: Any, monkeypatch: pytest.MonkeyPatch) -> Worker:
     monkeypatch.setattr(Worker, "context", SimpleNamespace(incarnation=1), raising=False)
-    worker = Worker(cast(Any, SimpleNamespace(epoch=1, faults="", runner=SimpleNamespace(tp_rank=0))))
+    worker = Worker(cast(Any, SimpleNamespace(faults="", runner=SimpleNamespace(tp_rank=0))))
+    worker._epoch = 1
     worker._runner = device
     worker._thread, worker._waiting = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
     return worker
@@ -60,6 +62,19 @@ async def test_a_step_is_prepared_while_another_runs(monkeypatch: pytest.MonkeyP
     assert not answers[0].done()
     device.may_end.set()
     assert [(await answer).number for answer in answers] == [1, 2]
+
+
+async def test_a_step_tells_how_long_it_waited_for_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = worker_on(Device(done=True), monkeypatch)
+    gate = threading.Event()
+    assert worker._thread is not None
+    worker._thread.submit(gate.wait, 10)
+    answer = worker.step(step(1))
+    begun = time.monotonic()
+    await asyncio.sleep(0.05)
+    waited = time.monotonic() - begun
+    gate.set()
+    assert (await answer).timing.queued >= waited
 
 
 async def test_what_is_done_is_answered_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

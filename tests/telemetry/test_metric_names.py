@@ -95,7 +95,7 @@ def families(options: MetricOptions) -> dict[str, Metric]:
     decode = timeline.begin("decode", at + 0.5, 0)
     timeline.mark("first_token", at + 0.5, 0)
     for number, shape in enumerate((StepShape(0.0, 0, 1, 7), StepShape(0.1, 2))):
-        metrics.steps.answered(shape, 0.2 + number, generated=2 - number, graph_rows=0, prepare=0, run=0.1)
+        metrics.steps.answered(shape, 0.2 + number, generated=2 - number, graph_rows=0, queued=0, prepare=0, run=0.1)
     timeline.finish(decode, at + 1.5, tokens=3)
     timeline.close(Outcome(("stop",)), at + 1.5)
     return {family.name: family for family in registry.collect()}

@@ -223,7 +223,7 @@ def test_the_load_is_logged_once_in_so_many_decodes(caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.INFO, "troupe.steps"):
         for number in range(7):
             shape = StepShape(number * 0.1, decodes=0 if number == 0 else 4, prefills=1, prefill_tokens=8)
-            steps.answered(shape, number * 0.1 + 0.1, generated=4, graph_rows=4, prepare=0.0, run=0.1)
+            steps.answered(shape, number * 0.1 + 0.1, generated=4, graph_rows=4, queued=0.0, prepare=0.0, run=0.1)
     messages = [record.getMessage() for record in caplog.records]
     assert messages[0] == (
         "Decode: 4 rows in the step, 4 running, 0 waiting; cache 400 of 1600 tokens (25 %); graph; 40.0 tokens/s"

@@ -89,7 +89,7 @@ def test_a_tally_puts_a_value_at_its_bound_and_takes_many_at_once() -> None:
 
 
 def answered(steps: StepMetrics, shape: StepShape, now: float, *, generated: int, graph_rows: int = 0) -> None:
-    steps.answered(shape, now, generated=generated, graph_rows=graph_rows, prepare=0.001, run=0.01)
+    steps.answered(shape, now, generated=generated, graph_rows=graph_rows, queued=0.002, prepare=0.001, run=0.01)
 
 
 def test_the_time_between_two_steps_is_that_between_the_tokens_of_each_decode() -> None:
@@ -102,6 +102,13 @@ def test_the_time_between_two_steps_is_that_between_the_tokens_of_each_decode() 
     assert abs(latency.total - (3 * 0.05 + 2 * 0.01)) < 1e-9
     assert (steps.prefill_tokens, steps.decode_tokens, steps.generated_tokens) == (55, 5, 9)
     assert (steps.graph_rows, steps.eager_rows) == (3, 6)
+    phases = steps.readings()["troupe_step_phase_seconds_total"]
+    assert isinstance(phases, dict)
+    assert {phase: round(seconds, 6) for (phase,), seconds in phases.items()} == {
+        "queued": 0.006,
+        "prepare": 0.003,
+        "run": 0.03,
+    }
 
 
 def test_the_gap_after_lost_steps_is_no_latency_between_tokens() -> None:

@@ -214,6 +214,7 @@ async def test_workers_spans_bear_their_own_process(
         assert span.resource["service.instance.id"] == "worker-0"
         assert span.resource["process.pid"] == pid
         assert 0 < span.attributes["troupe.device_seconds"] <= (span.end - span.start) / 1e9
+        assert span.attributes["troupe.queued_seconds"] > 0
     assert found.root.resource["process.pid"] == os.getpid()
     assert found.root.resource["service.instance.id"] != "worker-0"
     assert collector.headers["x-tenant"] == "seven"
