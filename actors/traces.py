@@ -21,10 +21,14 @@ def check_tracing(arguments: Arguments, provider: TracerProvider | None) -> None
     if provider is None and not arguments.enable_trace and arguments.trace_level != 1:
         raise ArgumentError(["trace_level needs enable_trace, or in Python a tracer_provider"])
     if arguments.enable_trace:
-        from telemetry.trace_export import is_installed
+        from telemetry.trace_export import destination, is_installed
 
         if not is_installed():
             raise ArgumentError(["enable_trace needs the OTLP exporters: pip install 'troupe-llm[otlp]'"])
+        try:
+            destination(arguments.oltp_traces_endpoint, arguments.otlp_traces_protocol)
+        except ValueError as error:
+            raise ArgumentError([f"oltp_traces_endpoint: {error}"]) from None
 
 
 def start_tracing(arguments: Arguments, provider: TracerProvider | None) -> Tracing | None:

@@ -26,7 +26,7 @@ from opentelemetry.sdk.trace.sampling import Decision, ParentBased, Sampler, Sam
 from opentelemetry.trace import Link, SpanKind, TraceState, get_current_span
 from opentelemetry.util.types import Attributes
 
-__all__ = ["TraceExport", "TraceOptions", "is_installed", "make_exporter"]
+__all__ = ["TraceExport", "TraceOptions", "destination", "is_installed", "make_exporter"]
 
 _QUEUE = 8192
 """Spans that may wait for the collector: a few megabytes."""
@@ -59,37 +59,45 @@ def is_installed() -> bool:
         return False
 
 
-def make_exporter(endpoint: str | None, protocol: str | None) -> SpanExporter:
-    """An OTLP exporter. Without a protocol it is gRPC, unless the endpoint has a path or HTTP's port 4318."""
+def destination(endpoint: str | None, protocol: str | None) -> tuple[str, str]:
+    """The protocol and the URL that spans go by. Without a protocol it is gRPC, unless the endpoint has a path or
+    HTTP's port 4318. Raises ValueError for what is no endpoint."""
     variables = os.environ
-    endpoint = (
-        endpoint
-        or variables.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-        or _with_path(variables.get("OTEL_EXPORTER_OTLP_ENDPOINT"))
-        or "localhost:4317"
-    )
-    url = endpoint if "://" in endpoint else f"http://{endpoint}"
-    parts = urlsplit(url)
+    own = endpoint or variables.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+    of_all_signals = None if own else variables.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+    told = own or of_all_signals or "localhost:4317"
+    try:
+        parts = urlsplit(told if "://" in told else f"http://{told}")
+        port, known = parts.port, parts.scheme in ("http", "https") and bool(parts.hostname)
+    except ValueError:
+        known = False
+    if not known or any(character.isspace() for character in told):
+        raise ValueError(f"{told!r} is no endpoint of a collector; give HOST:PORT or a URL with http or https")
+    path = parts.path.rstrip("/")
     protocol = (
         protocol
         or variables.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL")
         or variables.get("OTEL_EXPORTER_OTLP_PROTOCOL")
-        or (_HTTP if parts.port == 4318 or parts.path.strip("/") else _GRPC)
+        or (_HTTP if port == 4318 or path else _GRPC)
     )
+    if protocol == _GRPC:
+        return _GRPC, f"{parts.scheme}://{parts.netloc}"
+    # Over HTTP each signal has a path of its own, below an endpoint of all signals.
+    if of_all_signals or not path:
+        path += "/v1/traces"
+    return _HTTP, parts._replace(path=path).geturl()
+
+
+def make_exporter(endpoint: str | None, protocol: str | None) -> SpanExporter:
+    """An OTLP exporter to :func:`destination`."""
+    protocol, url = destination(endpoint, protocol)
     if protocol == _GRPC:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
 
-        return GrpcExporter(endpoint=f"{parts.scheme}://{parts.netloc}")
+        return GrpcExporter(endpoint=url)
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
 
-    return HttpExporter(endpoint=url if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}/v1/traces")
-
-
-def _with_path(base: str | None) -> str | None:
-    """The endpoint of all signals; over HTTP each signal has a path of its own below it."""
-    if base and urlsplit(base).port == 4318:
-        return base.rstrip("/") + "/v1/traces"
-    return base
+    return HttpExporter(endpoint=url)
 
 
 class _Ids(IdGenerator):

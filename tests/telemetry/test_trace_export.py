@@ -137,6 +137,8 @@ async def test_what_the_environment_says_is_respected(monkeypatch: pytest.Monkey
         ("collector:4318", "grpc", {}, "grpc", "collector:4318"),
         (None, None, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://a:1"}, "grpc", "a:1"),
         (None, None, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:4318"}, "http", "http://a:4318/v1/traces"),
+        (None, None, {"OTEL_EXPORTER_OTLP_ENDPOINT": "https://a/otlp/"}, "http", "https://a/otlp/v1/traces"),
+        (None, "http/protobuf", {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:80"}, "http", "http://a:80/v1/traces"),
         ("a:1", None, {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, "http", "http://a:1/v1/traces"),
     ],
 )
@@ -305,6 +307,9 @@ async def test_traces_that_cannot_be_are_refused_at_the_start(monkeypatch: pytes
         Engine(model="m", trace_level=2)
     with pytest.raises(ArgumentError, match="tracer_provider"):
         Engine(model="m", enable_trace=True, tracer_provider=TracerProvider(shutdown_on_exit=False))
+    for endpoint in ("collector :4317", "collector:99999", "collector:x", "http://[", "ftp://a:1", "http://"):
+        with pytest.raises(ArgumentError, match="is no endpoint of a collector; give HOST:PORT"):
+            Engine(model="m", enable_trace=True, oltp_traces_endpoint=endpoint)
     monkeypatch.setattr("telemetry.trace_export.is_installed", lambda: False)
     with pytest.raises(ArgumentError, match=r"troupe-llm\[otlp\]"):
         Engine(model="m", enable_trace=True)
