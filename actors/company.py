@@ -42,6 +42,10 @@ _WORKER_LOAD_TIMEOUT = 1800.0
 """Seconds a worker may take to load its model; large ones come from slow disks."""
 
 
+_LEAST_SILENCE = 10.0
+"""Seconds. A worker's event loop beats every second, but a machine may be slow."""
+
+
 class Company:
     """Spawns the actors in their order and keeps their refs."""
 
@@ -126,6 +130,7 @@ class Company:
         await group.spawn(
             lambda rank: placement.environment(arguments, rank, os.environ, arguments.watchdog_timeout),
             standby=arguments.standby_worker,
+            silence=max(arguments.watchdog_timeout, _LEAST_SILENCE),
         )
         self.worker, *self.peers = group.workers
         self.rendering = await Rendering.start(

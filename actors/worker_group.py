@@ -52,9 +52,12 @@ class WorkerGroup:
         self._loaded: dict[int, ModelInfo] = {}
         self._held: socket.socket | None = None
 
-    async def spawn(self, environment: Callable[[int], Mapping[str, str]], *, standby: bool) -> None:
+    async def spawn(
+        self, environment: Callable[[int], Mapping[str, str]], *, standby: bool, silence: float | None = None
+    ) -> None:
         """Start a process for each rank and return; ``environment``: what to add to that of a rank. With ``standby``
-        each has a prepared process beside it for the next life."""
+        each has a prepared process beside it for the next life. One that runs and is silent for ``silence`` seconds is
+        replaced, whatever it was doing: it may be stopped while it loads, when nobody waits for a step."""
         self._system.on_event(self._on_event)
         for rank in range(self._size):
             worker = await self._system.spawn_process(
@@ -75,6 +78,7 @@ class WorkerGroup:
                 standby=standby,
                 start_timeout=_START_TIMEOUT,
                 stop_timeout=5.0,
+                heartbeat_timeout=silence,
                 wait=False,
             )
             self.workers.append(worker)

@@ -15,6 +15,7 @@ import pytest_asyncio
 
 from actors.faults import Fault
 from actors.requests import Chat, EngineFailed, RequestFailed, SamplingParams
+from actors.runtime import Event, EventKind
 from tests.actors.breaking import Reading, Rig, breakable, until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.long]
@@ -129,6 +130,24 @@ async def test_the_next_worker_dies_before_it_has_loaded(rig: Rig, expected: lis
     await until(lambda: rig.worker_pid not in (0, first), "no next worker")
     os.kill(rig.worker_pid, signal.SIGKILL)
     await asyncio.wait_for(asyncio.gather(*tasks), 60)
+    await all_whole(rig, readings, expected)
+
+
+async def test_the_next_worker_is_stopped_while_it_loads(rig: Rig, expected: list[list[int]]) -> None:
+    """No step was sent to it, so that only its silence tells."""
+    assert rig.engine._system is not None
+    stopped: list[int] = []
+
+    def stop(event: Event) -> None:
+        if event.kind is EventKind.RESTARTED and event.actor == "worker-0" and not stopped:
+            stopped.append(rig.worker_pid)
+            os.kill(stopped[0], signal.SIGSTOP)
+
+    readings, tasks = await live(rig)
+    rig.engine._system.on_event(stop)
+    os.kill(rig.worker_pid, signal.SIGKILL)
+    await asyncio.wait_for(asyncio.gather(*tasks), 60)
+    assert stopped
     await all_whole(rig, readings, expected)
 
 
