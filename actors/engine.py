@@ -61,7 +61,8 @@ class Engine:
     """A model behind a company of actors.
 
     Keywords are the command line's long names (``Engine(model="path", max_running_requests=64)``); ``arguments`` takes
-    a ready :class:`Arguments` instead. ``registry`` receives the metrics; without it the engine makes its own.
+    a ready :class:`Arguments` instead. ``registry`` receives the metrics until the engine is closed; without it the
+    engine makes its own.
     ``tracer_provider`` receives the traces: the service's own, with its exporter; without it --enable-trace decides.
     ``faults`` is for tests of what happens when something breaks: see :mod:`actors.faults`.
     Raises :class:`ArgumentError` for wrong keywords.
@@ -82,15 +83,16 @@ class Engine:
             raise ArgumentError([f"{min(keywords)}: give either arguments or keywords, not both"])
         if arguments.model_path is None:
             raise ArgumentError(["model_path: give a model directory or a hub id, as in Engine(model=...)"])
+        check_tracing(arguments, tracer_provider)
         self.arguments = arguments
         self.model_name = arguments.model_name
+        self._owns_registry = registry is None
         self.registry = registry or CollectorRegistry()
         self.metrics = EngineMetrics(
             self.registry, self.model_name, lambda: report.readings(self), metric_options(arguments)
         )
         self.traffic = self.metrics.traffic
         self.processes = ProcessMetrics(lambda: report.processes(self))
-        check_tracing(arguments, tracer_provider)
         self.tracing: Tracing | None = None  # from start() on, when traces are wanted
         self._tracer_provider = tracer_provider
         self._faults = faults
@@ -161,6 +163,8 @@ class Engine:
             self._phase = "stopped"
         if self._run is not None:
             await _finish(self._run)
+        if not self._owns_registry:
+            self.metrics.close()
 
     async def _live(self) -> None:
         """The engine's one task: owner of the actor system from start to end."""

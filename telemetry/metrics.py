@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from prometheus_client import CollectorRegistry
+from prometheus_client.registry import Collector
 
 from telemetry.exposition import Exposition, Readings, Samples
 from telemetry.foreign_metrics import foreign_exposition
@@ -61,6 +62,7 @@ class EngineMetrics:
         self._readings = readings
         self._inter_token = Tally(options.inter_token_buckets or PER_TOKEN_BUCKETS)
         self.steps.inter_token.append(self._inter_token)
+        self._collectors: list[Collector] = []
         if not options.enabled:
             return
         specs = [
@@ -69,13 +71,20 @@ class EngineMetrics:
             else spec
             for spec in METRICS.values()
         ]
-        registry.register(Exposition(specs, (self.read,)))
+        self._collectors.append(Exposition(specs, (self.read,)))
         for names in options.foreign_names:
-            registry.register(foreign_exposition(names, model, options, self.requests, self.steps, self.read))
+            self._collectors.append(foreign_exposition(names, model, options, self.requests, self.steps, self.read))
+        for collector in self._collectors:
+            registry.register(collector)
 
     @property
     def enabled(self) -> bool:
         return self.options.enabled
+
+    def close(self) -> None:
+        """Leave the registry, which may be a service's own and outlive the engine. Idempotent."""
+        while self._collectors:
+            self.registry.unregister(self._collectors.pop())
 
     def listen(self, timelines: Timelines) -> None:
         """Measure the requests of these timelines, if metrics are wanted."""

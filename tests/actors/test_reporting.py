@@ -9,9 +9,10 @@ import logging
 from pathlib import Path
 
 import pytest
-from prometheus_client import generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from actors.arguments import ArgumentError
 from actors.engine import Engine
 from actors.requests import InvalidRequest, QueueFull, SamplingParams
 from telemetry.metric_names import METRICS
@@ -139,6 +140,20 @@ async def test_without_metrics_nothing_is_measured_but_what_health_needs(
         assert engine.metrics.requests.duration == {}
         assert engine.vitals.steps >= 12
     assert not any(record.name in ("troupe.steps", "troupe.request_times") for record in caplog.records)
+
+
+async def test_an_engine_leaves_the_registry_of_its_service(tiny_model: Path) -> None:
+    registry = CollectorRegistry()
+    with pytest.raises(ArgumentError):
+        small(tiny_model, registry=registry, trace_level=2)
+    assert generate_latest(registry) == b""
+    for _ in range(2):
+        engine = small(tiny_model, registry=registry, metrics_names="vllm")
+        told = generate_latest(registry)
+        assert told.count(b"# TYPE troupe_ready ") == told.count(b"# TYPE vllm:iteration_tokens_total ") == 1
+        await engine.aclose()
+        await engine.aclose()
+        assert generate_latest(registry) == b""
 
 
 async def test_a_workers_death_is_a_restart_with_a_recovery_and_a_gap(tiny_model: Path) -> None:
