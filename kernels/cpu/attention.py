@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from kernels.cpu.program import Native, step_of
 from kernels.platforms.base import AttentionRows
 
 __all__ = ["AttentionPlan", "AttentionPlanner", "paged_attention"]
@@ -55,9 +56,13 @@ class PrefillRow:
 
 @dataclass(frozen=True)
 class AttentionPlan:
+    """``decodes`` are left out where the native operator runs them."""
+
     kv_heads: int
     decodes: tuple[DecodeGroup, ...]
     prefills: tuple[PrefillRow, ...]
+    rows: AttentionRows
+    window: int
 
 
 class AttentionPlanner:
@@ -69,9 +74,10 @@ class AttentionPlanner:
         self.dtype = dtype
         self._triangles: dict[int, Tensor] = {}
 
-    def plan(self, rows: AttentionRows, window: int) -> AttentionPlan:
-        """``window``: how many tokens a query sees, itself included; 0 for all."""
-        return AttentionPlan(self.kv_heads, tuple(self._decodes(rows, window)), tuple(self._prefills(rows, window)))
+    def plan(self, rows: AttentionRows, window: int, native: bool = False) -> AttentionPlan:
+        """``window``: how many tokens a query sees, itself included; 0 for all. ``native``: decodes run natively."""
+        decodes = () if native else tuple(self._decodes(rows, window))
+        return AttentionPlan(self.kv_heads, decodes, tuple(self._prefills(rows, window)), rows, window)
 
     def _decodes(self, rows: AttentionRows, window: int) -> list[DecodeGroup]:
         lengths = rows.starts[: rows.decodes] + 1
@@ -155,8 +161,12 @@ class AttentionPlanner:
         return triangle[:queries, first : first + keys]
 
 
-def paged_attention(queries: Tensor, cache: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+def paged_attention(
+    queries: Tensor, cache: Tensor, plan: AttentionPlan, scale: float, native: Native | None = None
+) -> Tensor:
     """``queries`` [tokens, heads, dim], ``cache`` [pages, page_size, 2, kv_heads, dim] -> [tokens, heads * dim]."""
+    if native is not None:
+        return _native_attention(queries, cache, plan, scale, native)
     tokens, heads, dim = queries.shape
     grouped = queries.view(tokens, plan.kv_heads, heads // plan.kv_heads, dim)
     if len(plan.decodes) == 1 and not plan.prefills and plan.decodes[0].rows is None:
@@ -168,6 +178,21 @@ def paged_attention(queries: Tensor, cache: Tensor, plan: AttentionPlan, scale: 
     for row in plan.prefills:
         _prefill(grouped, cache, row, scale, out)
     return out.view(tokens, heads * dim)
+
+
+def _native_attention(queries: Tensor, cache: Tensor, plan: AttentionPlan, scale: float, native: Native) -> Tensor:
+    out = native.empty_attention(queries)
+    decodes = len(queries) if native.recording else plan.rows.decodes
+    if decodes:
+        step, held = step_of(plan.rows, decodes)
+        native.attention(queries[:decodes], cache, step, plan.window, scale, out)
+        del held
+    if plan.prefills:
+        tokens, heads, dim = queries.shape
+        shape = (tokens, plan.kv_heads, heads // plan.kv_heads, dim)
+        for row in plan.prefills:
+            _prefill(queries.view(shape), cache, row, scale, out.view(shape))
+    return out
 
 
 def _decode(queries: Tensor, cache: Tensor, group: DecodeGroup, scale: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Linear layers on the CPU. bf16 goes through oneDNN, with the weight reordered once rather than in every call."""
+"""Linear layers on the CPU. bf16 goes through the native products, or through oneDNN with the weight reordered once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
-__all__ = ["PackedLinear", "PlainLinear", "bf16_is_fast", "can_pack", "make_linear"]
+from kernels.cpu.program import Native, NativeWeight, NotNative
+
+__all__ = ["CpuLinear", "PackedLinear", "PlainLinear", "bf16_is_fast", "can_pack", "make_linear"]
 
 SHARED_PACK_BYTES = 64 << 20
 """A weight that must also stay unpacked (tied embeddings) is packed as a second copy up to this size."""
@@ -41,6 +43,46 @@ class PackedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._call(x, self.weight, self.bias, "none", self._scalars, "")
+
+
+class NativeLinear:
+    """``x @ weight.T + bias`` by the native products. bf16."""
+
+    def __init__(self, native: Native, weight: Tensor, bias: Tensor | None) -> None:
+        self.native = native
+        self.weight = NativeWeight(native, weight)
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.native.linear(x, self.weight, self.bias)
+
+
+class CpuLinear:
+    """A linear layer that goes over to the native products once they are there.
+
+    ``shared``: someone else keeps the weight as it is.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, shared: bool, native: Native | None) -> None:
+        self.native = native
+        self._fits = weight.dtype == torch.bfloat16 and Native.fits_linear(weight)
+        self.call: PlainLinear | PackedLinear | NativeLinear
+        if native is not None and self._fits:
+            self.call = NativeLinear(native, weight, bias)
+        else:
+            self.call = make_linear(weight, bias, shared)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.native is not None and self.native.recording and not isinstance(self.call, NativeLinear):
+            raise NotNative("a linear layer's shape")
+        return self.call(x)
+
+    def adopt(self, native: Native) -> None:
+        """Compute by ``native`` from now on, where it can."""
+        self.native = native
+        if self._fits and not isinstance(self.call, NativeLinear):
+            weight = self.call.weight
+            self.call = NativeLinear(native, weight.to_dense() if weight.is_mkldnn else weight, self.call.bias)
 
 
 def bf16_is_fast() -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.models.config import RopeConfig
+from kernels.platforms.base import Platform
 
 __all__ = ["RotaryEmbedding", "inverse_frequencies"]
 
@@ -18,23 +19,18 @@ class RotaryEmbedding:
     They are computed rather than looked up: a table for a long context would take more memory than it saves time.
     """
 
-    def __init__(
-        self, config: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device, signed: bool = True
-    ) -> None:
+    def __init__(self, config: RopeConfig, head_dim: int, dtype: torch.dtype, platform: Platform) -> None:
         frequencies, self.scale = inverse_frequencies(config, head_dim)
         # Half of each head rotates against the other half: x * cos + roll(x, dim / 2) * sin, the first sines negated:
-        # here if ``signed``, else by who uses them.
-        first = -frequencies if signed else frequencies
-        self.frequencies = torch.cat((first, frequencies)).to(device)  # float32 [head_dim]
+        # here if they are to be signed, else by who uses them.
+        first = -frequencies if platform.signed_sines else frequencies
+        self.frequencies = torch.cat((first, frequencies)).to(platform.device)  # float32 [head_dim]
         self.dtype = dtype
+        self.platform = platform
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """``positions`` int64 [tokens] -> cos and sin, each [tokens, 1, head_dim] in the model's dtype."""
-        angles = positions.to(torch.float32).view(-1, 1, 1) * self.frequencies
-        cos, sin = angles.cos(), angles.sin()
-        if self.scale != 1.0:
-            cos, sin = cos * self.scale, sin * self.scale
-        return cos.to(self.dtype), sin.to(self.dtype)
+        return self.platform.angles(positions, self.frequencies, self.scale, self.dtype)
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:

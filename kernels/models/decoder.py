@@ -157,8 +157,8 @@ class Decoder:
     def __init__(
         self, config: ModelConfig, source: TensorSource, platform: Platform, dtype: torch.dtype, group: Group
     ) -> None:
-        self.embeddings = VocabularyEmbedding(group, source.take(["model.embed_tokens.weight"]))
-        self.rotary = RotaryEmbedding(config.rope, config.head_dim, dtype, platform.device, platform.signed_sines)
+        self.embeddings = VocabularyEmbedding(platform, group, source.take(["model.embed_tokens.weight"]))
+        self.rotary = RotaryEmbedding(config.rope, config.head_dim, dtype, platform)
         self.layers = [DecoderLayer(config, layer, source, platform, group) for layer in range(config.layers)]
         self.norm = platform.make_norm(source.take(["model.norm.weight"]), config.norm_eps)
         if config.tied_embeddings:

@@ -23,7 +23,8 @@ def row_parallel(platform: Platform, group: Group, weight: Tensor, bias: Tensor 
 class VocabularyEmbedding:
     """Rows of a table, of which each rank has as many: ``weight`` [vocab / size, hidden]."""
 
-    def __init__(self, group: Group, weight: Tensor) -> None:
+    def __init__(self, platform: Platform, group: Group, weight: Tensor) -> None:
+        self.platform = platform
         self.group = group
         self.weight = weight
         self.first = group.rank * len(weight)
@@ -31,7 +32,7 @@ class VocabularyEmbedding:
     def __call__(self, ids: Tensor) -> Tensor:
         """``ids`` int [tokens] -> [tokens, hidden], whole on every rank."""
         if self.group.size == 1:
-            return F.embedding(ids, self.weight)
+            return self.platform.embed(ids, self.weight)
         row = ids - self.first
         elsewhere = (row < 0) | (row >= len(self.weight))
         found = F.embedding(row.masked_fill(elsewhere, 0), self.weight)

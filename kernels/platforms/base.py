@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
 from kernels.batch import ForwardBatch
@@ -179,6 +180,24 @@ class Platform(ABC):
 
         ``weight`` has the input's last dimension, or its last two: a weight for each head.
         """
+
+    def embed(self, ids: Tensor, table: Tensor) -> Tensor:
+        """The rows ``ids`` int [tokens] of ``table`` [vocab, hidden]."""
+        return F.embedding(ids, table)
+
+    def angles(self, positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """``scale`` times cos and sin of ``positions`` int64 [tokens] times ``frequencies`` float32 [dim], each
+        [tokens, 1, dim]."""
+        angles = positions.to(torch.float32).view(-1, 1, 1) * frequencies
+        cos, sin = angles.cos(), angles.sin()
+        if scale != 1.0:
+            cos, sin = cos * scale, sin * scale
+        return cos.to(dtype), sin.to(dtype)
+
+    def renew(self) -> bool:
+        """Called between steps while no request is running: whether operators were exchanged for better ones, so that
+        decodes must be captured anew."""
+        return False
 
     @abstractmethod
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import weakref
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
+from kernels.batch import ForwardBatch
 from kernels.cpu.attention import AttentionPlan, AttentionPlanner, paged_attention
-from kernels.cpu.host import host_memory, usable_cores
-from kernels.cpu.linear import bf16_is_fast, make_linear
+from kernels.cpu.host import has_tiles, host_memory, usable_cores
+from kernels.cpu.linear import CpuLinear, bf16_is_fast
+from kernels.cpu.native.library import built, open_library, start_build
 from kernels.cpu.norm import CpuNorm
-from kernels.platforms.base import AttentionRows, Linear, Memory, Norm, Platform, PlatformError
+from kernels.cpu.program import Native, NotNative, Program
+from kernels.platforms.base import AttentionRows, Decodes, Linear, Memory, Norm, Platform, PlatformError
 
 __all__ = ["CpuPlatform"]
+
+_PAGE_0 = np.zeros((1, 1), dtype=np.int32)
 
 
 class CpuPlatform(Platform):
@@ -37,6 +45,11 @@ class CpuPlatform(Platform):
         self.threads = threads or max(1, (usable_cores() - 1) // ranks)
         self._ranks = ranks
         self._planner: AttentionPlanner | None = None
+        self._native_threads = threads or max(1, usable_cores() // ranks)
+        self._native: Native | None = None
+        self._native_attention = False
+        self._building: subprocess.Popen[bytes] | None = None
+        self._linears: weakref.WeakSet[CpuLinear] = weakref.WeakSet()
 
     def bind_thread(self) -> None:
         torch.set_num_threads(self.threads)  # OpenMP keeps it by calling thread
@@ -47,10 +60,44 @@ class CpuPlatform(Platform):
 
     def dtype(self, requested: str, stored: str | None) -> torch.dtype:
         if requested == "auto":
-            return torch.float32 if stored in (None, "float32") or not bf16_is_fast() else torch.bfloat16
+            requested = "float32" if stored in (None, "float32") or not bf16_is_fast() else "bfloat16"
         if requested not in ("bfloat16", "float32"):
             raise PlatformError(f"dtype {requested!r} is not supported on cpu; use auto, bfloat16 or float32")
-        return torch.bfloat16 if requested == "bfloat16" else torch.float32
+        if requested == "float32":
+            return torch.float32
+        self._find_native()
+        return torch.bfloat16
+
+    def _find_native(self) -> None:
+        """Take the native operators, or have them compiled for later."""
+        if self._native is not None or not bf16_is_fast():
+            return
+        library = open_library()
+        if library is not None:
+            self._native = Native(library, self._native_threads)
+        elif built() is None and has_tiles():
+            self._building = start_build()
+
+    def renew(self) -> bool:
+        if self._building is None or self._building.poll() is None:
+            return False
+        self._building = None
+        library = open_library()
+        if library is None:
+            return False
+        self._native = Native(library, self._native_threads)
+        for linear in self._linears:
+            linear.adopt(self._native)
+        return True
+
+    def _native_for(self, dtype: torch.dtype, fits: bool) -> Native | None:
+        """The native operators, where they are there and fit. Raises NotNative when a program needs them."""
+        native = self._native
+        if native is None or (fits and dtype == torch.bfloat16):
+            return native
+        if native.recording:
+            raise NotNative("an operator's shape")
+        return None
 
     def empty_host_state(self, *shape: int) -> Tensor:
         return torch.from_numpy(np.zeros(shape, dtype=np.int32))
@@ -59,6 +106,7 @@ class CpuPlatform(Platform):
         self, layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> list[Tensor]:
         self._planner = AttentionPlanner(page_size, kv_heads, dtype)
+        self._native_attention = dtype == torch.bfloat16 and Native.fits_attention(page_size, head_dim)
         shape = (pages, page_size, 2, kv_heads, head_dim)
 
         def zeros() -> Tensor:  # numpy's come untouched from the system, torch's are written
@@ -72,25 +120,74 @@ class CpuPlatform(Platform):
             cache[pages] = 0
 
     def make_linear(self, weight: Tensor, bias: Tensor | None, shared: bool = False) -> Linear:
-        return make_linear(weight, bias, shared)
+        linear = CpuLinear(weight, bias, shared, self._native)
+        self._linears.add(linear)
+        return linear
 
     def make_norm(self, weight: Tensor, eps: float) -> Norm:
-        return CpuNorm(weight, eps)
+        return CpuNorm(weight, eps, self._native_for)
+
+    def embed(self, ids: Tensor, table: Tensor) -> Tensor:
+        if self._native is not None and self._native.recording:
+            return self._native.embed(table, len(ids))
+        return super().embed(ids, table)
+
+    def angles(self, positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        if self._native is not None and self._native.recording:
+            return self._native.angles(frequencies, scale, len(positions))
+        return super().angles(positions, frequencies, scale, dtype)
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
+        native = self._native_for(x.dtype, Native.fits_rotary(x))
+        if native is not None:
+            return native.rotary(x, cos, sin, out)
         swapped = x.unflatten(-1, (2, -1)).flip(-2).view(x.shape)
         torch.addcmul(x * cos, swapped, sin, out=out)
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
+        native = self._native_for(x.dtype, Native.fits_silu(x))
+        if native is not None:
+            return native.silu_and_mul(x)
         half = x.shape[-1] // 2
         return F.silu(x[:, :half]).mul_(x[:, half:])
 
     def write_cache(self, cache: Tensor, index: Tensor, keys_values: Tensor) -> None:
+        native = self._native_for(keys_values.dtype, True)
+        if native is not None:
+            return native.write(cache, index, keys_values)
         cache.view(-1, *keys_values.shape[1:]).index_copy_(0, index, keys_values)
 
     def plan_attention(self, rows: AttentionRows, window: int) -> AttentionPlan:
         assert self._planner is not None, "make_cache comes first"
-        return self._planner.plan(rows, window)
+        return self._planner.plan(rows, window, self._native is not None and self._native_attention)
 
     def attention(self, queries: Tensor, cache: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
-        return paged_attention(queries, cache, plan, scale)
+        return paged_attention(queries, cache, plan, scale, self._native_for(queries.dtype, self._native_attention))
+
+    def capture_decodes(
+        self,
+        forward: Callable[[ForwardBatch], Tensor],
+        windows: Sequence[int],
+        max_rows: int,
+        columns: int,
+        agree: Callable[[bool], bool],
+    ) -> Decodes | None:
+        """Record them as a program of native operators. Ranks that run a model together have collectives between
+        their operators, which no program has."""
+        native = self._native
+        if native is None or self._ranks > 1:
+            return None
+        zeros = torch.zeros(max_rows, dtype=torch.int64)
+        nothing = AttentionRows(np.zeros(max_rows, np.int64), np.ones(max_rows, np.int64), _PAGE_0, max_rows)
+        plans = {window: AttentionPlan(0, (), (), nothing, window) for window in windows}
+        try:
+            with native.record(max_rows) as recording:
+                out = forward(ForwardBatch(zeros, zeros, zeros, plans))
+        except NotNative:
+            return None
+        program = Program.of(native, recording, out)
+
+        def decode(batch: ForwardBatch) -> Tensor | None:
+            return program.run(batch, next(iter(batch.plans.values())).rows)
+
+        return Decodes((max_rows,), decode)

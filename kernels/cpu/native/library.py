@@ -1,0 +1,143 @@
+"""The native operators as a library: compiled once a machine, in the background, and kept in the user's cache.
+
+They need AMX and AVX-512 with bf16, and a C++ compiler when they are first used. Where one is missing, and until they
+are compiled, the CPU platform does the same with PyTorch's operators.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+__all__ = ["BuildError", "Library", "Op", "Step", "build", "built", "open_library", "start_build"]
+
+HERE = Path(__file__).parent
+FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC", "-pthread", "-march=sapphirerapids", "-fno-math-errno")
+COMPILERS = ("g++", "clang++", "c++")
+NAME = "native.so"
+
+
+class BuildError(RuntimeError):
+    """The library could not be compiled."""
+
+
+class Op(ctypes.Structure):
+    """``Op`` of program.h."""
+
+    _fields_ = (
+        ("kind", ctypes.c_int64),
+        ("a", ctypes.c_void_p),
+        ("b", ctypes.c_void_p),
+        ("c", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("stride_a", ctypes.c_int64),
+        ("stride_b", ctypes.c_int64),
+        ("stride_out", ctypes.c_int64),
+        ("i0", ctypes.c_int64),
+        ("i1", ctypes.c_int64),
+        ("i2", ctypes.c_int64),
+        ("i3", ctypes.c_int64),
+        ("i4", ctypes.c_int64),
+        ("f0", ctypes.c_double),
+    )
+
+
+class Step(ctypes.Structure):
+    """``Step`` of program.h."""
+
+    _fields_ = (
+        ("rows", ctypes.c_int64),
+        ("ids", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("index", ctypes.c_void_p),
+        ("pages", ctypes.c_void_p),
+        ("pages_stride", ctypes.c_int64),
+        ("lengths", ctypes.c_void_p),
+    )
+
+
+class Library:
+    """The functions of one compiled library."""
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        self.ready = library.troupe_ready
+        self.open, self.close = library.troupe_open, library.troupe_close
+        self.packed, self.pack, self.run = library.troupe_packed, library.troupe_pack, library.troupe_run
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        self.open.argtypes, self.open.restype = [ctypes.c_int], pointer
+        self.close.argtypes, self.close.restype = [pointer], None
+        self.packed.argtypes, self.packed.restype = [number, number], number
+        self.pack.argtypes, self.pack.restype = [pointer, number, number, pointer], None
+        self.run.argtypes, self.run.restype = [pointer, pointer, number, ctypes.POINTER(Step)], None
+
+
+def open_library() -> Library | None:
+    """The library, where it is compiled and this processor and system can run it."""
+    path = built()
+    if path is None:
+        return None
+    try:
+        library = Library(path)
+    except (OSError, AttributeError):  # of another system that shares the cache
+        return None
+    return library if library.ready() else None
+
+
+def built() -> Path | None:
+    """The compiled library, if it is there."""
+    path = _folder() / NAME
+    return path if path.is_file() else None
+
+
+def build() -> Path:
+    """Compile the library, unless it is there. Raises BuildError."""
+    found = built()
+    if found is not None:
+        return found
+    compiling = start_build()
+    if compiling is None:
+        raise BuildError(f"no C++ compiler: install one of {', '.join(COMPILERS)}")
+    compiling.wait()
+    found = built()
+    if found is None:
+        raise BuildError("the C++ compiler could not compile the native operators; is it g++ 12 or later?")
+    return found
+
+
+def start_build() -> subprocess.Popen[bytes] | None:
+    """Start to compile the library beside other work; None without a compiler or a folder to write to.
+
+    Whoever comes second compiles too, and the last one to finish stands: both are the same.
+    """
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        return None
+    folder = _folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor, scratch = tempfile.mkstemp(dir=folder, prefix="building-")
+        os.close(descriptor)
+    except OSError:
+        return None
+    source = str(HERE / "program.cpp")
+    # In a shell, so that nobody need wait for it: what is compiled stands at once under its name, whole.
+    script = 'nice "$@" && chmod 755 "$0" && mv -f "$0" "${0%/*}/' + NAME + '" || rm -f "$0"'
+    command = ("/bin/sh", "-c", script, scratch, compiler, *FLAGS, "-o", scratch, source)
+    try:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    except OSError:
+        return None
+
+
+def _folder() -> Path:
+    digest = hashlib.sha256(" ".join(FLAGS).encode())
+    for source in sorted((*HERE.glob("*.h"), *HERE.glob("*.cpp"))):
+        digest.update(source.read_bytes())
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "troupe" / "cpu" / digest.hexdigest()[:16]

@@ -1,0 +1,141 @@
+// Products with packed weights on AMX. A row's result is the same bits whatever the rows around it.
+#pragma once
+#include <algorithm>
+#include <cstring>
+
+#include "team.h"
+#include "vectors.h"
+
+namespace troupe {
+
+constexpr int64_t TILE = 16;           // rows of a tile
+constexpr int64_t DEPTH = 32;          // bf16 of a tile's row
+constexpr int64_t WIDE = 2 * TILE;     // outputs of one block of packed weight
+constexpr int64_t PANEL = 256;         // tokens that stay in a core's cache while the weight passes by
+
+inline thread_local int configured = -1;
+
+// Other libraries use the tiles of the calling thread, too: none of them finds anything of ours, nor we of theirs.
+inline void release_tiles() {
+    _tile_release();
+    configured = -1;
+}
+
+// Tiles 0-3 accumulate, 4-5 hold tokens, 6-7 weights. `first`, `second`: rows of the two tiles of tokens.
+inline void configure(int first, int second) {
+    if (configured == first * 32 + second) return;
+    configured = first * 32 + second;
+    struct alignas(64) {
+        uint8_t palette = 1, start = 0, reserved[14] = {};
+        uint16_t bytes[16] = {};
+        uint8_t rows[16] = {};
+    } config;
+    const int rows[8] = {first, first, std::max(second, 1), std::max(second, 1), first, std::max(second, 1), 16, 16};
+    for (int tile = 0; tile < 8; tile++) {
+        config.bytes[tile] = 64;
+        config.rows[tile] = static_cast<uint8_t>(rows[tile]);
+    }
+    _tile_loadconfig(&config);
+}
+
+inline int64_t blocks(int64_t outputs) { return (outputs + WIDE - 1) / WIDE; }
+
+// weight [outputs, inputs] -> [block of 32 outputs][32 inputs][half of 16][pair of inputs][output][2], zeros at the end
+inline void pack(const bf16* weight, int64_t outputs, int64_t inputs, bf16* packed) {
+    for (int64_t block = 0; block < blocks(outputs); block++)
+        for (int64_t depth = 0; depth < inputs; depth += DEPTH)
+            for (int64_t half = 0; half < 2; half++)
+                for (int64_t pair = 0; pair < TILE; pair++)
+                    for (int64_t lane = 0; lane < TILE; lane++) {
+                        int64_t output = block * WIDE + half * TILE + lane;
+                        const bf16* from = weight + output * inputs + depth + 2 * pair;
+                        uint32_t both = 0;
+                        if (output < outputs) std::memcpy(&both, from, 4);
+                        std::memcpy(packed, &both, 4);
+                        packed += 2;
+                    }
+}
+
+struct Product {
+    const bf16* x;
+    const bf16* weight;
+    const bf16* bias;
+    bf16* out;
+    int64_t rows, inputs, outputs, stride_x, stride_out, chunk;
+};
+
+inline void finish(const Product& p, const float* sums, int64_t row, int64_t rows, int64_t output) {
+    for (int64_t half = 0; half < 2; half++, output += TILE) {
+        int64_t left = p.outputs - output;
+        if (left <= 0) return;
+        __mmask16 mask = left >= TILE ? 0xffff : static_cast<__mmask16>((1 << left) - 1);
+        __m512 bias = p.bias ? load(p.bias + output, mask) : _mm512_setzero_ps();
+        for (int64_t i = 0; i < rows; i++)
+            store(p.out + (row + i) * p.stride_out + output,
+                  _mm512_add_ps(_mm512_load_ps(sums + i * WIDE + half * TILE), bias), mask);
+    }
+}
+
+inline void multiply_block(const Product& p, int64_t block, int64_t row, int64_t rows) {
+    alignas(64) float sums[WIDE * WIDE];
+    const int64_t depths = p.inputs / DEPTH;
+    const bf16* weight = p.weight + block * WIDE * p.inputs;
+    const bf16* x = p.x + row * p.stride_x;
+    const int64_t step = 2 * p.stride_x;
+    if (rows > TILE) {
+        configure(TILE, static_cast<int>(rows - TILE));
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        const bf16* second = x + TILE * p.stride_x;
+        for (int64_t depth = 0; depth < depths; depth++) {
+            _tile_loadd(4, x + depth * DEPTH, step);
+            _tile_loadd(6, weight, 64);
+            _tile_loadd(7, weight + 512, 64);
+            _tile_loadd(5, second + depth * DEPTH, step);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+            weight += 1024;
+        }
+        _tile_stored(2, sums + TILE * WIDE, 128);
+        _tile_stored(3, sums + TILE * WIDE + TILE, 128);
+    } else {
+        configure(static_cast<int>(rows), 0);
+        _tile_zero(0);
+        _tile_zero(1);
+        for (int64_t depth = 0; depth < depths; depth++) {
+            for (int64_t line = 0; line < 1024; line += 32)
+                _mm_prefetch(reinterpret_cast<const char*>(weight + 4096 + line), _MM_HINT_T0);
+            _tile_loadd(4, x + depth * DEPTH, step);
+            _tile_loadd(6, weight, 64);
+            _tile_loadd(7, weight + 512, 64);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            weight += 1024;
+        }
+    }
+    _tile_stored(0, sums, 128);
+    _tile_stored(1, sums + TILE, 128);
+    finish(p, sums, row, rows, block * WIDE);
+}
+
+inline void multiply_chunk(void* context, int64_t chunk, int) {
+    const Product& p = *static_cast<const Product*>(context);
+    const int64_t all = blocks(p.outputs), each = (all + p.chunk - 1) / p.chunk;
+    const int64_t panel = chunk / each * PANEL, first = chunk % each * p.chunk;
+    const int64_t end = std::min(panel + PANEL, p.rows);
+    for (int64_t block = first; block < std::min(first + p.chunk, all); block++)
+        for (int64_t row = panel; row < end; row += WIDE) multiply_block(p, block, row, std::min(WIDE, end - row));
+}
+
+inline void multiply(Team& team, Product p) {
+    const int64_t all = blocks(p.outputs), panels = (p.rows + PANEL - 1) / PANEL;
+    // A chunk is worth its claim, yet there are enough to share: at least 64 kB of weight.
+    p.chunk = std::max<int64_t>(1, std::min(all / (4 * team.size()), 1 + (1 << 17) / (WIDE * p.inputs * 2)));
+    team.each(panels * ((all + p.chunk - 1) / p.chunk), multiply_chunk, &p);
+}
+
+}  // namespace troupe

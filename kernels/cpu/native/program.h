@@ -1,0 +1,37 @@
+// What a program of the CPU's native operators is made of. kernels/cpu/native/library.py mirrors these structs.
+#pragma once
+#include <cstdint>
+
+namespace troupe {
+
+enum Kind : int64_t { EMBED, ANGLES, NORM, LINEAR, ROTARY, WRITE, ATTENTION, SILU };
+
+// Tensors are bf16 unless said otherwise, row-major, their rows (tokens) `stride` elements apart.
+//   EMBED      a table [vocab, i0] -> out
+//   ANGLES     a frequencies float [i0], f0 scale -> out cosines, b sines [rows, i0]
+//   NORM       a x or null, b residual: residual += x; out = norm(residual) * c, c float [i1, i0]: i1 heads of i0, f0 eps
+//   LINEAR     a x, b packed weight, c bias or null -> out; i0 inputs, i1 outputs
+//   ROTARY     a x, b cosines, c sines -> out; i0 dim, i1 heads
+//   WRITE      a keys and values -> out cache; i0 elements of a token
+//   ATTENTION  a queries, b cache [pages, i4, 2, i2, i0] -> out; i0 dim, i1 heads, i2 kv heads, i3 window, f0 scale
+//   SILU       a gate | up [rows, 2 * i0] -> out [rows, i0]
+struct Op {
+    int64_t kind;
+    void *a, *b, *c, *out;
+    int64_t stride_a, stride_b, stride_out;
+    int64_t i0, i1, i2, i3, i4;
+    double f0;
+};
+
+// One step's inputs; row r of `pages` holds the page ids of row r, `lengths` the tokens it sees.
+struct Step {
+    int64_t rows;
+    const int32_t* ids;
+    const int64_t* positions;
+    const int64_t* index;
+    const int32_t* pages;
+    int64_t pages_stride;
+    const int64_t* lengths;
+};
+
+}  // namespace troupe

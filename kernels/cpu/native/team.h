@@ -1,0 +1,105 @@
+// Threads that share the chunks of one operator after another.
+//
+// Chunks are claimed one by one, so a thread that the system has put aside holds up nobody but the chunk it is in.
+// Helpers spin between the operators of a program, which are microseconds apart, and sleep between programs.
+#pragma once
+#include <immintrin.h>
+
+#include <atomic>
+#include <cstdint>
+#include <thread>
+#include <vector>
+
+namespace troupe {
+
+class Team {
+  public:
+    explicit Team(int threads) {
+        for (int i = 1; i < threads; i++) helpers_.emplace_back([this, i] { help(i); });
+    }
+
+    ~Team() {
+        stop_.store(true);
+        awake_.fetch_add(1);
+        awake_.notify_all();
+        for (auto& helper : helpers_) helper.join();
+    }
+
+    int size() const { return 1 + static_cast<int>(helpers_.size()); }
+
+    void begin() {
+        if (helpers_.empty()) return;
+        running_.store(true, std::memory_order_release);
+        awake_.fetch_add(1);
+        awake_.notify_all();
+    }
+
+    void end() { running_.store(false, std::memory_order_release); }
+
+    // call(context, chunk, thread) for every chunk below `chunks`; returns when all are done.
+    void each(int64_t chunks, void (*call)(void*, int64_t, int), void* context) {
+        if (helpers_.empty() || chunks < 2) {
+            for (int64_t chunk = 0; chunk < chunks; chunk++) call(context, chunk, 0);
+            return;
+        }
+        sequence_++;
+        region_[sequence_ % 8] = {call, context, static_cast<uint32_t>(chunks)};
+        done_.store(0, std::memory_order_relaxed);
+        ticket_.store(static_cast<uint64_t>(sequence_) << 32, std::memory_order_release);
+        while (claim(0)) {
+        }
+        for (int spins = 0; done_.load(std::memory_order_acquire) != chunks; spins++) relax(spins);
+    }
+
+  private:
+    struct Region {
+        void (*call)(void*, int64_t, int);
+        void* context;
+        uint32_t chunks;
+    };
+
+    // A ticket is the region's number and its next chunk; while it can be taken, its region stands.
+    bool claim(int thread) {
+        uint64_t ticket = ticket_.load(std::memory_order_acquire);
+        for (;;) {
+            uint32_t chunk = static_cast<uint32_t>(ticket);
+            Region region = region_[(ticket >> 32) % 8];
+            if (chunk >= region.chunks) return false;
+            if (ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) {
+                region.call(region.context, chunk, thread);
+                done_.fetch_add(1, std::memory_order_acq_rel);
+                return true;
+            }
+        }
+    }
+
+    // Whom this thread waits for may want its core.
+    static int relax(int spins) {
+        if (spins < 4000) {
+            _mm_pause();
+        } else {
+            std::this_thread::yield();
+        }
+        return spins;
+    }
+
+    void help(int thread) {
+        uint32_t seen = 0;
+        while (!stop_.load(std::memory_order_relaxed)) {
+            awake_.wait(seen);
+            seen = awake_.load();
+            for (int spins = 0; running_.load(std::memory_order_acquire);) spins = claim(thread) ? 0 : relax(spins + 1);
+        }
+    }
+
+    std::vector<std::thread> helpers_;
+    Region region_[8] = {};
+    uint32_t sequence_ = 0;
+    alignas(64) std::atomic<uint64_t> ticket_{0};
+    alignas(64) std::atomic<int64_t> done_{0};
+    alignas(64) std::atomic<uint32_t> awake_{0};
+    std::atomic<bool> running_{false};
+    std::atomic<bool> stop_{false};
+};
+
+}  // namespace troupe

@@ -1,0 +1,44 @@
+// bf16 and exp, sixteen at a time (AVX-512).
+#pragma once
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace troupe {
+
+using bf16 = uint16_t;
+
+inline __m512 load(const bf16* x) {
+    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+
+inline void store(bf16* out, __m512 x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
+}
+
+inline void store(bf16* out, __m512 x, __mmask16 mask) {
+    _mm256_mask_storeu_epi16(out, mask, reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
+}
+
+inline __m512 load(const bf16* x, __mmask16 mask) {
+    __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, x));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+
+// 2^n * p(r), |r| <= 1/2: p is the Taylor series of 2^r, of which six terms reach float's precision.
+inline __m512 exp(__m512 x) {
+    __m512 t = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
+    __m512 n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __m512 r = _mm512_sub_ps(t, n);
+    __m512 p = _mm512_set1_ps(1.54035304e-4f);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.33335581e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(9.61812911e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.55041087e-2f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.40226507e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.93147181e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+    return _mm512_scalef_ps(p, n);
+}
+
+}  // namespace troupe

@@ -1,0 +1,278 @@
+"""Native operators: run one by one, or recorded into a program that runs a whole forward pass in one call.
+
+While a program is recorded, operators compute nothing: they give their output a place in memory and note themselves
+down. A place is given to another output once nobody holds it any more, exactly as it will be free when the program
+runs in the same order. The number of rows is the step's, so one program serves all steps of up to the rows it was
+recorded for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kernels.batch import ForwardBatch
+from kernels.cpu.native.library import Library, Op, Step
+from kernels.platforms.base import AttentionRows
+
+__all__ = ["Native", "NativeWeight", "NotNative", "Program", "step_of"]
+
+_EMBED, _ANGLES, _NORM, _LINEAR, _ROTARY, _WRITE, _ATTENTION, _SILU = range(8)
+_HEAD_DIMS = (32, 64, 96, 128, 256)
+
+
+class NotNative(RuntimeError):
+    """Something in a forward pass has no native operator, so that no program can be made of it."""
+
+
+class NativeWeight:
+    """A weight in the layout of the native products."""
+
+    def __init__(self, native: Native, weight: Tensor) -> None:
+        self.outputs, self.inputs = weight.shape
+        self.memory = torch.empty(native.library.packed(self.outputs, self.inputs), dtype=torch.bfloat16)
+        source = weight.contiguous()
+        native.library.pack(source.data_ptr(), self.outputs, self.inputs, self.memory.data_ptr())
+
+
+class Native:
+    """The native operators, on ``threads`` threads. bf16 tensors whose last dimension is contiguous.
+
+    An operator that does not fit its arguments must not be called: see the ``fits`` of each.
+    """
+
+    def __init__(self, library: Library, threads: int) -> None:
+        self.library = library
+        engine = library.open(threads)
+        self._engine = engine
+        self._close = weakref.finalize(self, library.close, engine)
+        self._recording: _Recording | None = None
+
+    @property
+    def recording(self) -> bool:
+        return self._recording is not None
+
+    @contextmanager
+    def record(self, rows: int) -> Iterator[_Recording]:
+        """Record what is called meanwhile."""
+        self._recording = recording = _Recording(rows)
+        try:
+            yield recording
+        finally:
+            self._recording = None
+
+    def run(self, ops: Any, count: int, step: Step) -> None:
+        self.library.run(self._engine, ops, count, step)
+
+    def _call(self, op: Op, step: Step, *kept: Tensor | None) -> None:
+        if self._recording is not None:
+            self._recording.add(op, kept)
+        else:
+            self.library.run(self._engine, ctypes.byref(op), 1, step)
+
+    def _empty(self, rows: int, width: int) -> Tensor:
+        if self._recording is not None:
+            return self._recording.empty(rows, width)
+        return torch.empty((rows, width), dtype=torch.bfloat16)
+
+    def embed(self, table: Tensor, rows: int) -> Tensor:
+        """Of the step's token ids. Only while recording."""
+        width = table.shape[1]
+        out = self._empty(rows, width)
+        op = Op(kind=_EMBED, a=table.data_ptr(), out=out.data_ptr(), stride_out=width, i0=width)
+        self._call(op, Step(rows), table)
+        return out
+
+    def angles(self, frequencies: Tensor, scale: float, rows: int) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines of the step's positions. Only while recording."""
+        dim = len(frequencies)
+        cos, sin = self._empty(rows, dim), self._empty(rows, dim)
+        op = Op(kind=_ANGLES, a=frequencies.data_ptr(), b=sin.data_ptr(), out=cos.data_ptr(), i0=dim, f0=scale)
+        self._call(op, Step(rows), frequencies)
+        return cos.view(rows, 1, dim), sin.view(rows, 1, dim)
+
+    @staticmethod
+    def fits_norm(weight: Tensor) -> bool:
+        return weight.shape[-1] % 16 == 0
+
+    def norm(self, x: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """The norm of ``residual`` [rows, dim] or [rows, heads, dim], to which ``x`` is added first.
+
+        ``weight`` float32 [dim] or [heads, dim].
+        """
+        rows, dim = len(residual), weight.shape[-1]
+        out = self._empty(rows, weight.numel())
+        op = Op(
+            kind=_NORM,
+            a=None if x is None else x.data_ptr(),
+            b=residual.data_ptr(),
+            c=weight.data_ptr(),
+            out=out.data_ptr(),
+            stride_a=0 if x is None else x.stride(0),
+            stride_b=residual.stride(0),
+            stride_out=weight.numel(),
+            i0=dim,
+            i1=weight.numel() // dim,
+            f0=eps,
+        )
+        self._call(op, Step(rows), weight)
+        return out.view(residual.shape)
+
+    @staticmethod
+    def fits_linear(weight: Tensor) -> bool:
+        return weight.shape[1] % 32 == 0
+
+    def linear(self, x: Tensor, weight: NativeWeight, bias: Tensor | None) -> Tensor:
+        rows = len(x)
+        out = self._empty(rows, weight.outputs)
+        op = Op(
+            kind=_LINEAR,
+            a=x.data_ptr(),
+            b=weight.memory.data_ptr(),
+            c=None if bias is None else bias.data_ptr(),
+            out=out.data_ptr(),
+            stride_a=x.stride(0),
+            stride_out=weight.outputs,
+            i0=weight.inputs,
+            i1=weight.outputs,
+        )
+        self._call(op, Step(rows), weight.memory, bias)
+        return out
+
+    @staticmethod
+    def fits_rotary(x: Tensor) -> bool:
+        return x.shape[-1] % 32 == 0
+
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
+        """``x`` and ``out`` [rows, heads, dim] with their heads one after the other."""
+        rows, heads, dim = x.shape
+        op = Op(
+            kind=_ROTARY,
+            a=x.data_ptr(),
+            b=cos.data_ptr(),
+            c=sin.data_ptr(),
+            out=out.data_ptr(),
+            stride_a=x.stride(0),
+            stride_out=out.stride(0),
+            i0=dim,
+            i1=heads,
+        )
+        self._call(op, Step(rows))
+
+    def write(self, cache: Tensor, index: Tensor, keys_values: Tensor) -> None:
+        """``keys_values`` [rows, 2 * kv_heads, dim] to ``index`` int64; while recording, to the step's."""
+        width = math.prod(keys_values.shape[1:])
+        op = Op(kind=_WRITE, a=keys_values.data_ptr(), out=cache.data_ptr(), stride_a=keys_values.stride(0), i0=width)
+        self._call(op, Step(len(keys_values), index=index.data_ptr()), cache)
+
+    @staticmethod
+    def fits_attention(page_size: int, dim: int) -> bool:
+        return page_size % 16 == 0 and dim in _HEAD_DIMS
+
+    def attention(self, queries: Tensor, cache: Tensor, step: Step, window: int, scale: float, out: Tensor) -> None:
+        """``queries`` [rows, heads, dim] over the pages of ``step``; ``out`` [rows, heads * dim]."""
+        _, heads, dim = queries.shape
+        op = Op(
+            kind=_ATTENTION,
+            a=queries.data_ptr(),
+            b=cache.data_ptr(),
+            out=out.data_ptr(),
+            stride_a=queries.stride(0),
+            stride_out=out.stride(0),
+            i0=dim,
+            i1=heads,
+            i2=cache.shape[3],
+            i3=window,
+            i4=cache.shape[1],
+            f0=scale,
+        )
+        self._call(op, step, cache)
+
+    def empty_attention(self, queries: Tensor) -> Tensor:
+        """Where the result of ``attention`` goes."""
+        return self._empty(len(queries), queries.shape[1] * queries.shape[2])
+
+    @staticmethod
+    def fits_silu(x: Tensor) -> bool:
+        return x.shape[1] % 32 == 0
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        rows, inner = x.shape[0], x.shape[1] // 2
+        out = self._empty(rows, inner)
+        op = Op(kind=_SILU, a=x.data_ptr(), out=out.data_ptr(), stride_a=x.stride(0), stride_out=inner, i0=inner)
+        self._call(op, Step(rows))
+        return out
+
+
+class _Recording:
+    """Operators, the tensors they need for good, and memory for their outputs."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.ops: list[Op] = []
+        self.kept: list[object] = []
+        self._free: dict[int, list[npt.NDArray[np.uint16]]] = {}
+
+    def add(self, op: Op, kept: tuple[Tensor | None, ...]) -> None:
+        self.ops.append(op)
+        self.kept.extend(kept)
+
+    def empty(self, rows: int, width: int) -> Tensor:
+        if rows != self.rows:
+            raise NotNative(f"an operator ran {rows} rows of {self.rows}")
+        free = self._free.setdefault(width, [])
+        if free:
+            memory = free.pop()
+        else:
+            memory = np.zeros(rows * width + 32, dtype=np.uint16)  # taken from the system as rows are first written
+            self.kept.append(memory)
+        start = -(memory.ctypes.data // 2) % 32  # a cache line's
+        place = memory[start : start + rows * width]
+        weakref.finalize(place, free.append, memory)  # the tensors of this memory hold it, views too
+        return torch.from_numpy(place).view(torch.bfloat16).view(rows, width)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A recorded forward pass of decodes. ``out`` [rows, hidden]: its result, overwritten by the next step."""
+
+    native: Native
+    ops: Any
+    count: int
+    out: Tensor
+    kept: list[object]
+
+    @classmethod
+    def of(cls, native: Native, recording: _Recording, out: Tensor) -> Program:
+        return cls(native, (Op * len(recording.ops))(*recording.ops), len(recording.ops), out, recording.kept)
+
+    def run(self, batch: ForwardBatch, rows: AttentionRows) -> Tensor | None:
+        count = len(rows.starts)
+        if count > len(self.out):
+            return None
+        step, held = step_of(rows, count)
+        ids = batch.token_ids if batch.token_ids.dtype == torch.int32 else batch.token_ids.to(torch.int32)
+        step.ids = ids.data_ptr()
+        step.positions = batch.positions.data_ptr()
+        step.index = batch.cache_index.data_ptr()
+        self.native.run(self.ops, self.count, step)
+        del held
+        return self.out[:count]
+
+
+def step_of(rows: AttentionRows, count: int) -> tuple[Step, object]:
+    """What attention needs to know of the first ``count`` rows, one query each; and what must live until it ran."""
+    lengths = rows.starts[:count] + 1
+    pages = np.ascontiguousarray(rows.pages)
+    step = Step(count, pages=pages.ctypes.data, pages_stride=pages.shape[1], lengths=lengths.ctypes.data)
+    return step, (lengths, pages)

@@ -1,0 +1,246 @@
+"""What the CPU platform takes for a step, in process, without a server.
+
+    python -m tests.bench cpu [--models tiny understudy 0.6b] [--against CHECKOUT] [--rounds 5]
+
+Milliseconds of a decode step at 1, 8 and 32 rows (contexts of 128 tokens and longer), prompt tokens a second of
+prefill chunks, and the bytes of weights that a decode step reads a second, beside what this machine's memory gives in
+the same run to one thread and to all. ``tiny`` and ``0.6b`` are Qwen3 shapes with made-up weights; ``understudy`` is
+the model in the box. ``--against``: another checkout of Troupe, measured in turns with this one; the ratio is old time over
+new. ``--clock cpu`` counts processor time of all threads, which neighbours on a shared machine disturb less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+__all__ = ["main"]
+
+ROOT = Path(__file__).resolve().parents[2]
+DECODES = (1, 8, 32)
+PREFILLS = (512, 2048)
+PROMPT = 128
+SHAPES: dict[str, dict[str, int]] = {
+    "tiny": {
+        "hidden_size": 384,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "intermediate_size": 1024,
+        "vocab_size": 8192,
+    },
+    "0.6b": {
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 3072,
+        "vocab_size": 151936,
+    },
+}
+
+
+class _Steps:
+    """A model runner in this process, and the steps to time."""
+
+    def __init__(self, path: str, load_format: str, threads: int, clock: str) -> None:
+        from kernels.runner import ModelRunner
+        from kernels.step import RunnerConfig
+
+        self.runner = ModelRunner(
+            RunnerConfig(
+                model_path=path,
+                load_format=load_format,
+                dtype="bfloat16",
+                max_total_tokens=40 * 1024,
+                context_length=4096,
+                threads=threads,
+            )
+        )
+        self.info = self.runner.load()
+        self.number = 0
+        self.clock = time.process_time if clock == "cpu" else time.perf_counter
+
+    def _run(self, counts: list[int], admit: int = 0, release: bool = False) -> float:
+        """Seconds of one step of slots 1 .. ``len(counts)``, admitting prompts of ``admit`` tokens first."""
+        import numpy as np
+
+        from kernels.step import Admission, SlotSampling, StepBatch
+
+        def pack(values: Any) -> bytes:
+            return np.asarray(values, dtype=np.int32).tobytes()
+
+        rows = len(counts)
+        each = (self.info.num_pages - 1) // rows
+        admitted = []
+        for row in range(rows if admit else 0):
+            tokens = np.random.default_rng(row).integers(3, 4000, admit)
+            pages = range(1 + row * each, 1 + row * each + min(each, 128))
+            sampling = SlotSampling(temperature=0.0)
+            admitted.append(Admission(row + 1, self.number, pack(tokens), admit, 0, pack(pages), sampling))
+            self.generation = self.number
+        self.number += 1
+        slots = range(1, rows + 1)
+        batch = StepBatch(
+            self.number,
+            pack(slots),
+            pack([self.generation] * rows),
+            pack(counts),
+            admitted=tuple(admitted),
+            released=pack(range(1, 41)) if release else b"",
+        )
+        begun = self.clock()
+        result = self.runner.run(batch)
+        taken = self.clock() - begun
+        assert not result.failed, result.failed
+        return taken
+
+    def decode(self, rows: int, steps: int) -> float:
+        """Milliseconds of a decode step, the median."""
+        left = PROMPT
+        while left:  # chunks of all rows within a step's tokens
+            chunk = min(left, 2048 // rows)
+            self._run([chunk] * rows, PROMPT if left == PROMPT else 0, left == PROMPT)
+            left -= chunk
+        return 1e3 * statistics.median(self._run([1] * rows) for _ in range(steps))
+
+    def prefill(self, tokens: int) -> float:
+        """Milliseconds of a prompt's only chunk."""
+        return 1e3 * self._run([tokens], tokens, release=True)
+
+
+def _bandwidth(threads: int, size: int) -> float:
+    """Bytes a second of summing ``size`` bytes that lie in memory, the best of several times."""
+    import torch
+
+    torch.set_num_threads(threads)
+    memory = torch.ones(size // 4, dtype=torch.int32)
+    best = 1e9
+    for _ in range(max(4, (1 << 31) // size)):
+        begun = time.perf_counter()
+        memory.amax()
+        best = min(best, time.perf_counter() - begun)
+    return size / best
+
+
+def _child(path: str, load_format: str, threads: int, clock: str) -> None:
+    """Answer each line of the input, a point, by its milliseconds."""
+    with contextlib.suppress(ImportError):  # a checkout from before there were native operators
+        from kernels.cpu.native.library import build
+
+        build()
+    steps = _Steps(path, load_format, threads, clock)
+    print(steps.info.weight_bytes, flush=True)
+    for line in sys.stdin:
+        what, size, count = line.split()
+        print(steps.decode(int(size), int(count)) if what == "decode" else steps.prefill(int(size)), flush=True)
+
+
+class _Checkout:
+    """A child process that runs one checkout's code."""
+
+    def __init__(self, root: Path, path: str, load_format: str, threads: int, clock: str) -> None:
+        command = [sys.executable, "-P", str(Path(__file__)), "--child", path, load_format, str(threads), clock]
+        environment = os.environ | {"PYTHONPATH": str(root), "OMP_WAIT_POLICY": "PASSIVE"}
+        self._process = subprocess.Popen(
+            command, cwd=root, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.weight_bytes = int(self._answer())
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            sys.exit("a measured process died; its error stands above")
+        return line
+
+    def ask(self, what: str, size: int, count: int = 0) -> float:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{what} {size} {count}\n")
+        self._process.stdin.flush()
+        return float(self._answer())
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def _models(names: list[str], directory: Path) -> list[tuple[str, str, str]]:
+    """Name, path and load format of each."""
+    found = []
+    for name in names:
+        if name not in SHAPES:
+            found.append((name, str(ROOT / "app" / "understudy" / "model"), "auto"))
+            continue
+        config = SHAPES[name] | {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 40960,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1000000.0,
+            "torch_dtype": "bfloat16",
+        }
+        (directory / name).mkdir()
+        (directory / name / "config.json").write_text(json.dumps(config))
+        found.append((name, str(directory / name), "dummy"))
+    return found
+
+
+def _measure(name: str, path: str, load_format: str, arguments: argparse.Namespace) -> None:
+    roots = [ROOT] if arguments.against is None else [ROOT, arguments.against.resolve()]
+    sides = [_Checkout(root, path, load_format, arguments.threads, arguments.clock) for root in roots]
+    points = [("decode", rows) for rows in arguments.rows] + [("prefill", tokens) for tokens in arguments.prefill]
+    for what, size in points:
+        times: list[list[float]] = [[] for _ in sides]
+        for turn in range(arguments.rounds):
+            for side in (range(len(sides)), reversed(range(len(sides))))[turn % 2]:
+                times[side].append(sides[side].ask(what, size, arguments.steps))
+        new = statistics.median(times[0])
+        rate = sides[0].weight_bytes / new / 1e6 if what == "decode" else size / new * 1e3
+        ratios = [old / now for now, old in zip(times[0], times[-1], strict=True)]
+        against = f" {statistics.median(times[1]):.2f} | {statistics.median(ratios):.2f} |" if len(sides) > 1 else ""
+        unit = "GB/s" if what == "decode" else "tokens/s"
+        print(f"| {name} | {what} {size} | {new:.2f} | {rate:.{1 if what == 'decode' else 0}f} {unit} |{against}")
+    for side in sides:
+        side.close()
+
+
+def main(argv: list[str] | None = None) -> int:
+    if argv is None and sys.argv[1:2] == ["--child"]:
+        _child(sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5])
+        return 0
+    parser = argparse.ArgumentParser(prog="cpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["tiny", "understudy"], choices=[*SHAPES, "understudy"])
+    parser.add_argument("--against", type=Path, help="another checkout of Troupe")
+    parser.add_argument("--rows", type=int, nargs="*", default=DECODES)
+    parser.add_argument("--prefill", type=int, nargs="*", default=PREFILLS)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=30, help="decode steps a round; their median counts")
+    parser.add_argument("--threads", type=int, default=0, help="0: the platform's choice")
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
+    arguments = parser.parse_args(argv)
+    for threads in (1, os.cpu_count() or 1):
+        print(f"memory, {threads} threads: {_bandwidth(threads, 1 << 30) / 1e9:.1f} GB/s")
+    ratio = " old ms | old/new |" if arguments.against else ""
+    print(f"| model | point | ms | |{ratio}\n|---|---|---|---|{'---|---|' if ratio else ''}")
+    with tempfile.TemporaryDirectory() as directory:
+        for name, path, load_format in _models(arguments.models, Path(directory)):
+            _measure(name, path, load_format, arguments)
+    return 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""The CPU's native operators against PyTorch's, programs made of them, and how they are compiled."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from kernels.cpu.host import has_tiles
+from kernels.cpu.linear import NativeLinear
+from kernels.cpu.native import library
+from kernels.models.config import read_config
+from kernels.models.decoder import tensor_shapes
+from kernels.platforms.base import AttentionRows
+from kernels.platforms.cpu import CpuPlatform
+from kernels.step import SlotSampling
+
+pytestmark = [
+    pytest.mark.skipif(not has_tiles(), reason="the processor has no AMX"),
+    pytest.mark.skipif(not any(map(shutil.which, library.COMPILERS)), reason="no C++ compiler"),
+]
+
+BF16 = torch.bfloat16
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 211,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+ALL = SlotSampling(temperature=0.0, logprobs=211)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(tmp_path_factory):
+    """Compiled once for all these tests, by the background build that a server starts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        assert library.built() is None
+        compiling = library.start_build()
+        assert compiling is not None
+        compiling.wait()
+        path = library.built()
+        assert path is not None
+        assert os.listdir(path.parent) == [path.name]
+        yield path
+
+
+@pytest.fixture(params=[1, 3], ids=["alone", "team"])
+def platform(request):
+    platform = CpuPlatform(threads=request.param)
+    assert platform.dtype("bfloat16", None) == BF16
+    platform.make_cache(1, 1, 16, 1, 64, BF16)
+    return platform
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """PyTorch's operators, in float32 where that is asked of them."""
+    platform = CpuPlatform(threads=1)
+    assert platform.dtype("float32", None) == torch.float32
+    return platform
+
+
+@pytest.fixture
+def generator():
+    return torch.Generator().manual_seed(5)
+
+
+def close(found, expected):
+    assert found.dtype == BF16
+    torch.testing.assert_close(found.float(), expected.float(), atol=2e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 33, 300])
+@pytest.mark.parametrize("biased", [False, True])
+def test_linear(rows, biased, platform, plain, generator):
+    x = torch.randn(rows, 64, generator=generator).to(BF16)
+    weight = torch.randn(83, 64, generator=generator).to(BF16)  # not a whole number of tiles
+    bias = torch.randn(83, generator=generator).to(BF16) if biased else None
+    linear = platform.make_linear(weight, bias)
+    assert isinstance(linear.call, NativeLinear)
+    whole = linear(x)
+    close(whole, plain.make_linear(weight.float(), None if bias is None else bias.float())(x.float()))
+    last = x[-1:]
+    assert torch.equal(linear(last), whole[-1:])  # the same bits alone
+
+
+def test_a_linear_layer_that_does_not_fit_stays_as_it_was(platform, generator):
+    weight = torch.randn(8, 40, generator=generator).to(BF16)
+    linear = platform.make_linear(weight, None)
+    assert not isinstance(linear.call, NativeLinear)
+    x = torch.randn(2, 40, generator=generator).to(BF16)
+    close(linear(x), x.float() @ weight.float().T)
+
+
+def test_norms(platform, plain, generator):
+    x, residual = torch.randn(2, 20, 48, generator=generator).to(BF16)
+    weight = torch.randn(48, generator=generator)
+    close(platform.make_norm(weight, 0.1)(x), plain.make_norm(weight, 0.1)(x.float()))
+    found, total = platform.make_norm(weight, 0.1).add(x, residual.clone())
+    expected = (x + residual).float()
+    assert torch.equal(total.float(), expected)
+    close(found, plain.make_norm(weight, 0.1)(expected))
+    weights, heads = torch.randn(3, 32, generator=generator), torch.randn(20, 5, 32, generator=generator).to(BF16)
+    close(platform.make_norm(weights, 0.1)(heads[:, :3]), plain.make_norm(weights, 0.1)(heads[:, :3].float()))
+
+
+def test_rotary_and_silu(platform, plain, generator):
+    heads = torch.randn(20, 5, 64, generator=generator).to(BF16)
+    cos, sin = torch.randn(2, 20, 1, 64, generator=generator).to(BF16)
+    found, expected = torch.zeros(20, 9, 64, dtype=BF16), torch.zeros(20, 5, 64)
+    platform.rotary(heads, cos, sin, out=found[:, 2:7])
+    plain.rotary(heads.float(), cos.float(), sin.float(), out=expected)
+    close(found[:, 2:7], expected)
+    x = (torch.randn(20, 128, generator=generator) * 20).to(BF16)
+    close(platform.silu_and_mul(x.clone()), plain.silu_and_mul(x.float()))
+
+
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 64), (8, 8, 32), (20, 1, 128), (7, 1, 96), (4, 2, 256)])
+def test_attention(window, heads, kv_heads, dim, platform, plain, generator):
+    shape = (1, 200, 16, kv_heads, dim)
+    (cache,), (expected_cache,) = platform.make_cache(*shape, BF16), plain.make_cache(*shape, torch.float32)
+    cache.fill_(torch.nan)  # of what is not the row's nothing is used
+    starts, counts = np.array([0, 15, 16, 17, 130, 500, 3, 20]), np.array([1, 1, 1, 1, 1, 1, 9, 300])
+    tables = np.zeros((8, 33), dtype=np.int32)
+    free = (torch.randperm(199, generator=generator) + 1).tolist()
+    for row, length in enumerate(starts + counts):
+        tables[row, : -(-length // 16)] = [free.pop() for _ in range(-(-length // 16))]
+        index = torch.from_numpy(tables[row, np.arange(length) // 16] * np.int64(16) + np.arange(length) % 16)
+        keys_values = torch.randn(length, 2 * kv_heads, dim, generator=generator).to(BF16)
+        platform.write_cache(cache, index, keys_values)
+        plain.write_cache(expected_cache, index, keys_values.float())
+    rows = AttentionRows(starts, counts, tables, decodes=6)
+    queries = torch.randn(counts.sum(), heads, dim, generator=generator).to(BF16)
+    # PyTorch's gather for prefills reads whole pages, whose ends are masked: those must be finite.
+    found = platform.attention(queries, cache.nan_to_num_(), platform.plan_attention(rows, window), 0.2)
+    expected = plain.attention(queries.float(), expected_cache, plain.plan_attention(rows, window), 0.2)
+    close(found, expected)
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    generator = torch.Generator().manual_seed(1)
+    save_file(
+        {
+            name: torch.randn(shape, generator=generator).mul_(0.3).add_(len(shape) == 1).to(BF16)
+            for name, shape in tensor_shapes(read_config(str(tmp_path), "{}")).items()
+        },
+        tmp_path / "model.safetensors",
+    )
+    return tmp_path
+
+
+def scored(driver, prompts):
+    """Log-probabilities of every token after each of a few mixed steps, and the rows that ran in a program."""
+    for slot, prompt in enumerate(prompts, 1):
+        driver.admit(slot, prompt, sampling=ALL)
+    found, programs = [], []
+    for rows in ([(1, 40)], [(1, 1), (2, 5)], [(1, 1), (2, 1)], [(2, 1)], [(1, 1), (2, 1)]):
+        result = driver.step(rows)
+        programs.append(result.timing.graph_rows)
+        ids = np.frombuffer(result.top_ids, np.int32).reshape(-1, 211)
+        logprobs = np.empty(ids.shape, np.float32)
+        np.put_along_axis(logprobs, ids, np.frombuffer(result.top_logprobs, np.float32).reshape(-1, 211), 1)
+        found.append(logprobs)
+    return np.concatenate(found), programs
+
+
+def test_a_program_computes_what_the_model_does(model, drive, prompts, monkeypatch):
+    texts = prompts(40, 5)
+    found, programs = scored(drive(model, dtype="bfloat16"), texts)
+    assert programs == [0, 0, 2, 1, 2]
+    monkeypatch.setattr(CpuPlatform, "capture_decodes", lambda *args: None)
+    one_by_one, programs = scored(drive(model, dtype="bfloat16"), texts)
+    assert programs == [0] * 5
+    np.testing.assert_array_equal(found, one_by_one)
+    monkeypatch.setattr("kernels.platforms.cpu.open_library", lambda: None)
+    expected, _ = scored(drive(model, dtype="bfloat16"), texts)
+    likely = expected > -8
+    assert np.abs(found - expected)[likely].max() < 0.4
+
+
+def test_a_shape_without_native_operators_is_not_recorded(model, drive, prompts):
+    driver = drive(model, dtype="bfloat16", page_size=8)
+    driver.admit(1, *prompts(12))
+    driver.generate(1, 14)
+    assert driver.step([(1, 1)]).timing.graph_rows == 0
+
+
+def test_operators_are_taken_over_between_requests(model, drive, prompts, monkeypatch, tmp_path, compiled):
+    """A server that finds nothing compiled starts at once, and goes over when it is."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("kernels.platforms.cpu.start_build", lambda: build)
+    build = _Build()
+    driver = drive(model, dtype="bfloat16")
+    (one, two) = prompts(6, 7)
+    driver.admit(1, one, sampling=ALL)
+    driver.step([(1, 6)])
+    library._folder().mkdir(parents=True)
+    shutil.copy(compiled, library._folder())
+    build.done = True
+    driver.admit(2, two, sampling=ALL)
+    driver.step([(1, 1), (2, 7)])
+    assert driver.step([(1, 1)]).timing.graph_rows == 0  # a request is there that knows the other operators
+    driver.release(1)
+    driver.release(2)
+    driver.admit(3, two, sampling=ALL)
+    driver.step([(3, 7)])
+    result = driver.step([(3, 1)])
+    assert result.timing.graph_rows == 1
+    fresh = drive(model, dtype="bfloat16")
+    fresh.admit(3, two, sampling=ALL)
+    fresh.step([(3, 7)])
+    assert fresh.step([(3, 1)]).top_logprobs == result.top_logprobs  # packed weights came over unharmed
+
+
+class _Build:
+    done = False
+
+    def poll(self):
+        return 0 if self.done else None
+
+
+def test_nothing_is_compiled_where_it_cannot_run(model, drive, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("kernels.platforms.cpu.has_tiles", lambda: False)
+    drive(model, dtype="bfloat16")
+    assert not (tmp_path / "troupe").exists()
+
+
+def test_without_a_compiler_it_runs_without(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert library.start_build() is None
+    with pytest.raises(library.BuildError, match="install one of"):
+        library.build()
+
+
+def test_a_library_that_is_not_one_is_passed_over(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library._folder().mkdir(parents=True)
+    (library._folder() / library.NAME).write_bytes(b"not a library")
+    assert library.open_library() is None
