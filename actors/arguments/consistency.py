@@ -67,6 +67,8 @@ def contradictions(arguments: Arguments) -> list[str]:
 
 def _needs(arguments: Arguments) -> Iterator[str]:
     """A value that has no effect without another, or against it."""
+    if arguments.api_key is not None and not arguments.api_keys:
+        yield "api_key holds no key, and the server would be open to all; leave it out if that is meant"
     if not arguments.enable_priority_scheduling:
         if arguments.schedule_low_priority_values_first:
             yield "schedule_low_priority_values_first needs enable_priority_scheduling"

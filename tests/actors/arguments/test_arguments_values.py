@@ -146,6 +146,7 @@ def test_wrong_values(keywords: dict[str, object], said: str) -> None:
 @pytest.mark.parametrize(
     ("keywords", "said"),
     [
+        ({"api_key": " , "}, "open to all"),
         ({"schedule_low_priority_values_first": True}, "needs enable_priority_scheduling"),
         ({"priority_scheduling_preemption_threshold": 5}, "needs enable_priority_scheduling"),
         ({"enable_priority_scheduling": True, "abort_on_priority_when_disabled": True}, "contradicts"),
