@@ -163,7 +163,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 19, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
-    # These can be divided by two; the first has one key head for both halves.
+}
+DIVISIBLE: dict[str, tuple[str, dict[str, Any]]] = {  # by two; the first has one key head for both halves
     "parallel-llama": (
         "Llama",
         {"vocab_size": 212, "num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True},
@@ -180,7 +181,7 @@ class Reference:
         import torch
         import transformers
 
-        family, options = FAMILIES[name]
+        family, options = (FAMILIES | DIVISIBLE)[name]
         torch.manual_seed(sum(name.encode()))
         config = getattr(transformers, f"{family}Config")(**COMMON | options)
         model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
