@@ -5,8 +5,8 @@
 Milliseconds of a decode step at 1, 8 and 32 rows (contexts of 128 tokens and longer), prompt tokens a second of
 prefill chunks, and the bytes of weights that a decode step reads a second, beside what this machine's memory gives in
 the same run to one thread and to all. ``tiny`` and ``0.6b`` are Qwen3 shapes with made-up weights; ``understudy`` is
-the model in the box. ``--against``: another checkout of Troupe, measured in turns with this one; the ratio is old time over
-new. ``--clock cpu`` counts processor time of all threads, which neighbours on a shared machine disturb less.
+the model in the box. ``--against``: another checkout of Troupe, measured in turns with this one; the ratio is old time
+over new. ``--clock cpu`` counts processor time of all threads, which neighbours on a shared machine disturb less.
 """
 
 from __future__ import annotations
