@@ -8,14 +8,16 @@ import random
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import pytest_asyncio
 
 from actors.faults import Fault
+from actors.protocol import LoadProgress
 from actors.requests import Chat, EngineFailed, RequestFailed, SamplingParams
-from actors.runtime import Event, EventKind
+from actors.runtime import Message
 from tests.actors.breaking import Reading, Rig, breakable, until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.long]
@@ -133,18 +135,22 @@ async def test_the_next_worker_dies_before_it_has_loaded(rig: Rig, expected: lis
     await all_whole(rig, readings, expected)
 
 
-async def test_the_next_worker_is_stopped_while_it_loads(rig: Rig, expected: list[list[int]]) -> None:
-    """No step was sent to it, so that only its silence tells."""
+async def test_the_next_worker_is_stopped_while_it_loads(
+    rig: Rig, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It owes no answer to anything, so that only its silence tells."""
     assert rig.engine._system is not None
-    stopped: list[int] = []
+    cell = rig.engine._system._cells["worker-0"]
+    emit, stopped = cell.emit, list[int]()
 
-    def stop(event: Event) -> None:
-        if event.kind is EventKind.RESTARTED and event.actor == "worker-0" and not stopped:
+    def stop(message: Message[Any, None]) -> None:
+        if not stopped and isinstance(message, LoadProgress):
             stopped.append(rig.worker_pid)
             os.kill(stopped[0], signal.SIGSTOP)
+        emit(message)
 
     readings, tasks = await live(rig)
-    rig.engine._system.on_event(stop)
+    monkeypatch.setattr(cell, "emit", stop)
     os.kill(rig.worker_pid, signal.SIGKILL)
     await asyncio.wait_for(asyncio.gather(*tasks), 60)
     assert stopped
