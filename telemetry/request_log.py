@@ -7,6 +7,7 @@ import logging
 import msgspec
 
 from telemetry.log_lines import Event, clip
+from telemetry.request_times import request_times
 from telemetry.timeline import Content, Hop, Mark, RequestTimeline, Value
 
 __all__ = ["REQUEST_LOGGER", "RequestLog"]
@@ -59,11 +60,8 @@ class RequestLog:
         self._log.info(event, extra={"request_id": timeline.request_id, "traceparent": timeline.traceparent})
 
     def _metadata(self, timeline: RequestTimeline) -> dict[str, object]:
-        outcome, start = timeline.outcome, timeline.started
+        outcome, times = timeline.outcome, request_times(timeline)
         error = outcome.error_type if outcome is not None else ""
-        end = timeline.end if timeline.end is not None else start
-        marks = [mark.name for mark in timeline.marks]
-        first = next((mark.at for mark in timeline.marks if mark.name == "first_token"), None)
         fields: dict[str, object] = {
             "request_id": timeline.request_id,
             "label": _short(timeline.label),
@@ -71,17 +69,15 @@ class RequestLog:
             "model": _short(timeline.model),
             "finish_reasons": outcome.finish_reasons if outcome is not None and outcome.finish_reasons else None,
             "error_type": error or None,
-            "prompt_tokens": timeline.prompt_tokens,
-            "cached_tokens": timeline.cached_tokens,
-            "output_tokens": timeline.output_tokens,
-            "duration_s": _seconds(end - start),
-            "first_token_s": None if first is None else _seconds(first - start),
-            "tokenize_s": _longest(timeline, "tokenize"),
-            "queue_s": _longest(timeline, "queue"),
-            "prefill_s": _longest(timeline, "prefill"),
-            "decode_s": _longest(timeline, "decode"),
-            "preemptions": marks.count("preempted") or None,
-            "worker_deaths": marks.count("worker_died") or None,
+            "prompt_tokens": times["prompt_tokens"],
+            "cached_tokens": times["cached_tokens"],
+            "output_tokens": times["output_tokens"],
+            "duration_s": _seconds(times["total"]),
+            **{
+                f"{name}_s": _seconds(times[name]) for name in ("first_token", "tokenize", "queue", "prefill", "decode")
+            },
+            "preemptions": times["preemptions"] or None,
+            "worker_deaths": times["worker_deaths"] or None,
         }
         if outcome is not None and outcome.message and (error in _OWN_WORDS or self._level >= 2):
             fields["error_message"] = clip(outcome.message, 1024)
@@ -121,14 +117,5 @@ def _short(text: str | None) -> Value | None:
     return None if text is None else clip(text, _LONGEST_NAME)
 
 
-def _seconds(value: float) -> float:
-    return round(value, 6)
-
-
-def _longest(timeline: RequestTimeline, name: str) -> float | None:
-    """Seconds in hops of this name, of the choice that had most of them; the hops of one choice follow each other."""
-    sums: dict[int | None, float] = {}
-    for hop in timeline.hops:
-        if hop.name == name and hop.end is not None:
-            sums[hop.choice] = sums.get(hop.choice, 0.0) + hop.end - hop.start
-    return _seconds(max(sums.values())) if sums else None
+def _seconds(value: Value | None) -> float | None:
+    return round(value, 6) if isinstance(value, float) else None

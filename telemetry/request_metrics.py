@@ -13,7 +13,7 @@ from telemetry.metric_options import CUSTOM_LABEL, MetricOptions
 from telemetry.tally import Tally
 from telemetry.timeline import Hop, Mark, RequestTimeline
 
-__all__ = ["FIRST_TOKEN_BUCKETS", "PER_TOKEN_BUCKETS", "RequestMetrics", "sequence_spans"]
+__all__ = ["FIRST_TOKEN_BUCKETS", "PER_TOKEN_BUCKETS", "RequestMetrics"]
 
 # OpenTelemetry's GenAI buckets; the first token's go on for the prefills of very long prompts.
 FIRST_TOKEN_BUCKETS = (
@@ -31,7 +31,7 @@ _TOKENS = tuple(float(2**power) for power in range(21))
 _STAGES = ("stream", "decode", "prefill", "cache", "queue", "tokenize", "admission")
 
 
-def sequence_spans(timeline: RequestTimeline) -> dict[int, tuple[float | None, float | None, float, int]]:
+def _sequence_spans(timeline: RequestTimeline) -> dict[int, tuple[float | None, float | None, float, int]]:
     """By choice: when it first got a place in a step, its first token and its last, and its tokens. Seconds and
     tokens; None for what did not happen."""
     spans: dict[int, tuple[float | None, float | None, float, int]] = {}
@@ -183,7 +183,7 @@ class RequestMetrics:
         for hop in timeline.hops:
             if hop.name == "queue" and hop.end is not None and not hop.attributes.get("resumed"):
                 self._add("queue", hop.end - hop.start)
-        spans = sequence_spans(timeline)
+        spans = _sequence_spans(timeline)
         self._add("longest", max((tokens for _, _, _, tokens in spans.values()), default=0))
         for placed, first, last, tokens in spans.values():
             if placed is None or first is None:

@@ -1,10 +1,9 @@
-"""Where a request's time went, in one flat record: for a log line and for a file of them."""
+"""Where a request's time went, in one flat record: for log lines and for a file of them."""
 
 from __future__ import annotations
 
 import logging
 
-from telemetry.request_metrics import sequence_spans
 from telemetry.timeline import Hop, Mark, RequestTimeline, Value
 
 __all__ = ["RequestTimes", "request_times"]
@@ -15,21 +14,17 @@ _log = logging.getLogger("troupe.request_times")
 def request_times(timeline: RequestTimeline) -> dict[str, Value | None]:
     """Seconds and counts of a request that has ended, nothing of what it said.
 
-    ``queue``, ``prefill`` and ``decode`` are those of the choice that took longest; None for what it never came to.
+    ``queue``, ``prefill`` and ``decode`` are those of the choice that took longest, all its stays together; None for
+    what it never came to.
     """
     end = timeline.end if timeline.end is not None else timeline.started
-    spans = [span for span in sequence_spans(timeline).values() if span[0] is not None]
     first = min((mark.at for mark in timeline.marks if mark.name == "first_token"), default=None)
-    queued = [hop.end - hop.start for hop in timeline.hops if hop.name == "queue" and hop.end is not None]
-    encoded = [hop.end - hop.start for hop in timeline.hops if hop.name == "tokenize" and hop.end is not None]
-    prefilled = [begun - placed for placed, begun, _, _ in spans if placed is not None and begun is not None]
-    decoded = [last - begun for _, begun, last, _ in spans if begun is not None]
     names = [mark.name for mark in timeline.marks]
     return {
-        "tokenize": sum(encoded) if encoded else None,
-        "queue": max(queued, default=None),
-        "prefill": max(prefilled, default=None),
-        "decode": max(decoded, default=None),
+        "tokenize": _longest(timeline, "tokenize"),
+        "queue": _longest(timeline, "queue"),
+        "prefill": _longest(timeline, "prefill"),
+        "decode": _longest(timeline, "decode"),
         "first_token": None if first is None else first - timeline.started,
         "total": end - timeline.started,
         "prompt_tokens": timeline.prompt_tokens,
@@ -38,6 +33,19 @@ def request_times(timeline: RequestTimeline) -> dict[str, Value | None]:
         "preemptions": names.count("preempted"),
         "worker_deaths": names.count("worker_died"),
     }
+
+
+def _longest(timeline: RequestTimeline, name: str) -> float | None:
+    """Seconds in hops of this name, of the choice that had most of them. Chunks of a prefill overlap, as their steps
+    do: such time counts once."""
+    sums: dict[int | None, float] = {}
+    until: dict[int | None, float] = {}
+    for hop in timeline.hops:  # in the order of their starts
+        if hop.name == name and hop.end is not None:
+            start = max(hop.start, until.get(hop.choice, hop.start))
+            sums[hop.choice] = sums.get(hop.choice, 0.0) + max(hop.end - start, 0.0)
+            until[hop.choice] = max(hop.end, start)
+    return max(sums.values(), default=None)
 
 
 class RequestTimes:

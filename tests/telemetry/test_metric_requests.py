@@ -182,6 +182,20 @@ def test_times_of_a_request_are_logged_at_its_end(caplog: pytest.LogCaptureFixtu
     assert request_times(timeline)["first_token"] == pytest.approx(0.6)
 
 
+def test_time_in_overlapping_stays_counts_once_and_that_of_later_ones_too() -> None:
+    _, timeline = begin(RequestTimes())
+    at = timeline.started
+    for choice, scale in ((0, 1.0), (1, 0.5)):
+        stays = [("queue", 0, 1), ("prefill", 1, 3), ("prefill", 1.5, 5), ("prefill", 2, 4), ("queue", 6, 8)]
+        for name, start, end in stays:
+            timeline.finish(timeline.begin(name, at + start * scale, choice), at + end * scale)
+    timeline.close(Outcome(("stop",)), at + 9)
+    times = request_times(timeline)
+    assert times["queue"] == pytest.approx(3)
+    assert times["prefill"] == pytest.approx(4)
+    assert (times["tokenize"], times["decode"], times["total"]) == (None, None, pytest.approx(9))
+
+
 async def test_each_request_is_a_json_line_of_its_hour(tmp_path) -> None:
     file = RequestFile(str(tmp_path / "made"), largest=400)
     for number in range(3):
