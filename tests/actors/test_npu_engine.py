@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import re
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -82,21 +83,25 @@ async def test_float32_says_what_the_cpu_says(generation: str, on_cpu: dict[str,
         assert await all_tokens(engine, SAMPLED) == on_cpu["sampled"]
 
 
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
-@pytest.mark.parametrize("generation", ["A2", "A3", "A5"])
-async def test_bfloat16_is_near_what_the_cpu_says(generation: str, graphs: bool) -> None:
-    async with serving(npu_simulator=generation, disable_cuda_graph=not graphs) as engine:
-        assert bool(engine.describe()["model_info"]["graph_rows"]) == graphs
-        found = await all_tokens(engine)
-        prompts = [await engine.tokenize(prompt) for prompt in PROMPTS]
+async def near_the_cpu(prompts: list[list[int]], outputs: list[list[int]]) -> None:
+    """Every token of the outputs is the CPU's likeliest in float32, or nearly."""
     score = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=1)
     async with serving(device="cpu", dtype="float32", cpu_threads=1) as engine:
-        for prompt, tokens in zip(prompts, found, strict=True):
+        for prompt, tokens in zip(prompts, outputs, strict=True):
             result = merge([delta async for delta in engine.generate([*prompt, *tokens], score)])
             assert result.prompt_logprobs is not None
             for scored in result.prompt_logprobs[len(prompt) :]:
                 assert scored.logprob is not None
                 assert scored.logprob > (scored.top[0].logprob or 0) - CLOSE
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+async def test_bfloat16_on_a5_is_near_what_the_cpu_says(graphs: bool) -> None:
+    async with serving(npu_simulator="A5", disable_cuda_graph=not graphs) as engine:
+        assert bool(engine.describe()["model_info"]["graph_rows"]) == graphs
+        found = await all_tokens(engine)
+        prompts = [await engine.tokenize(prompt) for prompt in PROMPTS]
+    await near_the_cpu(prompts, found)
 
 
 async def test_the_prefix_cache_is_used_and_changes_nothing(on_cpu: dict[str, list[list[int]]]) -> None:
@@ -181,17 +186,42 @@ async def test_a_hung_kernel_is_a_death_and_the_request_goes_on(
     assert "did not end in its time" in caplog.text
 
 
-@pytest.mark.parametrize("switch", ["argument", "environment"])
-def test_over_http(switch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = ["--max-running-requests", "4"]
-    if switch == "argument":
-        arguments += ["--npu-simulator", "A3:2:1GiB", "--base-gpu-id", "1"]
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("generation", ["A2", "A3"])
+async def test_over_http(generation: str, graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server with small chunks and few pages, in bfloat16: greedy, sampled, a cached prefix, preempted requests."""
+    simulator = f"{generation}:2:1GiB"
+    arguments = ["--max-running-requests", "6", "--chunked-prefill-size", "64", "--base-gpu-id", "1"]
+    arguments += ["--max-total-tokens", str(8 * 128), "--schedule-conservativeness", "0.01"]
+    arguments += [] if graphs else ["--disable-cuda-graph"]
+    if graphs:
+        monkeypatch.setenv("TROUPE_NPU_SIMULATOR", simulator)
     else:
-        monkeypatch.setenv("TROUPE_NPU_SIMULATOR", "A3:2:1GiB")
+        arguments += ["--npu-simulator", simulator]
     with running(tmp_path / "log", *arguments) as server:
-        body = {"model": "understudy", "prompt": PROMPTS[0], "temperature": 0, "max_tokens": 12}
-        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
-        assert answer.status_code == 200, answer.text
-        assert "Paris" in answer.json()["choices"][0]["text"]
-        information = httpx.get(f"{server.url}/server_info", timeout=10).json()
-        assert "simulated A3:2:1GiB" in str(information)
+        async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+
+            async def ask(prompt: str, **sampling: Any) -> dict[str, Any]:
+                params = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True} | sampling
+                body = {"text": prompt, "sampling_params": params, "return_prompt_token_ids": True}
+                answer = await client.post("/generate", json=body)
+                assert answer.status_code == 200, answer.text
+                told: dict[str, Any] = answer.json()
+                return told
+
+            information = (await client.get("/server_info")).json()
+            assert information["workers"][0]["device"] == f"npu (simulated {simulator})"
+            assert bool(information["model_info"]["graph_rows"]) == graphs
+            crowd = [PROMPTS[0], PROMPTS[2], *(f"{name} " + PROMPTS[3][:480] for name in ("a", "b", "c", "d"))]
+            first = await ask(PROMPTS[3])
+            again = await ask(PROMPTS[3])
+            assert again["meta_info"]["cached_tokens"] >= 128 > first["meta_info"]["cached_tokens"]
+            found = [first, again, *await asyncio.gather(*(ask(prompt, max_new_tokens=40) for prompt in crowd))]
+            assert "Paris" in found[2]["text"]
+            metrics = (await client.get("/metrics")).text
+            (preempted,) = re.findall(r"^troupe_preemptions_total\S* (\S+)$", metrics, re.M)
+            assert float(preempted) > 0
+            drawn = {"temperature": 0.9, "top_p": 0.9, "top_k": 50, "max_new_tokens": 12}
+            texts = [(await ask(PROMPTS[1], sampling_seed=seed, **drawn))["output_ids"] for seed in (11, 11, 12)]
+            assert texts[0] == texts[1] != texts[2]
+    await near_the_cpu([answer["prompt_token_ids"] for answer in found], [answer["output_ids"] for answer in found])
