@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import pytest_asyncio
@@ -23,8 +24,15 @@ from tests.actors.breaking import Reading, Rig, breakable, until
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.long]
 
 PARAMS = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
-PROMPTS = ["Once upon a time", "The lazy dog", list(range(10, 90)), [7, 8, 9]]
 CHAT = Chat(messages=[{"role": "user", "content": "one two three " * 12}])
+REQUESTS: list[tuple[Any, SamplingParams]] = [
+    ("Once upon a time", PARAMS),
+    ("The lazy dog", msgspec.structs.replace(PARAMS, repetition_penalty=1.5, presence_penalty=0.5, stop=("never",))),
+    (list(range(10, 90)), msgspec.structs.replace(PARAMS, temperature=1.1, top_p=0.95, seed=5, n=2)),
+    ([7, 8, 9], msgspec.structs.replace(PARAMS, logprobs=2, frequency_penalty=1.0)),
+    (CHAT, PARAMS),
+]
+Expected = list[tuple[dict[int, list[int]], dict[int, str]]]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -35,8 +43,10 @@ async def rig(tiny_model: Path) -> AsyncIterator[Rig]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def expected(rig: Rig) -> list[list[int]]:
-    return [(await rig.read(prompt, PARAMS)).tokens[0] for prompt in [*PROMPTS, CHAT]]
+async def expected(rig: Rig) -> Expected:
+    """Tokens and texts by choice."""
+    readings = [await rig.read(prompt, params) for prompt, params in REQUESTS]
+    return [(reading.tokens, reading.texts) for reading in readings]
 
 
 def crash(rig: Rig, *actors: str) -> None:
@@ -51,16 +61,17 @@ def children() -> set[int]:
 
 async def live(rig: Rig) -> tuple[list[Reading], list[asyncio.Task[Reading]]]:
     """Requests that decode, and one on its way in."""
-    started = [rig.start(prompt, PARAMS) for prompt in PROMPTS]
+    *now, later = REQUESTS
+    started = [rig.start(prompt, params) for prompt, params in now]
     await until(lambda: all(reading.count >= 5 for reading, _ in started), "they do not decode")
-    started.append(rig.start(CHAT, PARAMS))
+    started.append(rig.start(*later))
     return [reading for reading, _ in started], [task for _, task in started]
 
 
-async def all_whole(rig: Rig, readings: list[Reading], expected: list[list[int]]) -> None:
-    for reading, tokens in zip(readings, expected, strict=True):
+async def all_whole(rig: Rig, readings: list[Reading], expected: Expected) -> None:
+    for reading, whole in zip(readings, expected, strict=True):
         assert reading.error is None
-        assert reading.tokens == {0: tokens}
+        assert (reading.tokens, reading.texts) == whole
     await rig.rest()
     rig.forgive()
 
@@ -69,7 +80,7 @@ async def all_whole(rig: Rig, readings: list[Reading], expected: list[list[int]]
 
 
 @pytest.mark.parametrize("seed", range(8))
-async def test_a_storm_loses_and_alters_nothing(rig: Rig, expected: list[list[int]], seed: int) -> None:
+async def test_a_storm_loses_and_alters_nothing(rig: Rig, expected: Expected, seed: int) -> None:
     """Requests that two workers died of may be set apart; nobody else, and nothing that was sent is wrong."""
     rng = random.Random(seed)
     deaths = 0
@@ -88,11 +99,12 @@ async def test_a_storm_loses_and_alters_nothing(rig: Rig, expected: list[list[in
     await asyncio.wait_for(asyncio.gather(*tasks), 90)
     rig.plan.clear()
     rig.wire._armed.clear()
-    for reading, tokens in zip(readings, expected, strict=True):
-        seen = reading.tokens.get(0, [])
-        assert seen == tokens[: len(seen)]
+    for reading, (tokens, texts) in zip(readings, expected, strict=True):
+        for index, seen in reading.tokens.items():
+            assert seen == tokens[index][: len(seen)]
+            assert texts[index].startswith(reading.texts[index])
         if reading.error is None:
-            assert seen == tokens
+            assert (reading.tokens, reading.texts) == (tokens, texts)
         else:
             assert deaths >= 2
             assert isinstance(reading.error, RequestFailed)
@@ -114,7 +126,7 @@ async def test_a_storm_loses_and_alters_nothing(rig: Rig, expected: list[list[in
         ("worker-0", "scheduler", "cache", "detokenizer", "tokenizer-0", "renderer-0"),
     ],
 )
-async def test_faults_at_the_same_moment(rig: Rig, expected: list[list[int]], victims: tuple[str, ...]) -> None:
+async def test_faults_at_the_same_moment(rig: Rig, expected: Expected, victims: tuple[str, ...]) -> None:
     readings, tasks = await live(rig)
     crash(rig, *victims)
     await asyncio.wait_for(asyncio.gather(*tasks), 60)
@@ -124,7 +136,7 @@ async def test_faults_at_the_same_moment(rig: Rig, expected: list[list[int]], vi
 # -- during a recovery
 
 
-async def test_the_next_worker_dies_before_it_has_loaded(rig: Rig, expected: list[list[int]]) -> None:
+async def test_the_next_worker_dies_before_it_has_loaded(rig: Rig, expected: Expected) -> None:
     """That is no death with a request in the batch: nobody is set apart for it."""
     readings, tasks = await live(rig)
     first = rig.worker_pid
@@ -136,7 +148,7 @@ async def test_the_next_worker_dies_before_it_has_loaded(rig: Rig, expected: lis
 
 
 async def test_the_next_worker_is_stopped_while_it_loads(
-    rig: Rig, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    rig: Rig, expected: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It owes no answer to anything, so that only its silence tells."""
     assert rig.engine._system is not None
@@ -157,7 +169,7 @@ async def test_the_next_worker_is_stopped_while_it_loads(
     await all_whole(rig, readings, expected)
 
 
-async def test_a_worker_dies_with_the_one_that_is_prepared_to_follow_it(rig: Rig, expected: list[list[int]]) -> None:
+async def test_a_worker_dies_with_the_one_that_is_prepared_to_follow_it(rig: Rig, expected: Expected) -> None:
     readings, tasks = await live(rig)
     named = {actor.pid for actor in rig.engine.actors()}
     await until(lambda: bool(children() - named), "no standby")
@@ -168,7 +180,7 @@ async def test_a_worker_dies_with_the_one_that_is_prepared_to_follow_it(rig: Rig
 
 
 @pytest.mark.parametrize("victim", ["scheduler", "cache", "detokenizer"])
-async def test_an_actor_dies_while_the_worker_is_away(rig: Rig, expected: list[list[int]], victim: str) -> None:
+async def test_an_actor_dies_while_the_worker_is_away(rig: Rig, expected: Expected, victim: str) -> None:
     readings, tasks = await live(rig)
     os.kill(rig.worker_pid, signal.SIGKILL)
     await until(lambda: rig.engine.vitals.worker is None, "it lives")
@@ -177,7 +189,7 @@ async def test_an_actor_dies_while_the_worker_is_away(rig: Rig, expected: list[l
     await all_whole(rig, readings, expected)
 
 
-async def test_the_detokenizer_dies_of_what_a_new_scheduler_waits_for(rig: Rig, expected: list[list[int]]) -> None:
+async def test_the_detokenizer_dies_of_what_a_new_scheduler_waits_for(rig: Rig, expected: Expected) -> None:
     """The scheduler asks the fence as it starts; the one who should answer dies of the message before it."""
     readings, tasks = await live(rig)
     rig.plan.add(Fault("detokenize", "exception", nth=1))
@@ -187,7 +199,7 @@ async def test_the_detokenizer_dies_of_what_a_new_scheduler_waits_for(rig: Rig, 
     await all_whole(rig, readings, expected)
 
 
-async def test_the_worker_dies_again_while_a_drain_waits(rig: Rig, expected: list[list[int]]) -> None:
+async def test_the_worker_dies_again_while_a_drain_waits(rig: Rig, expected: Expected) -> None:
     readings, tasks = await live(rig)
     await until(lambda: readings[-1].count >= 1, "it does not decode")
     drain = asyncio.create_task(rig.engine.drain(60))
