@@ -1,14 +1,16 @@
-"""What metrics and traces cost: throughput of many streams with them and without, in alternating rounds.
+"""What metrics and traces cost a server under load, side by side, in about four minutes.
 
-    python -m tests.bench observability                            # off, metrics, metrics and 1 % of traces
-    python -m tests.bench observability --variants off,metrics --rounds 9
+    python -m tests.bench observability
+    python -m tests.bench observability --variants off,off,traces,all-traces,steps --minutes 8
 
 A server is started for each variant, on the model in the box; one at a time is driven over HTTP, the others wait.
 ``off`` is ``--no-enable-metrics``; ``metrics`` is the default, and is scraped meanwhile; ``traces`` adds
-``--trace-sample-ratio 0.01``, with spans going to a collector that throws them away. Every round drives all variants,
-in an order that turns, so that a noisy moment of the machine hits all. A variant's share is the median, over the
-rounds, of its throughput divided by that of the first variant in the same round. Where other work disturbs the clock,
-processor time for each token says more.
+``--trace-sample-ratio 0.01``, ``all-traces`` a ratio of 1, ``steps`` one of 0.01 at level 2; their spans go to a
+collector that throws them away. Every round drives all variants for a few seconds each, in an order that turns, and
+there are as many rounds as fit into the time. A share is that of a round's throughput in the mean of its ``off``
+servers. There are two of these, and what they differ by, which nothing explains, is the noise: a share that is nearer
+to 100 % than that says nothing. Processor time a token is disturbed less by other work on the machine.
+What recording one request costs without a server: ``python -m tests.bench recording``.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import math
 import os
 import statistics
 import time
@@ -25,16 +28,22 @@ import psutil
 
 from tests.bench.serving import Client, OwnServer, Point, cpu_name, run_point
 
+_OFF = "off"
 _GOALS = {"metrics": 0.99, "traces": 0.98}
+_TRACES = {
+    "traces": ["--trace-sample-ratio", "0.01"],
+    "all-traces": ["--trace-sample-ratio", "1"],
+    "steps": ["--trace-sample-ratio", "0.01", "--trace-level", "2"],
+}
 
 
 def server_arguments(variant: str, collector: str) -> list[str]:
     """What a variant's server is started with."""
-    if variant == "off":
+    if variant == _OFF:
         return ["--no-enable-metrics"]
     if variant == "metrics":
         return []
-    return ["--enable-trace", "--oltp-traces-endpoint", collector, "--trace-sample-ratio", "0.01"]
+    return ["--enable-trace", "--oltp-traces-endpoint", collector, *_TRACES[variant]]
 
 
 def cpu_seconds(server: OwnServer) -> tuple[float, float]:
@@ -89,7 +98,7 @@ async def drive(server: OwnServer, variant: str, options: argparse.Namespace, re
     point = Point.parse(options.point)
     low, high = (int(bound) for bound in options.token_ids.split(":"))
     scraping = None
-    if options.scrape and variant != "off":
+    if options.scrape and variant != _OFF:
         scraping = asyncio.create_task(scrape(server.url, options.scrape))
     try:
         before = cpu_seconds(server)
@@ -105,61 +114,82 @@ async def drive(server: OwnServer, variant: str, options: argparse.Namespace, re
 
 async def bench(options: argparse.Namespace) -> int:
     variants = options.variants.split(",")
-    servers: dict[str, OwnServer] = {}
-    rounds: dict[str, list[dict]] = {variant: [] for variant in variants}
     streams = Point.parse(options.point).concurrency
+    rounds: list[list[dict]] = []
+    began = time.monotonic()
     async with collector() as endpoint:
+        servers: list[OwnServer] = []
         try:
             for variant in variants:
-                own = [*server_arguments(variant, endpoint), *options.server_args]
-                servers[variant] = OwnServer(options.model, own)
-                await servers[variant].wait_ready()
-            for number in range(-1, options.rounds):  # the first one warms up and does not count
-                turn = max(number, 0) % len(variants)
-                for variant in variants[turn:] + variants[:turn]:
+                servers.append(OwnServer(options.model, [*server_arguments(variant, endpoint), *options.server_args]))
+            for server in servers:
+                await server.wait_ready()
+            longest, number = 0.0, -1  # the first round warms up and does not count
+            while number < 3 or time.monotonic() - began + longest < options.minutes * 60:
+                since = time.monotonic()
+                results: list[dict] = [{}] * len(variants)
+                for place in range(len(variants)):
+                    at = (place + number) % len(variants)
                     requests = streams * (options.requests if number >= 0 else 1)
-                    result = await drive(servers[variant], variant, options, requests, options.seed + number)
-                    if number >= 0:
-                        rounds[variant].append(result)
+                    seed = options.seed + number
+                    results[at] = await drive(servers[at], variants[at], options, requests, seed)
+                if number >= 0:
+                    rounds.append(results)
+                    longest = max(longest, time.monotonic() - since)
+                number += 1
         finally:
-            for server in servers.values():
+            for server in servers:
                 server.stop()
     print(f"{cpu_name()}, {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}, {time.strftime('%F')}")
-    print(f"{options.point} (streams:prompt:output), {options.rounds} rounds of {options.requests} requests a stream")
-    print(
-        "| variant | tok/s | of off, median | lowest | highest | goal | CPU us a token | of it the server "
-        "| ITL p50 ms | failed |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|")
-    failed = 0
-    for variant in variants:
-        results = rounds[variant]
-        middle = {key: statistics.median(r[key] for r in results) for key in ("tok/s", "itl50", "main_us", "all_us")}
-        shares = [mine["tok/s"] / off["tok/s"] for mine, off in zip(results, rounds[variants[0]], strict=True)]
-        lost = sum(r["failed"] for r in results)
-        failed += lost
+    print(f"{options.point} (streams:prompt:output), {len(rounds)} rounds of {options.requests} requests a stream")
+    return report(variants, rounds)
+
+
+def report(variants: list[str], rounds: list[list[dict]]) -> int:
+    """Print the table; 1 when requests failed. ``rounds``: the results of each, in the order of ``variants``."""
+    offs = [at for at, variant in enumerate(variants) if variant == _OFF]
+    print("| variant | tok/s | of off | give or take | goal | CPU us a token | of off | give or take | in the server |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for at, variant in enumerate(variants):
+        middle = {key: statistics.median(r[at][key] for r in rounds) for key in ("tok/s", "main_us", "all_us")}
+        against = [other for other in offs if other != at or len(offs) == 1] if variant == _OFF else offs
+        share, error = median(_shares(rounds, at, against, "tok/s"))
+        spent, spent_error = median(_shares(rounds, at, against, "all_us"))
         goal = f"{_GOALS[variant]:.0%}" if variant in _GOALS else ""
         print(
-            f"| {variant} | {middle['tok/s']:.0f} | {statistics.median(shares):.1%} | {min(shares):.1%} "
-            f"| {max(shares):.1%} | {goal} | {middle['all_us']:.0f} | {middle['main_us']:.1f} "
-            f"| {middle['itl50']:.2f} | {lost} |"
+            f"| {variant} | {middle['tok/s']:.0f} | {share:.1%} | {error:.1%} | {goal} | {middle['all_us']:.0f} "
+            f"| {spent:.1%} | {spent_error:.1%} | {middle['main_us']:.1f} |"
         )
-        for result in results:
-            if result["error"]:
-                print(f"  {result['error']}")
-                break
+    failed = [result["error"] for results in rounds for result in results if result["failed"]]
+    if failed:
+        print(f"requests failed: {failed[0]}")
     return 1 if failed else 0
+
+
+def _shares(rounds: list[list[dict]], at: int, against: list[int], key: str) -> list[float]:
+    return [results[at][key] / statistics.fmean(results[off][key] for off in against) for results in rounds]
+
+
+def median(values: list[float]) -> tuple[float, float]:
+    """The median, and how far it may be off: two standard errors, from the median deviation, as for normal noise."""
+    middle = statistics.median(values)
+    deviation = 1.4826 * statistics.median(abs(value - middle) for value in values)
+    return middle, 2 * 1.2533 * deviation / math.sqrt(len(values))
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench observability", description=__doc__.splitlines()[0])
-    parser.add_argument("--variants", default="off,metrics,traces", help="the first one is what the others are held to")
-    parser.add_argument("--point", default="64:32:128", help="streams:prompt tokens:output tokens")
+    parser.add_argument("--variants", default="off,metrics,traces,off", help="of off, metrics, " + ", ".join(_TRACES))
+    parser.add_argument("--point", default="64:32:64", help="streams:prompt tokens:output tokens")
     parser.add_argument("--requests", type=int, default=2, help="requests a stream in each round")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--minutes", type=float, default=4.0, help="for all of it; four rounds are run in any case")
     parser.add_argument("--scrape", type=float, default=5.0, help="seconds between two scrapes of /metrics; 0: none")
     parser.add_argument("--model", help="directory (default: the model in the box)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--token-ids", default="300:3000", help="LOW:HIGH of the random prompt's token ids")
     parser.add_argument("server_args", nargs="*", help="after --: more arguments for every server")
-    return asyncio.run(bench(parser.parse_args(argv)))
+    options = parser.parse_args(argv)
+    unknown = set(options.variants.split(",")) - {_OFF, "metrics", *_TRACES}
+    if unknown or _OFF not in options.variants.split(","):
+        parser.error(f"--variants: off, and some of metrics, {', '.join(_TRACES)}")
+    return asyncio.run(bench(options))
