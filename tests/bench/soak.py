@@ -537,7 +537,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--warm-up", type=float, default=15.0, help="seconds of traffic before the state is noted")
     parser.add_argument("--clients", type=int, default=32)
-    parser.add_argument("--kill-every", type=float, default=20.0, help="seconds between two kills; 0 for none")
+    parser.add_argument(
+        "--kill-every",
+        type=float,
+        default=60.0,
+        help="seconds between two kills; 0 for none. More than six in 300 s are a reason to give up, for the engine.",
+    )
     parser.add_argument("--model", help="model directory (default: the model in the box)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("server_args", nargs="*", help="after --: more arguments for the server")
