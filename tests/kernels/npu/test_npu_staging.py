@@ -159,3 +159,15 @@ def test_pages_that_are_handed_on_while_a_step_writes_to_them_are_clean(referenc
     again = driver.runner.start(decode(driver, (2, 3), 52)).result()  # by now the page is the other's: it stays
     assert not again.failed
     assert [ints(result.tokens)[1] for result in (first, again)] == model.greedy(three, 7)[5:]
+
+
+def test_ranks_of_one_model_learn_of_a_broken_row_before_the_next_step(reference, drive, prompts):
+    driver = drive(reference("qwen3").path, **OPTIONS)
+    (text,) = prompts(5)
+    driver.admit(1, text)
+    driver.step([(1, 5)])
+    alone = driver.runner.start(decode(driver, (1,), 50))
+    assert not alone.done
+    alone.result()
+    driver.runner._group.size = 2
+    assert driver.runner.start(decode(driver, (1,), 51)).done  # whoever starts it waits for it, on every rank
