@@ -56,7 +56,7 @@ class PrefillRow:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """``decodes`` are left out where the native operator runs them."""
+    """``decodes`` and ``prefills`` are empty where the native operators run the rows."""
 
     kv_heads: int
     decodes: tuple[DecodeGroup, ...]
@@ -75,9 +75,11 @@ class AttentionPlanner:
         self._triangles: dict[int, Tensor] = {}
 
     def plan(self, rows: AttentionRows, window: int, native: bool = False) -> AttentionPlan:
-        """``window``: how many tokens a query sees, itself included; 0 for all. ``native``: decodes run natively."""
-        decodes = () if native else tuple(self._decodes(rows, window))
-        return AttentionPlan(self.kv_heads, decodes, tuple(self._prefills(rows, window)), rows, window)
+        """``window``: how many tokens a query sees, itself included; 0 for all. ``native``: for native operators."""
+        if native:
+            return AttentionPlan(self.kv_heads, (), (), rows, window)
+        decodes, prefills = tuple(self._decodes(rows, window)), tuple(self._prefills(rows, window))
+        return AttentionPlan(self.kv_heads, decodes, prefills, rows, window)
 
     def _decodes(self, rows: AttentionRows, window: int) -> list[DecodeGroup]:
         lengths = rows.starts[: rows.decodes] + 1
@@ -182,16 +184,18 @@ def paged_attention(
 
 def _native_attention(queries: Tensor, cache: Tensor, plan: AttentionPlan, scale: float, native: Native) -> Tensor:
     out = native.empty_attention(queries)
-    decodes = len(queries) if native.recording else plan.rows.decodes
+    rows = plan.rows
+    decodes = len(queries) if native.recording else rows.decodes
     if decodes:
-        step, held = step_of(plan.rows, decodes)
+        step, held = step_of(rows, decodes)
         native.attention(queries[:decodes], cache, step, plan.window, scale, out)
         del held
-    if plan.prefills:
-        tokens, heads, dim = queries.shape
-        shape = (tokens, plan.kv_heads, heads // plan.kv_heads, dim)
-        for row in plan.prefills:
-            _prefill(queries.view(shape), cache, row, scale, out.view(shape))
+    begin = decodes
+    for row in range(rows.decodes, len(rows.starts)):
+        part = slice(begin, begin + int(rows.counts[row]))
+        pages = np.ascontiguousarray(rows.pages[row])
+        native.prefill(queries[part], cache, pages, int(rows.starts[row]), plan.window, scale, out[part])
+        begin = part.stop
     return out
 
 

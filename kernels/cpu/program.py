@@ -27,7 +27,7 @@ from kernels.platforms.base import AttentionRows
 
 __all__ = ["Native", "NativeWeight", "NotNative", "Program", "step_of"]
 
-_EMBED, _ANGLES, _NORM, _LINEAR, _ROTARY, _WRITE, _ATTENTION, _SILU = range(8)
+_EMBED, _ANGLES, _NORM, _LINEAR, _ROTARY, _WRITE, _ATTENTION, _SILU, _PREFILL, _GREEDY = range(10)
 _HEAD_DIMS = (32, 64, 96, 128, 256)
 
 
@@ -197,6 +197,50 @@ class Native:
             f0=scale,
         )
         self._call(op, step, cache)
+
+    def prefill(
+        self,
+        queries: Tensor,
+        cache: Tensor,
+        pages: npt.NDArray[np.int32],
+        start: int,
+        window: int,
+        scale: float,
+        out: Tensor,
+    ) -> None:
+        """``queries`` [tokens, heads, dim] of one row at positions from ``start`` on, whose pages are ``pages``."""
+        tokens, heads, dim = queries.shape
+        op = Op(
+            kind=_PREFILL,
+            a=queries.data_ptr(),
+            b=cache.data_ptr(),
+            c=pages.ctypes.data,
+            out=out.data_ptr(),
+            stride_a=queries.stride(0),
+            stride_b=start,
+            stride_out=out.stride(0),
+            i0=dim,
+            i1=heads,
+            i2=cache.shape[3],
+            i3=window,
+            i4=cache.shape[1],
+            f0=scale,
+        )
+        self._call(op, Step(tokens))
+
+    def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The likeliest ids int64 [rows] of ``logits`` [rows, vocab], and whether a row's are not to be used."""
+        tokens, broken = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits), dtype=torch.bool)
+        op = Op(
+            kind=_GREEDY,
+            a=logits.data_ptr(),
+            b=broken.data_ptr(),
+            out=tokens.data_ptr(),
+            stride_a=logits.stride(0),
+            i0=logits.shape[1],
+        )
+        self._call(op, Step(len(logits)))
+        return tokens, broken
 
     def empty_attention(self, queries: Tensor) -> Tensor:
         """Where the result of ``attention`` goes."""

@@ -13,6 +13,7 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
 from kernels.batch import ForwardBatch
+from kernels.blocks import argmax, block_maxima
 from kernels.cpu.attention import AttentionPlan, AttentionPlanner, paged_attention
 from kernels.cpu.host import has_tiles, host_memory, usable_cores
 from kernels.cpu.linear import CpuLinear, bf16_is_fast
@@ -150,6 +151,16 @@ class CpuPlatform(Platform):
             return native.silu_and_mul(x)
         half = x.shape[-1] // 2
         return F.silu(x[:, :half]).mul_(x[:, half:])
+
+    def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The likeliest token ids int64 [rows] of ``logits`` [rows, vocab], and which rows are broken: 0 in these."""
+        native = self._native_for(logits.dtype, True)
+        if native is not None:
+            return native.greedy(logits)
+        wide = logits.float()
+        blocks = block_maxima(wide)
+        broken = ~blocks.amax(-1).isfinite()
+        return argmax(wide, torch.arange(len(wide)), blocks).masked_fill_(broken, 0), broken
 
     def write_cache(self, cache: Tensor, index: Tensor, keys_values: Tensor) -> None:
         native = self._native_for(keys_values.dtype, True)

@@ -148,10 +148,23 @@ def test_attention(window, heads, kv_heads, dim, platform, plain, generator):
         plain.write_cache(expected_cache, index, keys_values.float())
     rows = AttentionRows(starts, counts, tables, decodes=6)
     queries = torch.randn(counts.sum(), heads, dim, generator=generator).to(BF16)
-    # PyTorch's gather for prefills reads whole pages, whose ends are masked: those must be finite.
-    found = platform.attention(queries, cache.nan_to_num_(), platform.plan_attention(rows, window), 0.2)
+    found = platform.attention(queries, cache, platform.plan_attention(rows, window), 0.2)
     expected = plain.attention(queries.float(), expected_cache, plain.plan_attention(rows, window), 0.2)
     close(found, expected)
+
+
+@pytest.mark.parametrize("vocab", [211, 4096])
+def test_greedy(vocab, platform, plain, generator):
+    logits = torch.randn(40, vocab, generator=generator).to(BF16)
+    logits[3] = logits[3].round()  # of equal ones the first
+    logits[4, 7], logits[5, 200], logits[6] = torch.nan, torch.inf, -torch.inf
+    logits[7, :-1] = -torch.inf
+    tokens, broken = platform.greedy(logits)
+    expected, expected_broken = plain.greedy(logits.float())
+    assert torch.equal(tokens, expected)
+    assert broken.tolist() == expected_broken.tolist() == [row in (4, 5, 6) for row in range(40)]
+    assert tokens[3] == int((logits[3] == logits[3].max()).nonzero()[0])
+    assert tokens[7] == vocab - 1
 
 
 @pytest.fixture

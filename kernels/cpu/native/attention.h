@@ -70,7 +70,16 @@ struct Attending {
     const Op* op;
     const Step* step;
     std::vector<std::vector<float>>* scores;  // by thread
+    int64_t split;                            // chunks of a row
 };
+
+constexpr int64_t AHEAD = 2 * TILE;  // tokens
+
+// All of a page's tile for all kv heads, whose keys and values lie between one another.
+inline void fetch(const bf16* from, int64_t count) {
+    for (int64_t line = 0; line < count; line += 32)
+        _mm_prefetch(reinterpret_cast<const char*>(from + line), _MM_HINT_T1);
+}
 
 // A block of up to sixteen heads of one kv head in one row.
 inline void attend(const Attending& task, int64_t row, int64_t kv_head, int64_t head, int64_t heads, int thread) {
@@ -93,6 +102,7 @@ inline void attend(const Attending& task, int64_t row, int64_t kv_head, int64_t 
     configure(TILE, 0);
     for (int64_t position = begin; position < end; position += TILE) {
         const bf16* keys = cached.at(position);
+        if (kv_head == 0 && position + AHEAD < end) fetch(cached.at(position + AHEAD), token * TILE);
         _tile_zero(0);
         for (int64_t depth = 0; depth < dim; depth += DEPTH) {
             _tile_loadd(4, keys + depth, 2 * token);
@@ -124,12 +134,14 @@ inline void attend(const Attending& task, int64_t row, int64_t kv_head, int64_t 
     }
 }
 
+// A chunk is a row, or, of few rows, one kv head of a row.
 inline void attend_chunk(void* context, int64_t chunk, int thread) {
     const Attending& task = *static_cast<const Attending*>(context);
     const int64_t kv_heads = task.op->i2, group = task.op->i1 / kv_heads;
-    const int64_t row = chunk / kv_heads, kv_head = chunk % kv_heads;
-    for (int64_t head = 0; head < group; head += TILE)
-        attend(task, row, kv_head, kv_head * group + head, std::min(TILE, group - head), thread);
+    const int64_t row = chunk / task.split, each = kv_heads / task.split, first = chunk % task.split * each;
+    for (int64_t kv_head = first; kv_head < first + each; kv_head++)
+        for (int64_t head = 0; head < group; head += TILE)
+            attend(task, row, kv_head, kv_head * group + head, std::min(TILE, group - head), thread);
 }
 
 }  // namespace troupe

@@ -6,15 +6,17 @@
 
 #include "attention.h"
 #include "matrix.h"
+#include "prefill.h"
 #include "program.h"
 #include "team.h"
 
 namespace troupe {
 
 struct Engine {
-    explicit Engine(int threads) : team(threads), scores(team.size()) {}
+    explicit Engine(int threads) : team(threads), scores(team.size()), spaces(team.size()) {}
     Team team;
     std::vector<std::vector<float>> scores;
+    std::vector<Workspace> spaces;
 };
 
 struct Rows {
@@ -107,6 +109,31 @@ void silu(const Op& op, const Step&, int64_t row) {
     }
 }
 
+// The first of the largest: lanes keep their first, then the least id of the best lanes wins.
+void greedy(const Op& op, const Step&, int64_t row) {
+    const bf16* logits = at<bf16>(op.a, row, op.stride_a);
+    const __m512i sixteen = _mm512_set1_epi32(16);
+    const __m512 none = _mm512_set1_ps(-INFINITY);
+    __m512 most = none;
+    __m512i ids = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), best = ids;
+    __mmask16 broken = 0;
+    for (int64_t i = 0; i < op.i0; i += 16) {
+        const int64_t left = op.i0 - i;
+        const __mmask16 here = left >= 16 ? 0xffff : static_cast<__mmask16>((1 << left) - 1);
+        const __m512 value = _mm512_mask_mov_ps(none, here, load(logits + i, here));
+        const __mmask16 more = _mm512_cmp_ps_mask(value, most, _CMP_GT_OQ);
+        broken |= _mm512_cmp_ps_mask(value, _mm512_set1_ps(INFINITY), _CMP_NLT_UQ);
+        most = _mm512_mask_mov_ps(most, more, value);
+        best = _mm512_mask_mov_epi32(best, more, ids);
+        ids = _mm512_add_epi32(ids, sixteen);
+    }
+    const float top = _mm512_reduce_max_ps(most);
+    const __mmask16 winners = _mm512_cmp_ps_mask(most, _mm512_set1_ps(top), _CMP_EQ_OQ);
+    const bool failed = broken || top == -INFINITY;
+    static_cast<int64_t*>(op.out)[row] = failed ? 0 : _mm512_mask_reduce_min_epi32(winners, best);
+    static_cast<uint8_t*>(op.b)[row] = failed;
+}
+
 void run(Engine& engine, const Op& op, const Step& step) {
     Rows rows = {&op, &step, nullptr, 1};
     switch (op.kind) {
@@ -115,16 +142,18 @@ void run(Engine& engine, const Op& op, const Step& step) {
                                    static_cast<bf16*>(op.out), step.rows, op.i0, op.i1, op.stride_a, op.stride_out, 1});
             return;
         case ATTENTION: {
-            Attending task = {&op, &step, &engine.scores};
-            engine.team.each(step.rows * op.i2, attend_chunk, &task);
+            Attending task = {&op, &step, &engine.scores, step.rows < 2 * engine.team.size() ? op.i2 : 1};
+            engine.team.each(step.rows * task.split, attend_chunk, &task);
             return;
         }
+        case PREFILL: return prefill(engine.team, engine.spaces, op, step.rows);
         case EMBED: rows.call = embed; break;
         case ANGLES: rows.call = angles; break;
         case NORM: rows.call = norm; break;
         case ROTARY: rows.call = rotary; break;
         case WRITE: rows.call = write; break;
         case SILU: rows.call = silu; break;
+        case GREEDY: rows.call = greedy; break;
         default: return;
     }
     rows.each = 8;  // fewer are not worth a claim
