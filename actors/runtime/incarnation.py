@@ -262,12 +262,13 @@ class LocalIncarnation(Incarnation):
             cell.system.observe_handled(cell, envelope, began - envelope.enqueued_at, cell.monotonic() - began, error)
 
     def unfinished(self) -> tuple[list[Envelope], list[Envelope]]:
-        in_hand, untouched = super().unfinished()
-        deferred = [envelope for envelope, _ in self._deferred.values()]
+        in_hand = [envelope for envelope, _ in self._deferred.values()]
+        if self._current is not None:
+            in_hand.append(self._current)
         for future in list(self._deferred):
             future.cancel()
         self._deferred.clear()
-        return deferred + in_hand, untouched
+        return in_hand, []
 
     def _is_over(self) -> bool:
         assert self._tasks is not None
@@ -321,7 +322,8 @@ class LocalIncarnation(Incarnation):
             self.cell.system.logger.warning("actor %s stands here:\n%s", self.cell.name, of_task(self.cell.task))
 
     def in_hand(self) -> Envelope | None:
-        return self._current
+        """The message being handled; while an earlier one waits for a deferred answer, that one."""
+        return next(iter(self._deferred.values()))[0] if self._deferred else self._current
 
     def since(self) -> float:
-        return self._since
+        return next(iter(self._deferred.values()))[1] if self._deferred else self._since

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,7 @@ from tests.actors.breaking import breakable, until
 PARAMS = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 
 
+@pytest.mark.long
 async def test_health_names_what_stands_still(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -45,6 +48,38 @@ async def test_health_names_what_stands_still(
     assert [stall.split()[2] for stall in stalls] == ["worker-0", "scheduler"]
     deaths = [record.getMessage() for record in caplog.records if " died: " in record.getMessage()]
     assert ["over the watchdog's 2.5 s" in death or "got no answer" in death for death in deaths] == [True, True]
+
+
+async def test_a_tokenizer_whose_thread_hangs_is_replaced(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its loop goes on and takes messages; the one that waits for the thread is the one that tells."""
+    async with breakable(tiny_model, monkeypatch, soft_watchdog_timeout=0.5, watchdog_timeout=2.0) as rig:
+        assert rig.engine._model is not None
+        codec, released, hung = rig.engine._model.codec, threading.Event(), threading.Event()
+        assert codec is not None
+        encode = codec.encode
+
+        def hang(text: str, **keywords: Any) -> list[int]:
+            if not hung.is_set():
+                hung.set()
+                released.wait(60)
+            return encode(text, **keywords)
+
+        monkeypatch.setattr(codec, "encode", hang)
+        try:
+            reading, task = rig.start("again and again and " * 60, PARAMS)
+            await until(lambda: not rig.engine.health().ok, "health does not see it")
+            assert rig.engine.health().reason.startswith("Actor tokenizer-0 has been busy with Encode for ")
+            await task
+            assert reading.error is None
+            assert reading.count == PARAMS.max_tokens
+            assert [a.incarnation for a in rig.engine.actors() if a.name == "tokenizer-0"] == [1]
+        finally:
+            released.set()
+        await until(
+            lambda: sum(thread.name.startswith("troupe-tokenizer") for thread in threading.enumerate()) == 1,
+            "the thread of the first life goes on",
+        )
+        await rig.rest()
 
 
 async def test_health_sees_work_that_nobody_does(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
