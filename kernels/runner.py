@@ -91,7 +91,9 @@ class ModelRunner:
         )
         self._group = join_group(platform, config)
         self._model = Decoder(model, weights, platform, dtype, self._group)
-        self._sampler = Sampler(model.vocab_size, config.max_slots, platform.device, platform.cut, platform.put)
+        self._sampler = Sampler(
+            model.vocab_size, config.max_slots, platform.device, platform.cut, platform.put, platform.greedy
+        )
         self._windows = frozenset(model.windows)
         self._group.least(0)  # from here on each waits for the others: first let all have read their weights
         clock.end("weights")

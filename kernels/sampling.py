@@ -20,7 +20,7 @@ from kernels.edits import BatchEdits, Put, SlotEdits
 from kernels.noise import keys_at, race, race_over_all, seed_key
 from kernels.nucleus import cut, outside
 from kernels.penalties import penalise
-from kernels.platforms.base import Cut
+from kernels.platforms.base import Cut, Greedy
 from kernels.step import SlotSampling
 
 __all__ = ["Sampled", "Sampler"]
@@ -137,13 +137,15 @@ class _Plan:
         self.scored = put(scored) if len(scored) else None
         self.top_counts = torch.from_numpy(logprobs.clip(min=0))
         self.most = int(logprobs.max(initial=0))
+        self.plain = not (edited or len(penalised) or len(sampled) or len(scored))
 
 
 class Sampler:
     """Samples for the slots of one runner.
 
     vocab_size: width of the logits. max_slots: slots are ``0 .. max_slots - 1``; one that was never admitted is greedy.
-    own_cut: the device's kernel for top-k and top-p. put: how an array gets to the device.
+    own_cut: the device's kernel for top-k and top-p. put: how an array gets to the device. own_greedy: the device's
+    kernel for rows that all want the likeliest token and nothing else.
     """
 
     def __init__(
@@ -153,8 +155,9 @@ class Sampler:
         device: torch.device | str = "cpu",
         own_cut: Cut | None = None,
         put: Put | None = None,
+        own_greedy: Greedy | None = None,
     ) -> None:
-        self._own_cut = own_cut
+        self._own_cut, self._own_greedy = own_cut, own_greedy
         self._put = put or (lambda array: torch.from_numpy(array).to(self.device))
         self.vocab_size = vocab_size
         self.device = torch.device(device)
@@ -193,6 +196,8 @@ class Sampler:
         likeliest of the allowed tokens is taken, else the likeliest of all.
         """
         plan = self._plan(tuple(slots.tolist() if host_slots is None else host_slots))
+        if self._own_greedy is not None and plan.plain:
+            return Sampled(*self._own_greedy(logits))
         raw = logits.float()
         rows = torch.arange(len(raw), device=raw.device)
         raw_blocks = block_maxima(raw)

@@ -96,14 +96,10 @@ class Attention:
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch) -> Tensor:
         """``x`` [tokens, hidden] -> [tokens, hidden]"""
-        rotated = self.heads + self.kv_heads
-        qkv = self.qkv(x).view(-1, rotated + self.kv_heads, self.dim)
-        qk = qkv[:, :rotated]
-        normed = qk if self.head_norms is None else self.head_norms(qk)
-        self.platform.rotary(normed, cos, sin, out=qk)
-        self.platform.write_cache(cache, batch.cache_index, qkv[:, self.heads :])
+        qkv = self.qkv(x).view(-1, self.heads + 2 * self.kv_heads, self.dim)
+        queries = self.platform.place_heads(qkv, self.heads, self.head_norms, cos, sin, cache, batch.cache_index)
         plan = batch.plans[self.window]
-        return self.output(self.platform.attention(qkv[:, : self.heads], cache, plan, self.scale))
+        return self.output(self.platform.attention(queries, cache, plan, self.scale))
 
 
 class FeedForward:
@@ -113,7 +109,7 @@ class FeedForward:
         prefix = f"model.layers.{layer}.mlp"
         self.platform = platform
         parts = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
-        self.gate_up = platform.make_linear(
+        self.gate_up = platform.make_gated(
             source.take([f"{part}.weight" for part in parts]),
             source.take([f"{part}.bias" for part in parts]) if config.mlp_bias else None,
         )
@@ -125,7 +121,7 @@ class FeedForward:
         )
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self.platform.silu_and_mul(self.gate_up(x)))
+        return self.down(self.gate_up(x))
 
 
 class DecoderLayer:

@@ -21,7 +21,18 @@ from torch import Tensor
 
 from kernels.batch import ForwardBatch
 
-__all__ = ["AttentionRows", "Cut", "Decodes", "Fetched", "Linear", "Memory", "Norm", "Platform", "PlatformError"]
+__all__ = [
+    "AttentionRows",
+    "Cut",
+    "Decodes",
+    "Fetched",
+    "Greedy",
+    "Linear",
+    "Memory",
+    "Norm",
+    "Platform",
+    "PlatformError",
+]
 
 Linear = Callable[[Tensor], Tensor]
 """``[tokens, inputs] -> [tokens, outputs]``, with the weight in the layout that the platform likes."""
@@ -31,6 +42,10 @@ Cut = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int], tuple[Tens
 
 Called for rows that all have a top-k of 1 to 1024, or have none (``largest_k`` 0).
 """
+
+
+Greedy = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Logits [rows, vocab] -> the likeliest token ids int64 [rows], and ``Sampled.broken``; a token is 0 in such a row."""
 
 
 Fetched = Callable[[], list[Tensor]]
@@ -95,7 +110,7 @@ class Platform(ABC):
 
     ``overlaps``: whether work goes on after the call that issued it, so that a step is worth preparing while another
     runs. ``signed_sines``: whether ``rotary`` wants the sines of the first half negated. ``cut``: the device's own
-    kernel for top-k and top-p, where it has one.
+    kernel for top-k and top-p, where it has one. ``greedy``: its own for rows that want the likeliest token.
     """
 
     name: str
@@ -106,6 +121,7 @@ class Platform(ABC):
     overlaps: bool = False
     signed_sines: bool = True
     cut: Cut | None = None
+    greedy: Greedy | None = None
 
     @abstractmethod
     def bind_thread(self) -> None:
@@ -198,6 +214,24 @@ class Platform(ABC):
         """Called between steps while no request is running: whether operators were exchanged for better ones, so that
         decodes must be captured anew."""
         return False
+
+    def make_gated(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """``silu(gate(x)) * up(x)``; ``weight`` [2 * outputs, inputs] is gate's, then up's."""
+        linear = self.make_linear(weight, bias)
+        return lambda x: self.silu_and_mul(linear(x))
+
+    def place_heads(
+        self, qkv: Tensor, heads: int, norm: Norm | None, cos: Tensor, sin: Tensor, cache: Any, index: Tensor
+    ) -> Tensor:
+        """Norm and rotate the queries and keys of ``qkv`` [tokens, heads + 2 * kv_heads, dim], in place, and put keys
+        and values at ``index`` of the cache. -> the queries [tokens, heads, dim].
+
+        ``norm``: of [tokens, heads + kv_heads, dim], or none. ``cos``, ``sin`` [tokens, 1, dim].
+        """
+        qk = qkv[:, : (heads + qkv.shape[1]) // 2]
+        self.rotary(qk if norm is None else norm(qk), cos, sin, out=qk)
+        self.write_cache(cache, index, qkv[:, heads:])
+        return qkv[:, :heads]
 
     @abstractmethod
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:

@@ -14,6 +14,8 @@ import torch_npu
 from torch import Tensor
 
 from kernels.batch import ForwardBatch
+from kernels.device_memory import device_memory, step_memory
+from kernels.graph_sizes import graph_sizes
 from kernels.npu.attention import (
     FusedPart,
     LayerCache,
@@ -24,13 +26,12 @@ from kernels.npu.attention import (
     plan_part,
 )
 from kernels.npu.errors import explain
-from kernels.npu.graphs import DecodeGraphs, graph_sizes
-from kernels.npu.memory import device_memory, step_memory
+from kernels.npu.graphs import DecodeGraphs
 from kernels.npu.native_attention import NativePart, native_attention, plan_native
 from kernels.npu.operators import NpuNorm, ascend_cut, make_linear, rotate, swiglu, write_cache
 from kernels.npu.soc import soc_of
-from kernels.npu.staging import Staging, fetch
 from kernels.platforms.base import AttentionRows, Decodes, Fetched, Linear, Memory, Norm, Platform, PlatformError
+from kernels.staging import Staging, fetch
 from kernels.step import RunnerConfig
 
 __all__ = ["AttentionPlan", "NpuPlatform"]

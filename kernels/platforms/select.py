@@ -9,7 +9,7 @@ __all__ = ["select_platform"]
 
 
 def select_platform(config: RunnerConfig) -> Platform:
-    """The platform of ``config.device``: cpu or npu. Raises PlatformError for one that is not known, or not there."""
+    """The platform of ``config.device``: cpu, npu or cuda. Raises PlatformError where there is none."""
     if config.device == "cpu":
         from kernels.platforms.cpu import CpuPlatform
 
@@ -24,4 +24,14 @@ def select_platform(config: RunnerConfig) -> Platform:
             ) from error
 
         return NpuPlatform(config)
-    raise PlatformError(f"device {config.device!r} is not supported; use --device cpu or npu")
+    if config.device == "cuda":
+        try:
+            from kernels.platforms.cuda import CudaPlatform
+        except ImportError as error:
+            raise PlatformError(
+                f"the CUDA kernels cannot be loaded ({error}); install a PyTorch built for CUDA, which brings triton, "
+                "or use --device cpu"
+            ) from error
+
+        return CudaPlatform(config)
+    raise PlatformError(f"device {config.device!r} is not supported; use --device cpu, npu or cuda")

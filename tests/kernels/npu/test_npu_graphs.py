@@ -11,8 +11,8 @@ import torch
 import torch_npu
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from kernels.graph_sizes import graph_sizes
 from kernels.npu.errors import DeviceError
-from kernels.npu.graphs import graph_sizes
 from kernels.step import SlotSampling, StepBatch
 from tests.kernels.conftest import VOCAB, pack
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from kernels.device_memory import step_memory
 from kernels.npu.attention import check_cache, padded_dim
 from kernels.npu.errors import DeviceError, explain
-from kernels.npu.memory import step_memory
 from kernels.npu.soc import Soc, soc_of
 from kernels.nucleus import cut
 from kernels.platforms.base import AttentionRows, PlatformError
@@ -173,7 +173,7 @@ def test_pages_are_cleared(platform):
         (lambda: make(torch.float64), "use bfloat16"),
         (lambda: make(device_index=7), "--base-gpu-id"),
         (lambda: soc_of(203, "Ascend310P3"), "--device cpu"),
-        (lambda: select_platform(RunnerConfig(model_path="", device="tpu")), "--device cpu or npu"),
+        (lambda: select_platform(RunnerConfig(model_path="", device="tpu")), "--device cpu, npu or cuda"),
     ],
 )
 def test_what_cannot_be_done_is_said_with_a_way_out(call, advice):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.npu.staging import Staging, fetch
+from kernels.staging import Staging, fetch
 from kernels.step import SlotSampling, StepBatch
 from tests.kernels.conftest import ints, pack
 

@@ -27,15 +27,16 @@ class Staging:
 
     def __init__(self, device: torch.device, buffers: int = 4, size: int = 1 << 20) -> None:
         self._device, self._size = device, size
+        self._narrow = device.type == "npu"
         self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(buffers)]
-        self._events = [torch.npu.Event() for _ in range(buffers)]
+        self._events = [torch.get_device_module(device).Event() for _ in range(buffers)]
         self._at = self._filled = 0
 
     def put(self, array: npt.NDArray[Any]) -> Tensor:
         """``array`` as a new tensor on the device, there for what the current stream runs next. The array may be
-        changed at once. float64 becomes float32, as in every cast on an NPU.
+        changed at once. On an NPU float64 becomes float32, as in every cast there.
         """
-        if array.dtype == np.float64:
+        if self._narrow and array.dtype == np.float64:
             array = array.astype(np.float32)
         source = torch.from_numpy(np.ascontiguousarray(array))
         found = torch.empty(source.shape, dtype=source.dtype, device=self._device)
@@ -70,7 +71,7 @@ def fetch(tensors: Sequence[Tensor]) -> Fetched:
     found = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
     for there, here in zip(tensors, found, strict=True):
         here.copy_(there, non_blocking=True)
-    event = torch.npu.Event()
+    event = torch.get_device_module(tensors[0].device).Event()
     event.record()
 
     def wait() -> list[Tensor]:

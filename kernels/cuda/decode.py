@@ -1,0 +1,209 @@
+"""Attention of one new token a row over its pages, the sequence split over several blocks (flash decoding).
+
+Each program reads a stretch of one key head's keys and values once, for all query heads that share it. When a row's
+sequence is split, every part leaves its sum, maximum and normaliser (online softmax: Milakov and Gimelshein,
+arXiv 1805.02867); the part that ends last puts them together, so that no second kernel is needed (Dao et al.,
+"Flash-Decoding", 2023).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.cuda.launch import overlapping
+
+__all__ = ["DecodeScratch", "attend_decodes", "split_count"]
+
+_PROGRAMS = 1056  # that fill the device: 8 on each of 132 multiprocessors
+_MOST_SPLITS = 64
+_LONG = 32768  # tokens that one program should not be left alone with
+
+
+def split_count(rows: int, kv_heads: int, context: int) -> int:
+    """Into how many parts the sequences of a step are cut. ``context``: tokens a sequence may have."""
+    even = _PROGRAMS // max(1, rows * kv_heads)
+    most = triton.next_power_of_2(max(1, min(_MOST_SPLITS, even, triton.cdiv(context, 64))))
+    return max(most, min(4, triton.next_power_of_2(triton.cdiv(context, _LONG))))
+
+
+@triton.jit
+def _decode(
+    queries,
+    cache,
+    pages,
+    lengths,
+    out,
+    partial,
+    stats,
+    arrived,
+    scale,
+    window: tl.constexpr,
+    query_stride,
+    page_stride,
+    length_stride,
+    heads: tl.constexpr,
+    kv_heads: tl.constexpr,
+    dim: tl.constexpr,
+    dim_block: tl.constexpr,
+    group_block: tl.constexpr,
+    page_size: tl.constexpr,
+    block: tl.constexpr,
+    splits: tl.constexpr,
+    precision: tl.constexpr,
+    stages: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    group: tl.constexpr = heads // kv_heads
+    row = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    member = tl.arange(0, group_block)
+    head = kv_head * group + member
+    at = tl.arange(0, dim_block)
+    offset = tl.arange(0, block)
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
+    length = tl.load(lengths + row * length_stride)
+    first = 0
+    if window > 0:
+        first = tl.maximum(length - window, 0)
+    first_block = first // block
+    blocks = (length + block - 1) // block - first_block
+    share = (blocks + splits - 1) // splits
+    used = (blocks + share - 1) // share
+    if split < used:
+        q_mask = (member < group)[:, None] & (at < dim)[None, :]
+        q = tl.load(queries + row * query_stride + head[:, None] * dim + at[None, :], mask=q_mask, other=0.0)
+        top = tl.full([group_block], -float("inf"), tl.float32)
+        norm = tl.zeros([group_block], tl.float32)
+        total = tl.zeros([group_block, dim_block], tl.float32)
+        begin = first_block + split * share
+        end = tl.minimum(begin + share, first_block + blocks)
+        for index in tl.range(begin, end, num_stages=stages):
+            position = index * block + offset
+            if page_size % block == 0:
+                page = tl.load(pages + row * page_stride + index * block // page_size).to(tl.int64)
+                line = (page * 2 * kv_heads + kv_head) * page_size + (index * block) % page_size + offset
+            else:
+                page = tl.load(pages + row * page_stride + position // page_size, mask=position < length, other=0)
+                line = (page.to(tl.int64) * 2 * kv_heads + kv_head) * page_size + position % page_size
+            place = cache + line[:, None] * dim + at[None, :]
+            if dim == dim_block:
+                k = tl.load(place)
+                v = tl.load(place + kv_heads * page_size * dim)
+            else:
+                k = tl.load(place, mask=(at < dim)[None, :], other=0.0)
+                v = tl.load(place + kv_heads * page_size * dim, mask=(at < dim)[None, :], other=0.0)
+            score = tl.dot(q, tl.trans(k), input_precision=precision) * scale
+            score = tl.where(((position < length) & (position >= first))[None, :], score, -float("inf"))
+            above = tl.maximum(top, tl.max(score, 1))
+            weight = tl.exp2(score - above[:, None])
+            shrink = tl.exp2(top - above)
+            norm = norm * shrink + tl.sum(weight, 1)
+            total = tl.dot(weight.to(v.dtype), v, total * shrink[:, None], input_precision=precision)
+            top = above
+        result = out + row * heads * dim + head[:, None] * dim + at[None, :]
+        if used == 1:
+            tl.store(result, (total / norm[:, None]).to(out.dtype.element_ty), mask=q_mask)
+        else:
+            part = (row * heads + head) * splits
+            tl.store(partial + (part + split)[:, None] * dim + at[None, :], total, mask=q_mask)
+            tl.store(stats + (part + split) * 2, top, mask=member < group)
+            tl.store(stats + (part + split) * 2 + 1, norm, mask=member < group)
+            tl.debug_barrier()
+            before = tl.atomic_add(arrived + row * kv_heads + kv_head, 1, sem="acq_rel")
+            if before == used - 1:
+                tl.debug_barrier()
+                tl.store(arrived + row * kv_heads + kv_head, 0)
+                top = tl.full([group_block], -float("inf"), tl.float32)
+                norm = tl.zeros([group_block], tl.float32)
+                total = tl.zeros([group_block, dim_block], tl.float32)
+                for other in range(used):
+                    t = tl.load(stats + (part + other) * 2, mask=member < group, other=0.0, cache_modifier=".cg")
+                    n = tl.load(stats + (part + other) * 2 + 1, mask=member < group, other=1.0, cache_modifier=".cg")
+                    a = tl.load(
+                        partial + (part + other)[:, None] * dim + at[None, :],
+                        mask=q_mask,
+                        other=0.0,
+                        cache_modifier=".cg",
+                    )
+                    above = tl.maximum(top, t)
+                    shrink, grow = tl.exp2(top - above), tl.exp2(t - above)
+                    total = total * shrink[:, None] + a * grow[:, None]
+                    norm = norm * shrink + n * grow
+                    top = above
+                tl.store(result, (total / norm[:, None]).to(out.dtype.element_ty), mask=q_mask)
+
+
+class DecodeScratch:
+    """What the parts of split sequences leave for one another; taken anew when a step needs more of it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._partial = torch.empty(0, dtype=torch.float32, device=device)
+        self._stats = torch.empty(0, dtype=torch.float32, device=device)
+        self._arrived = torch.zeros(0, dtype=torch.int32, device=device)
+
+    def room(self, rows: int, heads: int, kv_heads: int, dim: int, splits: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Sums [rows, heads, splits, dim], maxima and normalisers, and counters that are zero between steps."""
+        parts = rows * heads * splits if splits > 1 else 1
+        if len(self._stats) < 2 * parts or len(self._partial) < parts * dim:
+            self._partial, self._stats = self._partial.new_empty(parts * dim), self._stats.new_empty(2 * parts)
+        if len(self._arrived) < rows * kv_heads:
+            self._arrived = self._arrived.new_zeros(rows * kv_heads)
+        return self._partial, self._stats, self._arrived
+
+
+def attend_decodes(
+    queries: Tensor,
+    cache: Tensor,
+    pages: Tensor,
+    lengths: Tensor,
+    window: int,
+    scale: float,
+    splits: int,
+    scratch: DecodeScratch,
+    out: Tensor,
+) -> None:
+    """``queries`` [rows, heads, dim], one a row, over ``lengths`` int32 [rows] cached tokens; ``out`` likewise, dense.
+
+    ``cache`` [pages, 2, kv_heads, page_size, dim]; ``pages`` int32 [rows, columns]; ``window``: tokens a query sees,
+    0 for all. A row's length is at least 1.
+    """
+    rows, heads, dim = queries.shape
+    _, _, kv_heads, page_size, _ = cache.shape
+    wide = cache.element_size() == 4
+    partial, stats, arrived = scratch.room(rows, heads, kv_heads, dim, splits)
+    pdl = overlapping(queries.device)
+    _decode[(rows, kv_heads, splits)](
+        queries,
+        cache,
+        pages,
+        lengths,
+        out,
+        partial,
+        stats,
+        arrived,
+        scale * 1.4426950408889634,
+        window,
+        queries.stride(0),
+        pages.stride(0),
+        lengths.stride(0),
+        heads,
+        kv_heads,
+        dim,
+        max(16, triton.next_power_of_2(dim)),
+        max(16, triton.next_power_of_2(heads // kv_heads)),
+        page_size,
+        32 if wide else 64,
+        splits,
+        "ieee" if wide else "tf32",
+        2 if wide else 3,
+        pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+    )

@@ -1,0 +1,21 @@
+"""How Triton kernels of decodes are launched: each may start while the one before it ends.
+
+A decode at a small batch is a chain of some hundred kernels of a few microseconds. With programmatic dependent launch
+(CUDA programming guide, "Programmatic Dependent Launch and Synchronization"; compute capability 9.0) the blocks of a
+kernel come up while those of its predecessor finish, and wait on the device, in ``gdc_wait``, for its results. Every
+kernel here calls ``gdc_wait`` before it reads or writes anything that another kernel writes or reads.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+__all__ = ["overlapping"]
+
+
+@cache
+def overlapping(device: torch.device) -> bool:
+    """Whether the device's kernels can start before their predecessors end."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9

@@ -1,0 +1,86 @@
+"""Root mean square norm, alone and behind an addition, in one pass over a token."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.cuda.launch import overlapping
+
+__all__ = ["CudaNorm"]
+
+
+@triton.jit
+def _norm(
+    x,
+    residual,
+    weight,
+    out,
+    eps,
+    stride,
+    width: tl.constexpr,
+    block: tl.constexpr,
+    adds: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    at = tl.arange(0, block)
+    here = at < width
+    row = tl.program_id(0).to(tl.int64)
+    gamma = tl.load(weight + at, mask=here, other=0.0).to(tl.float32)
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
+    value = tl.load(x + row * stride + at, mask=here, other=0.0)
+    if adds:
+        value = (value.to(tl.float32) + tl.load(residual + row * width + at, mask=here, other=0.0).to(tl.float32)).to(
+            value.dtype
+        )
+        tl.store(residual + row * width + at, value, mask=here)
+    wide = value.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide) / width + eps)
+    tl.store(out + row * width + at, (wide * scale * gamma).to(value.dtype), mask=here)
+
+
+class CudaNorm:
+    """``weight * x / sqrt(mean(x^2) + eps)``, inside in float32. ``weight``: [dim], or [heads, dim].
+
+    A weight for each head is applied by the kernel that places the heads (``kernels.cuda.heads``).
+    """
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self.weight = weight
+        self.eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.weight.ndim > 1:
+            wide = x.float()
+            scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+            return (wide * scale * self.weight.float()).to(x.dtype)
+        return self._launch(x, x, adds=False)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return self._launch(x, residual, adds=True), residual
+
+    def _launch(self, x: Tensor, residual: Tensor, adds: bool) -> Tensor:
+        rows, width = x.shape
+        out = torch.empty_like(residual)
+        block = triton.next_power_of_2(width)
+        pdl = overlapping(x.device)
+        _norm[(rows,)](
+            x,
+            residual,
+            self.weight,
+            out,
+            self.eps,
+            x.stride(0),
+            width,
+            block,
+            adds,
+            pdl,
+            num_warps=max(1, min(16, block // 256)),
+            launch_pdl=pdl,
+        )
+        return out

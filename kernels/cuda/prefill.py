@@ -1,0 +1,195 @@
+"""Attention of chunks of prompts over their pages (Dao, FlashAttention-2, arXiv 2307.08691), all rows in one launch.
+
+A program takes a block of one row's queries for one head. The blocks with most keys come first, so that none is left
+over at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.platforms.base import AttentionRows
+
+__all__ = ["QUERY_BLOCK", "PrefillBlocks", "attend_prefills", "plan_prefills"]
+
+QUERY_BLOCK = 128
+
+
+@dataclass(frozen=True)
+class PrefillBlocks:
+    """``blocks`` int32 [blocks, 4]: row in ``pages``, first query in the step, queries, their first position.
+    ``pages`` int32 [rows, columns].
+    """
+
+    blocks: Tensor
+    pages: Tensor
+
+
+def plan_prefills(rows: AttentionRows, first: int, put: Callable[[npt.NDArray[np.int32]], Tensor]) -> PrefillBlocks:
+    """The blocks of rows ``first ..`` of a step."""
+    counts, starts = rows.counts[first:], rows.starts[first:]
+    offsets = np.cumsum(rows.counts)[first:] - counts
+    each = -(-counts // QUERY_BLOCK)
+    row = np.repeat(np.arange(len(counts)), each)
+    begin = (np.arange(len(row)) - np.repeat(np.cumsum(each) - each, each)) * QUERY_BLOCK
+    found = np.stack(
+        (row, offsets[row] + begin, np.minimum(counts[row] - begin, QUERY_BLOCK), starts[row] + begin), axis=1
+    )
+    found = found[np.argsort(-found[:, 3], kind="stable")]
+    return PrefillBlocks(put(found.astype(np.int32)), put(np.ascontiguousarray(rows.pages[first:])))
+
+
+@triton.jit
+def _stretch(
+    total,
+    top,
+    norm,
+    q,
+    cache,
+    table,
+    query_position,
+    kv_head,
+    begin,
+    end,
+    length,
+    scale,
+    window: tl.constexpr,
+    kv_heads: tl.constexpr,
+    dim: tl.constexpr,
+    dim_block: tl.constexpr,
+    page_size: tl.constexpr,
+    block: tl.constexpr,
+    masked: tl.constexpr,
+    precision: tl.constexpr,
+    stages: tl.constexpr,
+):
+    """Key blocks ``begin .. end``."""
+    at = tl.arange(0, dim_block)
+    offset = tl.arange(0, block)
+    for index in tl.range(begin, end, num_stages=stages):
+        position = index * block + offset
+        if page_size % block == 0:
+            page = tl.load(table + index * block // page_size).to(tl.int64)
+            line = (page * 2 * kv_heads + kv_head) * page_size + (index * block) % page_size + offset
+        else:
+            page = tl.load(table + position // page_size, mask=position < length, other=0).to(tl.int64)
+            line = (page * 2 * kv_heads + kv_head) * page_size + position % page_size
+        place = cache + line[:, None] * dim + at[None, :]
+        if dim == dim_block:
+            k = tl.load(place)
+            v = tl.load(place + kv_heads * page_size * dim)
+        else:
+            k = tl.load(place, mask=(at < dim)[None, :], other=0.0)
+            v = tl.load(place + kv_heads * page_size * dim, mask=(at < dim)[None, :], other=0.0)
+        score = tl.dot(q, tl.trans(k), input_precision=precision)
+        if masked:
+            seen = position[None, :] <= query_position[:, None]
+            if window > 0:
+                seen = seen & (position[None, :] > query_position[:, None] - window)
+            score = tl.where(seen, score, -float("inf"))
+        above = tl.maximum(top, tl.max(score, 1) * scale)
+        if masked:
+            above = tl.maximum(above, -1e30)  # a block may hide all of its keys from a query
+        weight = tl.exp2(score * scale - above[:, None])
+        shrink = tl.exp2(top - above)
+        norm = norm * shrink + tl.sum(weight, 1)
+        total = tl.dot(weight.to(v.dtype), v, total * shrink[:, None], input_precision=precision)
+        top = above
+    return total, top, norm
+
+
+@triton.jit
+def _prefill(
+    queries,
+    cache,
+    pages,
+    blocks,
+    out,
+    scale,
+    window: tl.constexpr,
+    query_stride,
+    page_stride,
+    heads: tl.constexpr,
+    kv_heads: tl.constexpr,
+    dim: tl.constexpr,
+    dim_block: tl.constexpr,
+    page_size: tl.constexpr,
+    query_block: tl.constexpr,
+    block: tl.constexpr,
+    precision: tl.constexpr,
+    stages: tl.constexpr,
+):
+    head = tl.program_id(0)
+    which = tl.program_id(1)
+    row = tl.load(blocks + which * 4).to(tl.int64)
+    first_query = tl.load(blocks + which * 4 + 1)
+    count = tl.load(blocks + which * 4 + 2)
+    start = tl.load(blocks + which * 4 + 3)
+    kv_head = head // (heads // kv_heads)
+    member = tl.arange(0, query_block)
+    at = tl.arange(0, dim_block)
+    mask = (member < count)[:, None] & (at < dim)[None, :]
+    token = (first_query + member).to(tl.int64)
+    q = tl.load(queries + token[:, None] * query_stride + head * dim + at[None, :], mask=mask, other=0.0)
+    query_position = start + tl.minimum(member, count - 1)
+    length = start + count
+    table = pages + row * page_stride
+    top = tl.full([query_block], -float("inf"), tl.float32)
+    norm = tl.zeros([query_block], tl.float32)
+    total = tl.zeros([query_block, dim_block], tl.float32)
+    first = 0
+    whole = (start + 1) // block  # blocks before this one are seen by every query
+    if window > 0:
+        first = tl.maximum(start + 1 - window, 0) // block
+        whole = first
+    last = (length + block - 1) // block
+    total, top, norm = _stretch(
+        total, top, norm, q, cache, table, query_position, kv_head, first, whole, length, scale, window,
+        kv_heads, dim, dim_block, page_size, block, False, precision, stages,
+    )  # fmt: skip
+    total, top, norm = _stretch(
+        total, top, norm, q, cache, table, query_position, kv_head, whole, last, length, scale, window,
+        kv_heads, dim, dim_block, page_size, block, True, precision, stages,
+    )  # fmt: skip
+    result = out + token[:, None] * heads * dim + head * dim + at[None, :]
+    tl.store(result, (total / norm[:, None]).to(out.dtype.element_ty), mask=mask)
+
+
+def attend_prefills(
+    queries: Tensor, cache: Tensor, plan: PrefillBlocks, window: int, scale: float, out: Tensor
+) -> None:
+    """``queries`` [tokens, heads, dim], of which the plan's blocks are answered, into ``out`` likewise, dense.
+
+    ``cache`` [pages, 2, kv_heads, page_size, dim]; ``window``: tokens a query sees, 0 for all.
+    """
+    _, heads, dim = queries.shape
+    _, _, kv_heads, page_size, _ = cache.shape
+    wide = cache.element_size() == 4
+    _prefill[(heads, len(plan.blocks))](
+        queries,
+        cache,
+        plan.pages,
+        plan.blocks,
+        out,
+        scale * 1.4426950408889634,
+        window,
+        queries.stride(0),
+        plan.pages.stride(0),
+        heads,
+        kv_heads,
+        dim,
+        max(16, triton.next_power_of_2(dim)),
+        page_size,
+        QUERY_BLOCK,
+        32 if wide else 64,
+        "ieee" if wide else "tf32",
+        2 if wide else 3,
+        num_warps=8,
+    )

@@ -1,0 +1,196 @@
+"""NVIDIA GPUs: CUDA graphs, kernels of our own in Triton, matrix products by cuBLAS."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kernels.batch import ForwardBatch
+from kernels.cuda.activation import swiglu
+from kernels.cuda.attention import AttentionPlan, attention, plan_attention
+from kernels.cuda.decode import DecodeScratch
+from kernels.cuda.errors import explain
+from kernels.cuda.graphs import DecodeGraphs
+from kernels.cuda.heads import place_heads
+from kernels.cuda.linear import CudaLinear, GatedLinear
+from kernels.cuda.norms import CudaNorm
+from kernels.cuda.sampling import likeliest
+from kernels.device_memory import device_memory, step_memory
+from kernels.graph_sizes import graph_sizes
+from kernels.platforms.base import AttentionRows, Decodes, Fetched, Linear, Memory, Norm, Platform, PlatformError
+from kernels.staging import Staging, fetch
+from kernels.step import RunnerConfig
+
+__all__ = ["CudaPlatform"]
+
+_GIB = 1 << 30
+_PAGE_SIZES = (16, 32, 64, 128, 256)
+
+
+class CudaPlatform(Platform):
+    """One GPU of this process: ``config.device_index`` counts those that CUDA_VISIBLE_DEVICES shows.
+
+    A layer's cache is one tensor [pages, 2, kv_heads, page_size, head_dim]. Raises PlatformError when the device is not
+    there.
+    """
+
+    collectives = "nccl"
+    overlaps = True
+    default_memory_fraction = 0.9
+
+    def __init__(self, config: RunnerConfig) -> None:
+        index = config.device_index
+        if not torch.cuda.is_available():
+            raise PlatformError(
+                "this PyTorch sees no CUDA device; is the driver there (nvidia-smi), was this PyTorch built for CUDA "
+                f"(it says {torch.version.cuda or 'it was not'}), and what does CUDA_VISIBLE_DEVICES say?"
+            )
+        count = torch.cuda.device_count()
+        if index >= count:
+            raise PlatformError(
+                f"there is no GPU {index}: this process sees {count}; see --base-gpu-id and CUDA_VISIBLE_DEVICES"
+            )
+        self.device = torch.device("cuda", index)
+        torch.cuda.set_device(self.device)
+        major, minor = torch.cuda.get_device_capability(self.device)
+        if major < 8:
+            raise PlatformError(
+                f"{torch.cuda.get_device_name(self.device)} has compute capability {major}.{minor}; the kernels need "
+                "8.0 (Ampere) or later: use another GPU or --device cpu"
+            )
+        # Parts of a sum are added in float32, whatever the dtype.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+        self.name = f"cuda ({torch.cuda.get_device_name(self.device)})"
+        self.greedy = likeliest
+        self._config = config
+        self._kv_heads = 1
+        self._staging: Staging | None = None
+        self._scratch = DecodeScratch(self.device)
+
+    def bind_thread(self) -> None:
+        torch.cuda.set_device(self.device)
+
+    def put(self, array: npt.NDArray[Any]) -> Tensor:
+        if self._staging is None:
+            self._staging = Staging(self.device)
+        return self._staging.put(array)
+
+    def fetch(self, tensors: Sequence[Tensor]) -> Fetched:
+        return fetch(tensors)
+
+    def memory(self) -> Memory:
+        return device_memory(self.device)
+
+    def step_memory(self, step: Callable[[], None]) -> int:
+        return step_memory(self.device, step)
+
+    def dtype(self, requested: str, stored: str | None) -> torch.dtype:
+        if requested == "auto":
+            requested = "float16" if stored == "float16" else "bfloat16"
+        found = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}.get(requested)
+        if found is None:
+            raise PlatformError(f"dtype {requested!r} is not supported on cuda; use bfloat16, float16 or float32")
+        return found
+
+    def cache_head_dim(self, dim: int) -> int:
+        if dim % 2 or dim > 256:
+            raise PlatformError(f"heads of {dim} are not supported on cuda: up to 256, and even; use --device cpu")
+        return dim
+
+    def empty_host_state(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=self.device)
+
+    def make_cache(
+        self, layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> list[Tensor]:
+        if page_size not in _PAGE_SIZES:
+            sizes = ", ".join(map(str, _PAGE_SIZES))
+            raise PlatformError(f"the attention reads pages of {sizes} tokens, not {page_size}; use --page-size 64")
+        self._kv_heads = kv_heads
+        shape = (pages, 2, kv_heads, page_size, self.cache_head_dim(head_dim))
+        return [torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(layers)]
+
+    def clear_pages(self, caches: list[Tensor], pages: list[int]) -> None:
+        for cache in caches:
+            cache[pages] = 0
+
+    def make_linear(self, weight: Tensor, bias: Tensor | None, shared: bool = False) -> Linear:
+        return CudaLinear(weight, bias)
+
+    def make_gated(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        return GatedLinear(weight, bias)
+
+    def make_norm(self, weight: Tensor, eps: float) -> Norm:
+        return CudaNorm(weight, eps)
+
+    def place_heads(
+        self, qkv: Tensor, heads: int, norm: Norm | None, cos: Tensor, sin: Tensor, cache: Tensor, index: Tensor
+    ) -> Tensor:
+        assert norm is None or isinstance(norm, CudaNorm)
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        place_heads(qkv, heads, cache.shape[2], weight, eps, cos, sin, cache, index)
+        return qkv[:, :heads]
+
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
+        swapped = x.unflatten(-1, (2, -1)).flip(-2).view(x.shape)
+        torch.addcmul(x * cos, swapped, sin, out=out)
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        return swiglu(x)
+
+    def write_cache(self, cache: Tensor, index: Tensor, keys_values: Tensor) -> None:
+        page_size = cache.shape[3]
+        both = keys_values.unflatten(1, (2, -1))
+        cache[index // page_size, :, :, index % page_size] = both
+
+    def plan_attention(self, rows: AttentionRows, window: int) -> AttentionPlan:
+        return plan_attention(rows, window, self._kv_heads, self.put)
+
+    def attention(self, queries: Tensor, cache: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+        return attention(queries, cache, plan, scale, self._scratch)
+
+    def capture_decodes(
+        self,
+        forward: Callable[[ForwardBatch], Tensor],
+        windows: Sequence[int],
+        max_rows: int,
+        columns: int,
+        agree: Callable[[bool], bool],
+    ) -> Decodes | None:
+        config = self._config
+        if config.disable_graphs:
+            return None
+        most = config.graph_max_rows or self._default_graph_rows()
+        sizes = graph_sizes(config.graph_rows, most, max_rows)
+        if not sizes:
+            return None
+        graphs = DecodeGraphs(
+            forward,
+            windows,
+            sizes,
+            self._kv_heads,
+            columns,
+            config.page_size,
+            self.device,
+            not config.disable_graph_padding,
+            agree,
+        )
+        if not graphs.sizes:
+            return None
+        return Decodes(tuple(graphs.sizes), lambda batch: graphs.run(batch, next(iter(batch.plans.values()))))
+
+    def _default_graph_rows(self) -> int:
+        """Graphs take memory and time to capture: fewer on small devices."""
+        total = self.memory().total
+        return 32 if total <= 24 * _GIB else 160 if total <= 60 * _GIB else 512
+
+    def explain(self, error: BaseException) -> Exception | None:
+        visible = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
+        index = self._config.device_index
+        return explain(error, f"GPU {visible[index] if index < len(visible) else index} ({self.name})")

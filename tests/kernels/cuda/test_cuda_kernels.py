@@ -1,0 +1,163 @@
+"""Each kernel against the same in plain float32 torch."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.cuda.activation import swiglu
+from kernels.cuda.attention import attention, plan_attention
+from kernels.cuda.decode import DecodeScratch, split_count
+from kernels.cuda.heads import place_heads
+from kernels.cuda.linear import CudaLinear, GatedLinear
+from kernels.cuda.norms import CudaNorm
+from kernels.cuda.sampling import likeliest
+from kernels.platforms.base import AttentionRows
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def near(found: Tensor, wanted: Tensor) -> None:
+    """The relative error of the whole, as a kernel's rounding leaves it."""
+    limit = {torch.float32: 2e-5, torch.float16: 2e-3}.get(found.dtype, 1e-2)
+    found, wanted = found.float().cpu(), wanted.float().cpu()
+    assert torch.isfinite(found).all()
+    assert (found - wanted).norm() <= limit * wanted.norm()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [48, 1024, 5000])
+def test_norm_and_norm_behind_an_addition(device, dtype, width):
+    x, residual = torch.randn(2, 3, width, device=device).to(dtype)
+    weight = torch.randn(width, device=device).to(dtype)
+    norm = CudaNorm(weight, 1e-5)
+
+    def wanted(value: Tensor) -> Tensor:
+        return value.float() * torch.rsqrt(value.float().square().mean(-1, keepdim=True) + 1e-5) * weight.float()
+
+    near(norm(x), wanted(x))
+    total = (x.float() + residual.float()).to(dtype)
+    normed, kept = norm.add(x, residual)
+    near(normed, wanted(total))
+    near(kept, total)  # the interpreter cuts where the device rounds
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inner", [80, 1536])
+def test_swiglu(device, dtype, inner):
+    x = torch.randn(5, 2 * inner, device=device).to(dtype)
+    near(swiglu(x), torch.nn.functional.silu(x[:, :inner].float()) * x[:, inner:].float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("outputs", "inputs"), [(96, 48), (33, 1024), (64, 5120)])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_linear_layers(device, dtype, biased, outputs, inputs, tokens):
+    weight = torch.randn(2 * outputs, inputs, device=device).to(dtype)
+    bias = torch.randn(2 * outputs, device=device).to(dtype) if biased else None
+    x = (torch.randn(tokens, inputs, device=device) / math.sqrt(inputs)).to(dtype)
+    wanted = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double()).float()
+    near(CudaLinear(weight, bias)(x), wanted)
+    near(GatedLinear(weight, bias)(x), torch.nn.functional.silu(wanted[:, :outputs]) * wanted[:, outputs:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("dim", [16, 24, 128])
+@pytest.mark.parametrize("tokens", [3, 70])
+def test_heads_are_normed_rotated_and_put_into_the_cache(device, dtype, normed, dim, tokens):
+    heads, kv_heads, page_size, pages = 4, 2, 16, 7
+    qkv = torch.randn(tokens, heads + 2 * kv_heads, dim, device=device).to(dtype)
+    given = qkv.float().clone()
+    weight = torch.randn(heads + kv_heads, dim, device=device).to(dtype) if normed else None
+    angle = torch.rand(tokens, 1, dim // 2, device=device) * 6
+    cos = torch.cat((angle.cos(), angle.cos()), -1).to(dtype)
+    sin = torch.cat((-angle.sin(), angle.sin()), -1).to(dtype)
+    cache = torch.zeros(pages, 2, kv_heads, page_size, dim, device=device, dtype=dtype)
+    index = torch.randperm(pages * page_size)[:tokens].to(device)
+    place_heads(qkv, heads, kv_heads, weight, 1e-6, cos, sin, cache, index)
+
+    qk = given[:, : heads + kv_heads]
+    if weight is not None:
+        qk = qk * torch.rsqrt(qk.square().mean(-1, keepdim=True) + 1e-6) * weight.float()
+    half = dim // 2
+    qk = qk * cos.float() + torch.cat((qk[..., half:], qk[..., :half]), -1) * sin.float()
+    near(qkv[:, :heads], qk[:, :heads])
+    placed = cache[index // page_size, :, :, index % page_size]
+    near(placed[:, 0], qk[:, heads:])
+    assert torch.equal(placed[:, 1].float(), given[:, heads + kv_heads :])
+    assert int((cache != 0).any(-1).sum()) == tokens * 2 * kv_heads
+
+
+def filled(device: torch.device, dtype: torch.dtype, lengths: list[int], kv_heads: int, dim: int, page_size: int):
+    """A cache of random numbers, and each row's pages in it, shuffled."""
+    columns = -(-max(lengths) // page_size)
+    count = len(lengths) * columns + 1
+    cache = torch.randn(count, 2, kv_heads, page_size, dim, device=device).to(dtype)
+    pages = np.random.default_rng(3).permutation(np.arange(1, count)).reshape(len(lengths), columns).astype(np.int32)
+    return cache, pages
+
+
+def reference(queries: Tensor, cache: Tensor, rows: AttentionRows, window: int, scale: float) -> Tensor:
+    _, heads, dim = queries.shape
+    kv_heads = cache.shape[2]
+    found, offset = [], 0
+    for start, count, pages in zip(rows.starts.tolist(), rows.counts.tolist(), rows.pages, strict=True):
+        held = cache[torch.from_numpy(pages.astype(np.int64)).to(cache.device)].double()
+        keys, values = held.permute(1, 2, 0, 3, 4).reshape(2, kv_heads, -1, dim)[:, :, : start + count]
+        q = queries[offset : offset + count].double().view(count, kv_heads, heads // kv_heads, dim)
+        score = torch.einsum("qhgd,hkd->hgqk", q, keys) * scale
+        at, key = torch.arange(start, start + count)[:, None], torch.arange(start + count)
+        hidden = key > at
+        if window:
+            hidden |= key <= at - window
+        score = score.masked_fill(hidden.to(score.device), -torch.inf).softmax(-1)
+        found.append(torch.einsum("hgqk,hkd->qhgd", score, values).reshape(count, heads * dim))
+        offset += count
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [0, 21])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "page_size"), [(4, 2, 16, 16), (6, 2, 24, 64), (8, 1, 128, 64)])
+@pytest.mark.parametrize("shape", ["decodes", "prefills", "mixed"])
+def test_attention_over_pages(device, dtype, window, heads, kv_heads, dim, page_size, shape):
+    counts = {"decodes": [1, 1, 1, 1], "prefills": [150, 3, 40], "mixed": [1, 1, 130, 5]}[shape]
+    starts = {"decodes": [0, 5, 200, 63], "prefills": [0, 70, 33], "mixed": [17, 130, 0, 64]}[shape]
+    lengths = [start + count for start, count in zip(starts, counts, strict=True)]
+    cache, pages = filled(device, dtype, lengths, kv_heads, dim, page_size)
+    decodes = next((row for row, count in enumerate(counts) if count > 1), len(counts))
+    rows = AttentionRows(np.array(starts), np.array(counts), pages, decodes)
+    whole = torch.randn(sum(counts), heads + 2 * kv_heads, dim, device=device).to(dtype)
+    queries, scale = whole[:, :heads], dim**-0.5
+    plan = plan_attention(rows, window, kv_heads, lambda array: torch.from_numpy(array.copy()).to(device))
+    scratch = DecodeScratch(device)
+    for _ in range(2):  # the counters of split sequences must be back at zero
+        near(attention(queries, cache, plan, scale, scratch), reference(queries, cache, rows, window, scale))
+
+
+def test_sequences_are_split_until_the_device_is_full():
+    assert split_count(1, 8, 131072) == 64
+    assert split_count(1, 8, 128) == 2
+    assert split_count(64, 8, 8192) == 2
+    assert split_count(512, 8, 8192) == 1
+    assert split_count(512, 8, 131072) == 4  # one long sequence among many is not left to one program
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_likeliest_token_and_rows_that_fail(device, dtype):
+    logits = torch.randn(6, 9001, device=device).to(dtype)
+    logits[0, [17, 8000]] = 50.0  # the first of equals
+    logits[1, 9000] = 60.0
+    logits[2, 4321] = torch.nan
+    logits[3, 7] = torch.inf
+    logits[4] = -torch.inf
+    logits[5, 1:] = -torch.inf
+    tokens, broken = likeliest(logits)
+    assert tokens.tolist() == [17, 9000, 0, 0, 0, 0]
+    assert broken.tolist() == [False, False, True, True, True, False]
