@@ -176,17 +176,17 @@ class Tracing:
             return
         span = traced.span
         span.set_attributes(timeline.request)
-        span.set_attributes(
-            {
-                "gen_ai.response.id": timeline.request_id,
-                "gen_ai.response.model": timeline.model,
-                "gen_ai.usage.input_tokens": timeline.prompt_tokens,
-                "gen_ai.usage.output_tokens": timeline.output_tokens,
-                "gen_ai.usage.cache_read.input_tokens": timeline.cached_tokens,
-            }
-        )
-        if outcome.finish_reasons:
-            span.set_attribute("gen_ai.response.finish_reasons", outcome.finish_reasons)
+        if outcome.finish_reasons:  # else it was refused: there is no response
+            span.set_attributes(
+                {
+                    "gen_ai.response.id": timeline.request_id,
+                    "gen_ai.response.model": timeline.model,
+                    "gen_ai.response.finish_reasons": outcome.finish_reasons,
+                    "gen_ai.usage.input_tokens": timeline.prompt_tokens,
+                    "gen_ai.usage.output_tokens": timeline.output_tokens,
+                    "gen_ai.usage.cache_read.input_tokens": timeline.cached_tokens,
+                }
+            )
         first = min((mark.at for mark in timeline.marks if mark.name == "first_token"), default=None)
         if first is not None:
             span.set_attribute("gen_ai.response.time_to_first_chunk", first - timeline.started)

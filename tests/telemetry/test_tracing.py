@@ -278,6 +278,7 @@ async def test_refused_requests_are_traced(
     assert told == error or (error is None and told)
     assert "admission" in found.below(request)
     assert "queue" not in found.below(request)
+    assert not [name for name in request.attributes if name.startswith(("gen_ai.response.", "gen_ai.usage."))]
 
 
 async def test_a_full_house_is_traced(client: httpx.AsyncClient, collector: Collector) -> None:
