@@ -14,7 +14,7 @@ from actors.runtime.clock import Timer
 from actors.runtime.context import ActorContext
 from actors.runtime.errors import HandlerCancelled, RequestError, UnknownMessage
 from actors.runtime.message import Envelope, current_actor, current_traceparent
-from actors.runtime.stacks import of_task
+from actors.runtime.stacks import of_task, of_threads
 
 if TYPE_CHECKING:
     from actors.runtime.cell import Cell
@@ -319,7 +319,10 @@ class LocalIncarnation(Incarnation):
 
     def tell_stacks(self) -> None:
         if self.cell.task is not None:
-            self.cell.system.logger.warning("actor %s stands here:\n%s", self.cell.name, of_task(self.cell.task))
+            stands = of_task(self.cell.task)
+            if self._deferred:  # what it waits for may be work in a thread
+                stands += "\n" + of_threads()
+            self.cell.system.logger.warning("actor %s stands here:\n%s", self.cell.name, stands)
 
     def in_hand(self) -> Envelope | None:
         """The message being handled; while an earlier one waits for a deferred answer, that one."""

@@ -50,7 +50,9 @@ async def test_health_names_what_stands_still(
     assert ["over the watchdog's 2.5 s" in death or "got no answer" in death for death in deaths] == [True, True]
 
 
-async def test_a_tokenizer_whose_thread_hangs_is_replaced(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_tokenizer_whose_thread_hangs_is_replaced(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Its loop goes on and takes messages; the one that waits for the thread is the one that tells."""
     async with breakable(tiny_model, monkeypatch, soft_watchdog_timeout=0.5, watchdog_timeout=2.0) as rig:
         assert rig.engine._model is not None
@@ -79,6 +81,9 @@ async def test_a_tokenizer_whose_thread_hangs_is_replaced(tiny_model: Path, monk
             lambda: sum(thread.name.startswith("troupe-tokenizer") for thread in threading.enumerate()) == 1,
             "the thread of the first life goes on",
         )
+        (stands,) = [message for message in caplog.messages if "stands here" in message]
+        assert "thread troupe-tokenizer_0" in stands
+        assert "in hang" in stands
         await rig.rest()
 
 
