@@ -19,13 +19,14 @@ __all__ = ["SIMULATOR_VARIABLE", "Placement", "place"]
 SIMULATOR_VARIABLE = "TROUPE_NPU_SIMULATOR"
 
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-_VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
+_VISIBLE = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
+_PLURALS = {"npu": "NPUs", "cuda": "GPUs"}
 _DEVICE_FILES = Path("/dev")
-_PAGE_SIZES = {"cpu": 16, "npu": 128}
+_PAGE_SIZES = {"cpu": 16, "npu": 128, "cuda": 64}
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """``device``: cpu or npu. ``simulator``: what NPUs to simulate; empty for real ones."""
+    """``device``: cpu, npu or cuda. ``simulator``: what NPUs to simulate; empty for real ones."""
 
     device: str
     simulator: str = ""
@@ -40,24 +41,27 @@ class Placement(msgspec.Struct, frozen=True):
     ) -> dict[str, str]:
         """Variables to add to the environment of worker ``rank``; ``environ`` is what it inherits.
 
-        The worker sees one NPU, its own. ``patience``: seconds after which its supervisor takes it for hung; a
+        The worker sees one device, its own. ``patience``: seconds after which its supervisor takes it for hung; a
         collective gives up earlier, so that its own error is what gets reported.
-        Raises ArgumentError for an NPU that the environment hides.
+        Raises ArgumentError for a device that the environment hides.
         """
         # Without it, importing torch imports torch_npu wherever that is installed, which fails where CANN is not.
         added: dict[str, str] = worker_environment(environ) | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
         if arguments.tensor_parallel_size > 1 and "GLOO_SOCKET_IFNAME" not in environ:
             added["GLOO_SOCKET_IFNAME"] = _LOOPBACK  # else gloo listens where the host's name points to
-        if self.device != "npu":
+        if self.device == "cpu":
             return added
+        variable, devices = _VISIBLE[self.device], _PLURALS[self.device]
         index = arguments.base_gpu_id + rank * arguments.gpu_id_step
-        visible = [part.strip() for part in environ.get(_VISIBLE, "").split(",") if part.strip()]
+        visible = [part.strip() for part in environ.get(variable, "").split(",") if part.strip()]
         if visible and index >= len(visible):
             raise ArgumentError(
-                f"base_gpu_id: {_VISIBLE} shows {len(visible)} NPUs, and number {index} of them, counted from 0, is "
-                f"asked for; see also gpu_id_step and tensor_parallel_size"
+                f"base_gpu_id: {variable} shows {len(visible)} {devices}, and number {index} of them, counted from 0, "
+                f"is asked for; see also gpu_id_step and tensor_parallel_size"
             )
-        added[_VISIBLE] = visible[index] if visible else str(index)
+        added[variable] = visible[index] if visible else str(index)
+        if self.device == "cuda":
+            return added
         defaults = {"HCCL_EXEC_TIMEOUT": str(max(30, int(0.8 * patience))), "HCCL_CONNECT_TIMEOUT": "120"}
         if not self.simulator:
             defaults["PYTORCH_NPU_ALLOC_CONF"] = "expandable_segments:True"
@@ -69,8 +73,8 @@ def place(arguments: Arguments, environ: Mapping[str, str]) -> Placement:
 
     Raises ArgumentError when the environment's simulator cannot be understood.
     """
-    if arguments.device == "cpu":
-        return Placement("cpu")
+    if arguments.device in ("cpu", "cuda"):
+        return Placement(arguments.device)
     simulator = arguments.npu_simulator or environ.get(SIMULATOR_VARIABLE, "").strip()
     if simulator:
         try:
@@ -80,7 +84,13 @@ def place(arguments: Arguments, environ: Mapping[str, str]) -> Placement:
         return Placement("npu", simulator)
     if arguments.device == "npu" or (find_spec("torch_npu") is not None and _npu_is_there()):
         return Placement("npu")
+    if find_spec("triton") is not None and _gpu_is_there():
+        return Placement("cuda")
     return Placement("cpu")
+
+
+def _gpu_is_there() -> bool:
+    return any(_DEVICE_FILES.glob("nvidia[0-9]*"))
 
 
 def _npu_is_there() -> bool:

@@ -99,19 +99,19 @@ def _needs(arguments: Arguments) -> Iterator[str]:
 
 
 def _devices(arguments: Arguments) -> Iterator[str]:
-    if arguments.device == "cpu":
+    if arguments.device in ("cpu", "cuda"):
         given = {
             "npu_simulator": arguments.npu_simulator,
             "attention_backend": arguments.attention_backend,
             "prefill_attention_backend": arguments.prefill_attention_backend,
             "decode_attention_backend": arguments.decode_attention_backend,
-            "base_gpu_id": arguments.base_gpu_id,
+            "base_gpu_id": arguments.base_gpu_id if arguments.device == "cpu" else 0,
         }
         for name, value in given.items():
             if value:
-                yield f"{name} contradicts device cpu; leave one out"
+                yield f"{name} contradicts device {arguments.device}; leave one out"
         if arguments.sampling_backend == "ascend":
-            yield "sampling_backend ascend contradicts device cpu; leave one out"
+            yield f"sampling_backend ascend contradicts device {arguments.device}; leave one out"
     if arguments.npu_simulator is not None:
         try:
             parse_simulation(arguments.npu_simulator)

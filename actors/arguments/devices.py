@@ -6,7 +6,7 @@ from actors.arguments.argument import Argument
 
 __all__ = ["DEVICE_ARGUMENTS"]
 
-_DEVICE = "this device is not built yet; use npu or cpu"
+_DEVICE = "this device is not built yet; use npu, cuda or cpu"
 _ATTENTION = ("ascend", "torch_native")
 _ATTENTION_HELP = (
     "ascend is the fused operator of the NPU, for 16-bit types; torch_native is plain torch, slow, for float32 and for "
@@ -22,11 +22,11 @@ DEVICE_ARGUMENTS: tuple[Argument, ...] = (
         name="device",
         kind="str",
         default="auto",
-        choices=("auto", "cpu", "npu"),
-        unbuilt_choices={"cuda": _DEVICE, "gpu": _DEVICE, "xpu": _DEVICE, "hpu": _DEVICE},
+        choices=("auto", "cpu", "npu", "cuda"),
+        unbuilt_choices={"gpu": "say cuda or npu", "xpu": _DEVICE, "hpu": _DEVICE},
         group="Devices and kernels",
         help="What runs the model. auto takes an Ascend NPU when torch_npu is installed and one is there, or is "
-        "simulated, else the CPU.",
+        "simulated, else an NVIDIA GPU when triton is installed and one is there, else the CPU.",
     ),
     Argument(
         name="base-gpu-id",
@@ -36,7 +36,8 @@ DEVICE_ARGUMENTS: tuple[Argument, ...] = (
         maximum=1023,
         group="Devices and kernels",
         metavar="N",
-        help="The first NPU to use, of those that ASCEND_RT_VISIBLE_DEVICES shows when it is set.",
+        help="The first device to use, of those that ASCEND_RT_VISIBLE_DEVICES or CUDA_VISIBLE_DEVICES shows when it "
+        "is set.",
     ),
     Argument(
         name="gpu-id-step",
@@ -46,7 +47,7 @@ DEVICE_ARGUMENTS: tuple[Argument, ...] = (
         maximum=1024,
         group="Devices and kernels",
         metavar="N",
-        help="From one worker's NPU to the next one's.",
+        help="From one worker's device to the next one's.",
     ),
     Argument(
         name="npu-simulator",
@@ -123,7 +124,7 @@ DEVICE_ARGUMENTS: tuple[Argument, ...] = (
         aliases=("max-cudagraph-capture-size",),
         kind="int",
         default=None,
-        default_text="16 with up to 32 GiB of device memory, else 64",
+        default_text="by the memory: on NPUs 16 or, above 32 GiB, 64; on GPUs 32, above 24 GiB 160, above 60 GiB 512",
         minimum=1,
         maximum=4096,
         group="Devices and kernels",

@@ -117,7 +117,7 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
     cpu_threads: int | None = None
     random_seed: int | None = None
 
-    device: Literal["auto", "cpu", "npu"] = "auto"
+    device: Literal["auto", "cpu", "npu", "cuda"] = "auto"
     base_gpu_id: int = 0
     gpu_id_step: int = 1
     watchdog_timeout: float = 300.0

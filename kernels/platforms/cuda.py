@@ -63,6 +63,11 @@ class CudaPlatform(Platform):
                 f"{torch.cuda.get_device_name(self.device)} has compute capability {major}.{minor}; the kernels need "
                 "8.0 (Ampere) or later: use another GPU or --device cpu"
             )
+        backends = (config.attention_backend, config.prefill_attention_backend, config.decode_attention_backend)
+        if any(backends) or config.sampling_backend == "ascend":
+            raise PlatformError(
+                "the backends of attention and sampling that can be chosen are an NPU's; leave them out"
+            )
         # Parts of a sum are added in float32, whatever the dtype.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False

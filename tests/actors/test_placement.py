@@ -37,6 +37,38 @@ def test_the_best_device_that_is_there(machine: Path, monkeypatch: pytest.Monkey
     assert place(arguments(device="npu"), {}) == Placement("npu")
 
 
+def test_a_gpu_that_is_there(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (machine / "nvidiactl").touch()
+    assert place(arguments(), {}).device == "cpu"
+    (machine / "nvidia0").touch()
+    assert place(arguments(), {}) == Placement("cuda")
+    assert place(arguments(device="cpu"), {}) == Placement("cpu")
+    (machine / "davinci0").touch()
+    assert place(arguments(), {}) == Placement("npu")
+    assert place(arguments(device="cuda"), {"TROUPE_NPU_SIMULATOR": "A2"}) == Placement("cuda")
+    monkeypatch.setattr(placement, "find_spec", lambda name: None)
+    assert place(arguments(), {}) == Placement("cpu")
+    assert place(arguments(device="cuda"), {}) == Placement("cuda")
+
+
+def test_each_worker_sees_its_own_gpu() -> None:
+    gpu = Placement("cuda")
+
+    def visible(rank: int, environ: dict[str, str], **keywords: object) -> str:
+        return gpu.environment(arguments(**keywords), rank, environ, 300.0)["CUDA_VISIBLE_DEVICES"]
+
+    assert visible(2, {}, base_gpu_id=1, gpu_id_step=3) == "7"
+    assert visible(1, {"CUDA_VISIBLE_DEVICES": "GPU-a, GPU-b,GPU-c"}, base_gpu_id=1) == "GPU-c"
+    with pytest.raises(ArgumentError, match="shows 2 GPUs"):
+        visible(0, {"CUDA_VISIBLE_DEVICES": "0,1"}, base_gpu_id=2)
+
+
+@pytest.mark.parametrize("keywords", [{"npu_simulator": "A2"}, {"attention_backend": "ascend"}])
+def test_a_gpu_has_no_choice_of_backends(keywords: dict[str, object]) -> None:
+    with pytest.raises(ArgumentError, match="contradicts device cuda"):
+        arguments(device="cuda", **keywords)
+
+
 def test_the_simulator_is_a_device() -> None:
     assert place(arguments(npu_simulator="A3:4"), {}) == Placement("npu", "A3:4")
     assert place(arguments(), {"TROUPE_NPU_SIMULATOR": "A2"}) == Placement("npu", "A2")
@@ -114,5 +146,5 @@ def test_placing_imports_no_torch() -> None:
     assert done.stdout.strip() == "False"
 
 
-def test_pages_are_larger_on_an_npu() -> None:
-    assert (Placement("cpu").page_size, Placement("npu").page_size) == (16, 128)
+def test_pages_are_larger_on_an_accelerator() -> None:
+    assert [Placement(device).page_size for device in ("cpu", "cuda", "npu")] == [16, 64, 128]

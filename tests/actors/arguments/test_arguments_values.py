@@ -69,7 +69,7 @@ def test_an_unbuilt_feature_is_refused_with_reason_and_remedy() -> None:
     assert "LoRA adapters are not built yet; merge" in problem(enable_lora=True)
     assert "pipeline parallelism is not built yet" in problem(pp=2)
     assert "no code from a model repository" in problem(trust_remote_code=True)
-    assert "this device is not built yet; use npu or cpu" in problem(device="cuda")
+    assert "this device is not built yet; use npu, cuda or cpu" in problem(device="xpu")
     assert "lru" in problem(radix_eviction_policy="lfu")
 
 
