@@ -75,7 +75,7 @@ class Team {
 
     // Whom this thread waits for may want its core.
     static int relax(int spins) {
-        if (spins < 4000) {
+        if (spins < 500) {
             _mm_pause();
         } else {
             std::this_thread::yield();
