@@ -83,7 +83,7 @@ def _run(arguments: Arguments) -> int:
     import uvloop
 
     from app.application import create_app
-    from app.collector import QuietCollector
+    from app.collector import QUIET, QuietCollector
     from app.server import configuration, listen, serve
 
     _configure_logging(arguments)
@@ -98,7 +98,7 @@ def _run(arguments: Arguments) -> int:
 
     async def run() -> bool:
         app = create_app(arguments)
-        with QuietCollector(lambda: not app.service.live).running():
+        with QuietCollector(lambda: len(app.service.live) <= QUIET).running():
             return await serve(app, app, config, sockets)
 
     try:

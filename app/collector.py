@@ -7,7 +7,10 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["QuietCollector"]
+__all__ = ["QUIET", "QuietCollector"]
+
+QUIET = 64
+"""Live requests up to which a full collection holds the loop for some milliseconds only."""
 
 _YOUNG = 10_000
 """Container objects, fewer freed than made, after which the youngest are collected: about a millisecond."""
