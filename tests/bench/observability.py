@@ -82,34 +82,49 @@ async def collector() -> AsyncIterator[str]:
         await asyncio.gather(*connections, return_exceptions=True)
 
 
-async def scrape(url: str, interval: float) -> None:
-    """Read /metrics every so often, as Prometheus does."""
-    client = Client(url)
-    try:
-        while True:
-            await client.text("/metrics")
-            await asyncio.sleep(interval)
-    finally:
-        await client.close()
+class Scraper:
+    """Reads a server's /metrics every ``interval`` seconds of the time that it is driven in, as Prometheus does."""
+
+    def __init__(self, server: OwnServer, interval: float) -> None:
+        self._url = server.url
+        self._interval = self._left = interval
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        task = asyncio.create_task(self._scrape())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _scrape(self) -> None:
+        client = Client(self._url)
+        try:
+            while True:
+                began = time.monotonic()
+                try:
+                    await asyncio.sleep(self._left)
+                finally:
+                    self._left = max(0.0, self._left - (time.monotonic() - began))
+                await client.text("/metrics")
+                self._left = self._interval
+        finally:
+            await client.close()
 
 
-async def drive(server: OwnServer, variant: str, options: argparse.Namespace, requests: int, seed: int) -> dict:
+async def drive(
+    server: OwnServer, scraper: Scraper | None, options: argparse.Namespace, requests: int, seed: int
+) -> dict:
     """One variant's part of a round."""
     point = Point.parse(options.point)
     low, high = (int(bound) for bound in options.token_ids.split(":"))
-    scraping = None
-    if options.scrape and variant != _OFF:
-        scraping = asyncio.create_task(scrape(server.url, options.scrape))
-    try:
+    async with scraper.running() if scraper is not None else contextlib.nullcontext():
         before = cpu_seconds(server)
         result = await run_point(server.url, "", point, requests, (low, high), seed)
         main, all_ = (after - was for after, was in zip(cpu_seconds(server), before, strict=True))
-        tokens = max(1, requests * point.output_len)
-        return result | {"main_us": main / tokens * 1e6, "all_us": all_ / tokens * 1e6}
-    finally:
-        if scraping is not None:
-            scraping.cancel()
-            await asyncio.gather(scraping, return_exceptions=True)
+    tokens = max(1, requests * point.output_len)
+    return result | {"main_us": main / tokens * 1e6, "all_us": all_ / tokens * 1e6}
 
 
 async def bench(options: argparse.Namespace) -> int:
@@ -124,6 +139,10 @@ async def bench(options: argparse.Namespace) -> int:
                 servers.append(OwnServer(options.model, [*server_arguments(variant, endpoint), *options.server_args]))
             for server in servers:
                 await server.wait_ready()
+            scrapers = [
+                Scraper(server, options.scrape) if options.scrape and variant != _OFF else None
+                for server, variant in zip(servers, variants, strict=True)
+            ]
             longest, number = 0.0, -1  # the first round warms up and does not count
             while number < 3 or time.monotonic() - began + longest < options.minutes * 60:
                 since = time.monotonic()
@@ -132,7 +151,7 @@ async def bench(options: argparse.Namespace) -> int:
                     at = (place + number) % len(variants)
                     requests = streams * (options.requests if number >= 0 else 1)
                     seed = options.seed + number
-                    results[at] = await drive(servers[at], variants[at], options, requests, seed)
+                    results[at] = await drive(servers[at], scrapers[at], options, requests, seed)
                 if number >= 0:
                     rounds.append(results)
                     longest = max(longest, time.monotonic() - since)
@@ -148,17 +167,19 @@ async def bench(options: argparse.Namespace) -> int:
 def report(variants: list[str], rounds: list[list[dict]]) -> int:
     """Print the table; 1 when requests failed. ``rounds``: the results of each, in the order of ``variants``."""
     offs = [at for at, variant in enumerate(variants) if variant == _OFF]
-    print("| variant | tok/s | of off | give or take | goal | CPU us a token | of off | give or take | in the server |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("| variant | tok/s | of off | give or take | goal | CPU us a token | of off | of it the server |")
+    print("|---|---|---|---|---|---|---|---|")
     for at, variant in enumerate(variants):
-        middle = {key: statistics.median(r[at][key] for r in rounds) for key in ("tok/s", "main_us", "all_us")}
         against = [other for other in offs if other != at or len(offs) == 1] if variant == _OFF else offs
+        speed = statistics.median(results[at]["tok/s"] for results in rounds)
         share, error = median(_shares(rounds, at, against, "tok/s"))
-        spent, spent_error = median(_shares(rounds, at, against, "all_us"))
+        # The system counts processor time in hundredths of a second: only the mean of many rounds is finer.
+        spent, own = (statistics.fmean(results[at][key] for results in rounds) for key in ("all_us", "main_us"))
+        base = statistics.fmean(results[off]["all_us"] for results in rounds for off in against)
         goal = f"{_GOALS[variant]:.0%}" if variant in _GOALS else ""
         print(
-            f"| {variant} | {middle['tok/s']:.0f} | {share:.1%} | {error:.1%} | {goal} | {middle['all_us']:.0f} "
-            f"| {spent:.1%} | {spent_error:.1%} | {middle['main_us']:.1f} |"
+            f"| {variant} | {speed:.0f} | {share:.1%} | {error:.1%} | {goal} | {spent:.1f} | {spent / base:.1%} "
+            f"| {own:.1f} |"
         )
     failed = [result["error"] for results in rounds for result in results if result["failed"]]
     if failed:
