@@ -21,10 +21,10 @@ struct Cached {
     }
 };
 
-// weights float [tokens from `begin`][16]; sums of weight * value for `HEADS` columns from `head` on.
+// weights float [tokens from `first`][width]; sums of weight * value for `HEADS` columns from `head` on.
 template <int VECTORS, int HEADS>
-void add_values(const Cached& cached, int64_t values, int64_t begin, int64_t first, int64_t end, const float* weights,
-                int64_t head, const float* scale, bf16* out) {
+void add_values(const Cached& cached, int64_t values, int64_t first, int64_t end, const float* weights,
+                int64_t width, int64_t head, const float* scale, bf16* out) {
     __m512 sums[HEADS][VECTORS];
     for (auto& of_head : sums)
         for (auto& sum : of_head) sum = _mm512_setzero_ps();
@@ -32,7 +32,7 @@ void add_values(const Cached& cached, int64_t values, int64_t begin, int64_t fir
         const bf16* value = cached.at(position) + values;
         int64_t stop = std::min(end, (position / TILE + 1) * TILE);
         for (; position < stop; position++, value += cached.token) {
-            const float* weight = weights + (position - begin) * TILE + head;
+            const float* weight = weights + (position - first) * width + head;
             for (int v = 0; v < VECTORS; v++) {
                 __m512 part = load(value + v * TILE);
                 for (int h = 0; h < HEADS; h++)
@@ -46,24 +46,65 @@ void add_values(const Cached& cached, int64_t values, int64_t begin, int64_t fir
                   _mm512_mul_ps(sums[h][v], _mm512_set1_ps(scale[head + h])));
 }
 
-using AddValues = void (*)(const Cached&, int64_t, int64_t, int64_t, int64_t, const float*, int64_t, const float*,
-                           bf16*);
-
 template <int VECTORS>
 constexpr int most_heads = VECTORS <= 4 ? 4 : VECTORS <= 8 ? 3 : 1;
 
 template <int VECTORS>
-void all_values(const Cached& cached, int64_t values, int64_t begin, int64_t first, int64_t end, const float* weights,
-                int64_t heads, const float* scale, bf16* out) {
+void all_values(const Cached& cached, int64_t values, int64_t first, int64_t end, const float* weights,
+                int64_t width, int64_t heads, const float* scale, bf16* out) {
     constexpr int MOST = most_heads<VECTORS>;
+    auto add = [&]<int HEADS>(int64_t head) {
+        add_values<VECTORS, HEADS>(cached, values, first, end, weights, width, head, scale, out);
+    };
     int64_t head = 0;
-    for (; head + MOST <= heads; head += MOST)
-        add_values<VECTORS, MOST>(cached, values, begin, first, end, weights, head, scale, out);
-    if constexpr (MOST > 2)
-        for (; head + 2 <= heads; head += 2)
-            add_values<VECTORS, 2>(cached, values, begin, first, end, weights, head, scale, out);
-    for (; head < heads; head++)
-        add_values<VECTORS, 1>(cached, values, begin, first, end, weights, head, scale, out);
+    for (; head + MOST <= heads; head += MOST) add.template operator()<MOST>(head);
+    if constexpr (MOST > 2) {
+        if (MOST > 3 && heads - head == 3) return add.template operator()<3>(head);
+        if (heads - head == 2) return add.template operator()<2>(head);
+    }
+    for (; head < heads; head++) add.template operator()<1>(head);
+}
+
+// Softmax of scores [tokens][16] over the tokens, before it is divided by the sums. In place. -> 1 / sums.
+inline __m512 softmax(float* scores, int64_t tokens, __m512 factor) {
+    __m512 most = _mm512_set1_ps(-3e38f), sum = _mm512_setzero_ps();
+    for (int64_t i = 0; i < tokens; i++) most = _mm512_max_ps(most, _mm512_loadu_ps(scores + i * TILE));
+    for (int64_t i = 0; i < tokens; i++) {
+        __m512 weight = exp(_mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(scores + i * TILE), most), factor));
+        sum = _mm512_add_ps(sum, weight);
+        _mm512_storeu_ps(scores + i * TILE, weight);
+    }
+    return _mm512_div_ps(_mm512_set1_ps(1.0f), sum);
+}
+
+// The same for up to four heads, four tokens in a vector; the result is [tokens][4] from `scores` on.
+inline __m512 softmax_of_four(float* scores, int64_t tokens, __m512 factor) {
+    const __m512 nothing = _mm512_set1_ps(-3e38f);
+    auto four = [&](int64_t i, __mmask16 mask) {
+        const float* from = scores + i * TILE;
+        __m512 found = _mm512_castps128_ps512(_mm_loadu_ps(from));
+        found = _mm512_insertf32x4(found, _mm_loadu_ps(from + TILE), 1);
+        found = _mm512_insertf32x4(found, _mm_loadu_ps(from + 2 * TILE), 2);
+        found = _mm512_insertf32x4(found, _mm_loadu_ps(from + 3 * TILE), 3);
+        return _mm512_mask_mov_ps(nothing, mask, found);
+    };
+    auto mask = [&](int64_t i) {
+        return tokens - i >= 4 ? static_cast<__mmask16>(0xffff) : static_cast<__mmask16>((1 << 4 * (tokens - i)) - 1);
+    };
+    auto turn = [](__m512 x, auto with) {  // over the four tokens, for each head
+        x = with(x, _mm512_shuffle_f32x4(x, x, 0x4e));
+        return with(x, _mm512_shuffle_f32x4(x, x, 0xb1));
+    };
+    __m512 most = nothing, sum = _mm512_setzero_ps();
+    for (int64_t i = 0; i < tokens; i += 4) most = _mm512_max_ps(most, four(i, mask(i)));
+    most = turn(most, [](__m512 a, __m512 b) { return _mm512_max_ps(a, b); });
+    for (int64_t i = 0; i < tokens; i += 4) {
+        __m512 weight = exp(_mm512_mul_ps(_mm512_sub_ps(four(i, mask(i)), most), factor));
+        weight = _mm512_maskz_mov_ps(mask(i), weight);
+        sum = _mm512_add_ps(sum, weight);
+        _mm512_storeu_ps(scores + i * 4, weight);
+    }
+    return _mm512_div_ps(_mm512_set1_ps(1.0f), turn(sum, [](__m512 a, __m512 b) { return _mm512_add_ps(a, b); }));
 }
 
 struct Attending {
@@ -73,7 +114,7 @@ struct Attending {
     int64_t split;                            // chunks of a row
 };
 
-constexpr int64_t AHEAD = 2 * TILE;  // tokens
+constexpr int64_t AHEAD = 4 * TILE;  // tokens
 
 // All of a page's tile for all kv heads, whose keys and values lie between one another.
 inline void fetch(const bf16* from, int64_t count) {
@@ -93,7 +134,8 @@ inline void attend(const Attending& task, int64_t row, int64_t kv_head, int64_t 
     const int64_t end = step.lengths[row], first = op.i3 ? std::max<int64_t>(0, end - op.i3) : 0;
     const int64_t begin = first / TILE * TILE;
 
-    alignas(64) uint32_t columns[256 / 2][TILE] = {};  // queries as a tile of weights: [pair of dims][head]
+    alignas(64) uint32_t columns[256 / 2][TILE];  // queries as a tile of weights: [pair of dims][head]
+    std::memset(columns, 0, sizeof(columns[0]) * dim / 2);
     for (int64_t h = 0; h < heads; h++)
         for (int64_t pair = 0; pair < dim / 2; pair++) std::memcpy(&columns[pair][h], queries + h * dim + 2 * pair, 4);
     auto& scores = (*task.scores)[thread];
@@ -113,24 +155,18 @@ inline void attend(const Attending& task, int64_t row, int64_t kv_head, int64_t 
     }
 
     const __m512 factor = _mm512_set1_ps(static_cast<float>(op.f0));
-    __m512 most = _mm512_set1_ps(-3e38f), sum = _mm512_setzero_ps();
-    float* weights = scores.data();
-    for (int64_t i = first - begin; i < end - begin; i++) most = _mm512_max_ps(most, _mm512_loadu_ps(weights + i * TILE));
-    for (int64_t i = first - begin; i < end - begin; i++) {
-        __m512 weight = exp(_mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(weights + i * TILE), most), factor));
-        sum = _mm512_add_ps(sum, weight);
-        _mm512_storeu_ps(weights + i * TILE, weight);
-    }
+    const int64_t width = heads <= 4 ? 4 : TILE;
+    float* weights = scores.data() + (first - begin) * TILE;
     alignas(64) float scale[TILE];
-    _mm512_store_ps(scale, _mm512_div_ps(_mm512_set1_ps(1.0f), sum));
+    _mm512_store_ps(scale, (heads <= 4 ? softmax_of_four : softmax)(weights, end - first, factor));
 
     const int64_t values = kv_heads * dim;
     switch (dim / TILE) {
-        case 2: return all_values<2>(cached, values, begin, first, end, weights, heads, scale, out);
-        case 4: return all_values<4>(cached, values, begin, first, end, weights, heads, scale, out);
-        case 6: return all_values<6>(cached, values, begin, first, end, weights, heads, scale, out);
-        case 8: return all_values<8>(cached, values, begin, first, end, weights, heads, scale, out);
-        case 16: return all_values<16>(cached, values, begin, first, end, weights, heads, scale, out);
+        case 2: return all_values<2>(cached, values, first, end, weights, width, heads, scale, out);
+        case 4: return all_values<4>(cached, values, first, end, weights, width, heads, scale, out);
+        case 6: return all_values<6>(cached, values, first, end, weights, width, heads, scale, out);
+        case 8: return all_values<8>(cached, values, first, end, weights, width, heads, scale, out);
+        case 16: return all_values<16>(cached, values, first, end, weights, width, heads, scale, out);
     }
 }
 

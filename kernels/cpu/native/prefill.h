@@ -61,7 +61,8 @@ inline void prefill_chunk(void* context, int64_t chunk, int thread) {
     const int64_t first = window ? std::max<int64_t>(0, low + 1 - window) / DEPTH : 0;
     const int64_t blocks = (high + DEPTH - 1) / DEPTH - first;
 
-    alignas(64) uint32_t columns[2][256 / 2][TILE] = {};
+    alignas(64) uint32_t columns[2][256 / 2][TILE];
+    if (queries < QUERIES) std::memset(columns, 0, sizeof(columns));
     for (int64_t q = 0; q < queries; q++)
         for (int64_t pair = 0; pair < dim / 2; pair++)
             std::memcpy(&columns[q / TILE][pair][q % TILE], asked + q * op.stride_a + 2 * pair, 4);

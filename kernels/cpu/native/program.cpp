@@ -186,9 +186,8 @@ void troupe_pack(const void* weight, int64_t outputs, int64_t inputs, void* pack
 
 void troupe_run(void* engine, const Op* ops, int64_t count, const Step* step) {
     Engine& on = *static_cast<Engine*>(engine);
-    on.team.begin();
     for (int64_t i = 0; i < count; i++) run(on, ops[i], *step);
-    on.team.end();
+    on.team.rest();
     release_tiles();
 }
 }

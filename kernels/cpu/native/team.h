@@ -27,20 +27,19 @@ class Team {
 
     int size() const { return 1 + static_cast<int>(helpers_.size()); }
 
-    void begin() {
-        if (helpers_.empty()) return;
-        running_.store(true, std::memory_order_release);
-        awake_.fetch_add(1);
-        awake_.notify_all();
-    }
-
-    void end() { running_.store(false, std::memory_order_release); }
+    // Let the helpers sleep. They wake up for the next chunks to share.
+    void rest() { running_.store(false, std::memory_order_release); }
 
     // call(context, chunk, thread) for every chunk below `chunks`; returns when all are done.
     void each(int64_t chunks, void (*call)(void*, int64_t, int), void* context) {
         if (helpers_.empty() || chunks < 2) {
             for (int64_t chunk = 0; chunk < chunks; chunk++) call(context, chunk, 0);
             return;
+        }
+        if (!running_.load(std::memory_order_relaxed)) {
+            running_.store(true, std::memory_order_release);
+            awake_.fetch_add(1);
+            awake_.notify_all();
         }
         sequence_++;
         region_[sequence_ % 8] = {call, context, static_cast<uint32_t>(chunks)};
