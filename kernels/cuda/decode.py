@@ -120,24 +120,21 @@ def _decode(
             if before == used - 1:
                 tl.debug_barrier()
                 tl.store(arrived + row * kv_heads + kv_head, 0)
-                top = tl.full([group_block], -float("inf"), tl.float32)
-                norm = tl.zeros([group_block], tl.float32)
-                total = tl.zeros([group_block, dim_block], tl.float32)
-                for other in range(used):
-                    t = tl.load(stats + (part + other) * 2, mask=member < group, other=0.0, cache_modifier=".cg")
-                    n = tl.load(stats + (part + other) * 2 + 1, mask=member < group, other=1.0, cache_modifier=".cg")
+                every = tl.arange(0, splits)
+                for one in tl.static_range(0, group):
+                    of = (row * heads + kv_head * group + one) * splits + every
+                    t = tl.load(stats + of * 2, mask=every < used, other=-float("inf"), cache_modifier=".cg")
+                    n = tl.load(stats + of * 2 + 1, mask=every < used, other=0.0, cache_modifier=".cg")
                     a = tl.load(
-                        partial + (part + other)[:, None] * dim + at[None, :],
-                        mask=q_mask,
+                        partial + of[:, None] * dim + at[None, :],
+                        mask=(every < used)[:, None] & (at < dim)[None, :],
                         other=0.0,
                         cache_modifier=".cg",
                     )
-                    above = tl.maximum(top, t)
-                    shrink, grow = tl.exp2(top - above), tl.exp2(t - above)
-                    total = total * shrink[:, None] + a * grow[:, None]
-                    norm = norm * shrink + n * grow
-                    top = above
-                tl.store(result, (total / norm[:, None]).to(out.dtype.element_ty), mask=q_mask)
+                    grow = tl.exp2(t - tl.max(t, 0))
+                    whole = tl.sum(a * grow[:, None], 0) / tl.sum(n * grow, 0)
+                    to = out + (row * heads + kv_head * group + one) * dim + at
+                    tl.store(to, whole.to(out.dtype.element_ty), mask=at < dim)
 
 
 class DecodeScratch:

@@ -1,0 +1,113 @@
+"""Every model family on a GPU against transformers, however the work is cut into steps, with graphs and without."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.cuda.errors import DeviceError, explain
+from kernels.platforms.base import PlatformError
+from kernels.step import SlotSampling
+from tests.kernels.conftest import FAMILIES
+from tests.kernels.parity import half_precision, scored, traffic
+
+OPTIONS = {"device": "cuda", "page_size": 16, "max_step_tokens": 256}
+
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+@on_a_gpu
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("chunks", [[181], [7, 140, 1, 1, 12, 20]], ids=["whole", "chunked"])
+def test_float32_logits_match_at_every_position(name, chunks, reference, drive, prompts):
+    model = reference(name)
+    (prompt,) = prompts(181)
+    driver = drive(model.path, **OPTIONS)
+    assert driver.info.device.startswith("cuda")
+    np.testing.assert_allclose(scored(driver, prompt, chunks), model.logprobs(prompt).numpy(), atol=3e-4, rtol=1e-4)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("name", FAMILIES)
+def test_bfloat16_logits_are_as_close_as_those_of_transformers(name, reference, drive, prompts):
+    model = reference(name)
+    (prompt,) = prompts(181)
+    found = torch.from_numpy(scored(drive(model.path, **OPTIONS | {"dtype": "bfloat16"}), prompt, [7, 140, 1, 33]))
+    expected = model.logprobs(prompt)
+    with torch.inference_mode():
+        theirs = half_precision(model)(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
+    assert (found - expected).abs().mean() < 1.3 * (theirs - expected).abs().mean() + 1e-3
+
+
+@on_a_gpu
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_float32_greedy_tokens_match_in_mixed_traffic(name, graphs, reference, drive, prompts):
+    model = reference(name)
+    driver = drive(model.path, disable_graphs=not graphs, graph_rows=(1, 4, 8) if graphs else (), **OPTIONS)
+    assert driver.info.graph_rows == ((1, 4, 8) if graphs else ())
+    texts, found = traffic(driver, prompts)
+    for slot, text in enumerate(texts, start=1):
+        assert found[slot] == model.greedy(text, len(text) + 12)
+
+
+@on_a_gpu
+def test_sampled_tokens_are_those_of_the_cpu(reference, drive, prompts):
+    model = reference("qwen3")
+    sampling = SlotSampling(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=7, repetition_penalty=1.1)
+    found = []
+    for options in (OPTIONS, {"device": "cpu"}):
+        driver = drive(model.path, **options)
+        for slot, prompt in enumerate(prompts(5, 40, 90), start=1):
+            driver.admit(slot, prompt, sampling=sampling)
+        found.append([driver.generate(slot, len(driver.tokens[slot]) + 16) for slot in (1, 2, 3)])
+    assert found[0] == found[1]
+
+
+@on_a_gpu
+def test_a_failed_capture_ends_in_eager_mode(reference, drive, prompts, monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("troupe"), "propagate", True)
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    driver = drive(reference("qwen3").path, **OPTIONS)
+    assert driver.info.graph_rows == ()
+    assert "decodes run without" in caplog.text
+    traffic(driver, prompts)
+
+
+@on_a_gpu
+def test_what_the_device_cannot_do_is_said_with_a_way_out(reference, drive):
+    path = reference("qwen3").path
+    for options, advice in (
+        ({"page_size": 24}, "--page-size 64"),
+        ({"device_index": 63}, "--base-gpu-id"),
+        ({"attention_backend": "ascend"}, "leave them out"),
+        ({"dtype": "int8"}, "use bfloat16"),
+    ):
+        with pytest.raises(PlatformError, match=advice):
+            drive(path, **OPTIONS | options)
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "--mem-fraction-static"),
+        (RuntimeError("CUDA error: an illegal memory access was encountered\nmore"), "CUDA_LAUNCH_BLOCKING=1"),
+        (RuntimeError("NCCL error: remote process exited"), "which of the other workers died first"),
+        (RuntimeError("CUDA error: operation not permitted when stream is capturing"), "--disable-cuda-graph"),
+        (RuntimeError("CUDA error: something new"), "to see which"),
+    ],
+)
+def test_errors_of_the_device_are_explained(error, advice):
+    told = explain(error, "GPU 3 (NVIDIA H200)")
+    assert isinstance(told, DeviceError)
+    assert str(told).startswith("GPU 3 (NVIDIA H200)")
+    assert advice in str(told)
+    assert "\n" not in str(told)
+
+
+def test_other_errors_are_left_alone():
+    assert explain(RuntimeError("shapes do not match"), "GPU 0") is None
+    assert explain(PlatformError("CUDA says no"), "GPU 0") is None
