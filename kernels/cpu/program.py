@@ -28,6 +28,7 @@ from kernels.platforms.base import AttentionRows
 __all__ = ["Native", "NativeWeight", "NotNative", "Program", "step_of"]
 
 _EMBED, _ANGLES, _NORM, _LINEAR, _ROTARY, _WRITE, _ATTENTION, _SILU, _PREFILL, _GREEDY = range(10)
+_MANY_ROWS = 64  # whose outputs an allocator would give back to the system
 _HEAD_DIMS = (32, 64, 96, 128, 256)
 
 
@@ -57,6 +58,7 @@ class Native:
         self._engine = engine
         self._close = weakref.finalize(self, library.close, engine)
         self._recording: _Recording | None = None
+        self._arena = _Arena()
 
     @property
     def recording(self) -> bool:
@@ -83,7 +85,9 @@ class Native:
     def _empty(self, rows: int, width: int) -> Tensor:
         if self._recording is not None:
             return self._recording.empty(rows, width)
-        return torch.empty((rows, width), dtype=torch.bfloat16)
+        if rows < _MANY_ROWS:
+            return torch.empty((rows, width), dtype=torch.bfloat16)
+        return self._arena.empty(rows, width)
 
     def embed(self, table: Tensor, rows: int) -> Tensor:
         """Of the step's token ids. Only while recording."""
@@ -258,6 +262,23 @@ class Native:
         return out
 
 
+class _Arena:
+    """Memory for outputs, used again once nobody holds it any more: what is new to a process is dear to write to."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[npt.NDArray[np.uint16]]] = {}
+
+    def empty(self, rows: int, width: int) -> Tensor:
+        free = self._free.setdefault(width, [])
+        memory = free.pop() if free else None
+        if memory is None or len(memory) < rows * width + 32:
+            memory = np.zeros(rows * width + 32, dtype=np.uint16)  # taken from the system as rows are first written
+        start = -(memory.ctypes.data // 2) % 32  # a cache line's
+        place = memory[start : start + rows * width]
+        weakref.finalize(place, free.append, memory)  # the tensors of this memory hold it, views too
+        return torch.from_numpy(place).view(torch.bfloat16).view(rows, width)
+
+
 class _Recording:
     """Operators, the tensors they need for good, and memory for their outputs."""
 
@@ -265,7 +286,8 @@ class _Recording:
         self.rows = rows
         self.ops: list[Op] = []
         self.kept: list[object] = []
-        self._free: dict[int, list[npt.NDArray[np.uint16]]] = {}
+        self._arena = _Arena()
+        self.kept.append(self._arena)
 
     def add(self, op: Op, kept: tuple[Tensor | None, ...]) -> None:
         self.ops.append(op)
@@ -274,16 +296,7 @@ class _Recording:
     def empty(self, rows: int, width: int) -> Tensor:
         if rows != self.rows:
             raise NotNative(f"an operator ran {rows} rows of {self.rows}")
-        free = self._free.setdefault(width, [])
-        if free:
-            memory = free.pop()
-        else:
-            memory = np.zeros(rows * width + 32, dtype=np.uint16)  # taken from the system as rows are first written
-            self.kept.append(memory)
-        start = -(memory.ctypes.data // 2) % 32  # a cache line's
-        place = memory[start : start + rows * width]
-        weakref.finalize(place, free.append, memory)  # the tensors of this memory hold it, views too
-        return torch.from_numpy(place).view(torch.bfloat16).view(rows, width)
+        return self._arena.empty(rows, width)
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ def test_rotary_and_silu(platform, plain, generator):
     close(platform.silu_and_mul(x.clone()), plain.silu_and_mul(x.float()))
 
 
-@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("window", [0, 40, 170])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 64), (8, 8, 32), (20, 1, 128), (7, 1, 96), (4, 2, 256)])
 def test_attention(window, heads, kv_heads, dim, platform, plain, generator):
     shape = (1, 200, 16, kv_heads, dim)

@@ -91,7 +91,7 @@ inline void prefill_chunk(void* context, int64_t chunk, int thread) {
     }
 
     // Column q sees positions last - window < t <= last.
-    const __m512 factor = _mm512_set1_ps(static_cast<float>(op.f0)), nothing = _mm512_set1_ps(-3e38f);
+    const __m512 factor = _mm512_set1_ps(static_cast<float>(op.f0) * LOG2_E), nothing = _mm512_set1_ps(-3e38f);
     alignas(64) float scale[QUERIES];
     for (int64_t half = 0; half < 2; half++) {
         const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
@@ -104,24 +104,39 @@ inline void prefill_chunk(void* context, int64_t chunk, int thread) {
         };
         const float* scores = space.scores.data() + half * TILE;
         bf16* weights = space.weights.data() + half * DEPTH * TILE;
-        __m512 most = nothing, sum = _mm512_setzero_ps();
-        for (int64_t i = 0; i < blocks * DEPTH; i++) {
-            const __mmask16 mask = seen(first * DEPTH + i);
-            most = _mm512_mask_max_ps(most, mask, most, _mm512_loadu_ps(scores + i * QUERIES));
-        }
-        auto weight = [&](int64_t i) {
-            const __m512 score = _mm512_loadu_ps(scores + i * QUERIES);
-            const __mmask16 mask = seen(first * DEPTH + i);
-            return _mm512_maskz_mov_ps(mask, exp(_mm512_mul_ps(_mm512_sub_ps(score, most), factor)));
+        // Blocks that every query sees need no masks: from `plain` up to `masked`.
+        const int64_t masked = std::max<int64_t>(0, (low + half * TILE + 1) / DEPTH - first);
+        const int64_t plain = window ? std::min(masked, std::max<int64_t>(0, high - window + DEPTH - 1) / DEPTH - first) : 0;
+        __m512 most = nothing, other = nothing, sum = _mm512_setzero_ps();
+        auto largest = [&](int64_t begin, int64_t end) {
+            for (int64_t i = begin * DEPTH; i < end * DEPTH; i++)
+                most = _mm512_mask_max_ps(most, seen(first * DEPTH + i), most, _mm512_loadu_ps(scores + i * QUERIES));
         };
-        for (int64_t i = 0; i < blocks * DEPTH; i += 2) {
-            const __m512 even = weight(i), odd = weight(i + 1);
+        largest(0, plain);
+        for (int64_t i = plain * DEPTH; i < masked * DEPTH; i += 2) {
+            most = _mm512_max_ps(most, _mm512_loadu_ps(scores + i * QUERIES));
+            other = _mm512_max_ps(other, _mm512_loadu_ps(scores + (i + 1) * QUERIES));
+        }
+        largest(masked, blocks);
+        const __m512 above = _mm512_mul_ps(_mm512_max_ps(most, other), factor);
+        auto weight = [&](int64_t i) {
+            return exp2(_mm512_fmsub_ps(_mm512_loadu_ps(scores + i * QUERIES), factor, above));
+        };
+        auto put = [&](int64_t i, __m512 even, __m512 odd) {
             const __m512i low_bits = _mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(even)));
             const __m512i high_bits = _mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(odd)));
             const __m512i both = _mm512_or_si512(low_bits, _mm512_slli_epi32(high_bits, 16));
             _mm512_storeu_si512(weights + i / DEPTH * DEPTH * QUERIES + i % DEPTH * TILE, both);
             sum = _mm512_add_ps(sum, _mm512_add_ps(even, odd));
-        }
+        };
+        auto some = [&](int64_t begin, int64_t end) {
+            for (int64_t i = begin * DEPTH; i < end * DEPTH; i += 2)
+                put(i, _mm512_maskz_mov_ps(seen(first * DEPTH + i), weight(i)),
+                    _mm512_maskz_mov_ps(seen(first * DEPTH + i + 1), weight(i + 1)));
+        };
+        some(0, plain);
+        for (int64_t i = plain * DEPTH; i < masked * DEPTH; i += 2) put(i, weight(i), weight(i + 1));
+        some(masked, blocks);
         _mm512_store_ps(scale + half * TILE, _mm512_div_ps(_mm512_set1_ps(1.0f), sum));
     }
 
@@ -157,10 +172,13 @@ inline void prefill_chunk(void* context, int64_t chunk, int thread) {
     }
 }
 
-inline void prefill(Team& team, std::vector<Workspace>& spaces, const Op& op, int64_t count) {
+// `values`: memory to reuse, because memory that is new to a process is dear.
+inline void prefill(Team& team, std::vector<Workspace>& spaces, std::vector<bf16>& values, const Op& op,
+                    int64_t count) {
     const int64_t start = op.stride_b, first = op.i3 ? std::max<int64_t>(0, start + 1 - op.i3) / DEPTH : 0;
     const int64_t blocks = (start + count + DEPTH - 1) / DEPTH - first;
-    std::vector<bf16> values(op.i2 * blocks * op.i0 * DEPTH);
+    const size_t needed = op.i2 * blocks * op.i0 * DEPTH;
+    if (values.size() < needed) values.resize(needed);
     Prefilling task = {&op, static_cast<const int32_t*>(op.c), start, count, first, values.data(), blocks, &spaces};
     team.each(op.i2 * blocks, transpose_chunk, &task);
     team.each((count + QUERIES - 1) / QUERIES * op.i1, prefill_chunk, &task);

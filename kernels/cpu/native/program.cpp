@@ -17,6 +17,7 @@ struct Engine {
     Team team;
     std::vector<std::vector<float>> scores;
     std::vector<Workspace> spaces;
+    std::vector<bf16> values;
 };
 
 struct Rows {
@@ -146,7 +147,7 @@ void run(Engine& engine, const Op& op, const Step& step) {
             engine.team.each(step.rows * task.split, attend_chunk, &task);
             return;
         }
-        case PREFILL: return prefill(engine.team, engine.spaces, op, step.rows);
+        case PREFILL: return prefill(engine.team, engine.spaces, engine.values, op, step.rows);
         case EMBED: rows.call = embed; break;
         case ANGLES: rows.call = angles; break;
         case NORM: rows.call = norm; break;
