@@ -20,6 +20,7 @@ __all__ = ["DecodeScratch", "attend_decodes", "split_count"]
 
 _PROGRAMS = 1056  # that fill the device: 8 on each of 132 multiprocessors
 _MOST_SPLITS = 64
+_FEW_PARTS = 8
 _LONG = 32768  # tokens that one program should not be left alone with
 
 
@@ -55,6 +56,7 @@ def _decode(
     splits: tl.constexpr,
     precision: tl.constexpr,
     stages: tl.constexpr,
+    few: tl.constexpr,
     pdl: tl.constexpr,
 ):
     group: tl.constexpr = heads // kv_heads
@@ -120,21 +122,43 @@ def _decode(
             if before == used - 1:
                 tl.debug_barrier()
                 tl.store(arrived + row * kv_heads + kv_head, 0)
-                every = tl.arange(0, splits)
-                for one in tl.static_range(0, group):
-                    of = (row * heads + kv_head * group + one) * splits + every
-                    t = tl.load(stats + of * 2, mask=every < used, other=-float("inf"), cache_modifier=".cg")
-                    n = tl.load(stats + of * 2 + 1, mask=every < used, other=0.0, cache_modifier=".cg")
-                    a = tl.load(
-                        partial + of[:, None] * dim + at[None, :],
-                        mask=(every < used)[:, None] & (at < dim)[None, :],
-                        other=0.0,
-                        cache_modifier=".cg",
-                    )
-                    grow = tl.exp2(t - tl.max(t, 0))
-                    whole = tl.sum(a * grow[:, None], 0) / tl.sum(n * grow, 0)
-                    to = out + (row * heads + kv_head * group + one) * dim + at
-                    tl.store(to, whole.to(out.dtype.element_ty), mask=at < dim)
+                if used <= few:  # all heads in one go, part by part
+                    top = tl.full([group_block], -float("inf"), tl.float32)
+                    norm = tl.zeros([group_block], tl.float32)
+                    total = tl.zeros([group_block, dim_block], tl.float32)
+                    for other in range(used):
+                        t = tl.load(stats + (part + other) * 2, mask=member < group, other=0.0, cache_modifier=".cg")
+                        n = tl.load(
+                            stats + (part + other) * 2 + 1, mask=member < group, other=1.0, cache_modifier=".cg"
+                        )
+                        a = tl.load(
+                            partial + (part + other)[:, None] * dim + at[None, :],
+                            mask=q_mask,
+                            other=0.0,
+                            cache_modifier=".cg",
+                        )
+                        above = tl.maximum(top, t)
+                        shrink, grow = tl.exp2(top - above), tl.exp2(t - above)
+                        total = total * shrink[:, None] + a * grow[:, None]
+                        norm = norm * shrink + n * grow
+                        top = above
+                    tl.store(result, (total / norm[:, None]).to(out.dtype.element_ty), mask=q_mask)
+                else:  # all parts in one go, head by head
+                    every = tl.arange(0, splits)
+                    for one in tl.static_range(0, group):
+                        of = (row * heads + kv_head * group + one) * splits + every
+                        t = tl.load(stats + of * 2, mask=every < used, other=-float("inf"), cache_modifier=".cg")
+                        n = tl.load(stats + of * 2 + 1, mask=every < used, other=0.0, cache_modifier=".cg")
+                        a = tl.load(
+                            partial + of[:, None] * dim + at[None, :],
+                            mask=(every < used)[:, None] & (at < dim)[None, :],
+                            other=0.0,
+                            cache_modifier=".cg",
+                        )
+                        grow = tl.exp2(t - tl.max(t, 0))
+                        whole = tl.sum(a * grow[:, None], 0) / tl.sum(n * grow, 0)
+                        to = out + (row * heads + kv_head * group + one) * dim + at
+                        tl.store(to, whole.to(out.dtype.element_ty), mask=at < dim)
 
 
 class DecodeScratch:
@@ -200,6 +224,7 @@ def attend_decodes(
         splits,
         "ieee" if wide else "tf32",
         2 if wide else 3,
+        _FEW_PARTS,
         pdl,
         num_warps=4,
         launch_pdl=pdl,

@@ -49,23 +49,13 @@ def _vector(
     other = tl.zeros([rows, block], tl.float32)
     # The first tiles are on their way while the kernel before this one ends.
     w = tl.load(first, mask=there & (at < inputs)[None, :], other=0.0, eviction_policy="evict_first")
-    ahead: tl.constexpr = block < inputs
-    if ahead:
-        next_mask = there & (block + at < inputs)[None, :]
-        next_w = tl.load(first + block, mask=next_mask, other=0.0, eviction_policy="evict_first")
     if gated:
         second = first + outputs.to(tl.int64) * inputs
         u = tl.load(second, mask=there & (at < inputs)[None, :], other=0.0, eviction_policy="evict_first")
-        if ahead:
-            next_u = tl.load(second + block, mask=next_mask, other=0.0, eviction_policy="evict_first")
     if pdl:
         gdc_wait()
     for begin in tl.static_range(0, inputs, block):
-        if begin == block:
-            w = next_w
-            if gated:
-                u = next_u
-        elif begin > 0:
+        if begin > 0:
             mask = there & (begin + at < inputs)[None, :]
             w = tl.load(first + begin, mask=mask, other=0.0, eviction_policy="evict_first")
             if gated:

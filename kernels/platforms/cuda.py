@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kernels.batch import ForwardBatch
 from kernels.cuda.activation import swiglu
+from kernels.cuda.angles import angles
 from kernels.cuda.attention import AttentionPlan, attention, plan_attention
 from kernels.cuda.decode import DecodeScratch
 from kernels.cuda.errors import explain
@@ -133,6 +134,9 @@ class CudaPlatform(Platform):
 
     def make_norm(self, weight: Tensor, eps: float) -> Norm:
         return CudaNorm(weight, eps)
+
+    def angles(self, positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return angles(positions, frequencies, scale, dtype)
 
     def place_heads(
         self, qkv: Tensor, heads: int, norm: Norm | None, cos: Tensor, sin: Tensor, cache: Tensor, index: Tensor

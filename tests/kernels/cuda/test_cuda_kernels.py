@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.cuda.activation import swiglu
+from kernels.cuda.angles import angles
 from kernels.cuda.attention import attention, plan_attention
 from kernels.cuda.decode import DecodeScratch, split_count
 from kernels.cuda.heads import place_heads
@@ -64,6 +65,16 @@ def test_linear_layers(device, dtype, biased, outputs, inputs, tokens):
     wanted = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double()).float()
     near(CudaLinear(weight, bias)(x), wanted)
     near(GatedLinear(weight, bias)(x), torch.nn.functional.silu(wanted[:, :outputs]) * wanted[:, outputs:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_angles(device, dtype):
+    positions = torch.tensor([0, 1, 77, 131071], device=device)
+    frequencies = torch.tensor([-1.0, -0.01, -1e-5, 1.0, 0.01, 1e-5], device=device)
+    angle = (positions.float()[:, None, None] * frequencies).double()
+    for found, wanted in zip(angles(positions, frequencies, 1.5, dtype), (angle.cos(), angle.sin()), strict=True):
+        assert found.shape == (4, 1, 6)
+        near(found, 1.5 * wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -128,7 +139,7 @@ def reference(queries: Tensor, cache: Tensor, rows: AttentionRows, window: int, 
 @pytest.mark.parametrize("shape", ["decodes", "prefills", "mixed"])
 def test_attention_over_pages(device, dtype, window, heads, kv_heads, dim, page_size, shape):
     counts = {"decodes": [1, 1, 1, 1], "prefills": [150, 3, 40], "mixed": [1, 1, 130, 5]}[shape]
-    starts = {"decodes": [0, 5, 200, 63], "prefills": [0, 70, 33], "mixed": [17, 130, 0, 64]}[shape]
+    starts = {"decodes": [0, 5, 200, 63], "prefills": [0, 70, 33], "mixed": [17, 990, 0, 64]}[shape]
     lengths = [start + count for start, count in zip(starts, counts, strict=True)]
     cache, pages = filled(device, dtype, lengths, kv_heads, dim, page_size)
     decodes = next((row for row, count in enumerate(counts) if count > 1), len(counts))
