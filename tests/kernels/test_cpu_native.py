@@ -266,6 +266,17 @@ def test_without_a_compiler_it_runs_without(monkeypatch, tmp_path):
         library.build()
 
 
+def test_a_user_without_a_home_runs_without(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(library.Path, "home", home)
+    assert library.start_build() is None
+    assert library.open_library() is None
+
+
 def test_a_library_that_is_not_one_is_passed_over(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     library._folder().mkdir(parents=True)

@@ -91,8 +91,9 @@ def open_library() -> Library | None:
 
 def built() -> Path | None:
     """The compiled library, if it is there."""
-    path = _folder() / NAME
-    return path if path.is_file() else None
+    folder = _folder()
+    path = folder and folder / NAME
+    return path if path is not None and path.is_file() else None
 
 
 def build() -> Path:
@@ -102,7 +103,9 @@ def build() -> Path:
         return found
     compiling = start_build()
     if compiling is None:
-        raise BuildError(f"no C++ compiler: install one of {', '.join(COMPILERS)}")
+        raise BuildError(
+            f"no C++ compiler, or no cache folder to write to: install one of {', '.join(COMPILERS)}, set XDG_CACHE_HOME"
+        )
     compiling.wait()
     found = built()
     if found is None:
@@ -119,6 +122,8 @@ def start_build() -> subprocess.Popen[bytes] | None:
     if compiler is None:
         return None
     folder = _folder()
+    if folder is None:
+        return None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor, scratch = tempfile.mkstemp(dir=folder, prefix="building-")
@@ -135,9 +140,13 @@ def start_build() -> subprocess.Popen[bytes] | None:
         return None
 
 
-def _folder() -> Path:
+def _folder() -> Path | None:
+    """Where this library is kept; None for a user without a home."""
     digest = hashlib.sha256(" ".join(FLAGS).encode())
     for source in sorted((*HERE.glob("*.h"), *HERE.glob("*.cpp"))):
         digest.update(source.read_bytes())
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        return None
     return cache / "troupe" / "cpu" / digest.hexdigest()[:16]
