@@ -104,7 +104,7 @@ def build() -> Path:
     compiling = start_build()
     if compiling is None:
         raise BuildError(
-            f"no C++ compiler, or no cache folder to write to: install one of {', '.join(COMPILERS)}, set XDG_CACHE_HOME"
+            f"no C++ compiler (install one of {', '.join(COMPILERS)}) or no folder to write to (see XDG_CACHE_HOME)"
         )
     compiling.wait()
     found = built()
