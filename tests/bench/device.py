@@ -3,11 +3,11 @@ prints one table.
 
 The checks run first, tests/kernels/cuda with pytest, and nothing is measured when one fails. The measurements drive a
 ModelRunner as the scheduler does, with two steps in flight, on made-up weights: the shapes, lengths and settings are
-those that vLLM 0.24.0 was measured with on an H200 (2026-11-20; tests/bench/RESULTS.md says which). They leave out what
-the actors cost, which ``--engine`` adds: the same requests through the engine.
+those that vLLM 0.24.0 was measured with on an H200 (2026-11-20). They leave out what the actors cost; the start of a
+server to its first answer is the whole program's.
 
-Options: ``--only NAME[,NAME...]`` of checks, decode, offline, prefill, start, engine; ``--model 8b|0.6b``;
-``--profile DIR`` writes a table of the device's time by kernel for each decode size.
+Options: ``--only NAME[,NAME...]`` of checks, decode, offline, prefill, start; ``--model 8b,0.6b``; ``--profile DIR``
+writes tables of the device's time by kernel.
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
+import urllib.request
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -320,16 +324,36 @@ def measure(name: str, directory: Path, points: Sequence[str], profiles: Path | 
 
 
 def start(name: str, directory: Path) -> Row:
-    """Seconds from the start of a process to a first token, imports and compilation included."""
+    """Seconds from the start of a server to its first answer, with every kernel compiled anew."""
     path = write_model(name, directory)
-    code = (
-        "from tests.bench.device import *\n"
-        f"runner, info = load(Path({str(path)!r}))\n"
-        "Requests(runner, info, 1, 128, 1).run()\n"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = [sys.executable, "-m", "app", "serve", "--model-path", str(path), "--load-format", "dummy"]
+    server += ["--skip-tokenizer-init", "--device", "cuda", "--context-length", str(CONTEXT), "--port", str(port)]
+    body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/generate", json.dumps(body).encode(), {"content-type": "application/json"}
     )
-    begun = time.perf_counter()
-    subprocess.run([sys.executable, "-c", code], check=True)
-    return Row(name, "start", (time.perf_counter() - begun,))
+    with tempfile.TemporaryDirectory() as cache, (directory / "server.log").open("w") as log:
+        begun = time.perf_counter()
+        process = subprocess.Popen(
+            server, env={**os.environ, "TRITON_CACHE_DIR": cache}, stdout=log, stderr=subprocess.STDOUT
+        )
+        try:
+            while True:
+                if process.poll() is not None or time.perf_counter() - begun > 180:
+                    raise SystemExit(f"the server did not answer:\n{(directory / 'server.log').read_text()[-3000:]}")
+                try:
+                    urllib.request.urlopen(request, timeout=60).read()
+                    break
+                except (urllib.error.URLError, OSError):
+                    time.sleep(0.05)
+            seconds = time.perf_counter() - begun
+        finally:
+            process.terminate()
+            process.wait()
+    return Row(name, "start", (seconds,))
 
 
 def main(arguments: list[str]) -> None:
