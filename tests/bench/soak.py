@@ -183,6 +183,7 @@ class Client:
     async def _events(self, http: Http, headers: dict[str, str], body: dict[str, Any], pause: float = 0.0) -> str:
         """Read a stream to its end, which must come once; how it ended."""
         finished: Counter[int] = Counter()
+        reasons, text = set(), ""
         rest, done, error, usage = b"", 0, "", 0
         async for piece in http.pieces(headers):
             if pause and not finished:
@@ -203,6 +204,8 @@ class Client:
                     error = str(record["error"]["code"])
                 for choice in record.get("choices", ()):
                     finished[choice["index"]] += choice["finish_reason"] is not None
+                    reasons.add(choice["finish_reason"])
+                    text += choice.get("text") or choice.get("delta", {}).get("content") or ""
                 usage = (record.get("usage") or {}).get("completion_tokens", usage)
         if done != 1:
             raise Unexpected("the stream ended without [DONE]")
@@ -211,7 +214,8 @@ class Client:
         if any(finished[index] != 1 for index in range(body["n"])):
             raise Unexpected(f"finish reasons by choice: {dict(finished)} of {body['n']}")
         if usage != body["n"] * body["max_tokens"]:
-            raise Unexpected(f"{usage} tokens, not {body['n']} x {body['max_tokens']}")
+            told = f"{usage} tokens, not {body['n']} x {body['max_tokens']}"
+            raise Unexpected(f"{told}, for {reasons - {None}}, after {text[-200:]!r}; asked: {body}")
         return "complete"
 
     async def _stream(self, http: Http, pause: float = 0.0, length: int | None = None) -> str:
