@@ -126,9 +126,10 @@ class DecodeGraphs:
             batch = self._batch(size)
             self._cache_index.copy_(torch.arange(len(self._cache_index), device=self._mask.device) % self._page_size)
             before = torch.npu.current_stream()
-            graph = torch.npu.NPUGraph()
+            graph: torch.npu.NPUGraph | None = None
             failure: RuntimeError | None = None
             try:
+                graph = torch.npu.NPUGraph()  # takes a stream to update it on, and there may be none
                 for _ in range(2):  # kernels and communicators are made at first use, which cannot be captured
                     self._forward(batch)
                 torch.npu.synchronize()
@@ -142,6 +143,7 @@ class DecodeGraphs:
             if not self._agree(failure is None):
                 self._explain(size, failure or RuntimeError("another rank could not"))
                 return
+            assert graph is not None
             pool = pool or graph.pool()
             self._graphs[size] = _Graph(graph, hidden)
 
@@ -157,7 +159,7 @@ class DecodeGraphs:
         _log.warning("The decode of %d rows could not be captured into a graph (%s); %s. %s", size, cause, left, hint)
 
 
-def _leave(graph: torch.npu.NPUGraph, stream: torch.npu.Stream) -> None:
+def _leave(graph: torch.npu.NPUGraph | None, stream: torch.npu.Stream) -> None:
     """Undo what a capture that raised leaves behind: its stream as the current one, and the mode that catches
     attention.
     Attention would go on to wait for an event that nobody records."""
