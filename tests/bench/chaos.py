@@ -188,22 +188,23 @@ _FAULTS = {
 
 
 async def measure(arguments: argparse.Namespace) -> list[Row]:
+    """An engine for each fault: one whose worker dies too often gives up, as it should."""
     rows = []
-    async with Engine(
-        model=arguments.model,
-        dtype=arguments.dtype,
-        max_running_requests=max(64, arguments.streams),
-        watchdog_timeout=_WATCHDOG,
-        random_seed=0,
-    ) as engine:
-        chaos = Chaos(engine, arguments.streams, arguments.tokens, seed=7)
-        await chaos.learn()
-        for name in arguments.faults.split(","):
-            row = Row(_FAULTS[name])
+    for name in arguments.faults.split(","):
+        row = Row(_FAULTS[name])
+        async with Engine(
+            model=arguments.model,
+            dtype=arguments.dtype,
+            max_running_requests=max(64, arguments.streams),
+            watchdog_timeout=_WATCHDOG,
+            random_seed=0,
+        ) as engine:
+            chaos = Chaos(engine, arguments.streams, arguments.tokens, seed=7)
+            await chaos.learn()
             for _ in range(arguments.rounds):
                 await asyncio.sleep(arguments.rest)  # the next standby gets ready, and restarts do not add up
                 await chaos.round(row, getattr(chaos, name))
-            rows.append(row)
+        rows.append(row)
     return rows
 
 
