@@ -135,11 +135,12 @@ async def detokenize(service: Service, exchange: Exchange, body: DetokenizeReque
     lists: list[list[int]] = []
     for number, item in enumerate(body.tokens if many else [body.tokens]):
         at = f"tokens[{number}]" if many else "tokens"
-        if not isinstance(item, list) or any(isinstance(token, list) for token in item):
+        ids = [token for token in item if isinstance(token, int)] if isinstance(item, list) else []
+        if not isinstance(item, list) or len(ids) < len(item):
             raise invalid("tokens: either ids or lists of ids, not both.", param=at)
         if len(item) > most:
             raise invalid(f"{at}: has {len(item)} tokens; at most {most} are decoded at once.", param=at)
-        lists.append(item)  # type: ignore[arg-type]
+        lists.append(ids)
     with service.text_request(exchange):
         try:
             texts = [await service.engine.detokenize(ids, skip_special_tokens=skip) for ids in lists]
