@@ -80,15 +80,24 @@ class Memory:
 class AttentionRows:
     """The rows of a step as attention sees them; host arrays. Row r's queries follow those of row r - 1.
 
-    ``starts``, ``counts`` int64 [rows]: row r runs positions ``starts[r] .. starts[r] + counts[r] - 1``.
+    ``starts``, ``counts`` int64 [rows]: row r runs positions ``starts[r] .. starts[r] + counts[r] - 1`` of the cache.
     ``pages`` int32 [rows, pages]: page i of a row holds its positions ``i * page_size ..``.
     ``decodes``: the first so many rows run one token each.
+    ``verifies``: so many rows after the decodes run 1 to 64 tokens each, of which most are guesses.
+    ``tree`` int64 [verifies, most tokens], on the device: what each of their queries sees from position ``roots[row]``
+    on: bit j is position ``roots[row] + j``; all before is seen (``DraftTree.bits``; up to 64 positions, the query's
+    own among them). A window counts from the query's place in its path: ``roots[row]`` and one more for each bit but
+    one. None: all are causal, as chains are.
+    ``roots`` int64 [verifies]; None: the rows' starts.
     """
 
     starts: npt.NDArray[np.int64]
     counts: npt.NDArray[np.int64]
     pages: npt.NDArray[np.int32]
     decodes: int
+    verifies: int = 0
+    tree: Tensor | None = None
+    roots: npt.NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True)
@@ -244,6 +253,12 @@ class Platform(ABC):
     @abstractmethod
     def write_cache(self, cache: Any, index: Tensor, keys_values: Tensor) -> None:
         """Put ``keys_values`` [tokens, 2 * kv_heads, dim] (keys first) at ``index`` (page * page_size + offset)."""
+
+    @abstractmethod
+    def move_cache(self, cache: Any, source: Tensor, target: Tensor) -> None:
+        """Copy keys and values from ``source`` to ``target`` int64 [tokens] (page * page_size + offset), as if all
+        were read before any is written. Targets differ, but for those that are their own source.
+        """
 
     @abstractmethod
     def plan_attention(self, rows: AttentionRows, window: int) -> Any:

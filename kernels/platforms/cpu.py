@@ -173,6 +173,10 @@ class CpuPlatform(Platform):
             return native.write(cache, index, keys_values)
         cache.view(-1, *keys_values.shape[1:]).index_copy_(0, index, keys_values)
 
+    def move_cache(self, cache: Tensor, source: Tensor, target: Tensor) -> None:
+        tokens = cache.view(-1, *cache.shape[2:])
+        tokens.index_copy_(0, target, tokens.index_select(0, source))
+
     def plan_attention(self, rows: AttentionRows, window: int) -> AttentionPlan:
         assert self._planner is not None, "make_cache comes first"
         return self._planner.plan(rows, window, self._native is not None and self._native_attention)

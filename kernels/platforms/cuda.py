@@ -158,6 +158,11 @@ class CudaPlatform(Platform):
         both = keys_values.unflatten(1, (2, -1))
         cache[index // page_size, :, :, index % page_size] = both
 
+    def move_cache(self, cache: Tensor, source: Tensor, target: Tensor) -> None:
+        page_size = cache.shape[3]
+        moved = cache[source // page_size, :, :, source % page_size]
+        cache[target // page_size, :, :, target % page_size] = moved
+
     def plan_attention(self, rows: AttentionRows, window: int) -> AttentionPlan:
         return plan_attention(rows, window, self._kv_heads, self.put)
 

@@ -174,6 +174,11 @@ class NpuPlatform(Platform):
         half = keys_values.shape[1] // 2
         write_cache(keys_values[:, :half], keys_values[:, half:], cache.keys, cache.values, index)
 
+    def move_cache(self, cache: LayerCache, source: Tensor, target: Tensor) -> None:
+        for part in (cache.keys, cache.values):
+            tokens = part.view(-1, *part.shape[2:])
+            tokens.index_copy_(0, target, tokens.index_select(0, source))
+
     def plan_attention(self, rows: AttentionRows, window: int) -> AttentionPlan:
         decodes, count = rows.decodes, len(rows.starts)
         whole = self._prefill == self._decode and not self.soc.splits_mixed_steps
