@@ -132,6 +132,16 @@ def test_a_priority_counts_among_ones_own_only():
     assert started.index(3) <= 4
 
 
+def test_a_request_that_waits_for_pages_is_not_overtaken_by_another_tenants_priority():
+    stage = Stage(overlap=False, pages=12, priority_scheduling=True, preemption_threshold=0, max_running=4)
+    stage.submit(spec(1, [1] * 16, max_tokens=24, tenant="a"), spec(2, [2] * 4, max_tokens=12, tenant="b"))
+    stage.step()
+    stage.submit(spec(3, [3] * 32, max_tokens=4, tenant="b", arrival=1.0))  # needs 8 pages
+    stage.step()
+    stage.submit(spec(4, [4] * 4, max_tokens=12, tenant="a", priority=10, arrival=2.0))  # would fit at once
+    assert order_of_start(stage)[-2:] == [3, 4]
+
+
 @settings(deadline=None, max_examples=30)
 @given(
     seed=st.integers(0, 2**32),
