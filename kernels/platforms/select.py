@@ -17,7 +17,7 @@ def select_platform(config: RunnerConfig) -> Platform:
     if config.device == "npu":
         try:
             from kernels.platforms.npu import NpuPlatform
-        except ImportError as error:
+        except (ImportError, RuntimeError) as error:  # RuntimeError: beside a PyTorch built for another accelerator
             raise PlatformError(
                 f"torch_npu cannot be loaded ({error}); install it (pip install 'troupe-llm[npu]'), and CANN, whose "
                 "set_env.sh must be sourced; or use --device cpu"
@@ -27,7 +27,7 @@ def select_platform(config: RunnerConfig) -> Platform:
     if config.device == "cuda":
         try:
             from kernels.platforms.cuda import CudaPlatform
-        except ImportError as error:
+        except (ImportError, RuntimeError) as error:
             raise PlatformError(
                 f"the CUDA kernels cannot be loaded ({error}); install a PyTorch built for CUDA, which brings triton, "
                 "or use --device cpu"
