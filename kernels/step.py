@@ -11,7 +11,9 @@ already
 only says "run ``count`` tokens of this slot from where it stands":
 
 * a prefill chunk runs ``count`` prompt tokens; when the chunk reaches the last known token, one token is sampled;
-* a decode runs 1 token, the one sampled before, and samples the next. The scheduler need not have seen it.
+* a decode runs 1 token, the one sampled before, and samples the next. The scheduler need not have seen it;
+* a decode that may speculate also runs guesses of the runner's own after it, and produces 1 token and one more for each
+  guess in a row that is what is sampled anyway. Known and computed then grow by as many as it produces.
 
 A slot that is given to another request gets a new *generation*. A row whose generation is not the slot's is a protocol
 error and is answered in ``StepResult.failed``.
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import msgspec
 
+from kernels.speculative.settings import SpeculativeSettings
 from telemetry.worker_spans import TracedRow, WorkerSpan
 
 __all__ = [
@@ -55,6 +58,7 @@ class SlotSampling(msgspec.Struct, frozen=True, omit_defaults=True, array_like=T
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences never completed
     logprobs: int = -1  # -1: none; 0: the sampled token's; k: and the k most likely
     prompt_logprobs: int = -1  # the same for each prompt token
+    drafts: int = -1  # most guesses that a step verifies of this request; -1: as many as the runner does, 0: none
 
 
 class Admission(msgspec.Struct, frozen=True, array_like=True):
@@ -67,6 +71,7 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
     computed: int  # tokens whose keys and values already lie in `pages` (cached prefix)
     pages: bytes  # int32: the slot's first pages, in order
     sampling: SlotSampling
+    salt: str = ""  # of the prefix cache: what was learnt of one salt's requests is of no use to another's
 
 
 class StepBatch(msgspec.Struct, frozen=True, array_like=True):
@@ -81,11 +86,12 @@ class StepBatch(msgspec.Struct, frozen=True, array_like=True):
     admitted: tuple[Admission, ...] = ()
     released: bytes = b""  # int32: slots whose state is dropped
     traces: tuple[TracedRow, ...] = ()  # rows of sampled traces, never a decode's; spans of them come back
+    drafts: bytes = b""  # int32 [rows]: most guesses that a decode row verifies beside its token; empty: none at all
 
 
 class StepTiming(msgspec.Struct, frozen=True, array_like=True):
     """Seconds. ``queued``: from arrival at the worker to start; ``prepare``: building inputs; ``run``: model and
-    sampling.
+    sampling; ``draft``: of ``prepare``, observing and drafting.
 
     ``graph_rows``: rows that ran in a captured graph.
     """
@@ -94,6 +100,7 @@ class StepTiming(msgspec.Struct, frozen=True, array_like=True):
     prepare: float = 0.0
     run: float = 0.0
     graph_rows: int = 0
+    draft: float = 0.0
 
 
 class RowError(msgspec.Struct, frozen=True, array_like=True):
@@ -123,6 +130,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     failed: tuple[RowError, ...] = ()
     timing: StepTiming = StepTiming()
     spans: tuple[WorkerSpan, ...] = ()  # of the step's traces
+    drafted: bytes = b""  # int32 [rows]: guesses verified in each row; empty when none were
+    depths: bytes = b""  # int32 [rows]: the longest path of them, so that `accepted` could have been one more
 
 
 class RunnerConfig(msgspec.Struct, frozen=True):
@@ -156,6 +165,7 @@ class RunnerConfig(msgspec.Struct, frozen=True):
     graph_rows: tuple[int, ...] = ()  # rows of each captured decode; empty: the platform's choice
     graph_max_rows: int = 0  # of the platform's choice; 0: by the device's memory
     disable_graph_padding: bool = False  # use a graph only for exactly its number of rows
+    speculation: SpeculativeSettings | None = None  # None: off
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -174,3 +184,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     cache_bytes: int
     load_seconds: dict[str, float]  # by phase
     graph_rows: tuple[int, ...] = ()  # rows of each captured decode
+    speculative_nodes: int = 1  # most tokens that a row runs to verify guesses, its own last token among them; 1: off
+    speculative_depth: int = 0  # most guesses that a row accepts in a step
+    draft_parameters: int = 0
+    draft_weight_bytes: int = 0
