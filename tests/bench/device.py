@@ -4,15 +4,16 @@ prints one table.
 The checks run first, tests/kernels/cuda with pytest, and nothing is measured when one fails. The measurements drive a
 ModelRunner as the scheduler does, with two steps in flight, on made-up weights: the shapes, lengths and settings are
 those that vLLM 0.24.0 was measured with on an H200 (2026-11-20). They leave out what the actors cost; the start of a
-server to its first answer is the whole program's.
+server to its first answer, and ``online``, streams over HTTP from client processes, are the whole program's.
 
-Options: ``--only NAME[,NAME...]`` of checks, decode, offline, prefill, start; ``--model 8b,0.6b``; ``--profile DIR``
-writes tables of the device's time by kernel.
+Options: ``--only NAME[,NAME...]`` of checks, decode, offline, prefill, online, start; ``--model 8b,0.6b``; ``--profile
+DIR`` writes tables of the device's time by kernel.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import gc
 import json
 import os
@@ -94,6 +95,16 @@ PEER: dict[tuple[str, str], tuple[float, float, str]] = {
     ("0.6b", "offline 512"): (31600, 40000, "tok/s"),
     ("8b", "prefill"): (41300, 41300, "tok/s"),
     ("0.6b", "prefill"): (334000, 0.0, "tok/s"),
+    ("8b", "online 1"): (202, 0.0, "tok/s"),
+    ("8b", "online 64"): (5190, 5190, "tok/s"),
+    ("8b", "online 64 TTFT p50"): (430, 430, "ms"),
+    ("8b", "online 256"): (7000, 7000, "tok/s"),
+    ("8b", "online 256 TTFT p50"): (570, 570, "ms"),
+    ("0.6b", "online 1"): (513, 0.0, "tok/s"),
+    ("0.6b", "online 64"): (14400, 16000, "tok/s"),
+    ("0.6b", "online 64 TTFT p50"): (81, 0.0, "ms"),
+    ("0.6b", "online 256"): (21900, 21000, "tok/s"),
+    ("0.6b", "online 256 TTFT p50"): (117, 0.0, "ms"),
     ("8b", "start"): (72.0, 20.0, "s"),
     ("0.6b", "start"): (69.0, 0.0, "s"),
 }
@@ -106,7 +117,7 @@ class Row:
     values: tuple[float, ...]
 
     def line(self) -> str:
-        peer, goal, unit = PEER.get((self.model, self.point), (0.0, 0.0, ""))
+        peer, goal, unit = PEER.get((self.model, self.point), (0.0, 0.0, "ms"))
         median = statistics.median(self.values)
         digits = 2 if unit in ("ms", "s") else 0
         faster = (peer / median if unit in ("ms", "s") else median / peer) if peer else 0.0
@@ -323,6 +334,48 @@ def measure(name: str, directory: Path, points: Sequence[str], profiles: Path | 
     return rows
 
 
+def write_tokenizer(name: str, path: Path) -> None:
+    """The tokenizer of the model in the box, with a word for every id that the shape's head can pick."""
+    box = Path(__file__).parents[2] / "app" / "understudy" / "model"
+    tokenizer = json.loads((box / "tokenizer.json").read_text())
+    known = tokenizer["model"]["vocab"]
+    taken = {*known.values(), *(token["id"] for token in tokenizer["added_tokens"])}
+    # A space is spelled as a G with a dot in byte-level vocabularies.
+    known.update({f"\u0120w{token}": token for token in range(SHAPES[name]["vocab_size"]) if token not in taken})
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (path / "tokenizer_config.json").write_text((box / "tokenizer_config.json").read_text())
+
+
+def online(name: str, directory: Path, rounds: int = 2) -> list[Row]:
+    """Output tokens a second and milliseconds to the first, 512 in and 128 out, streams that each send their next
+    request when the last has ended: 8, 4 and 4 requests a stream, as vLLM was measured.
+    """
+    from tests.bench.online import run_point
+    from tests.bench.serving import OwnServer, Point
+
+    path = write_model(name, directory)
+    write_tokenizer(name, path)
+    server = OwnServer(str(path), ["--load-format", "dummy", "--device", "cuda", "--context-length", str(CONTEXT)])
+    rows = []
+    try:
+        asyncio.run(server.wait_ready(180))
+        for count, each in ((1, 8), (64, 4), (256, 4)):
+            found = []
+            for number in range(rounds + 1):  # the first warms up
+                requests = count * (each if number else 1)
+                point = Point(count, 512, 128)
+                found.append(run_point(server.url, name, point, requests, (300, 8000), number, 4, server.process.pid))
+            print(f"{name} online {count}: {found[1:]}", flush=True)
+            if errors := [error for one in found for error in one.errors]:
+                raise SystemExit(f"{len(errors)} requests failed: {errors[0]}\n{server.log_text()[-3000:]}")
+            rows.append(Row(name, f"online {count}", tuple(one.rate for one in found[1:])))
+            rows.append(Row(name, f"online {count} TTFT p50", tuple(one.ttft50 for one in found[1:])))
+            rows.append(Row(name, f"online {count} ITL p50", tuple(one.itl50 for one in found[1:])))
+    finally:
+        server.stop()
+    return rows
+
+
 def start(name: str, directory: Path) -> Row:
     """Seconds from the start of a server to its first answer, with every kernel compiled anew."""
     path = write_model(name, directory)
@@ -358,7 +411,7 @@ def start(name: str, directory: Path) -> Row:
 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench device", description=__doc__)
-    parser.add_argument("--only", default="checks,decode,offline,prefill,start")
+    parser.add_argument("--only", default="checks,decode,offline,prefill,online,start")
     parser.add_argument("--model", default="8b,0.6b")
     parser.add_argument("--profile", type=Path)
     given = parser.parse_args(arguments)
@@ -370,6 +423,8 @@ def main(arguments: list[str]) -> None:
         for name in given.model.split(","):
             if {"decode", "offline", "prefill"} & set(points) or given.profile is not None:
                 rows += measure(name, Path(directory), points, given.profile)
+            if "online" in points:
+                rows += online(name, Path(directory))
             if "start" in points:
                 rows.append(start(name, Path(directory)))
     print("\n| model | point | measured | vLLM 0.24.0 | times vLLM | goal | met |")

@@ -170,24 +170,32 @@ class Client:
         return sample
 
 
-async def run_point(url: str, model: str, point: Point, requests: int, vocab: tuple[int, int], seed: int) -> dict:
-    numbers = iter(range(requests))
-    samples: list[Sample] = []
-
-    async def stream() -> None:
-        client = Client(url)
-        for number in numbers:
-            rng = random.Random(f"{seed}/{point}/{number}")
-            prompt = [rng.randrange(*vocab) for _ in range(point.input_len)]
-            body: dict[str, object] = {
+def streams(model: str, point: Point, requests: int, vocab: tuple[int, int], seed: int) -> list[dict[str, object]]:
+    """Bodies of a point's requests."""
+    bodies = []
+    for number in range(requests):
+        rng = random.Random(f"{seed}/{point}/{number}")
+        bodies.append(
+            {
                 "model": model,
-                "prompt": prompt,
+                "prompt": [rng.randrange(*vocab) for _ in range(point.input_len)],
                 "max_tokens": point.output_len,
                 "temperature": 0,
                 "ignore_eos": True,
                 "stream": True,
                 "stream_options": {"include_usage": True},
             }
+        )
+    return bodies
+
+
+async def run_point(url: str, model: str, point: Point, requests: int, vocab: tuple[int, int], seed: int) -> dict:
+    bodies = iter(streams(model, point, requests, vocab, seed))
+    samples: list[Sample] = []
+
+    async def stream() -> None:
+        client = Client(url)
+        for body in bodies:
             samples.append(await client.complete(body, point.output_len))
         await client.close()
 
