@@ -27,7 +27,7 @@ from kernels.platforms.base import AttentionRows
 
 __all__ = ["Native", "NativeWeight", "NotNative", "Program", "step_of"]
 
-_EMBED, _ANGLES, _NORM, _LINEAR, _ROTARY, _WRITE, _ATTENTION, _SILU, _PREFILL, _GREEDY = range(10)
+_EMBED, _ANGLES, _NORM, _LINEAR, _ROTARY, _WRITE, _ATTENTION, _SILU, _PREFILL, _GREEDY, _ADD = range(11)
 _MANY_ROWS = 64  # whose outputs an allocator would give back to the system
 _HEAD_DIMS = (32, 64, 96, 128, 256)
 
@@ -231,6 +231,28 @@ class Native:
             f0=scale,
         )
         self._call(op, Step(tokens))
+
+    @staticmethod
+    def fits_add(width: int) -> bool:
+        return width % 16 == 0
+
+    def empty_rows(self, rows: int, width: int) -> Tensor:
+        """Where the results of ``add`` go."""
+        return self._empty(rows, width)
+
+    def add(self, x: Tensor, y: Tensor | None, out: Tensor) -> None:
+        """``out`` [rows, width] = ``x`` + ``y``, or a copy of ``x``."""
+        op = Op(
+            kind=_ADD,
+            a=x.data_ptr(),
+            b=None if y is None else y.data_ptr(),
+            out=out.data_ptr(),
+            stride_a=x.stride(0),
+            stride_b=0 if y is None else y.stride(0),
+            stride_out=out.stride(0),
+            i0=x.shape[1],
+        )
+        self._call(op, Step(len(x)))
 
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The likeliest ids int64 [rows] of ``logits`` [rows, vocab], and whether a row's are not to be used."""

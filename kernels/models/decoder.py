@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kernels.batch import ForwardBatch
 from kernels.layers.rotary import RotaryEmbedding
-from kernels.models.config import ModelConfig
+from kernels.models.config import ConfigError, ModelConfig
 from kernels.parallel.group import Group
 from kernels.parallel.layers import VocabularyEmbedding, VocabularyHead, row_parallel
 from kernels.platforms.base import Norm, Platform
@@ -148,11 +148,30 @@ class DecoderLayer:
 
 
 class Decoder:
-    """The whole model. Weights are taken layer by layer, so that no second copy of the model ever exists."""
+    """The whole model. Weights are taken layer by layer, so that no second copy of the model ever exists.
+
+    ``captures``: layers whose results are wanted beside the last one's, for drafts that are made from them; 0 is the
+    first layer.
+    """
 
     def __init__(
-        self, config: ModelConfig, source: TensorSource, platform: Platform, dtype: torch.dtype, group: Group
+        self,
+        config: ModelConfig,
+        source: TensorSource,
+        platform: Platform,
+        dtype: torch.dtype,
+        group: Group,
+        captures: Sequence[int] = (),
     ) -> None:
+        wrong = [layer for layer in captures if not 0 <= layer < config.layers]
+        if wrong or len(set(captures)) != len(captures):
+            raise ConfigError(
+                f"the layers to capture, {list(captures)}, must be different ones of this model's 0 to "
+                f"{config.layers - 1}"
+            )
+        self.platform = platform
+        self.captures = tuple(captures)
+        self.hidden_size = config.hidden_size
         self.embeddings = VocabularyEmbedding(platform, group, source.take(["model.embed_tokens.weight"]))
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, dtype, platform)
         self.layers = [DecoderLayer(config, layer, source, platform, group) for layer in range(config.layers)]
@@ -164,14 +183,38 @@ class Decoder:
         self.head = VocabularyHead(group, head)
 
     def forward(self, batch: ForwardBatch, caches: Sequence[Any]) -> Tensor:
-        """Run a step's tokens; their keys and values go to ``caches`` (one a layer). -> [tokens, hidden], normed."""
+        """Run a step's tokens; their keys and values go to ``caches`` (one a layer). -> [tokens, hidden], normed.
+
+        With captures [tokens, hidden * (1 + captures)], for ``split``: one tensor, so that a captured graph or a
+        program gives it as it gives the other.
+        """
         cos, sin = self.rotary(batch.positions)
         residual = self.embeddings(batch.token_ids)
+        hidden, captures, platform = self.hidden_size, self.captures, self.platform
+        wide: Tensor | None = None
+        if captures:
+            wide = platform.empty_rows(len(residual), hidden * (1 + len(captures)), residual.dtype)
         x: Tensor | None = None
-        for layer, cache in zip(self.layers, caches, strict=True):
+        for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
             x, residual = layer(x, residual, cos, sin, cache, batch)
+            if wide is not None and index in captures:
+                begin = hidden * (1 + captures.index(index))
+                platform.add_rows(x, residual, wide[:, begin : begin + hidden])
         assert x is not None
-        return self.norm.add(x, residual)[0]
+        last = self.norm.add(x, residual)[0]
+        if wide is None:
+            return last
+        platform.add_rows(last, None, wide[:, :hidden])
+        return wide
+
+    def split(self, result: Tensor) -> tuple[Tensor, Tensor]:
+        """What ``forward`` returned -> the last hidden state [tokens, hidden], and what drafts are made from [tokens,
+        captures * hidden]: of each captured layer, in their order, the sum of the residual stream after it, not normed;
+        without captures the last hidden state itself.
+        """
+        if not self.captures:
+            return result, result
+        return result[:, : self.hidden_size], result[:, self.hidden_size :]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``hidden`` [rows, hidden] -> [rows, vocab] in the model's dtype."""

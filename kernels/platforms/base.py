@@ -250,6 +250,17 @@ class Platform(ABC):
     def silu_and_mul(self, x: Tensor) -> Tensor:
         """``silu(gate) * up`` of ``x`` [tokens, 2 * n] = gate | up -> [tokens, n]. May overwrite ``x``."""
 
+    def empty_rows(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        """[rows, width] for ``add_rows`` to write to."""
+        return torch.empty((rows, width), dtype=dtype, device=self.device)
+
+    def add_rows(self, x: Tensor, y: Tensor | None, out: Tensor) -> None:
+        """``out`` = ``x`` + ``y``, or a copy of ``x``, all [tokens, width]; ``out`` may be columns of a wider one."""
+        if y is None:
+            out.copy_(x)
+        else:
+            torch.add(x, y, out=out)
+
     @abstractmethod
     def write_cache(self, cache: Any, index: Tensor, keys_values: Tensor) -> None:
         """Put ``keys_values`` [tokens, 2 * kv_heads, dim] (keys first) at ``index`` (page * page_size + offset)."""

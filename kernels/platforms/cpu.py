@@ -157,6 +157,16 @@ class CpuPlatform(Platform):
         half = x.shape[-1] // 2
         return F.silu(x[:, :half]).mul_(x[:, half:])
 
+    def empty_rows(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        native = self._native_for(dtype, True)
+        return super().empty_rows(rows, width, dtype) if native is None else native.empty_rows(rows, width)
+
+    def add_rows(self, x: Tensor, y: Tensor | None, out: Tensor) -> None:
+        native = self._native_for(x.dtype, Native.fits_add(x.shape[1]))
+        if native is not None:
+            return native.add(x, y, out)
+        super().add_rows(x, y, out)
+
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The likeliest token ids int64 [rows] of ``logits`` [rows, vocab], and which rows are broken: 0 in these."""
         native = self._native_for(logits.dtype, True)

@@ -19,6 +19,8 @@ from kernels.models.decoder import tensor_shapes
 from kernels.platforms.base import AttentionRows
 from kernels.platforms.cpu import CpuPlatform
 from kernels.step import SlotSampling
+from tests.kernels.speculative.paged import Paged
+from tests.kernels.speculative.test_capture import decoder
 
 pytestmark = [
     pytest.mark.skipif(not has_tiles(), reason="the processor has no AMX"),
@@ -208,6 +210,28 @@ def test_a_program_computes_what_the_model_does(model, drive, prompts, monkeypat
     expected, _ = scored(drive(model, dtype="bfloat16"), texts)
     likely = expected > -8
     assert np.abs(found - expected)[likely].max() < 0.4
+
+
+def test_a_program_hands_out_layers_as_the_model_does(model, platform):
+    paged = Paged(platform=platform, dtype=BF16)
+    config, target = decoder(model, paged, (0, 2))
+    caches = paged.caches(config)
+    target.forward(paged.batch([(0, 0, 20), (1, 0, 9)], range(29)), caches)
+    decodes = paged.batch([(0, 20, 1), (1, 9, 1)], [5, 6])
+    expected = target.forward(decodes, caches)
+    program = platform.capture_decodes(lambda batch: target.forward(batch, caches), [0], 4, 8, bool)
+    assert program is not None
+    found = program.run(decodes)
+    assert found.shape == (2, 3 * config.hidden_size)
+    assert torch.equal(found, expected)
+    plain = Paged(dtype=torch.float32)
+    _, target = decoder(model, plain, (0, 2))
+    caches = plain.caches(config)
+    target.forward(plain.batch([(0, 0, 20), (1, 0, 9)], range(29)), caches)
+    expected = target.forward(plain.batch([(0, 20, 1), (1, 9, 1)], [5, 6]), caches)
+    parts = [wide.unflatten(1, (3, -1)) for wide in (found.float(), expected)]
+    assert torch.cosine_similarity(*parts, dim=-1).min() > 0.99
+    assert torch.allclose(*(part.norm(dim=-1) for part in parts), rtol=0.03)
 
 
 def test_a_shape_without_native_operators_is_not_recorded(model, drive, prompts):

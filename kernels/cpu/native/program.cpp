@@ -110,6 +110,17 @@ void silu(const Op& op, const Step&, int64_t row) {
     }
 }
 
+void add(const Op& op, const Step&, int64_t row) {
+    const bf16* x = at<bf16>(op.a, row, op.stride_a);
+    bf16* out = at<bf16>(op.out, row, op.stride_out);
+    if (!op.b) {
+        std::memcpy(out, x, 2 * op.i0);
+        return;
+    }
+    const bf16* y = at<bf16>(op.b, row, op.stride_b);
+    for (int64_t i = 0; i < op.i0; i += 16) store(out + i, _mm512_add_ps(load(x + i), load(y + i)));
+}
+
 // The first of the largest: lanes keep their first, then the least id of the best lanes wins.
 void greedy(const Op& op, const Step&, int64_t row) {
     const bf16* logits = at<bf16>(op.a, row, op.stride_a);
@@ -155,6 +166,7 @@ void run(Engine& engine, const Op& op, const Step& step) {
         case WRITE: rows.call = write; break;
         case SILU: rows.call = silu; break;
         case GREEDY: rows.call = greedy; break;
+        case ADD: rows.call = add; break;
         default: return;
     }
     rows.each = 8;  // fewer are not worth a claim

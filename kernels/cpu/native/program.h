@@ -4,7 +4,7 @@
 
 namespace troupe {
 
-enum Kind : int64_t { EMBED, ANGLES, NORM, LINEAR, ROTARY, WRITE, ATTENTION, SILU, PREFILL, GREEDY };
+enum Kind : int64_t { EMBED, ANGLES, NORM, LINEAR, ROTARY, WRITE, ATTENTION, SILU, PREFILL, GREEDY, ADD };
 
 // Tensors are bf16 unless said otherwise, row-major, their rows (tokens) `stride` elements apart.
 //   EMBED      a table [vocab, i0] -> out
@@ -16,6 +16,7 @@ enum Kind : int64_t { EMBED, ANGLES, NORM, LINEAR, ROTARY, WRITE, ATTENTION, SIL
 //   ATTENTION  a queries, b cache [pages, i4, 2, i2, i0] -> out; i0 dim, i1 heads, i2 kv heads, i3 window, f0 scale
 //   SILU       a gate | up [rows, 2 * i0] -> out [rows, i0]
 //   PREFILL    as ATTENTION for the rows of one request, which stand from position stride_b on; c its pages int32
+//   ADD        a x, b y or null -> out = x + y; i0 elements of a row
 //   GREEDY     a logits [rows, i0] -> out int64 [rows] the likeliest ids, b bool [rows]: a NaN, +inf or nothing but -inf
 struct Op {
     int64_t kind;
