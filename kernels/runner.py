@@ -278,6 +278,8 @@ class ModelRunner:
             except Exception as error:  # whatever is wrong with one request is its own
                 self._drop(admission.slot)
                 answer.failed.append(RowError(admission.slot, admission.generation, str(error)))
+        if not (batch.page_slots or batch.page_ids):
+            return
         granted, pages = _ints(batch.page_slots), _ints(batch.page_ids)
         if len(granted) != len(pages):
             raise ValueError("page_slots and page_ids of a step must be of one length")
@@ -292,6 +294,8 @@ class ModelRunner:
 
     def _clean_granted(self, batch: StepBatch) -> None:
         """Pages that change hands while a step is under way that writes to them, for a request that has ended."""
+        if not (batch.page_ids or batch.admitted):
+            return
         size = self._config.page_size
         own = [_ints(admission.pages)[-(-admission.computed // size) :] for admission in batch.admitted]
         self._clear(self._unsettled.among(np.concatenate([_ints(batch.page_ids), *own])))
@@ -343,7 +347,7 @@ class ModelRunner:
         index = state.pages[token_slots, positions // page_size] * np.int64(page_size) + positions % page_size
         at = self._put(positions)
         return ForwardBatch(
-            token_ids=state.tokens[self._put(token_slots), at],
+            token_ids=state.read(token_slots, positions, at),
             positions=at,
             cache_index=self._put(index),
             plans=self._plans(AttentionRows(step.starts, step.counts, pages, step.decodes)),
@@ -400,8 +404,7 @@ class ModelRunner:
             host_slots=slots.tolist(),
             longest=int(lengths.max()),
         )
-        state.tokens[at_slots, at] = sampled.tokens.to(torch.int32)
-        state.known[slots] += 1
+        state.append(slots, at_slots, at, sampled.tokens)
         answer.sampled, answer.sampled_rows = sampled, step.rows[reached]
 
     def _capture_decodes(self) -> Decodes | None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from kernels.platforms.base import Platform
 from kernels.step import Admission
@@ -38,6 +42,8 @@ class SlotTable:
         self.num_pages = num_pages
         self.vocab_size = vocab_size
         self.tokens = platform.empty_host_state(max_slots, context + SLACK)  # int32, on the device
+        # Where the device is the host, numpy finds a few of them several times as fast as torch.
+        self._here: npt.NDArray[Any] | None = self.tokens.numpy() if self.tokens.device.type == "cpu" else None
         self.known: Longs = np.zeros(max_slots, dtype=np.int64)  # tokens in `tokens`
         self.computed: Longs = np.zeros(max_slots, dtype=np.int64)  # of these, with keys and values in the cache
         self.prompt_length: Longs = np.zeros(max_slots, dtype=np.int64)
@@ -98,6 +104,20 @@ class SlotTable:
             raise SlotError(f"page ids must be 1 to {self.num_pages - 1}")
         self.pages[slot, held : held + len(pages)] = pages
         self.page_count[slot] = held + len(pages)
+
+    def read(self, slots: Longs, positions: Longs, at: Tensor) -> Tensor:
+        """The token ids int32 at ``positions`` int64 of ``slots``; ``at``: the positions on the device."""
+        if self._here is not None:
+            return torch.from_numpy(self._here[slots, positions])
+        return self.tokens[self._platform.put(slots), at]
+
+    def append(self, slots: Longs, at_slots: Tensor, at: Tensor, tokens: Tensor) -> None:
+        """Each slot knows one token more. ``at_slots``, ``at``: slots and their lengths on the device."""
+        if self._here is not None:
+            self._here[slots, self.known[slots]] = tokens.numpy()
+        else:
+            self.tokens[at_slots, at] = tokens.to(torch.int32)
+        self.known[slots] += 1
 
     def holds(self, page: int) -> bool:
         """Whether a running request's table names the page."""
