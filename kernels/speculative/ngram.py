@@ -1,0 +1,184 @@
+"""Drafts looked up among the n-grams that were seen (NGRAM): no draft model, no computation on the device.
+
+The last tokens of a sequence are looked up from the longest window down; what followed each becomes the tree.
+``BFS`` takes the followers level by level, the most recent first, fewer the longer the window and the deeper the level;
+``PROB`` takes the paths that were seen most often for what stands above them. Names are SGLang's.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kernels.speculative.drafter import Drafter, DrafterContext, DraftRows, Drafts, Observation
+from kernels.speculative.settings import NgramSettings
+from kernels.speculative.tree import DraftTree
+from kernels.speculative.trie import Generation, NgramTrie, Sequence
+from kernels.step import Admission
+
+__all__ = ["NgramDrafter", "Nodes", "guess"]
+
+CACHED = 1024
+"""Tokens of a cached prefix that a new request tells the trie again: most were seen when they were computed."""
+
+Nodes: TypeAlias = tuple[list[int], list[int]]
+"""Tokens and parents of a tree's nodes, parents first; the root is node 0 with parent -1."""
+
+
+class NgramDrafter(Drafter):
+    """Looks drafts up in one trie for all slots; nothing of it is on the device."""
+
+    needs_host_tokens = True
+
+    def __init__(self, context: DrafterContext) -> None:
+        settings = context.settings
+        self._settings = settings.ngram
+        self._platform = context.platform
+        self._trie = NgramTrie(self._settings.capacity, self._settings.max_depth)
+        self._sequences: dict[int, Sequence] = {}
+        self._told: dict[int, int] = {}  # tokens of the slot that the trie knows, from position 0 on
+        self._last: dict[int, int] = {}  # the last of these
+        self.most_nodes = settings.num_draft_tokens
+        self.depth = min(self.most_nodes, self._settings.max_depth) - 1
+
+    def admit(self, admission: Admission, tokens: npt.NDArray[np.int32]) -> None:
+        slot, known = admission.slot, admission.computed + 1
+        self.release(slot)
+        self._sequences[slot] = self._trie.open(admission.salt)
+        self._told[slot] = max(0, known - CACHED)
+        self._tell(slot, self._told[slot], tokens[self._told[slot] : known])
+
+    def release(self, slot: int) -> None:
+        sequence = self._sequences.pop(slot, None)
+        if sequence is not None:
+            self._trie.close(sequence)
+
+    def observe(self, seen: Observation) -> None:
+        if seen.host_tokens is None:
+            raise ValueError("n-grams are of tokens on the host, and an observation brought none")
+        offset = 0
+        for slot, start, count in zip(seen.slots.tolist(), seen.starts.tolist(), seen.counts.tolist(), strict=True):
+            self._tell(slot, start + 1, seen.host_tokens[offset : offset + count])
+            offset += count
+
+    def draft(self, rows: DraftRows) -> Drafts:
+        guesses = []
+        for slot, root, limit in zip(rows.slots.tolist(), rows.roots.tolist(), rows.limits.tolist(), strict=True):
+            if self._told[slot] != root + 1:
+                raise ValueError(f"slot {slot} drafts after position {root}, but {self._told[slot]} tokens were seen")
+            nodes = min(int(limit) + 1, self.most_nodes)
+            guesses.append(guess(self._trie, self._sequences[slot], self._last[slot], nodes, self._settings))
+        counts = np.array([len(tokens) for tokens, _ in guesses], dtype=np.int64)
+        shape = (len(guesses), int(counts.max(initial=1)))
+        tokens, parents, depths, bits = (np.zeros(shape, dtype=np.int64) for _ in range(4))
+        for row, (row_tokens, row_parents) in enumerate(guesses):
+            tokens[row, : len(row_tokens)] = row_tokens
+            parents[row, : len(row_parents)] = row_parents
+        parents[:, 0] = -1
+        bits[:, 0] = 1
+        every = np.arange(shape[0])
+        for node in range(1, shape[1]):
+            above = parents[:, node]
+            depths[:, node] = depths[every, above] + 1
+            bits[:, node] = bits[every, above] | np.left_shift(1, node, dtype=np.int64)
+        linear = bool((parents == np.arange(shape[1]) - 1).all())
+        put = self._platform.put
+        return Drafts(DraftTree(put(tokens), put(parents), put(depths), put(bits), linear), counts)
+
+    def _tell(self, slot: int, start: int, tokens: npt.NDArray[np.int32]) -> None:
+        """The slot's ``tokens`` from position ``start`` on; those known are passed over."""
+        new = tokens[max(0, self._told[slot] - start) :].tolist()
+        if new:
+            self._trie.extend(self._sequences[slot], new)
+            self._told[slot] += len(new)
+            self._last[slot] = new[-1]
+
+
+def guess(trie: NgramTrie, sequence: Sequence, last: int, nodes: int, settings: NgramSettings) -> Nodes:
+    """A tree of at most ``nodes`` nodes below ``last``, the sequence's last token. Only the root when nothing is known.
+
+    Nodes of longer windows come first, so that the first n nodes are the best tree of n nodes.
+    """
+    tree = _Tree(last, nodes)
+    longest = min(settings.max_window, trie.depth - 1)
+    for length, generation, node in trie.matches(sequence, settings.min_window, longest):
+        if settings.match_type == "PROB":
+            _likeliest(tree, generation, node, settings.max_breadth)
+        else:
+            _breadth_first(tree, generation, node, _breadth(settings, longest, length), settings.min_breadth)
+        if tree.full:
+            break
+    return tree.tokens, tree.parents
+
+
+class _Tree:
+    """``place`` finds the node of a token below a parent and adds it where there is none."""
+
+    def __init__(self, root: int, most: int) -> None:
+        self.tokens = [root]
+        self.parents = [-1]
+        self._most = most
+        self._places: dict[tuple[int, int], int] = {}
+
+    @property
+    def full(self) -> bool:
+        return len(self.tokens) >= self._most
+
+    def place(self, parent: int, token: int) -> int:
+        """The node's number; -1 when it is new and the tree is full."""
+        key = (parent, token)
+        place = self._places.get(key)
+        if place is None:
+            place = len(self.tokens)
+            if place >= self._most:
+                return -1
+            self._places[key] = place
+            self.tokens.append(token)
+            self.parents.append(parent)
+        return place
+
+
+def _breadth(settings: NgramSettings, longest: int, length: int) -> int:
+    """Followers of a window's last token: the longest window takes the fewest, being the surest."""
+    span = longest - settings.min_window + 1
+    return settings.min_breadth + (settings.max_breadth - settings.min_breadth) * (longest - length) // span
+
+
+def _breadth_first(tree: _Tree, generation: Generation, node: int, breadth: int, least: int) -> None:
+    level = [(0, node)]
+    token = generation.token
+    while level:
+        below = []
+        for parent, seen in level:
+            for child in generation.children(seen, breadth):
+                place = tree.place(parent, token[child])
+                if place < 0:
+                    return
+                below.append((place, child))
+        level = below
+        breadth = max(least, breadth // 2)
+
+
+def _likeliest(tree: _Tree, generation: Generation, node: int, widest: int) -> None:
+    token, count = generation.token, generation.count
+    waiting: list[tuple[float, int, int, int]] = []  # minus the path's probability, order, parent's place, node
+    order = 0
+
+    def expand(place: int, seen: int, probability: float) -> None:
+        nonlocal order
+        children = generation.children(seen, widest)
+        total = sum(count[child] for child in children)
+        for child in children:
+            order += 1
+            heappush(waiting, (-probability * count[child] / total, order, place, child))
+
+    expand(0, node, 1.0)
+    while waiting:
+        negative, _, parent, child = heappop(waiting)
+        place = tree.place(parent, token[child])
+        if place < 0:
+            return
+        expand(place, child, -negative)

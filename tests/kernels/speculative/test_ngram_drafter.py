@@ -1,0 +1,128 @@
+"""The n-gram drafter as a runner drives it: admitted, told what was computed, asked for trees."""
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.platforms.cpu import CpuPlatform
+from kernels.speculative.drafter import DrafterContext, DraftRows, Observation
+from kernels.speculative.ngram import NgramDrafter
+from kernels.speculative.settings import NgramSettings, SpeculativeSettings
+from kernels.speculative.tree import tree_of
+from kernels.step import Admission, RunnerConfig, SlotSampling
+
+NONE = np.zeros((1, 0), dtype=np.int32)
+
+
+class Slots:
+    """A drafter and what its slots hold."""
+
+    def __init__(self, most_nodes: int = 8, **ngram: int) -> None:
+        context = object.__new__(DrafterContext)
+        chosen = SpeculativeSettings(
+            algorithm="NGRAM", num_draft_tokens=most_nodes, ngram=NgramSettings(max_depth=6, **ngram)
+        )
+        object.__setattr__(context, "settings", chosen)
+        object.__setattr__(context, "platform", CpuPlatform(RunnerConfig(model_path="")))
+        self.drafter = NgramDrafter(context)
+        self.tokens: dict[int, list[int]] = {}
+
+    def admit(self, slot: int, tokens: list[int], computed: int = 0, salt: str = "") -> None:
+        known = np.array(tokens, dtype=np.int32)
+        self.tokens[slot] = list(tokens)
+        self.drafter.admit(Admission(slot, 1, known.tobytes(), len(tokens), computed, b"", SlotSampling(), salt), known)
+        self.observe(slot, computed, len(tokens) - 1 - computed)
+
+    def observe(self, slot: int, start: int, count: int) -> None:
+        if not count:
+            return
+        tokens = self.tokens[slot]
+        ints = np.array(tokens[start + 1 : start + 1 + count], dtype=np.int32)
+        ones, blank = np.ones(1, dtype=np.int64), torch.zeros(count, dtype=torch.int64)
+        self.drafter.observe(
+            Observation(
+                *(slot * ones, start * ones, count * ones, NONE, 99 * ones, ones > 0),
+                *(blank, blank, blank, blank, None, blank, ints),
+            )
+        )
+
+    def say(self, slot: int, tokens: list[int]) -> None:
+        start = len(self.tokens[slot]) - 1
+        self.tokens[slot] += tokens
+        self.observe(slot, start, len(tokens))
+
+    def draft(self, slots: list[int], limits: list[int] | None = None) -> list[list[tuple[int, ...]]]:
+        """The paths of each slot's verified nodes."""
+        places = np.array(slots, dtype=np.int64)
+        roots = np.array([len(self.tokens[slot]) - 1 for slot in slots], dtype=np.int64)
+        most = np.array(limits or [99] * len(slots), dtype=np.int64)
+        blank = torch.zeros(len(slots), dtype=torch.int64)
+        rows = DraftRows(places, roots, NONE, places, most, blank, blank, blank, None, 3)
+        drafts = self.drafter.draft(rows)
+        same = tree_of(drafts.tree.tokens, drafts.tree.parents)
+        assert torch.equal(drafts.tree.bits, same.bits)
+        assert torch.equal(drafts.tree.depths, same.depths)
+        if drafts.tree.linear:
+            assert bool((drafts.tree.parents == torch.arange(drafts.tree.tokens.shape[1]) - 1).all())
+        assert bool((drafts.nodes <= most + 1).all())
+        found = []
+        for row, slot in enumerate(slots):
+            assert int(drafts.tree.tokens[row, 0]) == self.tokens[slot][-1]
+            paths: list[tuple[int, ...]] = []
+            for node in range(int(drafts.nodes[row])):
+                above = int(drafts.tree.parents[row, node])
+                paths.append((*paths[above], int(drafts.tree.tokens[row, node])) if above >= 0 else ())
+            found.append(paths[1:])
+        return found
+
+
+def test_what_a_request_said_is_drafted_for_it_and_for_others() -> None:
+    slots = Slots()
+    slots.admit(1, [1, 2, 3, 4, 5, 1, 2])
+    slots.admit(2, [8, 9])
+    assert slots.draft([1, 2]) == [[(3,), (3, 4), (3, 4, 5), (3, 4, 5, 1), (3, 4, 5, 1, 2)], []]
+    slots.say(1, [3, 4])
+    assert slots.draft([1])[0][0] == (5,)
+    slots.say(2, [3, 4])
+    assert slots.draft([2])[0][:3] == [(5,), (5, 1), (5, 1, 2)]
+    assert slots.draft([1, 2], [1, 2]) == [[(5,)], [(5,), (5, 1)]]
+
+
+def test_a_cached_prefix_is_known_to_a_request_that_computes_nothing_of_it() -> None:
+    slots = Slots()
+    slots.admit(1, [1, 2, 3, 4, 1, 2], computed=5)
+    assert slots.draft([1])[0][0] == (3,)
+
+
+def test_a_salt_hides_what_was_said_and_a_released_slot_is_forgotten() -> None:
+    slots = Slots()
+    slots.admit(1, [1, 2, 3, 1], salt="a")
+    slots.admit(2, [1, 2, 7, 1])
+    slots.admit(3, [5, 1], salt="b")
+    assert slots.draft([1])[0][0] == (2,)
+    assert slots.draft([3]) == [[]]
+    assert slots.draft([2])[0][:2] == [(2,), (2, 7)]
+    slots.drafter.release(1)
+    slots.admit(1, [5, 1], salt="a")
+    assert slots.draft([1]) == [[]]
+
+
+def test_a_slot_that_is_given_away_starts_anew() -> None:
+    slots = Slots()
+    slots.admit(1, [1, 2, 3])
+    slots.admit(1, [4, 5, 4, 5, 4])
+    assert slots.draft([1])[0][:2] == [(5,), (5, 4)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), min_size=1, max_size=12), st.integers(2, 16))
+def test_trees_are_well_formed_after_any_steps(pieces: list[list[int]], most_nodes: int) -> None:
+    slots = Slots(most_nodes, max_breadth=3)
+    slots.admit(1, pieces[0])
+    slots.admit(2, pieces[-1])
+    for number, piece in enumerate(pieces[1:]):
+        slots.say(1 + number % 2, piece)
+        for paths in slots.draft([1, 2]):
+            assert len(paths) < most_nodes
+            assert len(set(paths)) == len(paths)
