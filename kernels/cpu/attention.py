@@ -1,8 +1,8 @@
 """Paged attention on the CPU in plain torch.
 
 The plan of a step sorts its rows into a few large calls: decodes of similar length are gathered and padded into one
-batch; a prefill row runs in blocks of queries over its own keys, so that no mask grows with the square of a prompt.
-Masks and page lists are made once a step and used by every layer.
+batch, and so are rows that verify as many drafts each; a prefill row runs in blocks of queries over its own keys, so
+that no mask grows with the square of a prompt. Masks and page lists are made once a step and used by every layer.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.cpu.program import Native, step_of
 from kernels.platforms.base import AttentionRows
+from kernels.speculative.tree import MOST_NODES, chain_bits, unpack_bits, within_window
+
+Longs = npt.NDArray[np.int64]
 
 __all__ = ["AttentionPlan", "AttentionPlanner", "paged_attention"]
 
@@ -27,14 +30,15 @@ SMALL_PAGES = 8  # rows of up to so many pages are not worth sorting apart
 
 @dataclass(frozen=True)
 class DecodeGroup:
-    """Rows of one query each, in one call over ``length`` cached tokens (padded)."""
+    """Rows of ``queries`` each, in one call over ``length`` cached tokens (padded)."""
 
-    rows: Tensor | None  # int64 [rows] into the step's tokens; None: all of them, in order
+    rows: Tensor | None  # int64 [rows * queries] into the step's tokens; None: all of them, in order
     pages: Tensor | slice  # int64 [rows * pages], or the run of pages of a single row
     count: int
     first: int  # where the keys begin in the gathered tokens
     length: int
-    mask: Tensor | None  # [rows, 1, 1, length], 0 or -inf; None: every key is seen
+    mask: Tensor | None  # [rows, 1, queries, length], 0 or -inf; None: every key is seen
+    queries: int = 1
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,6 @@ class PrefillRow:
 class AttentionPlan:
     """``decodes`` and ``prefills`` are empty where the native operators run the rows."""
 
-    kv_heads: int
     decodes: tuple[DecodeGroup, ...]
     prefills: tuple[PrefillRow, ...]
     rows: AttentionRows
@@ -68,24 +71,27 @@ class AttentionPlan:
 class AttentionPlanner:
     """Makes plans for a cache of ``page_size`` tokens a page; ``dtype`` is that of queries, keys and masks."""
 
-    def __init__(self, page_size: int, kv_heads: int, dtype: torch.dtype) -> None:
+    def __init__(self, page_size: int, dtype: torch.dtype) -> None:
         self.page_size = page_size
-        self.kv_heads = kv_heads
         self.dtype = dtype
         self._triangles: dict[int, Tensor] = {}
 
     def plan(self, rows: AttentionRows, window: int, native: bool = False) -> AttentionPlan:
         """``window``: how many tokens a query sees, itself included; 0 for all. ``native``: for native operators."""
         if native:
-            return AttentionPlan(self.kv_heads, (), (), rows, window)
-        decodes, prefills = tuple(self._decodes(rows, window)), tuple(self._prefills(rows, window))
-        return AttentionPlan(self.kv_heads, decodes, prefills, rows, window)
+            return AttentionPlan((), (), rows, window)
+        groups = self._groups(rows, np.arange(rows.decodes), window)
+        drafts = rows.counts[rows.decodes : rows.decodes + rows.verifies]
+        for count in np.unique(drafts):
+            groups += self._groups(rows, rows.decodes + np.flatnonzero(drafts == count), window)
+        return AttentionPlan(tuple(groups), tuple(self._prefills(rows, window)), rows, window)
 
-    def _decodes(self, rows: AttentionRows, window: int) -> list[DecodeGroup]:
-        lengths = rows.starts[: rows.decodes] + 1
-        if not len(lengths):
+    def _groups(self, rows: AttentionRows, chosen: Longs, window: int) -> list[DecodeGroup]:
+        """The calls of rows ``chosen``, which run the same number of tokens each."""
+        if not len(chosen):
             return []
-        firsts = np.maximum(lengths - window, 0) if window else np.zeros_like(lengths)
+        lengths = (rows.starts + rows.counts)[chosen]
+        firsts = np.maximum(_roots(rows, chosen) + 1 - window, 0) if window else np.zeros_like(lengths)
         first_pages = firsts // self.page_size
         sizes = (lengths + self.page_size - 1) // self.page_size - first_pages
         order = np.argsort(-sizes, kind="stable")
@@ -98,41 +104,58 @@ class AttentionPlanner:
             end = begin + 1
             while end < min(limit, len(order)) and sizes[order[end]] > least:
                 end += 1
-            members = None if begin == 0 and end == len(order) == len(rows.starts) else np.sort(order[begin:end])
-            groups.append(self._decode_group(rows, members, firsts, first_pages, lengths, longest))
+            taken = np.sort(order[begin:end])
+            some = firsts[taken], first_pages[taken], lengths[taken]
+            groups.append(self._group(rows, chosen[taken], *some, longest, window))
             begin = end
         return groups
 
-    def _decode_group(
+    def _group(
         self,
         rows: AttentionRows,
-        members: npt.NDArray[np.int64] | None,
-        firsts: npt.NDArray[np.int64],
-        first_pages: npt.NDArray[np.int64],
-        lengths: npt.NDArray[np.int64],
+        taken: Longs,
+        firsts: Longs,
+        first_pages: Longs,
+        lengths: Longs,
         pages: int,
+        window: int,
     ) -> DecodeGroup:
-        taken = np.arange(len(lengths)) if members is None else members
-        index = None if members is None else torch.from_numpy(members)
-        base = first_pages[taken] * self.page_size
-        low, high = firsts[taken] - base, lengths[taken] - base
+        queries = int(rows.counts[taken[0]])
+        base = first_pages * self.page_size
+        low, high = firsts - base, lengths - base
+        index = None
+        if len(taken) < len(rows.starts):
+            offsets = np.cumsum(rows.counts) - rows.counts
+            index = torch.from_numpy((offsets[taken, None] + np.arange(queries)).ravel())
         if len(taken) == 1:
-            row, page = int(taken[0]), int(first_pages[taken[0]])
+            row, page = int(taken[0]), int(first_pages[0])
             run = _page_run(rows.pages[row, page : page + pages])
-            return DecodeGroup(index, run, 1, int(low[0]), int(high[0] - low[0]), None)
-        columns = first_pages[taken, None] + np.arange(pages)
+            first, length = int(low[0]), int(high[0] - low[0])
+            if queries == 1:
+                return DecodeGroup(index, run, 1, first, length, None)
+            mask = self._mask(_hidden(rows, taken, base + first, length, window))
+            return DecodeGroup(index, run, 1, first, length, mask, queries)
+        columns = first_pages[:, None] + np.arange(pages)
         np.minimum(columns, rows.pages.shape[1] - 1, out=columns)
         table = torch.from_numpy(rows.pages[taken[:, None], columns].ravel().astype(np.int64))
         length = int(high.max())
-        place = np.arange(length)
-        hidden = (place >= high[:, None]) | (place < low[:, None])
+        if queries == 1:
+            place = np.arange(length)
+            hidden = ((place >= high[:, None]) | (place < low[:, None]))[:, None]
+        else:
+            hidden = _hidden(rows, taken, base, length, window)
+        return DecodeGroup(index, table, len(taken), 0, length, self._mask(hidden), queries)
+
+    def _mask(self, hidden: npt.NDArray[np.bool_]) -> Tensor:
+        """[rows, 1, queries, length] of [rows, queries, length]."""
         mask = torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(torch.from_numpy(hidden), -torch.inf)
-        return DecodeGroup(index, table, len(taken), 0, length, mask.view(len(taken), 1, 1, length))
+        return mask.unsqueeze(1)
 
     def _prefills(self, rows: AttentionRows, window: int) -> list[PrefillRow]:
         planned = []
-        offset = rows.decodes
-        for row in range(rows.decodes, len(rows.starts)):
+        short = rows.decodes + rows.verifies
+        offset = int(rows.counts[:short].sum())
+        for row in range(short, len(rows.starts)):
             start, count = int(rows.starts[row]), int(rows.counts[row])
             first_page = max(0, start + 1 - window) // self.page_size if window else 0
             last_page = (start + count + self.page_size - 1) // self.page_size
@@ -170,7 +193,8 @@ def paged_attention(
     if native is not None:
         return _native_attention(queries, cache, plan, scale, native)
     tokens, heads, dim = queries.shape
-    grouped = queries.view(tokens, plan.kv_heads, heads // plan.kv_heads, dim)
+    kv_heads = cache.shape[3]
+    grouped = queries.view(tokens, kv_heads, heads // kv_heads, dim)
     if len(plan.decodes) == 1 and not plan.prefills and plan.decodes[0].rows is None:
         return _decode(grouped, cache, plan.decodes[0], scale).reshape(tokens, heads * dim)
     out = torch.empty_like(grouped)
@@ -185,13 +209,15 @@ def paged_attention(
 def _native_attention(queries: Tensor, cache: Tensor, plan: AttentionPlan, scale: float, native: Native) -> Tensor:
     out = native.empty_attention(queries)
     rows = plan.rows
-    decodes = len(queries) if native.recording else rows.decodes
-    if decodes:
-        step, held = step_of(rows, decodes)
-        native.attention(queries[:decodes], cache, step, plan.window, scale, out)
+    short = rows.decodes + rows.verifies
+    begin = len(queries)
+    if not native.recording:
+        begin = rows.decodes + int(rows.counts[rows.decodes : short].sum())
+    if begin:
+        step, held = step_of(rows, short)
+        native.attention(queries[:begin], cache, step, plan.window, scale, out)
         del held
-    begin = decodes
-    for row in range(rows.decodes, len(rows.starts)):
+    for row in range(short, len(rows.starts)):
         part = slice(begin, begin + int(rows.counts[row]))
         pages = np.ascontiguousarray(rows.pages[row])
         native.prefill(queries[part], cache, pages, int(rows.starts[row]), plan.window, scale, out[part])
@@ -200,7 +226,7 @@ def _native_attention(queries: Tensor, cache: Tensor, plan: AttentionPlan, scale
 
 
 def _decode(queries: Tensor, cache: Tensor, group: DecodeGroup, scale: float) -> Tensor:
-    """``queries`` [rows, kv_heads, group, dim], the heads of a group standing in for a sequence of queries."""
+    """``queries`` [rows * queries, kv_heads, group, dim], the heads of a group standing in for more queries."""
     gathered = _gather(cache, group.pages)
     _, _, kv_heads, dim = gathered.shape
     token = 2 * kv_heads * dim
@@ -210,7 +236,19 @@ def _decode(queries: Tensor, cache: Tensor, group: DecodeGroup, scale: float) ->
     begin = gathered.storage_offset() + group.first * token
     keys = gathered.as_strided(shape, strides, begin)
     values = gathered.as_strided(shape, strides, begin + kv_heads * dim)
-    return scaled_dot_product_attention(queries, keys, values, attn_mask=group.mask, scale=scale)
+    if group.queries == 1:
+        return scaled_dot_product_attention(queries, keys, values, attn_mask=group.mask, scale=scale)
+    assert group.mask is not None
+    heads = queries.shape[2]
+    apart = queries.view(group.count, group.queries, kv_heads, heads, dim).transpose(1, 2)
+    found = scaled_dot_product_attention(
+        apart.reshape(group.count, kv_heads, -1, dim),
+        keys,
+        values,
+        attn_mask=group.mask.repeat_interleave(heads, 2),
+        scale=scale,
+    )
+    return found.view(apart.shape).transpose(1, 2).reshape(queries.shape)
 
 
 def _prefill(queries: Tensor, cache: Tensor, row: PrefillRow, scale: float, out: Tensor) -> None:
@@ -241,3 +279,24 @@ def _page_run(pages: npt.NDArray[np.int32]) -> Tensor | slice:
     if len(pages) == 1 or bool((np.diff(pages) == 1).all()):
         return slice(first, first + len(pages))
     return torch.from_numpy(pages.astype(np.int64))
+
+
+def _roots(rows: AttentionRows, chosen: Longs) -> Longs:
+    """Of rows ``chosen``, the position before which each query sees all."""
+    if rows.tree is None or rows.roots is None or chosen[0] < rows.decodes:
+        return rows.starts[chosen]
+    return rows.roots[chosen - rows.decodes]
+
+
+def _hidden(rows: AttentionRows, chosen: Longs, base: Longs, length: int, window: int) -> npt.NDArray[np.bool_]:
+    """[rows, queries, length]: whether positions ``base`` .. ``base + length - 1`` are not seen by the queries of rows
+    ``chosen``, which verify drafts.
+    """
+    queries, roots = int(rows.counts[chosen[0]]), _roots(rows, chosen)
+    bits = chain_bits(queries, torch.device("cpu")).expand(len(chosen), queries)
+    if rows.tree is not None:
+        bits = rows.tree[torch.from_numpy(chosen - rows.decodes), :queries]
+    seen = unpack_bits(within_window(bits, window), MOST_NODES).numpy()
+    place = np.broadcast_to((base - roots)[:, None, None] + np.arange(length), (len(chosen), queries, length))
+    found = ~np.take_along_axis(seen, np.clip(place, 0, MOST_NODES - 1), 2) | (place >= MOST_NODES)
+    return np.where(place < 0, place < seen.sum(2, keepdims=True) - window if window else False, found)

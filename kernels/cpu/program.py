@@ -323,7 +323,8 @@ class _Recording:
 
 @dataclass(frozen=True)
 class Program:
-    """A recorded forward pass of decodes. ``out`` [rows, hidden]: its result, overwritten by the next step."""
+    """A recorded forward pass of decodes and drafts. ``out`` [tokens, hidden]: its result, overwritten by the next
+    step."""
 
     native: Native
     ops: Any
@@ -336,11 +337,12 @@ class Program:
         return cls(native, (Op * len(recording.ops))(*recording.ops), len(recording.ops), out, recording.kept)
 
     def run(self, batch: ForwardBatch, rows: AttentionRows) -> Tensor | None:
-        count = len(rows.starts)
+        count = len(batch.token_ids)
         if count > len(self.out):
             return None
-        step, held = step_of(rows, count)
+        step, held = step_of(rows, len(rows.starts))
         ids = batch.token_ids if batch.token_ids.dtype == torch.int32 else batch.token_ids.to(torch.int32)
+        step.rows = count
         step.ids = ids.data_ptr()
         step.positions = batch.positions.data_ptr()
         step.index = batch.cache_index.data_ptr()
@@ -350,8 +352,27 @@ class Program:
 
 
 def step_of(rows: AttentionRows, count: int) -> tuple[Step, object]:
-    """What attention needs to know of the first ``count`` rows, one query each; and what must live until it ran."""
-    lengths = rows.starts[:count] + 1
+    """What attention needs to know of the first ``count`` rows, decodes and drafts; and what must live until it ran."""
+    lengths = rows.starts[:count] + rows.counts[:count]
     pages = np.ascontiguousarray(rows.pages)
-    step = Step(count, pages=pages.ctypes.data, pages_stride=pages.shape[1], lengths=lengths.ctypes.data)
-    return step, (lengths, pages)
+    step = Step(
+        count,
+        pages=pages.ctypes.data,
+        pages_stride=pages.shape[1],
+        lengths=lengths.ctypes.data,
+        sequences=count,
+        decodes=rows.decodes,
+    )
+    if count <= rows.decodes:
+        return step, (lengths, pages)
+    offsets = np.zeros(count + 1, dtype=np.int64)
+    np.cumsum(rows.counts[:count], out=offsets[1:])
+    step.offsets = offsets.ctypes.data
+    tree, roots = rows.tree, rows.roots
+    if tree is not None:
+        tree = tree if tree.stride(1) == 1 else tree.contiguous()
+        step.bits, step.bits_stride = tree.data_ptr(), tree.stride(0)
+        if roots is not None:
+            roots = np.ascontiguousarray(roots)
+            step.roots = roots.ctypes.data
+    return step, (lengths, pages, offsets, tree, roots)

@@ -53,7 +53,7 @@ class CpuPlatform(Platform):
         self._planner: AttentionPlanner | None = None
         self._native_threads = threads or max(1, usable_cores() // ranks)
         self._native: Native | None = None
-        self._native_attention = False
+        self._native_attention = True  # whether all caches fit it: one plan serves a model and its draft
         self._building: subprocess.Popen[bytes] | None = None
         self._linears: weakref.WeakSet[CpuLinear] = weakref.WeakSet()
 
@@ -111,8 +111,8 @@ class CpuPlatform(Platform):
     def make_cache(
         self, layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> list[Tensor]:
-        self._planner = AttentionPlanner(page_size, kv_heads, dtype)
-        self._native_attention = dtype == torch.bfloat16 and Native.fits_attention(page_size, head_dim)
+        self._planner = AttentionPlanner(page_size, dtype)
+        self._native_attention &= dtype == torch.bfloat16 and Native.fits_attention(page_size, head_dim)
         shape = (pages, page_size, 2, kv_heads, head_dim)
 
         def zeros() -> Tensor:  # numpy's come untouched from the system, torch's are written
@@ -209,7 +209,7 @@ class CpuPlatform(Platform):
             return None
         zeros = torch.zeros(max_rows, dtype=torch.int64)
         nothing = AttentionRows(np.zeros(max_rows, np.int64), np.ones(max_rows, np.int64), _PAGE_0, max_rows)
-        plans = {window: AttentionPlan(0, (), (), nothing, window) for window in windows}
+        plans = {window: AttentionPlan((), (), nothing, window) for window in windows}
         try:
             with native.record(max_rows) as recording:
                 out = forward(ForwardBatch(zeros, zeros, zeros, plans))

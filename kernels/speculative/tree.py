@@ -87,13 +87,12 @@ def unpack_bits(bits: Tensor, nodes: int) -> Tensor:
 
 
 def within_window(bits: Tensor, window: int) -> Tensor:
-    """``bits`` [rows, nodes] of which each node keeps its last ``window`` ones, itself included; 0 keeps all."""
-    nodes = bits.shape[1]
-    if not window or window >= nodes:
+    """``bits`` int64 [rows, nodes] of which each node keeps its last ``window`` ones, its own among them; 0: all."""
+    if not window or window >= MOST_NODES:
         return bits
-    seen = unpack_bits(bits, nodes)
+    seen = unpack_bits(bits, MOST_NODES)
     nearest = seen.flip(-1).cumsum(-1).flip(-1) <= window  # a deeper ancestor has a higher number
-    return (seen & nearest).to(torch.int64).mul(_own_bits(nodes, bits.device)).sum(-1)
+    return (seen & nearest).to(torch.int64).mul(_own_bits(MOST_NODES, bits.device)).sum(-1)
 
 
 def _own_bits(nodes: int, device: torch.device) -> Tensor:

@@ -1,7 +1,9 @@
-// Attention of one query a row over its pages, each page read once for all heads that share it.
+// Attention of one query a row, or of a few, over its pages, each page read once for all heads that share it.
 //
 // Scores are K Q^T on AMX: sixteen tokens of a page are a tile as they lie in the cache, up to sixteen heads of a group
-// are its columns. The softmax then runs over columns, and values are added up in float32.
+// are its columns, those of one query after those of another. The softmax then runs over columns, and values are added
+// up in float32. What a column comes to is the same bits whatever columns are beside it, and whatever tokens that it
+// does not see lie between those that it sees: a draft is verified with the numbers that it would be decoded with.
 #pragma once
 #include <vector>
 
@@ -24,7 +26,7 @@ struct Cached {
 // weights float [tokens from `first`][width]; sums of weight * value for `HEADS` columns from `head` on.
 template <int VECTORS, int HEADS>
 void add_values(const Cached& cached, int64_t values, int64_t first, int64_t end, const float* weights,
-                int64_t width, int64_t head, const float* scale, bf16* out) {
+                int64_t width, int64_t head, const float* scale, bf16* const* out) {
     __m512 sums[HEADS][VECTORS];
     for (auto& of_head : sums)
         for (auto& sum : of_head) sum = _mm512_setzero_ps();
@@ -42,7 +44,7 @@ void add_values(const Cached& cached, int64_t values, int64_t first, int64_t end
     }
     for (int h = 0; h < HEADS; h++)
         for (int v = 0; v < VECTORS; v++)
-            store(out + (head + h) * VECTORS * TILE + v * TILE,
+            store(out[head + h] + v * TILE,
                   _mm512_mul_ps(sums[h][v], _mm512_set1_ps(scale[head + h])));
 }
 
@@ -51,7 +53,7 @@ constexpr int most_heads = VECTORS <= 4 ? 4 : VECTORS <= 8 ? 3 : 1;
 
 template <int VECTORS>
 void all_values(const Cached& cached, int64_t values, int64_t first, int64_t end, const float* weights,
-                int64_t width, int64_t heads, const float* scale, bf16* out) {
+                int64_t width, int64_t heads, const float* scale, bf16* const* out) {
     constexpr int MOST = most_heads<VECTORS>;
     auto add = [&]<int HEADS>(int64_t head) {
         add_values<VECTORS, HEADS>(cached, values, first, end, weights, width, head, scale, out);
@@ -65,16 +67,29 @@ void all_values(const Cached& cached, int64_t values, int64_t first, int64_t end
     for (; head < heads; head++) add.template operator()<1>(head);
 }
 
+// Sums of floats in double, so that their order does not show in them.
+struct Sum {
+    __m512d low = _mm512_setzero_pd(), high = _mm512_setzero_pd();
+
+    void add(__m512 x) {
+        low = _mm512_add_pd(low, _mm512_cvtps_pd(_mm512_castps512_ps256(x)));
+        high = _mm512_add_pd(high, _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1)));
+    }
+};
+
+inline __m512 both(__m256 low, __m256 high) { return _mm512_insertf32x8(_mm512_castps256_ps512(low), high, 1); }
+
 // Softmax of scores [tokens][16] over the tokens, before it is divided by the sums. In place. -> 1 / sums.
 inline __m512 softmax(float* scores, int64_t tokens, __m512 factor) {
-    __m512 most = _mm512_set1_ps(-3e38f), sum = _mm512_setzero_ps();
+    __m512 most = _mm512_set1_ps(-3e38f);
+    Sum sum;
     for (int64_t i = 0; i < tokens; i++) most = _mm512_max_ps(most, _mm512_loadu_ps(scores + i * TILE));
     for (int64_t i = 0; i < tokens; i++) {
         __m512 weight = exp(_mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(scores + i * TILE), most), factor));
-        sum = _mm512_add_ps(sum, weight);
+        sum.add(weight);
         _mm512_storeu_ps(scores + i * TILE, weight);
     }
-    return _mm512_div_ps(_mm512_set1_ps(1.0f), sum);
+    return _mm512_div_ps(_mm512_set1_ps(1.0f), both(_mm512_cvtpd_ps(sum.low), _mm512_cvtpd_ps(sum.high)));
 }
 
 // The same for up to four heads, four tokens in a vector; the result is [tokens][4] from `scores` on.
@@ -95,16 +110,19 @@ inline __m512 softmax_of_four(float* scores, int64_t tokens, __m512 factor) {
         x = with(x, _mm512_shuffle_f32x4(x, x, 0x4e));
         return with(x, _mm512_shuffle_f32x4(x, x, 0xb1));
     };
-    __m512 most = nothing, sum = _mm512_setzero_ps();
+    __m512 most = nothing;
+    Sum sum;
     for (int64_t i = 0; i < tokens; i += 4) most = _mm512_max_ps(most, four(i, mask(i)));
     most = turn(most, [](__m512 a, __m512 b) { return _mm512_max_ps(a, b); });
     for (int64_t i = 0; i < tokens; i += 4) {
         __m512 weight = exp(_mm512_mul_ps(_mm512_sub_ps(four(i, mask(i)), most), factor));
         weight = _mm512_maskz_mov_ps(mask(i), weight);
-        sum = _mm512_add_ps(sum, weight);
+        sum.add(weight);
         _mm512_storeu_ps(scores + i * 4, weight);
     }
-    return _mm512_div_ps(_mm512_set1_ps(1.0f), turn(sum, [](__m512 a, __m512 b) { return _mm512_add_ps(a, b); }));
+    const __m512d halves = _mm512_add_pd(sum.low, sum.high);
+    const __m256 whole = _mm512_cvtpd_ps(_mm512_add_pd(halves, _mm512_shuffle_f64x2(halves, halves, 0x4e)));
+    return _mm512_div_ps(_mm512_set1_ps(1.0f), both(whole, whole));
 }
 
 struct Attending {
@@ -122,22 +140,58 @@ inline void fetch(const bf16* from, int64_t count) {
         _mm_prefetch(reinterpret_cast<const char*>(from + line), _MM_HINT_T1);
 }
 
-// A block of up to sixteen heads of one kv head in one row.
-inline void attend(const Attending& task, int64_t row, int64_t kv_head, int64_t head, int64_t heads, int thread) {
+// What the queries of one row see.
+struct Seen {
+    int64_t first, count, end;  // its tokens in the step, and its tokens in the cache
+    int64_t root;               // all before this position is seen by each
+    const uint64_t* bits;       // of each query: what it sees from there on; null: all up to its own position
+
+    Seen(const Step& step, int64_t row) {
+        first = step.offsets ? step.offsets[row] : row;
+        count = step.offsets ? step.offsets[row + 1] - first : 1;
+        end = step.lengths[row];
+        const int64_t draft = row - step.decodes;
+        const bool tree = step.bits && draft >= 0;
+        root = tree && step.roots ? step.roots[draft] : end - count;
+        bits = tree ? step.bits + draft * step.bits_stride : nullptr;
+    }
+
+    // The query's own bits, of which a window takes the last.
+    uint64_t of(int64_t query, int64_t window) const {
+        uint64_t found = bits ? bits[query] : ~uint64_t{0} >> (63 - query);
+        if (window)
+            while (__builtin_popcountll(found) > window) found &= found - 1;
+        return found;
+    }
+};
+
+// A block of up to sixteen columns, from `column` on, of one kv head in one row: a query's heads, then the next one's.
+inline void attend(const Attending& task, int64_t row, int64_t kv_head, int64_t column, int thread) {
     const Op& op = *task.op;
     const Step& step = *task.step;
-    const int64_t dim = op.i0, kv_heads = op.i2, token = 2 * kv_heads * dim;
-    const bf16* queries = static_cast<const bf16*>(op.a) + row * op.stride_a + head * dim;
-    bf16* out = static_cast<bf16*>(op.out) + row * op.stride_out + head * dim;
+    const int64_t dim = op.i0, kv_heads = op.i2, group = op.i1 / kv_heads, token = 2 * kv_heads * dim;
+    const Seen seen(step, row);
+    const int64_t columns = std::min(TILE, seen.count * group - column);
     const Cached cached = {static_cast<const bf16*>(op.b) + kv_head * dim, token, op.i4 * token,
                            step.pages + row * step.pages_stride, op.i4};
-    const int64_t end = step.lengths[row], first = op.i3 ? std::max<int64_t>(0, end - op.i3) : 0;
-    const int64_t begin = first / TILE * TILE;
 
-    alignas(64) uint32_t columns[256 / 2][TILE];  // queries as a tile of weights: [pair of dims][head]
-    std::memset(columns, 0, sizeof(columns[0]) * dim / 2);
-    for (int64_t h = 0; h < heads; h++)
-        for (int64_t pair = 0; pair < dim / 2; pair++) std::memcpy(&columns[pair][h], queries + h * dim + 2 * pair, 4);
+    alignas(64) uint32_t tile[256 / 2][TILE];  // queries as a tile of weights: [pair of dims][column]
+    bf16* out[TILE];
+    uint64_t bits[TILE], any = 0;
+    int64_t firsts[TILE], first = seen.end, latest = 0;
+    if (columns < TILE) std::memset(tile, 0, sizeof(tile[0]) * dim / 2);
+    for (int64_t c = 0; c < columns; c++) {
+        const int64_t query = (column + c) / group, head = kv_head * group + (column + c) % group;
+        const bf16* asked = static_cast<const bf16*>(op.a) + (seen.first + query) * op.stride_a + head * dim;
+        for (int64_t pair = 0; pair < dim / 2; pair++) std::memcpy(&tile[pair][c], asked + 2 * pair, 4);
+        out[c] = static_cast<bf16*>(op.out) + (seen.first + query) * op.stride_out + head * dim;
+        any |= bits[c] = seen.of(query, op.i3);
+        firsts[c] = op.i3 ? std::max<int64_t>(0, seen.root + __builtin_popcountll(bits[c]) - op.i3) : 0;
+        first = std::min(first, firsts[c]);
+        latest = std::max(latest, firsts[c]);
+    }
+    const int64_t end = std::min(seen.end, seen.root + 64 - __builtin_clzll(any | 1));
+    const int64_t begin = first / TILE * TILE;
     auto& scores = (*task.scores)[thread];
     if (static_cast<int64_t>(scores.size()) < (end - begin + TILE) * TILE) scores.resize((end - begin + 512) * TILE);
 
@@ -148,25 +202,36 @@ inline void attend(const Attending& task, int64_t row, int64_t kv_head, int64_t 
         _tile_zero(0);
         for (int64_t depth = 0; depth < dim; depth += DEPTH) {
             _tile_loadd(4, keys + depth, 2 * token);
-            _tile_loadd(6, columns[depth / 2], 64);
+            _tile_loadd(6, tile[depth / 2], 64);
             _tile_dpbf16ps(0, 4, 6);
         }
         _tile_stored(0, scores.data() + (position - begin) * TILE, 64);
     }
+    if (seen.count > 1) {
+        auto hide = [&](int64_t position, auto hidden) {
+            __mmask16 mask = 0;
+            for (int64_t c = 0; c < columns; c++) mask |= static_cast<__mmask16>(hidden(c) << c);
+            _mm512_mask_storeu_ps(scores.data() + (position - begin) * TILE, mask, _mm512_set1_ps(-1e30f));
+        };
+        for (int64_t position = first; position < latest; position++)
+            hide(position, [&](int64_t c) { return position < firsts[c]; });
+        for (int64_t position = std::max(seen.root, first); position < end; position++)
+            hide(position, [&](int64_t c) { return !(bits[c] >> (position - seen.root) & 1); });
+    }
 
     const __m512 factor = _mm512_set1_ps(static_cast<float>(op.f0));
-    const int64_t width = heads <= 4 ? 4 : TILE;
+    const int64_t width = columns <= 4 ? 4 : TILE;
     float* weights = scores.data() + (first - begin) * TILE;
     alignas(64) float scale[TILE];
-    _mm512_store_ps(scale, (heads <= 4 ? softmax_of_four : softmax)(weights, end - first, factor));
+    _mm512_store_ps(scale, (columns <= 4 ? softmax_of_four : softmax)(weights, end - first, factor));
 
     const int64_t values = kv_heads * dim;
     switch (dim / TILE) {
-        case 2: return all_values<2>(cached, values, first, end, weights, width, heads, scale, out);
-        case 4: return all_values<4>(cached, values, first, end, weights, width, heads, scale, out);
-        case 6: return all_values<6>(cached, values, first, end, weights, width, heads, scale, out);
-        case 8: return all_values<8>(cached, values, first, end, weights, width, heads, scale, out);
-        case 16: return all_values<16>(cached, values, first, end, weights, width, heads, scale, out);
+        case 2: return all_values<2>(cached, values, first, end, weights, width, columns, scale, out);
+        case 4: return all_values<4>(cached, values, first, end, weights, width, columns, scale, out);
+        case 6: return all_values<6>(cached, values, first, end, weights, width, columns, scale, out);
+        case 8: return all_values<8>(cached, values, first, end, weights, width, columns, scale, out);
+        case 16: return all_values<16>(cached, values, first, end, weights, width, columns, scale, out);
     }
 }
 
@@ -175,9 +240,9 @@ inline void attend_chunk(void* context, int64_t chunk, int thread) {
     const Attending& task = *static_cast<const Attending*>(context);
     const int64_t kv_heads = task.op->i2, group = task.op->i1 / kv_heads;
     const int64_t row = chunk / task.split, each = kv_heads / task.split, first = chunk % task.split * each;
+    const int64_t columns = Seen(*task.step, row).count * group;
     for (int64_t kv_head = first; kv_head < first + each; kv_head++)
-        for (int64_t head = 0; head < group; head += TILE)
-            attend(task, row, kv_head, kv_head * group + head, std::min(TILE, group - head), thread);
+        for (int64_t column = 0; column < columns; column += TILE) attend(task, row, kv_head, column, thread);
 }
 
 }  // namespace troupe

@@ -58,6 +58,12 @@ class Step(ctypes.Structure):
         ("pages", ctypes.c_void_p),
         ("pages_stride", ctypes.c_int64),
         ("lengths", ctypes.c_void_p),
+        ("sequences", ctypes.c_int64),
+        ("decodes", ctypes.c_int64),
+        ("offsets", ctypes.c_void_p),
+        ("roots", ctypes.c_void_p),
+        ("bits", ctypes.c_void_p),
+        ("bits_stride", ctypes.c_int64),
     )
 
 

@@ -154,8 +154,8 @@ void run(Engine& engine, const Op& op, const Step& step) {
                                    static_cast<bf16*>(op.out), step.rows, op.i0, op.i1, op.stride_a, op.stride_out, 1});
             return;
         case ATTENTION: {
-            Attending task = {&op, &step, &engine.scores, step.rows < 2 * engine.team.size() ? op.i2 : 1};
-            engine.team.each(step.rows * task.split, attend_chunk, &task);
+            Attending task = {&op, &step, &engine.scores, step.sequences < 2 * engine.team.size() ? op.i2 : 1};
+            engine.team.each(step.sequences * task.split, attend_chunk, &task);
             return;
         }
         case PREFILL: return prefill(engine.team, engine.spaces, engine.values, op, step.rows);

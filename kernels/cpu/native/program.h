@@ -26,7 +26,10 @@ struct Op {
     double f0;
 };
 
-// One step's inputs; row r of `pages` holds the page ids of row r, `lengths` the tokens it sees.
+// One step's inputs. ATTENTION alone knows `sequences`: row r of `pages` holds the page ids of sequence r, `lengths` its
+// tokens in the cache, the step's included. The step's rows `offsets[r] .. offsets[r + 1]` are its queries (null: one
+// each). Behind the first `decodes`, drafts may be trees: `bits` of each query [.., bits_stride] say what it sees from
+// position `roots[r - decodes]` on, of which it sees all before (null: from its first query's position on).
 struct Step {
     int64_t rows;
     const int32_t* ids;
@@ -35,6 +38,11 @@ struct Step {
     const int32_t* pages;
     int64_t pages_stride;
     const int64_t* lengths;
+    int64_t sequences, decodes;
+    const int64_t* offsets;
+    const int64_t* roots;
+    const uint64_t* bits;
+    int64_t bits_stride;
 };
 
 }  // namespace troupe
