@@ -71,7 +71,7 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
     computed: int  # tokens whose keys and values already lie in `pages` (cached prefix)
     pages: bytes  # int32: the slot's first pages, in order
     sampling: SlotSampling
-    salt: str = ""  # of the prefix cache: what was learnt of one salt's requests is of no use to another's
+    salt: bytes = b""  # of the prefix cache: what was learnt of one salt's requests is of no use to another's
 
 
 class StepBatch(msgspec.Struct, frozen=True, array_like=True):

@@ -23,16 +23,22 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class Flight:
-    """A step without an answer yet. Parallel lists, a row each; ``serials`` tell a sequence's lives apart."""
+    """A step without an answer yet. Parallel lists, a row each; ``serials`` tell a sequence's lives apart.
 
-    __slots__ = ("counts", "number", "samples", "sequences", "serials")
+    ``ahead``: of the first rows, the decodes, how many tokens more than one each may sample; empty when none may.
+    """
 
-    def __init__(self, number: int, sequences: list[Sequence], counts: list[int], samples: list[int]) -> None:
+    __slots__ = ("ahead", "counts", "number", "samples", "sequences", "serials")
+
+    def __init__(
+        self, number: int, sequences: list[Sequence], counts: list[int], samples: list[int], ahead: list[int]
+    ) -> None:
         self.number = number
         self.sequences = sequences
         self.serials = [sequence.serial for sequence in sequences]
         self.counts = counts
         self.samples = samples  # tokens each row will produce
+        self.ahead = ahead
 
 
 class Draft:
@@ -40,9 +46,11 @@ class Draft:
 
     __slots__ = (
         "admitted",
+        "ahead",
         "budget",
         "counts",
         "decodes",
+        "drafts",
         "emissions",
         "grows",
         "pages",
@@ -55,6 +63,8 @@ class Draft:
         self.budget = budget
         self.prefill_rows = prefill_rows  # how many more of them may join
         self.decodes: list[Sequence] = []
+        self.drafts: list[int] = []  # of decodes: guesses that each may verify; empty when none may
+        self.ahead: list[int] = []  # of decodes: of these, how many may be accepted
         self.counts: list[tuple[Sequence, int]] = []  # of prefills
         self.samples: list[int] = []  # of prefills
         self.grows: list[Grow] = []
@@ -110,6 +120,7 @@ class Draft:
                 ]
             ),
             released=released,
+            drafts=_pack(self.drafts + [0] * len(self.counts)) if self.drafts else b"",
         )
 
     def sequences(self) -> list[Sequence]:
@@ -118,7 +129,8 @@ class Draft:
 
     def flight(self, number: int) -> Flight:
         """What is to be remembered until the answer comes."""
-        return Flight(number, self.sequences(), self._row_counts(), [1] * len(self.decodes) + self.samples)
+        samples = [1] * len(self.decodes) + self.samples
+        return Flight(number, self.sequences(), self._row_counts(), samples, self.ahead)
 
     def chunks(self) -> list[Chunk]:
         """The prefill rows."""
@@ -141,6 +153,7 @@ def _admission(sequence: Sequence, pages: bytes) -> Admission:
         computed=sequence.computed,
         pages=pages,
         sampling=_sampling(sequence),
+        salt=sequence.spec.salt,
     )
 
 

@@ -44,8 +44,10 @@ class Planner:
     Then its pages are given up and prompt and output are computed again, from whatever prefix is cached still.
 
     Two steps may be in flight: a sequence's next token is planned before the last one is known, so an end is noticed
-    one step late and the row that ran in vain is ignored. Steps run strictly in order, which is why pages and slots can
-    be given to others while such a row is still in flight: whoever gets them runs, and writes, later.
+    one step late and the row that ran in vain is ignored. Where the worker verifies guesses, not even the number of
+    tokens that a step in flight samples is known: the next one is planned as if it were one, with pages for the most.
+    Steps run strictly in order, which is why pages and slots can be given to others while a row is still in flight:
+    whoever gets them runs, and writes, later.
     """
 
     def __init__(self, config: PlannerConfig) -> None:
@@ -122,7 +124,7 @@ class Planner:
         self._info = info
         self._flights.clear()
         self._roster.new_worker(info.page_size)
-        self._planning.new_worker(info.num_pages - 1)
+        self._planning.new_worker(info.num_pages - 1, info.speculative_depth)
         self._last_finish = now
         waiting = list(self._roster.waiting)
         return [emission for sequence in waiting if (emission := self._examine(sequence, info)) is not None]
@@ -178,6 +180,8 @@ class Planner:
         """End a waiting sequence that is complete, or that this worker can never run."""
         prompt, context = sequence.prompt_length, info.context_length
         sequence.target = min(prompt + sequence.spec.max_tokens, context)
+        guesses, wanted = info.speculative_nodes - 1, sequence.spec.sampling.drafts
+        sequence.drafts = guesses if wanted < 0 else min(wanted, guesses)
         pages = -(-sequence.length // info.page_size)
         ended = sequence.end()
         if ended is None and prompt < 1:
@@ -233,6 +237,7 @@ class Planner:
         failed = {(error.slot, error.generation): error.message for error in result.failed}
         emissions: list[Emission] = []
         index = 0
+        speculating = len(flight.ahead)
         for row, (sequence, serial, count, samples, got) in enumerate(
             zip(flight.sequences, flight.serials, flight.counts, flight.samples, accepted, strict=True)
         ):
@@ -242,6 +247,9 @@ class Planner:
             if failed and (sequence.slot, sequence.generation) in failed:
                 message = failed[sequence.slot, sequence.generation]
                 emissions.append(self._roster.end(sequence, Ended("error", message=message)))
+                continue
+            if row < speculating:
+                emissions.append(self._accept(sequence, tokens[at:index], flight.ahead[row], scores, at))
                 continue
             if got != samples:
                 raise RuntimeError(f"step {result.number} was to sample {samples} tokens in row {row}, it has {got}")
@@ -254,6 +262,34 @@ class Planner:
             if samples:
                 emissions.append(self._emit(sequence, tokens[at], None if scores is None else scores.at(at)))
         return emissions
+
+    def _accept(
+        self, sequence: Sequence, tokens: list[int], ahead: int, scores: StepScores | None, at: int
+    ) -> Emission:
+        """A decode that may have verified guesses: one token and ``ahead`` more at most, of which those after the last
+        one of the sequence count for nothing. ``at``: where they stand in the step's result."""
+        if not 1 <= len(tokens) <= ahead + 1:
+            raise RuntimeError(f"a row was to sample 1 to {ahead + 1} tokens, it has {len(tokens)}")
+        output = sequence.output
+        start, ended = len(output), None
+        for token in tokens:
+            output.append(token)
+            if token in sequence.stop_ids or sequence.length >= sequence.target:
+                ended = sequence.end()
+                if ended is not None:
+                    break
+        kept = len(output) - start
+        sequence.ahead -= ahead
+        sequence.known += kept - 1
+        sequence.scheduled += kept - 1
+        sequence.computed += kept
+        sequence.progressed = True
+        if sequence.computed >= sequence.commit_at:
+            self._roster.filled_page(sequence)
+        if ended is not None:
+            self._roster.drop(sequence)
+        found = None if scores is None or sequence.spec.sampling.logprobs < 0 else scores.run(at, at + kept)
+        return Emission(sequence.id, start, tuple(tokens[:kept]), found, None, sequence.cached_tokens, ended)
 
     def _emit(self, sequence: Sequence, token: int, scores: TokenScores | None) -> Emission:
         """A sequence has a token; it may be its last."""

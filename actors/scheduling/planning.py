@@ -45,10 +45,12 @@ class StepPlanning:
         self._available = 0
         self._steps = 0
         self._blocked = (-1, 0)  # the sequence that did not fit, and the pages it needs
+        self._depth = 0
 
-    def new_worker(self, total_pages: int) -> None:
-        """The cache is empty, of this size."""
+    def new_worker(self, total_pages: int, depth: int) -> None:
+        """The cache is empty, of this size. ``depth``: guesses that a row may accept in a step; 0: none are made."""
         self._total_pages = self._available = total_pages
+        self._depth = depth
         self._blocked = (-1, 0)
 
     def fill(self, now: float, *, idle: bool) -> Generator[CacheMessage, CacheReply, tuple[Draft, tuple[Grant, ...]]]:
@@ -96,21 +98,59 @@ class StepPlanning:
             scheduled = sequence.scheduled
             if sequence.known - scheduled == 1 and sequence.known < sequence.target:
                 rows.append(sequence)
-                if scheduled >= sequence.capacity:
+                if scheduled + sequence.ahead >= sequence.capacity:
                     growers.append(sequence)
         if len(growers) > self._available:
             yield from self._settle(draft)
         if len(growers) > self._available:
-            growers = yield from self._yield_pages(draft, growers)
-            rows = [s for s in rows if s.serial and (s.scheduled < s.capacity or s in growers)]
+            # Who may have got so far only if guesses in flight are right will know soon: nobody has to go for that.
+            growers = [s for s in growers if not s.ahead]
+            if len(growers) > self._available:
+                growers = yield from self._yield_pages(draft, growers)
+            rows = [s for s in rows if s.serial and (s.scheduled + s.ahead < s.capacity or s in growers)]
         for sequence in growers:
             draft.grow(sequence, 1, self._roster.page_size)
         self._available -= len(growers)
+        draft.decodes = rows
+        draft.budget -= len(rows)
+        if self._depth and rows:
+            self._allow_drafts(draft)
         for sequence in rows:
             sequence.scheduled += 1
             sequence.known += 1
-        draft.decodes = rows
-        draft.budget -= len(rows)
+
+    def _allow_drafts(self, draft: Draft) -> None:
+        """How many guesses each decode may verify: as many as its request wants, that could still be of use to it, that
+        fit an even share of the step (of half of it, while others have prompts to run), and that pages are free for.
+
+        Guesses take positions behind the last known token, so they need pages early; they get none that somebody else
+        might need in this step or, while all go on by a page, in the next.
+        """
+        size, rows = self._roster.page_size, draft.decodes
+        prompts = self._roster.prefilling or self._roster.waiting
+        share = (draft.budget // 2 if prompts else draft.budget) // len(rows)
+        spare = self._available - len(self._roster.running)
+        drafts: list[int] = []
+        ahead: list[int] = []
+        for sequence in rows:
+            rest = sequence.target - sequence.known - 1  # tokens wanted beside the one that is sampled in any case
+            most = min(sequence.drafts, share) if rest > 0 else 0
+            if most:
+                root = sequence.scheduled + sequence.ahead
+                pages = -(-(root + most + 1) // size) - sequence.pages
+                if pages > spare:
+                    most = max(sequence.capacity - root - 1, 0)
+                elif pages > 0:
+                    draft.grow(sequence, pages, size)
+                    spare -= pages
+                    self._available -= pages
+            accepts = min(most, self._depth)
+            sequence.ahead += accepts
+            drafts.append(most)
+            ahead.append(accepts)
+        if any(drafts):
+            draft.drafts, draft.ahead = drafts, ahead
+            draft.budget -= sum(drafts)
 
     def _yield_pages(
         self, draft: Draft, growers: list[Sequence]

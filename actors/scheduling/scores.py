@@ -48,6 +48,10 @@ class StepScores:
     def at(self, index: int) -> TokenScores:
         return self._packed.slice(index, index + 1)
 
+    def run(self, start: int, end: int) -> TokenScores:
+        """Of the tokens ``start .. end - 1``."""
+        return self._packed.slice(start, end)
+
 
 class PromptScores:
     """Scores of prompt tokens, by row."""

@@ -21,15 +21,19 @@ class Sequence:
     """Mutable state of a :class:`SequenceSpec`. All lengths are in tokens, counted from the sequence's first.
 
     ``computed <= scheduled <= known``: confirmed by the worker; run or in flight; prompt, output and the tokens that
-    steps in flight will sample. ``target``: where ``known`` stops growing (max_tokens or the context's end).
+    steps in flight will sample, one each. ``ahead``: how many more these may sample, where they verify guesses: so far
+    ``scheduled`` and ``known`` may jump when they are answered. ``target``: where ``known`` stops growing (max_tokens
+    or the context's end). ``drafts``: guesses that a step may verify.
     """
 
     __slots__ = (
+        "ahead",
         "cached_tokens",
         "capacity",
         "charged",
         "commit_at",
         "computed",
+        "drafts",
         "first_page",
         "generation",
         "id",
@@ -67,6 +71,7 @@ class Sequence:
         self.progressed = True  # since the last admission, or never preempted
         self.cached_tokens = -1  # of the first admission
         self.target = 0
+        self.drafts = 0
         self.first_page: tuple[bytes, bytes] = (b"", b"")
         self.rest()
 
@@ -77,6 +82,7 @@ class Sequence:
         self.generation = 0
         self.known = self.prompt_length + len(self.output)
         self.scheduled = 0
+        self.ahead = 0
         self.computed = 0
         self.pages = 0  # held, the shared ones too
         self.capacity = 0  # tokens that fit the pages held

@@ -23,7 +23,15 @@ class ContractBroken(AssertionError):
     """A step says what no scheduler may say."""
 
 
-def model_info(*, num_pages: int, page_size: int, context_length: int = 4096, vocab_size: int = 32000) -> ModelInfo:
+def model_info(
+    *,
+    num_pages: int,
+    page_size: int,
+    context_length: int = 4096,
+    vocab_size: int = 32000,
+    speculative_nodes: int = 1,
+    speculative_depth: int = 0,
+) -> ModelInfo:
     """A runner's description with nothing in it but the sizes."""
     return ModelInfo(
         architecture="simulated",
@@ -38,6 +46,8 @@ def model_info(*, num_pages: int, page_size: int, context_length: int = 4096, vo
         page_size=page_size,
         cache_bytes=0,
         load_seconds={},
+        speculative_nodes=speculative_nodes,
+        speculative_depth=speculative_depth,
     )
 
 
@@ -62,7 +72,10 @@ class _Slot:
 
 
 class SimulatedRunner:
-    """Runs steps. ``fails`` gets a row's tokens and returns an error message, or None; it makes rows fail alone."""
+    """Runs steps. ``fails`` gets a row's tokens and returns an error message, or None; it makes rows fail alone.
+
+    ``accepts`` gets how many guesses a row could accept, and returns how many it does.
+    """
 
     def __init__(
         self,
@@ -71,13 +84,16 @@ class SimulatedRunner:
         max_slots: int,
         max_step_tokens: int,
         fails: Callable[[list[int]], str | None] = lambda tokens: None,
+        accepts: Callable[[int], int] = lambda most: most,
     ) -> None:
         self.info = info
+        self.accepted = 0  # guesses
         self.computed_tokens = 0
         self.rows: list[int] = []  # rows of each step
         self._max_slots = max_slots
         self._max_step_tokens = max_step_tokens
         self._fails = fails
+        self._accepts = accepts
         self._slots: dict[int, _Slot] = {}
         self._generations: dict[int, int] = {}
         self._cells: dict[tuple[int, int], bytes] = {}  # (page, offset) -> digest of the prefix ending there
@@ -91,11 +107,16 @@ class SimulatedRunner:
         slots, generations, counts = _ints(batch.slots), _ints(batch.generations), _ints(batch.counts)
         _expect(len(slots) == len(generations) == len(counts) > 0, "rows of uneven length, or none")
         _expect(len(set(slots)) == len(slots), f"a slot has two rows: {slots}")
-        _expect(sum(counts) <= self._max_step_tokens, f"{sum(counts)} tokens in a step of {self._max_step_tokens}")
+        drafts = _ints(batch.drafts) or [0] * len(slots)
+        _expect(len(drafts) == len(slots), "drafts and slots are of uneven length")
+        tokens = sum(counts) + sum(drafts)
+        _expect(tokens <= self._max_step_tokens, f"{tokens} tokens in a step of {self._max_step_tokens}")
         self.rows.append(len(slots))
         result = _Result()
         prefills = False
-        for row, (number, generation, count) in enumerate(zip(slots, generations, counts, strict=True)):
+        for row, (number, generation, count, guesses) in enumerate(
+            zip(slots, generations, counts, drafts, strict=True)
+        ):
             slot = self._slots.get(number)
             _expect(slot is not None, f"a row for the empty slot {number}")
             assert slot is not None
@@ -108,7 +129,14 @@ class SimulatedRunner:
             decode = slot.sampled and slot.computed + 1 == len(slot.tokens)
             _expect(not (prefills and decode), "a decode row stands behind a prefill row")
             prefills = prefills or not decode
+            last = count == 1 and slot.computed + 1 == len(slot.tokens)
+            _expect(last or not guesses, f"slot {number} guesses before its last known token")
+            _expect(0 <= guesses < self.info.speculative_nodes, f"slot {number} has {guesses} guesses")
             start = slot.computed
+            if guesses:
+                self._verify(number, slot, guesses)
+                result.accept(slot, start + 1)
+                continue
             self._compute(number, slot, count)
             if slot.sampling.prompt_logprobs >= 0:
                 result.score_prompt(row, slot, start)
@@ -142,6 +170,20 @@ class SimulatedRunner:
             _expect(all(0 < page < self.info.num_pages for page in slot.pages), f"slot {number}: pages {slot.pages}")
             _expect(len(set(slot.pages)) == len(slot.pages), f"slot {number} has a page twice: {slot.pages}")
 
+    def _verify(self, number: int, slot: _Slot, guesses: int) -> None:
+        """Guesses are written behind the last known token; those that are accepted stay, the others leave garbage."""
+        size = self.info.page_size
+        accepted = self._accepts(min(guesses, self.info.speculative_depth))
+        self.accepted += accepted
+        first = slot.computed
+        for _ in range(accepted + 1):
+            self._compute(number, slot, 1)
+            slot.tokens.append(next_token(slot.tokens, self.info.vocab_size))
+        _expect(first + guesses < len(slot.pages) * size, f"guesses of slot {number} run out of its pages")
+        for position in range(slot.computed, first + guesses + 1):
+            self._own(number, slot, slot.pages[position // size])
+            self._cells.pop((slot.pages[position // size], position % size), None)
+
     def _compute(self, number: int, slot: _Slot, count: int) -> None:
         size = self.info.page_size
         end = slot.computed + count
@@ -155,11 +197,14 @@ class SimulatedRunner:
             )
         for position in range(slot.computed, end):
             page = slot.pages[position // size]
-            sharers = [other for other, held in self._slots.items() if other != number and page in held.pages]
-            _expect(not sharers, f"slot {number} writes page {page}, which slots {sharers} hold too")
+            self._own(number, slot, page)
             self._cells[page, position % size] = _digest(slot.tokens[: position + 1])
         slot.computed = end
         self.computed_tokens += count
+
+    def _own(self, number: int, slot: _Slot, page: int) -> None:
+        sharers = [other for other, held in self._slots.items() if other != number and page in held.pages]
+        _expect(not sharers, f"slot {number} writes page {page}, which slots {sharers} hold too")
 
 
 class _Result:
@@ -181,6 +226,14 @@ class _Result:
         self._tokens.append(token)
         self._asked = self._asked or slot.sampling.logprobs >= 0
         self._tops.append([token + i for i in range(max(slot.sampling.logprobs, 0))])
+
+    def accept(self, slot: _Slot, start: int) -> None:
+        """The tokens from ``start`` on."""
+        tokens = slot.tokens[start:]
+        self.accepted.append(len(tokens))
+        self._tokens += tokens
+        self._asked = self._asked or slot.sampling.logprobs >= 0
+        self._tops += [[token + i for i in range(max(slot.sampling.logprobs, 0))] for token in tokens]
 
     def score_prompt(self, row: int, slot: _Slot, start: int) -> None:
         tokens = slot.tokens[start + 1 : min(slot.computed, slot.prompt_length - 1) + 1]

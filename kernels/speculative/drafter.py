@@ -75,7 +75,9 @@ class Observation:
     cache_index: Tensor  # int64 [tokens]: page * page_size + offset of each
     features: Tensor | None  # [tokens, n], ``Decoder.split``'s; None for a drafter that has no use for it
     last: Tensor  # int64 [rows]: each row's last token among the tokens
-    host_tokens: Ints | None = None  # [tokens], next_tokens on the host, for a drafter with ``needs_host_tokens``
+    device_slots: Tensor  # int64 [rows], slots on the device
+    table: Tensor  # int32 [max_slots, positions]: all known tokens by slot; what stands behind them is of no meaning
+    sampled: tuple[Ints, ...] | None = None  # of each row, on the host, what was sampled; with ``needs_host_tokens``
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ class DraftRows:
     root_tokens: Tensor  # int64 [rows]
     root_positions: Tensor  # int64 [rows], roots on the device
     device_slots: Tensor  # int64 [rows], slots on the device
+    table: Tensor  # int32 [max_slots, positions], as in Observation
     noise: DraftNoise | None  # None: all rows are greedy
     steps: int  # passes that are worth it now, 1 to the settings' num_steps (adaptive drafting lowers it)
 

@@ -44,6 +44,8 @@ class PlannerTraffic(RuleBasedStateMachine):
         pages=st.integers(4, 16),
         context=st.sampled_from([12, 24, 40]),
         spare_slots=st.integers(0, 1),
+        guesses=st.sampled_from([(0, 0), (0, 0), (1, 1), (3, 3), (4, 2), (7, 2)]),
+        acceptance=st.randoms(use_true_random=False),
         options=st.fixed_dictionaries(
             {
                 "overlap": st.booleans(),
@@ -60,7 +62,7 @@ class PlannerTraffic(RuleBasedStateMachine):
             }
         ),
     )
-    def start(self, max_running, budget, page_size, pages, context, spare_slots, options):
+    def start(self, max_running, budget, page_size, pages, context, spare_slots, guesses, acceptance, options):
         self.config = PlannerConfig(
             max_running=max_running,
             max_slots=max_running + 1 + spare_slots,
@@ -68,7 +70,15 @@ class PlannerTraffic(RuleBasedStateMachine):
             **options,
         )
         self.planner = Planner(self.config)
-        self.info = model_info(num_pages=pages + 1, page_size=page_size, context_length=context, vocab_size=VOCAB)
+        self.info = model_info(
+            num_pages=pages + 1,
+            page_size=page_size,
+            context_length=context,
+            vocab_size=VOCAB,
+            speculative_nodes=guesses[0] + 1,
+            speculative_depth=guesses[1],
+        )
+        self.acceptance = acceptance
         self.cache = PrefixCache(pages + 1, page_size, enabled=options["use_cache"])
         self.pages, self.page_size, self.context = pages, page_size, context
         self.now = 0.0
@@ -88,6 +98,7 @@ class PlannerTraffic(RuleBasedStateMachine):
             max_slots=self.config.max_slots,
             max_step_tokens=self.config.step_tokens,
             fails=lambda tokens: "poisoned" if tokens[0] == POISON else None,
+            accepts=lambda most: self.acceptance.randint(0, most),
         )
         self.sent.clear()
         self.answers.clear()
@@ -109,6 +120,7 @@ class PlannerTraffic(RuleBasedStateMachine):
         salt=st.sampled_from([b"", b"", b"tenant"]),
         tenant=st.sampled_from(["", "", "a", "b"]),
         logprobs=st.sampled_from([-1, 0, 2]),
+        drafts=st.sampled_from([-1, -1, 0, 1, 20]),
         prompt_logprobs=st.sampled_from([-1, -1, 0, 2]),
     )
     def submit(
@@ -125,6 +137,7 @@ class PlannerTraffic(RuleBasedStateMachine):
         salt,
         tenant,
         logprobs,
+        drafts,
         prompt_logprobs,
     ):
         if poisoned == 0:
@@ -134,7 +147,7 @@ class PlannerTraffic(RuleBasedStateMachine):
             fresh = SequenceSpec(
                 sequence=self.next,
                 prompt=pack(prompt),
-                sampling=SlotSampling(logprobs=logprobs, prompt_logprobs=prompt_logprobs),
+                sampling=SlotSampling(logprobs=logprobs, prompt_logprobs=prompt_logprobs, drafts=drafts),
                 max_tokens=max_tokens,
                 min_tokens=min_tokens,
                 stop_ids=tuple(stop_ids),
