@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,20 +24,9 @@ from actors.runtime.child_process import ChildProcess
 from actors.runtime.link import Kind
 from actors.streams import RequestStream
 from telemetry.timeline import Hop, Mark, RequestTimeline
+from tests.waiting import until
 
-PATIENCE = 60.0
 """Seconds until a test gives up."""
-
-
-async def until(condition: Callable[[], bool], what: str) -> None:
-    try:
-        async with asyncio.timeout(PATIENCE):
-            while True:
-                if condition():
-                    return
-                await asyncio.sleep(0.005)
-    except TimeoutError:
-        raise AssertionError(what) from None
 
 
 @dataclass

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +29,12 @@ from actors.requests import (
     SamplingParams,
 )
 from actors.streams import RequestStream, merge
+from tests import engines
 from tests.tiny_model import make_tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
-
-def small_engine(model: Path, **keywords: Any) -> Engine:
-    options: dict[str, Any] = {
-        "dtype": "float32",
-        "cpu_threads": 1,
-        "max_running_requests": 16,
-        "chunked_prefill_size": 64,
-        "max_total_tokens": 4096,
-    }
-    return Engine(model=str(model), **(options | keywords))
+small_engine = partial(engines.small_engine, max_running_requests=16)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

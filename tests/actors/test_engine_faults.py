@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,23 +32,14 @@ from actors.requests import (
 from actors.runtime import ActorSystem
 from actors.streams import RequestStream, merge
 from actors.vitals import Vitals
+from tests.engines import small_engine
 from tests.tiny_model import make_tiny_model
+from tests.waiting import until
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-def small_engine(model: Path, **keywords: Any) -> Engine:
-    options: dict[str, Any] = {
-        "dtype": "float32",
-        "cpu_threads": 1,
-        "max_running_requests": 8,
-        "chunked_prefill_size": 64,
-        "max_total_tokens": 4096,
-    }
-    return Engine(model=str(model), **(options | keywords))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -59,14 +50,6 @@ async def engine(tiny_model: Path) -> AsyncIterator[Engine]:
 
 async def text_of(engine: Engine, prompt: str | list[int], params: SamplingParams = GREEDY) -> str:
     return (await read_out(engine.generate(prompt, params))).text
-
-
-async def until(condition: Callable[[], bool], what: str) -> None:
-    for _ in range(4000):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError(what)
 
 
 async def read_out(stream: RequestStream) -> Delta:

@@ -20,7 +20,8 @@ import pytest_asyncio
 from actors.detokenizer import Detokenizer
 from actors.faults import Fault
 from actors.requests import Chat, EngineDraining, RequestTimeout, SamplingParams
-from tests.actors.breaking import Reading, Rig, breakable, until
+from tests.actors.breaking import Reading, Rig, breakable
+from tests.waiting import until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.long]
 

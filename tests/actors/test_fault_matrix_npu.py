@@ -14,7 +14,8 @@ import pytest_asyncio
 
 from actors.faults import Fault
 from actors.requests import SamplingParams
-from tests.actors.breaking import Rig, breakable, until
+from tests.actors.breaking import Rig, breakable
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.long,

@@ -19,7 +19,8 @@ from actors.faults import Fault
 from actors.protocol import LoadProgress
 from actors.requests import Chat, EngineFailed, RequestFailed, SamplingParams
 from actors.runtime import Message
-from tests.actors.breaking import Reading, Rig, breakable, until
+from tests.actors.breaking import Reading, Rig, breakable
+from tests.waiting import until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.long]
 

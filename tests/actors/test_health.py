@@ -12,7 +12,8 @@ import pytest
 
 from actors.faults import Fault
 from actors.requests import SamplingParams
-from tests.actors.breaking import breakable, until
+from tests.actors.breaking import breakable
+from tests.waiting import until
 
 PARAMS = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 

@@ -15,7 +15,8 @@ import pytest_asyncio
 from actors.faults import Fault
 from actors.requests import RequestAborted, RequestTimeout, SamplingParams
 from actors.runtime import Event, EventKind
-from tests.actors.breaking import Reading, Rig, breakable, until
+from tests.actors.breaking import Reading, Rig, breakable
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

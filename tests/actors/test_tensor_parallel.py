@@ -6,8 +6,8 @@ import asyncio
 import os
 import signal
 import socket
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -15,24 +15,14 @@ import pytest
 from actors.engine import Engine
 from actors.requests import EngineFailed, SamplingParams
 from actors.streams import RequestStream, merge
+from tests import engines
 
 GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, top_k=50, seed=11, max_tokens=40, ignore_eos=True)
 PROMPTS = ["Once upon", "The quick brown fox " * 12, "one two three"]
 
-
-def small_engine(model: Path, **keywords: Any) -> Engine:
-    options: dict[str, Any] = {
-        "device": "cpu",
-        "dtype": "float32",
-        "cpu_threads": 1,
-        "max_running_requests": 8,
-        "chunked_prefill_size": 64,
-        "max_total_tokens": 4096,
-        "standby_worker": False,
-    }
-    return Engine(model=str(model), **(options | keywords))
+small_engine = partial(engines.small_engine, device="cpu", standby_worker=False)
 
 
 async def read_out(stream: RequestStream) -> list[int]:

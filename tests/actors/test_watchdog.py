@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from runtime_child_actors import Block, ChildProtocol, Ping, Settings
 
 from actors.runtime import Actor, ActorDied, ActorRef, ActorSystem, Backoff, Message, Supervision, handles
 from actors.watchdog import Watchdog
+from tests.waiting import until
 
 QUICK = Supervision(max_restarts=5, within=60.0, backoff=Backoff(first=0.01, jitter=0.0))
 
@@ -42,14 +43,6 @@ class Waiter(Actor[Protocol]):
 async def system() -> AsyncIterator[ActorSystem]:
     async with ActorSystem() as system:
         yield system
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(2000):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("it did not come true in ten seconds")
 
 
 async def waiter(system: ActorSystem) -> ActorRef[Protocol]:

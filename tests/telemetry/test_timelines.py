@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -25,38 +25,28 @@ from actors.requests import (
 )
 from actors.streams import RequestStream
 from telemetry.timeline import Hop, Outcome, RequestTimeline, Timelines
+from tests import engines
+from tests.waiting import until
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-
-def small_engine(model: Path, **keywords: Any) -> Engine:
-    options: dict[str, Any] = {
-        "dtype": "float32",
-        "cpu_threads": 1,
-        "max_running_requests": 4,
-        "max_queued_requests": 4,
-        "chunked_prefill_size": 32,
-        "max_total_tokens": 1024,
-        "standby_worker": False,
-    }
-    return Engine(model=str(model), **(options | keywords))
+small_engine = partial(
+    engines.small_engine,
+    max_running_requests=4,
+    max_queued_requests=4,
+    chunked_prefill_size=32,
+    max_total_tokens=1024,
+    standby_worker=False,
+)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(tiny_model: Path) -> AsyncIterator[Engine]:
     async with small_engine(tiny_model) as started:
         yield started
-
-
-async def until(condition: Callable[[], object], what: str) -> None:
-    for _ in range(4000):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError(what)
 
 
 async def read_out(stream: RequestStream) -> None:

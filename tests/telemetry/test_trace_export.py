@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,14 @@ from telemetry.timeline import Outcome, RequestTimeline, Timelines
 from telemetry.trace_export import TraceExport, TraceOptions, make_exporter
 from telemetry.tracing import Tracing
 from telemetry.worker_spans import STEP_ROW, TracedRow, forward_spans
+from tests import engines
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+small_engine = partial(engines.small_engine, max_running_requests=4, max_total_tokens=1024, standby_worker=False)
 
 
 class Blocked(SpanExporter):
@@ -208,17 +212,6 @@ async def test_a_step_without_an_answer_is_an_error() -> None:
 
 
 # -- other services
-
-
-def small_engine(model: Path, **keywords: Any) -> Engine:
-    options: dict[str, Any] = {
-        "dtype": "float32",
-        "cpu_threads": 1,
-        "max_running_requests": 4,
-        "max_total_tokens": 1024,
-        "standby_worker": False,
-    }
-    return Engine(model=str(model), **(options | keywords))
 
 
 @pytest.fixture(scope="module")

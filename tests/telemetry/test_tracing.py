@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from actors.engine import Engine
 from actors.requests import SamplingParams
 from app.application import Troupe, create_app
 from tests.telemetry.otlp_receiver import Collector, Received, grpc_collector, http_collector
+from tests.waiting import until
 
 CHAT = {"messages": [{"role": "user", "content": "one two three four " * 12}], "temperature": 0, "ignore_eos": True}
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -100,14 +101,6 @@ def engine(served: tuple[Troupe, httpx.AsyncClient]) -> Engine:
 @pytest.fixture
 def client(served: tuple[Troupe, httpx.AsyncClient]) -> httpx.AsyncClient:
     return served[1]
-
-
-async def until(condition: Callable[[], object], what: str) -> None:
-    for _ in range(12000):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError(what)
 
 
 class Tree:

@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import psutil
@@ -16,6 +16,7 @@ from runtime_child_actors import ChildProtocol, Inspect, Prepared, Settings
 
 from actors.runtime import ActorDied, ActorRef, ActorSystem, Backoff, Supervision, child_process
 from actors.runtime.child_process import Standby
+from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs a socket pair and signals")
 
@@ -47,14 +48,6 @@ async def spawn(system: ActorSystem) -> ActorRef[ChildProtocol]:
 def standby_of(ref: ActorRef[ChildProtocol]) -> Standby:
     assert ref._cell.standby is not None
     return ref._cell.standby
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(2000):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("it did not come true in ten seconds")
 
 
 async def living_pid(ref: ActorRef[ChildProtocol]) -> int:
