@@ -8,7 +8,7 @@ cannot be asked for.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
@@ -54,13 +54,16 @@ class IncrementalText:
         self._held = ""  # decoded and not handed out
         self._stop: str | None = None
 
-    def push(self, token_ids: Iterable[int]) -> tuple[str, str | None]:
+    def push(self, token_ids: Sequence[int]) -> tuple[str, str | None]:
         """The text that became certain with these tokens, and the stop string that ended it.
 
         After a stop string every push gives no text and the same stop string.
         """
         if self._stop is None:
-            self._take(self._decoder.push(token_ids))
+            text = self._decoder.push(token_ids)
+            if not self._held and not self._stops.longest:
+                return text, None
+            self._take(text)
         return self._release(), self._stop
 
     def finish(self) -> str:
@@ -70,7 +73,7 @@ class IncrementalText:
         text, self._held = self._held, ""
         return text
 
-    def restore(self, token_ids: Iterable[int], emitted_chars: int) -> None:
+    def restore(self, token_ids: Sequence[int], emitted_chars: int) -> None:
         """Start again, in a new object, after `token_ids` of which `emitted_chars` characters of text were handed out.
 
         What comes next is exactly the text behind these. Raises ValueError when there is less text.
@@ -106,11 +109,17 @@ class _Additive:
     def __init__(self, pieces: TokenPieces, skip_special_tokens: bool, at_start: bool) -> None:
         self._pieces = pieces
         self._skipped = pieces.special if skip_special_tokens else frozenset[int]()
+        self._texts = pieces.texts(skip_special_tokens)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._whole = True  # whether what has come so far ends with a whole character
         self._first_token = at_start
         self._first_space = at_start and pieces.drops_first_space
 
-    def push(self, token_ids: Iterable[int]) -> str:
+    def push(self, token_ids: Sequence[int]) -> str:
+        if self._whole and len(token_ids) == 1 and not (self._first_token or self._first_space):
+            text = self._texts[token_ids[0]]
+            if text is not None:
+                return text
         pieces, data = self._pieces, bytearray()
         for token in token_ids:
             if token in self._skipped:
@@ -120,7 +129,9 @@ class _Additive:
                 data += pieces.first_piece(token)
             else:
                 data += pieces.piece(token)
-        return self._opened(self._utf8.decode(bytes(data)))
+        text = self._utf8.decode(bytes(data))
+        self._whole = not self._utf8.getstate()[0]
+        return self._opened(text)
 
     def flush(self) -> str:
         return self._opened(self._utf8.decode(b"", final=True))
@@ -145,7 +156,7 @@ class _Windowed:
         self._before: list[int] = []
         self._new: list[int] = []
 
-    def push(self, token_ids: Iterable[int]) -> str:
+    def push(self, token_ids: Sequence[int]) -> str:
         parts = []
         for token in token_ids:
             if token in self._skipped or not self._pieces.known(token):

@@ -372,7 +372,7 @@ class TokenScores(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: bytes  # float32
 
 
-class Emission(msgspec.Struct, frozen=True, array_like=True):
+class Emission(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """News of one sequence. ``start`` is the index of the first token in the sequence's output: it makes redelivery
     safe."""
 

@@ -112,7 +112,7 @@ class TokenLogprob(msgspec.Struct, frozen=True):
     top: tuple[TokenLogprob, ...] = ()
 
 
-class Usage(msgspec.Struct, frozen=True):
+class Usage(msgspec.Struct, frozen=True, gc=False):
     """Token counts of one request; ``cached_tokens`` of the prompt were not computed again."""
 
     prompt_tokens: int = 0
@@ -120,7 +120,7 @@ class Usage(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
 
 
-class Delta(msgspec.Struct, frozen=True, kw_only=True):
+class Delta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A piece of one choice. Deltas that wait for a slow reader are merged, so their number is not the tokens'
     number."""
 

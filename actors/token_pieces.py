@@ -7,7 +7,9 @@ such pieces.
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -45,6 +47,7 @@ class TokenPieces:
         self._byte_fallback = False
         self.additive = self._read(_steps(tokenizer))
         self._pieces: dict[int, bytes | None] = {}
+        self._texts = {skip: _Texts(self, self.special if skip else frozenset()) for skip in (False, True)}
 
     def _read(self, steps: list[dict[str, Any]]) -> bool:
         """Understand the decoder's steps, or not."""
@@ -76,6 +79,10 @@ class TokenPieces:
         """The bytes of a token, not always whole characters; none for an id without a token."""
         return (self._pieces[token_id] or b"") if self.known(token_id) else b""
 
+    def texts(self, skip_special_tokens: bool) -> Mapping[int, str | None]:
+        """By id, for every id, what a token adds to a text of whole characters; None where that is no whole one."""
+        return self._texts[skip_special_tokens]
+
     def first_piece(self, token_id: int) -> bytes:
         """The bytes of a token that opens a text."""
         token = self.tokenizer.id_to_token(token_id)
@@ -97,6 +104,21 @@ class TokenPieces:
         for mark, space in self._spaces.items():
             token = token.replace(mark, space)
         return token.encode()
+
+
+class _Texts(dict[int, str | None]):
+    """Filled as it is asked."""
+
+    def __init__(self, pieces: TokenPieces, skipped: frozenset[int]) -> None:
+        self._pieces = pieces
+        self._skipped = skipped
+
+    def __missing__(self, token_id: int) -> str | None:
+        text: str | None = None
+        with contextlib.suppress(UnicodeDecodeError):
+            text = "" if token_id in self._skipped else self._pieces.piece(token_id).decode()
+        self[token_id] = text
+        return text
 
 
 def _steps(tokenizer: Tokenizer) -> list[dict[str, Any]]:

@@ -116,7 +116,10 @@ class Exchange:
         """The ``send`` that the application sees."""
         if self._taken:
             return
-        await self._forward(message)
+        if message["type"] == "http.response.body" and message.get("more_body"):
+            await self._pass(message)
+        else:
+            await self._forward(message)
 
     async def _forward(self, message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
@@ -183,12 +186,11 @@ class Exchange:
         if self._keep_alive:
             self._idle_since = asyncio.get_running_loop().time()
 
-    async def woken(self) -> None:
-        """The piece is there; a comment that is being written goes first."""
+    def woken(self) -> asyncio.Task[None] | None:
+        """The piece is there; a comment that is being written goes first: await it."""
         self._idle_since = None
-        if self._comment is not None:
-            comment, self._comment = self._comment, None
-            await comment
+        comment, self._comment = self._comment, None
+        return comment
 
     @property
     def _period(self) -> float:

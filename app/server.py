@@ -18,15 +18,18 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import hypercorn.asyncio.run
+import hypercorn.protocol
 from hypercorn.asyncio.run import worker_serve
 from hypercorn.asyncio.tcp_server import MAX_RECV, TCPServer
 from hypercorn.config import Config, Sockets
 from hypercorn.events import Closed, Event, RawData, Updated
+from hypercorn.protocol.h11 import H11Protocol
 from hypercorn.typing import ASGIFramework
 from hypercorn.utils import wrap_app
 
 from actors.arguments import Arguments
 from actors.turnstile import Turnstile
+from app.http1 import Http1
 
 __all__ = ["Served", "configuration", "listen", "serve"]
 
@@ -135,6 +138,14 @@ class Connection(TCPServer):
         await self.idle_task.stop()
 
     async def protocol_send(self, event: Event) -> None:
+        if isinstance(event, RawData):
+            # Hypercorn's own, without its lock: a write is whole, and several may wait for the client together.
+            try:
+                self.writer.write(event.data)
+                await self.writer.drain()
+            except (ConnectionError, RuntimeError):
+                await self.protocol.handle(Closed())
+            return
         if isinstance(event, Updated):
             self._greeted = True
             if self.reader.at_eof():
@@ -242,13 +253,15 @@ async def _first(*awaitables: Coroutine[object, object, object]) -> None:
 
 @contextmanager
 def _connections() -> Iterator[None]:
-    """Have Hypercorn make its connections of :class:`Connection`; it takes no such argument."""
-    module = vars(hypercorn.asyncio.run)
-    module["TCPServer"] = functools.partial(Connection, Crowd())
+    """Have Hypercorn make its connections of :class:`Connection` and :class:`Http1`; it takes no such arguments."""
+    servers, protocols = vars(hypercorn.asyncio.run), vars(hypercorn.protocol)
+    servers["TCPServer"] = functools.partial(Connection, Crowd())
+    protocols["H11Protocol"] = Http1
     try:
         yield
     finally:
-        module["TCPServer"] = TCPServer
+        servers["TCPServer"] = TCPServer
+        protocols["H11Protocol"] = H11Protocol
 
 
 @contextmanager

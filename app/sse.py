@@ -77,7 +77,8 @@ class SseBody(ResponseBody):
             try:
                 delta = await self._source.__anext__()
             finally:
-                await exchange.woken()
+                if (comment := exchange.woken()) is not None:
+                    await comment
             return self._writer.chunk(delta)
         except StopAsyncIteration:
             self._ended = True

@@ -100,10 +100,18 @@ class ChatChunks:
         self._logprobs = bool(body.logprobs)
         self._as_ids = bool(body.return_tokens_as_token_ids)
         self._ids = bool(body.return_token_ids)
+        self._plain = not (self._logprobs or self._ids)
         self._begun: set[int] = set()
 
     def chunk(self, delta: Delta) -> bytes:
         tail = self._usage.note(delta)
+        if self._plain and delta.index in self._begun and delta.text and delta.finish_reason is None:
+            return b'%b{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}%b' % (
+                self._head,
+                delta.index,
+                _encode(delta.text),
+                tail,
+            )
         index = str(delta.index).encode()
         pieces: list[bytes] = []
         if delta.index not in self._begun:
@@ -162,10 +170,18 @@ class CompletionChunks:
         self._ids = bool(body.return_token_ids)
         self._echoes = echoes
         self._choices = choices
+        self._plain = self._top is None and not (self._echo or self._only_prompt or self._ids)
         self._offsets: dict[int, int] = {}
 
     def chunk(self, delta: Delta) -> bytes:
         tail = self._usage.note(delta)
+        if self._plain and delta.finish_reason is None:
+            return b'%b{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}%b' % (
+                self._head,
+                delta.index,
+                _encode(delta.text),
+                tail,
+            )
         text = "" if self._only_prompt else delta.text
         first = delta.index not in self._offsets
         offset = self._offsets.setdefault(delta.index, 0)

@@ -1,0 +1,85 @@
+"""Event streams over HTTP/1.1: the bytes are h11's, and a piece costs h11 nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import h11
+import pytest
+from hypercorn.asyncio.worker_context import WorkerContext
+from hypercorn.config import Config
+from hypercorn.events import Event, RawData
+from hypercorn.protocol.h11 import H11Protocol
+
+from app.http1 import Http1
+
+EVENTS = b"text/event-stream; charset=utf-8"
+PIECES = [b"data: {}\n\n", b"x" * 70000, b": keep-alive\n\n"]
+
+
+async def answered(
+    kind: type[H11Protocol], request: bytes, headers: list[tuple[bytes, bytes]], pieces: list[bytes]
+) -> bytes:
+    """All that a protocol sends for a request whose application answers with these pieces."""
+    sent: list[bytes] = []
+    app_send: list[Callable[[Any], Awaitable[None]]] = []
+
+    async def send(event: Event) -> None:
+        if isinstance(event, RawData):
+            sent.append(event.data)
+
+    async def put(message: Any) -> None:
+        """The application does not listen."""
+
+    async def spawn_app(app: Any, config: Config, scope: Any, send: Callable[[Any], Awaitable[None]]) -> Any:
+        app_send.append(send)
+        return put
+
+    config = Config()
+    config.include_date_header = False
+    group: Any = SimpleNamespace(spawn_app=spawn_app)
+    app: Any = None
+    state: Any = {}
+    protocol = kind(app, config, WorkerContext(None), group, state, False, None, None, send)
+    await protocol.handle(RawData(request))
+    (tell,) = app_send
+    await tell({"type": "http.response.start", "status": 200, "headers": headers})
+    for piece in pieces:
+        await tell({"type": "http.response.body", "body": piece, "more_body": True})
+    await tell({"type": "http.response.body", "body": b"", "more_body": False})
+    return b"".join(sent)
+
+
+@pytest.mark.parametrize(
+    ("request_line", "headers"),
+    [
+        (b"POST / HTTP/1.1", [(b"Content-Type", EVENTS)]),
+        (b"POST / HTTP/1.0", [(b"content-type", EVENTS)]),
+        (b"HEAD / HTTP/1.1", [(b"content-type", EVENTS)]),
+        (b"POST / HTTP/1.1", [(b"content-type", EVENTS), (b"content-length", b"%d" % sum(map(len, PIECES)))]),
+        (b"POST / HTTP/1.1", [(b"content-type", b"application/json")]),
+    ],
+)
+async def test_the_bytes_are_those_of_h11(request_line: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+    request = request_line + b"\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
+    expected = await answered(H11Protocol, request, headers, PIECES)
+    assert await answered(Http1, request, headers, PIECES) == expected
+    assert expected
+
+
+async def test_a_piece_of_an_event_stream_is_none_of_h11s_business(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+    send = h11.Connection.send
+
+    def spy(connection: h11.Connection, event: Any) -> bytes | None:
+        seen.append(event)
+        return send(connection, event)
+
+    monkeypatch.setattr(h11.Connection, "send", spy)
+    request = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
+    await answered(Http1, request, [(b"content-type", EVENTS)], PIECES)
+    assert not any(isinstance(event, h11.Data) for event in seen)
+    await answered(Http1, request, [(b"content-type", b"text/plain")], PIECES)
+    assert sum(isinstance(event, h11.Data) for event in seen) == len(PIECES)
