@@ -23,48 +23,59 @@ struct Cached {
     }
 };
 
-// weights float [tokens from `first`][width]; sums of weight * value for `HEADS` columns from `head` on.
-template <int VECTORS, int HEADS>
-void add_values(const Cached& cached, int64_t values, int64_t first, int64_t end, const float* weights,
-                int64_t width, int64_t head, const float* scale, bf16* const* out) {
-    __m512 sums[HEADS][VECTORS];
-    for (auto& of_head : sums)
-        for (auto& sum : of_head) sum = _mm512_setzero_ps();
+// weights float [tokens from `first`][width]; sums of weight * value for `COLUMNS` columns from `column` on, of which
+// `columns` are to be stored, and `VECTORS` vectors of the head from `vector` on.
+template <int VECTORS, int COLUMNS>
+void add_values(const Cached& cached, int64_t values, int64_t first, int64_t end, const float* weights, int64_t width,
+                int64_t column, int64_t columns, int64_t vector, const float* scale, bf16* const* out) {
+    __m512 sums[COLUMNS][VECTORS];
+    for (auto& of_column : sums)
+        for (auto& sum : of_column) sum = _mm512_setzero_ps();
     for (int64_t position = first; position < end;) {
-        const bf16* value = cached.at(position) + values;
+        const bf16* value = cached.at(position) + values + vector * TILE;
         int64_t stop = std::min(end, (position / TILE + 1) * TILE);
         for (; position < stop; position++, value += cached.token) {
-            const float* weight = weights + (position - first) * width + head;
+            const float* weight = weights + (position - first) * width + column;
             for (int v = 0; v < VECTORS; v++) {
                 __m512 part = load(value + v * TILE);
-                for (int h = 0; h < HEADS; h++)
-                    sums[h][v] = _mm512_fmadd_ps(_mm512_set1_ps(weight[h]), part, sums[h][v]);
+                for (int c = 0; c < COLUMNS; c++)
+                    sums[c][v] = _mm512_fmadd_ps(_mm512_set1_ps(weight[c]), part, sums[c][v]);
             }
         }
     }
-    for (int h = 0; h < HEADS; h++)
+    for (int c = 0; c < COLUMNS && c < columns; c++)
         for (int v = 0; v < VECTORS; v++)
-            store(out[head + h] + v * TILE,
-                  _mm512_mul_ps(sums[h][v], _mm512_set1_ps(scale[head + h])));
+            store(out[column + c] + (vector + v) * TILE,
+                  _mm512_mul_ps(sums[c][v], _mm512_set1_ps(scale[column + c])));
 }
 
 template <int VECTORS>
-constexpr int most_heads = VECTORS <= 4 ? 4 : VECTORS <= 8 ? 3 : 1;
+constexpr int most_columns = VECTORS <= 4 ? 4 : VECTORS <= 8 ? 3 : 1;
 
+// A converted value serves as many columns as registers can sum: few columns over the whole head, or, of many (which
+// are filled up to a multiple of four: `width` is 16), all over a part of it.
 template <int VECTORS>
 void all_values(const Cached& cached, int64_t values, int64_t first, int64_t end, const float* weights,
-                int64_t width, int64_t heads, const float* scale, bf16* const* out) {
-    constexpr int MOST = most_heads<VECTORS>;
-    auto add = [&]<int HEADS>(int64_t head) {
-        add_values<VECTORS, HEADS>(cached, values, first, end, weights, width, head, scale, out);
+                int64_t width, int64_t columns, const float* scale, bf16* const* out) {
+    auto add = [&]<int PART, int COLUMNS>(int64_t column, int64_t vector) {
+        add_values<PART, COLUMNS>(cached, values, first, end, weights, width, column, columns, vector, scale, out);
     };
-    int64_t head = 0;
-    for (; head + MOST <= heads; head += MOST) add.template operator()<MOST>(head);
-    if constexpr (MOST > 2) {
-        if (MOST > 3 && heads - head == 3) return add.template operator()<3>(head);
-        if (heads - head == 2) return add.template operator()<2>(head);
+    if (columns > 4) {
+        for (int64_t vector = 0; vector < VECTORS; vector += columns > 12 ? 1 : 2) {
+            if (columns > 12) add.template operator()<1, 16>(0, vector);
+            else if (columns > 8) add.template operator()<2, 12>(0, vector);
+            else add.template operator()<2, 8>(0, vector);
+        }
+        return;
     }
-    for (; head < heads; head++) add.template operator()<1>(head);
+    constexpr int MOST = most_columns<VECTORS>;
+    int64_t column = 0;
+    for (; column + MOST <= columns; column += MOST) add.template operator()<VECTORS, MOST>(column, 0);
+    if constexpr (MOST > 2) {
+        if (MOST > 3 && columns - column == 3) return add.template operator()<VECTORS, 3>(column, 0);
+        if (columns - column == 2) return add.template operator()<VECTORS, 2>(column, 0);
+    }
+    for (; column < columns; column++) add.template operator()<VECTORS, 1>(column, 0);
 }
 
 // Sums of floats in double, so that their order does not show in them.
