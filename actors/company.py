@@ -113,7 +113,9 @@ class Company:
                 )
 
         placement = place(arguments, os.environ)
-        runner = runner_config(arguments, self._model.files.path, self._context_length, placement)
+        runner = runner_config(
+            arguments, self._model.files.path, self._context_length, placement, self._model.speculation
+        )
         group = WorkerGroup(
             system,
             arguments.tensor_parallel_size,

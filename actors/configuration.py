@@ -9,6 +9,7 @@ import msgspec
 from actors.arguments import Arguments
 from actors.placement import Placement
 from actors.scheduling.config import PlannerConfig
+from kernels.speculative.settings import SpeculativeSettings
 from kernels.step import RunnerConfig
 from telemetry.metric_options import MetricOptions, token_buckets
 
@@ -55,7 +56,13 @@ def planner_config(arguments: Arguments, context_length: int) -> PlannerConfig:
     )
 
 
-def runner_config(arguments: Arguments, model: Path, context_length: int, placement: Placement) -> RunnerConfig:
+def runner_config(
+    arguments: Arguments,
+    model: Path,
+    context_length: int,
+    placement: Placement,
+    speculation: SpeculativeSettings | None = None,
+) -> RunnerConfig:
     a = arguments
     return RunnerConfig(
         model_path=str(model),
@@ -83,6 +90,7 @@ def runner_config(arguments: Arguments, model: Path, context_length: int, placem
         graph_rows=a.cuda_graph_bs or (),
         graph_max_rows=a.cuda_graph_max_bs or 0,
         disable_graph_padding=a.disable_cuda_graph_padding,
+        speculation=speculation,
     )
 
 

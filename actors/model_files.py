@@ -18,20 +18,26 @@ class ModelPathError(ValueError):
 
 
 def resolve_model_path(
-    model: str, *, revision: str | None = None, download_dir: str | None = None, weights: bool = True
+    model: str,
+    *,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    weights: bool = True,
+    argument: str = "--model-path",
 ) -> Path:
     """The directory of ``model``: itself when it is one, else a snapshot of the hub's repository of that name.
 
-    Raises :class:`ModelPathError`. Blocks while it downloads: call it in a thread.
+    ``argument`` names what the model was given by in messages. Raises :class:`ModelPathError`. Blocks while it
+    downloads: call it in a thread.
     """
     path = Path(model).expanduser()
     if path.is_dir():
         return path.resolve()
     if path.is_file():
-        raise ModelPathError(f"--model-path {model} is a file. Give the directory that holds config.json.")
+        raise ModelPathError(f"{argument} {model} is a file. Give the directory that holds config.json.")
     if path.is_absolute() or model.startswith(".") or model.count("/") != 1:
         raise ModelPathError(
-            f"--model-path {model} does not exist. Give a directory with config.json, or a hub id such as owner/name."
+            f"{argument} {model} does not exist. Give a directory with config.json, or a hub id such as owner/name."
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -45,7 +51,7 @@ def resolve_model_path(
         )
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise ModelPathError(
-            f"--model-path {model} is neither a directory here nor a repository that can be downloaded "
+            f"{argument} {model} is neither a directory here nor a repository that can be downloaded "
             f"({type(error).__name__}). Check the name, --revision, the network and HF_TOKEN, or download it first "
             "and give the directory."
         ) from error

@@ -12,6 +12,7 @@ from typing import Any
 from actors.arguments import Arguments
 from actors.model_files import ModelFiles, resolve_model_path
 from actors.requests import InvalidRequest
+from actors.speculation import speculation
 from actors.text_codec import TextCodec
 from kernels.step import ModelInfo
 
@@ -67,7 +68,9 @@ class ServedModel:
     """
 
     def __init__(self, arguments: Arguments) -> None:
-        """Open the model's directory, downloading it first if it is a hub id: blocks. Raises ModelPathError."""
+        """Open the model's directory, downloading it first if it is a hub id: blocks. Raises ModelPathError, or
+        ArgumentError for what the files of model and draft do not allow.
+        """
         a = arguments
         assert a.model_path is not None
         path = resolve_model_path(a.model_path, revision=a.revision, download_dir=a.download_dir)
@@ -75,6 +78,7 @@ class ServedModel:
         if a.tokenizer_path is not None:
             tokenizer_path = resolve_model_path(a.tokenizer_path, download_dir=a.download_dir, weights=False)
         self.files = ModelFiles(path, overrides=a.json_model_override_args, tokenizer_path=tokenizer_path)
+        self.speculation = speculation(a, self.files)
         self.codec: TextCodec | None = None
         if not a.skip_tokenizer_init:
             self.codec = TextCodec(self.files, mode=a.tokenizer_mode, chat_template=a.chat_template)

@@ -15,6 +15,7 @@ from actors.arguments import ArgumentError, Arguments
 from actors.arguments.argument import Argument
 from actors.arguments.resolving import Given, canonical, find, resolve
 from app.understudy import MODEL_DIR
+from app.understudy.drafts import draft_path
 
 __all__ = ["ENVIRONMENT_NAME", "load_arguments"]
 
@@ -60,7 +61,18 @@ def load_arguments(argv: Sequence[str] | None = None, environ: Mapping[str, str]
     if values.get("model_path") is None:
         values["model_path"] = str(MODEL_DIR)
         values.setdefault("served_model_name", "understudy")
-    return Arguments(**values)
+    return Arguments(**_with_draft(values))
+
+
+def _with_draft(values: dict[str, Any]) -> dict[str, Any]:
+    """The values, with the draft in the box for the model in the box, where one is wanted and none was given."""
+    algorithm = values.get("speculative_algorithm")
+    if algorithm is None or values.get("speculative_draft_model_path") is not None:
+        return values
+    if Path(str(values["model_path"])).expanduser().resolve() != MODEL_DIR:
+        return values
+    draft = draft_path(str(algorithm))
+    return values if draft is None else values | {"speculative_draft_model_path": str(draft)}
 
 
 def _read_words(words: Sequence[str], source: str, problems: list[str]) -> list[Given]:

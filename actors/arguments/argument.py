@@ -23,6 +23,7 @@ Group: TypeAlias = Literal[
     "Tokenizer batching",
     "Runtime",
     "Devices and kernels",
+    "Speculative decoding",
     "Metrics",
     "Logging",
     "Tracing",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from actors.arguments.argument import Argument
 from actors.arguments.errors import ArgumentError
+from actors.arguments.speculative_rules import speculative_problems
 from kernels.npu.simulator.spec import SpecError
 from kernels.npu.simulator.spec import parse as parse_simulation
 from telemetry.metric_options import token_buckets
@@ -62,6 +63,7 @@ def contradictions(arguments: Arguments) -> list[str]:
         *_shapes(arguments),
         *_metrics(arguments),
         *_preferred(arguments),
+        *speculative_problems(arguments),
     ]
 
 

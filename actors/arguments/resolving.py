@@ -12,6 +12,7 @@ from actors.arguments.argument import Argument, parse_flag
 from actors.arguments.errors import ArgumentError
 from actors.arguments.refusal import Refusal
 from actors.arguments.refused import REFUSALS
+from actors.arguments.speculative_config import split_config
 from actors.arguments.table import ARGUMENTS
 
 __all__ = ["Found", "Given", "canonical", "find", "resolve"]
@@ -90,7 +91,7 @@ def resolve(layers: Iterable[Sequence[Given]]) -> dict[str, Any]:
     problems: list[str] = []
     for layer in layers:
         seen: dict[str, Given] = {}
-        for given in layer:
+        for given in _split(layer, problems):
             try:
                 found = find(given.name)
                 argument = found.entry
@@ -113,6 +114,29 @@ def resolve(layers: Iterable[Sequence[Given]]) -> dict[str, Any]:
     if problems:
         raise ArgumentError(problems)
     return values
+
+
+def _split(layer: Sequence[Given], problems: list[str]) -> list[Given]:
+    """The layer, with what is given inside ``--speculative-config`` as if each had been given by itself."""
+    entries: list[Given] = []
+    for given in layer:
+        entries.append(given)
+        if canonical(given.name) == "speculative-config" and isinstance(config := _parsed(given), dict):
+            try:
+                for key, name, value in split_config(config):
+                    entries.append(Given(name=name, value=value, spelling=f"{given.spelling} {key}"))
+            except ArgumentError as error:
+                problems.extend(f"{given.spelling}: {problem}" for problem in error.problems)
+    return entries
+
+
+def _parsed(given: Given) -> object:
+    """The value of an argument, or None when it cannot be read, which is told elsewhere."""
+    entry = find(given.name).entry
+    try:
+        return entry.parse(given.value) if isinstance(entry, Argument) else None
+    except ArgumentError:
+        return None
 
 
 def _reversed(given: object) -> object:

@@ -11,6 +11,7 @@ from actors.arguments.parallelism import PARALLELISM_ARGUMENTS
 from actors.arguments.recovery import RECOVERY_ARGUMENTS
 from actors.arguments.scheduling import SCHEDULING_ARGUMENTS
 from actors.arguments.serving import SERVING_ARGUMENTS
+from actors.arguments.speculative import SPECULATIVE_ARGUMENTS
 from actors.arguments.tracing import TRACING_ARGUMENTS
 
 __all__ = ["ARGUMENTS"]
@@ -25,4 +26,5 @@ ARGUMENTS: tuple[Argument, ...] = (
     + RECOVERY_ARGUMENTS
     + DEVICE_ARGUMENTS
     + PARALLELISM_ARGUMENTS
+    + SPECULATIVE_ARGUMENTS
 )

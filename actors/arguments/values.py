@@ -135,6 +135,33 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
     cuda_graph_max_bs: int | None = None
     disable_cuda_graph_padding: bool = False
 
+    speculative_config: dict[str, Any] = {}
+    speculative_algorithm: Literal["EAGLE", "EAGLE3", "MTP", "DFLASH", "STANDALONE", "NGRAM"] | None = None
+    speculative_draft_model_path: str | None = None
+    speculative_draft_model_revision: str | None = None
+    speculative_draft_load_format: Literal["auto", "safetensors", "dummy"] | None = None
+    speculative_num_steps: int | None = None
+    speculative_eagle_topk: int | None = None
+    speculative_num_draft_tokens: int | None = None
+    speculative_dflash_block_size: int | None = None
+    speculative_dflash_draft_window_size: int | None = None
+    speculative_accept_threshold_single: float = 1.0
+    speculative_accept_threshold_acc: float = 1.0
+    speculative_token_map: str | None = None
+    speculative_attention_mode: Literal["prefill", "decode"] = "prefill"
+    speculative_draft_attention_backend: Literal["ascend", "torch_native"] | None = None
+    eagle3_layers_to_capture: tuple[int, ...] | None = None
+    enable_multi_layer_eagle: bool = False
+    speculative_adaptive: bool = False
+    speculative_adaptive_config: str | None = None
+    speculative_ngram_min_match_window_size: int = 1
+    speculative_ngram_max_match_window_size: int = 12
+    speculative_ngram_min_bfs_breadth: int = 1
+    speculative_ngram_max_bfs_breadth: int = 10
+    speculative_ngram_match_type: Literal["BFS", "PROB"] = "BFS"
+    speculative_ngram_max_trie_depth: int = 18
+    speculative_ngram_capacity: int = 10_000_000
+
     def __post_init__(self) -> None:
         problems = []
         for argument in ARGUMENTS:

@@ -7,6 +7,7 @@ import pytest
 from actors.arguments import ArgumentError, Arguments
 from app.arguments import load_arguments
 from app.understudy import MODEL_DIR
+from app.understudy.drafts import draft_path
 
 
 def load(line: str = "", environment: str | None = None) -> Arguments:
@@ -161,3 +162,23 @@ def test_an_empty_file_is_fine(tmp_path: Path) -> None:
 
 def test_all_problems_are_told_at_once() -> None:
     assert len(problems("--port x --enable-lora", "--prot 1").splitlines()) == 3
+
+
+def test_the_model_in_the_box_has_drafts_in_the_box() -> None:
+    for words in (["--speculative-algorithm", "EAGLE3"], [str(MODEL_DIR), "--speculative-algorithm", "EAGLE3"]):
+        assert load_arguments(words, {}).speculative_draft_model_path == str(draft_path("EAGLE3"))
+    assert load_arguments(["--speculative-algorithm", "NGRAM"], {}).speculative_draft_model_path is None
+    assert load_arguments(["--speculative-algorithm", "NEXTN"], {}).speculative_draft_model_path == str(
+        draft_path("EAGLE")
+    )
+    own = ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "mine"]
+    assert load_arguments(own, {}).speculative_draft_model_path == "mine"
+    other = load_arguments(["some/model", "--speculative-algorithm", "EAGLE3"], {})
+    assert other.speculative_draft_model_path is None
+
+
+def test_recipes_with_one_object_of_speculation_are_read() -> None:
+    config = '{"method": "eagle3", "model": "d", "num_speculative_tokens": 4}'
+    arguments = load_arguments(["m", "--speculative-config", config], {})
+    assert arguments.speculative_algorithm == "EAGLE3"
+    assert (arguments.speculative_draft_model_path, arguments.speculative_num_steps) == ("d", 4)

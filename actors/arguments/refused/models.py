@@ -1,4 +1,4 @@
-"""Model features, quantization, adapters, parsers, grammars and speculation."""
+"""Model features, quantization, adapters, parsers and grammars."""
 
 from __future__ import annotations
 
@@ -126,34 +126,18 @@ MODELS: tuple[Refusal, ...] = (
     ),
     *family(
         "Speculative decoding",
-        "speculative decoding is not built yet",
-        "leave it out: every token is decoded by the model itself",
+        "models with experts are not built yet, so no draft has any",
+        _OUT,
         values={
-            "speculative-config": None,
-            "speculative-algorithm": None,
-            "speculative-draft-model-path speculative-draft-model": None,
-            "speculative-draft-model-revision": None,
-            "speculative-draft-load-format": None,
-            "speculative-num-steps": None,
-            "speculative-eagle-topk": None,
-            "speculative-num-draft-tokens": None,
-            "speculative-accept-threshold-single": 1.0,
-            "speculative-accept-threshold-acc": 1.0,
-            "speculative-token-map": None,
-            "speculative-attention-mode": "prefill",
-            "speculative-moe-runner-backend draft-moe-backend": None,
-            "speculative-moe-a2a-backend": None,
-            "speculative-draft-attention-backend drafter-attention-backend": None,
-            "speculative-draft-model-quantization": "unquant",
-            "speculative-ngram-min-match-window-size": 1,
-            "speculative-ngram-max-match-window-size": 12,
-            "speculative-ngram-min-bfs-breadth": 1,
-            "speculative-ngram-max-bfs-breadth": 10,
-            "speculative-ngram-match-type": "BFS",
-            "speculative-ngram-branch-length": 18,
-            "speculative-ngram-capacity": 10000000,
+            "speculative-moe-runner-backend draft-moe-backend": "auto",
+            "speculative-moe-a2a-backend": "none",
         },
-        lists=("eagle3-layers-to-capture",),
+    ),
+    *family(
+        "Speculative decoding",
+        "quantization is not built yet",
+        "leave it out and serve an unquantized draft",
+        values={"speculative-draft-model-quantization": "unquant"},
     ),
     *family(
         "Model and tokenizer",

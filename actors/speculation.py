@@ -1,0 +1,198 @@
+"""What to speculate with: the arguments, with what only the files of model and draft can say filled in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from actors.arguments import ArgumentError, Arguments
+from actors.arguments.speculative_rules import tree_size
+from actors.model_files import ModelFiles, resolve_model_path
+from kernels.speculative.settings import AdaptiveSettings, NgramSettings, SpeculativeSettings
+
+__all__ = ["speculation"]
+
+_DEEP = {"EAGLE": (5, 4, 8), "EAGLE3": (5, 4, 8)}
+_DEEP_FAMILIES = ("Llama", "Grok")
+"""Steps, top-k and verified tokens that SGLang chooses for these models; for all others a chain of three."""
+_CHAIN = (3, 1, 4)
+_NGRAM_TOKENS = 12
+_BLOCK = 16
+_LARGEST_FILE = 16 << 20
+
+
+def speculation(arguments: Arguments, files: ModelFiles) -> SpeculativeSettings | None:
+    """The settings of the worker's drafter; None without one. ``files``: the target's.
+
+    Blocks: the draft may be downloaded. Raises ArgumentError naming the rule that is broken, or ModelPathError.
+    """
+    a = arguments
+    if a.speculative_algorithm is None:
+        return None
+    path, draft = _draft_files(a)
+    algorithm = _algorithm(a.speculative_algorithm, draft, files)
+    steps, topk, tokens = _tree(a, algorithm, files, draft or {})
+    if algorithm == "STANDALONE" and draft is not None and draft.get("vocab_size") != files.vocab_size:
+        raise ArgumentError(
+            f"speculative_draft_model_path: the draft has {draft.get('vocab_size')} tokens and the model "
+            f"{files.vocab_size}; a STANDALONE draft needs the model's own vocabulary"
+        )
+    window = a.speculative_dflash_draft_window_size or 0
+    if window and window < tokens:
+        raise ArgumentError(
+            f"speculative_dflash_draft_window_size {window} must be at least the block size, {tokens}; raise it"
+        )
+    return SpeculativeSettings(
+        algorithm=algorithm,
+        draft_model_path=path,
+        num_steps=steps,
+        topk=topk,
+        num_draft_tokens=tokens,
+        accept_threshold_single=a.speculative_accept_threshold_single,
+        accept_threshold_acc=a.speculative_accept_threshold_acc,
+        block_size=tokens if algorithm == "DFLASH" else 0,
+        draft_window=window,
+        token_map=_file("speculative_token_map", a.speculative_token_map),
+        capture_layers=a.eagle3_layers_to_capture or (),
+        multi_layer=a.enable_multi_layer_eagle,
+        ngram=NgramSettings(
+            min_breadth=a.speculative_ngram_min_bfs_breadth,
+            max_breadth=a.speculative_ngram_max_bfs_breadth,
+            match_type=a.speculative_ngram_match_type,
+            max_depth=a.speculative_ngram_max_trie_depth,
+            min_window=a.speculative_ngram_min_match_window_size,
+            max_window=a.speculative_ngram_max_match_window_size,
+            capacity=a.speculative_ngram_capacity,
+        ),
+        adaptive=AdaptiveSettings(a.speculative_adaptive, _adaptive_config(a)),
+        load_format=a.speculative_draft_load_format or "",
+        attention_mode=a.speculative_attention_mode,
+        draft_attention_backend=a.speculative_draft_attention_backend or "",
+    )
+
+
+def _draft_files(a: Arguments) -> tuple[str, Mapping[str, Any] | None]:
+    """The draft's directory and config.json; without one of its own, nothing."""
+    if a.speculative_draft_model_path is None:
+        return "", None
+    found = resolve_model_path(
+        a.speculative_draft_model_path,
+        revision=a.speculative_draft_model_revision,
+        download_dir=a.download_dir,
+        argument="--speculative-draft-model-path",
+    )
+    return str(found), ModelFiles(found).config
+
+
+def _algorithm(
+    asked: Literal["EAGLE", "EAGLE3", "MTP", "DFLASH", "STANDALONE", "NGRAM"],
+    draft: Mapping[str, Any] | None,
+    files: ModelFiles,
+) -> Literal["EAGLE", "EAGLE3", "MTP", "DFLASH", "STANDALONE", "NGRAM"]:
+    """The algorithm that the draft's layout asks for: EAGLE also stands for multi-token heads."""
+    if asked == "NGRAM":
+        return asked
+    if draft is None:
+        if asked in ("EAGLE", "MTP") and _heads(files.config):
+            return "MTP"
+        where = " (its config.json has no num_nextn_predict_layers)" if asked in ("EAGLE", "MTP") else ""
+        raise ArgumentError(
+            f"speculative_algorithm {asked} needs speculative_draft_model_path: the model has no draft of its "
+            f"own{where}; or use NGRAM, which needs none"
+        )
+    layout = _layout(draft)
+    if asked == "EAGLE" and layout == "MTP":
+        return "MTP"
+    if asked == "STANDALONE" and layout == "MTP":
+        return asked  # a whole model may have such heads too
+    if layout is not None and layout != asked:
+        raise ArgumentError(
+            f"speculative_draft_model_path holds a draft for {layout}, not for {asked}; say speculative_algorithm "
+            f"{layout} or give another draft"
+        )
+    return asked
+
+
+def _layout(draft: Mapping[str, Any]) -> Literal["EAGLE3", "MTP", "DFLASH"] | None:
+    """What a draft's config.json says that it is; None when it does not."""
+    names = " ".join(str(name) for name in draft.get("architectures") or ()).lower()
+    if "dflash_config" in draft or "dflash" in names:
+        return "DFLASH"
+    if _heads(draft) or "mtp" in names or "nextn" in names:
+        return "MTP"
+    if "eagle3" in names or "draft_vocab_size" in draft:
+        return "EAGLE3"
+    return None
+
+
+def _heads(config: Mapping[str, Any]) -> int:
+    """Multi-token heads in a checkpoint."""
+    value = config.get("num_nextn_predict_layers")
+    return value if isinstance(value, int) and value > 0 else 0
+
+
+def _tree(a: Arguments, algorithm: str, files: ModelFiles, draft: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Steps, top-k and verified tokens, the last known one among them."""
+    tokens = a.speculative_num_draft_tokens
+    if algorithm == "NGRAM":
+        most = tokens or min(a.speculative_ngram_max_trie_depth, _NGRAM_TOKENS)
+        return most - 1, 1, most
+    if algorithm == "DFLASH":
+        block = a.speculative_dflash_block_size or tokens or draft.get("block_size") or _BLOCK
+        if not isinstance(block, int) or not 2 <= block <= 64:
+            raise ArgumentError(f"the draft's block_size must be from 2 to 64, not {block!r}; see its config.json")
+        return block - 1, 1, block
+    steps, topk = a.speculative_num_steps, a.speculative_eagle_topk or 1
+    if steps is not None:
+        chosen = steps, topk, tokens or steps + 1
+    else:
+        deep = any(family in files.architecture for family in _DEEP_FAMILIES)
+        chosen = _DEEP.get(algorithm, _CHAIN) if deep else _CHAIN
+    if a.enable_multi_layer_eagle:
+        chosen = _layers(a, algorithm, draft or files.config, chosen)
+    assert chosen[2] <= tree_size(chosen[0], chosen[1])
+    return chosen
+
+
+def _layers(
+    a: Arguments, algorithm: str, heads: Mapping[str, Any], chosen: tuple[int, int, int]
+) -> tuple[int, int, int]:
+    """The same where each step has a head of its own: as many steps as heads, unless fewer are asked for."""
+    count = _heads(heads)
+    if algorithm != "MTP" or count < 2:
+        raise ArgumentError(
+            "enable_multi_layer_eagle needs a checkpoint of several multi-token heads (num_nextn_predict_layers); "
+            "leave it out, and one head is used for every step"
+        )
+    if a.speculative_num_steps is None:
+        return count, 1, count + 1
+    if a.speculative_num_steps > count:
+        raise ArgumentError(
+            f"speculative_num_steps {a.speculative_num_steps} is more than the checkpoint's {count} heads, of which "
+            "enable_multi_layer_eagle takes one a step; lower it or leave the flag out"
+        )
+    return chosen
+
+
+def _file(name: str, path: str | None) -> str:
+    """The absolute path of a file that must be there; empty for none."""
+    if path is None:
+        return ""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ArgumentError(f"{name}: {path} is no file here; give the path of a JSON file")
+    return str(file.resolve())
+
+
+def _adaptive_config(a: Arguments) -> str:
+    path = _file("speculative_adaptive_config", a.speculative_adaptive_config)
+    if not path:
+        return "{}"
+    data = Path(path).read_bytes()[:_LARGEST_FILE]
+    try:
+        return msgspec.json.encode(msgspec.json.decode(data, type=dict[str, Any])).decode()
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ArgumentError(f"speculative_adaptive_config: {path} does not hold a JSON object: {error}") from None
