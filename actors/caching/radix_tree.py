@@ -24,8 +24,8 @@ class Node:
 
     __slots__ = ("children", "key", "locks", "pages", "parent", "used")
 
-    def __init__(self, key: bytes, pages: list[int], parent: Node | None, locks: int, used: int) -> None:
-        self.key = key  # int32 tokens of all pages; of a root, which has none, its salt
+    def __init__(self, key: bytes | bytearray, pages: list[int], parent: Node | None, locks: int, used: int) -> None:
+        self.key = bytearray(key)  # int32 tokens of all pages; of a root, which has none, its salt
         self.pages = pages
         self.parent = parent
         self.children: dict[bytes, Node] = {}
@@ -184,12 +184,12 @@ class RadixTree:
             if len(node.pages) > short:
                 evicted += node.pages[-short:]
                 del node.pages[-short:]
-                node.key = node.key[: -short * self._page_bytes]
+                del node.key[-short * self._page_bytes :]
                 self._offer(node)
                 break
             evicted += node.pages
             parent = node.parent
-            del parent.children[node.key[: self._page_bytes]]
+            del parent.children[bytes(node.key[: self._page_bytes])]
             node.parent = None
             self._nodes -= 1
             if not parent.children and not parent.locks:
@@ -201,7 +201,7 @@ class RadixTree:
     def _offer(self, node: Node) -> None:
         """An unlocked node without children may be evicted; a root like that is forgotten."""
         if node.parent is None:
-            del self._roots[node.key]
+            del self._roots[bytes(node.key)]
             return
         if len(self._heap) > 2 * self._nodes + 64:
             current = {id(e[2]): e for e in self._heap if e[2].used == e[0] and e[2].parent and not e[2].locks}
@@ -229,8 +229,8 @@ class RadixTree:
     def _append(self, node: Node, key: bytes, pages: list[int]) -> Node:
         """New pages below ``node`` for its holder: in the node itself when nobody shares it, to keep paths short."""
         if node.parent is not None and node.locks == 1 and not node.children:
-            node.key += key
-            node.pages = node.pages + pages
+            node.key += key  # in place: a step must not copy what a long sequence has so far
+            node.pages += pages
             self.size += len(pages)
             return node
         return self._insert(node, key, pages, 1)
@@ -248,11 +248,11 @@ class RadixTree:
         if parent is None:
             raise CacheCorrupted("a root has no pages to split")
         upper = Node(node.key[: count * size], node.pages[:count], parent, node.locks, node.used)
-        parent.children[node.key[:size]] = upper
-        node.key = node.key[count * size :]
-        node.pages = node.pages[count:]
+        parent.children[bytes(node.key[:size])] = upper
+        del node.key[: count * size]
+        del node.pages[:count]
         node.parent = upper
-        upper.children[node.key[:size]] = node
+        upper.children[bytes(node.key[:size])] = node
         self._nodes += 1
         return upper
 
@@ -297,7 +297,7 @@ class RadixTree:
                 nodes += 1
                 if not node.pages or len(node.key) != len(node.pages) * self._page_bytes:
                     raise CacheCorrupted(f"a node of {len(node.pages)} pages has {len(node.key)} bytes of tokens")
-                if node.parent.children.get(node.key[: self._page_bytes]) is not node:
+                if node.parent.children.get(bytes(node.key[: self._page_bytes])) is not node:
                     raise CacheCorrupted("a node is not where its first page says")
                 if not node.locks and not node.children and id(node) not in offered:
                     raise CacheCorrupted("an unlocked leaf can never be evicted")

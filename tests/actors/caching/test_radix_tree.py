@@ -122,3 +122,15 @@ def test_the_order_of_eviction_is_remembered_without_growing():
         tree.release(node)
     assert len(tree._heap) < 100
     assert tree.evict(2) == [1, 2]
+
+
+def test_a_prefix_grows_in_place_whatever_its_length():
+    tree = RadixTree(2)
+    root, _ = tree.acquire(b"", b"", 0)
+    node, _, _ = tree.extend(root, tokens("ab"), [1, 2])
+    key, pages = node.key, node.pages
+    assert tree.extend(node, tokens("cd"), [3, 4]) == (node, 2, [])
+    assert node.key is key
+    assert node.pages is pages
+    assert (bytes(key), pages) == (tokens("abcd"), [1, 2, 3, 4])
+    tree.check([node])
