@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
@@ -13,6 +14,9 @@ from kernels.sampling import Sampled
 from kernels.step import RowError, StepResult, StepTiming
 
 __all__ = ["Answer", "PromptScores", "RunningStep"]
+
+Bools = npt.NDArray[np.bool_]
+Longs = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,9 @@ class Answer:
     """Collects what a step produced. ``slots``, ``generations`` int32 [rows]: the requests of its rows.
 
     ``sampled_rows`` int64 [sampled]: the index among the step's rows of each of sampled's.
+    ``places`` int64 [sampled]: where a row verified guesses, the level of each of its entries; as many of them count as
+    ``outcome`` int64 [rows verified, 2 ..] says first, which is less than 0 in a row that is not finite; the second is
+    the level that was to be reached. ``verified_rows`` int64 [rows verified], ``guesses`` int64 of each.
     ``chunk_rows`` int64 [chunks]: rows that sampled nothing; ``chunks_broken`` bool [chunks]: which are not finite.
     """
 
@@ -53,7 +60,12 @@ class Answer:
     sampled_rows: npt.NDArray[np.int64] | None = None
     chunk_rows: npt.NDArray[np.int64] | None = None
     chunks_broken: Tensor | None = None
+    places: npt.NDArray[np.int64] | None = None
+    outcome: Tensor | None = None
+    verified_rows: npt.NDArray[np.int64] | None = None
+    guesses: npt.NDArray[np.int64] | None = None
     graph_rows: int = 0  # that ran in a captured graph
+    draft: float = 0.0  # seconds
 
     def tensors(self) -> list[Tensor]:
         """What ``pack`` wants from the device."""
@@ -62,6 +74,8 @@ class Answer:
             sampled = self.sampled
             wanted = (sampled.tokens, sampled.broken, sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
             found += [tensor for tensor in wanted if tensor is not None]
+        if self.outcome is not None:
+            found.insert(0, self.outcome)
         for scores in self.prompts:
             found += [scores.logprobs, scores.top_ids, scores.top_logprobs]
         if self.chunks_broken is not None:
@@ -74,11 +88,17 @@ class Answer:
         accepted = np.zeros(len(self.slots), dtype=np.int32)
         tokens = logprobs = top_counts = top_ids = top_logprobs = b""
         broken: list[RowError] = []
+        outcome = None if self.outcome is None else next(host).numpy()
         if self.sampled is not None and self.sampled_rows is not None:
             ids = next(host).numpy().astype(np.int32)
             kept = ~next(host).numpy()
-            broken += self._broken(self.sampled_rows[~kept])
-            accepted[self.sampled_rows[kept]] = 1
+            if outcome is None:
+                broken += self._broken(self.sampled_rows[~kept])
+                accepted[self.sampled_rows[kept]] = 1
+            else:
+                kept, unsound = self._kept(kept, outcome)
+                broken += self._broken(unsound)
+                accepted = np.bincount(self.sampled_rows[kept], minlength=len(accepted)).astype(np.int32)
             tokens = ids[kept].tobytes()
             if self.sampled.logprobs is not None:
                 logprobs = next(host).numpy()[kept].tobytes()
@@ -110,7 +130,28 @@ class Answer:
             failed=(*self.failed, *broken),
             timing=timing,
         )
+        if outcome is not None:
+            result = self._with_guesses(result, outcome)
         return result, broken
+
+    def _kept(self, sound: Bools, outcome: Longs) -> tuple[Longs, Longs]:
+        """Of the entries those that count, in the order of the message's rows, and the rows that are not finite."""
+        assert self.sampled_rows is not None
+        assert self.places is not None
+        assert self.verified_rows is not None
+        counts = np.ones(len(self.slots), dtype=np.int64)
+        counts[self.verified_rows] = np.abs(outcome[:, 0])
+        counted = self.places < counts[self.sampled_rows]
+        unsound = np.unique(self.sampled_rows[counted & ~sound])
+        entries = np.flatnonzero(counted & ~np.isin(self.sampled_rows, unsound))
+        return entries[np.argsort(self.sampled_rows[entries], kind="stable")], unsound
+
+    def _with_guesses(self, result: StepResult, outcome: Longs) -> StepResult:
+        assert self.verified_rows is not None
+        drafted, depths = np.zeros((2, len(self.slots)), dtype=np.int32)
+        drafted[self.verified_rows] = self.guesses
+        depths[self.verified_rows] = outcome[:, 1]
+        return msgspec.structs.replace(result, drafted=drafted.tobytes(), depths=depths.tobytes())
 
     def _broken(self, rows: npt.NDArray[np.int64]) -> list[RowError]:
         message = "the model's output is not finite for this request; try float32, or check the weights"

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK", "block_clocks", "clocks", "keys_at", "race", "race_over_all", "seed_key"]
+__all__ = ["BLOCK", "block_clocks", "clocks", "keys_at", "race", "race_over_all", "seed_key", "uniform"]
 
 BLOCK = 32  # token ids that share a first clock; a power of two
 BLOCK_BITS = 5
@@ -79,6 +79,12 @@ def _token_clocks(keys: Tensor, ids: Tensor, first: Tensor, block_hash: Tensor) 
 def clocks(keys: Tensor, ids: Tensor) -> Tensor:
     """The clocks float32 of token ids int32 [...]; keys int32 [..., 2] broadcast against them. Always above 0."""
     return _token_clocks(keys, ids, *block_clocks(keys, ids >> BLOCK_BITS))
+
+
+def uniform(keys: Tensor) -> Tensor:
+    """A number float32 [rows] in 0 .. 1 of each row's keys int32 [rows, 2] that no token's clock depends on."""
+    counter = torch.full(keys.shape[:-1], 1 << 30, dtype=torch.int32, device=keys.device)
+    return (_hash(keys, counter) & 0x7FFFFFFF).to(torch.float32).mul_(2.0**-31)
 
 
 def _kept(values: Tensor, ids: Tensor, floor: Tensor, floor_id: Tensor, vocab: int) -> Tensor:

@@ -17,15 +17,19 @@ from torch import Tensor
 from kernels.answers import Answer, PromptScores, RunningStep
 from kernels.batch import ForwardBatch
 from kernels.loading import open_weights
-from kernels.models.config import ConfigError, ModelConfig, read_config
+from kernels.models.config import ModelConfig, read_config
 from kernels.models.decoder import Decoder, tensor_shapes
 from kernels.parallel.group import Group, join_group
 from kernels.parallel.partition import local_config, tensor_parts
 from kernels.platforms.base import AttentionRows, Decodes, Fetched, Memory
 from kernels.platforms.select import select_platform
+from kernels.rows import StepRows
 from kernels.sampling import Sampler
-from kernels.sizing import cache_pages
+from kernels.sizing import cache_pages, context_length
 from kernels.slots import SlotError, SlotTable
+from kernels.speculative.drafter import DrafterContext
+from kernels.speculative.select import captured_layers, make_drafter
+from kernels.speculative.speculator import Samples, Speculator, Verified
 from kernels.step import ModelInfo, RowError, RunnerConfig, StepBatch, StepResult, StepTiming
 from kernels.unsettled import StepWrites, Unsettled
 
@@ -76,7 +80,9 @@ class ModelRunner:
         whole = read_config(config.model_path, config.config_overrides)
         model = local_config(whole, config.tp_size)
         dtype = platform.dtype(config.dtype, model.dtype)
-        context = _context_length(config, model)
+        context = context_length(config, model)
+        speculation = config.speculation
+        captures = captured_layers(speculation, whole) if speculation is not None else ()
         shapes = tensor_shapes(whole)
         weights = open_weights(
             config.model_path,
@@ -90,11 +96,19 @@ class ModelRunner:
             lambda fraction: self._progress("weights", 0.9 * fraction),
         )
         self._group = join_group(platform, config)
-        self._model = Decoder(model, weights, platform, dtype, self._group)
+        self._model = Decoder(model, weights, platform, dtype, self._group, captures)
         self._sampler = Sampler(
             model.vocab_size, config.max_slots, platform.device, platform.cut, platform.put, platform.greedy
         )
         self._windows = frozenset(model.windows)
+        self._speculator: Speculator | None = None
+        drafter = None
+        if speculation is not None:
+            drafter = make_drafter(
+                DrafterContext(config, speculation, platform, self._group, self._model, model, whole, dtype, context)
+            )
+        weight_bytes = weights.weight_bytes + (drafter.weight_bytes if drafter is not None else 0)
+        self._guesses = drafter.most_nodes - 1 if drafter is not None else 0
         self._group.least(0)  # from here on each waits for the others: first let all have read their weights
         clock.end("weights")
 
@@ -107,21 +121,28 @@ class ModelRunner:
                 cached,
                 context,
                 dtype.itemsize,
-                weights.weight_bytes,
+                weight_bytes,
                 Memory(memory.total, max(0, memory.free - reserved)),
                 platform.default_memory_fraction,
                 platform.default_cache_tokens,
+                drafter.cache_bytes if drafter is not None else 0,
+                1 + 2 * self._guesses,
             )
         )
         context = min(context, (pages - 1) * config.page_size)
         self._caches: list[Any] = platform.make_cache(
             model.layers, pages, config.page_size, model.kv_heads, model.head_dim, dtype
         )
-        self._slots = SlotTable(platform, config.max_slots, context, config.page_size, pages, model.vocab_size)
+        self._draft_caches: list[Any] = drafter.make_caches(pages) if drafter is not None else []
+        self._slots = self._make_slots(context, pages, model.vocab_size)
+        if drafter is not None and speculation is not None:
+            self._speculator = Speculator(drafter, speculation, platform, self._sampler, self._slots)
         clock.end("cache")
         self._progress("cache", 0.92)
         self._warm_up()
         self._decodes = self._capture_decodes()
+        if drafter is not None:
+            drafter.capture(self._agree)
         clock.end("warmup")
         self._progress("warmup", 1.0)
         return ModelInfo(
@@ -138,7 +159,15 @@ class ModelRunner:
             cache_bytes=cached.cache_elements_per_token * dtype.itemsize * config.page_size * pages,
             load_seconds=clock.seconds,
             graph_rows=self._decodes.rows if self._decodes is not None else (),
+            speculative_nodes=drafter.most_nodes if drafter is not None else 1,
+            speculative_depth=drafter.depth if drafter is not None else 0,
+            draft_parameters=drafter.parameters if drafter is not None else 0,
+            draft_weight_bytes=drafter.weight_bytes if drafter is not None else 0,
         )
+
+    def _make_slots(self, context: int, pages: int, vocab_size: int) -> SlotTable:
+        config = self._config
+        return SlotTable(self._platform, config.max_slots, context, config.page_size, pages, vocab_size, self._guesses)
 
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> StepResult:
@@ -167,11 +196,16 @@ class ModelRunner:
         if counts.sum() > self._config.max_step_tokens:
             raise ValueError(f"a step of {counts.sum()} tokens is over max_step_tokens, {self._config.max_step_tokens}")
         answer = Answer(slots, generations)
+        if self._speculator is not None:
+            self._speculator.settle()
+            answer.draft = time.perf_counter() - begun
         self._update_slots(batch, answer)
         rows = self._fit_rows(slots, generations, counts, answer)
         if not len(rows):
             return self._running(batch.number, answer, None, begun, time.perf_counter())
-        step = _Step(rows, slots[rows].astype(np.int64), counts[rows].astype(np.int64), self._slots)
+        step = StepRows(rows, slots[rows].astype(np.int64), counts[rows].astype(np.int64), self._slots)
+        if self._speculator is not None and batch.drafts:
+            step = self._draft(self._speculator, step, batch, answer)
         writes = self._writes(step)
         forward = self._forward_batch(step, writes.pages)
         self._unsettled.begin(writes)
@@ -182,10 +216,16 @@ class ModelRunner:
             answer.graph_rows = 0 if hidden is None else len(step.slots)
         if hidden is None:
             hidden = self._model.forward(forward, self._caches)
-        self._slots.computed[step.slots] += step.counts
+        features = None
+        if self._speculator is not None:
+            hidden, features = self._model.split(hidden)
+        self._slots.computed[step.slots] += step.certain()
         self._score_prompts(step, hidden, answer)
         self._test_chunks(step, hidden, answer)
-        self._sample(step, hidden, answer)
+        if self._speculator is not None:
+            self._sample_verified(self._speculator, step, hidden, features, forward, answer)
+        else:
+            self._sample(step, hidden, answer)
         return self._running(batch.number, answer, writes, begun, prepared)
 
     def _running(
@@ -216,7 +256,7 @@ class ModelRunner:
         host = fetched()
         ended = time.perf_counter()
         run = ended - max(prepared, self._ended)
-        timing = StepTiming(prepare=prepared - begun, run=run, graph_rows=answer.graph_rows)
+        timing = StepTiming(prepare=prepared - begun, run=run, graph_rows=answer.graph_rows, draft=answer.draft)
         self._ended = ended
         result, broken = answer.pack(number, host, timing)
         if writes is not None:
@@ -225,7 +265,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Drop the model and the cache. The runner is of no further use."""
-        for name in ("_decodes", "_model", "_caches", "_slots", "_sampler"):
+        for name in ("_decodes", "_speculator", "_model", "_caches", "_draft_caches", "_slots", "_sampler"):
             self.__dict__.pop(name, None)
         self._group.close()
         self._group = Group()
@@ -250,7 +290,7 @@ class ModelRunner:
 
         def largest() -> None:
             self._caches = caches
-            self._slots = SlotTable(platform, config.max_slots, context, config.page_size, pages, model.vocab_size)
+            self._slots = self._make_slots(context, pages, model.vocab_size)
             self._run_nowhere(np.array([longest]), min(rows, longest), np.arange(pages, dtype=np.int32)[None])
             del self._caches, self._slots
 
@@ -265,9 +305,7 @@ class ModelRunner:
         """Releases, then admissions, then page grants."""
         state = self._slots
         for slot in _ints(batch.released).tolist():
-            if 0 < slot < len(state.known):
-                state.release(slot)
-                self._sampler.release(slot)
+            self._drop(slot)
         self._clean_granted(batch)
         if batch.admitted and not state.active.any() and self._platform.renew():  # a request sees one kind of operator
             self._decodes = self._capture_decodes()
@@ -275,6 +313,8 @@ class ModelRunner:
             try:
                 state.admit(admission)
                 self._sampler.admit(admission.slot, admission.sampling, admission.prompt_length)
+                if self._speculator is not None:
+                    self._speculator.admit(admission)
             except Exception as error:  # whatever is wrong with one request is its own
                 self._drop(admission.slot)
                 answer.failed.append(RowError(admission.slot, admission.generation, str(error)))
@@ -312,11 +352,25 @@ class ModelRunner:
     def _clear(self, pages: list[int]) -> None:
         if pages:
             self._platform.clear_pages(self._caches, pages)
+            if self._draft_caches:
+                self._platform.clear_pages(self._draft_caches, pages)
 
     def _drop(self, slot: int) -> None:
         if 0 < slot < len(self._slots.known):
             self._slots.release(slot)
             self._sampler.release(slot)
+            if self._speculator is not None:
+                self._speculator.release(slot)
+
+    def _draft(self, speculator: Speculator, step: StepRows, batch: StepBatch, answer: Answer) -> StepRows:
+        """Have guesses made for the rows that may verify some."""
+        begun = time.perf_counter()
+        most = _ints(batch.drafts)
+        if len(most) != len(answer.slots):
+            raise ValueError("drafts of a step must have one entry for each row, or none")
+        step = speculator.draft(step, most[step.rows].astype(np.int64))
+        answer.draft += time.perf_counter() - begun
+        return step
 
     def _fit_rows(self, slots: Ints, generations: Ints, counts: Ints, answer: Answer) -> Longs:
         """Indices of the rows that can run; the others are answered as failed, once each."""
@@ -330,13 +384,13 @@ class ModelRunner:
                 answer.failed.append(RowError(*name, message))
         return np.array([row for row in range(len(slots)) if row not in errors], dtype=np.int64)
 
-    def _writes(self, step: _Step) -> StepWrites:
+    def _writes(self, step: StepRows) -> StepWrites:
         state, page_size = self._slots, self._config.page_size
         last = (step.starts + step.counts - 1) // page_size
         pages = state.pages[step.slots, : int(last.max()) + 1]
         return StepWrites(step.slots, state.generation[step.slots], step.starts // page_size, last, pages)
 
-    def _forward_batch(self, step: _Step, pages: Ints) -> ForwardBatch:
+    def _forward_batch(self, step: StepRows, pages: Ints) -> ForwardBatch:
         """``pages`` [rows, columns]: those of the step's rows."""
         state, page_size = self._slots, self._config.page_size
         if step.decodes == len(step.slots):
@@ -346,11 +400,14 @@ class ModelRunner:
             positions = np.arange(len(token_slots)) + np.repeat(step.starts - step.offsets, step.counts)
         index = state.pages[token_slots, positions // page_size] * np.int64(page_size) + positions % page_size
         at = self._put(positions)
+        token_ids = state.read(token_slots, positions, at)
+        attention = AttentionRows(step.starts, step.counts, pages, step.decodes)
+        if step.drafts is not None and self._speculator is not None:
+            token_ids, at = self._speculator.place(step, token_ids, at)
+            bits = None if step.drafts.tree.linear else step.drafts.tree.bits
+            attention = dataclasses.replace(attention, verifies=step.verifies, tree=bits)
         return ForwardBatch(
-            token_ids=state.read(token_slots, positions, at),
-            positions=at,
-            cache_index=self._put(index),
-            plans=self._plans(AttentionRows(step.starts, step.counts, pages, step.decodes)),
+            token_ids=token_ids, positions=at, cache_index=self._put(index), plans=self._plans(attention)
         )
 
     def _plans(self, rows: AttentionRows) -> dict[int, Any]:
@@ -359,7 +416,7 @@ class ModelRunner:
     def _put(self, array: Longs) -> Tensor:
         return self._platform.put(array)
 
-    def _score_prompts(self, step: _Step, hidden: Tensor, answer: Answer) -> None:
+    def _score_prompts(self, step: StepRows, hidden: Tensor, answer: Answer) -> None:
         """Log-probabilities of the prompt tokens that this step's positions predict, where a request wants them."""
         state = self._slots
         wanted = state.prompt_logprobs[step.slots]
@@ -376,7 +433,7 @@ class ModelRunner:
                 scores = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
                 answer.prompts.append(PromptScores(int(step.rows[row]), *scores))
 
-    def _test_chunks(self, step: _Step, hidden: Tensor, answer: Answer) -> None:
+    def _test_chunks(self, step: StepRows, hidden: Tensor, answer: Answer) -> None:
         """Rows that sample nothing are tested as well, at their last token, which sees the others: the pages that they
         fill are shared before anything is sampled from them.
         """
@@ -385,7 +442,7 @@ class ModelRunner:
             last = hidden.index_select(0, self._put(step.offsets[short] + step.counts[short] - 1))
             answer.chunk_rows, answer.chunks_broken = step.rows[short], ~last.isfinite().all(-1)
 
-    def _sample(self, step: _Step, hidden: Tensor, answer: Answer) -> None:
+    def _sample(self, step: StepRows, hidden: Tensor, answer: Answer) -> None:
         """Rows that reached their last known token get the next one."""
         state = self._slots
         reached = np.flatnonzero(step.starts + step.counts == state.known[step.slots])
@@ -407,13 +464,43 @@ class ModelRunner:
         state.append(slots, at_slots, at, sampled.tokens)
         answer.sampled, answer.sampled_rows = sampled, step.rows[reached]
 
+    def _sample_verified(
+        self,
+        speculator: Speculator,
+        step: StepRows,
+        hidden: Tensor,
+        features: Tensor | None,
+        forward: ForwardBatch,
+        answer: Answer,
+    ) -> None:
+        """The same with guesses: what was sampled after each says which of them are right."""
+        reached = step.starts + step.counts == self._slots.known[step.slots]
+        reached[step.verifying] = True
+        verified: Verified | None = None
+        if step.drafts is None:
+            self._sample(step, hidden, answer)
+        else:
+            samples = Samples.of(step, self._slots.known)
+            chosen = hidden if len(samples.tokens) == len(hidden) else hidden[self._put(samples.tokens)]
+            verified = speculator.sample(step, samples, self._model.logits(chosen))
+            speculator.move(step, forward.cache_index, verified.outcome, self._caches)
+            answer.sampled, answer.sampled_rows = verified.sampled, step.rows[verified.rows]
+            answer.places, answer.outcome = verified.places, verified.outcome
+            answer.verified_rows = step.rows[step.verifying]
+            answer.guesses = step.counts[step.verifying] - 1
+        speculator.ran(step, reached, features, answer.sampled, verified)
+
+    def _agree(self, could: bool) -> bool:
+        """Whether all ranks could."""
+        return bool(self._group.least(int(could)))
+
     def _capture_decodes(self) -> Decodes | None:
         return self._platform.capture_decodes(
             lambda batch: self._model.forward(batch, self._caches),
             sorted(self._windows),
             self._config.max_slots - 1,
             self._slots.pages.shape[1],
-            lambda could: bool(self._group.least(int(could))),
+            self._agree,
         )
 
     def _warm_up(self) -> None:
@@ -435,22 +522,9 @@ class ModelRunner:
         decodes = len(counts) if tokens == len(counts) else 0
         plans = self._plans(AttentionRows(np.zeros_like(counts), counts, pages, decodes))
         hidden = self._model.forward(ForwardBatch(zeros, zeros, self._put(places), plans), self._caches)
-        logits = self._model.logits(hidden[:sampled])
+        logits = self._model.logits(self._model.split(hidden)[0][:sampled])
         nothing = zeros[:sampled]
         self._sampler.sample(logits, nothing, nothing, self._slots.tokens, host_slots=[0] * sampled, longest=0)
-
-
-class _Step:
-    """The rows that run. ``rows``: their index in the message; ``offsets``: of each row's first token in the batch."""
-
-    def __init__(self, rows: Longs, slots: Longs, counts: Longs, state: SlotTable) -> None:
-        self.rows = rows
-        self.slots = slots
-        self.counts = counts
-        self.starts: Longs = state.computed[slots]
-        self.offsets: Longs = np.cumsum(counts) - counts
-        longer = np.flatnonzero(counts != 1)
-        self.decodes = int(longer[0]) if len(longer) else len(counts)
 
 
 class _Phases:
@@ -468,13 +542,3 @@ class _Phases:
 
 def _ints(data: bytes) -> Ints:
     return np.frombuffer(data, dtype=np.int32)
-
-
-def _context_length(config: RunnerConfig, model: ModelConfig) -> int:
-    if config.context_length > model.max_positions:
-        raise ConfigError(
-            f"a context of {config.context_length} tokens is longer than the model's {model.max_positions}; lower "
-            "--context-length, or, if the model is known to work there, raise max_position_embeddings by "
-            "--json-model-override-args"
-        )
-    return config.context_length or model.max_positions

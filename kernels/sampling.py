@@ -17,13 +17,13 @@ from torch import Tensor
 
 from kernels.blocks import argmax, block_maxima, log_normaliser, top
 from kernels.edits import BatchEdits, Put, SlotEdits
-from kernels.noise import keys_at, race, race_over_all, seed_key
+from kernels.noise import keys_at, race, race_over_all, seed_key, uniform
 from kernels.nucleus import cut, outside
 from kernels.penalties import penalise
 from kernels.platforms.base import Cut, Greedy
 from kernels.step import SlotSampling
 
-__all__ = ["Sampled", "Sampler"]
+__all__ = ["Noise", "Sampled", "Sampler"]
 
 _GREEDY_BELOW = 1e-5  # a temperature under which sampling is greedy
 _FEW_LOGITS = 1 << 14  # so few that looking at all of them is quicker than choosing among them; the result is the same
@@ -47,6 +47,15 @@ class Sampled:
     def failed(self) -> list[int]:
         """Indices of the rows that failed. Waits for the device."""
         return self.broken.nonzero().squeeze(1).tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """How rows are sampled. ``keys`` int32 [rows, 2]: the seeds'; ``keys_at`` makes those of a position of them.
+    ``temperature`` float32 [rows]: 0 is greedy, and no noise counts."""
+
+    keys: Tensor
+    temperature: Tensor
 
 
 class _Slots:
@@ -174,6 +183,24 @@ class Sampler:
         self._slots.clear(slot)
         self._plans.clear()
 
+    def noise(self, slots: Sequence[int]) -> Noise | None:
+        """Of these slots; None when all are greedy."""
+        at = np.array(slots, dtype=np.int64)
+        temperature = self._slots.temperature[at]
+        return Noise(self._put(self._slots.keys[at]), self._put(temperature)) if temperature.any() else None
+
+    def needs_history(self, slots: Sequence[int]) -> bool:
+        """Whether what is sampled in one of these slots depends on more than the number of tokens before."""
+        state, at = self._slots, np.array(slots, dtype=np.int64)
+        if np.any(state.repetition[at] != 1) or np.any(state.frequency[at]) or np.any(state.presence[at]):
+            return True
+        return bool(state.edits) and any(slot in state.edits and bool(state.edits[slot].words) for slot in set(slots))
+
+    @staticmethod
+    def chances(keys: Tensor, positions: Tensor) -> Tensor:
+        """A uniform number float32 [rows] for each of the seeds' keys int32 [rows, 2] and positions int64 [rows]."""
+        return uniform(keys_at(keys, positions))
+
     def sample(
         self,
         logits: Tensor,
@@ -190,7 +217,8 @@ class Sampler:
         slots: int64 [rows]. positions: int64 [rows], the index in its sequence of the token to be sampled, which is the
         number of tokens known before. history: int [max_slots, context], token ids by slot; the first ``positions`` of
         a row's slot are read. host_slots (the slots) and longest (at least the largest position), where the caller
-        knows them without asking the device, save waiting for it.
+        knows them without asking the device, save waiting for it. With host_slots, slots may be rows of a history
+        that is not by slot.
 
         A row with a NaN, +inf or only -inf fails alone (``Sampled.broken``). Where bans leave no token at all, the
         likeliest of the allowed tokens is taken, else the likeliest of all.

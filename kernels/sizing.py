@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from kernels.models.config import ModelConfig
+from kernels.models.config import ConfigError, ModelConfig
 from kernels.platforms.base import Memory
 from kernels.step import RunnerConfig
 
-__all__ = ["CacheSizeError", "cache_pages"]
+__all__ = ["CacheSizeError", "cache_pages", "context_length"]
 
 
 class CacheSizeError(ValueError):
     """The memory that was asked for does not hold a cache."""
+
+
+def context_length(config: RunnerConfig, model: ModelConfig) -> int:
+    """Tokens that a sequence may have. Raises ConfigError."""
+    if config.context_length > model.max_positions:
+        raise ConfigError(
+            f"a context of {config.context_length} tokens is longer than the model's {model.max_positions}; lower "
+            "--context-length, or, if the model is known to work there, raise max_position_embeddings by "
+            "--json-model-override-args"
+        )
+    return config.context_length or model.max_positions
 
 
 def cache_pages(
@@ -22,20 +33,23 @@ def cache_pages(
     memory: Memory,
     default_fraction: float,
     default_tokens: int,
+    draft_bytes: int = 0,
+    ahead: int = 1,
 ) -> int:
     """Pages of the cache, page 0 included. Raises CacheSizeError.
 
     ``max_total_tokens`` is taken as it is, if it fits. Else ``mem_fraction_static`` of the device's memory, less the
     weights, is filled. Else ``default_fraction`` of what is free, but no more than all slots could use and no more
     than ``default_tokens`` (or one full context, if that is longer).
+    ``draft_bytes``: of a token in a draft's own cache. ``ahead``: positions that steps under way may need more.
     ``context``: tokens a sequence may have. ``itemsize``: bytes of a cached element. ``memory``: after the weights.
     """
-    page_bytes = model.cache_elements_per_token * itemsize * config.page_size
+    page_bytes = (model.cache_elements_per_token * itemsize + draft_bytes) * config.page_size
 
     def pages_for(tokens: int) -> int:
         return -(-tokens // config.page_size)
 
-    most = (config.max_slots - 1) * pages_for(context + 1)  # a step may be reserved ahead
+    most = (config.max_slots - 1) * pages_for(context + ahead)
     if config.max_total_tokens:
         pages = pages_for(config.max_total_tokens)
         if (pages + 1) * page_bytes > memory.free:

@@ -30,18 +30,26 @@ class SlotTable:
     asking the device: a row that samples makes its sequence one longer, whatever the token is.
 
     max_slots: slots are ``1 .. max_slots - 1``. context: tokens a sequence may have. num_pages: pages are
-    ``1 .. num_pages - 1``. vocab_size: token ids are below it.
+    ``1 .. num_pages - 1``. vocab_size: token ids are below it. guesses: of a row in a step, at most.
     """
 
     def __init__(
-        self, platform: Platform, max_slots: int, context: int, page_size: int, num_pages: int, vocab_size: int
+        self,
+        platform: Platform,
+        max_slots: int,
+        context: int,
+        page_size: int,
+        num_pages: int,
+        vocab_size: int,
+        guesses: int = 0,
     ) -> None:
         self._platform = platform
         self.context = context
         self.page_size = page_size
         self.num_pages = num_pages
         self.vocab_size = vocab_size
-        self.tokens = platform.empty_host_state(max_slots, context + SLACK)  # int32, on the device
+        longest = context + SLACK * (1 + guesses)
+        self.tokens = platform.empty_host_state(max_slots, longest + guesses)  # int32, on the device
         # Where the device is the host, numpy finds a few of them several times as fast as torch.
         self._here: npt.NDArray[Any] | None = self.tokens.numpy() if self.tokens.device.type == "cpu" else None
         self.known: Longs = np.zeros(max_slots, dtype=np.int64)  # tokens in `tokens`
@@ -50,7 +58,8 @@ class SlotTable:
         self.prompt_logprobs: Ints = np.full(max_slots, -1, dtype=np.int32)
         self.generation: Ints = np.zeros(max_slots, dtype=np.int32)
         self.active = np.zeros(max_slots, dtype=bool)
-        self.pages: Ints = np.zeros((max_slots, -(-(context + SLACK) // page_size)), dtype=np.int32)
+        self.longest = longest
+        self.pages: Ints = np.zeros((max_slots, -(-(longest + guesses) // page_size)), dtype=np.int32)
         self.page_count: Longs = np.zeros(max_slots, dtype=np.int64)
 
     def check_slot(self, slot: int) -> None:
@@ -119,6 +128,15 @@ class SlotTable:
             self.tokens[at_slots, at] = tokens.to(torch.int32)
         self.known[slots] += 1
 
+    def write(self, slots: Longs, positions: Longs, tokens: Tensor) -> None:
+        """``tokens`` int [rows, n] at ``positions ..`` of each slot, which are not yet known."""
+        if self._here is not None:
+            self._here[slots[:, None], positions[:, None] + np.arange(tokens.shape[1])] = tokens.numpy()
+            return
+        put = self._platform.put
+        columns = put(positions).unsqueeze(1) + torch.arange(tokens.shape[1], device=tokens.device)
+        self.tokens[put(slots).unsqueeze(1), columns] = tokens.to(torch.int32)
+
     def holds(self, page: int) -> bool:
         """Whether a running request's table names the page."""
         columns = np.arange(self.pages.shape[1])
@@ -132,7 +150,7 @@ class SlotTable:
         known, computed = self.known[safe], self.computed[safe]
         last = computed + counts
         fine = inside & self.active[safe] & (self.generation[safe] == generations) & (counts > 0) & (last <= known)
-        fine &= (last <= self.page_count[safe] * self.page_size) & (known < self.tokens.shape[1])
+        fine &= (last <= self.page_count[safe] * self.page_size) & (known < self.longest)
         if fine.all() and len(set(slots.tolist())) == len(slots):
             return found
         seen: set[int] = set()
@@ -152,7 +170,7 @@ class SlotTable:
         if not self.active[slot]:
             return f"slot {slot} holds no request"
         known, computed, pages = int(self.known[slot]), int(self.computed[slot]), int(self.page_count[slot])
-        if known >= self.tokens.shape[1]:
+        if known >= self.longest:
             return f"slot {slot} has no room for another token: the context is {self.context} tokens"
         if count < 1 or computed + count > known:
             return f"slot {slot} cannot run {count} tokens: {computed} of {known} known ones are computed"

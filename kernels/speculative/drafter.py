@@ -26,11 +26,12 @@ from kernels.models.config import ModelConfig
 from kernels.models.decoder import Decoder
 from kernels.parallel.group import Group
 from kernels.platforms.base import Platform
+from kernels.sampling import Noise
 from kernels.speculative.settings import SpeculativeSettings
 from kernels.speculative.tree import DraftTree
 from kernels.step import Admission, RunnerConfig
 
-__all__ = ["DraftNoise", "DraftRows", "Drafter", "DrafterContext", "Drafts", "Observation"]
+__all__ = ["DraftRows", "Drafter", "DrafterContext", "Drafts", "Observation"]
 
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
@@ -81,18 +82,6 @@ class Observation:
 
 
 @dataclass(frozen=True)
-class DraftNoise:
-    """How rows are sampled, to draft with the target's own noise (``kernels.noise``).
-
-    ``keys`` int32 [rows, 2]: the seeds' keys; the noise of the token at position p is ``keys_at(keys, p)``.
-    ``temperature`` float32 [rows]: 0 is greedy, and no noise counts.
-    """
-
-    keys: Tensor
-    temperature: Tensor
-
-
-@dataclass(frozen=True)
 class DraftRows:
     """Rows that may speculate; host arrays but for the tensors. All tokens before ``roots`` have been observed."""
 
@@ -105,7 +94,7 @@ class DraftRows:
     root_positions: Tensor  # int64 [rows], roots on the device
     device_slots: Tensor  # int64 [rows], slots on the device
     table: Tensor  # int32 [max_slots, positions], as in Observation
-    noise: DraftNoise | None  # None: all rows are greedy
+    noise: Noise | None  # the target's own, to draft with it too; None: all rows are greedy
     steps: int  # passes that are worth it now, 1 to the settings' num_steps (adaptive drafting lowers it)
 
 

@@ -1,0 +1,477 @@
+"""Draft, verify, accept: what a runner does when it speculates, whatever the algorithm.
+
+Lengths are the host's, and how many guesses a step accepts is known to the device first. So a step that verified some
+is settled before the next one is prepared: the host then knows every length again, and the drafter observes what was
+computed, before slots change hands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kernels.platforms.base import Fetched, Platform
+from kernels.rows import StepRows
+from kernels.sampling import Sampled, Sampler
+from kernels.slots import SlotTable
+from kernels.speculative.drafter import Drafter, DraftRows, Drafts, Observation
+from kernels.speculative.settings import SpeculativeSettings
+from kernels.speculative.tree import DraftTree
+from kernels.speculative.verify import Leniency, Walk, path_history, walk
+from kernels.step import Admission
+
+__all__ = ["Samples", "Speculator", "Verified"]
+
+Ints = npt.NDArray[np.int32]
+Longs = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What a step samples: ``rows`` of it, one after the other, each at one token of the batch or, in a row that
+    verifies, at all of its tokens. ``slots``, ``tokens`` (places in the batch) and ``lengths`` (tokens known before the
+    one sampled, were each guess the next of the one before) int64 [samples]. ``guesses``: those of the verified rows.
+    """
+
+    rows: Longs
+    slots: Longs
+    tokens: Longs
+    lengths: Longs
+    guesses: slice
+
+    @classmethod
+    def of(cls, step: StepRows, known: Longs) -> Samples:
+        """``known``: lengths by slot."""
+        reached = step.starts + step.counts == known[step.slots]
+        reached[step.verifying] = True
+        rows = np.flatnonzero(reached)
+        counts = np.ones(len(rows), dtype=np.int64)
+        first = int(np.count_nonzero(reached[: step.decodes]))
+        verifying = slice(first, first + step.verifies)
+        counts[verifying] = step.counts[rows[verifying]]
+        ends = np.cumsum(counts)
+        begins = ends - counts
+        base = step.counts[rows] - 1
+        base[verifying] = 0
+        place = np.arange(int(ends[-1])) - np.repeat(begins, counts) + np.repeat(base, counts)
+        tokens = np.repeat(step.offsets[rows], counts) + place
+        lengths = np.repeat(step.starts[rows], counts) + place + 1
+        last = first + int(counts[verifying].sum())
+        return cls(rows, np.repeat(step.slots[rows], counts), tokens, lengths, slice(first, last))
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What a step with guesses sampled, and what of it counts.
+
+    ``sampled``: entries of every row that samples, one after the other: one, or in a row that verified one for each
+    level that could be accepted. ``rows`` int64 [entries]: the step's rows; ``places`` int64 [entries]: the level.
+    ``outcome`` int64 [verified rows, 2 + depth + 1], on the device: entries that count (minus that where the row is not
+    finite), levels that could have been accepted, and the nodes passed.
+    """
+
+    sampled: Sampled
+    rows: Longs
+    places: Longs
+    outcome: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Pending:
+    """A step that has not been observed. ``reached`` bool [rows]: which sampled."""
+
+    step: StepRows
+    generations: Ints
+    reached: npt.NDArray[np.bool_]
+    features: Tensor | None
+    outcome: Fetched | None  # Verified.outcome
+    tokens: Fetched | None  # what was sampled, [entries] ...
+    token_rows: Longs  # ... in which rows of the step ...
+    token_places: Longs  # ... at which level
+
+
+class Speculator:
+    """Of one runner. Everything in the model's thread, in the order of the steps."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        settings: SpeculativeSettings,
+        platform: Platform,
+        sampler: Sampler,
+        slots: SlotTable,
+    ) -> None:
+        self.drafter = drafter
+        self._settings = settings
+        self._platform = platform
+        self._sampler = sampler
+        self._slots = slots
+        self._wants = np.zeros(len(slots.known), dtype=bool)
+        self._pending: _Pending | None = None
+        self._emitted = 0.0  # of settings.fixed_acceptance, what was rounded away so far
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def admit(self, admission: Admission) -> None:
+        """A request has taken a slot."""
+        self._wants[admission.slot] = admission.sampling.drafts != 0
+        self.drafter.admit(admission, np.frombuffer(admission.tokens, dtype=np.int32))
+
+    def release(self, slot: int) -> None:
+        self.drafter.release(slot)
+
+    # -- before a step ------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Learn what the last step accepted, and let the drafter see what it computed."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        state, step = self._slots, pending.step
+        sound = state.active[step.slots] & (state.generation[step.slots] == pending.generations)
+        counts = step.counts
+        paths: Longs | None = None
+        if pending.outcome is not None:
+            outcome: Longs = pending.outcome()[0].numpy()
+            accepted, depths, paths = np.abs(outcome[:, 0]), outcome[:, 1], outcome[:, 2:]
+            counts = counts.copy()
+            counts[step.verifying] = accepted
+            alive = sound[step.verifying]
+            slots = step.slots[step.verifying][alive]
+            state.known[slots] += accepted[alive]
+            state.computed[slots] += accepted[alive]
+            sound[step.verifying] &= outcome[:, 0] > 0
+            self.drafter.judged(slots.tolist(), (accepted[alive] - 1).tolist(), depths[alive].tolist())
+        # Of a request that does not speculate prompts are observed all the same: others may share them.
+        rows = np.flatnonzero(sound & (self._wants[step.slots] | (step.counts > 1)))
+        if len(rows):
+            self._observe(pending, rows, counts, paths)
+
+    def _observe(self, pending: _Pending, rows: Longs, counts: Longs, paths: Longs | None) -> None:
+        state, step, put = self._slots, pending.step, self._platform.put
+        size = state.page_size
+        slots, starts, some = step.slots[rows], step.starts[rows], counts[rows]
+        ends = np.cumsum(some)
+        within = np.arange(int(ends[-1])) - np.repeat(ends - some, some)
+        positions = np.repeat(starts, some) + within
+        token_slots = np.repeat(slots, some)
+        columns = int(positions.max()) // size + 2
+        index = state.pages[token_slots, positions // size] * np.int64(size) + positions % size
+        at, after = put(positions), positions + 1
+        features = pending.features
+        if features is not None:
+            places = np.repeat(step.offsets[rows], some) + within
+            if paths is not None:
+                first = step.decodes
+                verified = np.flatnonzero((rows >= first) & (rows < first + step.verifies))
+                for place in verified.tolist():
+                    row = int(rows[place])
+                    end = int(ends[place])
+                    begin = end - int(some[place])
+                    places[begin:end] = step.offsets[row] + paths[row - first, : end - begin]
+            if len(places) != len(features) or not np.array_equal(places, np.arange(len(places))):
+                features = features.index_select(0, put(places))
+        self.drafter.observe(
+            Observation(
+                slots=slots,
+                starts=starts,
+                counts=some,
+                pages=state.pages[slots, :columns],
+                capacity=state.page_count[slots] * size,
+                reached=pending.reached[rows],
+                token_ids=state.read(token_slots, positions, at).to(torch.int64),
+                next_tokens=state.read(token_slots, after, put(after)).to(torch.int64),
+                positions=at,
+                cache_index=put(index),
+                features=features,
+                last=put(ends - 1),
+                device_slots=put(slots),
+                table=state.tokens,
+                sampled=self._sampled_tokens(pending, rows, counts),
+            )
+        )
+
+    @staticmethod
+    def _sampled_tokens(pending: _Pending, rows: Longs, counts: Longs) -> tuple[Ints, ...] | None:
+        if pending.tokens is None:
+            return None
+        tokens = pending.tokens()[0].numpy().astype(np.int32)
+        limits = np.ones(len(counts), dtype=np.int64)
+        limits[pending.step.verifying] = counts[pending.step.verifying]
+        kept = pending.token_places < limits[pending.token_rows]
+        tokens, owners = tokens[kept], pending.token_rows[kept]
+        return tuple([tokens[owners == row] for row in rows.tolist()])
+
+    def draft(self, step: StepRows, most: Longs) -> StepRows:
+        """Guesses for the decodes that may verify some: ``most`` int64 [rows], with a page for each already granted."""
+        state = self._slots
+        head = slice(0, step.decodes)
+        slots = step.slots[head]
+        known = state.known[slots]
+        limits = np.minimum(most[head], state.page_count[slots] * state.page_size - known)
+        limits = np.minimum(limits, self.drafter.most_nodes - 1)
+        limits = np.where((step.starts[head] + 1 == known) & self._wants[slots], limits, 0)
+        chosen = np.flatnonzero(limits > 0)
+        if not len(chosen):
+            return step
+        slots, roots, limits = slots[chosen], step.starts[chosen], limits[chosen]
+        put = self._platform.put
+        at = put(roots)
+        columns = int((roots + limits).max()) // state.page_size + 1
+        drafts = self.drafter.draft(
+            DraftRows(
+                slots=slots,
+                roots=roots,
+                pages=state.pages[slots, :columns],
+                capacity=state.page_count[slots] * state.page_size,
+                limits=limits,
+                root_tokens=state.read(slots, roots, at).to(torch.int64),
+                root_positions=at,
+                device_slots=put(slots),
+                table=state.tokens,
+                noise=self._sampler.noise(slots.tolist()),
+                steps=self._settings.num_steps,
+            )
+        )
+        verifying = np.flatnonzero(drafts.nodes > 1)
+        if not len(verifying):
+            return step
+        if len(verifying) < len(chosen):
+            some = put(verifying)
+            tree = drafts.tree
+            tree = DraftTree(
+                tree.tokens.index_select(0, some),
+                tree.parents.index_select(0, some),
+                tree.depths.index_select(0, some),
+                tree.bits.index_select(0, some),
+                tree.linear,
+            )
+            drafts = Drafts(tree, drafts.nodes[verifying])
+        return step.with_drafts(chosen[verifying], drafts)
+
+    def place(self, step: StepRows, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Put the guesses among a batch's tokens, and their depths into its positions. -> both, int64 [tokens]."""
+        assert step.drafts is not None
+        tree, part = step.drafts.tree, step.guesses
+        token_ids = token_ids.to(torch.int64)
+        whole = self._run(step, tree.tokens)
+        if part.start == 0 and part.stop == len(token_ids):
+            token_ids = whole
+        else:
+            token_ids[part] = whole
+        if not tree.linear:
+            roots = self._platform.put(np.repeat(step.starts[step.verifying], step.counts[step.verifying]))
+            positions = positions.clone()
+            positions[part] = roots + self._run(step, tree.depths)
+        return token_ids, positions
+
+    def _run(self, step: StepRows, nodes: Tensor) -> Tensor:
+        """Of a tensor [verified rows, nodes] those that are run, one after the other."""
+        counts = step.counts[step.verifying]
+        width = nodes.shape[1]
+        if (counts == width).all():
+            return nodes.reshape(-1)
+        return nodes.reshape(-1).index_select(0, self._platform.put(_places(counts, width)))
+
+    # -- after the model ----------------------------------------------------------------------------------------------
+
+    def sample(self, step: StepRows, samples: Samples, logits: Tensor) -> Verified:
+        """Sample after every node, and walk. ``logits`` [samples, vocab]. The tokens are known to the slots' table."""
+        assert step.drafts is not None
+        state, tree, put = self._slots, step.drafts.tree, self._platform.put
+        counts, part = step.counts[step.verifying], samples.guesses
+        slots = samples.slots.tolist()
+        at_slots, at = put(samples.slots), put(samples.lengths)
+        longest = int(samples.lengths.max())
+        if not tree.linear:
+            roots = put(np.repeat(step.starts[step.verifying], counts))
+            at[part] = roots + self._run(step, tree.depths) + 1
+        history, rows = state.tokens, at_slots
+        if self._sampler.needs_history(slots):
+            history, rows = self._histories(step, samples, longest)
+        leniency_logits = logits[part].float().clone() if self._settings.lossy else None
+        sampled = self._sampler.sample(logits, rows, at, history, host_slots=slots, longest=longest)
+
+        width = tree.tokens.shape[1]
+        flat = sampled.tokens[part]
+        if (counts == width).all():
+            after = flat.view(-1, width)
+        else:
+            after = torch.zeros(len(counts) * width, dtype=flat.dtype, device=flat.device)
+            after[put(_places(counts, width))] = flat
+            after = after.view(-1, width)
+        leniency = None if leniency_logits is None else self._leniency(step, leniency_logits, slots[part], at[part])
+        found = walk(tree, put(counts), after, min(self.drafter.depth, width - 1), leniency, self._forced())
+        self._append(step, samples, sampled, found)
+        return self._verified(step, samples, sampled, found)
+
+    def _histories(self, step: StepRows, samples: Samples, longest: int) -> tuple[Tensor, Tensor]:
+        """A table with the tokens before each sample, those of its path among them, and the samples' rows in it."""
+        assert step.drafts is not None
+        state, put = self._slots, self._platform.put
+        counts = step.counts[step.verifying]
+        width = min(longest + 1, state.tokens.shape[1])
+        table = state.tokens[put(samples.slots), :width].clone()
+        verified = step.slots[step.verifying]
+        roots = put(step.starts[step.verifying])
+        nodes = path_history(step.drafts.tree, roots, state.tokens[put(verified), :width])
+        flat = nodes.reshape(-1, width)
+        table[samples.guesses] = flat.index_select(0, put(_places(counts, nodes.shape[1])))
+        return table, torch.arange(len(table), device=table.device)
+
+    def _forced(self) -> int:
+        """Tokens to emit in this step, so that ``fixed_acceptance`` is met on average; 0: what is right."""
+        wanted = self._settings.fixed_acceptance
+        if not wanted:
+            return 0
+        self._emitted += wanted
+        whole = int(self._emitted)
+        self._emitted -= whole
+        return max(1, whole)
+
+    def _leniency(self, step: StepRows, logits: Tensor, slots: Sequence[int], lengths: Tensor) -> Leniency | None:
+        """Probabilities at each request's temperature; what else edits logits does not count. Greedy rows are exact."""
+        noise, settings = self._sampler.noise(slots), self._settings
+        if noise is None or (settings.accept_threshold_single >= 1 and settings.accept_threshold_acc >= 1):
+            return None
+        assert step.drafts is not None
+        tree, put = step.drafts.tree, self._platform.put
+        counts = step.counts[step.verifying]
+        width = tree.tokens.shape[1]
+        places = put(_places(counts, width))
+        warm = noise.temperature > 0
+        chances = self._sampler.chances(noise.keys, lengths)
+        logprobs = (logits / noise.temperature.clamp(min=1e-5).unsqueeze(1)).log_softmax(-1)
+
+        def padded(values: Tensor) -> Tensor:
+            whole = values.new_zeros(len(counts) * width, *values.shape[1:])
+            return whole.index_copy(0, places, values).view(len(counts), width, *values.shape[1:])
+
+        after = padded(logprobs).gather(1, tree.parents.clamp(min=0).unsqueeze(-1).expand(-1, -1, logprobs.shape[1]))
+        weights = after.gather(2, tree.tokens.unsqueeze(-1)).squeeze(-1).exp().masked_fill(tree.parents < 0, 0.0)
+        first = put(np.cumsum(counts) - counts)
+        return Leniency(
+            weights,
+            padded(chances),
+            settings.accept_threshold_single,
+            settings.accept_threshold_acc,
+            warm.index_select(0, first),
+        )
+
+    def _append(self, step: StepRows, samples: Samples, sampled: Sampled, found: Walk) -> None:
+        """What was sampled becomes known; in rows that verified the host counts it when the step is settled."""
+        state, put = self._slots, self._platform.put
+        plain = np.ones(len(samples.slots), dtype=bool)
+        plain[samples.guesses] = False
+        index = np.flatnonzero(plain)
+        if len(index):
+            slots = samples.slots[index]
+            tokens = sampled.tokens.index_select(0, put(index))
+            state.append(slots, put(slots), put(samples.lengths[index]), tokens)
+        state.write(step.slots[step.verifying], step.starts[step.verifying] + 1, found.tokens)
+
+    def _verified(self, step: StepRows, samples: Samples, sampled: Sampled, found: Walk) -> Verified:
+        assert step.drafts is not None
+        put, part = self._platform.put, samples.guesses
+        counts = step.counts[step.verifying]
+        levels = found.path.shape[1]
+        begins = put(part.start + np.cumsum(counts) - counts)
+        passed = (begins.unsqueeze(1) + found.path).reshape(-1)
+        total = len(samples.slots)
+        device = passed.device
+        entries = torch.cat(
+            (torch.arange(part.start, device=device), passed, torch.arange(part.stop, total, device=device))
+        )
+        tokens = torch.cat((sampled.tokens[: part.start], found.tokens.reshape(-1), sampled.tokens[part.stop :]))
+        broken = sampled.broken.index_select(0, entries)
+        own = broken[part.start : part.start + passed.numel()].view(-1, levels)
+        counted = torch.arange(levels, device=device) < found.counts.unsqueeze(1)
+        unsound = (own & counted).any(1)
+        depths = step.drafts.tree.depths
+        run = torch.arange(depths.shape[1], device=device) < put(counts).unsqueeze(1)
+        reach = depths.masked_fill(~run, 0).amax(1)
+        outcome = torch.cat(
+            (
+                torch.where(unsound, -found.counts, found.counts).unsqueeze(1),
+                reach.unsqueeze(1),
+                found.path,
+            ),
+            1,
+        )
+
+        first = np.searchsorted(samples.rows, step.decodes)
+        repeats = np.ones(len(samples.rows), dtype=np.int64)
+        repeats[first : first + step.verifies] = levels
+        ends = np.cumsum(repeats)
+        host = np.repeat(np.arange(len(repeats)), repeats)
+        places = np.arange(int(ends[-1])) - np.repeat(ends - repeats, repeats)
+        tops = sampled.top_counts
+        if tops is not None:  # a request asks for the same number everywhere
+            own_first = np.concatenate(
+                (np.arange(part.start), part.start + np.cumsum(counts) - counts, np.arange(part.stop, total))
+            )
+            tops = tops.index_select(0, torch.from_numpy(own_first[host]))
+        chosen = replace(
+            sampled,
+            tokens=tokens,
+            broken=broken,
+            logprobs=None if sampled.logprobs is None else sampled.logprobs.index_select(0, entries),
+            top_ids=None if sampled.top_ids is None else sampled.top_ids.index_select(0, entries),
+            top_logprobs=None if sampled.top_logprobs is None else sampled.top_logprobs.index_select(0, entries),
+            top_counts=tops,
+        )
+        return Verified(chosen, samples.rows[host], places, outcome)
+
+    def move(self, step: StepRows, cache_index: Tensor, outcome: Tensor, caches: Sequence[object]) -> None:
+        """Bring the keys and values of accepted nodes to the positions that follow one another."""
+        assert step.drafts is not None
+        if step.drafts.tree.linear:
+            return
+        counts, path = outcome[:, :1].abs(), outcome[:, 2:]
+        begins = self._platform.put(step.offsets[step.verifying]).unsqueeze(1)
+        levels = torch.arange(path.shape[1], device=path.device)
+        inside = levels < counts
+        source = cache_index[(begins + torch.where(inside, path, 0)).reshape(-1)]
+        target = cache_index[(begins + torch.where(inside, levels, 0)).reshape(-1)]
+        for cache in caches:
+            self._platform.move_cache(cache, source, target)
+
+    def ran(
+        self,
+        step: StepRows,
+        reached: npt.NDArray[np.bool_],
+        features: Tensor | None,
+        sampled: Sampled | None,
+        verified: Verified | None,
+    ) -> None:
+        """A step was given to the device; it is observed before the next one."""
+        outcome = tokens = None
+        rows = np.flatnonzero(reached)
+        places = np.zeros(len(rows), dtype=np.int64)
+        if verified is not None:
+            outcome = self._platform.fetch([verified.outcome])
+            rows, places, sampled = verified.rows, verified.places, verified.sampled
+        if self.drafter.needs_host_tokens and sampled is not None:
+            tokens = self._platform.fetch([sampled.tokens])
+        self._pending = _Pending(
+            step,
+            self._slots.generation[step.slots],
+            reached,
+            features if self.drafter.features else None,
+            outcome,
+            tokens,
+            rows,
+            places,
+        )
+
+
+def _places(counts: Longs, width: int) -> Longs:
+    """Of rows of ``width`` each, the first ``counts`` places, counted over all rows."""
+    ends = np.cumsum(counts)
+    within: Longs = np.arange(int(ends[-1])) - np.repeat(ends - counts, counts)
+    return np.repeat(np.arange(len(counts)) * width, counts) + within
