@@ -1,0 +1,186 @@
+"""How many guesses are worth making, by what was accepted and what steps cost (``--speculative-adaptive``).
+
+A step of a batch costs ``plain + per_level * levels + per_node * nodes`` seconds: what a step without guesses costs at
+that batch size, each pass of the draft, and each guess that is verified. A request's k-th guess is accepted with a
+probability that is learnt as it goes. The plan of a step is the one that promises the most tokens a second, and plain
+decoding where none promises more. Rows that do not guess are probed now and then, so seldom that it hardly costs.
+
+Pure: no clock, no torch. One plan is made for all ranks of a model, for measured times differ between them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["AdaptiveConfig", "AdaptiveSteps", "Track"]
+
+PRIOR = 0.6
+"""A guess's chance of being accepted, before any was judged."""
+LEAST_GAIN = 1.02
+"""Guessing must promise this much over plain decoding: promises are noisy, and plain decoding keeps its word."""
+PROBING = 0.005
+"""Share of the time that probes may take."""
+REFRESH = 128
+"""Steps with guesses between two without, which tell what a plain one costs now."""
+STREAK = 4
+"""Probes in a row after one that was accepted."""
+TRIALS = 3
+"""Steps with guesses whose cost is believed, whatever it is."""
+OUTLIER = 4.0
+"""Times of what was expected above which a step's seconds say something about the machine, not about the step."""
+
+Reals = npt.NDArray[np.float64]
+
+
+class AdaptiveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The settings that ``--speculative-adaptive-config`` may hold; names are SGLang's where it has them.
+
+    ``candidate_steps``: how many levels may be drafted, empty for any; none at all is always possible. ``ema_alpha``:
+    the weight of a new outcome. ``warmup_batches``: steps without guesses that a batch size begins with, to learn their
+    cost. ``zero_step_probe_interval``: steps between probes of rows that do not guess; 0: by what a probe costs.
+    """
+
+    candidate_steps: tuple[Annotated[int, msgspec.Meta(ge=0, le=63)], ...] = ()
+    ema_alpha: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.1
+    warmup_batches: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 3
+    zero_step_probe_interval: Annotated[int, msgspec.Meta(ge=0, le=100_000)] = 0
+
+
+class Track:
+    """What is known of one request. ``hits`` [levels]: chances of each guess, given that those before it were right."""
+
+    __slots__ = ("eager", "hits")
+
+    def __init__(self, hits: Reals) -> None:
+        self.hits = hits
+        self.eager = 0  # probes to make at once
+
+
+class _Cost:
+    """Seconds of a step, at batch sizes of one power of two."""
+
+    __slots__ = ("deepest", "guesses", "per_level", "per_node", "plain", "seen")
+
+    def __init__(self) -> None:
+        self.seen = 0  # plain steps
+        self.guesses = 0  # steps with guesses
+        self.deepest = 0  # levels of the deepest of these
+        self.plain = 0.0
+        self.per_level = 0.0
+        self.per_node = 0.0
+
+    def learn(self, levels: int, nodes: int, seconds: float, weight: float) -> None:
+        if not nodes:
+            self.seen += 1
+            if self.seen == 1:
+                self.plain, self.per_level, self.per_node = seconds, 0.1 * seconds, 0.03 * seconds
+            seconds = min(seconds, OUTLIER * self.plain)
+            self.plain += (seconds - self.plain) * max(weight, 1 / self.seen)
+        elif self.seen:
+            self.guesses += 1
+            self.deepest = max(self.deepest, levels)
+            expected = self.plain + self.per_level * levels + self.per_node * nodes
+            if self.guesses > TRIALS:
+                seconds = min(seconds, OUTLIER * expected)
+            error = (seconds - expected) * max(2 * weight, 1 / self.guesses) / (levels**2 + nodes**2)
+            # Normalized least mean squares: what cannot be told apart is blamed by its share.
+            self.per_level = max(0.0, self.per_level + error * levels)
+            self.per_node = max(0.0, self.per_node + error * nodes)
+
+
+class AdaptiveSteps:
+    """The policy. ``nodes``: ``nodes[n]`` guesses are verified of a draft of n levels; ``nodes[0]`` is 0."""
+
+    def __init__(self, nodes: Sequence[int], config: AdaptiveConfig | None = None) -> None:
+        self._config = config or AdaptiveConfig()
+        self._nodes = np.asarray(nodes, dtype=np.int64)
+        most = len(nodes) - 1
+        chosen = {level for level in self._config.candidate_steps if level <= most}
+        self._levels = sorted(chosen - {0}) if self._config.candidate_steps else list(range(1, most + 1))
+        self._prior: Reals = np.full(most, PRIOR)
+        self._costs: dict[int, _Cost] = {}
+        self._steps = 0
+        self._guessing = 0  # steps with guesses since the last without
+
+    def track(self) -> Track:
+        """A new request: it is expected to do as others did."""
+        return Track(self._prior.copy())
+
+    def choose(self, tracks: Sequence[Track]) -> list[int]:
+        """Levels to draft for each row of the next step, 0 for none."""
+        rows = len(tracks)
+        cost = self._cost(rows)
+        self._steps += 1
+        if not self._levels or cost.seen < self._config.warmup_batches or self._guessing >= REFRESH:
+            self._guessing = 0
+            return [0] * rows
+        chances = np.cumprod(np.stack([track.hits for track in tracks]), axis=1)
+        chosen = self._best(cost, chances)
+        probe = self._levels[0]
+        due = self._steps % self._interval(cost, rows, probe) == 0
+        for row, track in enumerate(tracks):
+            if not chosen[row] and (due or track.eager):
+                track.eager = max(0, track.eager - 1)
+                chosen[row] = probe
+        self._guessing = self._guessing + 1 if all(chosen) else 0
+        return chosen
+
+    def judged(self, track: Track, accepted: int, levels: int) -> None:
+        """Of the ``levels`` that were drafted of a request the first ``accepted`` were right."""
+        if not levels:
+            return
+        alpha = self._config.ema_alpha
+        if accepted and levels == self._levels[0] and track.hits[0] < PRIOR:
+            track.eager = STREAK
+        for hits, weight in ((track.hits, alpha), (self._prior, alpha / 4)):
+            reached = min(accepted + 1, levels)
+            right = np.arange(reached) < accepted
+            hits[:reached] += weight * (right - hits[:reached])
+            # What was not tried is slowly expected to be like the last that was.
+            hits[levels:] += weight / 4 * (hits[levels - 1] - hits[levels:])
+
+    def timed(self, rows: int, levels: int, nodes: int, seconds: float) -> None:
+        """A step of ``rows`` decodes and nothing else took ``seconds``: the deepest draft had ``levels``, and
+        ``nodes`` guesses were verified in all.
+        """
+        if rows and seconds > 0:
+            self._cost(rows).learn(levels, nodes, seconds, self._config.ema_alpha)
+
+    def _cost(self, rows: int) -> _Cost:
+        return self._costs.setdefault(rows.bit_length(), _Cost())
+
+    def _interval(self, cost: _Cost, rows: int, probe: int) -> int:
+        """Steps between probes of all rows that do not guess."""
+        fixed = self._config.zero_step_probe_interval
+        if fixed:
+            return fixed
+        extra = cost.per_level * probe + cost.per_node * rows * int(self._nodes[probe])
+        return int(np.clip(np.ceil(extra / (PROBING * cost.plain)), 8, 1024))
+
+    def _best(self, cost: _Cost, chances: Reals) -> list[int]:
+        """The plan of the most tokens a second. ``chances`` [rows, levels]: that so many guesses are accepted."""
+        rows = len(chances)
+        steps = np.diff(self._nodes)
+        rate = rows / cost.plain
+        best = np.zeros(rows, dtype=np.int64)
+        least = rate * LEAST_GAIN
+        tried = bisect_right(self._levels, cost.deepest)
+        for most in self._levels[: max(1, 2 * tried)]:  # few at first, whose cost says that of more
+            # A level is worth it while it promises more than its seconds would yield elsewhere.
+            worth = chances[:, :most] >= cost.per_node * steps[:most] * rate
+            levels = np.where(worth.all(1), most, worth.argmin(1))
+            if self._config.candidate_steps:
+                levels = np.array([max((0, *(n for n in self._levels if n <= level))) for level in levels.tolist()])
+            taken = np.arange(most) < levels[:, None]
+            tokens = rows + float((chances[:, :most] * taken).sum())
+            seconds = cost.plain + cost.per_level * int(levels.max()) + cost.per_node * int(self._nodes[levels].sum())
+            if tokens / seconds > least:
+                best, least = levels, tokens / seconds
+                rate = least
+        return [int(level) for level in best]

@@ -1,0 +1,176 @@
+"""The adaptive number of guesses, in a world where every step's cost and every guess's chance are known."""
+
+import random
+
+import msgspec
+import pytest
+
+from kernels.speculative.adaptive import AdaptiveConfig, AdaptiveSteps, Track
+
+PLAIN, LEVEL, NODE = 1.0, 0.12, 0.04
+
+
+class World:
+    """Rows that decode together; ``chances`` of each: that a guess is right, whatever its level."""
+
+    def __init__(self, policy: AdaptiveSteps | int, chances: list[float], *, node: float = NODE) -> None:
+        self.policy = policy
+        self.chances = chances
+        self.node = node
+        self.random = random.Random(7)
+        self.tracks = [] if isinstance(policy, int) else [policy.track() for _ in chances]
+        self.seconds = 0.0
+        self.tokens = 0
+        self.levels: list[list[int]] = []
+
+    def run(self, steps: int) -> float:
+        """Tokens a second of a row, over so many steps."""
+        seconds, tokens = self.seconds, self.tokens
+        for _ in range(steps):
+            self.step()
+        return (self.tokens - tokens) / (self.seconds - seconds) / len(self.chances)
+
+    def step(self) -> None:
+        rows = len(self.chances)
+        levels = [self.policy] * rows if isinstance(self.policy, int) else self.policy.choose(self.tracks)
+        self.levels.append(levels)
+        cost = PLAIN + LEVEL * max(levels) + self.node * sum(levels)
+        for row, level in enumerate(levels):
+            accepted = 0
+            while accepted < level and self.random.random() < self.chances[row]:
+                accepted += 1
+            self.tokens += 1 + accepted
+            if not isinstance(self.policy, int):
+                self.policy.judged(self.tracks[row], accepted, level)
+        if not isinstance(self.policy, int):
+            self.policy.timed(rows, max(levels), sum(levels), cost)
+        self.seconds += cost
+
+
+def chain(most: int = 6, **settings: object) -> AdaptiveSteps:
+    return AdaptiveSteps(range(most + 1), msgspec.convert(settings, AdaptiveConfig))
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("node", [0.01, 0.04, 0.3])
+def test_hostile_requests_cost_next_to_nothing(rows: int, node: float) -> None:
+    world = World(chain(), [0.02] * rows, node=node)
+    assert world.run(1000) * PLAIN > 0.97
+    assert sum(map(any, world.levels[100:])) > 0  # they are probed all the same
+
+
+@pytest.mark.parametrize("chance", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_it_comes_near_the_best_fixed_number(rows: int, chance: float) -> None:
+    best = max(World(levels, [chance] * rows).run(1500) for levels in range(7))
+    assert World(chain(), [chance] * rows).run(1500) > 0.94 * best
+
+
+def test_a_batch_of_both_kinds_guesses_for_those_it_pays_for() -> None:
+    world = World(chain(), [0.95, 0.0, 0.95, 0.0], node=0.05)
+    world.run(300)
+    late = world.levels[200:]
+    assert sum(levels[0] for levels in late) > 2 * len(late)
+    assert sum(levels[1] for levels in late) < 0.1 * len(late)
+
+
+def test_costs_are_learnt_for_each_batch_size() -> None:
+    policy = chain()
+    world = World(policy, [0.5], node=0.01)
+    world.run(200)
+    crowd = World(policy, [0.5] * 32, node=0.2)
+    crowd.run(200)
+    assert sum(map(max, world.levels[100:])) > 100
+    assert sum(map(max, crowd.levels[100:])) < 50
+    assert World(policy, [0.5], node=0.01).run(200) > 1.2
+
+
+def test_it_follows_a_request_that_changes() -> None:
+    world = World(chain(), [0.01])
+    world.run(400)
+    assert sum(map(max, world.levels[-100:])) < 20
+    world.chances = [0.95]
+    world.run(300)
+    assert world.run(100) > 1.8
+    world.chances = [0.01]
+    world.run(100)
+    assert world.run(400) * PLAIN > 0.97
+
+
+def test_a_new_request_is_expected_to_do_as_the_others_did() -> None:
+    policy = chain()
+    fresh = policy.track().hits[0]
+    assert World(policy, [0.0]).run(60) < 0.97
+    for _ in range(10):
+        World(policy, [0.0]).run(60)
+    assert policy.track().hits[0] < fresh / 3
+    assert World(policy, [0.0]).run(60) > 0.97
+
+
+def test_one_slow_step_does_not_turn_the_plan() -> None:
+    policy = chain()
+    world = World(policy, [0.9])
+    world.run(200)
+    policy.timed(1, 0, 0, 1000.0)
+    policy.timed(1, 6, 6, 1000.0)
+    assert World(policy, [0.9]).run(200) > 1.8
+
+
+def test_the_settings_have_their_effect() -> None:
+    world = World(chain(candidate_steps=[0, 2, 5, 60]), [0.9])
+    world.run(300)
+    assert {level for levels in world.levels for level in levels} == {0, 2, 5}
+    world = World(chain(warmup_batches=20), [0.9])
+    world.run(21)
+    assert [levels[0] > 0 for levels in world.levels] == [False] * 20 + [True]
+    world = World(chain(zero_step_probe_interval=10), [0.0])
+    world.run(500)
+    assert sum(levels[0] for levels in world.levels[300:]) == 20
+    quick, slow = (chain(ema_alpha=alpha) for alpha in (0.9, 0.01))
+    for policy in (quick, slow):
+        policy.judged(track := policy.track(), 0, 3)
+        assert (track.hits[0] < 0.1) is (policy is quick)
+
+
+def test_only_tried_levels_are_judged_and_others_follow_slowly() -> None:
+    policy = chain(most=4)
+    track = policy.track()
+    before = track.hits.copy()
+    policy.judged(track, 1, 3)
+    assert track.hits[0] > before[0]
+    assert track.hits[1] < before[1]
+    assert track.hits[2] == before[2]
+    policy.judged(track, 0, 0)
+    for _ in range(200):
+        policy.judged(track, 1, 1)
+    assert track.hits[3] > 0.9
+
+
+def test_a_tree_counts_all_its_nodes() -> None:
+    wide = AdaptiveSteps([0, 4, 20, 36])
+    world_nodes = []
+    track = wide.track()
+    for _ in range(10):
+        wide.choose([track])
+        wide.timed(1, 0, 0, 1.0)
+    for _ in range(50):
+        (levels,) = wide.choose([track])
+        world_nodes.append(levels)
+        wide.judged(track, levels, levels)
+        nodes = (0, 4, 20, 36)[levels]
+        wide.timed(1, levels, nodes, 1.0 + 0.5 * nodes)
+    assert sum(world_nodes[20:]) < 10  # every guess is right, and still costs more than it brings
+
+
+@pytest.mark.parametrize("settings", [{"up_hysteresis": 1}, {"ema_alpha": 0}, {"candidate_steps": [-1]}])
+def test_settings_that_mean_nothing_here_are_refused(settings: dict[str, object]) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(settings, AdaptiveConfig)
+
+
+def test_tracks_are_apart() -> None:
+    policy = chain()
+    one, other = policy.track(), policy.track()
+    policy.judged(one, 0, 1)
+    assert isinstance(one, Track)
+    assert other.hits[0] > one.hits[0]
