@@ -129,7 +129,7 @@ def test_the_settings_have_their_effect() -> None:
     quick, slow = (chain(ema_alpha=alpha) for alpha in (0.9, 0.01))
     for policy in (quick, slow):
         policy.judged(track := policy.track(), 0, 3)
-        assert (track.hits[0] < 0.1) is (policy is quick)
+        assert bool(track.hits[0] < 0.1) is (policy is quick)
 
 
 def test_only_tried_levels_are_judged_and_others_follow_slowly() -> None:
