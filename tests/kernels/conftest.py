@@ -6,7 +6,7 @@ import tests.simulated_npu  # noqa: F401 - where torch_npu is installed, NPUs co
 
 # isort: split
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +80,15 @@ class Driver:
         self._released.append(slot)
         return pages
 
-    def step(self, rows: Sequence[tuple[int, int]]) -> StepResult:
-        """Run ``(slot, count)`` rows; decode rows are put first, and pages granted as they are needed."""
+    def step(self, rows: Sequence[tuple[int, int]], drafts: Mapping[int, int] | None = None) -> StepResult:
+        """Run ``(slot, count)`` rows; decode rows are put first, and pages granted as they are needed.
+
+        ``drafts``: how many guesses a slot may verify.
+        """
         rows = sorted(rows, key=lambda row: row[1] != 1)
+        most = drafts or {}
         for slot, count in rows:
-            needed = -(-(self.computed[slot] + count) // self.info.page_size)
+            needed = -(-(self.computed[slot] + count + most.get(slot, 0)) // self.info.page_size)
             while len(self.pages[slot]) < needed:
                 page = self.free.pop()
                 self.pages[slot].append(page)
@@ -100,12 +104,13 @@ class Driver:
                 page_ids=pack(page for _, page in self._granted),
                 admitted=tuple(self._admitted),
                 released=pack(self._released),
+                drafts=pack(most.get(slot, 0) for slot, _ in rows) if most else b"",
             )
         )
         self._admitted, self._released, self._granted = [], [], []
         tokens = iter(ints(result.tokens))
         for (slot, count), accepted in zip(rows, ints(result.accepted), strict=True):
-            self.computed[slot] += count
+            self.computed[slot] += accepted if most.get(slot) else count
             self.tokens[slot].extend(next(tokens) for _ in range(accepted))
         assert next(tokens, None) is None
         return result

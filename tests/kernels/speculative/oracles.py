@@ -1,0 +1,88 @@
+"""Drafters that know what the target will say, and say it or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from kernels.speculative.drafter import Drafter, DraftRows, Drafts, Observation
+from kernels.speculative.tree import tree_of
+
+
+class Oracle(Drafter):
+    """``truths``: the whole of each sequence there may be. ``right``: whether the guess at a position is to be right.
+
+    ``branches``: children of each node on the path that it bets on; 1: chains. Every observation is checked against the
+    rules of ``kernels.speculative.drafter``.
+    """
+
+    features = True
+
+    def __init__(
+        self, depth: int, branches: int, right: Callable[[int], bool], vocab: int, ragged: bool = False
+    ) -> None:
+        self.depth, self.branches, self.right, self.vocab, self.ragged = depth, branches, right, vocab, ragged
+        self.most_nodes = 1 + depth * branches
+        self.truths: list[list[int]] = []
+        self.says: dict[int, list[int]] = {}
+        self.seen: dict[int, int] = {}  # positions observed by slot
+        self.accepted: list[int] = []
+        self.drafted = 0
+
+    def admit(self, admission, tokens) -> None:
+        known = tokens.tolist()
+        self.says[admission.slot] = next(truth for truth in self.truths if truth[: len(known)] == known)
+        self.seen[admission.slot] = admission.computed
+
+    def release(self, slot) -> None:
+        self.seen.pop(slot, None)
+
+    def observe(self, seen: Observation) -> None:
+        ends = np.cumsum(seen.counts)
+        assert seen.features is not None
+        assert len(seen.features) == len(seen.token_ids) == len(seen.next_tokens) == ends[-1]
+        assert (seen.last.numpy() == ends - 1).all()
+        for slot, start, count, end in zip(seen.slots.tolist(), seen.starts.tolist(), seen.counts, ends, strict=True):
+            part = slice(end - count, end)
+            assert self.seen[slot] == start
+            self.seen[slot] = start + int(count)
+            positions = list(range(start, start + int(count)))
+            assert seen.positions[part].tolist() == positions
+            truth = self.says[slot]
+            assert seen.token_ids[part].tolist() == truth[start : start + int(count)]
+            assert seen.next_tokens[part].tolist() == truth[start + 1 : start + int(count) + 1]
+
+    def draft(self, rows: DraftRows) -> Drafts:
+        trees = []
+        nodes = np.empty(len(rows.slots), dtype=np.int64)
+        for row, (slot, root) in enumerate(zip(rows.slots.tolist(), rows.roots.tolist(), strict=True)):
+            assert self.seen[slot] == root
+            truth = self.says[slot]
+            assert int(rows.root_tokens[row]) == truth[root]
+            tokens, parents, parent = [truth[root]], [-1], 0
+            for position in range(root + 1, root + 1 + self.depth):
+                good = truth[position] if position < len(truth) else 1
+                bad = [(good + 1 + i) % self.vocab for i in range(self.branches)]
+                place = (position * 7) % self.branches
+                if self.right(position):
+                    bad[place] = good
+                first = len(tokens)
+                tokens += bad
+                parents += [parent] * self.branches
+                parent = first + place
+            trees.append((tokens, parents))
+            most = min(int(rows.limits[row]), self.most_nodes - 1)
+            nodes[row] = 1 + (root * 5 + slot) % (most + 1) if self.ragged else 1 + most
+        self.drafted += int((nodes - 1).sum())
+        both = torch.tensor(trees)
+        tree = tree_of(both[:, 0], both[:, 1])
+        if self.branches == 1:
+            from kernels.speculative.tree import chain
+
+            tree = chain(both[:, 0])
+        return Drafts(tree, nodes)
+
+    def judged(self, slots, accepted, drafted) -> None:
+        self.accepted += accepted

@@ -1,0 +1,126 @@
+"""With guesses a runner says what it says without, token for token, whatever the guesses are."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+import kernels.runner
+from kernels.speculative.settings import SpeculativeSettings
+from kernels.step import SlotSampling
+from tests.kernels.conftest import VOCAB
+from tests.kernels.speculative.oracles import Oracle
+
+RIGHT = {
+    "right": lambda position: True,
+    "wrong": lambda position: False,
+    "mixed": lambda position: random.Random(position).random() < 0.6,
+}
+SHAPES = {"chain": (3, 1), "tree": (3, 4), "deep tree": (6, 3)}
+SAMPLINGS = {
+    "greedy": SlotSampling(temperature=0.0),
+    "sampled": SlotSampling(temperature=0.9, seed=5),
+    "cut": SlotSampling(temperature=1.2, top_p=0.9, top_k=40, min_p=0.01, seed=6),
+    "penalised": SlotSampling(
+        temperature=0.8, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.3, seed=7
+    ),
+    "worded": SlotSampling(
+        temperature=0.0, bad_words=((3, 4), (7, 8, 9), *(((i, i + 1)) for i in range(0, 200, 2))), min_tokens=9,
+        stop_ids=tuple(range(0, 100)),
+    ),
+    "scored": SlotSampling(temperature=0.7, logprobs=3, seed=8, bias_ids=(4, 9), bias_values=(2.0, -3.0)),
+}  # fmt: skip
+
+
+def truth(drive, path, prompts, samplings, length, **options):
+    """Every prompt's sequence of ``length`` tokens and its scores, each alone, without guesses."""
+    driver = drive(path, **options)
+    said, scores = [], []
+    for prompt, sampling in zip(prompts, samplings, strict=True):
+        driver.admit(1, prompt, sampling=sampling)
+        found = []
+        while len(driver.tokens[1]) < length:
+            result = driver.step([(1, driver.pending(1))])
+            assert not result.failed
+            found.append(np.frombuffer(result.logprobs, np.float32))
+        said.append(list(driver.tokens[1]))
+        scores.append(np.concatenate(found))
+        driver.release(1)
+    return said, scores
+
+
+@pytest.fixture
+def speculating(drive, monkeypatch):
+    """A driver of a runner with this drafter."""
+
+    def make(path, drafter, settings=None, **options):
+        settings = settings or SpeculativeSettings("STANDALONE", num_draft_tokens=drafter.most_nodes)
+        monkeypatch.setattr(kernels.runner, "captured_layers", lambda settings, model: ())
+        monkeypatch.setattr(kernels.runner, "make_drafter", lambda context: drafter)
+        return drive(path, speculation=settings, **options)
+
+    return make
+
+
+def run_mixed(driver, drafter, prompts, samplings, said, length, seed=0):
+    """All of them in one runner: chunks, plain decodes and decodes with guesses of any number share its steps."""
+    chance = random.Random(seed)
+    waiting = list(range(len(prompts)))
+    running: dict[int, int] = {}
+    finished: dict[int, list[int]] = {}
+    scores: dict[int, list[np.ndarray]] = {n: [] for n in waiting}
+    while waiting or running:
+        if waiting and len(running) < 4 and (not running or chance.random() < 0.5):
+            number = waiting.pop(0)
+            slot = next(s for s in range(1, 9) if s not in running)
+            running[slot] = number
+            resumed = chance.randrange(3) if chance.random() < 0.5 else 0  # tokens of an earlier life
+            prompt = prompts[number]
+            early = said[number][len(prompt) : len(prompt) + resumed]
+            scores[number].append(np.full(resumed, np.nan, np.float32))
+            driver.admit(slot, prompt, early, sampling=samplings[number])
+        rows, drafts = [], {}
+        for slot in running:
+            pending = driver.pending(slot)
+            rows.append((slot, pending if pending == 1 else chance.randint(1, pending)))
+            if pending == 1 and chance.random() < 0.8:
+                drafts[slot] = chance.randint(1, drafter.most_nodes - 1)
+        result = driver.step(rows, drafts)
+        assert not result.failed
+        counts = np.frombuffer(result.accepted, np.int32)
+        if result.logprobs:
+            ends = np.cumsum(counts)
+            values = np.frombuffer(result.logprobs, np.float32)
+            for (slot, _), count, end in zip(sorted(rows, key=lambda row: row[1] != 1), counts, ends, strict=True):
+                scores[running[slot]].append(values[end - count : end])
+        else:
+            for (slot, _), count in zip(sorted(rows, key=lambda row: row[1] != 1), counts, strict=True):
+                scores[running[slot]].append(np.full(count, np.nan, np.float32))
+        for slot, number in list(running.items()):
+            if len(driver.tokens[slot]) >= length:
+                finished[number] = driver.tokens[slot][:length]
+                del running[slot]
+                driver.release(slot)
+    return [finished[number] for number in range(len(prompts))], scores
+
+
+@pytest.mark.parametrize("right", RIGHT)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_is_said_does_not_depend_on_guesses(right, shape, reference, drive, speculating, prompts):
+    path = reference("qwen3").path
+    asked = prompts(5, 23, 1, 40, 17, 9)
+    samplings = list(SAMPLINGS.values())
+    said, expected = truth(drive, path, asked, samplings, 92)  # more than is asked for: guesses go beyond
+    drafter = Oracle(*SHAPES[shape], RIGHT[right], VOCAB, ragged=right == "mixed")
+    driver = speculating(path, drafter)
+    drafter.truths = said
+    found, scores = run_mixed(driver, drafter, asked, samplings, said, 80)
+    assert found == [tokens[:80] for tokens in said]
+    ours = np.concatenate(scores[5])[: len(expected[5])]
+    theirs = expected[5][: len(ours)]
+    np.testing.assert_allclose(ours[~np.isnan(ours)], theirs[~np.isnan(ours)], atol=2e-5)
+    assert (~np.isnan(ours)).sum() > 30
+    levels = sum(drafter.accepted) / max(1, len(drafter.accepted))
+    assert {"right": levels > 0.6, "wrong": levels < 0.2, "mixed": 0.1 < levels < 2}[right], levels
