@@ -64,20 +64,30 @@ struct Product {
     int64_t rows, inputs, outputs, stride_x, stride_out, chunk;
 };
 
-inline void finish(const Product& p, const float* sums, int64_t row, int64_t rows, int64_t output) {
-    for (int64_t half = 0; half < 2; half++, output += TILE) {
-        int64_t left = p.outputs - output;
-        if (left <= 0) return;
-        __mmask16 mask = left >= TILE ? 0xffff : static_cast<__mmask16>((1 << left) - 1);
-        __m512 bias = p.bias ? load(p.bias + output, mask) : _mm512_setzero_ps();
-        for (int64_t i = 0; i < rows; i++)
-            store(p.out + (row + i) * p.stride_out + output,
-                  _mm512_add_ps(_mm512_load_ps(sums + i * WIDE + half * TILE), bias), mask);
+// Sums of a block that are still to be rounded and stored.
+struct Pending {
+    const float* sums = nullptr;
+    int64_t row = 0, rows = 0, output = 0;
+};
+
+// Rows `begin` to `end` of it.
+inline void finish(const Product& p, const Pending& of, int64_t begin, int64_t end) {
+    const int64_t left = p.outputs - of.output;
+    const __mmask16 first = left >= TILE ? 0xffff : static_cast<__mmask16>((1 << left) - 1);
+    const __mmask16 second = left >= WIDE ? 0xffff : left <= TILE ? 0 : static_cast<__mmask16>((1 << (left - TILE)) - 1);
+    const __mmask32 both = first | static_cast<__mmask32>(second) << TILE;
+    __m512 low = _mm512_setzero_ps(), high = _mm512_setzero_ps();
+    if (p.bias) low = load(p.bias + of.output, first), high = load(p.bias + of.output + TILE, second);
+    for (int64_t i = begin; i < end; i++) {
+        const __m512bh line = _mm512_cvtne2ps_pbh(_mm512_add_ps(_mm512_load_ps(of.sums + i * WIDE + TILE), high),
+                                                  _mm512_add_ps(_mm512_load_ps(of.sums + i * WIDE), low));
+        _mm512_mask_storeu_epi16(p.out + (of.row + i) * p.stride_out + of.output, both, reinterpret_cast<__m512i>(line));
     }
 }
 
-inline void multiply_block(const Product& p, int64_t block, int64_t row, int64_t rows) {
-    alignas(64) float sums[WIDE * WIDE];
+// `before`: what is finished meanwhile, by vectors beside the tiles.
+inline Pending multiply_block(const Product& p, int64_t block, int64_t row, int64_t rows, float* sums,
+                              const Pending& before) {
     const int64_t depths = p.inputs / DEPTH;
     const bf16* weight = p.weight + block * WIDE * p.inputs;
     const bf16* x = p.x + row * p.stride_x;
@@ -89,7 +99,13 @@ inline void multiply_block(const Product& p, int64_t block, int64_t row, int64_t
         _tile_zero(2);
         _tile_zero(3);
         const bf16* second = x + TILE * p.stride_x;
-        for (int64_t depth = 0; depth < depths; depth++) {
+        const int64_t each = (before.rows + depths - 1) / depths;
+        for (int64_t depth = 0, done = 0; depth < depths; depth++) {
+            if (done < before.rows) {
+                const int64_t end = std::min(done + each, before.rows);
+                finish(p, before, done, end);
+                done = end;
+            }
             _tile_loadd(4, x + depth * DEPTH, step);
             _tile_loadd(6, weight, 64);
             _tile_loadd(7, weight + 512, 64);
@@ -103,6 +119,7 @@ inline void multiply_block(const Product& p, int64_t block, int64_t row, int64_t
         _tile_stored(2, sums + TILE * WIDE, 128);
         _tile_stored(3, sums + TILE * WIDE + TILE, 128);
     } else {
+        finish(p, before, 0, before.rows);
         configure(static_cast<int>(rows), 0);
         _tile_zero(0);
         _tile_zero(1);
@@ -119,7 +136,7 @@ inline void multiply_block(const Product& p, int64_t block, int64_t row, int64_t
     }
     _tile_stored(0, sums, 128);
     _tile_stored(1, sums + TILE, 128);
-    finish(p, sums, row, rows, block * WIDE);
+    return {sums, row, rows, block * WIDE};
 }
 
 inline void multiply_chunk(void* context, int64_t chunk, int) {
@@ -127,8 +144,13 @@ inline void multiply_chunk(void* context, int64_t chunk, int) {
     const int64_t all = blocks(p.outputs), each = (all + p.chunk - 1) / p.chunk;
     const int64_t panel = chunk / each * PANEL, first = chunk % each * p.chunk;
     const int64_t end = std::min(panel + PANEL, p.rows);
+    alignas(64) float sums[2][WIDE * WIDE];
+    Pending pending;
+    int turn = 0;
     for (int64_t block = first; block < std::min(first + p.chunk, all); block++)
-        for (int64_t row = panel; row < end; row += WIDE) multiply_block(p, block, row, std::min(WIDE, end - row));
+        for (int64_t row = panel; row < end; row += WIDE, turn ^= 1)
+            pending = multiply_block(p, block, row, std::min(WIDE, end - row), sums[turn], pending);
+    finish(p, pending, 0, pending.rows);
 }
 
 inline void multiply(Team& team, Product p) {
