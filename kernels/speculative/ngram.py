@@ -24,6 +24,8 @@ __all__ = ["NgramDrafter", "Nodes", "guess"]
 CACHED = 1024
 """Tokens of a cached prefix that a new request tells the trie again: most were seen when they were computed."""
 
+Ints: TypeAlias = npt.NDArray[np.int32]
+
 Nodes: TypeAlias = tuple[list[int], list[int]]
 """Tokens and parents of a tree's nodes, parents first; the root is node 0 with parent -1."""
 
@@ -38,16 +40,18 @@ class NgramDrafter(Drafter):
         self._settings = settings.ngram
         self._platform = context.platform
         self._trie = NgramTrie(self._settings.capacity, self._settings.max_depth)
-        self._sequences: dict[int, Sequence] = {}
+        self._sequences: dict[int, Sequence] = {}  # by slot
+        self._prompts: dict[int, Ints] = {}  # what was known of the slot when it was taken
         self._told: dict[int, int] = {}  # tokens of the slot that the trie knows, from position 0 on
         self._last: dict[int, int] = {}  # the last of these
         self.most_nodes = settings.num_draft_tokens
         self.depth = min(self.most_nodes, self._settings.max_depth) - 1
 
-    def admit(self, admission: Admission, tokens: npt.NDArray[np.int32]) -> None:
+    def admit(self, admission: Admission, tokens: Ints) -> None:
         slot, known = admission.slot, admission.computed + 1
         self.release(slot)
         self._sequences[slot] = self._trie.open(admission.salt)
+        self._prompts[slot] = tokens
         self._told[slot] = max(0, known - CACHED)
         self._tell(slot, self._told[slot], tokens[self._told[slot] : known])
 
@@ -57,12 +61,14 @@ class NgramDrafter(Drafter):
             self._trie.close(sequence)
 
     def observe(self, seen: Observation) -> None:
-        if seen.host_tokens is None:
+        if seen.sampled is None:
             raise ValueError("n-grams are of tokens on the host, and an observation brought none")
-        offset = 0
-        for slot, start, count in zip(seen.slots.tolist(), seen.starts.tolist(), seen.counts.tolist(), strict=True):
-            self._tell(slot, start + 1, seen.host_tokens[offset : offset + count])
-            offset += count
+        ends = (seen.starts + seen.counts + 1).tolist()
+        for slot, start, end, sampled in zip(
+            seen.slots.tolist(), seen.starts.tolist(), ends, seen.sampled, strict=True
+        ):
+            self._tell(slot, start, self._prompts[slot][start:end])
+            self._tell(slot, end - len(sampled), sampled)
 
     def draft(self, rows: DraftRows) -> Drafts:
         guesses = []
@@ -88,7 +94,7 @@ class NgramDrafter(Drafter):
         put = self._platform.put
         return Drafts(DraftTree(put(tokens), put(parents), put(depths), put(bits), linear), counts)
 
-    def _tell(self, slot: int, start: int, tokens: npt.NDArray[np.int32]) -> None:
+    def _tell(self, slot: int, start: int, tokens: Ints) -> None:
         """The slot's ``tokens`` from position ``start`` on; those known are passed over."""
         new = tokens[max(0, self._told[slot] - start) :].tolist()
         if new:

@@ -38,7 +38,7 @@ class Generation:
         self.first = array("i", [0])
         self.after = array("i", [0])
         self.tables: list[dict[int, int]] = []
-        self.roots: dict[str, dict[int, int]] = {}  # by salt: nodes of single tokens
+        self.roots: dict[bytes, dict[int, int]] = {}  # by salt: nodes of single tokens
 
     def __len__(self) -> int:
         return len(self.token) - 1
@@ -116,7 +116,7 @@ class Sequence:
 
     __slots__ = ("generation", "old", "salt", "young")
 
-    def __init__(self, salt: str, generation: int) -> None:
+    def __init__(self, salt: bytes, generation: int) -> None:
         self.salt = salt
         self.generation = generation
         self.young: list[int] = []
@@ -137,13 +137,13 @@ class NgramTrie:
         self._half = capacity // 2
         self._young = Generation(0)
         self._old = Generation(-1)
-        self._open: dict[str, int] = {}  # sequences by salt
+        self._open: dict[bytes, int] = {}  # sequences by salt
 
     def __len__(self) -> int:
         """Nodes that hold memory."""
         return len(self._young) + len(self._old)
 
-    def open(self, salt: str = "") -> Sequence:
+    def open(self, salt: bytes = b"") -> Sequence:
         """A new sequence. Each must be closed."""
         self._open[salt] = self._open.get(salt, 0) + 1
         return Sequence(salt, self._young.number)

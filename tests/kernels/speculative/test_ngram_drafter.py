@@ -28,29 +28,43 @@ class Slots:
         self.drafter = NgramDrafter(context)
         self.tokens: dict[int, list[int]] = {}
 
-    def admit(self, slot: int, tokens: list[int], computed: int = 0, salt: str = "") -> None:
-        known = np.array(tokens, dtype=np.int32)
+    def admit(self, slot: int, tokens: list[int], computed: int = 0, salt: bytes = b"", first: int = 0) -> None:
+        """``first``: tokens of the first chunk; 0 computes the prompt at once. Its last token counts as sampled."""
+        known = np.array(tokens[:-1], dtype=np.int32)
         self.tokens[slot] = list(tokens)
-        self.drafter.admit(Admission(slot, 1, known.tobytes(), len(tokens), computed, b"", SlotSampling(), salt), known)
-        self.observe(slot, computed, len(tokens) - 1 - computed)
+        self.drafter.admit(Admission(slot, 1, known.tobytes(), len(known), computed, b"", SlotSampling(), salt), known)
+        if first:
+            self.observe(slot, computed, first, 0)
+        self.observe(slot, computed + first, len(known) - computed - first, 1)
 
-    def observe(self, slot: int, start: int, count: int) -> None:
-        if not count:
-            return
+    def observe(self, slot: int, start: int, count: int, sampled: int) -> None:
         tokens = self.tokens[slot]
-        ints = np.array(tokens[start + 1 : start + 1 + count], dtype=np.int32)
+        ints = np.array(tokens[start + 1 + count - sampled : start + 1 + count], dtype=np.int32)
         ones, blank = np.ones(1, dtype=np.int64), torch.zeros(count, dtype=torch.int64)
         self.drafter.observe(
             Observation(
-                *(slot * ones, start * ones, count * ones, NONE, 99 * ones, ones > 0),
-                *(blank, blank, blank, blank, None, blank, ints),
+                slots=slot * ones,
+                starts=start * ones,
+                counts=count * ones,
+                pages=NONE,
+                capacity=99 * ones,
+                reached=ones > 0,
+                token_ids=blank,
+                next_tokens=blank,
+                positions=blank,
+                cache_index=blank,
+                features=None,
+                last=blank,
+                device_slots=blank,
+                table=blank,
+                sampled=(ints,),
             )
         )
 
     def say(self, slot: int, tokens: list[int]) -> None:
         start = len(self.tokens[slot]) - 1
         self.tokens[slot] += tokens
-        self.observe(slot, start, len(tokens))
+        self.observe(slot, start, len(tokens), len(tokens))
 
     def draft(self, slots: list[int], limits: list[int] | None = None) -> list[list[tuple[int, ...]]]:
         """The paths of each slot's verified nodes."""
@@ -58,7 +72,19 @@ class Slots:
         roots = np.array([len(self.tokens[slot]) - 1 for slot in slots], dtype=np.int64)
         most = np.array(limits or [99] * len(slots), dtype=np.int64)
         blank = torch.zeros(len(slots), dtype=torch.int64)
-        rows = DraftRows(places, roots, NONE, places, most, blank, blank, blank, None, 3)
+        rows = DraftRows(
+            slots=places,
+            roots=roots,
+            pages=NONE,
+            capacity=places,
+            limits=most,
+            root_tokens=blank,
+            root_positions=blank,
+            device_slots=blank,
+            table=blank,
+            noise=None,
+            steps=3,
+        )
         drafts = self.drafter.draft(rows)
         same = tree_of(drafts.tree.tokens, drafts.tree.parents)
         assert torch.equal(drafts.tree.bits, same.bits)
@@ -91,20 +117,26 @@ def test_what_a_request_said_is_drafted_for_it_and_for_others() -> None:
 
 def test_a_cached_prefix_is_known_to_a_request_that_computes_nothing_of_it() -> None:
     slots = Slots()
-    slots.admit(1, [1, 2, 3, 4, 1, 2], computed=5)
+    slots.admit(1, [1, 2, 3, 4, 1, 2], computed=4)
     assert slots.draft([1])[0][0] == (3,)
+
+
+def test_a_prompt_is_known_as_far_as_it_was_computed_and_then_all_of_it() -> None:
+    slots = Slots()
+    slots.admit(1, [1, 2, 3, 4, 1, 2], first=2)
+    assert slots.draft([1])[0][:2] == [(3,), (3, 4)]
 
 
 def test_a_salt_hides_what_was_said_and_a_released_slot_is_forgotten() -> None:
     slots = Slots()
-    slots.admit(1, [1, 2, 3, 1], salt="a")
+    slots.admit(1, [1, 2, 3, 1], salt=b"a")
     slots.admit(2, [1, 2, 7, 1])
-    slots.admit(3, [5, 1], salt="b")
+    slots.admit(3, [5, 1], salt=b"b")
     assert slots.draft([1])[0][0] == (2,)
     assert slots.draft([3]) == [[]]
     assert slots.draft([2])[0][:2] == [(2,), (2, 7)]
     slots.drafter.release(1)
-    slots.admit(1, [5, 1], salt="a")
+    slots.admit(1, [5, 1], salt=b"a")
     assert slots.draft([1]) == [[]]
 
 
@@ -119,8 +151,8 @@ def test_a_slot_that_is_given_away_starts_anew() -> None:
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), min_size=1, max_size=12), st.integers(2, 16))
 def test_trees_are_well_formed_after_any_steps(pieces: list[list[int]], most_nodes: int) -> None:
     slots = Slots(most_nodes, max_breadth=3)
-    slots.admit(1, pieces[0])
-    slots.admit(2, pieces[-1])
+    slots.admit(1, [0, *pieces[0]])
+    slots.admit(2, [1, 0, *pieces[-1]], first=(len(pieces[-1]) + 1) // 2)
     for number, piece in enumerate(pieces[1:]):
         slots.say(1 + number % 2, piece)
         for paths in slots.draft([1, 2]):

@@ -35,10 +35,10 @@ def seen_after(texts: list[list[int]], window: list[int]) -> Counter[int]:
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 3), max_size=12)), max_size=12),
-    st.lists(st.sampled_from(["", "a", "b"]), min_size=3, max_size=3),
+    st.lists(st.sampled_from([b"", b"a", b"b"]), min_size=3, max_size=3),
 )
 def test_every_window_knows_what_followed_it_in_its_own_salt(
-    pieces: list[tuple[int, list[int]]], salts: list[str]
+    pieces: list[tuple[int, list[int]]], salts: list[bytes]
 ) -> None:
     trie = NgramTrie(LARGE, DEPTH)
     sequences = [trie.open(salt) for salt in salts]
@@ -114,7 +114,7 @@ def test_a_sequence_keeps_drafting_when_its_generation_grew_old() -> None:
 
 def test_a_salt_is_forgotten_with_its_last_request_and_the_shared_trie_is_not() -> None:
     trie = NgramTrie(LARGE, DEPTH)
-    for salt, kept in (("", True), ("a", False)):
+    for salt, kept in ((b"", True), (b"a", False)):
         first, second = trie.open(salt), trie.open(salt)
         trie.extend(first, [1, 2, 3])
         trie.close(first)
@@ -128,9 +128,9 @@ def test_a_salt_is_forgotten_with_its_last_request_and_the_shared_trie_is_not() 
 
 def test_another_salt_sees_nothing() -> None:
     trie = NgramTrie(LARGE, DEPTH)
-    trie.extend(trie.open("a"), [1, 2, 3])
+    trie.extend(trie.open(b"a"), [1, 2, 3])
     trie.extend(trie.open(), [1, 2, 3])
-    other = trie.open("b")
+    other = trie.open(b"b")
     trie.extend(other, [1])
     assert guess(trie, other, 1, 8, NgramSettings()) == ([1], [-1])
 
