@@ -31,7 +31,7 @@ def split_count(rows: int, kv_heads: int, context: int) -> int:
     return max(most, min(4, triton.next_power_of_2(triton.cdiv(context, _LONG))))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["page_stride", "length_stride"])  # they vary from step to step
 def _decode(
     queries,
     cache,
@@ -162,21 +162,30 @@ def _decode(
 
 
 class DecodeScratch:
-    """What the parts of split sequences leave for one another; taken anew when a step needs more of it."""
+    """What the parts of split sequences leave for one another; taken anew when a step needs more of it.
+
+    What was given out once is kept: graphs go on using the memory that they were captured with.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._partial = torch.empty(0, dtype=torch.float32, device=device)
         self._stats = torch.empty(0, dtype=torch.float32, device=device)
         self._arrived = torch.zeros(0, dtype=torch.int32, device=device)
+        self._outgrown: list[Tensor] = []
 
     def room(self, rows: int, heads: int, kv_heads: int, dim: int, splits: int) -> tuple[Tensor, Tensor, Tensor]:
         """Sums [rows, heads, splits, dim], maxima and normalisers, and counters that are zero between steps."""
         parts = rows * heads * splits if splits > 1 else 1
-        if len(self._stats) < 2 * parts or len(self._partial) < parts * dim:
-            self._partial, self._stats = self._partial.new_empty(parts * dim), self._stats.new_empty(2 * parts)
-        if len(self._arrived) < rows * kv_heads:
-            self._arrived = self._arrived.new_zeros(rows * kv_heads)
+        self._partial = self._grown(self._partial, parts * dim)
+        self._stats = self._grown(self._stats, 2 * parts)
+        self._arrived = self._grown(self._arrived, rows * kv_heads)
         return self._partial, self._stats, self._arrived
+
+    def _grown(self, held: Tensor, size: int) -> Tensor:
+        if len(held) >= size:
+            return held
+        self._outgrown.append(held)
+        return held.new_zeros(max(size, 2 * len(held)))  # doubled: what is kept stays less than what is used
 
 
 def attend_decodes(

@@ -17,7 +17,7 @@ from kernels.cuda.launch import overlapping
 __all__ = ["place_heads"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _place_heads(
     qkv,
     weight,

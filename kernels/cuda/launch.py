@@ -12,10 +12,18 @@ from functools import cache
 
 import torch
 
-__all__ = ["overlapping"]
+__all__ = ["overlapping", "roomy"]
 
 
 @cache
 def overlapping(device: torch.device) -> bool:
     """Whether the device's kernels can start before their predecessors end."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@cache
+def roomy(device: torch.device) -> bool:
+    """Whether a block may have so much shared memory that large tiles of heads of any dimension fit (228 KiB on
+    compute capability 9.0 and 10.0, 164 on 8.0, 100 on 8.6, 8.9 and 12.0).
+    """
+    return device.type != "cuda" or torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 200 << 10

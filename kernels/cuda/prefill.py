@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.cuda.launch import roomy
 from kernels.platforms.base import AttentionRows
 
 __all__ = ["PrefillBlocks", "attend_prefills", "plan_prefills"]
@@ -39,13 +40,14 @@ def plan_prefills(rows: AttentionRows, first: int, put: Callable[[npt.NDArray[np
     """The blocks of rows ``first ..`` of a step."""
     counts, starts = rows.counts[first:], rows.starts[first:]
     offsets = np.cumsum(rows.counts)[first:] - counts
-    size = 128 if counts.max() > _LONG else 64
+    pages = put(np.ascontiguousarray(rows.pages[first:]))
+    size = 128 if counts.max() > _LONG and roomy(pages.device) else 64
     each = -(-counts // size)
     row = np.repeat(np.arange(len(counts)), each)
     begin = (np.arange(len(row)) - np.repeat(np.cumsum(each) - each, each)) * size
     found = np.stack((row, offsets[row] + begin, np.minimum(counts[row] - begin, size), starts[row] + begin), axis=1)
     found = found[np.argsort(-found[:, 3], kind="stable")]
-    return PrefillBlocks(put(found.astype(np.int32)), put(np.ascontiguousarray(rows.pages[first:])), size)
+    return PrefillBlocks(put(found.astype(np.int32)), pages, size)
 
 
 @triton.jit
@@ -107,7 +109,7 @@ def _stretch(
     return total, top, norm
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["page_stride"])  # it varies from step to step
 def _prefill(
     queries,
     cache,

@@ -104,7 +104,11 @@ class ProcessGroup(Group):
             raise self._error("the ranks could not agree", error) from error
 
     def close(self) -> None:
-        dist.destroy_process_group()
+        # NCCL's destruction waits for the peers to come to it, and the ranks are told to stop one after the other.
+        if self._backend == "nccl":
+            dist.distributed_c10d._abort_process_group()
+        else:
+            dist.destroy_process_group()
 
     def _raise(self, error: RuntimeError) -> None:
         """An accelerator's error has a number that the platform explains; gloo's names a socket."""

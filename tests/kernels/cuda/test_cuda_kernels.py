@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 
 import numpy as np
 import pytest
@@ -135,11 +136,13 @@ def reference(queries: Tensor, cache: Tensor, rows: AttentionRows, window: int, 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [0, 21])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "page_size"), [(4, 2, 16, 16), (6, 2, 24, 64), (8, 1, 128, 64)])
-@pytest.mark.parametrize("shape", ["decodes", "prefills", "mixed"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "page_size"), [(4, 2, 16, 16), (6, 2, 24, 64), (8, 1, 128, 64), (2, 1, 256, 64)]
+)
+@pytest.mark.parametrize("shape", ["decodes", "prefills", "mixed", "long"])
 def test_attention_over_pages(device, dtype, window, heads, kv_heads, dim, page_size, shape):
-    counts = {"decodes": [1, 1, 1, 1], "prefills": [150, 3, 40], "mixed": [1, 1, 130, 5]}[shape]
-    starts = {"decodes": [0, 5, 200, 63], "prefills": [0, 70, 33], "mixed": [17, 990, 0, 64]}[shape]
+    counts = {"decodes": [1, 1, 1, 1], "prefills": [150, 3, 40], "mixed": [1, 1, 130, 5], "long": [1, 1100]}[shape]
+    starts = {"decodes": [0, 5, 200, 63], "prefills": [0, 70, 33], "mixed": [17, 990, 0, 64], "long": [40, 7]}[shape]
     lengths = [start + count for start, count in zip(starts, counts, strict=True)]
     cache, pages = filled(device, dtype, lengths, kv_heads, dim, page_size)
     decodes = next((row for row, count in enumerate(counts) if count > 1), len(counts))
@@ -172,3 +175,13 @@ def test_the_likeliest_token_and_rows_that_fail(device, dtype):
     tokens, broken = likeliest(logits)
     assert tokens.tolist() == [17, 9000, 0, 0, 0, 0]
     assert broken.tolist() == [False, False, True, True, True, False]
+
+
+def test_scratch_that_was_outgrown_stays_where_it_was():
+    """Graphs write to it for as long as they are replayed."""
+    scratch = DecodeScratch(torch.device("cpu"))
+    before = [weakref.ref(tensor.untyped_storage()) for tensor in scratch.room(24, 16, 8, 128, 8)]
+    places = [storage().data_ptr() for storage in before]
+    after = scratch.room(26, 16, 8, 128, 16)
+    assert all(storage() is not None for storage in before)
+    assert not {tensor.data_ptr() for tensor in after} & set(places)
