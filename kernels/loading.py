@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels.parallel.partition import Part
 
-__all__ = ["LoadError", "WeightLoader", "open_weights"]
+__all__ = ["LoadError", "WeightLoader", "open_weights", "read_tensor", "stored_shapes"]
 
 FLOATS = ("F16", "BF16", "F32", "F64")
 
@@ -109,6 +109,16 @@ def open_weights(
     return WeightLoader(checkpoint.fill, shapes, parts, dtype, device, progress)
 
 
+def stored_shapes(model_path: str | Path) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a directory of safetensors, by name, from the files' headers alone. Raises LoadError."""
+    return _Checkpoint(Path(model_path)).shapes()
+
+
+def read_tensor(model_path: str | Path, name: str) -> Tensor:
+    """One tensor of such a directory as it is stored, on the host. Raises LoadError."""
+    return _Checkpoint(Path(model_path)).read(name)
+
+
 class _Dummy:
     """Weights from a seed and each tensor's name: the same whatever the order. Norms are ones, biases zeros."""
 
@@ -178,6 +188,18 @@ class _Checkpoint:
             except (SafetensorError, OSError) as error:
                 raise LoadError(f"{path} is not a whole safetensors file ({error}); download it again") from error
         return self._files[path.name]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(self._open(path).get_slice(name).get_shape()) for name, path in self._file_of.items()}
+
+    def read(self, name: str) -> Tensor:
+        if name not in self._file_of:
+            raise LoadError(f"the weights in {self._directory} have no tensor {name}; download the checkpoint again")
+        try:
+            found: Tensor = self._open(self._file_of[name]).get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise LoadError(f"{self._file_of[name]}: {name} cannot be read ({error}); download it again") from error
+        return found
 
     def check(self, shapes: Shapes) -> None:
         """Compare with what the model expects."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FAMILIES", "ConfigError", "Family", "ModelConfig", "RopeConfig", "parse_config", "read_config"]
+__all__ = ["FAMILIES", "ConfigError", "Family", "ModelConfig", "RopeConfig", "parse_config", "read_config", "read_json"]
 
 
 class ConfigError(ValueError):
@@ -93,6 +93,18 @@ def read_config(model_path: str | Path, overrides: str = "{}") -> ModelConfig:
 
     Nested objects are merged key by key; other values replace. Raises ConfigError, saying what to do.
     """
+    raw = read_json(model_path)
+    try:
+        extra = json.loads(overrides or "{}")
+    except ValueError as error:
+        raise ConfigError(f"the model override arguments are not JSON: {error}") from error
+    if not isinstance(extra, dict):
+        raise ConfigError("the model override arguments must be a JSON object")
+    return parse_config(_merge(raw, extra))
+
+
+def read_json(model_path: str | Path) -> dict[str, Any]:
+    """``model_path/config.json`` as it is. Raises ConfigError, saying what to do."""
     path = Path(model_path) / "config.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -102,13 +114,9 @@ def read_config(model_path: str | Path, overrides: str = "{}") -> ModelConfig:
         ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as JSON ({error}); download the checkpoint again") from error
-    try:
-        extra = json.loads(overrides or "{}")
-    except ValueError as error:
-        raise ConfigError(f"the model override arguments are not JSON: {error}") from error
-    if not isinstance(raw, dict) or not isinstance(extra, dict):
-        raise ConfigError("config.json and the model override arguments must each be a JSON object")
-    return parse_config(_merge(raw, extra))
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} must be a JSON object; download the checkpoint again")
+    return raw
 
 
 def parse_config(raw: Mapping[str, Any]) -> ModelConfig:

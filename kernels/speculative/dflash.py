@@ -1,0 +1,203 @@
+"""DFlash's draft, which guesses a whole block in one pass (Chen et al., arXiv 2602.06036).
+
+    context = hidden_norm(fc(features)), of the tokens before the block: keys and values of every layer
+    block = the last known token, then mask tokens: each sees the context and all of the block
+    logits = the target's head(norm(block)): of the token that stands where the mask does
+
+The features are of the layers ``dflash_config.target_layer_ids``, sums of the residual stream, not normed. Embeddings
+and head are the target's. The public layout: ``fc``, ``hidden_norm``, ``layers.i``, ``norm``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.batch import ForwardBatch
+from kernels.layers.rotary import RotaryEmbedding
+from kernels.models.config import ConfigError, ModelConfig
+from kernels.models.decoder import DecoderLayer
+from kernels.platforms.base import AttentionRows
+from kernels.speculative.checkpoint import DraftCheckpoint, DraftWeights, layer_shapes, need_same_hidden_size
+from kernels.speculative.drafter import Drafter, DrafterContext, DraftRows, Drafts, Observation
+from kernels.speculative.guesses import Guesses
+from kernels.speculative.heads import open_checkpoint
+from kernels.speculative.places import DraftPlaces
+from kernels.speculative.settings import SpeculativeSettings
+from kernels.speculative.tree import MOST_NODES, chain
+
+__all__ = ["DflashDrafter", "DflashModel", "default_layers"]
+
+_OTHER_MODELS = ("conv_kernel_size", "selector_rank", "projector_type", "attention_sink_bias", "attention_value_scale")
+
+
+def default_layers(layers: int, drafts: int) -> tuple[int, ...]:
+    """Of a target of ``layers`` layers those that a draft of ``drafts`` layers reads when it does not say."""
+    if drafts == 1:
+        return (layers // 2,)
+    return tuple(round(1 + index * (layers - 4) / (drafts - 1)) for index in range(drafts))
+
+
+def _target_layers(checkpoint: DraftCheckpoint, layers: int) -> tuple[int, ...]:
+    found = checkpoint.layers("dflash_config", "target_layer_ids", layers)
+    return found or default_layers(layers, int(checkpoint.raw.get("num_hidden_layers") or 1))
+
+
+class Injection:
+    """A layer's keys and values of the context."""
+
+    def __init__(self, config: ModelConfig, weights: DraftWeights, prefix: str, context: DrafterContext) -> None:
+        attention = f"{prefix}.self_attn"
+        self.platform, self.kv_heads, self.dim = context.platform, config.kv_heads, config.head_dim
+        self.project = context.platform.make_linear(
+            weights.take([f"{attention}.k_proj.weight", f"{attention}.v_proj.weight"]),
+            weights.take([f"{attention}.k_proj.bias", f"{attention}.v_proj.bias"]) if config.qkv_bias else None,
+        )
+        self.norm = None
+        if config.qk_norm:
+            weight = weights.take([f"{attention}.k_norm.weight"]).expand(self.kv_heads, -1)
+            self.norm = context.platform.make_norm(weight.contiguous(), config.norm_eps)
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any, index: Tensor) -> None:
+        both = self.project(x).view(-1, 2 * self.kv_heads, self.dim)
+        keys = both[:, : self.kv_heads]
+        self.platform.rotary(keys if self.norm is None else self.norm(keys), cos, sin, out=keys)
+        self.platform.write_cache(cache, index, both)
+
+
+class DflashModel:
+    """``features``: how many layers of the target are captured. ``window``: positions that a token sees, 0 for all.
+    Raises ConfigError or LoadError.
+    """
+
+    def __init__(self, context: DrafterContext, checkpoint: DraftCheckpoint, features: int, window: int) -> None:
+        _refuse_others(checkpoint)
+        platform, target = context.platform, context.target
+        layers = int(checkpoint.raw.get("num_hidden_layers") or 1)
+        whole = checkpoint.config("Qwen3ForCausalLM", layers, "layers.0", layer_types=None, use_sliding_window=False)
+        need_same_hidden_size(checkpoint, whole, context.whole)
+        hidden = whole.hidden_size
+        shapes: dict[str, tuple[int, ...]] = {
+            "fc.weight": (hidden, features * context.whole.hidden_size),
+            "hidden_norm.weight": (hidden,),
+            "norm.weight": (hidden,),
+        }
+        for layer in range(layers):
+            shapes |= layer_shapes(whole, f"layers.{layer}")
+        weights = DraftWeights(context, checkpoint, shapes, whole)
+        self.config = config = dataclasses.replace(weights.local, windows=(window,) * layers)
+        self.parameters = sum(map(math.prod, shapes.values()))
+        self.embed, self.head = target.embeddings, target.head
+        self.rotary = RotaryEmbedding(config.rope, config.head_dim, context.dtype, platform)
+        self.fc = platform.make_linear(weights.take(["fc.weight"]), None)
+        self.context_norm = platform.make_norm(weights.take(["hidden_norm.weight"]), config.norm_eps)
+        prefixes = [f"layers.{layer}" for layer in range(layers)]
+        self.injections = [Injection(config, weights, prefix, context) for prefix in prefixes]
+        self.layers = [DecoderLayer(config, 0, weights.layer(prefix), platform, context.group) for prefix in prefixes]
+        self.last_norm = platform.make_norm(weights.take(["norm.weight"]), config.norm_eps)
+        self.weight_bytes = weights.weight_bytes
+
+    def observe(self, features: Tensor, positions: Tensor, index: Tensor, caches: list[Any]) -> None:
+        """Put the context of ``features`` [tokens, n] at ``index`` of the caches."""
+        context = self.context_norm(self.fc(features))
+        cos, sin = self.rotary(positions)
+        for injection, cache in zip(self.injections, caches, strict=True):
+            injection(context, cos, sin, cache, index)
+
+    def forward(self, batch: ForwardBatch, caches: list[Any]) -> Tensor:
+        """-> logits [tokens, vocab]"""
+        cos, sin = self.rotary(batch.positions)
+        residual = self.embed(batch.token_ids)
+        x: Tensor | None = None
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x, residual = layer(x, residual, cos, sin, cache, batch)
+        assert x is not None
+        return self.head(self.last_norm.add(x, residual)[0])
+
+
+class DflashDrafter(Drafter):
+    """DFlash."""
+
+    features = True
+
+    def __init__(self, context: DrafterContext) -> None:
+        settings, config = context.settings, context.config
+        checkpoint = open_checkpoint(context)
+        layers = self.captured_layers(settings, context.whole)
+        block = settings.block_size or settings.num_draft_tokens
+        if not 2 <= block <= MOST_NODES:
+            raise ConfigError(f"--speculative-dflash-block-size must be 2 to {MOST_NODES}, not {block}")
+        self._context, self._block = context, block
+        self._mask = checkpoint.setting("dflash_config", "mask_token_id")
+        if type(self._mask) is not int or not 0 <= self._mask < context.whole.vocab_size:
+            raise ConfigError(
+                f"{checkpoint.path}: dflash_config.mask_token_id must be a token of the target, 0 to "
+                f"{context.whole.vocab_size - 1}, and is {self._mask!r}"
+            )
+        self._model = DflashModel(context, checkpoint, len(layers), settings.draft_window)
+        self._guesses = Guesses(None, context.platform.greedy)
+        self._places = DraftPlaces(context.platform, config.page_size, config.max_slots, block)
+        self._caches: list[Any] = []
+        self.parameters, self.weight_bytes = self._model.parameters, self._model.weight_bytes
+        model = self._model.config
+        dim = context.platform.cache_head_dim(model.head_dim)
+        self.cache_bytes = 2 * model.layers * model.kv_heads * dim * context.dtype.itemsize
+        self.most_nodes = min(block, settings.num_draft_tokens)
+        self.depth = self.most_nodes - 1
+
+    @classmethod
+    def captured_layers(cls, settings: SpeculativeSettings, model: ModelConfig) -> tuple[int, ...]:
+        return _target_layers(DraftCheckpoint(settings.draft_model_path, "dummy"), model.layers)
+
+    def make_caches(self, pages: int) -> list[Any]:
+        model, context = self._model.config, self._context
+        pages, page_size = self._places.cache_pages(pages), context.config.page_size
+        self._caches = context.platform.make_cache(
+            model.layers, pages, page_size, model.kv_heads, model.head_dim, context.dtype
+        )
+        return self._caches
+
+    def observe(self, seen: Observation) -> None:
+        assert seen.features is not None, "made from features"
+        self._model.observe(seen.features, seen.positions, seen.cache_index, self._caches)
+
+    def draft(self, rows: DraftRows) -> Drafts:
+        count, block, platform = len(rows.slots), self._block, self._context.platform
+        places = rows.roots[:, None] + np.arange(block)
+        table = self._places.table(rows.slots, rows.roots, rows.pages, rows.capacity, block)
+        counts = np.full(count, block, dtype=np.int64)
+        everything = torch.full((count, block), (1 << block) - 1 if block < MOST_NODES else -1, device=platform.device)
+        attended = AttentionRows(rows.roots, counts, table, 0, count, everything)
+        tokens = torch.full((count, block), self._mask, dtype=torch.int64, device=platform.device)
+        tokens[:, 0] = rows.root_tokens
+        positions = rows.root_positions.unsqueeze(1) + torch.arange(block, device=platform.device)
+        window = self._model.config.windows[0]
+        batch = ForwardBatch(
+            tokens.view(-1),
+            positions.view(-1),
+            self._places.index(places, table).view(-1),
+            {window: platform.plan_attention(attended, window)},
+        )
+        logits = self._model.forward(batch, self._caches).unflatten(0, (count, block))
+        guessed = self._guesses.best(logits[:, 1:].flatten(0, 1), rows.noise, positions[:, 1:])
+        tokens = torch.cat((tokens[:, :1], guessed.view(count, -1)), 1)[:, : self.most_nodes]
+        return Drafts(chain(tokens), np.minimum(rows.limits + 1, self.most_nodes))
+
+
+def _refuse_others(checkpoint: DraftCheckpoint) -> None:
+    """Models of the same name that compute something else."""
+    for key in _OTHER_MODELS:
+        if found := checkpoint.setting("dflash_config", key):
+            raise ConfigError(f"{checkpoint.path}: a DFlash draft with {key} {found!r} is not supported")
+    scale = checkpoint.setting("dflash_config", "input_embedding_scale", 1.0)
+    kinds = set(checkpoint.raw.get("layer_types") or ()) - {"full_attention"}
+    if scale != 1.0 or kinds or checkpoint.raw.get("is_causal"):
+        raise ConfigError(
+            f"{checkpoint.path}: a DFlash draft whose embeddings are scaled, or with causal or sliding attention, is "
+            "not supported; use one with full attention"
+        )

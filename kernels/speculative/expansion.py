@@ -1,0 +1,158 @@
+"""Trees of guesses from a draft model that guesses one token after the other.
+
+With one continuation a node the guesses are a chain, and each pass of the draft is a decode. With more, each pass runs
+the best nodes of a level, all rows' in one go, and attention sees of the nodes of this tree a node's own ancestors
+alone; nothing is ever moved (EAGLE-2, Li et al., arXiv 2406.16858).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kernels.batch import ForwardBatch
+from kernels.models.config import ConfigError, ModelConfig
+from kernels.platforms.base import AttentionRows
+from kernels.speculative.drafter import DrafterContext, DraftRows, Drafts, Observation
+from kernels.speculative.guesses import Guesses
+from kernels.speculative.places import DraftPlaces
+from kernels.speculative.tree import MOST_NODES, Growth, chain
+
+__all__ = ["DraftModel", "Expansion", "observed_rows"]
+
+_SHORT = 16  # tokens up to which rows are attended as verified ones are, not as prompts
+
+
+class DraftModel(Protocol):
+    """One pass over a draft's tokens, each with a state that the token before it left.
+
+    ``config``: this rank's part. ``ids`` int64: the target's id of each token that ``logits`` has, None for the
+    target's own vocabulary.
+    """
+
+    config: ModelConfig
+    ids: Tensor | None
+
+    def forward(self, batch: ForwardBatch, states: Tensor, caches: list[Any]) -> Tensor:
+        """``states`` [tokens, width], which may be overwritten -> the states that the tokens leave [tokens, width]."""
+        ...
+
+    def logits(self, states: Tensor) -> Tensor:
+        """What follows tokens that left ``states`` [rows, width] -> [rows, vocabulary]"""
+        ...
+
+
+class Expansion:
+    """Runs ``model`` over observed tokens, and grows trees with it.
+
+    ``first``: the place of a tree's first guess in the draft's cache, counted from the root's position: 0 where the
+    draft's position i holds the token after the target's position i, 1 where it holds the token itself.
+    """
+
+    def __init__(self, context: DrafterContext, model: DraftModel, first: int = 0) -> None:
+        settings, config = context.settings, context.config
+        self.steps, self.topk, self.nodes = settings.num_steps, settings.topk, settings.num_draft_tokens
+        self.caches: list[Any] = []
+        self._context, self._model, self._first = context, model, first
+        self._platform = context.platform
+        self._guesses = Guesses(model.ids, context.platform.greedy)
+        self._windows = sorted(set(model.config.windows))
+        places = self.topk * (self.steps - 1)
+        if self.topk > 1 and places > MOST_NODES:
+            raise ConfigError(
+                f"--speculative-num-steps {self.steps} with --speculative-eagle-topk {self.topk} run {places} nodes "
+                f"through the draft, and at most {MOST_NODES} fit: lower one of them"
+            )
+        self._places = DraftPlaces(context.platform, config.page_size, config.max_slots, places, first)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of a token."""
+        config, dtype = self._model.config, self._context.dtype
+        dim = self._platform.cache_head_dim(config.head_dim)
+        return 2 * config.layers * config.kv_heads * dim * dtype.itemsize
+
+    def make_caches(self, pages: int) -> list[Any]:
+        """As ``Drafter.make_caches``."""
+        config, context = self._model.config, self._context
+        pages, page_size = self._places.cache_pages(pages), context.config.page_size
+        self.caches = self._platform.make_cache(
+            config.layers, pages, page_size, config.kv_heads, config.head_dim, context.dtype
+        )
+        return self.caches
+
+    def observe(self, seen: Observation, tokens: Tensor, states: Tensor) -> Tensor:
+        """Run ``tokens`` [tokens] at the observed positions. -> the states that they leave [tokens, width]."""
+        plans = self._plans(observed_rows(seen.starts, seen.counts, seen.pages))
+        batch = ForwardBatch(tokens, seen.positions, seen.cache_index, plans)
+        return self._model.forward(batch, states, self.caches)
+
+    def draft(self, rows: DraftRows, states: Tensor) -> Drafts:
+        """``states`` [rows, width]: what the root tokens left."""
+        steps = max(1, min(rows.steps, self.steps, int(rows.limits.max())))
+        return self._chain(rows, states, steps) if self.topk == 1 else self._tree(rows, states, steps)
+
+    def _chain(self, rows: DraftRows, states: Tensor, steps: int) -> Drafts:
+        guessed = rows.root_positions + 1
+        tokens = [rows.root_tokens, self._guesses.best(self._model.logits(states), rows.noise, guessed)]
+        if steps > 1:
+            starts = rows.roots + self._first + np.arange(steps - 1)[:, None]
+            table = self._places.table(rows.slots, rows.roots, rows.pages, rows.capacity, steps - 1)
+            index = self._places.index(starts[:, :, None], table)
+            ones = np.ones(len(rows.slots), dtype=np.int64)
+        for step in range(1, steps):
+            at = starts[step - 1]
+            plans = self._plans(AttentionRows(at, ones, table, len(at)))
+            batch = ForwardBatch(tokens[-1], guessed + (self._first + step - 2), index[step - 1].view(-1), plans)
+            states = self._model.forward(batch, states, self.caches)
+            tokens.append(self._guesses.best(self._model.logits(states), rows.noise, guessed + step))
+        return Drafts(chain(torch.stack(tokens, 1)), np.minimum(rows.limits, steps) + 1)
+
+    def _tree(self, rows: DraftRows, states: Tensor, steps: int) -> Drafts:
+        count, width, device = len(rows.slots), self.topk, states.device
+        guessed = rows.root_positions + 1
+        if steps > 1:
+            roots = rows.roots + self._first
+            starts = roots + width * np.arange(steps - 1)[:, None]
+            table = self._places.table(rows.slots, rows.roots, rows.pages, rows.capacity, width * (steps - 1))
+            index = self._places.index(starts[:, :, None] + np.arange(width), table)
+            counts = np.full(count, width, dtype=np.int64)
+        own = torch.ones((), dtype=torch.int64, device=device) << torch.arange(width, device=device)
+        row = torch.arange(count, device=device).unsqueeze(1)
+
+        growth = Growth(rows.root_tokens, width)
+        tokens, scores = self._guesses.candidates(self._model.logits(states), rows.noise, guessed, width)
+        level = growth.grow(tokens.unsqueeze(1), scores.unsqueeze(1))
+        seen = own.expand(count, width)
+        for step in range(1, steps):
+            above = 1 if step == 1 else width  # nodes of the level before
+            states = states.index_select(0, (row * above + level.origins).view(-1))
+            plans = self._plans(AttentionRows(starts[step - 1], counts, table, 0, count, seen, roots))
+            positions = (guessed + (self._first + step - 2)).repeat_interleave(width)
+            batch = ForwardBatch(level.tokens.reshape(-1), positions, index[step - 1].view(-1), plans)
+            states = self._model.forward(batch, states, self.caches)
+            tokens, scores = self._guesses.candidates(self._model.logits(states), rows.noise, guessed + step, width)
+            level = growth.grow(tokens.view(count, width, -1), scores.view(count, width, -1))
+            seen = seen.gather(1, level.origins) | (own << (step * width))
+        nodes = min(self.nodes, growth.candidates + 1)
+        return Drafts(growth.tree(nodes), np.minimum(rows.limits + 1, nodes))
+
+    def _plans(self, rows: AttentionRows) -> dict[int, Any]:
+        return {window: self._platform.plan_attention(rows, window) for window in self._windows}
+
+
+def observed_rows(
+    starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], pages: npt.NDArray[np.int32]
+) -> AttentionRows:
+    """Rows of known tokens: decodes, then short ones as rows that verify a chain, then prompts."""
+    decodes = _leading(counts == 1)
+    return AttentionRows(starts, counts, pages, decodes, _leading(counts[decodes:] <= _SHORT))
+
+
+def _leading(flags: npt.NDArray[np.bool_]) -> int:
+    """How many of the first ones are set."""
+    return len(flags) if flags.all() else int(flags.argmin())

@@ -1,0 +1,136 @@
+"""Drafts that are a head on the target: a decoder's layer that goes on from the target's hidden states (EAGLE, Li et
+al., arXiv 2401.15077; EAGLE-3, arXiv 2503.01840; multi-token prediction, DeepSeek-V3, arXiv 2412.19437, section 2.2).
+
+Position i of the head's sequence joins what the target found at position i, its feature, with the embedding of the
+token at position i + 1, and predicts the token at position i + 2. Behind the last token known the head goes on from its
+own output in place of the feature.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.batch import ForwardBatch
+from kernels.layers.rotary import RotaryEmbedding
+from kernels.models.config import ConfigError, ModelConfig
+from kernels.models.decoder import Attention, FeedForward
+from kernels.parallel.group import Group
+from kernels.parallel.layers import VocabularyEmbedding, VocabularyHead
+from kernels.platforms.base import Norm, Platform
+from kernels.speculative.checkpoint import DraftCheckpoint, DraftWeights
+from kernels.speculative.drafter import Drafter, DrafterContext, DraftRows, Drafts, Observation
+from kernels.speculative.expansion import DraftModel, Expansion
+from kernels.speculative.token_map import head_rows, read_token_map
+
+__all__ = ["HeadDrafter", "HeadLayer", "HeadModel", "SharedEnds", "open_checkpoint"]
+
+
+def open_checkpoint(context: DrafterContext) -> DraftCheckpoint:
+    """The draft's directory, or else the target's own. Raises ConfigError or LoadError."""
+    config, settings = context.config, context.settings
+    dtype = str(context.dtype).removeprefix("torch.")
+    if settings.dtype not in ("", "auto", dtype):
+        raise ConfigError(
+            f"a {settings.algorithm} draft computes in the target's {dtype}, not in {settings.dtype}: it goes on from "
+            "the target's hidden states; leave its dtype out"
+        )
+    path = settings.draft_model_path or config.model_path
+    return DraftCheckpoint(path, settings.load_format or config.load_format)
+
+
+class SharedEnds:
+    """Embeddings and output head: the draft's own where its checkpoint has them, else the target's.
+
+    ``token_map``: whether the head is cut down to ``settings.token_map``. ``ids`` int64: the target's id of each of the
+    head's tokens; None: they are the target's.
+    """
+
+    def __init__(self, context: DrafterContext, weights: DraftWeights, token_map: bool) -> None:
+        platform, target = context.platform, context.target
+        table, head = weights.optional("embed_tokens.weight"), weights.optional("lm_head.weight")
+        self.embed = target.embeddings if table is None else VocabularyEmbedding(platform, context.group, table)
+        self.head = target.head if head is None else VocabularyHead(Group(), platform.make_linear(head, None))
+        self.ids: Tensor | None = None
+        if token_map and context.settings.token_map:
+            ids = read_token_map(context.settings.token_map, context.whole.vocab_size)
+            rows = head_rows(context, ids) if head is None else head.index_select(0, ids.to(platform.device))
+            self.head = VocabularyHead(Group(), platform.make_linear(rows, None))
+            self.ids = ids.to(platform.device)
+
+
+class HeadLayer:
+    """A decoder's layer whose input is normed by others. ``prefix``: its name in the checkpoint."""
+
+    def __init__(self, weights: DraftWeights, prefix: str, context: DrafterContext) -> None:
+        config, platform, group = weights.local, context.platform, context.group
+        source = weights.layer(prefix)
+        self.attention = Attention(config, 0, source, platform, group)
+        self.mlp_norm = platform.make_norm(weights.take([f"{prefix}.post_attention_layernorm.weight"]), config.norm_eps)
+        self.mlp = FeedForward(config, 0, source, platform, group)
+
+    def __call__(
+        self, x: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        """``x``: what attention reads. -> what is still to be added to the residual, and that."""
+        x, residual = self.mlp_norm.add(self.attention(x, cos, sin, cache, batch), residual)
+        return self.mlp(x), residual
+
+
+class HeadModel(DraftModel):
+    """What the layouts share. ``width``: the target's hidden size, unless a layout says otherwise."""
+
+    def __init__(self, context: DrafterContext, weights: DraftWeights, token_map: bool = True) -> None:
+        self.weights = weights
+        self.config: ModelConfig = weights.local
+        self.width = self.config.hidden_size
+        self.platform: Platform = context.platform
+        self.ends = SharedEnds(context, weights, token_map)
+        self.ids = self.ends.ids
+        self.rotary = RotaryEmbedding(self.config.rope, self.config.head_dim, context.dtype, context.platform)
+
+    def norm(self, name: str) -> Norm:
+        return self.platform.make_norm(self.weights.take([name]), self.config.norm_eps)
+
+    def join(self, first: Tensor, second: Tensor) -> Tensor:
+        """[tokens, a] and [tokens, b] -> [tokens, a + b]"""
+        width = first.shape[1]
+        both = self.platform.empty_rows(len(first), width + second.shape[1], first.dtype)
+        self.platform.add_rows(first, None, both[:, :width])
+        self.platform.add_rows(second, None, both[:, width:])
+        return both
+
+    def start(self, features: Tensor) -> Tensor:
+        """The target's features [tokens, n] -> the states that the head goes on from [tokens, width]."""
+        return features
+
+    def logits(self, states: Tensor) -> Tensor:
+        return self.ends.head(states)
+
+
+class HeadDrafter(Drafter):
+    """Observes with a head, and drafts with it."""
+
+    features = True
+
+    def __init__(self, context: DrafterContext, model: HeadModel) -> None:
+        self._model, self._context = model, context
+        self._expansion = Expansion(context, model)
+        self.parameters, self.weight_bytes = model.weights.parameters, model.weights.weight_bytes
+        self.cache_bytes = self._expansion.cache_bytes
+        self.depth, self.most_nodes = context.settings.num_steps, context.settings.num_draft_tokens
+        shape = (context.config.max_slots, model.width)
+        self._states = torch.zeros(shape, dtype=context.dtype, device=context.platform.device)
+
+    def make_caches(self, pages: int) -> list[Any]:
+        return self._expansion.make_caches(pages)
+
+    def observe(self, seen: Observation) -> None:
+        assert seen.features is not None, "made from features"
+        states = self._expansion.observe(seen, seen.next_tokens, self._model.start(seen.features))
+        self._states.index_copy_(0, seen.device_slots, states.index_select(0, seen.last))
+
+    def draft(self, rows: DraftRows) -> Drafts:
+        return self._expansion.draft(rows, self._states.index_select(0, rows.device_slots))

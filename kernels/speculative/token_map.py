@@ -1,0 +1,88 @@
+"""FR-Spec's token maps: the target's most frequent tokens, the only ones that a draft's head then has.
+
+A head over a quarter of the vocabulary costs a quarter, and misses few of the tokens that are worth guessing (Zhao et
+al., arXiv 2502.14856). A map is a list of token ids, in any order: a JSON list; a safetensors file with one tensor; or
+what torch.save made of a tensor or a list (.pt), read without unpickling anything but tensors and numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from kernels.loading import LoadError, open_weights
+from kernels.speculative.drafter import DrafterContext
+
+__all__ = ["head_rows", "read_token_map"]
+
+
+def read_token_map(path: str | Path, vocab_size: int) -> Tensor:
+    """The target's id of each token of the draft's head, int64 [tokens]. Raises LoadError, saying what is wrong."""
+    path = Path(path)
+    if not path.is_file():
+        raise LoadError(f"the token map {path} does not exist; give a file of token ids to --speculative-token-map")
+    found = _read(path)
+    try:
+        ids = torch.as_tensor(found)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise LoadError(f"the token map {path} must be a list of token ids: {error}") from error
+    if ids.ndim != 1 or not len(ids) or ids.dtype.is_floating_point or ids.dtype in (torch.bool, torch.complex64):
+        raise LoadError(
+            f"the token map {path} must be a list of token ids, and is {ids.dtype} of shape {list(ids.shape)}"
+        )
+    ids = ids.to(torch.int64)
+    least, most = int(ids.min()), int(ids.max())
+    if least < 0 or most >= vocab_size:
+        raise LoadError(
+            f"the token map {path} has ids from {least} to {most}; the model has 0 to {vocab_size - 1}: is it the map "
+            "of another model?"
+        )
+    if len(ids.unique()) < len(ids):
+        raise LoadError(f"the token map {path} names a token twice; make it anew")
+    return ids
+
+
+def _read(path: Path) -> Any:
+    try:
+        if path.suffix == ".json":
+            return json.loads(path.read_text(encoding="utf-8"))
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt") as file:
+                names = list(file.keys())
+                if len(names) != 1:
+                    raise LoadError(f"the token map {path} must have one tensor, and has {len(names)}")
+                return file.get_tensor(names[0])
+        if path.suffix in (".pt", ".pth"):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except LoadError:
+        raise
+    except Exception as error:  # whatever is in the file
+        told = (str(error).splitlines() or [repr(error)])[0]
+        raise LoadError(f"the token map {path} cannot be read ({told}); make it a JSON list of ids") from error
+    raise LoadError(f"the token map {path} must be a .json, .safetensors or .pt file")
+
+
+def head_rows(context: DrafterContext, ids: Tensor) -> Tensor:
+    """The target's head for the tokens ``ids`` alone: [tokens, hidden], whole on every rank."""
+    whole, config = context.whole, context.config
+    rows = ids.to(context.platform.device)
+    if whole.tied_embeddings and context.group.size == 1:
+        return context.target.embeddings.weight.index_select(0, rows)
+    name = "model.embed_tokens.weight" if whole.tied_embeddings else "lm_head.weight"
+    weights = open_weights(
+        config.model_path,
+        config.load_format,
+        config.loader_extra_config,
+        {name: (whole.vocab_size, whole.hidden_size)},
+        {},
+        context.dtype,
+        context.platform.device,
+        config.random_seed,
+        lambda fraction: None,
+    )
+    return weights.take([name]).index_select(0, rows)

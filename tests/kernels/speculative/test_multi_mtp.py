@@ -1,0 +1,102 @@
+"""Several heads for the tokens after the next, against the same computed from scratch in plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.models.config import ConfigError
+from kernels.speculative.mtp import MtpDrafter
+from tests.kernels.speculative.drafting import HIDDEN, Drafting, make_target, seeded, write
+from tests.kernels.speculative.layouts import (
+    DRAFT,
+    PlainDeepSeek,
+    PlainMimo,
+    deepseek_shapes,
+    mimo_shapes,
+    renamed,
+)
+
+
+@pytest.fixture(params=["mimo", "deepseek"])
+def drafting(request, tmp_path):
+    def make(heads=3, **settings):
+        (tmp_path / "target").mkdir()
+        target, own = make_target(tmp_path / "target")
+        shapes, prefix, plain = (
+            (mimo_shapes, "mtp_layers", PlainMimo)
+            if request.param == "mimo"
+            else (deepseek_shapes, "layers", PlainDeepSeek)
+        )
+        prefixes = [f"{prefix}.{6 + index}" for index in range(heads)]
+        weights = seeded({name: shape for head in prefixes for name, shape in shapes(head).items()}, 31)
+        write(tmp_path / "draft", DRAFT | {"num_nextn_predict_layers": heads}, renamed(weights))
+        settings = {"num_steps": heads, "num_draft_tokens": heads + 1, "multi_layer": True} | settings
+        made = Drafting(
+            MtpDrafter, target, HIDDEN, algorithm="MTP", draft_model_path=str(tmp_path / "draft"), **settings
+        )
+        return made, plain(weights, own), prefixes
+
+    return make
+
+
+def chained(made, plain, prefixes, row, steps):
+    """Head k over all positions, with the token k + 1 after each, guesses where it is not known."""
+    seen = made.seen[row]
+    states, known, path = made.features[row, :seen], made.tokens[row, : seen + 1], []
+    for number, prefix in enumerate(prefixes[:steps]):
+        read = torch.cat((known, torch.tensor(path, dtype=torch.int64)))[number + 1 :]
+        states = plain.run(read, states, prefix)
+        path.append(int(plain.head(states[-1:]).argmax()))
+    return path
+
+
+def test_each_head_guesses_a_token(drafting):
+    made, plain, prefixes = drafting()
+    made.observe((0, 1), (1, 20))
+    for chunks in ([(0, 1), (1, 3), (2, 30)], [(0, 2), (1, 1)], [(0, 1), (1, 4), (2, 17)], [(2, 1)]):
+        made.observe(*chunks)
+        for row, (tokens, parents) in enumerate(made.draft(0, 1, 2) if made.seen[2] else made.draft(0, 1)):
+            assert tokens == [int(made.tokens[row, made.seen[row]]), *chained(made, plain, prefixes, row, 3)]
+            assert parents == [-1, 0, 1, 2]
+
+
+def test_what_was_not_drafted_from_is_found_as_well(drafting):
+    made, plain, prefixes = drafting()
+    for chunk in (9, 1, 1, 5, 1):
+        made.observe((0, chunk))
+    ((tokens, _),) = made.draft(0)
+    assert tokens[1:] == chained(made, plain, prefixes, 0, 3)
+
+
+def test_a_slot_begins_anew(drafting):
+    made, plain, prefixes = drafting()
+    made.observe((0, 9), (1, 4))
+    made.drafter.release(1)
+    made.seen[0] = 0
+    made.observe((0, 6))
+    ((tokens, _),) = made.draft(0, limits=[2])
+    assert tokens[1:] == chained(made, plain, prefixes, 0, 2)
+
+
+def test_one_head_is_run_again_and_again_unless_told(drafting):
+    made, plain, prefixes = drafting(multi_layer=False)
+    made.observe((0, 9))
+    ((tokens, _),) = made.draft(0)
+    path = []
+    for _ in range(3):
+        states, read = made.features[0, :9], made.tokens[0, 1:10]
+        for token in [*path, None]:
+            found = plain.run(read, states, prefixes[0])
+            states, read = torch.cat((states, found[-1:])), torch.cat((read, torch.tensor([token or 0])))
+        path.append(int(plain.head(found[-1:]).argmax()))
+    assert tokens[1:] == path
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [({"num_steps": 4}, "lower --speculative-num-steps"), ({"topk": 2}, "--speculative-eagle-topk 1")],
+)
+def test_heads_that_are_not_there_are_refused(settings, told, drafting):
+    with pytest.raises(ConfigError, match=told):
+        drafting(**settings)
