@@ -1,0 +1,102 @@
+"""Token maps are read in every format, and everything else says what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from kernels.loading import LoadError
+from kernels.speculative.eagle import EagleDrafter
+from kernels.speculative.token_map import read_token_map
+from tests.kernels.speculative.drafting import HIDDEN, Drafting, make_target, seeded, write
+from tests.kernels.speculative.layouts import DRAFT, PlainEagle, eagle_shapes
+
+IDS = [5, 0, 17, 3]
+
+
+def write_map(path, ids):
+    match path.suffix:
+        case ".json":
+            path.write_text(json.dumps(ids))
+        case ".safetensors":
+            save_file({"ids": torch.tensor(ids, dtype=torch.int32)}, path)
+        case ".pt":
+            torch.save(torch.tensor(ids), path)
+        case ".pth":
+            torch.save(ids, path)
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".json", ".safetensors", ".pt", ".pth"])
+def test_formats(suffix, tmp_path):
+    found = read_token_map(write_map(tmp_path / f"map{suffix}", IDS), 18)
+    assert found.dtype == torch.int64
+    assert found.tolist() == IDS
+
+
+@pytest.mark.parametrize(
+    ("ids", "told"),
+    [
+        ([5, 18], "the model has 0 to 17: is it the map of another model"),
+        ([5, -1], "ids from -1 to 5"),
+        ([5, 5], "names a token twice"),
+        ([], "must be a list of token ids"),
+        ([[5], [6]], r"of shape \[2, 1\]"),
+        ([0.5], "is torch.float32"),
+        ([True], "is torch.bool"),
+        ({"a": 1}, "must be a list of token ids"),
+        (["a"], "must be a list of token ids"),
+        (None, "must be a list of token ids"),
+    ],
+)
+def test_what_is_no_map(ids, told, tmp_path):
+    (tmp_path / "map.json").write_text(json.dumps(ids))
+    with pytest.raises(LoadError, match=told):
+        read_token_map(tmp_path / "map.json", 18)
+
+
+class Explosive:
+    def __reduce__(self):
+        return print, ("unpickled",)
+
+
+def test_nothing_is_unpickled(tmp_path, capsys):
+    torch.save([Explosive()], tmp_path / "map.pt")
+    with pytest.raises(LoadError, match="cannot be read"):
+        read_token_map(tmp_path / "map.pt", 18)
+    assert "unpickled" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("none.json", "does not exist"), ("map.txt", "must be a .json"), ("map.json", "cannot be read")],
+)
+def test_files_that_are_none(name, told, tmp_path):
+    for broken in ("map.txt", "map.json"):
+        (tmp_path / broken).write_text("[1")
+    with pytest.raises(LoadError, match=told):
+        read_token_map(tmp_path / name, 18)
+
+
+def test_two_tensors_are_refused(tmp_path):
+    save_file({"a": torch.tensor([1]), "b": torch.tensor([2])}, tmp_path / "map.safetensors")
+    with pytest.raises(LoadError, match="must have one tensor, and has 2"):
+        read_token_map(tmp_path / "map.safetensors", 18)
+
+
+def test_the_rows_of_a_head_of_its_own_are_read_again(tmp_path):
+    """The target's packed head cannot be cut down; its file can."""
+    (tmp_path / "target").mkdir()
+    target, own = make_target(tmp_path / "target", tie_word_embeddings=False)
+    weights = seeded(eagle_shapes(), 21)
+    draft = write(tmp_path / "draft", DRAFT, weights)
+    options = {"num_steps": 1, "num_draft_tokens": 2, "token_map": str(write_map(tmp_path / "map.json", IDS))}
+    made = Drafting(EagleDrafter, target, HIDDEN, algorithm="EAGLE", draft_model_path=str(draft), **options)
+    made.observe((0, 7))
+    ((tokens, _),) = made.draft(0)
+    plain = PlainEagle(weights, own)
+    state = plain.run(made.tokens[0, 1:8], made.features[0, :7])[-1]
+    assert tokens[1] == IDS[int((own["lm_head.weight"][IDS] @ state).argmax())]
