@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import numpy as np
@@ -86,3 +87,52 @@ class Oracle(Drafter):
 
     def judged(self, slots, accepted, drafted) -> None:
         self.accepted += accepted
+
+
+def run_mixed(driver, prompts, samplings, said, length, seed=0, told=None):
+    """All of them in one runner: chunks, plain decodes and decodes with guesses of any number share its steps.
+
+    ``said``: what each says, of which a request may bring its first tokens back. ``told``: to hear of each row that
+    verified guesses how many it accepted, and how many it could have.
+    """
+    chance = random.Random(seed)
+    waiting = list(range(len(prompts)))
+    running: dict[int, int] = {}
+    finished: dict[int, list[int]] = {}
+    scores: dict[int, list[np.ndarray]] = {n: [] for n in waiting}
+    while waiting or running:
+        if waiting and len(running) < 4 and (not running or chance.random() < 0.5):
+            number = waiting.pop(0)
+            slot = next(s for s in range(1, 9) if s not in running)
+            running[slot] = number
+            resumed = chance.randrange(3) if chance.random() < 0.5 else 0  # tokens of an earlier life
+            prompt = prompts[number]
+            early = said[number][len(prompt) : len(prompt) + resumed]
+            scores[number].append(np.full(resumed, np.nan, np.float32))
+            driver.admit(slot, prompt, early, sampling=samplings[number])
+        rows, drafts = [], {}
+        for slot in running:
+            pending = driver.pending(slot)
+            rows.append((slot, pending if pending == 1 else chance.randint(1, pending)))
+            if pending == 1 and chance.random() < 0.8:
+                drafts[slot] = chance.randint(1, driver.info.speculative_nodes - 1)
+        result = driver.step(rows, drafts)
+        assert not result.failed
+        counts = np.frombuffer(result.accepted, np.int32)
+        if told is not None and result.drafted:
+            verified = np.frombuffer(result.drafted, np.int32) > 0
+            told += zip(counts[verified] - 1, np.frombuffer(result.depths, np.int32)[verified], strict=True)
+        if result.logprobs:
+            ends = np.cumsum(counts)
+            values = np.frombuffer(result.logprobs, np.float32)
+            for (slot, _), count, end in zip(sorted(rows, key=lambda row: row[1] != 1), counts, ends, strict=True):
+                scores[running[slot]].append(values[end - count : end])
+        else:
+            for (slot, _), count in zip(sorted(rows, key=lambda row: row[1] != 1), counts, strict=True):
+                scores[running[slot]].append(np.full(count, np.nan, np.float32))
+        for slot, number in list(running.items()):
+            if len(driver.tokens[slot]) >= length:
+                finished[number] = driver.tokens[slot][:length]
+                del running[slot]
+                driver.release(slot)
+    return [finished[number] for number in range(len(prompts))], scores

@@ -11,7 +11,7 @@ import kernels.runner
 from kernels.speculative.settings import SpeculativeSettings
 from kernels.step import SlotSampling
 from tests.kernels.conftest import VOCAB
-from tests.kernels.speculative.oracles import Oracle
+from tests.kernels.speculative.oracles import Oracle, run_mixed
 
 RIGHT = {
     "right": lambda position: True,
@@ -28,7 +28,7 @@ SAMPLINGS = {
     ),
     "worded": SlotSampling(
         temperature=0.0, bad_words=((3, 4), (7, 8, 9), *(((i, i + 1)) for i in range(0, 200, 2))), min_tokens=9,
-        stop_ids=tuple(range(0, 100)),
+        stop_ids=tuple(range(100)),
     ),
     "scored": SlotSampling(temperature=0.7, logprobs=3, seed=8, bias_ids=(4, 9), bias_values=(2.0, -3.0)),
 }  # fmt: skip
@@ -64,48 +64,6 @@ def speculating(drive, monkeypatch):
     return make
 
 
-def run_mixed(driver, drafter, prompts, samplings, said, length, seed=0):
-    """All of them in one runner: chunks, plain decodes and decodes with guesses of any number share its steps."""
-    chance = random.Random(seed)
-    waiting = list(range(len(prompts)))
-    running: dict[int, int] = {}
-    finished: dict[int, list[int]] = {}
-    scores: dict[int, list[np.ndarray]] = {n: [] for n in waiting}
-    while waiting or running:
-        if waiting and len(running) < 4 and (not running or chance.random() < 0.5):
-            number = waiting.pop(0)
-            slot = next(s for s in range(1, 9) if s not in running)
-            running[slot] = number
-            resumed = chance.randrange(3) if chance.random() < 0.5 else 0  # tokens of an earlier life
-            prompt = prompts[number]
-            early = said[number][len(prompt) : len(prompt) + resumed]
-            scores[number].append(np.full(resumed, np.nan, np.float32))
-            driver.admit(slot, prompt, early, sampling=samplings[number])
-        rows, drafts = [], {}
-        for slot in running:
-            pending = driver.pending(slot)
-            rows.append((slot, pending if pending == 1 else chance.randint(1, pending)))
-            if pending == 1 and chance.random() < 0.8:
-                drafts[slot] = chance.randint(1, drafter.most_nodes - 1)
-        result = driver.step(rows, drafts)
-        assert not result.failed
-        counts = np.frombuffer(result.accepted, np.int32)
-        if result.logprobs:
-            ends = np.cumsum(counts)
-            values = np.frombuffer(result.logprobs, np.float32)
-            for (slot, _), count, end in zip(sorted(rows, key=lambda row: row[1] != 1), counts, ends, strict=True):
-                scores[running[slot]].append(values[end - count : end])
-        else:
-            for (slot, _), count in zip(sorted(rows, key=lambda row: row[1] != 1), counts, strict=True):
-                scores[running[slot]].append(np.full(count, np.nan, np.float32))
-        for slot, number in list(running.items()):
-            if len(driver.tokens[slot]) >= length:
-                finished[number] = driver.tokens[slot][:length]
-                del running[slot]
-                driver.release(slot)
-    return [finished[number] for number in range(len(prompts))], scores
-
-
 @pytest.mark.parametrize("right", RIGHT)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_is_said_does_not_depend_on_guesses(right, shape, reference, drive, speculating, prompts):
@@ -116,7 +74,7 @@ def test_what_is_said_does_not_depend_on_guesses(right, shape, reference, drive,
     drafter = Oracle(*SHAPES[shape], RIGHT[right], VOCAB, ragged=right == "mixed")
     driver = speculating(path, drafter)
     drafter.truths = said
-    found, scores = run_mixed(driver, drafter, asked, samplings, said, 80)
+    found, scores = run_mixed(driver, asked, samplings, said, 80)
     assert found == [tokens[:80] for tokens in said]
     ours = np.concatenate(scores[5])[: len(expected[5])]
     theirs = expected[5][: len(ours)]

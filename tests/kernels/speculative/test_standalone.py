@@ -1,0 +1,74 @@
+"""A draft model of its own: it guesses what it would say, and what the target says does not change."""
+
+from __future__ import annotations
+
+import pytest
+
+from kernels.models.config import ConfigError
+from kernels.speculative.settings import SpeculativeSettings
+from kernels.step import SlotSampling
+from tests.kernels.speculative.oracles import run_mixed
+from tests.kernels.speculative.test_lossless_runner import SAMPLINGS, truth
+
+
+def settings(path, **options):
+    return SpeculativeSettings("STANDALONE", draft_model_path=str(path), **options)
+
+
+CHAIN = {"num_steps": 3, "topk": 1, "num_draft_tokens": 4}
+TREE = {"num_steps": 3, "topk": 3, "num_draft_tokens": 8}
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("draft", ["qwen3", "llama2", "qwen2-window"])
+def test_says_what_the_target_says(draft, shape, reference, drive, prompts):
+    path = reference("qwen3").path
+    asked = prompts(5, 23, 1, 40, 17, 9)
+    samplings = list(SAMPLINGS.values())
+    said, _ = truth(drive, path, asked, samplings, 80)
+    driver = drive(path, speculation=settings(reference(draft).path, **shape))
+    assert driver.info.draft_parameters > 0
+    found, _ = run_mixed(driver, asked, samplings, said, 80)
+    assert found == said
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("sampling", ["greedy", "sampled"])
+def test_a_draft_that_is_the_target_guesses_right(sampling, shape, page_size, reference, drive, prompts):
+    """Greedy or with the same noise, whatever is prefilled in chunks, brought back or shared: its cache is right."""
+    path = reference("qwen3").path
+    asked = prompts(5, 23, 1, 40)
+    samplings = [SlotSampling(temperature=0.0) if sampling == "greedy" else SlotSampling(temperature=0.9, seed=3)] * 4
+    said, _ = truth(drive, path, asked, samplings, 60)
+    driver = drive(path, page_size=page_size, speculation=settings(path, **shape))
+    told = []
+    found, _ = run_mixed(driver, asked, samplings, said, 60, told=told)
+    assert found == said
+    assert len(told) > 20
+    if shape is CHAIN:
+        assert all(accepted == depth for accepted, depth in told)
+    else:  # of few nodes the best ones may leave the likeliest path after its first
+        assert all(accepted for accepted, _ in told)
+        assert sum(accepted for accepted, _ in told) > 0.7 * sum(depth for _, depth in told)
+
+
+def test_pages_of_others_hold_the_drafts_cache_too(reference, drive, prompts):
+    path = reference("qwen3").path
+    (prompt,) = prompts(50)
+    (said,), _ = truth(drive, path, [prompt], [SlotSampling(temperature=0.0)], 80)
+    driver = drive(path, speculation=settings(path, **CHAIN))
+    driver.admit(1, prompt)
+    driver.generate(1, 60)
+    shared = driver.pages[1][:3]
+    driver.admit(2, prompt, shared=shared)
+    driver.step([(2, driver.pending(2)), (1, 1)], {1: 3})
+    for _ in range(5):
+        result = driver.step([(2, 1)], {2: 3})
+        assert result.accepted == b"\x04\0\0\0"
+    assert driver.tokens[2] == said[: len(driver.tokens[2])]
+
+
+def test_a_draft_of_another_vocabulary_is_refused(reference, drive):
+    with pytest.raises(ConfigError, match="212 tokens"):
+        drive(reference("qwen3").path, speculation=settings(reference("parallel-qwen3").path))
