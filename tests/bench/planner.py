@@ -13,6 +13,7 @@ import gc
 import statistics
 import time
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
@@ -31,11 +32,20 @@ def _answer(batch: StepBatch, token: bytes) -> StepResult:
     return StepResult(number=batch.number, accepted=np.ones(rows, np.int32).tobytes(), tokens=token * rows)
 
 
-def measure(rows: int, steps: int) -> tuple[list[float], list[float]]:
-    """Seconds of planning (the cache's answers with it) and of finishing, a pair of numbers for each step."""
-    pages = rows * ((PROMPT + steps + 8) // PAGE_SIZE + 2) + 1
+def measure(
+    rows: int,
+    steps: int,
+    *,
+    prompt: int = PROMPT,
+    seen: Callable[[StepBatch, StepResult], None] = lambda batch, result: None,
+) -> tuple[list[float], list[float]]:
+    """Seconds of planning (the cache's answers with it) and of finishing, a pair of numbers for each step.
+
+    ``prompt``: tokens of each sequence before the first step. ``seen``: gets each step and its answer.
+    """
+    pages = rows * ((prompt + steps + 8) // PAGE_SIZE + 2) + 1
     info = model_info(num_pages=pages, page_size=PAGE_SIZE, context_length=1 << 20)
-    room = rows * (PROMPT + PAGE_SIZE)  # all prompts run in one step, then every row decodes
+    room = rows * (prompt + PAGE_SIZE)  # all prompts run in one step, then every row decodes
     config = PlannerConfig(
         max_running=rows, max_slots=rows + 1, step_tokens=room, max_prefill_tokens=room, conservativeness=0.0
     )
@@ -46,7 +56,7 @@ def measure(rows: int, steps: int) -> tuple[list[float], list[float]]:
     specs = [
         SequenceSpec(
             sequence=i,
-            prompt=random.integers(0, 32000, PROMPT + i % PAGE_SIZE, dtype=np.int32).tobytes(),
+            prompt=random.integers(0, 32000, prompt + i % PAGE_SIZE, dtype=np.int32).tobytes(),
             sampling=SlotSampling(),
             max_tokens=steps + 8,
             stop_ids=(2, 3),
@@ -67,6 +77,7 @@ def measure(rows: int, steps: int) -> tuple[list[float], list[float]]:
         if plan is not None and plan.batch is not None:
             plan_seconds.append(middle - start)
             sent.append(_answer(plan.batch, token))
+            seen(plan.batch, sent[-1])
         if planner.can_send:
             continue
         result = sent.popleft()

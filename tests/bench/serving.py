@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -224,10 +225,10 @@ def free_port() -> int:
 class OwnServer:
     """A server started for the benchmark; ``ready_seconds`` from the process start to the first 200 of /ready."""
 
-    def __init__(self, model: str | None, extra: list[str]) -> None:
+    def __init__(self, model: str | None, extra: list[str], serve: Sequence[str] = ("app", "serve")) -> None:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "app", "serve", *([model] if model else []), "--port", str(port), *extra]
+        command = [sys.executable, "-m", *serve, *([model] if model else []), "--port", str(port), *extra]
         fd, self._log = tempfile.mkstemp(prefix="troupe-bench-")
         self._start = time.perf_counter()
         self.process = subprocess.Popen(command, stdout=fd, stderr=fd)
@@ -250,9 +251,12 @@ class OwnServer:
 
     def resident(self) -> float:
         """MiB of the server's processes, memory they share counted once (PSS)."""
-        family = [psutil.Process(self.process.pid)]
-        family += family[0].children(recursive=True)
-        return sum(p.memory_full_info().pss for p in family) / 2**20
+        return sum(p.memory_full_info().pss for p in self.family()) / 2**20
+
+    def family(self) -> list[psutil.Process]:
+        """The server's processes, the main one first."""
+        main = psutil.Process(self.process.pid)
+        return [main, *main.children(recursive=True)]
 
     def log_text(self) -> str:
         """What it has written so far."""

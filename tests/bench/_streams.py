@@ -1,0 +1,103 @@
+"""Many streams of one server at once, read as cheaply as Python can: what they brought in a stretch of time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import psutil
+
+from tests.bench._costless import TOKEN_TEXT
+
+__all__ = ["Streamed", "stream"]
+
+_EVENT = b"data: {"
+
+
+@dataclass
+class Streamed:
+    """Of the stretch: tokens and events a second, processor microseconds a token of each process."""
+
+    tokens: float
+    events: float
+    server: float
+    worker: float
+    client: float
+
+    @property
+    def busy(self) -> float:
+        """Cores that the server's main process used."""
+        return self.server * self.tokens / 1e6
+
+
+class _Reader(asyncio.Protocol):
+    """One request, sent at once; counts what comes and never parses it."""
+
+    def __init__(self, request: bytes, begun: asyncio.Semaphore) -> None:
+        self._request = request
+        self._begun = begun
+        self.tokens = 0
+        self.events = 0
+        self.ended = False
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        if not self.events and _EVENT not in data and not data.startswith(b"HTTP/1.1 200"):
+            raise SystemExit(f"the server answered {data[:400]!r}")
+        events = data.count(_EVENT)
+        if events and not self.events:
+            self._begun.release()
+        self.events += events
+        self.tokens += data.count(TOKEN_TEXT)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.ended = True
+
+
+async def stream(
+    host: str, port: int, pids: dict[str, int], *, streams: int, max_tokens: int, seconds: float
+) -> Streamed:
+    """Open so many streams and measure for ``seconds``, from the moment that all of them have begun."""
+    loop = asyncio.get_running_loop()
+    begun = asyncio.Semaphore(0)
+    readers: list[_Reader] = []
+    for number in range(streams):
+        body = msgspec.json.encode(
+            {
+                "prompt": [300 + number % 1000, *range(500, 515)],
+                "max_tokens": max_tokens,
+                "ignore_eos": True,
+                "stream": True,
+            }
+        )
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        request = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+        _, reader = await loop.create_connection(lambda request=request: _Reader(request, begun), host, port)
+        readers.append(reader)
+    async with asyncio.timeout(30):
+        for _ in readers:
+            await begun.acquire()
+    await asyncio.sleep(0.5)
+    processes = {name: psutil.Process(pid) for name, pid in pids.items()}
+
+    def used() -> dict[str, float]:
+        return {name: sum(process.cpu_times()[:2]) for name, process in processes.items()}
+
+    start, cpu = time.perf_counter(), used()
+    tokens, events = sum(r.tokens for r in readers), sum(r.events for r in readers)
+    await asyncio.sleep(seconds)
+    wall, cpu_after = time.perf_counter() - start, used()
+    tokens, events = sum(r.tokens for r in readers) - tokens, sum(r.events for r in readers) - events
+    if any(reader.ended for reader in readers):
+        raise SystemExit("streams ended while they were measured: raise the tokens of each")
+    for reader in readers:
+        reader.transport.abort()
+    await asyncio.sleep(0.1)  # so that the loop closes them
+    each = {name: (cpu_after[name] - cpu[name]) * 1e6 / max(tokens, 1) for name in cpu}
+    return Streamed(tokens / wall, events / wall, each["server"], each["worker"], each["client"])

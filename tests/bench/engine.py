@@ -1,0 +1,304 @@
+"""What the troupe itself costs: streams over HTTP, planning, messages, the prefix cache, memory.
+
+    python -m tests.bench engine                       # everything, about two minutes
+    python -m tests.bench engine --only streams,memory
+    python -m tests.bench engine --memory              # the same as --only memory
+
+- streams: a real server whose worker costs nothing (tests/bench/_costless.py); the clients are this process. Each
+  number of streams is measured twice: as fast as it goes, and with a fixed delay of each step that offers ``--offer``
+  tokens a second. Tokens that wait for a busy loop travel in one event, so events are counted too. Processor time is
+  per token, of the server's main process, its worker and the clients.
+- steps: seconds the scheduler takes for a step (plan, cache, results), without sending.
+- actors: processor time of the whole loop for a step, with its actors, the worker's process and a detokenizer that
+  does nothing; and hops alone, which ``python -m tests.bench hop`` measures with care.
+- messages: bytes of a decode step and of its answer.
+- cache: finding a prompt of 131,072 tokens, and pages for one.
+- prefix: time to the first token of a 4,000-token prompt that is cached, beside one that is not, and what it is of.
+- memory: resident memory by process, the model in the box, ready and after its cache was filled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import psutil
+import uvloop
+
+from actors.caching import PrefixCache
+from actors.protocol import CacheTurn, Commit, Grow, OpenSequence, PeekPrefixes, Step
+from kernels.step import StepBatch, StepResult
+from tests.bench import hop, planner
+from tests.bench._costless import CONTEXT
+from tests.bench._loop import step_cost
+from tests.bench._streams import Streamed, stream
+from tests.bench.crowd import raise_fd_limit
+from tests.bench.serving import Client, OwnServer, Point, cpu_name, run_point
+
+__all__ = ["main"]
+
+ROWS = (16, 256, 1024)
+LONG = 131_072  # tokens
+PREFIX, BEHIND = 4000, 20  # tokens of the long prompt, and of output
+
+
+def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    print(f"\n{title}\n\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
+    for row in rows:
+        print(f"| {' | '.join(row)} |", flush=True)
+
+
+async def streams(options: argparse.Namespace) -> None:
+    raise_fd_limit(4096)
+    rows = []
+    for count in options.streams:
+        for offer in (0.0, options.offer):
+            delay = count / offer if offer else 0.0
+            runs = [await streamed(count, delay, options.seconds) for _ in range(options.rounds)]
+            runs.sort(key=lambda run: run.tokens)
+            run = runs[len(runs) // 2]
+            rows.append(
+                [
+                    str(count),
+                    f"{offer:.0f}" if offer else "all it can",
+                    f"{run.tokens:.0f}",
+                    f"{run.events:.0f}",
+                    f"{run.tokens / max(run.events, 1):.2f}",
+                    f"{run.server:.1f}",
+                    f"{run.worker:.1f}",
+                    f"{run.client:.1f}",
+                    f"{run.busy:.2f}",
+                    f"{1e6 / (run.server * run.tokens / max(run.events, 1)):.0f}",
+                ]
+            )
+    columns = ["streams", "offered tok/s", "tok/s", "events/s", "tokens an event", "server us a token", "worker us"]
+    columns += ["client us", "server cores", "events/s of a whole core"]
+    table("Streams of a worker that costs nothing", columns, rows)
+
+
+async def streamed(count: int, delay: float, seconds: float) -> Streamed:
+    server = OwnServer(
+        None,
+        [
+            *("--max-running-requests", "1024", "--context-length", str(CONTEXT), "--log-level", "warning"),
+            *("--json-model-override-args", f'{{"max_position_embeddings": {CONTEXT}}}'),
+        ],
+        serve=("tests.bench._costless", str(delay)),
+    )
+    try:
+        await server.wait_ready(60)
+        pids = {"server": server.process.pid, "client": os.getpid()}
+        pids["worker"] = max(server.family()[1:], key=lambda process: process.num_threads()).pid
+        port = int(server.url.rpartition(":")[2])
+        return await stream("127.0.0.1", port, pids, streams=count, max_tokens=CONTEXT // 2, seconds=seconds)
+    finally:
+        server.stop()
+
+
+def steps(options: argparse.Namespace) -> None:
+    rows = []
+    for count, prompt in [*((count, planner.PROMPT) for count in ROWS), (16, 100_000), (256, 16_000)]:
+        plan, finish = planner.measure(count, options.steps, prompt=prompt)
+        both = statistics.median(plan) + statistics.median(finish)
+        rows.append([str(count), str(prompt), *(f"{1e6 * x:.0f}" for x in (statistics.median(plan), both))])
+        rows[-1] += [f"{1e6 * both / count:.2f}", "1000" if count == 256 else ""]
+    table("Planning a step", ["rows", "prompt tokens", "plan us", "step us", "a row us", "goal us"], rows)
+
+
+def actors(options: argparse.Namespace) -> None:
+    rows = []
+    for count in ROWS:
+        cost = uvloop.run(step_cost(count, options.steps))
+        rows.append([str(count), f"{cost * 1e6:.0f}", f"{cost * 1e6 / count:.2f}"])
+    table("A step in the loop, all actors", ["rows", "processor us", "a row us"], rows)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        times = runner.run(hop._in_process(2000)) | runner.run(hop._to_child(2000))
+    wanted = {"ask (plain handler)": "10", "child: 256-row step and back": "50", "tell, per message": ""}
+    rows = [[name, f"{statistics.median(times[name]):.1f}", goal] for name, goal in wanted.items()]
+    table("A hop", ["case", "median us", "goal us"], rows)
+
+
+def messages(options: argparse.Namespace) -> None:
+    rows = []
+    for count, prompt in [(1, 100), (16, 100), (256, 100), (1024, 100), (16, 100_000), (256, 16_000)]:
+        sizes: list[tuple[int, int]] = []
+
+        def seen(batch: StepBatch, result: StepResult, sizes: list[tuple[int, int]] = sizes) -> None:
+            sizes.append((len(msgspec.msgpack.encode(Step(batch, 1))), len(msgspec.msgpack.encode(result))))
+
+        planner.measure(count, 200, prompt=prompt, seen=seen)
+        sent, answered = (statistics.mean(column) for column in zip(*sizes[8:], strict=True))
+        rows.append([str(count), str(prompt), f"{sent:.0f}", f"{answered:.0f}", f"{(sent + answered) / count:.1f}"])
+    table("Bytes of a decode step", ["rows", "prompt tokens", "step", "answer", "both, a row"], rows)
+
+
+def cache(options: argparse.Namespace) -> None:
+    rows = []
+    for size in (16, 64, 128):
+        rows.append([str(size), *(f"{milliseconds:.3f}" for milliseconds in _cache_times(size)), "1"])
+    columns = ["page tokens", "hit: lock", "hit: look", "miss: look", "all pages", "pages of a 2048-token chunk"]
+    columns += ["close", "goal ms"]
+    table("A prompt of 131,072 tokens in the prefix cache, milliseconds", columns, rows)
+
+
+def _cache_times(size: int) -> list[float]:
+    """Medians of 9."""
+    pages = LONG // size
+    prefixes = PrefixCache(3 * pages + 2, size)
+    rng = np.random.default_rng(0)
+    known, unknown = (rng.integers(0, 30_000, LONG + 1, dtype=np.int32).tobytes() for _ in range(2))
+    prefixes.open(OpenSequence(sequence=0, tokens=known))
+    prefixes.turn(CacheTurn(grows=(Grow(0, pages),)))
+    prefixes.turn(CacheTurn(commits=(Commit(0, b"", LONG),)))
+    measured: dict[str, list[float]] = {}
+
+    def time_of(name: str, call: Callable[[], Any]) -> None:
+        start = time.perf_counter()
+        call()
+        measured.setdefault(name, []).append((time.perf_counter() - start) * 1e3)
+
+    for number in range(1, 10):
+        time_of("lock", lambda number=number: prefixes.open(OpenSequence(sequence=number, tokens=known)))
+        time_of("look", lambda: prefixes.peek(PeekPrefixes(tokens=(known,), salts=(b"",))))
+        prefixes.turn(CacheTurn(closes=(number,)))
+        time_of("miss", lambda: prefixes.open(OpenSequence(sequence=100, tokens=unknown)))
+        time_of("all", lambda: prefixes.turn(CacheTurn(grows=(Grow(100, pages),))))
+        prefixes.turn(CacheTurn(closes=(100,)))
+        prefixes.open(OpenSequence(sequence=100, tokens=unknown))
+        time_of("chunk", lambda: prefixes.turn(CacheTurn(grows=(Grow(100, 2048 // size),))))
+        time_of("close", lambda: prefixes.turn(CacheTurn(closes=(100,))))
+    return [statistics.median(times) for times in measured.values()]
+
+
+async def prefix(options: argparse.Namespace) -> None:
+    server = OwnServer(options.model, options.server_args)
+    try:
+        await server.wait_ready()
+        client = Client(server.url)
+        found: dict[str, list[float]] = {"miss": [], "hit": []}
+        hops: dict[str, dict[str, list[float]]] = {"miss": {}, "hit": {}}
+        rng = random.Random(7)
+        for _ in range(options.prompts):
+            prompt = [rng.randrange(300, 3000) for _ in range(PREFIX)]
+            for kind in ("miss", "hit", "hit"):
+                ttft, parts = await _first_token(client, prompt)
+                found[kind].append(ttft)
+                for name, seconds in parts.items():
+                    hops[kind].setdefault(name, []).append(seconds)
+        miss, hit = (statistics.median(found[kind]) for kind in ("miss", "hit"))
+        rows = [["whole", f"{miss * 1e3:.2f}", f"{hit * 1e3:.2f}", f"{hit / miss:.1%}"]]
+        for name in hops["hit"]:
+            rows.append([name, *(f"{statistics.median(hops[kind][name]) * 1e3:.2f}" for kind in ("miss", "hit")), ""])
+        title = f"First token of a prompt of {PREFIX} tokens, milliseconds; the goal is 5 %"
+        table(title, ["part", "not cached", "cached", "of it"], rows)
+        await client.close()
+    finally:
+        server.stop()
+
+
+async def _first_token(client: Client, prompt: list[int]) -> tuple[float, dict[str, float]]:
+    """Seconds to the first event, and the server's own account of them."""
+    body = {"prompt": prompt, "max_tokens": BEHIND, "ignore_eos": True, "stream": True, "temperature": 0}
+    data = msgspec.json.encode(body)
+    start = time.perf_counter()
+    status, headers, reader = await client._send("POST", "/v1/completions", data)
+    ttft = 0.0
+    async for _ in client._chunks(headers, reader):
+        ttft = ttft or time.perf_counter() - start
+    if status != 200:
+        raise SystemExit(f"the server answered {status}")
+    _, told = await client.json("GET", f"/stage/requests/{headers['x-request-id']}")
+    assert isinstance(told, dict)
+    ends = {part["name"]: part for part in told["hops"]}
+    first = next(mark["at"] for mark in told["marks"] if mark["name"] == "first_token")
+    prefills = [part for part in told["hops"] if part["name"] == "prefill"]
+    device = sum(part["attributes"].get("device_seconds", 0.0) for part in prefills)
+    parts = {
+        "until it is submitted (reading, checking)": ends["queue"]["start"],
+        "queue": ends["queue"]["end"] - ends["queue"]["start"],
+        "cache": ends["cache"]["end"] - ends["cache"]["start"],
+        "prefill on the device": device,
+        "the way to the worker and back": prefills[-1]["end"] - prefills[0]["start"] - device,
+        "detokenizer": first - prefills[-1]["end"],
+        "HTTP outside of these": ttft - first,
+    }
+    return ttft, parts
+
+
+async def memory(options: argparse.Namespace) -> None:
+    server = OwnServer(options.model, options.server_args)
+    try:
+        await server.wait_ready()
+        await asyncio.sleep(5.0)  # a standby worker gets ready
+        ready = _resident(server)
+        await run_point(server.url, "", Point(32, 1500, 64), 96, (300, 3000), 1)
+        full = _resident(server)
+        rows = []
+        for process in server.family():
+            used = [*ready.get(process.pid, (0, 0)), *full.get(process.pid, (0, 0))]
+            rows.append([_role(process, rows), *(f"{value / 2**20:.0f}" for value in used)])
+        sums = [sum(each[place] for each in state.values()) for state in (ready, full) for place in (0, 1)]
+        rows.append(["all", *(f"{value / 2**20:.0f}" for value in sums)])
+        columns = ["process", "RSS when ready", "PSS", "RSS, cache filled", "PSS"]
+        table("Resident memory, MiB; the goal is 700 MB (668 MiB)", columns, rows)
+    finally:
+        server.stop()
+
+
+def _resident(server: OwnServer) -> dict[int, tuple[int, int]]:
+    """Bytes by process: RSS, and PSS, which counts what processes share once in all."""
+    used = {process.pid: process.memory_full_info() for process in server.family()}
+    return {pid: (info.rss, info.pss) for pid, info in used.items()}
+
+
+def _role(process: psutil.Process, earlier: list[list[str]]) -> str:
+    if not earlier:
+        return "server"
+    if not any("libtorch" in mapped.path for mapped in process.memory_maps()):
+        return "renderer"
+    return "standby worker" if any(row[0] == "worker" for row in earlier) else "worker"
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], Any]] = {
+    "streams": streams,
+    "steps": steps,
+    "actors": actors,
+    "messages": messages,
+    "cache": cache,
+    "prefix": prefix,
+    "memory": memory,
+}
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench engine", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
+    parser.add_argument("--memory", action="store_true", help="only memory")
+    parser.add_argument("--model", help="model directory for prefix and memory (default: the model in the box)")
+    parser.add_argument("--streams", type=int, nargs="+", default=[64, 256, 1000])
+    parser.add_argument("--offer", type=float, default=21_000.0, help="tokens a second offered by delayed steps")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement of streams")
+    parser.add_argument("--rounds", type=int, default=1, help="measurements of each point of streams")
+    parser.add_argument("--steps", type=int, default=1000, help="planned steps of each point")
+    parser.add_argument("--prompts", type=int, default=8, help="prompts of prefix")
+    parser.add_argument("server_args", nargs="*", help="after --: more arguments for the server of prefix and memory")
+    options = parser.parse_args(argv)
+    chosen = ["memory"] if options.memory else options.only.split(",")
+    if unknown := set(chosen) - set(PARTS):
+        parser.error(f"no part is called {min(unknown)}: choose from {', '.join(PARTS)}")
+    load = os.getloadavg()[0]
+    print(f"{cpu_name()}, {len(os.sched_getaffinity(0))} cores, load {load:.1f}, Python {sys.version.split()[0]}")
+    for name in chosen:
+        part = PARTS[name](options)
+        if part is not None:
+            uvloop.run(part)
+    return 0
