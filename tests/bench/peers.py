@@ -102,7 +102,7 @@ class Server:
         environment = os.environ | engine.environment
         self._begun = time.perf_counter()
         self._process = subprocess.Popen(
-            engine.command, stdout=log, stderr=log, env=environment, start_new_session=True
+            engine.command, stdout=log, stderr=log, env=environment, process_group=0
         )
         os.close(log)
         self.start = 0.0
@@ -165,7 +165,7 @@ async def _measure(server: Server, point: Point, seed: int, requests: int) -> Ro
         return server.processor_seconds() + time.process_time()
 
     busy, mine, used, begun = _busy(), own(), server.processor_seconds(), time.perf_counter()
-    result = await run_point(server.url, server.model, point, point.concurrency * requests, TOKEN_IDS, seed)
+    result = await run_point(server.url, server.model, point, point.concurrency * requests, TOKEN_IDS, seed, True)
     wall, tokens = time.perf_counter() - begun, point.concurrency * requests * point.output_len
     others = (_busy() - busy - (own() - mine)) / (wall * (os.cpu_count() or 1))
     cpu = (server.processor_seconds() - used) / tokens * 1e3
@@ -207,7 +207,7 @@ class Run:
         requests = self.options.requests or REQUESTS.get(point.concurrency, 2)
         seed = time.time_ns()  # no prompt stands in a cache
         short = Point(point.concurrency, point.input_len, min(point.output_len, 16))
-        await run_point(server.url, server.model, short, point.concurrency, TOKEN_IDS, seed)
+        await run_point(server.url, server.model, short, point.concurrency, TOKEN_IDS, seed, True)
         result = await _measure(server, point, seed + 1, requests)
         self.add({"engine": server.name, "model": server.model, "point": str(point), "round": number} | result)
 
@@ -299,6 +299,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--preload", help="a library that vLLM is run with, such as tcmalloc")
     parser.add_argument("troupe_args", nargs="*", help="after --: more arguments for Troupe")
     options = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # and stop the servers
     run = Run(options)
     if not options.table:
         if options.models is None:

@@ -190,7 +190,10 @@ def streams(model: str, point: Point, requests: int, vocab: tuple[int, int], see
     return bodies
 
 
-async def run_point(url: str, model: str, point: Point, requests: int, vocab: tuple[int, int], seed: int) -> dict:
+async def run_point(
+    url: str, model: str, point: Point, requests: int, vocab: tuple[int, int], seed: int, fresh: bool = False
+) -> dict:
+    """``fresh``: a connection for each request; not every server keeps one open behind a stream."""
     bodies = iter(streams(model, point, requests, vocab, seed))
     samples: list[Sample] = []
 
@@ -198,6 +201,8 @@ async def run_point(url: str, model: str, point: Point, requests: int, vocab: tu
         client = Client(url)
         for body in bodies:
             samples.append(await client.complete(body, point.output_len))
+            if fresh:
+                await client.close()
         await client.close()
 
     start = time.perf_counter()
