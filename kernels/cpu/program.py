@@ -330,16 +330,20 @@ class Program:
     ops: Any
     count: int
     out: Tensor
+    states: Tensor | None
     kept: list[object]
 
     @classmethod
-    def of(cls, native: Native, recording: _Recording, out: Tensor) -> Program:
-        return cls(native, (Op * len(recording.ops))(*recording.ops), len(recording.ops), out, recording.kept)
+    def of(cls, native: Native, recording: _Recording, out: Tensor, states: Tensor | None) -> Program:
+        """``states``: where those of a batch were while it was recorded."""
+        return cls(native, (Op * len(recording.ops))(*recording.ops), len(recording.ops), out, states, recording.kept)
 
     def run(self, batch: ForwardBatch, rows: AttentionRows) -> Tensor | None:
         count = len(batch.token_ids)
-        if count > len(self.out):
+        if count > len(self.out) or rows.decodes + rows.verifies < len(rows.starts):
             return None
+        if self.states is not None and batch.states is not None:
+            self.states[:count].copy_(batch.states)
         step, held = step_of(rows, len(rows.starts))
         ids = batch.token_ids if batch.token_ids.dtype == torch.int32 else batch.token_ids.to(torch.int32)
         step.rows = count

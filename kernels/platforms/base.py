@@ -104,8 +104,8 @@ class AttentionRows:
 class Decodes:
     """Steps that were prepared beforehand. ``rows``: the numbers of rows they were prepared for.
 
-    ``run``: [rows, hidden] of a batch of one token a row, or None when it fits nothing that was prepared. The result
-    is overwritten by the next call.
+    ``run``: [tokens, hidden] of a batch of decodes and drafts, of up to the tokens a row that it was prepared for; None
+    when it fits nothing that was prepared. The result is overwritten by the next call.
     """
 
     rows: tuple[int, ...]
@@ -164,9 +164,14 @@ class Platform(ABC):
         max_rows: int,
         columns: int,
         agree: Callable[[bool], bool],
+        tokens: int = 1,
+        tree: bool = False,
+        states: Tensor | None = None,
     ) -> Decodes | None:
-        """Prepare ``forward`` for steps of decodes only, of up to ``max_rows`` rows, where the device gains by it.
+        """Prepare ``forward`` for steps of up to ``max_rows`` rows of decodes, or of drafts of up to ``tokens`` each,
+        where the device gains by it.
 
+        ``tree``: whether drafts may be trees. ``states`` [any, width]: such as the batches have, when they have them.
         ``windows``: those of the batches' plans. ``columns``: pages a sequence may have. Page 0 is written to.
         ``agree``: whether all ranks that run the model together could do what this one could, or could not; to be asked
         after each one that is prepared, because a step that is prepared on some ranks only would hang.

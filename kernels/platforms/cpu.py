@@ -201,21 +201,26 @@ class CpuPlatform(Platform):
         max_rows: int,
         columns: int,
         agree: Callable[[bool], bool],
+        tokens: int = 1,
+        tree: bool = False,
+        states: Tensor | None = None,
     ) -> Decodes | None:
-        """Record them as a program of native operators. Ranks that run a model together have collectives between
-        their operators, which no program has."""
+        """Record them as a program of native operators, for drafts of any kind. Ranks that run a model together have
+        collectives between their operators, which no program has."""
         native = self._native
         if native is None or self._ranks > 1:
             return None
-        zeros = torch.zeros(max_rows, dtype=torch.int64)
-        nothing = AttentionRows(np.zeros(max_rows, np.int64), np.ones(max_rows, np.int64), _PAGE_0, max_rows)
+        most = max_rows * tokens
+        zeros = torch.zeros(most, dtype=torch.int64)
+        nothing = AttentionRows(np.zeros(most, np.int64), np.ones(most, np.int64), _PAGE_0, most)
         plans = {window: AttentionPlan((), (), nothing, window) for window in windows}
+        held = None if states is None else states.new_zeros(most, states.shape[1])
         try:
-            with native.record(max_rows) as recording:
-                out = forward(ForwardBatch(zeros, zeros, zeros, plans))
+            with native.record(most) as recording:
+                out = forward(ForwardBatch(zeros, zeros, zeros, plans, held))
         except NotNative:
             return None
-        program = Program.of(native, recording, out)
+        program = Program.of(native, recording, out, held)
 
         def decode(batch: ForwardBatch) -> Tensor | None:
             return program.run(batch, next(iter(batch.plans.values())).rows)
