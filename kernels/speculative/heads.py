@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -24,6 +26,7 @@ from kernels.speculative.checkpoint import DraftCheckpoint, DraftWeights
 from kernels.speculative.drafter import Drafter, DrafterContext, DraftRows, Drafts, Observation
 from kernels.speculative.expansion import DraftModel, Expansion
 from kernels.speculative.token_map import head_rows, read_token_map
+from kernels.step import Admission
 
 __all__ = ["HeadDrafter", "HeadLayer", "HeadModel", "SharedEnds", "open_checkpoint"]
 
@@ -111,7 +114,9 @@ class HeadModel(DraftModel):
 
 
 class HeadDrafter(Drafter):
-    """Observes with a head, and drafts with it."""
+    """Observes with a head, and drafts with it. A request that found all but its last token in others' pages has no
+    state to draft from until it has run one more.
+    """
 
     features = True
 
@@ -123,14 +128,21 @@ class HeadDrafter(Drafter):
         self.depth, self.most_nodes = context.settings.num_steps, context.settings.num_draft_tokens
         shape = (context.config.max_slots, model.width)
         self._states = torch.zeros(shape, dtype=context.dtype, device=context.platform.device)
+        self._observed = np.full(context.config.max_slots, -1, dtype=np.int64)  # positions, of which the last's is kept
 
     def make_caches(self, pages: int) -> list[Any]:
         return self._expansion.make_caches(pages)
 
+    def admit(self, admission: Admission, tokens: npt.NDArray[np.int32]) -> None:
+        self._observed[admission.slot] = -1
+
     def observe(self, seen: Observation) -> None:
         assert seen.features is not None, "made from features"
+        self._observed[seen.slots] = seen.starts + seen.counts
         states = self._expansion.observe(seen, seen.next_tokens, self._model.start(seen.features))
         self._states.index_copy_(0, seen.device_slots, states.index_select(0, seen.last))
 
     def draft(self, rows: DraftRows) -> Drafts:
-        return self._expansion.draft(rows, self._states.index_select(0, rows.device_slots))
+        drafts = self._expansion.draft(rows, self._states.index_select(0, rows.device_slots))
+        known = self._observed[rows.slots] == rows.roots
+        return drafts if known.all() else Drafts(drafts.tree, np.where(known, drafts.nodes, 1))

@@ -17,6 +17,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from kernels.batch import ForwardBatch
@@ -26,6 +28,7 @@ from kernels.speculative.checkpoint import DraftCheckpoint, DraftWeights, layer_
 from kernels.speculative.drafter import Drafter, DrafterContext, DraftRows, Drafts, Observation
 from kernels.speculative.heads import HeadDrafter, HeadLayer, HeadModel, open_checkpoint
 from kernels.speculative.multi_mtp import MultiHeads
+from kernels.step import Admission
 
 __all__ = ["DEEPSEEK", "MIMO", "Layout", "MtpDrafter", "MtpModel"]
 
@@ -147,5 +150,5 @@ class MtpDrafter(Drafter):
     def draft(self, rows: DraftRows) -> Drafts:
         return self._drafter.draft(rows)
 
-    def release(self, slot: int) -> None:
-        self._drafter.release(slot)
+    def admit(self, admission: Admission, tokens: npt.NDArray[np.int32]) -> None:
+        self._drafter.admit(admission, tokens)

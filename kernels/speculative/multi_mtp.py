@@ -23,6 +23,7 @@ from kernels.speculative.expansion import observed_rows
 from kernels.speculative.guesses import Guesses
 from kernels.speculative.heads import HeadModel
 from kernels.speculative.tree import chain
+from kernels.step import Admission
 
 __all__ = ["MultiHeads"]
 
@@ -61,8 +62,8 @@ class MultiHeads(Drafter):
         )
         return self._caches
 
-    def release(self, slot: int) -> None:
-        self._held[slot] = 0
+    def admit(self, admission: Admission, tokens: Ints) -> None:
+        self._held[admission.slot] = 0
 
     def observe(self, seen: Observation) -> None:
         assert seen.features is not None, "made from features"
@@ -96,15 +97,16 @@ class MultiHeads(Drafter):
 
     def draft(self, rows: DraftRows) -> Drafts:
         steps = max(1, min(rows.steps, self._kept, int(rows.limits.max())))
-        counts = np.minimum(self._held[rows.slots], self._kept)
-        starts = rows.roots - counts
+        known = (self._held[rows.slots] > 0) & (self._next[rows.slots] == rows.roots)
+        counts = np.where(known, np.minimum(self._held[rows.slots], self._kept), 1)  # what is not known runs nowhere
+        starts = np.maximum(rows.roots - counts, 0)
         row = np.repeat(np.arange(len(starts)), counts)
         place = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
         positions = starts[row] + place
         last = self._put(np.cumsum(counts) - 1)
         kept = rows.slots[row] * self._kept + self._kept - counts[row] + place
         states = self._states.index_select(0, self._put(kept))
-        index = self._index(row, positions, rows.pages)
+        index = self._index(row, positions, np.where(known[:, None], rows.pages, 0))
         plans = self._plans(AttentionRows(starts, counts, rows.pages, 0, len(starts)))
         table, at = rows.table.view(-1), self._after(rows.slots[row], positions, rows.table)
         # Behind the known tokens of a row stand its guesses: of those that head k reads, the last k.
@@ -118,14 +120,14 @@ class MultiHeads(Drafter):
             if step:
                 ahead = beyond + (step + 1)  # how far behind the root the token stands that is read
                 guesses = tokens.view(-1)[which + ahead.clamp(min=0)]
-                known = table[(at + step).clamp(max=len(table) - 1)].to(torch.int64)
-                read = torch.where(ahead > 0, guesses, known)
+                given = table[(at + step).clamp(max=len(table) - 1)].to(torch.int64)
+                read = torch.where(ahead > 0, guesses, given)
                 states = self._heads[step].forward(
                     ForwardBatch(read, at_positions, index, plans), states, [self._caches[step]]
                 )
             logits = self._heads[step].logits(states.index_select(0, last))
             tokens[:, step + 1] = self._guesses.best(logits, rows.noise, guessed + step)
-        nodes = np.minimum(rows.limits, min(steps, self.most_nodes - 1)) + 1
+        nodes = np.where(known, np.minimum(rows.limits, min(steps, self.most_nodes - 1)), 0) + 1
         return Drafts(chain(tokens[:, : steps + 1]), nodes)
 
     def _put(self, array: Longs) -> Tensor:

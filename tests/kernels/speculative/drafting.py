@@ -16,7 +16,7 @@ from kernels.parallel.group import Group
 from kernels.sampling import Noise
 from kernels.speculative.drafter import DrafterContext, DraftRows, Observation
 from kernels.speculative.settings import SpeculativeSettings
-from kernels.step import RunnerConfig
+from kernels.step import Admission, RunnerConfig, SlotSampling
 from tests.kernels.speculative.paged import Paged
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, DIM, INNER, EPS, THETA = 96, 32, 4, 2, 16, 48, 1e-6, 10000.0
@@ -153,6 +153,12 @@ class Drafting:
         for row, seen in enumerate(self.seen):
             known[row + 1, : seen + 1] = self.tokens[row, : seen + 1]
         return known
+
+    def admit(self, row, computed=0):
+        """Another request takes the row; ``computed``: tokens that lie in cached pages."""
+        slot = Admission(row + 1, 1, b"", 1, computed, b"", SlotSampling())
+        self.drafter.admit(slot, np.empty(0, dtype=np.int32))
+        self.seen[row] = computed
 
     def observe(self, *chunks):
         """``chunks``: (row, count) each."""

@@ -118,8 +118,20 @@ def test_sampled_rows_draft_with_the_targets_noise(topk, drafting):
     assert parents[1] == 0
 
 
-@pytest.mark.parametrize("made_from", ["json", "own-head"])
-def test_a_token_map_cuts_the_head_down(made_from, drafting, tmp_path):
+@pytest.mark.parametrize("topk", [1, 3])
+@pytest.mark.parametrize("computed", [0, 16])
+def test_what_was_computed_by_others_alone_is_not_drafted_from(computed, topk, drafting):
+    made, _ = drafting("eagle", num_steps=2, topk=topk, num_draft_tokens=3)
+    made.observe((0, 20), (1, 16))
+    made.admit(0, computed)
+    (nothing, _), (other, _) = made.draft(0, 1)
+    assert (len(nothing), len(other)) == (1, 3)
+    made.observe((0, 1), (1, 1))
+    (one, _), _ = made.draft(0, 1)
+    assert len(one) == 3
+
+
+def test_a_token_map_cuts_the_head_down(drafting, tmp_path):
     ids = [3, 90, 14, 15, 9, 2, 6, 5, 35, 8]
     (tmp_path / "map.json").write_text(json.dumps(ids))
     made, plain = drafting("eagle-token-map", num_steps=3, num_draft_tokens=4, token_map=str(tmp_path / "map.json"))

@@ -72,11 +72,23 @@ def test_what_was_not_drafted_from_is_found_as_well(drafting):
 def test_a_slot_begins_anew(drafting):
     made, plain, prefixes = drafting()
     made.observe((0, 9), (1, 4))
-    made.drafter.release(1)
-    made.seen[0] = 0
+    made.admit(0)
     made.observe((0, 6))
-    ((tokens, _),) = made.draft(0, limits=[2])
+    ((tokens, _), (other, _)) = made.draft(0, 1, limits=[2, 3])
     assert tokens[1:] == chained(made, plain, prefixes, 0, 2)
+    assert other[1:] == chained(made, plain, prefixes, 1, 3)
+
+
+@pytest.mark.parametrize("computed", [0, 16])
+def test_what_was_computed_by_others_alone_is_not_drafted_from(computed, drafting):
+    made, plain, prefixes = drafting()
+    made.observe((0, 20), (1, 16))
+    made.admit(0, computed)
+    (nothing, _), (other, _) = made.draft(0, 1)
+    assert len(nothing) == 1
+    assert other[1:] == chained(made, plain, prefixes, 1, 3)
+    made.observe((0, 1), (1, 1))
+    assert all(len(tokens) == 4 for tokens, _ in made.draft(0, 1))
 
 
 def test_one_head_is_run_again_and_again_unless_told(drafting):
