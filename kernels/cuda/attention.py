@@ -1,4 +1,4 @@
-"""The attention of one step over the paged cache: its decodes in one launch, its prefills in another."""
+"""The attention of one step over the paged cache: its decodes in one launch, its drafts and its prefills in others."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch import Tensor
 
 from kernels.cuda.decode import DecodeScratch, attend_decodes, split_count
 from kernels.cuda.prefill import PrefillBlocks, attend_prefills, plan_prefills
+from kernels.cuda.verify import HEADER, attend_drafts, draft_splits
 from kernels.platforms.base import AttentionRows
 
-__all__ = ["AttentionPlan", "DecodeRows", "attention", "plan_attention"]
+__all__ = ["AttentionPlan", "DecodeRows", "DraftRows", "attention", "plan_attention"]
 
 Put = Callable[[npt.NDArray[np.int32]], Tensor]
 
@@ -29,26 +30,58 @@ class DecodeRows:
 
 
 @dataclass(frozen=True)
+class DraftRows:
+    """Rows of up to ``tokens`` tokens. ``state`` int32 [rows, HEADER + columns]: each row's numbers, then its pages.
+
+    ``bits`` int64 [rows, tokens]: what each query sees from the row's root on; None: all up to its own token.
+    ``context``: the most tokens a row may have in the cache, which says how sequences are cut.
+    """
+
+    state: Tensor
+    bits: Tensor | None
+    tokens: int
+    context: int
+
+
+@dataclass(frozen=True)
 class AttentionPlan:
-    """What is None has no rows. ``window``: tokens a query sees, 0 for all."""
+    """What is None has no rows. ``window``: tokens a query sees, 0 for all. ``rows``: those that it was made of, None
+    in a graph.
+    """
 
     decodes: DecodeRows | None
     prefills: PrefillBlocks | None
     window: int
+    drafts: DraftRows | None = None
+    rows: AttentionRows | None = None
 
 
 def plan_attention(rows: AttentionRows, window: int, kv_heads: int, put: Put) -> AttentionPlan:
     """``put``: how an array gets to the device."""
-    count = rows.decodes
-    decodes = prefills = None
+    count, short = rows.decodes, rows.decodes + rows.verifies
+    decodes = drafts = prefills = None
     if count:
         state = np.empty((count, 1 + rows.pages.shape[1]), dtype=np.int32)
         state[:, 0] = rows.starts[:count] + 1
         state[:, 1:] = rows.pages[:count]
         decodes = DecodeRows(put(state), split_count(count, kv_heads, int(state[:, 0].max())))
-    if count < len(rows.counts):
-        prefills = plan_prefills(rows, count, put)
-    return AttentionPlan(decodes, prefills, window)
+    if count < short:
+        drafts = _plan_drafts(rows, put)
+    if short < len(rows.counts):
+        prefills = plan_prefills(rows, short, put)
+    return AttentionPlan(decodes, prefills, window, drafts, rows)
+
+
+def _plan_drafts(rows: AttentionRows, put: Put) -> DraftRows:
+    some = slice(rows.decodes, rows.decodes + rows.verifies)
+    counts, lengths = rows.counts[some], rows.starts[some] + rows.counts[some]
+    state = np.empty((rows.verifies, HEADER + rows.pages.shape[1]), dtype=np.int32)
+    state[:, 0] = rows.decodes + np.cumsum(counts) - counts
+    state[:, 1] = counts
+    state[:, 2] = rows.starts[some] if rows.tree is None or rows.roots is None else rows.roots
+    state[:, 3] = lengths
+    state[:, HEADER:] = rows.pages[some]
+    return DraftRows(put(state), rows.tree, int(counts.max()), int(lengths.max()))
 
 
 def attention(queries: Tensor, cache: Tensor, plan: AttentionPlan, scale: float, scratch: DecodeScratch) -> Tensor:
@@ -61,6 +94,13 @@ def attention(queries: Tensor, cache: Tensor, plan: AttentionPlan, scale: float,
         asked = queries[: len(state)]
         attend_decodes(
             asked, cache, state[:, 1:], state[:, 0], plan.window, scale, some.splits, scratch, out[: len(state)]
+        )
+    drafts = plan.drafts
+    if drafts is not None:
+        kv_heads = cache.shape[2]
+        splits = draft_splits(len(drafts.state), drafts.tokens, heads // kv_heads, kv_heads, drafts.context)
+        attend_drafts(
+            queries, cache, drafts.state, drafts.bits, drafts.tokens, plan.window, scale, splits, scratch, out
         )
     if plan.prefills is not None:
         attend_prefills(queries, cache, plan.prefills, plan.window, scale, out)

@@ -1,8 +1,8 @@
-"""Decodes in CUDA graphs: one for each number of rows in a list, replayed for up to so many rows.
+"""Decodes and drafts in CUDA graphs: one for each number of rows in a list, replayed for up to so many rows.
 
 A graph holds the addresses it was captured with, so what a step brings is copied into tensors that stay where they are.
 Rows that a step does not have are filled up: they run the first token of nowhere, write to the dump page and see one
-key.
+key. So are the tokens that a row has less than the others.
 """
 
 from __future__ import annotations
@@ -12,16 +12,24 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from kernels.batch import ForwardBatch
-from kernels.cuda.attention import AttentionPlan, DecodeRows
+from kernels.cuda.attention import AttentionPlan, DecodeRows, DraftRows
 from kernels.cuda.decode import split_count
+from kernels.cuda.verify import HEADER
+from kernels.platforms.base import AttentionRows
+from kernels.speculative.tree import chain_bits
 
 __all__ = ["DecodeGraphs"]
 
 _log = logging.getLogger("troupe.kernels.cuda")
+
+Put = Callable[[npt.NDArray[np.generic]], Tensor]
+"""How an array gets to the device."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +39,13 @@ class _Graph:
 
 
 class DecodeGraphs:
-    """Captures ``forward`` for batches of ``sizes`` rows of one token each, the largest first, in one memory pool.
+    """Captures ``forward`` for batches of ``sizes`` rows of ``tokens`` tokens each, the largest first, in one memory
+    pool.
 
     All tensors of a batch are views of the leading rows of the same buffers. ``columns``: pages a sequence may have.
     ``padded``: whether a step may use a graph of more rows than it has. ``agree``: whether all ranks of the model could
-    do what this one could: a graph that one of them lacks is used by none.
+    do what this one could: a graph that one of them lacks is used by none. ``tree``, ``states``: as
+    ``Platform.capture_decodes`` says.
     """
 
     def __init__(
@@ -49,52 +59,122 @@ class DecodeGraphs:
         device: torch.device,
         padded: bool,
         agree: Callable[[bool], bool],
+        put: Put,
+        tokens: int = 1,
+        tree: bool = False,
+        states: Tensor | None = None,
     ) -> None:
-        most = max(sizes)
+        rows, header = max(sizes), 1 if tokens == 1 and not tree else HEADER
+        most = rows * tokens
         self._forward, self._windows, self._kv_heads, self._page_size = forward, windows, kv_heads, page_size
-        self._device, self._padded, self._agree = device, padded, agree
+        self._device, self._padded, self._agree, self._put = device, padded, agree, put
+        self._tokens, self._tree, self._header = tokens, tree, header
         self._token_ids = torch.zeros(most, dtype=torch.int32, device=device)
         self._positions = torch.zeros(most, dtype=torch.int64, device=device)
         self._dump = torch.arange(most, dtype=torch.int64, device=device) % page_size
         self._cache_index = self._dump.clone()
-        self._state = torch.zeros((most, 1 + columns), dtype=torch.int32, device=device)
-        self._nothing = torch.zeros((most, 2), dtype=torch.int32, device=device)
-        self._nothing[:, 0] = 1
-        self._state[:, :2] = self._nothing
+        self._states = None if states is None else states.new_zeros(most, states.shape[1])
+        self._state = torch.zeros((rows, header + columns), dtype=torch.int32, device=device)
+        self._nothing = torch.zeros((rows, header + 1), dtype=torch.int32, device=device)
+        self._nothing[:, header - 1] = 1  # a token in the cache
+        if header == HEADER:
+            self._nothing[:, 0] = torch.arange(rows, device=device) * tokens
+            self._nothing[:, 1] = tokens
+        self._state[:, : header + 1] = self._nothing
+        self._bits = torch.ones((rows, tokens), dtype=torch.int64, device=device)
         self._graphs: dict[int, _Graph] = {}
         self._capture(sorted(sizes, reverse=True))
         self.sizes = sorted(self._graphs)
 
     def run(self, batch: ForwardBatch, plan: AttentionPlan) -> Tensor | None:
-        """What ``forward`` gives for the batch, whose rows all decode; None when no graph fits.
+        """What ``forward`` gives for the batch, whose rows all decode or are drafts; None when no graph fits.
 
         The result is overwritten by the next call.
         """
-        assert plan.decodes is not None
-        given = plan.decodes.state
-        rows = len(given)
-        size = next((size for size in self.sizes if size >= rows), 0)
-        if not size or (size > rows and not self._padded):
+        assert plan.rows is not None
+        rows = plan.rows
+        count, most = len(rows.starts), int(rows.counts.max())
+        size = next((size for size in self.sizes if size >= count), 0)
+        if not size or (size > count and not self._padded) or most > self._tokens:
             return None
-        self._token_ids[:rows].copy_(batch.token_ids)
-        self._positions[:rows].copy_(batch.positions)
-        self._cache_index[:rows].copy_(batch.cache_index)
-        self._state[:rows, : given.shape[1]].copy_(given)
-        if size > rows:
-            self._cache_index[rows:size].copy_(self._dump[rows:size])
-            self._state[rows:size, :2].copy_(self._nothing[rows:size])
+        if (rows.decodes if self._header == 1 else rows.decodes + rows.verifies) < count:
+            return None
+        if rows.tree is not None and not self._tree:
+            return None
+        whole = count * self._tokens
+        places = None if len(batch.token_ids) == whole else self._places(rows)
+        for held, new in (
+            (self._token_ids, batch.token_ids),
+            (self._positions, batch.positions),
+            (self._cache_index, batch.cache_index),
+            (self._states, batch.states),
+        ):
+            if held is None or new is None:
+                continue
+            if places is None:
+                held[:whole].copy_(new)
+            else:
+                if held is self._cache_index:
+                    held[:whole].copy_(self._dump[:whole])
+                held.index_copy_(0, places, new.to(held.dtype))
+        if self._header == 1:
+            assert plan.decodes is not None
+            given = plan.decodes.state
+        else:
+            given = self._draft_state(rows)
+        self._state[:count, : given.shape[1]].copy_(given)
+        if size > count:
+            self._cache_index[whole : size * self._tokens].copy_(self._dump[whole : size * self._tokens])
+            self._state[count:size, : self._header + 1].copy_(self._nothing[count:size])
+        if self._tree:
+            self._fill_bits(rows, size)
         graph = self._graphs[size]
         graph.graph.replay()
-        return graph.hidden[:rows]
+        return graph.hidden[:whole] if places is None else graph.hidden.index_select(0, places)
+
+    def _places(self, rows: AttentionRows) -> Tensor:
+        """Where the batch's tokens stand among those of rows that all have as many."""
+        offsets = np.cumsum(rows.counts) - rows.counts
+        first = np.repeat(np.arange(len(rows.counts)) * self._tokens - offsets, rows.counts)
+        return self._put(first + np.arange(len(first)))
+
+    def _draft_state(self, rows: AttentionRows) -> Tensor:
+        count = len(rows.starts)
+        state = np.empty((count, HEADER + rows.pages.shape[1]), dtype=np.int32)
+        state[:, 0] = np.arange(count) * self._tokens
+        state[:, 1] = self._tokens
+        state[:, 2] = rows.starts
+        if rows.tree is not None and rows.roots is not None:
+            state[rows.decodes :, 2] = rows.roots
+        state[:, 3] = rows.starts + rows.counts
+        state[:, HEADER:] = rows.pages
+        return self._put(state)
+
+    def _fill_bits(self, rows: AttentionRows, size: int) -> None:
+        """Tokens that no row has see its root, which is there."""
+        count = len(rows.starts)
+        self._bits[:size].fill_(1)
+        if rows.tree is not None:
+            nodes = min(self._tokens, rows.tree.shape[1])
+            self._bits[rows.decodes : count, :nodes].copy_(rows.tree[:, :nodes])
+        else:
+            self._bits[:count] = chain_bits(self._tokens, self._device)
 
     def _batch(self, size: int) -> ForwardBatch:
-        context = (self._state.shape[1] - 1) * self._page_size
-        decodes = DecodeRows(self._state[:size], split_count(size, self._kv_heads, context))
+        context = (self._state.shape[1] - self._header) * self._page_size
+        decodes = drafts = None
+        if self._header == 1:
+            decodes = DecodeRows(self._state[:size], split_count(size, self._kv_heads, context))
+        else:
+            bits = self._bits[:size] if self._tree else None
+            drafts = DraftRows(self._state[:size], bits, self._tokens, context)
+        tokens = size * self._tokens
         return ForwardBatch(
-            token_ids=self._token_ids[:size],
-            positions=self._positions[:size],
-            cache_index=self._cache_index[:size],
-            plans={window: AttentionPlan(decodes, None, window) for window in self._windows},
+            token_ids=self._token_ids[:tokens],
+            positions=self._positions[:tokens],
+            cache_index=self._cache_index[:tokens],
+            plans={window: AttentionPlan(decodes, None, window, drafts) for window in self._windows},
+            states=None if self._states is None else self._states[:tokens],
         )
 
     def _capture(self, sizes: Sequence[int]) -> None:

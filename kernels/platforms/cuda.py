@@ -30,6 +30,8 @@ from kernels.step import RunnerConfig
 __all__ = ["CudaPlatform"]
 
 _GIB = 1 << 30
+_DRAFTING_ROWS = 16
+"""Rows for which graphs of drafts are captured however long these are; more keep the device busy without."""
 _PAGE_SIZES = (16, 32, 64, 128, 256)
 
 
@@ -176,12 +178,15 @@ class CudaPlatform(Platform):
         max_rows: int,
         columns: int,
         agree: Callable[[bool], bool],
+        tokens: int = 1,
+        tree: bool = False,
+        states: Tensor | None = None,
     ) -> Decodes | None:
         config = self._config
         if config.disable_graphs:
             return None
         most = config.graph_max_rows or self._default_graph_rows()
-        sizes = graph_sizes(config.graph_rows, most, max_rows)
+        sizes = graph_sizes(config.graph_rows, most if tokens == 1 else max(_DRAFTING_ROWS, most // tokens), max_rows)
         if not sizes:
             return None
         graphs = DecodeGraphs(
@@ -194,6 +199,10 @@ class CudaPlatform(Platform):
             self.device,
             not config.disable_graph_padding,
             agree,
+            self.put,
+            tokens,
+            tree,
+            states,
         )
         if not graphs.sizes:
             return None

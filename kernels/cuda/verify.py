@@ -1,0 +1,286 @@
+"""Attention of a few tokens a row, drafts to verify, over the row's pages.
+
+It is flash decoding (``kernels.cuda.decode``) with a row's queries and the query heads of one key head as the lines of
+one tile. What a query sees of the tree it stands in are bits, read on the device, as are lengths and pages: a graph of
+it is replayed for any tree.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.cuda.decode import DecodeScratch, split_count
+from kernels.cuda.launch import overlapping
+
+__all__ = ["HEADER", "attend_drafts", "draft_splits"]
+
+HEADER = 4
+"""Numbers of a row's state before its pages: its first token in the step, its tokens, the position of which every query
+sees all before, and its tokens in the cache, the step's included."""
+
+_LINES = 64  # of a tile, at most
+
+
+def _queries(group: int, tokens: int) -> int:
+    """Of one program."""
+    return max(1, min(tokens, _LINES // group))
+
+
+def draft_splits(rows: int, tokens: int, heads_each: int, kv_heads: int, context: int) -> int:
+    """Into how many parts sequences are cut. ``tokens``: the most of a row. ``heads_each``: query heads a key head."""
+    return split_count(rows * triton.cdiv(tokens, _queries(heads_each, tokens)), kv_heads, context)
+
+
+@triton.jit
+def _ones(x):
+    """How many bits of ``x`` are set."""
+    x = x - ((x >> 1) & 0x5555555555555555)
+    x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
+    return ((x * 0x0101010101010101) >> 56).to(tl.int32)
+
+
+@triton.jit
+def _stretch(
+    total,
+    top,
+    norm,
+    q,
+    cache,
+    table,
+    bits,
+    root,
+    kv_head,
+    begin,
+    end,
+    length,
+    scale,
+    window: tl.constexpr,
+    kv_heads: tl.constexpr,
+    dim: tl.constexpr,
+    dim_block: tl.constexpr,
+    page_size: tl.constexpr,
+    block: tl.constexpr,
+    masked: tl.constexpr,
+    precision: tl.constexpr,
+    stages: tl.constexpr,
+):
+    """Key blocks ``begin .. end``."""
+    at = tl.arange(0, dim_block)
+    offset = tl.arange(0, block)
+    for index in tl.range(begin, end, num_stages=stages):
+        position = index * block + offset
+        if page_size % block == 0:
+            page = tl.load(table + index * block // page_size).to(tl.int64)
+            line = (page * 2 * kv_heads + kv_head) * page_size + (index * block) % page_size + offset
+        else:
+            page = tl.load(table + position // page_size, mask=position < length, other=0).to(tl.int64)
+            line = (page * 2 * kv_heads + kv_head) * page_size + position % page_size
+        place = cache + line[:, None] * dim + at[None, :]
+        if dim == dim_block:
+            k = tl.load(place)
+            v = tl.load(place + kv_heads * page_size * dim)
+        else:
+            k = tl.load(place, mask=(at < dim)[None, :], other=0.0)
+            v = tl.load(place + kv_heads * page_size * dim, mask=(at < dim)[None, :], other=0.0)
+        score = tl.dot(q, tl.trans(k), input_precision=precision) * scale
+        if masked:
+            node = position - root
+            left = bits[:, None] >> tl.minimum(tl.maximum(node, 0), 63).to(tl.uint64)[None, :]
+            own = ((left & 1) != 0) & ((node >= 0) & (node < 64))[None, :]
+            seen = (node < 0)[None, :]
+            if window > 0:
+                own = own & (_ones(left) <= window)
+                seen = seen & (node[None, :] >= (_ones(bits) - window)[:, None])
+            score = tl.where(seen | own, score, -float("inf"))
+        above = tl.maximum(top, tl.max(score, 1))
+        if masked:
+            above = tl.maximum(above, -1e30)  # a block may hide all of its keys from a query
+        weight = tl.exp2(score - above[:, None])
+        shrink = tl.exp2(top - above)
+        norm = norm * shrink + tl.sum(weight, 1)
+        total = tl.dot(weight.to(v.dtype), v, total * shrink[:, None], input_precision=precision)
+        top = above
+    return total, top, norm
+
+
+@triton.jit(do_not_specialize=["state_stride", "bits_stride", "blocks"])
+def _drafts(
+    queries,
+    cache,
+    state,
+    bits,
+    out,
+    partial,
+    stats,
+    arrived,
+    scale,
+    window: tl.constexpr,
+    query_stride,
+    state_stride,
+    bits_stride,
+    blocks,
+    header: tl.constexpr,
+    heads: tl.constexpr,
+    kv_heads: tl.constexpr,
+    dim: tl.constexpr,
+    dim_block: tl.constexpr,
+    each: tl.constexpr,
+    lines: tl.constexpr,
+    page_size: tl.constexpr,
+    block: tl.constexpr,
+    splits: tl.constexpr,
+    tree: tl.constexpr,
+    precision: tl.constexpr,
+    stages: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    group: tl.constexpr = heads // kv_heads
+    row = tl.program_id(0) // blocks
+    query_block = tl.program_id(0) % blocks
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    line = tl.arange(0, lines)
+    query = query_block * each + line // group
+    head = kv_head * group + line % group
+    at = tl.arange(0, dim_block)
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
+    own = state + row.to(tl.int64) * state_stride
+    token = tl.load(own)
+    count = tl.load(own + 1)
+    root = tl.load(own + 2)
+    length = tl.load(own + 3)
+    there = (line < each * group) & (query < count)
+    if tree:
+        seen = tl.load(bits + row.to(tl.int64) * bits_stride + query, mask=there, other=1).to(tl.uint64, bitcast=True)
+    else:
+        everything = tl.full([lines], -1, tl.int64).to(tl.uint64, bitcast=True)
+        seen = everything >> (63 - tl.minimum(query, 63)).to(tl.uint64)
+    first = 0
+    if window > 0:
+        first = tl.maximum(root + 1 - window, 0)
+    first_block = first // block
+    every = (length + block - 1) // block - first_block
+    share = (every + splits - 1) // splits
+    used = (every + share - 1) // share
+    if (split < used) & (query_block * each < count):
+        mask = there[:, None] & (at < dim)[None, :]
+        place = (token + query).to(tl.int64)
+        q = tl.load(queries + place[:, None] * query_stride + head[:, None] * dim + at[None, :], mask=mask, other=0.0)
+        top = tl.full([lines], -float("inf"), tl.float32)
+        norm = tl.zeros([lines], tl.float32)
+        total = tl.zeros([lines, dim_block], tl.float32)
+        begin = first_block + split * share
+        end = tl.minimum(begin + share, first_block + every)
+        whole = begin  # blocks before this one are seen by every query
+        if window == 0:
+            whole = tl.minimum(tl.maximum(root // block, begin), end)
+        table = own + header
+        total, top, norm = _stretch(
+            total, top, norm, q, cache, table, seen, root, kv_head, begin, whole, length, scale, window,
+            kv_heads, dim, dim_block, page_size, block, False, precision, stages,
+        )  # fmt: skip
+        total, top, norm = _stretch(
+            total, top, norm, q, cache, table, seen, root, kv_head, whole, end, length, scale, window,
+            kv_heads, dim, dim_block, page_size, block, True, precision, stages,
+        )  # fmt: skip
+        result = out + place[:, None] * heads * dim + head[:, None] * dim + at[None, :]
+        if used == 1:
+            tl.store(result, (total / norm[:, None]).to(out.dtype.element_ty), mask=mask)
+        else:
+            part = (place * heads + head) * splits
+            tl.store(partial + (part + split)[:, None] * dim + at[None, :], total, mask=mask)
+            tl.store(stats + (part + split) * 2, top, mask=there)
+            tl.store(stats + (part + split) * 2 + 1, norm, mask=there)
+            tl.debug_barrier()
+            counter = arrived + tl.program_id(0) * kv_heads + kv_head
+            before = tl.atomic_add(counter, 1, sem="acq_rel")
+            if before == used - 1:
+                tl.debug_barrier()
+                tl.store(counter, 0)
+                top = tl.full([lines], -float("inf"), tl.float32)
+                norm = tl.zeros([lines], tl.float32)
+                total = tl.zeros([lines, dim_block], tl.float32)
+                for other in range(used):
+                    t = tl.load(stats + (part + other) * 2, mask=there, other=0.0, cache_modifier=".cg")
+                    n = tl.load(stats + (part + other) * 2 + 1, mask=there, other=1.0, cache_modifier=".cg")
+                    a = tl.load(
+                        partial + (part + other)[:, None] * dim + at[None, :],
+                        mask=mask,
+                        other=0.0,
+                        cache_modifier=".cg",
+                    )
+                    above = tl.maximum(top, t)
+                    shrink, grow = tl.exp2(top - above), tl.exp2(t - above)
+                    total = total * shrink[:, None] + a * grow[:, None]
+                    norm = norm * shrink + n * grow
+                    top = above
+                tl.store(result, (total / norm[:, None]).to(out.dtype.element_ty), mask=mask)
+
+
+def attend_drafts(
+    queries: Tensor,
+    cache: Tensor,
+    state: Tensor,
+    bits: Tensor | None,
+    tokens: int,
+    window: int,
+    scale: float,
+    splits: int,
+    scratch: DecodeScratch,
+    out: Tensor,
+) -> None:
+    """``queries`` [tokens of the step, heads, dim], of which those of the rows are answered, into ``out``, dense.
+
+    ``state`` int32 [rows, HEADER + columns], each row's numbers and pages; ``tokens``: the most of a row.
+    ``bits`` int64 [rows, at least so many]: what each query sees from the row's root on (``DraftTree.bits``); None: all
+    up to its own token, the rows' first ones being their roots.
+    ``cache`` [pages, 2, kv_heads, page_size, dim]; ``window``: tokens a query sees along its path, 0 for all.
+    """
+    rows = len(state)
+    total, heads, dim = queries.shape
+    _, _, kv_heads, page_size, _ = cache.shape
+    group = heads // kv_heads
+    each = _queries(group, tokens)
+    blocks = triton.cdiv(tokens, each)
+    wide = cache.element_size() == 4
+    partial, stats, arrived = scratch.room(max(total, rows * blocks), heads, kv_heads, dim, splits)
+    pdl = overlapping(queries.device)
+    lines = max(16, triton.next_power_of_2(each * group))
+    _drafts[(rows * blocks, kv_heads, splits)](
+        queries,
+        cache,
+        state,
+        state if bits is None else bits,
+        out,
+        partial,
+        stats,
+        arrived,
+        scale * 1.4426950408889634,
+        window,
+        queries.stride(0),
+        state.stride(0),
+        0 if bits is None else bits.stride(0),
+        blocks,
+        HEADER,
+        heads,
+        kv_heads,
+        dim,
+        max(16, triton.next_power_of_2(dim)),
+        each,
+        lines,
+        page_size,
+        32 if wide else 64,
+        splits,
+        bits is not None,
+        "ieee" if wide else "tf32",
+        2 if wide else 3,
+        pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+    )

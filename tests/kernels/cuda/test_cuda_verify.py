@@ -1,0 +1,139 @@
+"""The attention of drafts on a GPU against plain torch, and graphs of drafts against the kernels that they hold."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.batch import ForwardBatch
+from kernels.cuda.attention import AttentionPlan, attention, plan_attention
+from kernels.cuda.decode import DecodeScratch
+from kernels.cuda.graphs import DecodeGraphs
+from kernels.cuda.verify import draft_splits
+from tests.kernels.verifying import made
+
+
+class Caches:
+    """What ``made`` needs of a platform, also where there is no GPU."""
+
+    def __init__(self, device):
+        self.device = device
+
+    def make_cache(self, layers, pages, page_size, kv_heads, dim, dtype):
+        return [torch.zeros(pages, 2, kv_heads, page_size, dim, dtype=dtype, device=self.device) for _ in range(layers)]
+
+    def write_cache(self, cache, index, keys_values):
+        page_size = cache.shape[3]
+        cache[index // page_size, :, :, index % page_size] = keys_values.unflatten(1, (2, -1))
+
+
+@pytest.fixture
+def make(device):
+    def make(**options):
+        generator = torch.Generator().manual_seed(3)
+        return made(Caches(device), generator, put=lambda tensor: tensor.to(device), **options)
+
+    return make
+
+
+@pytest.fixture
+def put(device):
+    return lambda array: torch.from_numpy(array.copy()).to(device)
+
+
+def near(found, expected):
+    limit = 2e-5 if found.dtype == torch.float32 else 1e-2
+    found, expected = found.float().cpu(), expected.float().cpu()
+    assert torch.isfinite(found).all()
+    assert (found - expected).norm() <= limit * expected.norm()
+
+
+SHAPES = {
+    "drafts": {"drafts": ((40, 6), (5, 6), (0, 6), (300, 6))},
+    "counts": {"drafts": ((33, 7), (15, 1), (16, 2), (62, 7))},
+    "long": {"drafts": ((30, 64), (400, 64))},
+    "mixed": {"decodes": (3, 200), "drafts": ((31, 5), (120, 9)), "prefills": ((0, 12), (40, 30))},
+    "drafting": {"drafts": ((45, 9), (16, 9), (0, 9)), "drafted": 5},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [0, 4, 40])
+@pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "page_size"), [(6, 2, 24, 16), (8, 2, 128, 64), (20, 1, 64, 32)])
+def test_drafts_see_their_paths(make, put, device, dtype, window, trees, shape, heads, kv_heads, dim, page_size):
+    if device.type == "cpu" and (dtype == torch.bfloat16 or (page_size, shape) not in ((16, shape), (64, "mixed"))):
+        pytest.skip("the interpreter is slow, and knows no bfloat16 products")
+    case = make(
+        dtype=dtype, heads=heads, kv_heads=kv_heads, dim=dim, page_size=page_size, window=window, trees=trees,
+        **SHAPES[shape],
+    )  # fmt: skip
+    plan = plan_attention(case.rows, window, kv_heads, put)
+    scratch = DecodeScratch(device)
+    for _ in range(2):  # the counters of split sequences must be back at zero
+        near(attention(case.queries, case.cache, plan, 0.2, scratch), case.expected)
+
+
+def test_blocks_of_queries_count_as_rows_when_sequences_are_split():
+    assert draft_splits(1, 4, 4, 8, 131072) == 64
+    assert draft_splits(16, 8, 4, 8, 8192) == 8
+    assert draft_splits(16, 64, 4, 8, 8192) == 2
+
+
+TOKENS = 5
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
+@pytest.mark.parametrize("window", [0, 40])
+def test_a_graph_serves_any_drafts_that_fit_it(make, put, device, trees, window):
+    """Full rows, rows that are short, decodes among them, and fewer rows than it was captured for."""
+    heads, kv_heads, dim, page_size, columns = 4, 2, 32, 16, 30
+    cache = torch.zeros(400, 2, kv_heads, page_size, dim, device=device)
+    scratch, table = DecodeScratch(device), torch.randn(97, heads * dim, device=device)
+
+    def forward(batch: ForwardBatch) -> torch.Tensor:
+        assert batch.states is not None
+        queries = (table[batch.token_ids.long()] + batch.states).view(-1, heads, dim)
+        cache[batch.cache_index // page_size, :, :, batch.cache_index % page_size] = queries.repeat(
+            1, kv_heads, 1
+        ).view(-1, 2, kv_heads, 2, dim)[:, :, :, 0] + batch.positions.view(-1, 1, 1, 1)
+        return attention(queries, cache, batch.plans[window], 0.2, scratch)
+
+    graphs = DecodeGraphs(
+        forward, [window], [2, 4], kv_heads, columns, page_size, device, True, lambda could: could, put,
+        TOKENS, trees, torch.zeros(1, heads * dim, device=device),
+    )  # fmt: skip
+    assert graphs.sizes == [2, 4]
+    for counts in ([5, 5, 5, 5], [5, 5], [1, 1, 4, 2], [5], [3], [1, 5, 5]):
+        decodes = next((row for row, count in enumerate(counts) if count > 1), len(counts))
+        case = make(
+            dtype=torch.float32, heads=heads, kv_heads=kv_heads, dim=dim, page_size=page_size, window=window,
+            trees=trees, decodes=tuple(7 + 30 * row for row in range(decodes)),
+            drafts=tuple((90 * row, count) for row, count in enumerate(counts[decodes:])),
+        )  # fmt: skip
+        cache.zero_()
+        cache[: len(case.cache)] = case.cache
+        rows, tokens = case.rows, sum(counts)
+        at = np.concatenate([start + np.arange(count) for start, count in zip(rows.starts, counts, strict=True)])
+        places = rows.pages[np.repeat(np.arange(len(counts)), counts), at // page_size].astype(np.int64)
+        batch = ForwardBatch(
+            torch.randint(97, (tokens,), device=device),
+            put(at),
+            put(places * page_size + at % page_size),
+            {window: plan_attention(rows, window, kv_heads, put)},
+            torch.randn(tokens, heads * dim, device=device),
+        )
+        plan = batch.plans[window]
+        before = cache.clone()
+        found = graphs.run(batch, plan)
+        assert found is not None
+        found = found.clone()
+        cache.copy_(before)
+        near(found, forward(batch))
+    longer = dataclasses.replace(rows, counts=rows.counts + TOKENS)
+    assert graphs.run(batch, AttentionPlan(None, None, window, plan.drafts, longer)) is None
