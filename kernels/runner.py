@@ -140,9 +140,7 @@ class ModelRunner:
         clock.end("cache")
         self._progress("cache", 0.92)
         self._warm_up()
-        self._decodes = self._capture_decodes()
-        if drafter is not None:
-            drafter.capture(self._agree)
+        self._capture()
         clock.end("warmup")
         self._progress("warmup", 1.0)
         return ModelInfo(
@@ -197,7 +195,7 @@ class ModelRunner:
             raise ValueError(f"a step of {counts.sum()} tokens is over max_step_tokens, {self._config.max_step_tokens}")
         answer = Answer(slots, generations)
         if self._speculator is not None:
-            self._speculator.settle()
+            self._speculator.settle(later=not (batch.drafts or batch.released))
             answer.draft = time.perf_counter() - begun
         self._update_slots(batch, answer)
         rows = self._fit_rows(slots, generations, counts, answer)
@@ -211,8 +209,9 @@ class ModelRunner:
         self._unsettled.begin(writes)
         prepared = time.perf_counter()
         hidden = None
-        if self._decodes is not None and step.decodes == len(step.slots):
-            hidden = self._decodes.run(forward)
+        captured = self._verifies if step.verifies else self._decodes
+        if captured is not None and step.decodes + step.verifies == len(step.slots):
+            hidden = captured.run(forward)
             answer.graph_rows = 0 if hidden is None else len(step.slots)
         if hidden is None:
             hidden = self._model.forward(forward, self._caches)
@@ -265,7 +264,16 @@ class ModelRunner:
 
     def close(self) -> None:
         """Drop the model and the cache. The runner is of no further use."""
-        for name in ("_decodes", "_speculator", "_model", "_caches", "_draft_caches", "_slots", "_sampler"):
+        for name in (
+            "_decodes",
+            "_verifies",
+            "_speculator",
+            "_model",
+            "_caches",
+            "_draft_caches",
+            "_slots",
+            "_sampler",
+        ):
             self.__dict__.pop(name, None)
         self._group.close()
         self._group = Group()
@@ -308,7 +316,7 @@ class ModelRunner:
             self._drop(slot)
         self._clean_granted(batch)
         if batch.admitted and not state.active.any() and self._platform.renew():  # a request sees one kind of operator
-            self._decodes = self._capture_decodes()
+            self._capture()
         for admission in batch.admitted:
             try:
                 state.admit(admission)
@@ -494,13 +502,27 @@ class ModelRunner:
         """Whether all ranks could."""
         return bool(self._group.least(int(could)))
 
-    def _capture_decodes(self) -> Decodes | None:
+    def _capture(self) -> None:
+        """Prepare steps beforehand: decodes, decodes with guesses, and the drafter's own."""
+        rows, most = self._config.max_slots - 1, self._guesses + 1
+        self._decodes = self._capture_steps(rows)
+        self._verifies: Decodes | None = None
+        if self._speculator is not None:
+            drafter = self._speculator.drafter
+            self._verifies = self._capture_steps(
+                min(rows, self._config.max_step_tokens // most), most, drafter.depth < self._guesses
+            )
+            drafter.capture(self._agree)
+
+    def _capture_steps(self, rows: int, tokens: int = 1, tree: bool = False) -> Decodes | None:
         return self._platform.capture_decodes(
             lambda batch: self._model.forward(batch, self._caches),
             sorted(self._windows),
-            self._config.max_slots - 1,
+            rows,
             self._slots.pages.shape[1],
             self._agree,
+            tokens,
+            tree,
         )
 
     def _warm_up(self) -> None:

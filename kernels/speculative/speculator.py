@@ -15,20 +15,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.platforms.base import Fetched, Platform
+from kernels.platforms.base import Platform
 from kernels.rows import StepRows
 from kernels.sampling import Sampled, Sampler
 from kernels.slots import SlotTable
-from kernels.speculative.drafter import Drafter, DraftRows, Drafts, Observation
+from kernels.speculative.drafter import Drafter, DraftRows, Drafts
+from kernels.speculative.observing import Observer, Run, ragged
 from kernels.speculative.settings import SpeculativeSettings
 from kernels.speculative.tree import DraftTree
 from kernels.speculative.verify import Leniency, Walk, path_history, walk
 from kernels.step import Admission
 
 __all__ = ["Samples", "Speculator", "Verified"]
-
-SHORT = 16
-"""Tokens up to which a row that is observed is no prompt."""
 
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
@@ -84,20 +82,6 @@ class Verified:
     outcome: Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class _Pending:
-    """A step that has not been observed. ``reached`` bool [rows]: which sampled."""
-
-    step: StepRows
-    generations: Ints
-    reached: npt.NDArray[np.bool_]
-    features: Tensor | None
-    outcome: Fetched | None  # Verified.outcome
-    tokens: Fetched | None  # what was sampled, [entries] ...
-    token_rows: Longs  # ... in which rows of the step ...
-    token_places: Longs  # ... at which level
-
-
 class Speculator:
     """Of one runner. Everything in the model's thread, in the order of the steps."""
 
@@ -115,7 +99,8 @@ class Speculator:
         self._sampler = sampler
         self._slots = slots
         self._wants = np.zeros(len(slots.known), dtype=bool)
-        self._pending: _Pending | None = None
+        self._observer = Observer(drafter, platform, slots)
+        self._last: Run | None = None
         self._emitted = 0.0  # of settings.fixed_acceptance, what was rounded away so far
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -130,17 +115,21 @@ class Speculator:
 
     # -- before a step ------------------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
-        """Learn what the last step accepted, and let the drafter see what it computed."""
-        pending, self._pending = self._pending, None
-        if pending is None:
+    def settle(self, later: bool) -> None:
+        """Learn what the last step accepted, and let the drafter see what it computed; ``later``: nothing is drafted
+        and no slot changes hands in the step that comes, so that seeing it can wait.
+        """
+        run, self._last = self._last, None
+        if run is None:
+            if not later:
+                self._observer.flush()
             return
-        state, step = self._slots, pending.step
-        sound = state.active[step.slots] & (state.generation[step.slots] == pending.generations)
+        state, step = self._slots, run.step
+        sound = state.active[step.slots] & (state.generation[step.slots] == run.generations)
         counts = step.counts
         paths: Longs | None = None
-        if pending.outcome is not None:
-            outcome: Longs = pending.outcome()[0].numpy()
+        if run.outcome is not None:
+            outcome: Longs = run.outcome()[0].numpy()
             accepted, depths, paths = np.abs(outcome[:, 0]), outcome[:, 1], outcome[:, 2:]
             counts = counts.copy()
             counts[step.verifying] = accepted
@@ -153,64 +142,11 @@ class Speculator:
         # Of a request that does not speculate prompts are observed all the same: others may share them.
         rows = np.flatnonzero(sound & (self._wants[step.slots] | (step.counts > 1)))
         if len(rows):
-            self._observe(pending, rows, counts, paths)
-
-    def _observe(self, pending: _Pending, rows: Longs, counts: Longs, paths: Longs | None) -> None:
-        state, step, put = self._slots, pending.step, self._platform.put
-        size = state.page_size
-        # Decodes first, then short rows, then prompts: what attention does alike stands together.
-        rows = rows[np.argsort((counts[rows] > 1).astype(np.int64) + (counts[rows] > SHORT), kind="stable")]
-        slots, starts, some = step.slots[rows], step.starts[rows], counts[rows]
-        ends = np.cumsum(some)
-        within = np.arange(int(ends[-1])) - np.repeat(ends - some, some)
-        positions = np.repeat(starts, some) + within
-        token_slots = np.repeat(slots, some)
-        columns = int(positions.max()) // size + 2
-        index = state.pages[token_slots, positions // size] * np.int64(size) + positions % size
-        at, after = put(positions), positions + 1
-        features = pending.features
-        if features is not None:
-            places = np.repeat(step.offsets[rows], some) + within
-            if paths is not None:
-                first = step.decodes
-                verified = np.flatnonzero((rows >= first) & (rows < first + step.verifies))
-                for place in verified.tolist():
-                    row = int(rows[place])
-                    end = int(ends[place])
-                    begin = end - int(some[place])
-                    places[begin:end] = step.offsets[row] + paths[row - first, : end - begin]
-            if len(places) != len(features) or not np.array_equal(places, np.arange(len(places))):
-                features = features.index_select(0, put(places))
-        self.drafter.observe(
-            Observation(
-                slots=slots,
-                starts=starts,
-                counts=some,
-                pages=state.pages[slots, :columns],
-                capacity=state.page_count[slots] * size,
-                reached=pending.reached[rows],
-                token_ids=state.read(token_slots, positions, at).to(torch.int64),
-                next_tokens=state.read(token_slots, after, put(after)).to(torch.int64),
-                positions=at,
-                cache_index=put(index),
-                features=features,
-                last=put(ends - 1),
-                device_slots=put(slots),
-                table=state.tokens,
-                sampled=self._sampled_tokens(pending, rows, counts),
-            )
-        )
-
-    @staticmethod
-    def _sampled_tokens(pending: _Pending, rows: Longs, counts: Longs) -> tuple[Ints, ...] | None:
-        if pending.tokens is None:
-            return None
-        tokens = pending.tokens()[0].numpy().astype(np.int32)
-        limits = np.ones(len(counts), dtype=np.int64)
-        limits[pending.step.verifying] = counts[pending.step.verifying]
-        kept = pending.token_places < limits[pending.token_rows]
-        tokens, owners = tokens[kept], pending.token_rows[kept]
-        return tuple([tokens[owners == row] for row in rows.tolist()])
+            self._observer.add(run, rows, counts, paths)
+        if later:
+            self._observer.keep()
+        else:
+            self._observer.flush()
 
     def draft(self, step: StepRows, most: Longs) -> StepRows:
         """Guesses for the decodes that may verify some: ``most`` int64 [rows], with a page for each already granted."""
@@ -264,7 +200,7 @@ class Speculator:
         assert step.drafts is not None
         tree, part = step.drafts.tree, step.guesses
         token_ids = token_ids.to(torch.int64)
-        whole = self._run(step, tree.tokens)
+        whole = self._nodes_run(step, tree.tokens)
         if part.start == 0 and part.stop == len(token_ids):
             token_ids = whole
         else:
@@ -272,10 +208,10 @@ class Speculator:
         if not tree.linear:
             roots = self._platform.put(np.repeat(step.starts[step.verifying], step.counts[step.verifying]))
             positions = positions.clone()
-            positions[part] = roots + self._run(step, tree.depths)
+            positions[part] = roots + self._nodes_run(step, tree.depths)
         return token_ids, positions
 
-    def _run(self, step: StepRows, nodes: Tensor) -> Tensor:
+    def _nodes_run(self, step: StepRows, nodes: Tensor) -> Tensor:
         """Of a tensor [verified rows, nodes] those that are run, one after the other."""
         counts = step.counts[step.verifying]
         width = nodes.shape[1]
@@ -295,7 +231,7 @@ class Speculator:
         longest = int(samples.lengths.max())
         if not tree.linear:
             roots = put(np.repeat(step.starts[step.verifying], counts))
-            at[part] = roots + self._run(step, tree.depths) + 1
+            at[part] = roots + self._nodes_run(step, tree.depths) + 1
         history, rows = state.tokens, at_slots
         if self._sampler.needs_history(slots):
             history, rows = self._histories(step, samples, longest)
@@ -463,7 +399,7 @@ class Speculator:
             rows, places, sampled = verified.rows, verified.places, verified.sampled
         if self.drafter.needs_host_tokens and sampled is not None:
             tokens = self._platform.fetch([sampled.tokens])
-        self._pending = _Pending(
+        self._last = Run(
             step,
             self._slots.generation[step.slots],
             reached,
@@ -477,6 +413,4 @@ class Speculator:
 
 def _places(counts: Longs, width: int) -> Longs:
     """Of rows of ``width`` each, the first ``counts`` places, counted over all rows."""
-    ends = np.cumsum(counts)
-    within: Longs = np.arange(int(ends[-1])) - np.repeat(ends - counts, counts)
-    return np.repeat(np.arange(len(counts)) * width, counts) + within
+    return ragged(np.arange(len(counts)) * width, counts)
