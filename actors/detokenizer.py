@@ -110,7 +110,7 @@ class Detokenizer(Actor[DetokenizerProtocol]):
         tokens = emission.tokens[known - emission.start :]
         ended = emission.ended
         scores = self._scores(tokens, emission.scores, skip=known - emission.start) if emission.scores else None
-        prompt_scores = self._prompt_scores(entry, emission.prompt_scores)
+        prompt_scores = None if entry.prompt_sent else self._prompt_scores(entry, emission.prompt_scores)
 
         text, matched = self._push(entry, tokens, ended)
         if matched is not None:
@@ -167,7 +167,7 @@ class Detokenizer(Actor[DetokenizerProtocol]):
 
     def _prompt_scores(self, entry: JournalEntry, packed: TokenScores | None) -> tuple[TokenLogprob, ...] | None:
         prompt = entry.prompt_ids
-        if entry.prompt_sent or entry.params.prompt_logprobs is None or (packed is None and len(prompt) > 1):
+        if entry.params.prompt_logprobs is None or (packed is None and len(prompt) > 1):
             return None
         # The first prompt token has no prediction; a prompt of one token has nothing else.
         rest = self._scores(tuple(prompt[1:]), packed, skip=0) if packed is not None else ()

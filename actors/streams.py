@@ -176,6 +176,7 @@ class RequestStream:
         loop = asyncio.get_running_loop()
         self._finalizer = weakref.finalize(self, _release_in_loop, loop, release, buffer)
         self._finalizer.atexit = False
+        self._open = True  # until the finalizer is detached
         self._release = release
         self._faults = faults
 
@@ -190,7 +191,7 @@ class RequestStream:
             # Another task's admission of the same stream: its outcome is ours, our cancellation is not its.
             await asyncio.shield(self._admission)
             return
-        if not self._finalizer.alive:
+        if not self._open:
             raise RuntimeError("This stream is closed.")
         self._admission = asyncio.get_running_loop().create_future()
         try:
@@ -219,14 +220,14 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> Delta:
-        if not self._finalizer.alive:
+        if not self._open:
             raise StopAsyncIteration
         if self._admission is None or not self._admission.done():
             await self.ready()
         if self._faults is not None:
             await self._faults.strike_async("stream")
         buffer = self._buffer
-        while self._finalizer.alive:
+        while self._open:
             delta = buffer.take()
             if delta is not None:
                 if buffer.open_choices == 0:
@@ -239,6 +240,7 @@ class RequestStream:
         raise StopAsyncIteration  # closed by another task
 
     def _close(self) -> None:
+        self._open = False
         if self._finalizer.detach() is not None:
             self._release(self._buffer)
             self._buffer.wake()

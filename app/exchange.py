@@ -83,6 +83,7 @@ class Exchange:
         self._taken = False  # the server takes the connection away; the handler sends nothing more
         self._timeline_taken = False
         self._streams: list[RequestStream] = []
+        self._loop = asyncio.get_running_loop()
         self._send = send
         self._http_version = http_version
         self._send_deadline = send_deadline
@@ -147,7 +148,7 @@ class Exchange:
 
     async def _pass(self, message: MutableMapping[str, Any]) -> None:
         """Hand a message to the server, and see how long the client takes to read it."""
-        loop = asyncio.get_running_loop()
+        loop = self._loop
         if self._timer is None:
             self._handler = asyncio.current_task()
             self._timer = loop.call_later(self._period, self._tick, loop)
@@ -184,7 +185,7 @@ class Exchange:
     def waiting(self) -> None:
         """A stream starts to wait for its next piece: comments may fill the silence."""
         if self._keep_alive:
-            self._idle_since = asyncio.get_running_loop().time()
+            self._idle_since = self._loop.time()
 
     def woken(self) -> asyncio.Task[None] | None:
         """The piece is there; a comment that is being written goes first: await it."""

@@ -19,17 +19,19 @@ from typing import Any, Protocol
 
 import hypercorn.asyncio.run
 import hypercorn.protocol
+import hypercorn.protocol.h11
 from hypercorn.asyncio.run import worker_serve
 from hypercorn.asyncio.tcp_server import MAX_RECV, TCPServer
 from hypercorn.config import Config, Sockets
 from hypercorn.events import Closed, Event, RawData, Updated
 from hypercorn.protocol.h11 import H11Protocol
+from hypercorn.protocol.http_stream import HTTPStream
 from hypercorn.typing import ASGIFramework
 from hypercorn.utils import wrap_app
 
 from actors.arguments import Arguments
 from actors.turnstile import Turnstile
-from app.http1 import Http1
+from app.http1 import Chunk, EventStream, Http1
 
 __all__ = ["Served", "configuration", "listen", "serve"]
 
@@ -137,8 +139,8 @@ class Connection(TCPServer):
         await self.protocol.handle(Closed())
         await self.idle_task.stop()
 
-    async def protocol_send(self, event: Event) -> None:
-        if isinstance(event, RawData):
+    async def protocol_send(self, event: Event | Chunk) -> None:
+        if isinstance(event, (Chunk, RawData)):
             # Hypercorn's own, without its lock: a write is whole, and several may wait for the client together.
             try:
                 self.writer.write(event.data)
@@ -253,15 +255,17 @@ async def _first(*awaitables: Coroutine[object, object, object]) -> None:
 
 @contextmanager
 def _connections() -> Iterator[None]:
-    """Have Hypercorn make its connections of :class:`Connection` and :class:`Http1`; it takes no such arguments."""
-    servers, protocols = vars(hypercorn.asyncio.run), vars(hypercorn.protocol)
+    """Have Hypercorn use :class:`Connection` and :mod:`app.http1`; it takes no such arguments."""
+    servers, protocols, streams = (vars(m) for m in (hypercorn.asyncio.run, hypercorn.protocol, hypercorn.protocol.h11))
     servers["TCPServer"] = functools.partial(Connection, Crowd())
     protocols["H11Protocol"] = Http1
+    streams["HTTPStream"] = EventStream
     try:
         yield
     finally:
         servers["TCPServer"] = TCPServer
         protocols["H11Protocol"] = H11Protocol
+        streams["HTTPStream"] = HTTPStream
 
 
 @contextmanager

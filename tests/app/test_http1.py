@@ -13,7 +13,7 @@ from hypercorn.config import Config
 from hypercorn.events import Event, RawData
 from hypercorn.protocol.h11 import H11Protocol
 
-from app.http1 import Http1
+from app.http1 import Chunk, EventStream, Http1
 
 EVENTS = b"text/event-stream; charset=utf-8"
 PIECES = [b"data: {}\n\n", b"x" * 70000, b": keep-alive\n\n"]
@@ -26,8 +26,8 @@ async def answered(
     sent: list[bytes] = []
     app_send: list[Callable[[Any], Awaitable[None]]] = []
 
-    async def send(event: Event) -> None:
-        if isinstance(event, RawData):
+    async def send(event: Event | Chunk) -> None:
+        if isinstance(event, (Chunk, RawData)):
             sent.append(event.data)
 
     async def put(message: Any) -> None:
@@ -62,9 +62,12 @@ async def answered(
         (b"POST / HTTP/1.1", [(b"content-type", b"application/json")]),
     ],
 )
-async def test_the_bytes_are_those_of_h11(request_line: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+async def test_the_bytes_are_those_of_h11(
+    request_line: bytes, headers: list[tuple[bytes, bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     request = request_line + b"\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
     expected = await answered(H11Protocol, request, headers, PIECES)
+    monkeypatch.setattr("hypercorn.protocol.h11.HTTPStream", EventStream)
     assert await answered(Http1, request, headers, PIECES) == expected
     assert expected
 
@@ -78,6 +81,7 @@ async def test_a_piece_of_an_event_stream_is_none_of_h11s_business(monkeypatch: 
         return send(connection, event)
 
     monkeypatch.setattr(h11.Connection, "send", spy)
+    monkeypatch.setattr("hypercorn.protocol.h11.HTTPStream", EventStream)
     request = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
     await answered(Http1, request, [(b"content-type", EVENTS)], PIECES)
     assert not any(isinstance(event, h11.Data) for event in seen)

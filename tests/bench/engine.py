@@ -74,14 +74,15 @@ async def streams(options: argparse.Namespace) -> None:
                     f"{run.events:.0f}",
                     f"{run.tokens / max(run.events, 1):.2f}",
                     f"{run.server:.1f}",
+                    f"{run.kernel:.1f}",
                     f"{run.worker:.1f}",
                     f"{run.client:.1f}",
                     f"{run.busy:.2f}",
                     f"{1e6 / (run.server * run.tokens / max(run.events, 1)):.0f}",
                 ]
             )
-    columns = ["streams", "offered tok/s", "tok/s", "events/s", "tokens an event", "server us a token", "worker us"]
-    columns += ["client us", "server cores", "events/s of a whole core"]
+    columns = ["streams", "offered tok/s", "tok/s", "events/s", "tokens an event", "server us a token"]
+    columns += ["of it in the kernel", "worker us", "client us", "server cores", "events/s of a whole core"]
     table("Streams of a worker that costs nothing", columns, rows)
 
 
