@@ -7,6 +7,7 @@ alone; nothing is ever moved (EAGLE-2, Li et al., arXiv 2406.16858).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from kernels.batch import ForwardBatch
 from kernels.models.config import ConfigError, ModelConfig
-from kernels.platforms.base import AttentionRows
+from kernels.platforms.base import AttentionRows, Decodes
 from kernels.speculative.drafter import DrafterContext, DraftRows, Drafts, Observation
 from kernels.speculative.guesses import Guesses
 from kernels.speculative.places import DraftPlaces
@@ -30,11 +31,12 @@ _SHORT = 16  # tokens up to which rows are attended as verified ones are, not as
 class DraftModel(Protocol):
     """One pass over a draft's tokens, each with a state that the token before it left.
 
-    ``config``: this rank's part. ``ids`` int64: the target's id of each token that ``logits`` has, None for the
-    target's own vocabulary.
+    ``config``: this rank's part. ``width``: of a state. ``ids`` int64: the target's id of each token that ``logits``
+    has, None for the target's own vocabulary.
     """
 
     config: ModelConfig
+    width: int
     ids: Tensor | None
 
     def forward(self, batch: ForwardBatch, states: Tensor, caches: list[Any]) -> Tensor:
@@ -68,6 +70,8 @@ class Expansion:
                 f"through the draft, and at most {MOST_NODES} fit: lower one of them"
             )
         self._places = DraftPlaces(context.platform, config.page_size, config.max_slots, places, first)
+        self._observing: Decodes | None = None  # prepared passes over what was accepted ...
+        self._guessing: Decodes | None = None  # ... and over the nodes of a level, with their logits
 
     @property
     def cache_bytes(self) -> int:
@@ -85,11 +89,39 @@ class Expansion:
         )
         return self.caches
 
+    def capture(self, agree: Callable[[bool], bool]) -> None:
+        """As ``Drafter.capture``."""
+        model, context, platform = self._model, self._context, self._platform
+        states = torch.zeros((1, model.width), dtype=context.dtype, device=platform.device)
+        most, page_size = context.config.max_slots - 1, context.config.page_size
+        columns = -(-(context.context + self._first + self.topk * self.steps) // page_size) + 1
+
+        def observe(batch: ForwardBatch) -> Tensor:
+            assert batch.states is not None
+            return model.forward(batch, batch.states, self.caches)
+
+        def guess(batch: ForwardBatch) -> Tensor:
+            found = observe(batch)
+            logits = model.logits(found)
+            both = platform.empty_rows(len(found), model.width + logits.shape[1], found.dtype)
+            platform.add_rows(found, None, both[:, : model.width])
+            platform.add_rows(logits, None, both[:, model.width :])
+            return both
+
+        self._observing = platform.capture_decodes(
+            observe, self._windows, most, columns, agree, self.steps + 1, False, states
+        )
+        if self.steps > 1:
+            self._guessing = platform.capture_decodes(
+                guess, self._windows, most, columns, agree, self.topk, self.topk > 1, states
+            )
+
     def observe(self, seen: Observation, tokens: Tensor, states: Tensor) -> Tensor:
         """Run ``tokens`` [tokens] at the observed positions. -> the states that they leave [tokens, width]."""
         plans = self._plans(observed_rows(seen.starts, seen.counts, seen.pages))
-        batch = ForwardBatch(tokens, seen.positions, seen.cache_index, plans)
-        return self._model.forward(batch, states, self.caches)
+        batch = ForwardBatch(tokens, seen.positions, seen.cache_index, plans, states)
+        found = None if self._observing is None else self._observing.run(batch)
+        return self._model.forward(batch, states, self.caches) if found is None else found
 
     def draft(self, rows: DraftRows, states: Tensor) -> Drafts:
         """``states`` [rows, width]: what the root tokens left."""
@@ -107,9 +139,10 @@ class Expansion:
         for step in range(1, steps):
             at = starts[step - 1]
             plans = self._plans(AttentionRows(at, ones, table, len(at)))
-            batch = ForwardBatch(tokens[-1], guessed + (self._first + step - 2), index[step - 1].view(-1), plans)
-            states = self._model.forward(batch, states, self.caches)
-            tokens.append(self._guesses.best(self._model.logits(states), rows.noise, guessed + step))
+            positions = guessed + (self._first + step - 2)
+            batch = ForwardBatch(tokens[-1], positions, index[step - 1].view(-1), plans, states)
+            states, logits = self._run(batch, states)
+            tokens.append(self._guesses.best(logits, rows.noise, guessed + step))
         return Drafts(chain(torch.stack(tokens, 1)), np.minimum(rows.limits, steps) + 1)
 
     def _tree(self, rows: DraftRows, states: Tensor, steps: int) -> Drafts:
@@ -133,13 +166,21 @@ class Expansion:
             states = states.index_select(0, (row * above + level.origins).view(-1))
             plans = self._plans(AttentionRows(starts[step - 1], counts, table, 0, count, seen, roots))
             positions = (guessed + (self._first + step - 2)).repeat_interleave(width)
-            batch = ForwardBatch(level.tokens.reshape(-1), positions, index[step - 1].view(-1), plans)
-            states = self._model.forward(batch, states, self.caches)
-            tokens, scores = self._guesses.candidates(self._model.logits(states), rows.noise, guessed + step, width)
+            batch = ForwardBatch(level.tokens.reshape(-1), positions, index[step - 1].view(-1), plans, states)
+            states, logits = self._run(batch, states)
+            tokens, scores = self._guesses.candidates(logits, rows.noise, guessed + step, width)
             level = growth.grow(tokens.view(count, width, -1), scores.view(count, width, -1))
             seen = seen.gather(1, level.origins) | (own << (step * width))
         nodes = min(self.nodes, growth.candidates + 1)
         return Drafts(growth.tree(nodes), np.minimum(rows.limits + 1, nodes))
+
+    def _run(self, batch: ForwardBatch, states: Tensor) -> tuple[Tensor, Tensor]:
+        """-> the states that a level's tokens leave, and the logits of what follows them."""
+        both = None if self._guessing is None else self._guessing.run(batch)
+        if both is not None:
+            return both[:, : self._model.width], both[:, self._model.width :]
+        states = self._model.forward(batch, states, self.caches)
+        return states, self._model.logits(states)
 
     def _plans(self, rows: AttentionRows) -> dict[int, Any]:
         return {window: self._platform.plan_attention(rows, window) for window in self._windows}

@@ -8,6 +8,7 @@ own output in place of the feature.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -132,6 +133,9 @@ class HeadDrafter(Drafter):
 
     def make_caches(self, pages: int) -> list[Any]:
         return self._expansion.make_caches(pages)
+
+    def capture(self, agree: Callable[[bool], bool]) -> None:
+        self._expansion.capture(agree)
 
     def admit(self, admission: Admission, tokens: npt.NDArray[np.int32]) -> None:
         self._observed[admission.slot] = -1

@@ -14,6 +14,7 @@ the target's own checkpoint or in one of their own:
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,6 +150,9 @@ class MtpDrafter(Drafter):
 
     def draft(self, rows: DraftRows) -> Drafts:
         return self._drafter.draft(rows)
+
+    def capture(self, agree: Callable[[bool], bool]) -> None:
+        self._drafter.capture(agree)
 
     def admit(self, admission: Admission, tokens: npt.NDArray[np.int32]) -> None:
         self._drafter.admit(admission, tokens)
