@@ -112,8 +112,10 @@ class Detokenizer(Actor[DetokenizerProtocol]):
         scores = self._scores(tokens, emission.scores, skip=known - emission.start) if emission.scores else None
         prompt_scores = None if entry.prompt_sent else self._prompt_scores(entry, emission.prompt_scores)
 
-        text, matched = self._push(entry, tokens, ended)
+        text, matched, used = self._push(entry, tokens, ended)
         if matched is not None:
+            if used < len(tokens):  # a step may bring several; those behind the stop string were never said
+                tokens, scores = tokens[:used], None if scores is None else scores[:used]
             self._journal.deliver(
                 entry,
                 tokens=tokens,
@@ -139,17 +141,26 @@ class Detokenizer(Actor[DetokenizerProtocol]):
             self._journal.fail(entry.sequence, _error(ended))
         return False
 
-    def _push(self, entry: JournalEntry, tokens: tuple[int, ...], ended: Ended | None) -> tuple[str, str | None]:
+    def _push(self, entry: JournalEntry, tokens: tuple[int, ...], ended: Ended | None) -> tuple[str, str | None, int]:
+        """New text, the stop string that ended it, and how many of the tokens it took."""
         writer = self._text(entry)
         if writer is None:
-            return "", None
+            return "", None, len(tokens)
         # The token that ended the sequence is no part of its text, unless the caller asked for it.
         stop_token = ended.matched if ended is not None and not entry.params.include_stop_str_in_output else None
         visible = tokens[:-1] if stop_token is not None and tokens[-1:] == (stop_token,) else tokens
-        text, matched = writer.push(visible)
+        if len(visible) > 1 and entry.params.stop:
+            text = ""
+            for used, token in enumerate(visible, 1):
+                more, matched = writer.push((token,))
+                text += more
+                if matched is not None:
+                    return text, matched, used
+        else:
+            text, matched = writer.push(visible)
         if matched is None and ended is not None and ended.reason in _FINISH:
             text += writer.finish()
-        return text, matched
+        return text, matched, len(tokens)
 
     def _scores(self, tokens: tuple[int, ...], packed: TokenScores, *, skip: int) -> tuple[TokenLogprob, ...]:
         values = np.frombuffer(packed.logprobs, dtype=np.float32)
