@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from kernels.batch import ForwardBatch
 from kernels.layers.rotary import RotaryEmbedding
 from kernels.models.config import ConfigError, ModelConfig
 from kernels.models.decoder import DecoderLayer
-from kernels.platforms.base import AttentionRows
+from kernels.platforms.base import AttentionRows, Decodes
 from kernels.speculative.checkpoint import DraftCheckpoint, DraftWeights, layer_shapes, need_same_hidden_size
 from kernels.speculative.drafter import Drafter, DrafterContext, DraftRows, Drafts, Observation
 from kernels.speculative.guesses import Guesses
@@ -110,14 +111,14 @@ class DflashModel:
             injection(context, cos, sin, cache, index)
 
     def forward(self, batch: ForwardBatch, caches: list[Any]) -> Tensor:
-        """-> logits [tokens, vocab]"""
+        """-> the last hidden states [tokens, hidden], normed"""
         cos, sin = self.rotary(batch.positions)
         residual = self.embed(batch.token_ids)
         x: Tensor | None = None
         for layer, cache in zip(self.layers, caches, strict=True):
             x, residual = layer(x, residual, cos, sin, cache, batch)
         assert x is not None
-        return self.head(self.last_norm.add(x, residual)[0])
+        return self.last_norm.add(x, residual)[0]
 
 
 class DflashDrafter(Drafter):
@@ -143,6 +144,7 @@ class DflashDrafter(Drafter):
         self._guesses = Guesses(None, context.platform.greedy)
         self._places = DraftPlaces(context.platform, config.page_size, config.max_slots, block)
         self._caches: list[Any] = []
+        self._blocks: Decodes | None = None  # prepared passes over blocks
         self.parameters, self.weight_bytes = self._model.parameters, self._model.weight_bytes
         model = self._model.config
         dim = context.platform.cache_head_dim(model.head_dim)
@@ -161,6 +163,19 @@ class DflashDrafter(Drafter):
             model.layers, pages, page_size, model.kv_heads, model.head_dim, context.dtype
         )
         return self._caches
+
+    def capture(self, agree: Callable[[bool], bool]) -> None:
+        context, block = self._context, self._block
+        columns = -(-(context.context + block) // context.config.page_size) + 1
+        self._blocks = context.platform.capture_decodes(
+            lambda batch: self._model.forward(batch, self._caches),
+            [self._model.config.windows[0]],
+            context.config.max_slots - 1,
+            columns,
+            agree,
+            block,
+            True,
+        )
 
     def observe(self, seen: Observation) -> None:
         assert seen.features is not None, "made from features"
@@ -183,10 +198,13 @@ class DflashDrafter(Drafter):
             self._places.index(places, table).view(-1),
             {window: platform.plan_attention(attended, window)},
         )
-        logits = self._model.forward(batch, self._caches).unflatten(0, (count, block))
-        guessed = self._guesses.best(logits[:, 1:].flatten(0, 1), rows.noise, positions[:, 1:])
-        tokens = torch.cat((tokens[:, :1], guessed.view(count, -1)), 1)[:, : self.most_nodes]
-        return Drafts(chain(tokens), np.minimum(rows.limits + 1, self.most_nodes))
+        hidden = None if self._blocks is None else self._blocks.run(batch)
+        hidden = self._model.forward(batch, self._caches) if hidden is None else hidden
+        wanted = self.most_nodes
+        logits = self._model.head(hidden.unflatten(0, (count, block))[:, 1:wanted].flatten(0, 1))
+        guessed = self._guesses.best(logits, rows.noise, positions[:, 1:wanted])
+        tokens = torch.cat((tokens[:, :1], guessed.view(count, -1)), 1)
+        return Drafts(chain(tokens), np.minimum(rows.limits + 1, wanted))
 
 
 def _refuse_others(checkpoint: DraftCheckpoint) -> None:

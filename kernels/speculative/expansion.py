@@ -102,6 +102,8 @@ class Expansion:
 
         def guess(batch: ForwardBatch) -> Tensor:
             found = observe(batch)
+            if platform.overlaps:  # a launch more costs less than a graph's own memory for logits
+                return found
             logits = model.logits(found)
             both = platform.empty_rows(len(found), model.width + logits.shape[1], found.dtype)
             platform.add_rows(found, None, both[:, : model.width])
@@ -177,9 +179,9 @@ class Expansion:
     def _run(self, batch: ForwardBatch, states: Tensor) -> tuple[Tensor, Tensor]:
         """-> the states that a level's tokens leave, and the logits of what follows them."""
         both = None if self._guessing is None else self._guessing.run(batch)
-        if both is not None:
+        if both is not None and both.shape[1] > self._model.width:
             return both[:, : self._model.width], both[:, self._model.width :]
-        states = self._model.forward(batch, states, self.caches)
+        states = self._model.forward(batch, states, self.caches) if both is None else both
         return states, self._model.logits(states)
 
     def _plans(self, rows: AttentionRows) -> dict[int, Any]:

@@ -11,13 +11,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from app.understudy.drafts import DRAFTS, draft_path
 from kernels.cpu.host import has_tiles
 from kernels.cpu.linear import NativeLinear
 from kernels.cpu.native import library
+from kernels.cpu.program import Program
 from kernels.models.config import read_config
 from kernels.models.decoder import tensor_shapes
 from kernels.platforms.base import AttentionRows
 from kernels.platforms.cpu import CpuPlatform
+from kernels.speculative.settings import SpeculativeSettings
 from kernels.step import SlotSampling
 from tests.kernels.speculative.paged import Paged
 from tests.kernels.speculative.test_capture import decoder
@@ -232,6 +235,35 @@ def test_a_program_hands_out_layers_as_the_model_does(model, platform):
     parts = [wide.unflatten(1, (3, -1)) for wide in (found.float(), expected)]
     assert torch.cosine_similarity(*parts, dim=-1).min() > 0.99
     assert torch.allclose(*(part.norm(dim=-1) for part in parts), rtol=0.03)
+
+
+@pytest.mark.parametrize(("algorithm", "topk"), [("EAGLE", 1), ("EAGLE3", 3), ("MTP", 2), ("DFLASH", 1)])
+def test_programs_draft_what_passes_do(algorithm, topk, drive, prompts, monkeypatch):
+    """Of the model in the box, whose drafts' shapes all have native operators."""
+    model, draft = DRAFTS.parent / "model", draft_path(algorithm)
+    settings = SpeculativeSettings(algorithm, str(draft), num_steps=4, topk=topk, num_draft_tokens=6)
+
+    def drafted():
+        driver = drive(model, dtype="bfloat16", speculation=settings)
+        drafter, found, recorded = driver.runner._speculator.drafter, [], []
+        draft, run = drafter.draft, Program.run
+        drafter.draft = lambda rows: found.append(draft(rows)) or found[-1]
+        with monkeypatch.context() as patch:
+            patch.setattr(Program, "run", lambda self, *args: recorded.append(self) or run(self, *args))
+            for slot, prompt in enumerate(prompts(30, 9), 1):
+                driver.admit(slot, prompt)
+            driver.step([(1, 30), (2, 9)])
+            for _ in range(4):
+                driver.step([(1, 1), (2, 1)], {1: 5, 2: 5})
+        return [drafts.tree.tokens.tolist() for drafts in found], len(set(map(id, recorded)))
+
+    found, programs = drafted()
+    assert programs >= (2 if algorithm == "DFLASH" else 3)  # the target's, and the draft's
+    monkeypatch.setattr(CpuPlatform, "capture_decodes", lambda *args: None)
+    expected, programs = drafted()
+    assert programs == 0
+    assert found == expected
+    assert len(found) == 4
 
 
 def test_a_shape_without_native_operators_is_not_recorded(model, drive, prompts):

@@ -57,14 +57,14 @@ def drafts_of(driver):
     return found
 
 
-def compare(target, algorithm, draft, expected, drive, steps=3, **settings):
+def compare(target, algorithm, draft, expected, drive, steps=3, options=None, **settings):
     """``expected``: what is drafted of what is known, in so many steps."""
     path = "" if draft is None else str(draft)
     settings = SpeculativeSettings(
         algorithm, draft_model_path=path, num_steps=steps, num_draft_tokens=steps + 1, **settings
     )
-    said, _ = truth(drive, target, ASKED, SAMPLINGS, LENGTH)
-    driver = drive(target, speculation=settings)
+    said, _ = truth(drive, target, ASKED, SAMPLINGS, LENGTH, **options or {})
+    driver = drive(target, speculation=settings, **options or {})
     assert driver.info.draft_parameters > 0
     found = drafts_of(driver)
     assert run_mixed(driver, ASKED, SAMPLINGS, said, LENGTH)[0] == said
