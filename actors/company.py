@@ -169,7 +169,7 @@ class Company:
 
     def _make_scheduler(self) -> Scheduler:
         return Scheduler(
-            planner_config(self._arguments, self._context_length),
+            planner_config(self._arguments, self._context_length, place(self._arguments, os.environ)),
             journal=self.journal,
             cache=self.cache,
             worker=self.worker,

@@ -13,7 +13,7 @@ from kernels.speculative.settings import SpeculativeSettings
 from kernels.step import RunnerConfig
 from telemetry.metric_options import MetricOptions, token_buckets
 
-__all__ = ["metric_options", "planner_config", "runner_config"]
+__all__ = ["chunk_size", "metric_options", "planner_config", "runner_config"]
 
 
 OP_TIMEOUT = 200.0
@@ -37,15 +37,15 @@ def metric_options(arguments: Arguments) -> MetricOptions:
     )
 
 
-def planner_config(arguments: Arguments, context_length: int) -> PlannerConfig:
+def planner_config(arguments: Arguments, context_length: int, placement: Placement) -> PlannerConfig:
     a = arguments
     return PlannerConfig(
         max_running=a.max_running_requests,
         max_slots=a.max_running_requests + 1,
-        step_tokens=_step_tokens(a, context_length),
+        step_tokens=_step_tokens(a, context_length, placement),
         max_prefill_tokens=a.max_prefill_tokens,
         prefill_max_requests=a.prefill_max_requests,
-        chunked=a.chunked_prefill_size > 0,
+        chunked=chunk_size(a, placement) > 0,
         overlap=not a.disable_overlap_schedule,
         use_cache=not a.disable_radix_cache,
         policy=a.schedule_policy,
@@ -76,7 +76,7 @@ def runner_config(
         page_size=a.page_size or placement.page_size,
         max_total_tokens=a.max_total_tokens or 0,
         mem_fraction_static=a.mem_fraction_static or 0.0,
-        max_step_tokens=_step_tokens(a, context_length),
+        max_step_tokens=_step_tokens(a, context_length, placement),
         threads=a.cpu_threads or 0,
         random_seed=a.random_seed or 0,
         op_timeout=min(OP_TIMEOUT, a.watchdog_timeout * 2 / 3),
@@ -94,11 +94,17 @@ def runner_config(
     )
 
 
-def _step_tokens(arguments: Arguments, context_length: int) -> int:
+def chunk_size(arguments: Arguments, placement: Placement) -> int:
+    """``--chunked-prefill-size``, or what suits the device."""
+    given = arguments.chunked_prefill_size
+    return placement.chunk_size if given is None else given
+
+
+def _step_tokens(arguments: Arguments, context_length: int, placement: Placement) -> int:
     """Tokens a step may run: the chunk size, but always a decode of every running sequence.
 
     Without chunking a step must hold the longest prompt there can be.
     """
-    chunk = arguments.chunked_prefill_size
+    chunk = chunk_size(arguments, placement)
     budget = chunk if chunk > 0 else max(arguments.max_prefill_tokens, context_length)
     return max(budget, arguments.max_running_requests)

@@ -23,6 +23,7 @@ _VISIBLE = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
 _PLURALS = {"npu": "NPUs", "cuda": "GPUs"}
 _DEVICE_FILES = Path("/dev")
 _PAGE_SIZES = {"cpu": 16, "npu": 128, "cuda": 64}
+_CHUNK_SIZES = {"cpu": 512, "npu": 512, "cuda": 2048}
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -35,6 +36,12 @@ class Placement(msgspec.Struct, frozen=True):
     def page_size(self) -> int:
         """Tokens of a page of the cache when nobody says."""
         return _PAGE_SIZES[self.device]
+
+    @property
+    def chunk_size(self) -> int:
+        """Tokens of a step when nobody says. On an H200 chunks of 2048 gave as many tokens a second as larger ones, and
+        the first ones in half the time."""
+        return _CHUNK_SIZES[self.device]
 
     def environment(
         self, arguments: Arguments, rank: int, environ: Mapping[str, str], patience: float

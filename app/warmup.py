@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from typing import TYPE_CHECKING
 
+from actors.configuration import chunk_size
+from actors.placement import place
 from actors.requests import SamplingParams
 
 if TYPE_CHECKING:
@@ -27,7 +30,7 @@ async def warm_up(engine: Engine) -> None:
         if name == "generate":
             prompts.append([_ids(engine, 8, room)])
         elif name == "long-prompt":
-            prompts.append([_ids(engine, max(arguments.chunked_prefill_size, 8), room)])
+            prompts.append([_ids(engine, max(chunk_size(arguments, place(arguments, os.environ)), 8), room)])
         else:
             prompts.append([_ids(engine, 8 + number % 8, room) for number in range(arguments.max_running_requests)])
     try:

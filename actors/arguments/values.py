@@ -96,7 +96,7 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
     max_queued_requests: int = 2048
     max_queued_tokens: int | None = None
     prefill_max_requests: int | None = None
-    chunked_prefill_size: int = 512
+    chunked_prefill_size: int | None = None
     max_prefill_tokens: int = 16384
     schedule_policy: Literal["lpm", "fcfs"] = "fcfs"
     enable_priority_scheduling: bool = False

@@ -43,9 +43,9 @@ CPU = Placement("cpu")
     ],
 )
 def test_planner(keywords: dict[str, Any], field: str, value: object) -> None:
-    default = planner_config(Arguments(model_path="m"), 4096)
+    default = planner_config(Arguments(model_path="m"), 4096, CPU)
     assert getattr(default, field) != value
-    assert getattr(planner_config(Arguments.from_keywords(model="m", **keywords), 4096), field) == value
+    assert getattr(planner_config(Arguments.from_keywords(model="m", **keywords), 4096, CPU), field) == value
 
 
 @pytest.mark.parametrize(
@@ -79,6 +79,17 @@ def test_runner(keywords: dict[str, Any], field: str, value: object) -> None:
     model = Path("m")
     assert getattr(runner_config(Arguments(model_path="m"), model, 4096, CPU), field) != value
     assert getattr(runner_config(Arguments.from_keywords(model="m", **keywords), model, 4096, CPU), field) == value
+
+
+def test_chunks_suit_the_device_unless_somebody_says() -> None:
+    gpu = Placement("cuda")
+    for arguments, tokens in (
+        (Arguments(model_path="m"), 2048),
+        (Arguments(model_path="m", chunked_prefill_size=64), 256),
+    ):
+        assert planner_config(arguments, 4096, gpu).step_tokens == tokens
+        assert runner_config(arguments, Path("m"), 4096, gpu).max_step_tokens == tokens
+    assert planner_config(Arguments(model_path="m"), 4096, CPU).step_tokens == 512
 
 
 def test_a_hung_kernel_is_noticed_before_its_worker_is_killed_for_silence() -> None:
