@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.cuda import narrow
 from kernels.cuda.activation import swiglu
 from kernels.cuda.launch import overlapping
 
@@ -115,10 +116,13 @@ class CudaLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight = weight
         self.bias = bias
+        self._arrived = narrow.counters(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         if _alone(x, self.weight):
             return _multiply(x, self.weight, self.bias, gated=False)
+        if narrow.suits(x, self.weight, gated=False):
+            return narrow.multiply(x, self.weight, self.bias, self._arrived, gated=False)
         return F.linear(x, self.weight, self.bias)
 
 
@@ -128,8 +132,11 @@ class GatedLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight = weight
         self.bias = bias
+        self._arrived = narrow.counters(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         if _alone(x, self.weight):
             return _multiply(x, self.weight, self.bias, gated=True)
+        if narrow.suits(x, self.weight, gated=True):
+            return narrow.multiply(x, self.weight, self.bias, self._arrived, gated=True)
         return swiglu(F.linear(x, self.weight, self.bias))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.cuda import narrow
 from kernels.cuda.activation import swiglu
 from kernels.cuda.angles import angles
 from kernels.cuda.attention import attention, plan_attention
@@ -66,6 +67,22 @@ def test_linear_layers(device, dtype, biased, outputs, inputs, tokens):
     wanted = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double()).float()
     near(CudaLinear(weight, bias)(x), wanted)
     near(GatedLinear(weight, bias)(x), torch.nn.functional.silu(wanted[:, :outputs]) * wanted[:, outputs:])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("outputs", "inputs"), [(96, 512), (200, 4096), (64, 9088), (8200, 256)])
+@pytest.mark.parametrize("tokens", [2, 17, 64])
+def test_products_of_a_few_tokens(device, dtype, biased, outputs, inputs, tokens):
+    weight = torch.randn(2 * outputs, inputs, device=device).to(dtype)
+    bias = torch.randn(2 * outputs, device=device).to(dtype) if biased else None
+    x = (torch.randn(tokens, inputs, device=device) / math.sqrt(inputs)).to(dtype)
+    wanted = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double()).float()
+    arrived = narrow.counters(weight)
+    for _ in range(2):  # the counters of parts must be back at zero
+        near(narrow.multiply(x, weight, bias, arrived, gated=False), wanted)
+        gated = narrow.multiply(x, weight, bias, arrived, gated=True)
+        near(gated, torch.nn.functional.silu(wanted[:, :outputs]) * wanted[:, outputs:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

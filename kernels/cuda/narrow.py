@@ -1,0 +1,172 @@
+"""Matrix products of a few tokens, 2 to 64: as fast as the weight can be read, or nearly.
+
+A program holds the sums of some rows of the weight with all tokens, so that each weight is read once. Where there are
+too few rows to fill the device each is cut into parts; the part that ends last adds them up, always in the same order.
+While the kernel in front of it ends, a program already has its first tiles of the weight brought to the L2 cache.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.cuda.launch import overlapping, roomy
+
+__all__ = ["MOST_TOKENS", "counters", "multiply", "suits"]
+
+MOST_TOKENS = 64
+_ROWS = 64
+_BLOCK = 128
+_STAGES = 4
+_MANY = 16384  # outputs that fill the device
+
+
+@triton.jit
+def _prefetch(place):
+    """Bring 512 bytes at each address to the L2 cache."""
+    tl.inline_asm_elementwise(
+        "{ cp.async.bulk.prefetch.L2.global [$1], 512; mov.u32 $0, 0; }",
+        "=r,l",
+        [place.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _narrow(
+    x,
+    weight,
+    bias,
+    out,
+    partial,
+    arrived,
+    tokens,
+    outputs,
+    inputs: tl.constexpr,
+    token_block: tl.constexpr,
+    rows: tl.constexpr,
+    block: tl.constexpr,
+    splits: tl.constexpr,
+    stages: tl.constexpr,
+    biased: tl.constexpr,
+    gated: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """``rows`` rows of the weight a program. ``gated``: half of them are what silu of the other half is multiplied by,
+    ``outputs`` rows further down.
+    """
+    tile, split = tl.program_id(0), tl.program_id(1)
+    kept: tl.constexpr = rows // 2 if gated else rows  # outputs of a program
+    of = tl.arange(0, rows)
+    row = tl.minimum(tile * kept + of % kept, outputs - 1) + of // kept * outputs
+    token = tl.arange(0, token_block)
+    at = tl.arange(0, block)
+    share: tl.constexpr = (inputs // block + splits - 1) // splits
+    begin = split * share
+    end = tl.minimum(begin + share, inputs // block)
+    first = weight + row[:, None].to(tl.int64) * inputs + at[None, :]
+    value = x + token[:, None] * inputs + at[None, :]
+    there = (token < tokens)[:, None]
+    if pdl:
+        gdc_launch_dependents()
+        if share * block >= 512:
+            _prefetch(weight + row.to(tl.int64) * inputs + begin * block)
+            _prefetch(weight + row.to(tl.int64) * inputs + begin * block + 256)
+        gdc_wait()
+    total = tl.zeros([rows, token_block], tl.float32)
+    for index in tl.range(begin, end, num_stages=stages):
+        w = tl.load(first + index * block, eviction_policy="evict_first")
+        v = tl.load(value + index * block, mask=there, other=0.0)
+        total = tl.dot(w, tl.trans(v), total)
+    if splits > 1:
+        size: tl.constexpr = rows * token_block
+        place = of[:, None] * token_block + token[None, :]
+        part = partial + tile.to(tl.int64) * splits * size
+        tl.store(part + split * size + place, total)
+        tl.debug_barrier()
+        before = tl.atomic_add(arrived + tile, 1, sem="acq_rel")
+        if before < splits - 1:
+            return
+        tl.debug_barrier()
+        tl.store(arrived + tile, 0)
+        total = tl.zeros([rows, token_block], tl.float32)
+        for number in tl.static_range(0, splits):
+            total += tl.load(part + number * size + place, cache_modifier=".cg")
+    if biased:
+        total += tl.load(bias + row).to(tl.float32)[:, None]
+    if gated:
+        # Rounded as the product is where the activation is an operator of its own.
+        total = total.to(out.dtype.element_ty).to(tl.float32)
+        gate, up = tl.split(total.reshape(2, kept, token_block).permute(1, 2, 0))
+        total = gate * tl.sigmoid(gate) * up
+    output = tile * kept + tl.arange(0, kept)
+    result = out + token[None, :] * outputs + output[:, None]
+    tl.store(result, total.to(out.dtype.element_ty), mask=(token < tokens)[None, :] & (output < outputs)[:, None])
+
+
+def suits(x: Tensor, weight: Tensor, gated: bool) -> bool:
+    """Whether the product is better made here than by cuBLAS: seen on an H200, with the shapes of an 8B and a 0.6B
+    model. ``x`` [tokens, inputs]; ``weight`` [outputs, inputs].
+    """
+    outputs, inputs = weight.shape
+    if not 1 < len(x) <= MOST_TOKENS or weight.element_size() != 2 or inputs % _BLOCK or not x.is_contiguous():
+        return False
+    if not (overlapping(x.device) and roomy(x.device)):
+        return False
+    return gated or len(x) <= 32 or outputs >= _MANY or inputs >= _MANY // 2 or outputs * inputs <= 1 << 23
+
+
+def _cut(tokens: int, tiles: int, inputs: int) -> int:
+    """Into how many parts the rows of a weight are cut."""
+    most = 256 if inputs >= _MANY // 2 and tokens <= 32 else 192
+    splits = 1
+    while 2 * splits * tiles <= most and inputs // (2 * splits) >= 4 * _BLOCK:
+        splits *= 2
+    return splits
+
+
+def counters(weight: Tensor) -> Tensor:
+    """What ``multiply`` wants to count parts by; they are zero between products."""
+    return torch.zeros(triton.cdiv(len(weight), _ROWS), dtype=torch.int32, device=weight.device)
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, arrived: Tensor, gated: bool) -> Tensor:
+    """``x`` [tokens, inputs] -> [tokens, outputs], or half as many. ``arrived``: of ``counters``."""
+    outputs, inputs = weight.shape
+    large = gated or (outputs >= _MANY and len(x) > 32)
+    rows, block = (2 * _ROWS, _BLOCK // 2) if large else (_ROWS, _BLOCK)
+    outputs, tiles = outputs // 2 if gated else outputs, triton.cdiv(outputs, rows)
+    if gated:
+        tiles = triton.cdiv(outputs, rows // 2)
+    splits = _cut(len(x), tiles, inputs)
+    token_block = max(16, triton.next_power_of_2(len(x)))
+    out = x.new_empty((len(x), outputs))
+    partial = out if splits == 1 else x.new_empty(tiles * splits * rows * token_block, dtype=torch.float32)
+    pdl = overlapping(x.device)
+    _narrow[(tiles, splits)](
+        x,
+        weight,
+        weight if bias is None else bias,
+        out,
+        partial,
+        arrived,
+        len(x),
+        outputs,
+        inputs,
+        token_block,
+        rows,
+        block,
+        splits,
+        _STAGES,
+        bias is not None,
+        gated,
+        pdl,
+        num_warps=8 if large else 4,
+        launch_pdl=pdl,
+    )
+    return out
