@@ -185,6 +185,11 @@ class RequestStream:
         """What has happened to the request so far."""
         return self._buffer.timeline
 
+    @property
+    def complete(self) -> bool:
+        """Whether the last delta of every choice was handed out."""
+        return self._buffer.open_choices == 0
+
     async def ready(self) -> None:
         """Return when the request was rendered, encoded, checked and accepted; else raise what is wrong with it."""
         if self._admission is not None:

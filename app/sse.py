@@ -10,6 +10,7 @@ from quart import Response
 from quart.wrappers.response import ResponseBody
 
 from actors.requests import Delta, RequestAborted
+from actors.streams import RequestStream
 from app.collecting import Merged
 from app.exchange import DONE, Exchange
 from app.service import Service
@@ -40,7 +41,8 @@ class ChunkWriter(Protocol):
 
 
 class SseBody(ResponseBody):
-    """The body: one write a delta, comments while there is none, an error event and [DONE] at the latest end.
+    """The body: one write a delta, the last with the end, comments while there is none, an error event and [DONE] at
+    the latest end.
 
     Nothing here closes the engine's streams: the exchange does, even when this body was never started.
     """
@@ -79,6 +81,9 @@ class SseBody(ResponseBody):
             finally:
                 if (comment := exchange.woken()) is not None:
                     await comment
+            if isinstance(self._source, RequestStream) and self._source.complete:
+                self._ended = True
+                return self._writer.chunk(delta) + self._writer.end() + DONE
             return self._writer.chunk(delta)
         except StopAsyncIteration:
             self._ended = True
