@@ -383,6 +383,7 @@ class Emission(msgspec.Struct, frozen=True, array_like=True, gc=False):
     prompt_scores: TokenScores | None = None  # prompt tokens 1 .., once complete
     cached_tokens: int = 0
     ended: Ended | None = None
+    drafted: int = 0  # guesses that were verified for these tokens; all but one of the tokens were among them
 
 
 class Emit(Message[DetokenizerProtocol, None], frozen=True):

@@ -238,6 +238,7 @@ class Planner:
         emissions: list[Emission] = []
         index = 0
         speculating = len(flight.ahead)
+        drafted: list[int] = np.frombuffer(result.drafted, dtype=np.int32).tolist() or [0] * speculating
         for row, (sequence, serial, count, samples, got) in enumerate(
             zip(flight.sequences, flight.serials, flight.counts, flight.samples, accepted, strict=True)
         ):
@@ -248,8 +249,11 @@ class Planner:
                 message = failed[sequence.slot, sequence.generation]
                 emissions.append(self._roster.end(sequence, Ended("error", message=message)))
                 continue
+            if prompts is not None and (part := prompts.of(row)) is not None:
+                sequence.prompt_parts.append(part)
             if row < speculating:
-                emissions.append(self._accept(sequence, tokens[at:index], flight.ahead[row], scores, at))
+                emission = self._accept(sequence, tokens[at:index], flight.ahead[row], drafted[row], scores, at)
+                emissions.append(emission)
                 continue
             if got != samples:
                 raise RuntimeError(f"step {result.number} was to sample {samples} tokens in row {row}, it has {got}")
@@ -257,17 +261,16 @@ class Planner:
             sequence.progressed = True
             if sequence.computed >= sequence.commit_at:
                 self._roster.filled_page(sequence)
-            if prompts is not None and (part := prompts.of(row)) is not None:
-                sequence.prompt_parts.append(part)
             if samples:
                 emissions.append(self._emit(sequence, tokens[at], None if scores is None else scores.at(at)))
         return emissions
 
     def _accept(
-        self, sequence: Sequence, tokens: list[int], ahead: int, scores: StepScores | None, at: int
+        self, sequence: Sequence, tokens: list[int], ahead: int, drafted: int, scores: StepScores | None, at: int
     ) -> Emission:
         """A decode that may have verified guesses: one token and ``ahead`` more at most, of which those after the last
-        one of the sequence count for nothing. ``at``: where they stand in the step's result."""
+        one of the sequence count for nothing. ``drafted``: guesses verified; ``at``: where the tokens stand in the
+        step's result."""
         if not 1 <= len(tokens) <= ahead + 1:
             raise RuntimeError(f"a row was to sample 1 to {ahead + 1} tokens, it has {len(tokens)}")
         output = sequence.output
@@ -289,7 +292,8 @@ class Planner:
         if ended is not None:
             self._roster.drop(sequence)
         found = None if scores is None or sequence.spec.sampling.logprobs < 0 else scores.run(at, at + kept)
-        return Emission(sequence.id, start, tuple(tokens[:kept]), found, None, sequence.cached_tokens, ended)
+        said, cached = tuple(tokens[:kept]), sequence.cached_tokens
+        return Emission(sequence.id, start, said, found, _prompt_scores(sequence), cached, ended, drafted)
 
     def _emit(self, sequence: Sequence, token: int, scores: TokenScores | None) -> Emission:
         """A sequence has a token; it may be its last."""
@@ -301,9 +305,15 @@ class Planner:
             ended = sequence.end()
             if ended is not None:
                 self._roster.drop(sequence)
-        prompt_scores: TokenScores | None = None
-        if sequence.prompt_parts:
-            prompt_scores, sequence.prompt_parts = join(sequence.prompt_parts), []
+        prompt_scores = _prompt_scores(sequence) if sequence.prompt_parts else None
         if sequence.spec.sampling.logprobs < 0:
             scores = None
         return Emission(sequence.id, start, (token,), scores, prompt_scores, sequence.cached_tokens, ended)
+
+
+def _prompt_scores(sequence: Sequence) -> TokenScores | None:
+    """Those of the prompt, which go out with the first token."""
+    if not sequence.prompt_parts:
+        return None
+    found, sequence.prompt_parts = join(sequence.prompt_parts), []
+    return found
