@@ -116,10 +116,10 @@ class _Additive:
         self._first_space = at_start and pieces.drops_first_space
 
     def push(self, token_ids: Sequence[int]) -> str:
-        if self._whole and len(token_ids) == 1 and not (self._first_token or self._first_space):
-            text = self._texts[token_ids[0]]
-            if text is not None:
-                return text
+        if self._whole and not (self._first_token or self._first_space):
+            texts = [text for token in token_ids if (text := self._texts[token]) is not None]
+            if len(texts) == len(token_ids):
+                return "".join(texts)
         pieces, data = self._pieces, bytearray()
         for token in token_ids:
             if token in self._skipped:
