@@ -30,6 +30,7 @@ from kernels.slots import SlotError, SlotTable
 from kernels.speculative.drafter import DrafterContext
 from kernels.speculative.select import captured_layers, make_drafter
 from kernels.speculative.speculator import Samples, Speculator, Verified
+from kernels.steady import SteadyDecodes
 from kernels.step import ModelInfo, RowError, RunnerConfig, StepBatch, StepResult, StepTiming
 from kernels.unsettled import StepWrites, Unsettled
 
@@ -198,6 +199,10 @@ class ModelRunner:
             self._speculator.settle(later=not (batch.drafts or batch.released))
             answer.draft = time.perf_counter() - begun
         self._update_slots(batch, answer)
+        if self._steady is not None and not answer.failed and self._steady.fits(batch):
+            result = self._run_steady(self._steady, batch, begun)
+            if result is not None:
+                return result
         rows = self._fit_rows(slots, generations, counts, answer)
         if not len(rows):
             return self._running(batch.number, answer, None, begun, time.perf_counter())
@@ -226,6 +231,19 @@ class ModelRunner:
         else:
             self._sample(step, hidden, answer)
         return self._running(batch.number, answer, writes, begun, prepared)
+
+    def _run_steady(self, steady: SteadyDecodes, batch: StepBatch, begun: float) -> RunningStep | None:
+        """None when a row is not finite: then nothing was done that is not done again."""
+        prepared = time.perf_counter()
+        tokens, broken = steady.run()
+        if broken.any():
+            return None
+        steady.keep(tokens)
+        ended = self._ended = time.perf_counter()
+        timing = StepTiming(prepare=prepared - begun, run=ended - prepared, graph_rows=len(tokens))
+        packed = tokens.astype(np.int32).tobytes()
+        result = StepResult(batch.number, accepted=batch.counts, tokens=packed, timing=timing)
+        return RunningStep(lambda: result, True)
 
     def _running(
         self, number: int, answer: Answer, writes: StepWrites | None, begun: float, prepared: float
@@ -267,6 +285,7 @@ class ModelRunner:
         for name in (
             "_decodes",
             "_verifies",
+            "_steady",
             "_speculator",
             "_model",
             "_caches",
@@ -507,6 +526,13 @@ class ModelRunner:
         rows, most = self._config.max_slots - 1, self._guesses + 1
         self._decodes = self._capture_steps(rows)
         self._verifies: Decodes | None = None
+        self._steady: SteadyDecodes | None = None
+        if self._speculator is None:
+            likeliest = self._platform.capture_likeliest(
+                lambda batch: self._model.logits(self._model.forward(batch, self._caches)), sorted(self._windows), rows
+            )
+            if likeliest is not None:
+                self._steady = SteadyDecodes(self._slots, self._sampler, likeliest, rows)
         if self._speculator is not None:
             drafter = self._speculator.drafter
             self._verifies = self._capture_steps(

@@ -201,6 +201,10 @@ class Sampler:
         """A uniform number float32 [rows] for each of the seeds' keys int32 [rows, 2] and positions int64 [rows]."""
         return uniform(keys_at(keys, positions))
 
+    def plain(self, slots: tuple[int, ...]) -> bool:
+        """Whether all of them want the likeliest token and nothing else."""
+        return self._plan(slots).plain
+
     def sample(
         self,
         logits: Tensor,

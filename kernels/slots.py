@@ -51,7 +51,7 @@ class SlotTable:
         longest = context + SLACK * (1 + guesses)
         self.tokens = platform.empty_host_state(max_slots, longest + guesses)  # int32, on the device
         # Where the device is the host, numpy finds a few of them several times as fast as torch.
-        self._here: npt.NDArray[Any] | None = self.tokens.numpy() if self.tokens.device.type == "cpu" else None
+        self.here: npt.NDArray[Any] | None = self.tokens.numpy() if self.tokens.device.type == "cpu" else None
         self.known: Longs = np.zeros(max_slots, dtype=np.int64)  # tokens in `tokens`
         self.computed: Longs = np.zeros(max_slots, dtype=np.int64)  # of these, with keys and values in the cache
         self.prompt_length: Longs = np.zeros(max_slots, dtype=np.int64)
@@ -116,22 +116,22 @@ class SlotTable:
 
     def read(self, slots: Longs, positions: Longs, at: Tensor) -> Tensor:
         """The token ids int32 at ``positions`` int64 of ``slots``; ``at``: the positions on the device."""
-        if self._here is not None:
-            return torch.from_numpy(self._here[slots, positions])
+        if self.here is not None:
+            return torch.from_numpy(self.here[slots, positions])
         return self.tokens[self._platform.put(slots), at]
 
     def append(self, slots: Longs, at_slots: Tensor, at: Tensor, tokens: Tensor) -> None:
         """Each slot knows one token more. ``at_slots``, ``at``: slots and their lengths on the device."""
-        if self._here is not None:
-            self._here[slots, self.known[slots]] = tokens.numpy()
+        if self.here is not None:
+            self.here[slots, self.known[slots]] = tokens.numpy()
         else:
             self.tokens[at_slots, at] = tokens.to(torch.int32)
         self.known[slots] += 1
 
     def write(self, slots: Longs, positions: Longs, tokens: Tensor) -> None:
         """``tokens`` int [rows, n] at ``positions ..`` of each slot, which are not yet known."""
-        if self._here is not None:
-            self._here[slots[:, None], positions[:, None] + np.arange(tokens.shape[1])] = tokens.numpy()
+        if self.here is not None:
+            self.here[slots[:, None], positions[:, None] + np.arange(tokens.shape[1])] = tokens.numpy()
             return
         put = self._platform.put
         columns = put(positions).unsqueeze(1) + torch.arange(tokens.shape[1], device=tokens.device)

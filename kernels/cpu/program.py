@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kernels.batch import ForwardBatch
 from kernels.cpu.native.library import Library, Op, Step
-from kernels.platforms.base import AttentionRows
+from kernels.platforms.base import AttentionRows, DecodeTokens
 
 __all__ = ["Native", "NativeWeight", "NotNative", "Program", "step_of"]
 
@@ -337,6 +337,22 @@ class Program:
     def of(cls, native: Native, recording: _Recording, out: Tensor, states: Tensor | None) -> Program:
         """``states``: where those of a batch were while it was recorded."""
         return cls(native, (Op * len(recording.ops))(*recording.ops), len(recording.ops), out, states, recording.kept)
+
+    def run_decodes(self, rows: DecodeTokens) -> None:
+        """One token a row. What the recorded operators leave behind is the result."""
+        count, pages = len(rows.ids), np.ascontiguousarray(rows.pages)
+        step = Step(
+            count,
+            rows.ids.ctypes.data,
+            rows.positions.ctypes.data,
+            rows.index.ctypes.data,
+            pages.ctypes.data,
+            pages.shape[1],
+            rows.lengths.ctypes.data,
+            sequences=count,
+            decodes=count,
+        )
+        self.native.run(self.ops, self.count, step)
 
     def run(self, batch: ForwardBatch, rows: AttentionRows) -> Tensor | None:
         count = len(batch.token_ids)

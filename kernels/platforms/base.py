@@ -112,6 +112,21 @@ class Decodes:
     run: Callable[[ForwardBatch], Tensor | None]
 
 
+@dataclass(frozen=True)
+class DecodeTokens:
+    """Decodes of one token a row, on the host."""
+
+    ids: npt.NDArray[np.int32]  # [rows]
+    positions: npt.NDArray[np.int64]  # [rows]
+    index: npt.NDArray[np.int64]  # [rows], places in the cache: page * page_size + offset
+    pages: npt.NDArray[np.int32]  # [rows, columns]
+    lengths: npt.NDArray[np.int64]  # [rows], tokens that each sees, itself included
+
+
+Likeliest = Callable[[DecodeTokens], tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]]
+"""-> the likeliest next token of each row, and whether its logits are not to be used."""
+
+
 class Platform(ABC):
     """One device of one kind. ``default_cache_tokens`` bounds a cache that nobody sized; 0: memory alone does.
 
@@ -175,6 +190,14 @@ class Platform(ABC):
         ``windows``: those of the batches' plans. ``columns``: pages a sequence may have. Page 0 is written to.
         ``agree``: whether all ranks that run the model together could do what this one could, or could not; to be asked
         after each one that is prepared, because a step that is prepared on some ranks only would hang.
+        """
+        return None
+
+    def capture_likeliest(
+        self, forward: Callable[[ForwardBatch], Tensor], windows: Sequence[int], max_rows: int
+    ) -> Likeliest | None:
+        """Make one call of a whole step of up to ``max_rows`` decodes, where the device is the host and gains by it.
+        ``forward``: to the logits.
         """
         return None
 

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
@@ -21,7 +22,17 @@ from kernels.cpu.linear import CpuLinear, bf16_is_fast
 from kernels.cpu.native.library import built, open_library, start_build
 from kernels.cpu.norm import CpuNorm
 from kernels.cpu.program import Native, NotNative, Program
-from kernels.platforms.base import AttentionRows, Decodes, Linear, Memory, Norm, Platform, PlatformError
+from kernels.platforms.base import (
+    AttentionRows,
+    Decodes,
+    DecodeTokens,
+    Likeliest,
+    Linear,
+    Memory,
+    Norm,
+    Platform,
+    PlatformError,
+)
 
 __all__ = ["CpuPlatform"]
 
@@ -207,22 +218,50 @@ class CpuPlatform(Platform):
     ) -> Decodes | None:
         """Record them as a program of native operators, for drafts of any kind. Ranks that run a model together have
         collectives between their operators, which no program has."""
-        native = self._native
-        if native is None or self._ranks > 1:
-            return None
         most = max_rows * tokens
-        zeros = torch.zeros(most, dtype=torch.int64)
-        nothing = AttentionRows(np.zeros(most, np.int64), np.ones(most, np.int64), _PAGE_0, most)
-        plans = {window: AttentionPlan((), (), nothing, window) for window in windows}
         held = None if states is None else states.new_zeros(most, states.shape[1])
-        try:
-            with native.record(most) as recording:
-                out = forward(ForwardBatch(zeros, zeros, zeros, plans, held))
-        except NotNative:
+        program = self._record(forward, windows, most, held)
+        if program is None:
             return None
-        program = Program.of(native, recording, out, held)
 
         def decode(batch: ForwardBatch) -> Tensor | None:
             return program.run(batch, next(iter(batch.plans.values())).rows)
 
         return Decodes((max_rows,), decode)
+
+    def capture_likeliest(
+        self, forward: Callable[[ForwardBatch], Tensor], windows: Sequence[int], max_rows: int
+    ) -> Likeliest | None:
+        found: list[Tensor] = []
+
+        def whole(batch: ForwardBatch) -> Tensor:
+            logits = forward(batch)
+            found.extend(self.greedy(logits))
+            return logits
+
+        program = self._record(whole, windows, max_rows, None)
+        if program is None:
+            return None
+        tokens, broken = (tensor.numpy() for tensor in found)
+
+        def decode(rows: DecodeTokens) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+            program.run_decodes(rows)
+            return tokens[: len(rows.ids)], broken[: len(rows.ids)]
+
+        return decode
+
+    def _record(
+        self, forward: Callable[[ForwardBatch], Tensor], windows: Sequence[int], tokens: int, held: Tensor | None
+    ) -> Program | None:
+        native = self._native
+        if native is None or self._ranks > 1:
+            return None
+        zeros = torch.zeros(tokens, dtype=torch.int64)
+        nothing = AttentionRows(np.zeros(tokens, np.int64), np.ones(tokens, np.int64), _PAGE_0, tokens)
+        plans = {window: AttentionPlan((), (), nothing, window) for window in windows}
+        try:
+            with native.record(tokens) as recording:
+                out = forward(ForwardBatch(zeros, zeros, zeros, plans, held))
+        except NotNative:
+            return None
+        return Program.of(native, recording, out, held)

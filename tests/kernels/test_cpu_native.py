@@ -21,6 +21,7 @@ from kernels.models.decoder import tensor_shapes
 from kernels.platforms.base import AttentionRows
 from kernels.platforms.cpu import CpuPlatform
 from kernels.speculative.settings import SpeculativeSettings
+from kernels.steady import SteadyDecodes
 from kernels.step import SlotSampling
 from tests.kernels.speculative.paged import Paged
 from tests.kernels.speculative.test_capture import decoder
@@ -213,6 +214,46 @@ def test_a_program_computes_what_the_model_does(model, drive, prompts, monkeypat
     expected, _ = scored(drive(model, dtype="bfloat16"), texts)
     likely = expected > -8
     assert np.abs(found - expected)[likely].max() < 0.4
+
+
+def generated(driver, prompts, steady):
+    """Tokens of steps that are decodes of the likeliest alone, but where a third request comes and one leaves."""
+    one, two, three = prompts
+    for slot, prompt in ((1, one), (2, two)):
+        driver.admit(slot, prompt)
+        driver.step([(slot, len(prompt))])
+    found = [driver.step([(2, 1), (1, 1)]).tokens for _ in range(20)]
+    driver.admit(3, three, sampling=SlotSampling(temperature=0.0, repetition_penalty=1.5))
+    driver.step([(1, 1), (3, len(three))])
+    found += [driver.step([(3, 1), (2, 1)]).tokens for _ in range(3)]
+    driver.release(3)
+    found += [driver.step([(1, 1), (2, 1)]).tokens for _ in range(3)]
+    assert steady == [2] * 20 + [2] * 3
+    return found
+
+
+def test_steady_decodes_are_the_same_in_one_call(model, drive, prompts, monkeypatch):
+    texts, counts, run = prompts(9, 5, 7), [], SteadyDecodes.run
+    monkeypatch.setattr(SteadyDecodes, "run", lambda self: counts.append(len(self._slots)) or run(self))
+    found = generated(drive(model, dtype="bfloat16"), texts, counts)
+    monkeypatch.setattr(CpuPlatform, "capture_likeliest", lambda *args: None)
+    assert generated(drive(model, dtype="bfloat16"), texts, counts) == found
+
+
+def test_a_row_of_steady_decodes_that_is_not_finite_fails_alone(model, drive, prompts):
+    driver = drive(model, dtype="bfloat16")
+    for slot, prompt in enumerate(prompts(9, 5), 1):
+        driver.admit(slot, prompt)
+        driver.step([(slot, len(prompt))])
+    driver.step([(1, 1), (2, 1)])
+    before = driver.runner._slots.known[2]
+    with torch.inference_mode():
+        driver.runner._caches[0][driver.pages[1][0]] = float("nan")
+    result = driver.step([(1, 1), (2, 1)])
+    assert [(error.slot, "finite" in error.message) for error in result.failed] == [(1, True)]
+    assert np.frombuffer(result.accepted, np.int32).tolist() == [0, 1]
+    assert driver.runner._slots.known[2] == before + 1
+    assert not driver.step([(2, 1)]).failed
 
 
 def test_a_program_hands_out_layers_as_the_model_does(model, platform):

@@ -1,0 +1,74 @@
+"""Steps of nothing but decodes that want the likeliest token, where a platform runs all of it in one call.
+
+Such steps follow one another by the thousand, and on a small model what is done around them takes as long as they do:
+nothing here is asked again that the step before has answered, and all of it is numpy's on the host.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kernels.platforms.base import DecodeTokens, Likeliest
+from kernels.sampling import Sampler
+from kernels.slots import SlotTable
+from kernels.step import StepBatch
+
+__all__ = ["SteadyDecodes"]
+
+_ONE = np.ones(1, dtype=np.int32).tobytes()
+
+Longs = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+class SteadyDecodes:
+    """``likeliest``: the platform's call, for up to ``max_rows`` rows."""
+
+    def __init__(self, state: SlotTable, sampler: Sampler, likeliest: Likeliest, max_rows: int) -> None:
+        self._state = state
+        self._sampler = sampler
+        self._likeliest = likeliest
+        self._max_rows = max_rows
+        self._rows: tuple[bytes, bytes] | None = None  # slots and generations that were found fit
+        self._slots: Longs = np.zeros(0, dtype=np.int64)
+
+    def fits(self, batch: StepBatch) -> bool:
+        """Whether its rows, releases, admissions and grants done, are such decodes."""
+        rows = len(batch.slots) // 4
+        if batch.counts != _ONE * rows or not 0 < rows <= self._max_rows:
+            return False
+        state = self._state
+        if self._rows != (batch.slots, batch.generations):
+            slots = np.frombuffer(batch.slots, dtype=np.int32)
+            generations, counts = (np.frombuffer(part, dtype=np.int32) for part in (batch.generations, batch.counts))
+            if state.errors(slots, generations, counts) or not self._sampler.plain(tuple(slots.tolist())):
+                return False
+            self._slots, self._rows = slots.astype(np.int64), (batch.slots, batch.generations)
+        slots = self._slots
+        known, computed = state.known[slots], state.computed[slots]
+        room = np.minimum(state.page_count[slots] * state.page_size, state.tokens.shape[1] - 1)
+        return bool((computed + 1 == known).all() and (known <= room).all())
+
+    def run(self) -> tuple[Longs, Bools]:
+        """Run the rows that fitted. -> their tokens int64 [rows], and which are not finite bool [rows].
+
+        Their slots are as they were: see ``keep``.
+        """
+        state, slots = self._state, self._slots
+        assert state.here is not None
+        lengths = state.known[slots]
+        positions = lengths - 1
+        columns = positions // state.page_size
+        index = state.pages[slots, columns] * np.int64(state.page_size) + positions % state.page_size
+        pages = state.pages[slots, : int(columns.max()) + 1]
+        return self._likeliest(DecodeTokens(state.here[slots, positions], positions, index, pages, lengths))
+
+    def keep(self, tokens: Longs) -> None:
+        """Each row knows one token more."""
+        state, slots = self._state, self._slots
+        assert state.here is not None
+        lengths = state.known[slots]
+        state.here[slots, lengths] = tokens
+        state.computed[slots] = lengths
+        state.known[slots] = lengths + 1
