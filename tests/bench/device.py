@@ -3,11 +3,12 @@ prints one table.
 
 The checks run first, tests/kernels/cuda with pytest, and nothing is measured when one fails. The measurements drive a
 ModelRunner as the scheduler does, with two steps in flight, on made-up weights: the shapes, lengths and settings are
-those that vLLM 0.24.0 was measured with on an H200 (2026-11-20). They leave out what the actors cost; the start of a
-server to its first answer, and ``online``, streams over HTTP from client processes, are the whole program's.
+those that vLLM 0.24.0 was measured with on an H200 (2026-11-20). They leave out what the actors cost;
+``engine``, the same by an Engine, ``online``, streams over HTTP from client processes, and the start of a server to its
+first answer are the whole program's.
 
-Options: ``--only NAME[,NAME...]`` of checks, decode, offline, prefill, online, start; ``--model 8b,0.6b``; ``--profile
-DIR`` writes tables of the device's time by kernel.
+Options: ``--only NAME[,NAME...]`` of checks, decode, offline, prefill, engine, online, start; ``--model 8b,0.6b``;
+``--profile DIR`` writes tables of the device's time by kernel.
 """
 
 from __future__ import annotations
@@ -93,6 +94,12 @@ PEER: dict[tuple[str, str], tuple[float, float, str]] = {
     ("0.6b", "offline 64"): (19000, 25000, "tok/s"),
     ("0.6b", "offline 256"): (28000, 36000, "tok/s"),
     ("0.6b", "offline 512"): (31600, 40000, "tok/s"),
+    ("8b", "engine 64"): (6650, 7000, "tok/s"),
+    ("8b", "engine 256"): (9950, 10500, "tok/s"),
+    ("8b", "engine 512"): (10400, 11000, "tok/s"),
+    ("0.6b", "engine 64"): (19000, 25000, "tok/s"),
+    ("0.6b", "engine 256"): (28000, 36000, "tok/s"),
+    ("0.6b", "engine 512"): (31600, 40000, "tok/s"),
     ("8b", "prefill"): (41300, 41300, "tok/s"),
     ("0.6b", "prefill"): (334000, 0.0, "tok/s"),
     ("8b", "online 1"): (202, 0.0, "tok/s"),
@@ -334,6 +341,47 @@ def measure(name: str, directory: Path, points: Sequence[str], profiles: Path | 
     return rows
 
 
+def engine(name: str, directory: Path, repeats: int = 2) -> list[Row]:
+    """``offline`` once more, by the whole engine without HTTP: the scheduler and all other actors take part."""
+    import uvloop
+
+    from actors.engine import Engine
+    from actors.requests import SamplingParams
+
+    path = write_model(name, directory)
+    params = SamplingParams(max_tokens=256, temperature=0, ignore_eos=True)
+
+    async def sequence(running: Engine, prompt: list[int]) -> int:
+        return sum([len(delta.token_ids) async for delta in running.generate(prompt, params)])
+
+    async def measure_all() -> list[Row]:
+        options: dict[str, Any] = {"context_length": CONTEXT, "max_running_requests": 512}
+        rows = []
+        async with Engine(
+            model=str(path),
+            device="cuda",
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            chunked_prefill_size=STEP_TOKENS,
+            **options,
+        ) as running:
+            generator = np.random.default_rng(7)
+            for count in OFFLINE:
+                found = []
+                for _ in range(repeats + 1):  # the first warms up
+                    prompts = generator.integers(0, SHAPES[name]["vocab_size"], (count, 512)).tolist()
+                    begun = time.perf_counter()
+                    made = sum(await asyncio.gather(*(sequence(running, prompt) for prompt in prompts)))
+                    assert made == count * 256, made
+                    found.append(made / (time.perf_counter() - begun))
+                rows.append(Row(name, f"engine {count}", tuple(found[1:])))
+                print(rows[-1].line(), flush=True)
+        return rows
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(measure_all())
+
+
 def write_tokenizer(name: str, path: Path) -> None:
     """The tokenizer of the model in the box, with a word for every id that the shape's head can pick."""
     box = Path(__file__).parents[2] / "app" / "understudy" / "model"
@@ -411,7 +459,7 @@ def start(name: str, directory: Path) -> Row:
 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench device", description=__doc__)
-    parser.add_argument("--only", default="checks,decode,offline,prefill,online,start")
+    parser.add_argument("--only", default="checks,decode,offline,prefill,engine,online,start")
     parser.add_argument("--model", default="8b,0.6b")
     parser.add_argument("--profile", type=Path)
     given = parser.parse_args(arguments)
@@ -423,6 +471,8 @@ def main(arguments: list[str]) -> None:
         for name in given.model.split(","):
             if {"decode", "offline", "prefill"} & set(points) or given.profile is not None:
                 rows += measure(name, Path(directory), points, given.profile)
+            if "engine" in points:
+                rows += engine(name, Path(directory))
             if "online" in points:
                 rows += online(name, Path(directory))
             if "start" in points:
