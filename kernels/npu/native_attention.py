@@ -5,13 +5,14 @@ and for finding out whose fault a wrong answer is. Slow: it copies every key it 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.npu.attention import LayerCache
+from kernels.npu.tree_attention import hidden_keys, mask_keys
 from kernels.platforms.base import AttentionRows
 
 Put = Callable[[np.ndarray], Tensor]
@@ -44,7 +45,7 @@ class NativePart:
 
 
 def plan_native(rows: AttentionRows, first: int, last: int, window: int, put: Put) -> NativePart:
-    """Decodes in one group, each prefill in one of its own."""
+    """Decodes in one group, each other row in one of its own."""
     decodes = min(last, max(first, rows.decodes))
     bounds = [(first, decodes)] if decodes > first else []
     bounds += [(row, row + 1) for row in range(decodes, last)]
@@ -59,17 +60,31 @@ def plan_native(rows: AttentionRows, first: int, last: int, window: int, put: Pu
 def _rows(rows: AttentionRows, low: int, high: int, begin: int, window: int, put: Put) -> NativeRows:
     """Rows ``low .. high``, which run the same number of tokens each."""
     starts, queries = rows.starts[low:high], int(rows.counts[low])
-    keys = np.arange(int(starts.max()) + queries)
-    at = starts[:, None] + np.arange(queries)
-    hidden = keys > at[..., None]
-    if window:
-        hidden |= keys <= at[..., None] - window
+    length = int(starts.max()) + queries
+    draft = low - rows.decodes
+    if rows.tree is not None and 0 <= draft < rows.verifies:
+        one = replace(
+            rows,
+            starts=starts,
+            counts=rows.counts[low:high],
+            decodes=0,
+            verifies=1,
+            tree=rows.tree[draft : draft + 1],
+            roots=None if rows.roots is None else rows.roots[draft : draft + 1],
+        )
+        unseen = hidden_keys(one, queries, mask_keys(length, 1), window, put)[..., :length].bool().unsqueeze(2)
+    else:
+        keys, at = np.arange(length), starts[:, None] + np.arange(queries)
+        hidden = keys > at[..., None]
+        if window:
+            hidden |= keys <= at[..., None] - window
+        unseen = put(hidden[:, None, None])
     return NativeRows(
         begin=begin,
         rows=high - low,
         queries=queries,
         pages=put(rows.pages[low:high].ravel().astype(np.int64)),
-        hidden=put(hidden[:, None, None]),
+        hidden=unseen,
     )
 
 

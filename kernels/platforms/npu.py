@@ -30,6 +30,7 @@ from kernels.npu.graphs import DecodeGraphs
 from kernels.npu.native_attention import NativePart, native_attention, plan_native
 from kernels.npu.operators import NpuNorm, ascend_cut, make_linear, rotate, swiglu, write_cache
 from kernels.npu.soc import soc_of
+from kernels.npu.tree_attention import TreePart, plan_trees, tree_attention
 from kernels.platforms.base import AttentionRows, Decodes, Fetched, Linear, Memory, Norm, Platform, PlatformError
 from kernels.staging import Staging, fetch
 from kernels.step import RunnerConfig
@@ -37,6 +38,7 @@ from kernels.step import RunnerConfig
 __all__ = ["AttentionPlan", "NpuPlatform"]
 
 ASCEND, NATIVE = "ascend", "torch_native"
+_TREES = "trees"  # of the fused attention, a call with a mask
 _GIB = 1 << 30
 
 
@@ -44,7 +46,8 @@ _GIB = 1 << 30
 class AttentionPlan:
     """The calls that make up a step's attention, in the order of their tokens."""
 
-    parts: tuple[FusedPart | NativePart, ...]
+    parts: tuple[FusedPart | TreePart | NativePart, ...]
+    rows: AttentionRows | None = None  # that it was made of; None in a graph
 
 
 class NpuPlatform(Platform):
@@ -86,7 +89,7 @@ class NpuPlatform(Platform):
         self._config = config
         self._mask: Tensor | None = None
         self._staging: Staging | None = None
-        self._prefill = self._decode = ASCEND
+        self._prefill = self._decode = self._verify = ASCEND
         self._dtype = torch.bfloat16
 
     def bind_thread(self) -> None:
@@ -115,6 +118,9 @@ class NpuPlatform(Platform):
         self._dtype = found
         self._prefill = self._backend(self._config.prefill_attention_backend)
         self._decode = self._backend(self._config.decode_attention_backend)
+        speculation = self._config.speculation
+        decodes = speculation is not None and speculation.attention_mode == "decode"
+        self._verify = self._decode if decodes else self._prefill
         return found
 
     def _backend(self, chosen: str) -> str:
@@ -180,14 +186,26 @@ class NpuPlatform(Platform):
             tokens.index_copy_(0, target, tokens.index_select(0, source))
 
     def plan_attention(self, rows: AttentionRows, window: int) -> AttentionPlan:
-        decodes, count = rows.decodes, len(rows.starts)
-        whole = self._prefill == self._decode and not self.soc.splits_mixed_steps
-        bounds = [(0, count)] if whole else [(0, decodes), (decodes, count)]
-        return AttentionPlan(tuple(self._part(rows, low, high, window) for low, high in bounds if high > low))
+        first, short, last = rows.decodes, rows.decodes + rows.verifies, len(rows.starts)
+        tree = rows.tree is not None and first < short and int(rows.counts[first:short].max()) > 1
+        verify = _TREES if tree and self._verify == ASCEND else self._verify
+        calls: list[tuple[int, int, str]] = []
+        for low, high, kind in ((0, first, self._decode), (first, short, verify), (short, last, self._prefill)):
+            if low == high:
+                continue
+            apart = kind == _TREES or (low == first and self.soc.splits_mixed_steps)
+            if calls and calls[-1][2] == kind and not apart:
+                low = calls.pop()[0]
+            calls.append((low, high, kind))
+        return AttentionPlan(tuple(self._part(rows, *call, window) for call in calls), rows)
 
-    def _part(self, rows: AttentionRows, first: int, last: int, window: int) -> FusedPart | NativePart:
-        if (self._decode if last <= rows.decodes else self._prefill) == NATIVE:
+    def _part(
+        self, rows: AttentionRows, first: int, last: int, kind: str, window: int
+    ) -> FusedPart | TreePart | NativePart:
+        if kind == NATIVE:
             return plan_native(rows, first, last, window, self.put)
+        if kind == _TREES:
+            return plan_trees(rows, window, self._config.page_size, self.put)
         assert self._mask is not None, "make_cache comes first"
         return plan_part(rows, first, last, window, self._mask, self.put)
 
@@ -195,8 +213,12 @@ class NpuPlatform(Platform):
         found = []
         for part in plan.parts:
             asked = queries[part.begin : part.end]
-            call = fused_attention if isinstance(part, FusedPart) else native_attention
-            found.append(call(asked, cache, part, scale))
+            if isinstance(part, TreePart):
+                found.append(tree_attention(asked, cache, part, scale))
+            elif isinstance(part, FusedPart):
+                found.append(fused_attention(asked, cache, part, scale))
+            else:
+                found.append(native_attention(asked, cache, part, scale))
         return (found[0] if len(found) == 1 else torch.cat(found)).reshape(len(queries), -1)
 
     def capture_decodes(
@@ -206,12 +228,18 @@ class NpuPlatform(Platform):
         max_rows: int,
         columns: int,
         agree: Callable[[bool], bool],
+        tokens: int = 1,
+        tree: bool = False,
+        states: Tensor | None = None,
     ) -> Decodes | None:
         config = self._config
-        if config.disable_graphs or self._decode == NATIVE or self._mask is None:
+        backend = self._decode if tokens == 1 else self._verify
+        if config.disable_graphs or backend == NATIVE or self._mask is None:
             return None
         most = config.graph_max_rows or self._default_graph_rows()
         sizes = graph_sizes(config.graph_rows, most, max_rows)
+        if tokens > 1:  # each token of a row that is filled up has a slot of the dump page of its own
+            sizes = [size for size in sizes if size * tokens <= config.page_size]
         if not sizes:
             return None
         graphs = DecodeGraphs(
@@ -224,11 +252,16 @@ class NpuPlatform(Platform):
             self._mask,
             not config.disable_graph_padding,
             agree,
+            self.put,
+            tokens,
+            tree,
+            states,
         )
 
         def decode(batch: ForwardBatch) -> Tensor | None:
-            part = next(iter(batch.plans.values())).parts[0]
-            return graphs.run(batch, part)
+            plan = next(iter(batch.plans.values()))
+            pages = plan.parts[0].pages if len(plan.parts) == 1 else None
+            return graphs.run(batch, plan.rows, pages)
 
         return Decodes(tuple(graphs.sizes), decode) if graphs.sizes else None
 

@@ -181,6 +181,8 @@ class Attention:
             self.need(self.mask.numel() == MASK * MASK, "atten_mask", rule)
         if self.sparse == 1:
             self.need(self.mask is not None, "atten_mask", "sparse_mode 1 needs the whole mask")
+        if self.mask is not None and self.sparse in (0, 1) and self.layout != "TND":
+            self.check_whole_mask()
         if self.layout == "TND" and self.sparse in (0, 1):
             self.need(self.mask is None, "atten_mask", f"TND with sparse_mode {self.sparse} takes no mask here")
         if self.sink is not None:
@@ -188,6 +190,20 @@ class Attention:
             dtypes(self.operator, (torch.bfloat16,), learnable_sink=self.sink)
             shape = tuple(self.sink.shape)
             self.need(shape == (self.heads,), "learnable_sink", f"must be [{self.heads}], is {shape}")
+
+    def check_whole_mask(self) -> None:
+        """(1, Q, KV), (B, 1, Q, KV), (1, 1, Q, KV), (Q, KV), for one query (B, KV); each may be longer, padded."""
+        assert self.mask is not None
+        shape, batch, queries = tuple(self.mask.shape), self.query.shape[0], self.query_tokens()
+        keys = self.blocks.shape[1] * self.block_size if self.blocks is not None else self.kv_tokens()
+        rule = f"sparse_mode {self.sparse} takes [1 or {batch}, 1, {queries}, {keys}] or a longer one, not {shape}"
+        leading = {2: (), 3: ((1,),), 4: ((1, 1), (batch, 1))}.get(len(shape))
+        fits = leading is not None and (not leading or shape[:-2] in leading)
+        rows = batch if queries == 1 and len(shape) == 2 else queries
+        self.need(fits and shape[-2] >= rows and shape[-1] >= keys, "atten_mask", rule)
+
+    def kv_tokens(self) -> int:
+        return self.key.shape[{"BSND": 1, "BSH": 1, "BNSD": 2}[self.layout]]
 
     # ---- values ----
 
