@@ -145,6 +145,9 @@ class DflashDrafter(Drafter):
         self._places = DraftPlaces(context.platform, config.page_size, config.max_slots, block)
         self._caches: list[Any] = []
         self._blocks: Decodes | None = None  # prepared passes over blocks
+        device = context.platform.device
+        self._ahead = torch.arange(block, device=device)
+        self._everything = torch.full((1, block), (1 << block) - 1 if block < MOST_NODES else -1, device=device)
         self.parameters, self.weight_bytes = self._model.parameters, self._model.weight_bytes
         model = self._model.config
         dim = context.platform.cache_head_dim(model.head_dim)
@@ -186,23 +189,22 @@ class DflashDrafter(Drafter):
         places = rows.roots[:, None] + np.arange(block)
         table = self._places.table(rows.slots, rows.roots, rows.pages, rows.capacity, block)
         counts = np.full(count, block, dtype=np.int64)
-        everything = torch.full((count, block), (1 << block) - 1 if block < MOST_NODES else -1, device=platform.device)
-        attended = AttentionRows(rows.roots, counts, table, 0, count, everything)
+        attended = AttentionRows(rows.roots, counts, table, 0, count, self._everything.expand(count, block))
         tokens = torch.full((count, block), self._mask, dtype=torch.int64, device=platform.device)
         tokens[:, 0] = rows.root_tokens
-        positions = rows.root_positions.unsqueeze(1) + torch.arange(block, device=platform.device)
+        positions, index = self._places.put(places.reshape(1, -1), places.reshape(1, -1), table)
         window = self._model.config.windows[0]
         batch = ForwardBatch(
             tokens.view(-1),
-            positions.view(-1),
-            self._places.index(places, table).view(-1),
+            positions[0],
+            index[0],
             {window: platform.plan_attention(attended, window)},
         )
         hidden = None if self._blocks is None else self._blocks.run(batch)
         hidden = self._model.forward(batch, self._caches) if hidden is None else hidden
         wanted = self.most_nodes
         logits = self._model.head(hidden.unflatten(0, (count, block))[:, 1:wanted].flatten(0, 1))
-        guessed = self._guesses.best(logits, rows.noise, positions[:, 1:wanted])
+        guessed = self._guesses.best(logits, rows.noise, rows.root_positions, self._ahead[1:wanted])
         tokens = torch.cat((tokens[:, :1], guessed.view(count, -1)), 1)
         return Drafts(chain(tokens), np.minimum(rows.limits + 1, wanted))
 

@@ -131,46 +131,46 @@ class Expansion:
         return self._chain(rows, states, steps) if self.topk == 1 else self._tree(rows, states, steps)
 
     def _chain(self, rows: DraftRows, states: Tensor, steps: int) -> Drafts:
-        guessed = rows.root_positions + 1
-        tokens = [rows.root_tokens, self._guesses.best(self._model.logits(states), rows.noise, guessed)]
+        guess = self._guesses.best
+        tokens = [rows.root_tokens, guess(self._model.logits(states), rows.noise, rows.root_positions, 1)]
         if steps > 1:
             starts = rows.roots + self._first + np.arange(steps - 1)[:, None]
             table = self._places.table(rows.slots, rows.roots, rows.pages, rows.capacity, steps - 1)
-            index = self._places.index(starts[:, :, None], table)
+            positions, index = self._places.put(starts, starts, table)
             ones = np.ones(len(rows.slots), dtype=np.int64)
         for step in range(1, steps):
             at = starts[step - 1]
             plans = self._plans(AttentionRows(at, ones, table, len(at)))
-            positions = guessed + (self._first + step - 2)
-            batch = ForwardBatch(tokens[-1], positions, index[step - 1].view(-1), plans, states)
+            batch = ForwardBatch(tokens[-1], positions[step - 1], index[step - 1], plans, states)
             states, logits = self._run(batch, states)
-            tokens.append(self._guesses.best(logits, rows.noise, guessed + step))
+            tokens.append(guess(logits, rows.noise, rows.root_positions, 1 + step))
         return Drafts(chain(torch.stack(tokens, 1)), np.minimum(rows.limits, steps) + 1)
 
     def _tree(self, rows: DraftRows, states: Tensor, steps: int) -> Drafts:
         count, width, device = len(rows.slots), self.topk, states.device
-        guessed = rows.root_positions + 1
+        guess = self._guesses.candidates
         if steps > 1:
             roots = rows.roots + self._first
-            starts = roots + width * np.arange(steps - 1)[:, None]
+            levels = np.arange(steps - 1)[:, None]
+            starts = roots + width * levels
             table = self._places.table(rows.slots, rows.roots, rows.pages, rows.capacity, width * (steps - 1))
-            index = self._places.index(starts[:, :, None] + np.arange(width), table)
+            places = (starts[:, :, None] + np.arange(width)).reshape(steps - 1, -1)
+            positions, index = self._places.put(np.repeat(roots + levels, width, 1), places, table)
             counts = np.full(count, width, dtype=np.int64)
         own = torch.ones((), dtype=torch.int64, device=device) << torch.arange(width, device=device)
         row = torch.arange(count, device=device).unsqueeze(1)
 
         growth = Growth(rows.root_tokens, width)
-        tokens, scores = self._guesses.candidates(self._model.logits(states), rows.noise, guessed, width)
+        tokens, scores = guess(self._model.logits(states), rows.noise, rows.root_positions, 1, width)
         level = growth.grow(tokens.unsqueeze(1), scores.unsqueeze(1))
         seen = own.expand(count, width)
         for step in range(1, steps):
             above = 1 if step == 1 else width  # nodes of the level before
             states = states.index_select(0, (row * above + level.origins).view(-1))
             plans = self._plans(AttentionRows(starts[step - 1], counts, table, 0, count, seen, roots))
-            positions = (guessed + (self._first + step - 2)).repeat_interleave(width)
-            batch = ForwardBatch(level.tokens.reshape(-1), positions, index[step - 1].view(-1), plans, states)
+            batch = ForwardBatch(level.tokens.reshape(-1), positions[step - 1], index[step - 1], plans, states)
             states, logits = self._run(batch, states)
-            tokens, scores = self._guesses.candidates(logits, rows.noise, guessed + step, width)
+            tokens, scores = guess(logits, rows.noise, rows.root_positions, 1 + step, width)
             level = growth.grow(tokens.view(count, width, -1), scores.view(count, width, -1))
             seen = seen.gather(1, level.origins) | (own << (step * width))
         nodes = min(self.nodes, growth.candidates + 1)
@@ -179,8 +179,10 @@ class Expansion:
     def _run(self, batch: ForwardBatch, states: Tensor) -> tuple[Tensor, Tensor]:
         """-> the states that a level's tokens leave, and the logits of what follows them."""
         both = None if self._guessing is None else self._guessing.run(batch)
-        if both is not None and both.shape[1] > self._model.width:
-            return both[:, : self._model.width], both[:, self._model.width :]
+        width = self._model.width
+        if both is not None and both.shape[1] > width:
+            found, logits = both.split((width, both.shape[1] - width), 1)
+            return found, logits
         states = self._model.forward(batch, states, self.caches) if both is None else both
         return states, self._model.logits(states)
 

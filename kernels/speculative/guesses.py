@@ -26,16 +26,19 @@ class Guesses:
         self._ids = ids
         self._greedy = greedy
 
-    def best(self, logits: Tensor, noise: Noise | None, positions: Tensor) -> Tensor:
+    def best(self, logits: Tensor, noise: Noise | None, roots: Tensor, ahead: int | Tensor) -> Tensor:
         """The best guess of each row of ``logits`` [rows * n, vocabulary], int64 [rows * n].
 
-        ``positions`` int64 [rows] or [rows, n]: where the guessed tokens stand.
+        ``roots`` int64 [rows]: positions of the last known tokens. ``ahead``: how far behind them the guessed tokens
+        stand; of each of the n, or of all.
         """
         if noise is not None:
-            return self.candidates(logits, noise, positions, 1)[0][:, 0]
+            return self.candidates(logits, noise, roots, ahead, 1)[0][:, 0]
         return self._target(logits.argmax(-1) if self._greedy is None else self._greedy(logits)[0])
 
-    def candidates(self, logits: Tensor, noise: Noise | None, positions: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    def candidates(
+        self, logits: Tensor, noise: Noise | None, roots: Tensor, ahead: int | Tensor, most: int
+    ) -> tuple[Tensor, Tensor]:
         """The ``most`` best guesses and their log-probabilities, [rows * n, most] each, the best first."""
         total = logits.float().logsumexp(-1, keepdim=True)
         vocab = logits.shape[1]
@@ -44,6 +47,7 @@ class Guesses:
             return self._target(chosen), values.float() - total
         values, chosen = logits.topk(min(max(most, _SAMPLED), vocab))
         ids = self._target(chosen)
+        positions = roots.unsqueeze(1) + ahead
         best, at = _raced(values.float(), total, ids, noise, positions).topk(min(most, vocab))
         return ids.gather(1, at), best
 
@@ -56,8 +60,7 @@ def _raced(values: Tensor, total: Tensor, ids: Tensor, noise: Noise, positions: 
     sampled, the share of its clock's lead among all candidates'.
     """
     each = len(values) // len(positions)
-    at = positions.unsqueeze(1).expand(-1, each) if positions.ndim == 1 else positions
-    keys = keys_at(noise.keys.repeat_interleave(each, 0), at.reshape(-1))
+    keys = keys_at(noise.keys.repeat_interleave(each, 0), positions.expand(-1, each).reshape(-1))
     temperature = noise.temperature.repeat_interleave(each).unsqueeze(1)
     sampled = temperature > 0
     scaled = values / torch.where(sampled, temperature, 1.0)

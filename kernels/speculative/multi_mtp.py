@@ -114,7 +114,6 @@ class MultiHeads(Drafter):
         which = self._put(row * (self._kept + 1))
         tokens = torch.zeros((len(starts), self._kept + 1), dtype=torch.int64, device=states.device)
         tokens[:, 0] = rows.root_tokens
-        guessed = rows.root_positions + 1
         at_positions = self._put(positions)
         for step in range(steps):
             if step:
@@ -126,7 +125,7 @@ class MultiHeads(Drafter):
                     ForwardBatch(read, at_positions, index, plans), states, [self._caches[step]]
                 )
             logits = self._heads[step].logits(states.index_select(0, last))
-            tokens[:, step + 1] = self._guesses.best(logits, rows.noise, guessed + step)
+            tokens[:, step + 1] = self._guesses.best(logits, rows.noise, rows.root_positions, 1 + step)
         nodes = np.where(known, np.minimum(rows.limits, min(steps, self.most_nodes - 1)), 0) + 1
         return Drafts(chain(tokens[:, : steps + 1]), nodes)
 

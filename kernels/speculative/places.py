@@ -5,6 +5,8 @@ They may need more places than the sequence has pages for: each slot has pages o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
@@ -37,7 +39,10 @@ class DraftPlaces:
 
         ``given`` int32 [rows, columns]: the target's, of which ``capacity`` positions hold something.
         """
-        columns = max(0, int(roots.max()) + self._first + places - 1) // self._page_size + 1
+        last = int(roots.max()) + self._first + places - 1
+        columns = max(0, last) // self._page_size + 1
+        if last < int(capacity.min()) and columns <= given.shape[1]:
+            return given[:, :columns]
         pages = np.zeros((len(slots), columns), dtype=np.int32)
         own = given[:, :columns]
         pages[:, : own.shape[1]] = own
@@ -47,8 +52,11 @@ class DraftPlaces:
         spare = self._begin + self._spare * slots[:, None] + np.minimum(beyond, self._spare - 1)
         return np.where(beyond >= 0, spare, pages).astype(np.int32)
 
-    def index(self, positions: Longs, table: Ints) -> Tensor:
-        """Where ``positions`` [..., rows, n] lie in the cache, int64 on the device."""
-        rows = np.arange(len(table)).reshape(-1, 1)
-        pages = table[rows, positions // self._page_size].astype(np.int64)
-        return self._platform.put(pages * self._page_size + positions % self._page_size)
+    def put(self, positions: Longs, places: Longs, table: Ints) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """``positions`` int64 [passes, rows * n], and where ``places`` [passes, rows * n] lie in the cache, both on the
+        device, apart by passes."""
+        rows = np.repeat(np.arange(len(table)), places.shape[1] // len(table))
+        pages, offsets = np.divmod(places, self._page_size)
+        both = np.stack((positions, table[rows, pages] * np.int64(self._page_size) + offsets))
+        found = self._platform.put(both.reshape(-1, places.shape[1])).unbind(0)
+        return found[: len(places)], found[len(places) :]
