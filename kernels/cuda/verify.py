@@ -1,8 +1,9 @@
 """Attention of a few tokens a row, drafts to verify, over the row's pages.
 
 It is flash decoding (``kernels.cuda.decode``) with a row's queries and the query heads of one key head as the lines of
-one tile. What a query sees of the tree it stands in are bits, read on the device, as are lengths and pages: a graph of
-it is replayed for any tree.
+one tile. The parts of split sequences are put together by a kernel of its own, a program for each line: one program for
+a whole tile would read too much. What a query sees of the tree it stands in are bits, read on the device, as are
+lengths and pages: a graph of it is replayed for any tree.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.cuda.decode import DecodeScratch, split_count
+from kernels.cuda.decode import DecodeScratch
 from kernels.cuda.launch import overlapping
 
 __all__ = ["HEADER", "attend_drafts", "draft_splits"]
@@ -22,6 +23,9 @@ HEADER = 4
 sees all before, and its tokens in the cache, the step's included."""
 
 _LINES = 64  # of a tile, at most
+_PROGRAMS = 1056  # of 16 lines, that fill the device: 8 on each of 132 multiprocessors
+_MOST_SPLITS = 64
+_LONG = 32768  # tokens that one program should not be left alone with
 
 
 def _queries(group: int, tokens: int) -> int:
@@ -29,9 +33,18 @@ def _queries(group: int, tokens: int) -> int:
     return max(1, min(tokens, _LINES // group))
 
 
+def _lines(group: int, tokens: int) -> int:
+    """Of a program's tile."""
+    return max(16, triton.next_power_of_2(_queries(group, tokens) * group))
+
+
 def draft_splits(rows: int, tokens: int, heads_each: int, kv_heads: int, context: int) -> int:
     """Into how many parts sequences are cut. ``tokens``: the most of a row. ``heads_each``: query heads a key head."""
-    return split_count(rows * triton.cdiv(tokens, _queries(heads_each, tokens)), kv_heads, context)
+    each = _queries(heads_each, tokens)
+    programs = _PROGRAMS * 16 // _lines(heads_each, tokens)
+    even = programs // (rows * triton.cdiv(tokens, each) * kv_heads)
+    most = max(1, min(_MOST_SPLITS, even, triton.cdiv(context, 64)))
+    return max(1 << most.bit_length() - 1, min(4, triton.next_power_of_2(triton.cdiv(context, _LONG))))
 
 
 @triton.jit
@@ -116,7 +129,6 @@ def _drafts(
     out,
     partial,
     stats,
-    arrived,
     scale,
     window: tl.constexpr,
     query_stride,
@@ -197,30 +209,53 @@ def _drafts(
             tl.store(partial + (part + split)[:, None] * dim + at[None, :], total, mask=mask)
             tl.store(stats + (part + split) * 2, top, mask=there)
             tl.store(stats + (part + split) * 2 + 1, norm, mask=there)
-            tl.debug_barrier()
-            counter = arrived + tl.program_id(0) * kv_heads + kv_head
-            before = tl.atomic_add(counter, 1, sem="acq_rel")
-            if before == used - 1:
-                tl.debug_barrier()
-                tl.store(counter, 0)
-                top = tl.full([lines], -float("inf"), tl.float32)
-                norm = tl.zeros([lines], tl.float32)
-                total = tl.zeros([lines, dim_block], tl.float32)
-                for other in range(used):
-                    t = tl.load(stats + (part + other) * 2, mask=there, other=0.0, cache_modifier=".cg")
-                    n = tl.load(stats + (part + other) * 2 + 1, mask=there, other=1.0, cache_modifier=".cg")
-                    a = tl.load(
-                        partial + (part + other)[:, None] * dim + at[None, :],
-                        mask=mask,
-                        other=0.0,
-                        cache_modifier=".cg",
-                    )
-                    above = tl.maximum(top, t)
-                    shrink, grow = tl.exp2(top - above), tl.exp2(t - above)
-                    total = total * shrink[:, None] + a * grow[:, None]
-                    norm = norm * shrink + n * grow
-                    top = above
-                tl.store(result, (total / norm[:, None]).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["state_stride", "tokens"])
+def _join(
+    state,
+    out,
+    partial,
+    stats,
+    window: tl.constexpr,
+    state_stride,
+    tokens,
+    heads: tl.constexpr,
+    dim: tl.constexpr,
+    dim_block: tl.constexpr,
+    block: tl.constexpr,
+    splits: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    row = tl.program_id(0) // tokens
+    query = tl.program_id(0) % tokens
+    head = tl.program_id(1)
+    at = tl.arange(0, dim_block)
+    part = tl.arange(0, splits)
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
+    own = state + row.to(tl.int64) * state_stride
+    token = tl.load(own)
+    count = tl.load(own + 1)
+    root = tl.load(own + 2)
+    length = tl.load(own + 3)
+    first = 0
+    if window > 0:
+        first = tl.maximum(root + 1 - window, 0)
+    every = (length + block - 1) // block - first // block
+    share = (every + splits - 1) // splits
+    used = (every + share - 1) // share
+    if (query < count) & (used > 1):
+        line = (token + query).to(tl.int64) * heads + head
+        there = part < used
+        top = tl.load(stats + (line * splits + part) * 2, mask=there, other=-float("inf"))
+        norm = tl.load(stats + (line * splits + part) * 2 + 1, mask=there, other=0.0)
+        mask = there[:, None] & (at < dim)[None, :]
+        total = tl.load(partial + (line * splits + part)[:, None] * dim + at[None, :], mask=mask, other=0.0)
+        grow = tl.exp2(top - tl.max(top, 0))
+        whole = tl.sum(total * grow[:, None], 0) / tl.sum(norm * grow, 0)
+        tl.store(out + line * dim + at, whole.to(out.dtype.element_ty), mask=at < dim)
 
 
 def attend_drafts(
@@ -249,9 +284,9 @@ def attend_drafts(
     each = _queries(group, tokens)
     blocks = triton.cdiv(tokens, each)
     wide = cache.element_size() == 4
-    partial, stats, arrived = scratch.room(max(total, rows * blocks), heads, kv_heads, dim, splits)
+    partial, stats, _ = scratch.room(total, heads, kv_heads, dim, splits)
     pdl = overlapping(queries.device)
-    lines = max(16, triton.next_power_of_2(each * group))
+    block, dim_block = 32 if wide else 64, max(16, triton.next_power_of_2(dim))
     _drafts[(rows * blocks, kv_heads, splits)](
         queries,
         cache,
@@ -260,7 +295,6 @@ def attend_drafts(
         out,
         partial,
         stats,
-        arrived,
         scale * 1.4426950408889634,
         window,
         queries.stride(0),
@@ -271,11 +305,11 @@ def attend_drafts(
         heads,
         kv_heads,
         dim,
-        max(16, triton.next_power_of_2(dim)),
+        dim_block,
         each,
-        lines,
+        _lines(group, tokens),
         page_size,
-        32 if wide else 64,
+        block,
         splits,
         bits is not None,
         "ieee" if wide else "tf32",
@@ -284,3 +318,21 @@ def attend_drafts(
         num_warps=4,
         launch_pdl=pdl,
     )
+    if splits > 1:
+        _join[(rows * tokens, heads)](
+            state,
+            out,
+            partial,
+            stats,
+            window,
+            state.stride(0),
+            tokens,
+            heads,
+            dim,
+            dim_block,
+            block,
+            splits,
+            pdl,
+            num_warps=4 if splits * dim_block > 2048 else 1,
+            launch_pdl=pdl,
+        )
