@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NoReturn
 
 __all__ = ["TREE", "CacheCorrupted", "PagePool"]
 
@@ -48,16 +49,20 @@ class PagePool:
 
     def release(self, pages: Iterable[int], owner: int) -> None:
         """Take pages back from their ``owner``."""
+        owners, free, most = self._owners, self._free, self.total
         for page in pages:
-            self._expect(page, owner)
-            self._owners[page] = _FREE
-            self._free.append(page)
+            if not 0 < page <= most or owners[page] != owner:
+                self._refuse(page, owner)
+            owners[page] = _FREE
+            free.append(page)
 
     def transfer(self, pages: Iterable[int], owner: int, to: int) -> None:
         """Hand pages of ``owner`` over to another one."""
+        owners, most = self._owners, self.total
         for page in pages:
-            self._expect(page, owner)
-            self._owners[page] = to
+            if not 0 < page <= most or owners[page] != owner:
+                self._refuse(page, owner)
+            owners[page] = to
 
     def owned(self) -> dict[int, list[int]]:
         """Pages by owner, the free ones left out."""
@@ -75,7 +80,6 @@ class PagePool:
         if self._owners[0] != _FREE:
             raise CacheCorrupted("page 0 was given out")
 
-    def _expect(self, page: int, owner: int) -> None:
-        found = self._owners[page] if 0 < page < len(self._owners) else None
-        if found != owner:
-            raise CacheCorrupted(f"page {page} belongs to {found}, not to {owner}")
+    def _refuse(self, page: int, owner: int) -> NoReturn:
+        found = self._owners[page] if 0 < page <= self.total else None
+        raise CacheCorrupted(f"page {page} belongs to {found}, not to {owner}")
