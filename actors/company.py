@@ -169,7 +169,12 @@ class Company:
 
     def _make_scheduler(self) -> Scheduler:
         return Scheduler(
-            planner_config(self._arguments, self._context_length, place(self._arguments, os.environ)),
+            planner_config(
+                self._arguments,
+                self._context_length,
+                place(self._arguments, os.environ),
+                self._model.speculation,
+            ),
             journal=self.journal,
             cache=self.cache,
             worker=self.worker,

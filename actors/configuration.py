@@ -37,7 +37,9 @@ def metric_options(arguments: Arguments) -> MetricOptions:
     )
 
 
-def planner_config(arguments: Arguments, context_length: int, placement: Placement) -> PlannerConfig:
+def planner_config(
+    arguments: Arguments, context_length: int, placement: Placement, speculation: SpeculativeSettings | None = None
+) -> PlannerConfig:
     a = arguments
     return PlannerConfig(
         max_running=a.max_running_requests,
@@ -53,6 +55,7 @@ def planner_config(arguments: Arguments, context_length: int, placement: Placeme
         priority_scheduling=a.enable_priority_scheduling,
         low_priority_values_first=a.schedule_low_priority_values_first,
         preemption_threshold=a.priority_scheduling_preemption_threshold,
+        adaptive=speculation.adaptive.config if speculation is not None and speculation.adaptive.enabled else None,
     )
 
 

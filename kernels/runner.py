@@ -160,6 +160,7 @@ class ModelRunner:
             graph_rows=self._decodes.rows if self._decodes is not None else (),
             speculative_nodes=drafter.most_nodes if drafter is not None else 1,
             speculative_depth=drafter.depth if drafter is not None else 0,
+            speculative_levels=drafter.levels(speculation) if drafter is not None and speculation is not None else (0,),
             draft_parameters=drafter.parameters if drafter is not None else 0,
             draft_weight_bytes=drafter.weight_bytes if drafter is not None else 0,
         )
@@ -273,7 +274,10 @@ class ModelRunner:
         host = fetched()
         ended = time.perf_counter()
         run = ended - max(prepared, self._ended)
-        timing = StepTiming(prepare=prepared - begun, run=run, graph_rows=answer.graph_rows, draft=answer.draft)
+        whole = ended - max(begun, self._ended)
+        timing = StepTiming(
+            prepare=prepared - begun, run=run, graph_rows=answer.graph_rows, draft=answer.draft, whole=whole
+        )
         self._ended = ended
         result, broken = answer.pack(number, host, timing)
         if writes is not None:
@@ -395,7 +399,7 @@ class ModelRunner:
         most = _ints(batch.drafts)
         if len(most) != len(answer.slots):
             raise ValueError("drafts of a step must have one entry for each row, or none")
-        step = speculator.draft(step, most[step.rows].astype(np.int64))
+        step = speculator.draft(step, most[step.rows].astype(np.int64), batch.levels)
         answer.draft += time.perf_counter() - begun
         return step
 

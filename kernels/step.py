@@ -87,11 +87,13 @@ class StepBatch(msgspec.Struct, frozen=True, array_like=True):
     released: bytes = b""  # int32: slots whose state is dropped
     traces: tuple[TracedRow, ...] = ()  # rows of sampled traces, never a decode's; spans of them come back
     drafts: bytes = b""  # int32 [rows]: most guesses that a decode row verifies beside its token; empty: none at all
+    levels: int = 0  # of the deepest draft that is worth its passes; 0: as the runner likes
 
 
 class StepTiming(msgspec.Struct, frozen=True, array_like=True):
     """Seconds. ``queued``: from arrival at the worker to start; ``prepare``: building inputs; ``run``: model and
-    sampling; ``draft``: of ``prepare``, observing and drafting.
+    sampling; ``draft``: of ``prepare``, observing and drafting; ``whole``: from start, or from the end of the step
+    before if that was later, to end.
 
     ``graph_rows``: rows that ran in a captured graph.
     """
@@ -101,6 +103,7 @@ class StepTiming(msgspec.Struct, frozen=True, array_like=True):
     run: float = 0.0
     graph_rows: int = 0
     draft: float = 0.0
+    whole: float = 0.0
 
 
 class RowError(msgspec.Struct, frozen=True, array_like=True):
@@ -186,5 +189,6 @@ class ModelInfo(msgspec.Struct, frozen=True):
     graph_rows: tuple[int, ...] = ()  # rows of each captured decode
     speculative_nodes: int = 1  # most tokens that a row runs to verify guesses, its own last token among them; 1: off
     speculative_depth: int = 0  # most guesses that a row accepts in a step
+    speculative_levels: tuple[int, ...] = (0,)  # guesses that a row verifies of a draft of so many levels
     draft_parameters: int = 0
     draft_weight_bytes: int = 0

@@ -25,13 +25,21 @@ class Chunk(msgspec.Struct, frozen=True):
 class Flight:
     """A step without an answer yet. Parallel lists, a row each; ``serials`` tell a sequence's lives apart.
 
-    ``ahead``: of the first rows, the decodes, how many tokens more than one each may sample; empty when none may.
+    ``ahead``: of the first rows, the ``decodes``, how many tokens more than one each may sample; empty when none may.
+    ``adapted``: rows whose number of guesses was chosen for what it promised.
     """
 
-    __slots__ = ("ahead", "counts", "number", "samples", "sequences", "serials")
+    __slots__ = ("adapted", "ahead", "counts", "decodes", "number", "samples", "sequences", "serials")
 
     def __init__(
-        self, number: int, sequences: list[Sequence], counts: list[int], samples: list[int], ahead: list[int]
+        self,
+        number: int,
+        sequences: list[Sequence],
+        counts: list[int],
+        samples: list[int],
+        ahead: list[int],
+        decodes: int,
+        adapted: int,
     ) -> None:
         self.number = number
         self.sequences = sequences
@@ -39,12 +47,15 @@ class Flight:
         self.counts = counts
         self.samples = samples  # tokens each row will produce
         self.ahead = ahead
+        self.decodes = decodes
+        self.adapted = adapted
 
 
 class Draft:
     """Rows in the order they will run: decodes, then prefills, the newly admitted last. ``budget``: tokens left."""
 
     __slots__ = (
+        "adapted",
         "admitted",
         "ahead",
         "budget",
@@ -53,6 +64,7 @@ class Draft:
         "drafts",
         "emissions",
         "grows",
+        "levels",
         "pages",
         "prefill_rows",
         "samples",
@@ -65,6 +77,8 @@ class Draft:
         self.decodes: list[Sequence] = []
         self.drafts: list[int] = []  # of decodes: guesses that each may verify; empty when none may
         self.ahead: list[int] = []  # of decodes: of these, how many may be accepted
+        self.levels = 0  # of the deepest draft that is worth it; 0: as many as the worker makes
+        self.adapted = 0  # decodes for which that was decided
         self.counts: list[tuple[Sequence, int]] = []  # of prefills
         self.samples: list[int] = []  # of prefills
         self.grows: list[Grow] = []
@@ -121,6 +135,7 @@ class Draft:
             ),
             released=released,
             drafts=_pack(self.drafts + [0] * len(self.counts)) if self.drafts else b"",
+            levels=self.levels,
         )
 
     def sequences(self) -> list[Sequence]:
@@ -130,7 +145,8 @@ class Draft:
     def flight(self, number: int) -> Flight:
         """What is to be remembered until the answer comes."""
         samples = [1] * len(self.decodes) + self.samples
-        return Flight(number, self.sequences(), self._row_counts(), samples, self.ahead)
+        decodes = len(self.decodes)
+        return Flight(number, self.sequences(), self._row_counts(), samples, self.ahead, decodes, self.adapted)
 
     def chunks(self) -> list[Chunk]:
         """The prefill rows."""

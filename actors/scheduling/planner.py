@@ -13,6 +13,7 @@ from actors.protocol import Emission, Ended, SchedulerLoad, SequenceSpec, TokenS
 from actors.scheduling.config import PlannerConfig
 from actors.scheduling.draft import Chunk, Flight
 from actors.scheduling.fairness import FairShare
+from actors.scheduling.guessing import Guessing, wants
 from actors.scheduling.planning import CacheMessage, CacheReply, StepPlanning, too_large
 from actors.scheduling.policy import Policy
 from actors.scheduling.roster import Move, Roster
@@ -59,6 +60,7 @@ class Planner:
         self._flights: deque[Flight] = deque()
         self._deadlines: list[tuple[float, int]] = []
         self._info: ModelInfo | None = None
+        self._guessing: Guessing | None = None
         self._number = 0
         self._last_finish = 0.0
 
@@ -124,7 +126,9 @@ class Planner:
         self._info = info
         self._flights.clear()
         self._roster.new_worker(info.page_size)
-        self._planning.new_worker(info.num_pages - 1, info.speculative_depth)
+        guessing = Guessing(info, self._config.adaptive)
+        self._guessing = guessing if guessing.enabled else None
+        self._planning.new_worker(info.num_pages - 1, self._guessing)
         self._last_finish = now
         waiting = list(self._roster.waiting)
         return [emission for sequence in waiting if (emission := self._examine(sequence, info)) is not None]
@@ -180,8 +184,7 @@ class Planner:
         """End a waiting sequence that is complete, or that this worker can never run."""
         prompt, context = sequence.prompt_length, info.context_length
         sequence.target = min(prompt + sequence.spec.max_tokens, context)
-        guesses, wanted = info.speculative_nodes - 1, sequence.spec.sampling.drafts
-        sequence.drafts = guesses if wanted < 0 else min(wanted, guesses)
+        sequence.drafts = wants(sequence, info)
         pages = -(-sequence.length // info.page_size)
         ended = sequence.end()
         if ended is None and prompt < 1:
@@ -235,6 +238,8 @@ class Planner:
         scores = StepScores(result) if result.logprobs else None
         prompts = PromptScores(result) if result.prompt_rows else None
         failed = {(error.slot, error.generation): error.message for error in result.failed}
+        if self._guessing is not None:
+            self._guessing.learn(flight, result)
         emissions: list[Emission] = []
         index = 0
         speculating = len(flight.ahead)

@@ -10,6 +10,7 @@ from actors.protocol import CacheTurn, CacheTurnDone, Ended, Grant, Grow, Lease,
 from actors.scheduling.config import PlannerConfig
 from actors.scheduling.draft import Draft
 from actors.scheduling.growth import GrowthReserve
+from actors.scheduling.guessing import Guessing
 from actors.scheduling.policy import Policy
 from actors.scheduling.roster import Roster
 from actors.scheduling.sequence import Sequence
@@ -45,12 +46,12 @@ class StepPlanning:
         self._available = 0
         self._steps = 0
         self._blocked = (-1, 0)  # the sequence that did not fit, and the pages it needs
-        self._depth = 0
+        self._guessing: Guessing | None = None
 
-    def new_worker(self, total_pages: int, depth: int) -> None:
-        """The cache is empty, of this size. ``depth``: guesses that a row may accept in a step; 0: none are made."""
+    def new_worker(self, total_pages: int, guessing: Guessing | None) -> None:
+        """The cache is empty, of this size. ``guessing``: of a worker that makes guesses."""
         self._total_pages = self._available = total_pages
-        self._depth = depth
+        self._guessing = guessing
         self._blocked = (-1, 0)
 
     def fill(self, now: float, *, idle: bool) -> Generator[CacheMessage, CacheReply, tuple[Draft, tuple[Grant, ...]]]:
@@ -113,44 +114,18 @@ class StepPlanning:
         self._available -= len(growers)
         draft.decodes = rows
         draft.budget -= len(rows)
-        if self._depth and rows:
-            self._allow_drafts(draft)
+        if rows and self._guessing is not None:
+            # No more than half of the step while others have prompts to run; no page that somebody else might need in
+            # this step or, while all go on by a page, in the next.
+            prompts = self._roster.prefilling or self._roster.waiting
+            share = (draft.budget // 2 if prompts else draft.budget) // len(rows)
+            asked = draft.pages
+            spare = self._available - len(self._roster.running)
+            self._guessing.allow(draft, share, spare, self._roster.page_size)
+            self._available -= draft.pages - asked
         for sequence in rows:
             sequence.scheduled += 1
             sequence.known += 1
-
-    def _allow_drafts(self, draft: Draft) -> None:
-        """How many guesses each decode may verify: as many as its request wants, that could still be of use to it, that
-        fit an even share of the step (of half of it, while others have prompts to run), and that pages are free for.
-
-        Guesses take positions behind the last known token, so they need pages early; they get none that somebody else
-        might need in this step or, while all go on by a page, in the next.
-        """
-        size, rows = self._roster.page_size, draft.decodes
-        prompts = self._roster.prefilling or self._roster.waiting
-        share = (draft.budget // 2 if prompts else draft.budget) // len(rows)
-        spare = self._available - len(self._roster.running)
-        drafts: list[int] = []
-        ahead: list[int] = []
-        for sequence in rows:
-            rest = sequence.target - sequence.known - 1  # tokens wanted beside the one that is sampled in any case
-            most = min(sequence.drafts, share) if rest > 0 else 0
-            if most:
-                root = sequence.scheduled + sequence.ahead
-                pages = -(-(root + most + 1) // size) - sequence.pages
-                if pages > spare:
-                    most = max(sequence.capacity - root - 1, 0)
-                elif pages > 0:
-                    draft.grow(sequence, pages, size)
-                    spare -= pages
-                    self._available -= pages
-            accepts = min(most, self._depth)
-            sequence.ahead += accepts
-            drafts.append(most)
-            ahead.append(accepts)
-        if any(drafts):
-            draft.drafts, draft.ahead = drafts, ahead
-            draft.budget -= sum(drafts)
 
     def _yield_pages(
         self, draft: Draft, growers: list[Sequence]

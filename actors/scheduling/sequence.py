@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import enum
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from actors.protocol import Ended, SequenceSpec, TokenScores
+
+if TYPE_CHECKING:
+    from kernels.speculative.adaptive import Track
 
 __all__ = ["Sequence", "Status"]
 
@@ -23,7 +27,7 @@ class Sequence:
     ``computed <= scheduled <= known``: confirmed by the worker; run or in flight; prompt, output and the tokens that
     steps in flight will sample, one each. ``ahead``: how many more these may sample, where they verify guesses: so far
     ``scheduled`` and ``known`` may jump when they are answered. ``target``: where ``known`` stops growing (max_tokens
-    or the context's end). ``drafts``: guesses that a step may verify.
+    or the context's end). ``drafts``: guesses that a step may verify; ``track``: what became of those so far.
     """
 
     __slots__ = (
@@ -55,6 +59,7 @@ class Sequence:
         "target",
         "tenant",
         "told",
+        "track",
     )
 
     def __init__(self, spec: SequenceSpec, strength: int) -> None:
@@ -72,6 +77,7 @@ class Sequence:
         self.cached_tokens = -1  # of the first admission
         self.target = 0
         self.drafts = 0
+        self.track: Track | None = None
         self.first_page: tuple[bytes, bytes] = (b"", b"")
         self.rest()
 

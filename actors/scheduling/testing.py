@@ -14,7 +14,7 @@ import numpy as np
 from actors.caching import PrefixCache
 from actors.protocol import CacheTurn, OpenSequence
 from actors.scheduling.planner import CacheMessage, CacheReply, StepPlan
-from kernels.step import Admission, ModelInfo, RowError, StepBatch, StepResult
+from kernels.step import Admission, ModelInfo, RowError, StepBatch, StepResult, StepTiming
 
 __all__ = ["ContractBroken", "SimulatedRunner", "drive", "model_info", "next_token"]
 
@@ -48,6 +48,9 @@ def model_info(
         load_seconds={},
         speculative_nodes=speculative_nodes,
         speculative_depth=speculative_depth,
+        speculative_levels=tuple(
+            [-(-(speculative_nodes - 1) * level // max(1, speculative_depth)) for level in range(speculative_depth + 1)]
+        ),
     )
 
 
@@ -74,7 +77,8 @@ class _Slot:
 class SimulatedRunner:
     """Runs steps. ``fails`` gets a row's tokens and returns an error message, or None; it makes rows fail alone.
 
-    ``accepts`` gets how many guesses a row could accept, and returns how many it does.
+    ``accepts`` gets how many guesses a row could accept, and returns how many it does. ``seconds``: of a step in which
+    so many guesses were verified, of drafts of so many levels at most.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class SimulatedRunner:
         max_step_tokens: int,
         fails: Callable[[list[int]], str | None] = lambda tokens: None,
         accepts: Callable[[int], int] = lambda most: most,
+        seconds: Callable[[int, int], float] | None = None,
     ) -> None:
         self.info = info
         self.accepted = 0  # guesses
@@ -94,6 +99,7 @@ class SimulatedRunner:
         self._max_step_tokens = max_step_tokens
         self._fails = fails
         self._accepts = accepts
+        self._seconds = seconds
         self._slots: dict[int, _Slot] = {}
         self._generations: dict[int, int] = {}
         self._cells: dict[tuple[int, int], bytes] = {}  # (page, offset) -> digest of the prefix ending there
@@ -142,13 +148,18 @@ class SimulatedRunner:
                 result.score_prompt(row, slot, start)
             if slot.computed == len(slot.tokens):
                 token = next_token(slot.tokens, self.info.vocab_size)
-                _expect(len(slot.tokens) < self.info.context_length, f"slot {number} grows out of the context")
+                # A step sent before its guesses were known to be right may run in vain.
+                longest = self.info.context_length + self.info.speculative_depth
+                _expect(len(slot.tokens) < longest, f"slot {number} grows out of the context")
                 slot.tokens.append(token)
                 slot.sampled = True
                 result.sample(token, slot)
             else:
                 result.accepted.append(0)
-        return result.done(batch.number)
+        deepest = min(max(drafts), self.info.speculative_depth)
+        timing = StepTiming(whole=self._seconds(sum(drafts), deepest)) if self._seconds is not None else StepTiming()
+        depths = [min(guesses, self.info.speculative_depth) for guesses in drafts] if batch.drafts else []
+        return result.done(batch.number, timing, drafts if batch.drafts else [], depths)
 
     def _change_slots(self, batch: StepBatch) -> None:
         for number in _ints(batch.released):
@@ -243,7 +254,7 @@ class _Result:
             self._prompt_tokens += tokens
             self._prompt_tops += [[token + i for i in range(slot.sampling.prompt_logprobs)] for token in tokens]
 
-    def done(self, number: int) -> StepResult:
+    def done(self, number: int, timing: StepTiming, drafted: list[int], depths: list[int]) -> StepResult:
         logprobs, top_counts, top_ids, top_logprobs = _scores(self._tokens, self._tops)
         prompts = _scores(self._prompt_tokens, self._prompt_tops)
         return StepResult(
@@ -261,6 +272,9 @@ class _Result:
             prompt_top_ids=prompts[2],
             prompt_top_logprobs=prompts[3],
             failed=tuple(self.failed),
+            timing=timing,
+            drafted=_int32(drafted),
+            depths=_int32(depths),
         )
 
 

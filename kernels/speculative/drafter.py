@@ -95,7 +95,7 @@ class DraftRows:
     device_slots: Tensor  # int64 [rows], slots on the device
     table: Tensor  # int32 [max_slots, positions], as in Observation
     noise: Noise | None  # the target's own, to draft with it too; None: all rows are greedy
-    steps: int  # passes that are worth it now, 1 to the settings' num_steps (adaptive drafting lowers it)
+    steps: int  # levels that are worth it now, 1 to the settings' num_steps (adaptive drafting lowers it)
 
 
 @dataclass(frozen=True)
@@ -150,6 +150,12 @@ class Drafter(ABC):
     def release(self, slot: int) -> None:
         """The slot's request is gone."""
         return None
+
+    def levels(self, settings: SpeculativeSettings) -> tuple[int, ...]:
+        """How many guesses are verified of a draft of 0, 1, .. ``depth`` levels."""
+        wide, most = settings.topk if self.depth < self.most_nodes - 1 else 1, self.most_nodes - 1
+        seen = [0, *(wide + wide * wide * level if wide > 1 else level + 1 for level in range(self.depth))]
+        return tuple([min(nodes, most) for nodes in seen])
 
     @abstractmethod
     def observe(self, seen: Observation) -> None:

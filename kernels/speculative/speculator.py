@@ -148,8 +148,10 @@ class Speculator:
         else:
             self._observer.flush()
 
-    def draft(self, step: StepRows, most: Longs) -> StepRows:
-        """Guesses for the decodes that may verify some: ``most`` int64 [rows], with a page for each already granted."""
+    def draft(self, step: StepRows, most: Longs, levels: int) -> StepRows:
+        """Guesses for the decodes that may verify some: ``most`` int64 [rows], with a page for each already granted.
+        ``levels``: of the trees, 0 for all that there are.
+        """
         state = self._slots
         head = slice(0, step.decodes)
         slots = step.slots[head]
@@ -176,7 +178,7 @@ class Speculator:
                 device_slots=put(slots),
                 table=state.tokens,
                 noise=self._sampler.noise(slots.tolist()),
-                steps=self._settings.num_steps,
+                steps=min(levels or self._settings.num_steps, self._settings.num_steps),
             )
         )
         verifying = np.flatnonzero(drafts.nodes > 1)

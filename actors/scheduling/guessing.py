@@ -1,0 +1,99 @@
+"""How many guesses the decodes of a step may verify, where the worker makes some."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from actors.scheduling.draft import Draft, Flight
+from actors.scheduling.sequence import Sequence
+from kernels.speculative.adaptive import AdaptiveConfig, AdaptiveSteps
+from kernels.step import ModelInfo, StepResult
+
+__all__ = ["Guessing", "wants"]
+
+
+class Guessing:
+    """For one worker. ``adaptive``: the JSON settings of ``AdaptiveConfig`` where the number follows what is accepted
+    and what steps cost; None: as many as the worker makes.
+
+    The decision is the scheduler's, so that all ranks of a model do the same.
+    """
+
+    def __init__(self, info: ModelInfo, adaptive: str | None) -> None:
+        self._depth: int = info.speculative_depth
+        self._nodes = info.speculative_levels
+        self._steps: AdaptiveSteps | None = None
+        if adaptive is not None and self._depth:
+            self._steps = AdaptiveSteps(self._nodes, msgspec.json.decode(adaptive, type=AdaptiveConfig))
+
+    @property
+    def enabled(self) -> bool:
+        return self._depth > 0
+
+    def allow(self, draft: Draft, share: int, spare: int, page_size: int) -> None:
+        """Give each decode of the draft as many guesses as its request wants, that could still be of use to it, that
+        are ``share`` at most, and that there are pages for. ``spare``: pages that nobody else needs soon.
+
+        Guesses take positions behind the last known token, so they need pages early.
+        """
+        rows = draft.decodes
+        wanted = [min(s.drafts, share) if s.target - s.known > 1 else 0 for s in rows]
+        if self._steps is not None:
+            wanted = self._adapt(self._steps, draft, wanted)
+        if not any(wanted):
+            return
+        drafts: list[int] = []
+        ahead: list[int] = []
+        for sequence, most in zip(rows, wanted, strict=True):
+            if most:
+                root = sequence.scheduled + sequence.ahead
+                pages = -(-(root + most + 1) // page_size) - sequence.pages
+                if pages > spare:
+                    most = max(min(most, sequence.capacity - root - 1), 0)
+                elif pages > 0:
+                    draft.grow(sequence, pages, page_size)
+                    spare -= pages
+            accepts = min(most, self._depth)
+            sequence.ahead += accepts
+            drafts.append(most)
+            ahead.append(accepts)
+        if any(drafts):
+            draft.drafts, draft.ahead = drafts, ahead
+            draft.budget -= sum(drafts)
+
+    def _adapt(self, steps: AdaptiveSteps, draft: Draft, wanted: list[int]) -> list[int]:
+        guessing = [sequence for sequence, most in zip(draft.decodes, wanted, strict=True) if most]
+        if not guessing:
+            return wanted
+        for sequence in guessing:
+            if sequence.track is None:
+                sequence.track = steps.track()
+        levels = steps.choose([sequence.track for sequence in guessing if sequence.track is not None])
+        draft.levels, draft.adapted = max(levels), len(guessing)
+        chosen = iter(levels)
+        return [min(most, self._nodes[next(chosen)]) if most else 0 for most in wanted]
+
+    def learn(self, flight: Flight, result: StepResult) -> None:
+        """What a step's answer says of the guesses that were made."""
+        steps = self._steps
+        if steps is None or not flight.adapted:
+            return
+        drafted = accepted = depths = np.zeros(len(flight.sequences), dtype=np.int32)
+        if result.drafted:
+            drafted, accepted, depths = (
+                np.frombuffer(part, dtype=np.int32) for part in (result.drafted, result.accepted, result.depths)
+            )
+        for row in np.flatnonzero(depths).tolist():
+            sequence = flight.sequences[row]
+            if sequence.track is not None and accepted[row]:
+                steps.judged(sequence.track, int(accepted[row]) - 1, int(depths[row]))
+        if flight.counts[-1] == 1 and len(flight.samples) == flight.decodes:
+            steps.timed(flight.adapted, int(depths.max()), int(drafted.sum()), result.timing.whole)
+
+
+def wants(sequence: Sequence, info: ModelInfo) -> int:
+    """Guesses that a step may verify of this request."""
+    most: int = info.speculative_nodes - 1
+    asked: int = sequence.spec.sampling.drafts
+    return most if asked < 0 else min(asked, most)

@@ -1,0 +1,146 @@
+"""What the planner does where the worker verifies guesses. That it goes right in all traffic: test_planner_traffic."""
+
+import pytest
+
+from actors.scheduling.testing import SimulatedRunner, model_info
+from kernels.step import SlotSampling
+from tests.actors.scheduling.stage import VOCAB, Stage, says, spec, unpack
+
+
+class Guessing(Stage):
+    """A stage whose worker accepts ``accepts`` of the guesses that it may."""
+
+    def __init__(self, *, nodes=4, depth=3, accepts=lambda most: most, seconds=None, **config):
+        self.nodes, self.depth, self.accepts, self.seconds = nodes, depth, accepts, seconds
+        super().__init__(**config)
+
+    def lose_worker(self):
+        self.info = model_info(
+            num_pages=self.info.num_pages,
+            page_size=self.info.page_size,
+            context_length=self.info.context_length,
+            vocab_size=VOCAB,
+            speculative_nodes=self.nodes,
+            speculative_depth=self.depth,
+        )
+        super().lose_worker()
+        self.runner = SimulatedRunner(
+            self.info,
+            max_slots=self.config.max_slots,
+            max_step_tokens=self.config.step_tokens,
+            accepts=lambda most: self.accepts(most),
+            seconds=self.seconds,
+        )
+
+
+def test_steps_are_fewer_where_guesses_are_right():
+    stage = Guessing()
+    stage.submit(spec(1, range(5), max_tokens=41))
+    stage.play()
+    assert stage.tokens(1) == says(range(5), 41)
+    assert len(stage.runner.rows) <= 1 + 10 + 1  # the prompt, ten times four tokens, and one in vain
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_a_request_says_how_many_guesses_it_wants(drafts):
+    stage = Guessing()
+    stage.submit(spec(1, range(5), max_tokens=30, sampling=SlotSampling(drafts=drafts)))
+    most = []
+    while (batch := stage.step()) is not None:
+        most += unpack(batch.drafts)
+    assert max(most, default=0) == drafts
+    assert stage.tokens(1) == says(range(5), 30)
+
+
+def test_no_guess_is_made_behind_the_last_token():
+    stage = Guessing()
+    stage.submit(spec(1, range(5), max_tokens=3))
+    drafts = []
+    while (batch := stage.step()) is not None:
+        drafts.append(unpack(batch.drafts))
+    assert drafts == [[], [3]]
+    assert stage.tokens(1) == says(range(5), 3)
+
+
+def test_guesses_take_no_page_that_a_sequence_needs():
+    """Both fit the cache exactly; with pages for guesses one of them would have to go."""
+    stage = Guessing(pages=8, page_size=4, overlap=True)
+    stage.submit(spec(1, range(6), max_tokens=10), spec(2, range(50, 56), max_tokens=10))
+    stage.play()
+    for number, first in ((1, 0), (2, 50)):
+        assert stage.tokens(number) == says(range(first, first + 6), 10)
+    assert stage.planner.load(0.0).preemptions == 0
+
+
+def test_guesses_leave_room_for_prompts():
+    stage = Guessing(step_tokens=16, max_running=8, nodes=16, depth=15)
+    stage.submit(*(spec(n, range(n * 10, n * 10 + 3), max_tokens=60) for n in range(1, 4)))
+    stage.step()
+    stage.submit(spec(9, range(40), max_tokens=2))
+    batch = stage.step()
+    slots, counts, drafts = unpack(batch.slots), unpack(batch.counts), unpack(batch.drafts)
+    assert len(slots) == 4
+    assert counts[3] >= 6
+    assert drafts[3] == 0
+    stage.play()
+    assert stage.tokens(9) == says(range(40), 2)
+
+
+def test_what_came_after_the_end_is_dropped_and_not_shared():
+    prompt = list(range(6))
+    stop = says(prompt, 6)[-1]
+    stage = Guessing(nodes=8, depth=7)
+    stage.submit(spec(1, prompt, max_tokens=40, stop_ids=(stop,)))
+    stage.play()
+    assert stage.tokens(1) == says(prompt, 6)
+    assert stage.end(1).reason == "stop"
+
+
+def test_prompt_scores_go_out_with_a_first_token_that_brings_others():
+    """The prompt's last token may run alone, as a decode does, with guesses behind it."""
+    stage = Guessing(step_tokens=8)
+    sampling = SlotSampling(prompt_logprobs=0)
+    stage.submit(spec(1, range(17), max_tokens=9, sampling=sampling))
+    stage.play()
+    first = stage.told[1][0]
+    assert len(first.tokens) == 4
+    assert len(first.prompt_scores.logprobs) == 4 * 16
+
+
+def test_guesses_stop_where_they_do_not_pay_and_come_back():
+    """Guesses cost as much as a step each: worth it while right, not while wrong."""
+    right = [False]
+
+    def seconds(drafted, deepest):
+        return 0.01 + 0.004 * deepest + 0.001 * drafted
+
+    stage = Guessing(
+        adaptive='{"zero_step_probe_interval": 20}',
+        accepts=lambda most: most if right[0] else 0,
+        seconds=seconds,
+        pages=400,
+        context_length=1500,
+    )
+    stage.submit(spec(1, range(5), max_tokens=1400))
+    shares = []
+    for part in (False, True):
+        right[0] = part
+        drafted = []
+        while len(drafted) < 200:
+            batch = stage.step()
+            drafted.append(any(unpack(batch.drafts)))
+        shares.append(sum(drafted[100:]))
+    assert shares[0] < 20
+    assert shares[1] > 80
+    stage.planner.abort([1])
+    assert stage.tokens(1) == says(range(5), len(stage.tokens(1)))
+
+
+def test_without_adapting_nothing_is_learnt():
+    stage = Guessing(accepts=lambda most: 0)
+    stage.submit(spec(1, range(5), max_tokens=60))
+    drafted = []
+    while (batch := stage.step()) is not None:
+        drafted.append(sum(unpack(batch.drafts)))
+        assert batch.levels == 0
+    assert all(drafted[1:-2])
