@@ -16,7 +16,6 @@ TOKEN_MAP: Path = DRAFTS / "token_map.json"
 _OF_ALGORITHM = {
     "EAGLE": "eagle",
     "EAGLE3": "eagle3",
-    "NEXTN": "mtp",
     "MTP": "mtp",
     "DFLASH": "dflash",
     "STANDALONE": "standalone",

@@ -31,24 +31,26 @@ class DFlash(nn.Module):
         self.layers = nn.ModuleList(Layer(self.sizes, head_norms=True) for _ in range(config["num_hidden_layers"]))
         self.norm = RMSNorm(hidden, self.sizes.eps)
 
-    def forward(self, sums: list[Tensor], known: Tensor, masked: Tensor, starts: Tensor) -> Tensor:
+    def forward(
+        self, sums: list[Tensor], known: Tensor, masked: Tensor, starts: Tensor, block: int | None = None
+    ) -> Tensor:
         """Blocks that start at `starts`, int64 [batch, blocks], each with the features before its start as context.
 
         `sums`: the target's residual sums, one a layer; `known` [batch, blocks, hidden]: embeddings of the tokens at
-        the starts; `masked` [hidden]: the mask's. -> [batch, blocks, block, hidden], what the output layer reads:
-        place j predicts the token at start + j, place 0 nothing.
+        the starts; `masked` [hidden]: the mask's; `block`: tokens of a block, when not the draft's own. -> [batch,
+        blocks, block, hidden], what the output layer reads: place j predicts the token at start + j, place 0 nothing.
         """
         batch, length = sums[0].shape[:2]
-        blocks = starts.shape[1]
+        blocks, block = starts.shape[1], block or self.block
         context = self.hidden_norm(self.fc(torch.cat([sums[layer] for layer in self.captures], dim=-1)))
-        offsets = torch.arange(self.block, device=starts.device)
-        x = torch.cat((known[:, :, None], masked.expand(batch, blocks, self.block - 1, -1).to(known.dtype)), dim=2)
+        offsets = torch.arange(block, device=starts.device)
+        x = torch.cat((known[:, :, None], masked.expand(batch, blocks, block - 1, -1).to(known.dtype)), dim=2)
         x = x.flatten(1, 2)
         places = torch.arange(length, device=starts.device)
         turn = rotation(self.sizes, places)
         block_turn = tuple(table[:, None] for table in rotation(self.sizes, (starts[..., None] + offsets).flatten(1)))
-        owner = torch.arange(blocks, device=starts.device).repeat_interleave(self.block)
-        before = places < starts.repeat_interleave(self.block, dim=1)[..., None]
+        owner = torch.arange(blocks, device=starts.device).repeat_interleave(block)
+        before = places < starts.repeat_interleave(block, dim=1)[..., None]
         within = (owner[:, None] == owner).expand(batch, -1, -1)
         mask = torch.cat((before, within), dim=-1)[:, None]
         for layer in self.layers:
@@ -58,4 +60,4 @@ class DFlash(nn.Module):
             ahead_k, ahead_v = layer.self_attn.keys(context, turn)
             x = layer.mix(x, q, torch.cat((ahead_k, k), dim=2), torch.cat((ahead_v, v), dim=2), mask)
         out: Tensor = self.norm(x)
-        return out.unflatten(1, (blocks, self.block))
+        return out.unflatten(1, (blocks, block))

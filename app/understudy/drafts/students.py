@@ -20,8 +20,9 @@ STEPS = 5
 """How often a head that drafts a token at a time is unrolled."""
 
 _FADE = 0.85  # the weight of a step, to that of the step before
-_BLOCK_FADE = 0.8  # the same for the places of a block
-_TOKENS_A_BLOCK = 12  # a block of DFlash for so many tokens of a row
+_BLOCK_FADE = 0.85  # the same for the places of a block
+_TOKENS_A_BLOCK = 16  # a block of DFlash for so many tokens of a row
+_SHORTER = (1, 1, 1, 2, 4)  # what divides the draft's own block in a batch: users may ask for shorter ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,19 +75,20 @@ def _head_loss(head: Eagle | Eagle3 | Mtp, lesson: Lesson) -> Tensor:
 def _block_loss(draft: DFlash, lesson: Lesson) -> Tensor:
     ids = lesson.batch.ids
     rows, length = ids.shape
+    block = draft.block // _SHORTER[int(torch.randint(len(_SHORTER), ()))]
     places = lesson.row_of.view(rows, length)
     likely = (places >= 0).float() + 1e-6 * (torch.arange(length, device=ids.device) >= STEPS)
     starts = torch.multinomial(likely, max(1, length // _TOKENS_A_BLOCK), replacement=True)
     known = lesson.target.embed(ids.gather(1, starts))
     masked = lesson.target.embed(torch.tensor(draft.mask_token, device=ids.device))
-    read = draft(lesson.sums, known, masked, starts)[:, :, 1:]
+    read = draft(lesson.sums, known, masked, starts, block)[:, :, 1:]
     # Place j predicts the token at start + j, as the target does at start + j - 1.
-    before = starts[..., None] + torch.arange(draft.block - 1, device=ids.device)
+    before = starts[..., None] + torch.arange(block - 1, device=ids.device)
     at = places.gather(1, before.flatten(1).clamp(max=length - 1)).view_as(before)
     at = torch.where(before < length, at, -1)
     used = at >= 0
     used = used.cumprod(-1).bool()  # a block ends with the turn
-    weights = (_BLOCK_FADE ** torch.arange(draft.block - 1, device=ids.device)).expand_as(at)[used]
+    weights = (_BLOCK_FADE ** torch.arange(block - 1, device=ids.device)).expand_as(at)[used]
     logits = lesson.target.logits(read[used]).float()
     losses = F.cross_entropy(logits, lesson.wanted[at[used]], reduction="none")
     return (losses * weights).sum() / weights.sum()

@@ -15,8 +15,8 @@ from app.understudy.packing import LEARN, Stream, encode_corpus, split_by_length
 
 __all__ = ["Batch", "Texts", "frequencies", "load_texts", "write_texts"]
 
-LONGEST = 512
-_PROMPT, _ANSWER = 352, 160  # tokens; together LONGEST
+_LONGEST = 2048  # tokens of a document
+_PROMPT, _ANSWER = 352, 160  # tokens of those that the target answers
 _HEAT = (0.0, 0.0, 0.6, 1.0)  # half of the answers are greedy
 _STEP = 32  # batches have lengths that are multiples of this
 
@@ -48,11 +48,11 @@ def write_texts(file: Path, target: Decoder, documents: int, seed: int, cores: i
     The seeds are others than those of the target's training. An .npz file: `tokens` uint16 with the LEARN bit, and
     `bounds` int64.
     """
-    tokens, lengths = encode_corpus(MODEL_DIR / "tokenizer.json", seed, documents, cores, LONGEST)
+    tokens, lengths = encode_corpus(MODEL_DIR / "tokenizer.json", seed, documents, cores, _LONGEST)
     lengths = lengths[:documents]  # a shard holds more
     tokens = tokens[: lengths.sum()]
     half = len(lengths) // 2
-    asked, _ = split_by_length(tokens[: lengths[:half].sum()], lengths[:half], LONGEST)
+    asked, _ = split_by_length(tokens[: lengths[:half].sum()], lengths[:half], _PROMPT + _ANSWER)
     pieces = [tokens[lengths[:half].sum() :]]
     sizes = lengths[half:].tolist()
     rng = np.random.default_rng(seed)

@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", choices=tuple(CONFIGS), default=list(CONFIGS))
     parser.add_argument("--documents", type=int, default=600_000, help="documents of the corpus, half with new answers")
     parser.add_argument("--batch", type=int, default=8192, help="prompts that are answered at once")
-    parser.add_argument("--row", type=int, default=65536, help="tokens of a training step")
+    parser.add_argument("--row", type=int, default=24576, help="tokens of a training step")
     parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--seconds", type=float, default=300, help="time of the training")
     parser.add_argument("--questions", type=int, default=0, help="held-out questions to measure on (0: all)")
