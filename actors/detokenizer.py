@@ -22,7 +22,7 @@ from actors.protocol import (
     TextStopped,
     TokenScores,
 )
-from actors.requests import FinishReason, RequestAborted, RequestFailed, RequestTimeout, TokenLogprob
+from actors.requests import Acceptance, FinishReason, RequestAborted, RequestFailed, RequestTimeout, TokenLogprob
 from actors.runtime import Actor, ActorRef, MailboxFull, handles
 from actors.text_codec import TextCodec, is_request_scoped
 
@@ -108,6 +108,8 @@ class Detokenizer(Actor[DetokenizerProtocol]):
         if not entry.prompt_sent:  # what a later life finds cached may be this request's own output
             entry.cached_tokens = max(entry.cached_tokens, emission.cached_tokens)
         tokens = emission.tokens[known - emission.start :]
+        if emission.drafted and tokens:
+            entry.acceptance = (entry.acceptance or Acceptance()).and_step(emission.drafted, len(emission.tokens) - 1)
         ended = emission.ended
         scores = self._scores(tokens, emission.scores, skip=known - emission.start) if emission.scores else None
         prompt_scores = None if entry.prompt_sent else self._prompt_scores(entry, emission.prompt_scores)

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from actors.protocol import SequenceSpec
-from actors.requests import Delta, FinishReason, SamplingParams, TokenLogprob, Usage
+from actors.requests import Acceptance, Delta, FinishReason, SamplingParams, TokenLogprob, Usage
 from actors.streams import StreamBuffer
 from telemetry.timeline import Hop, RequestTimeline
 
@@ -34,6 +34,7 @@ class JournalEntry(msgspec.Struct, eq=False, weakref=True):
     output: list[int]
     emitted_chars: int = 0
     cached_tokens: int = 0
+    acceptance: Acceptance | None = None
     prompt_sent: bool = False
     worker_deaths: int = 0  # with this sequence in the batch
     preemptions: int = 0
@@ -122,6 +123,7 @@ class Journal:
                     prompt_tokens=len(entry.prompt_ids),
                     completion_tokens=len(entry.output),
                     cached_tokens=entry.cached_tokens,
+                    acceptance=entry.acceptance,
                 ),
             )
         )

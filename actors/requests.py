@@ -10,6 +10,7 @@ from actors.runtime import RequestError
 
 __all__ = [
     "LIMITS",
+    "Acceptance",
     "Chat",
     "Delta",
     "EngineDraining",
@@ -51,6 +52,7 @@ class Limits(msgspec.Struct, frozen=True):
     schema_bytes: int = 65536  # of one tool's parameters, as JSON
     text_requests: int = 64  # tokenizing, detokenizing and the like at a time, which take no ticket
     request_id_chars: int = 256
+    draft_tokens: int = 64
     penalty: float = 2.0
     temperature: float = 100.0  # OpenAI's own API stops at 2; other engines' users go higher
 
@@ -86,6 +88,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     bad_words: tuple[str, ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
+    speculative: bool = True  # whether tokens may be guessed ahead, where the engine does; the output is the same
+    speculative_num_draft_tokens: int | None = None  # verified in one pass, the last known one among them; None: all
 
 
 class Chat(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,12 +116,31 @@ class TokenLogprob(msgspec.Struct, frozen=True):
     top: tuple[TokenLogprob, ...] = ()
 
 
+class Acceptance(msgspec.Struct, frozen=True):
+    """What became of a request's guesses (speculative decoding): in ``steps`` that verified some, ``drafted`` of them,
+    ``accepted`` were right. ``histogram[n]``: steps that accepted n.
+    """
+
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    histogram: tuple[int, ...] = ()
+
+    def and_step(self, drafted: int, accepted: int) -> Acceptance:
+        """With another step's."""
+        counts = [*self.histogram, *[0] * (accepted + 1 - len(self.histogram))]
+        counts[accepted] += 1
+        return Acceptance(self.steps + 1, self.drafted + drafted, self.accepted + accepted, tuple(counts))
+
+
 class Usage(msgspec.Struct, frozen=True, gc=False):
-    """Token counts of one request; ``cached_tokens`` of the prompt were not computed again."""
+    """Token counts of one request; ``cached_tokens`` of the prompt were not computed again. ``acceptance``: None while
+    no guess was verified."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    acceptance: Acceptance | None = None
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True, gc=False):

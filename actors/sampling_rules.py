@@ -46,7 +46,15 @@ def validate(params: SamplingParams, *, vocab_size: int | None = None, limits: L
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(params, name) is not None:
             _check_integer(name, getattr(params, name), 0, limits.logprobs, "Leave it out for none.")
-    for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+    if params.speculative_num_draft_tokens is not None:
+        _check_integer(
+            "speculative_num_draft_tokens",
+            params.speculative_num_draft_tokens,
+            1,
+            limits.draft_tokens,
+            "1 decodes token by token; leave it out for the server's number.",
+        )
+    for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "speculative"):
         if not isinstance(getattr(params, name), bool):
             raise _invalid(name, f"{name} must be true or false.")
     _check_strings("stop", params.stop, limits.stop_strings, limits.stop_string_chars)
@@ -119,7 +127,14 @@ def slot_sampling(
         bad_words=tuple(tuple(word) for word in bad_words),
         logprobs=-1 if params.logprobs is None else params.logprobs,
         prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
+        drafts=_drafts(params),
     )
+
+
+def _drafts(params: SamplingParams) -> int:
+    if not params.speculative:
+        return 0
+    return -1 if params.speculative_num_draft_tokens is None else params.speculative_num_draft_tokens - 1
 
 
 def _value(given: float | None, name: str) -> float:

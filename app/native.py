@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from quart import Response
 
-from actors.requests import Delta, TokenLogprob
+from actors.requests import Acceptance, Delta, TokenLogprob
 from app.collecting import Collected, Merged, collect
 from app.errors import invalid
 from app.exchange import Exchange
@@ -105,6 +105,8 @@ class _Answers:
             "cached_tokens": choice.usage.cached_tokens,
             "e2e_latency": time.monotonic() - self._exchange.started,
         }
+        if choice.usage.acceptance is not None:
+            meta |= _acceptance(choice.usage.acceptance)
         if item.logprobs:
             prompt = () if item.start is None else (choice.prompt_logprobs or ())[item.start :]
             scored = choice.logprobs[since:]
@@ -140,6 +142,18 @@ class _Answers:
     def note_tokens(self, collected: Sequence[Collected]) -> None:
         prompts = sum(choice.usage.prompt_tokens for choice in collected[:: self.batch.choices])
         self._exchange.tokens = (prompts, sum(choice.usage.completion_tokens for choice in collected))
+
+
+def _acceptance(found: Acceptance) -> dict[str, Any]:
+    """The names are SGLang's; a length counts the token that is sampled in any case."""
+    return {
+        "spec_verify_ct": found.steps,
+        "spec_accept_length": 1 + found.accepted / found.steps,
+        "spec_accept_rate": found.accepted / found.drafted,
+        "spec_accept_token_num": found.accepted,
+        "spec_draft_token_num": found.drafted,
+        "spec_accept_histogram": list(found.histogram),
+    }
 
 
 class _NativeChunks:

@@ -13,6 +13,7 @@ from app.openai.requests import (
     Alternatives,
     Choices,
     Count,
+    DraftTokens,
     Label,
     Least,
     MinP,
@@ -50,6 +51,8 @@ _NAMES = {
             "n",
             "stop",
             "stop_token_ids",
+            "speculative",
+            "speculative_num_draft_tokens",
         )
     },
 }
@@ -77,6 +80,8 @@ class NativeSampling(msgspec.Struct, kw_only=True):
     no_stop_trim: bool | None = None
     logit_bias: Annotated[dict[int, float], Meta(max_length=LIMITS.logit_bias)] | None = None
     sampling_seed: Seed | None = None
+    speculative: bool | None = None
+    speculative_num_draft_tokens: DraftTokens | None = None
 
 
 class GenerateRequest(msgspec.Struct, kw_only=True):
@@ -205,5 +210,7 @@ def _item(
             skip_special_tokens=sampling.skip_special_tokens is not False,
             logprobs=top if logprobs else None,
             prompt_logprobs=top if logprobs and start is not None else None,
+            speculative=sampling.speculative is not False,
+            speculative_num_draft_tokens=sampling.speculative_num_draft_tokens,
         ),
     )

@@ -18,6 +18,7 @@ __all__ = [
     "Choice",
     "CompletionAnswer",
     "CompletionLogprobs",
+    "CompletionTokensDetails",
     "PromptTokensDetails",
     "UsageAnswer",
     "characters",
@@ -34,13 +35,23 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int = 0
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    """Of speculative decoding: guesses that the model verified and that were, or were not, what it says."""
+
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+
+
 class UsageAnswer(msgspec.Struct):
-    """Tokens of a request: the prompt once, the completions of all choices."""
+    """Tokens of a request: the prompt once, the completions of all choices. The details of completions are told where
+    guesses were verified.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -118,18 +129,22 @@ def usage_answer(
     usages: Iterable[Iterable[Usage]], *, cache_report: bool, count_completions: bool = True
 ) -> UsageAnswer:
     """``usages``: per prompt, per choice. ``count_completions`` is False where the one token that ran is left out."""
-    prompt = completion = cached = 0
+    prompt = completion = cached = drafted = accepted = 0
     for choices in usages:
         counted = list(choices)
         prompt += max((usage.prompt_tokens for usage in counted), default=0)
         cached += max((usage.cached_tokens for usage in counted), default=0)
         if count_completions:
             completion += sum(usage.completion_tokens for usage in counted)
+        guesses = [usage.acceptance for usage in counted if usage.acceptance is not None]
+        drafted += sum(each.drafted for each in guesses)
+        accepted += sum(each.accepted for each in guesses)
     return UsageAnswer(
         prompt_tokens=prompt,
         completion_tokens=completion,
         total_tokens=prompt + completion,
         prompt_tokens_details=PromptTokensDetails(cached) if cache_report else None,
+        completion_tokens_details=CompletionTokensDetails(accepted, drafted - accepted) if drafted else msgspec.UNSET,
     )
 
 

@@ -72,6 +72,8 @@ def _params(body: SamplingFields, *, max_tokens: int | None, logprobs: int | Non
         prompt_logprobs=body.prompt_logprobs,
         bad_words=tuple(body.bad_words or ()),
         allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
+        speculative=body.speculative is not False,
+        speculative_num_draft_tokens=body.speculative_num_draft_tokens,
     )
 
 

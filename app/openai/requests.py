@@ -22,6 +22,7 @@ __all__ = [
     "CompletionRequest",
     "ContentPart",
     "Count",
+    "DraftTokens",
     "Label",
     "Least",
     "MinP",
@@ -89,6 +90,7 @@ Choices = Annotated[int, told(1, LIMITS.n)]
 Count = Annotated[int, told(1, 2**31 - 1)]
 Least = Annotated[int, told(0, 2**31 - 1)]
 Seed = Annotated[int, told(-(2**63), 2**64 - 1)]
+DraftTokens = Annotated[int, told(1, LIMITS.draft_tokens)]
 Alternatives = Annotated[int, told(0, LIMITS.logprobs)]
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -136,6 +138,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     bad_words: Annotated[list[Text], Meta(max_length=LIMITS.bad_words)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Meta(max_length=LIMITS.allowed_token_ids)] | None = None
     prompt_logprobs: Alternatives | None = None
+    speculative: bool | None = None
+    speculative_num_draft_tokens: DraftTokens | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
