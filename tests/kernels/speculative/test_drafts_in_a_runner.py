@@ -49,7 +49,7 @@ def drafts_of(driver):
     def spy(rows):
         drafts = draft(rows)
         for row, (slot, root, nodes) in enumerate(zip(rows.slots, rows.roots, drafts.nodes, strict=True)):
-            if rows.noise is None or not rows.noise.temperature[row]:
+            if root and (rows.noise is None or not rows.noise.temperature[row]):
                 found.append((rows.table[slot, : root + 1].tolist(), drafts.tree.tokens[row, 1:nodes].tolist()))
         return drafts
 
@@ -57,24 +57,25 @@ def drafts_of(driver):
     return found
 
 
-def compare(target, algorithm, draft, expected, drive, steps=3, options=None, **settings):
-    """``expected``: what is drafted of what is known, in so many steps."""
+def compare(target, algorithm, draft, expected, drive, steps=3, count=5, options=None, **settings):
+    """``expected``: what is drafted of what is known, in so many steps. ``count``: of requests."""
     path = "" if draft is None else str(draft)
     settings = SpeculativeSettings(
         algorithm, draft_model_path=path, num_steps=steps, num_draft_tokens=steps + 1, **settings
     )
-    said, _ = truth(drive, target, ASKED, SAMPLINGS, LENGTH, **options or {})
+    asked, samplings = ASKED[-count:], SAMPLINGS[-count:]
+    said, _ = truth(drive, target, asked, samplings, LENGTH, **options or {})
     driver = drive(target, speculation=settings, **options or {})
     assert driver.info.draft_parameters > 0
     found = drafts_of(driver)
-    assert run_mixed(driver, ASKED, SAMPLINGS, said, LENGTH)[0] == said
-    assert len(found) > 30
+    assert run_mixed(driver, asked, samplings, said, LENGTH)[0] == said
+    assert len(found) > 10 * (count - 2)
     paged = Paged(rows=1, pages=6)
     config, model = decoder(target, paged, captured_layers(settings, read_config(target)))
     caches = paged.caches(config)
-    for tokens, guesses in found[:: len(found) // 20]:
-        count = len(tokens) - 1
-        _, features = model.split(model.forward(paged.batch([(0, 0, count)], tokens[:-1]), caches))
+    for tokens, guesses in found[:: len(found) // 20 + 1]:
+        seen = len(tokens) - 1
+        _, features = model.split(model.forward(paged.batch([(0, 0, seen)], tokens[:-1]), caches))
         assert guesses == expected(Known(tokens, features), len(guesses)), len(tokens)
 
 

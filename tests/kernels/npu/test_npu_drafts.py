@@ -1,0 +1,60 @@
+"""Drafts on a simulated NPU: what is drafted is what follows from scratch, and what is said stays the same."""
+
+from __future__ import annotations
+
+import pytest
+from tokenizers import Tokenizer
+
+from app.understudy.drafts import DRAFTS, draft_path
+from kernels.speculative.settings import SpeculativeSettings
+from kernels.step import SlotSampling
+from tests.kernels.speculative.drafting import Plain, make_target, seeded, write
+from tests.kernels.speculative.layouts import make_layout
+from tests.kernels.speculative.oracles import run_mixed
+from tests.kernels.speculative.test_dflash import DFLASH, SHAPES, block
+from tests.kernels.speculative.test_drafts_in_a_runner import ASKED, LENGTH, SAMPLINGS, compare, eagle_chain
+from tests.kernels.speculative.test_lossless_runner import truth
+
+OPTIONS = {"device": "npu", "page_size": 128, "max_step_tokens": 64, "max_total_tokens": 8 * 128, "max_slots": 5}
+
+
+@pytest.mark.parametrize("name", ["eagle", "deepseek"])
+def test_heads(name, drive, tmp_path):
+    _, algorithm, target, draft, _, plain = make_layout(name, tmp_path)
+    compare(
+        target, algorithm, draft, lambda known, steps: eagle_chain(plain, known, steps), drive, count=3, options=OPTIONS
+    )
+
+
+def test_blocks(drive, tmp_path):
+    (tmp_path / "target").mkdir()
+    target, own = make_target(tmp_path / "target")
+    weights = seeded(SHAPES, 41)
+    draft = write(tmp_path / "draft", DFLASH, weights)
+
+    def expected(known, steps):
+        return block(known, Plain(weights), own["model.embed_tokens.weight"], 0, 4).argmax(-1).tolist()[:steps]
+
+    compare(target, "DFLASH", draft, expected, drive, count=3, options=OPTIONS)
+
+
+def test_trees(drive, tmp_path):
+    _, algorithm, target, draft, _, _ = make_layout("eagle3", tmp_path)
+    settings = SpeculativeSettings(algorithm, draft_model_path=str(draft), num_steps=4, topk=3, num_draft_tokens=10)
+    said, _ = truth(drive, target, ASKED[3:], SAMPLINGS[3:], LENGTH, **OPTIONS)
+    driver = drive(target, speculation=settings, **OPTIONS)
+    assert run_mixed(driver, ASKED[3:], SAMPLINGS[3:], said, LENGTH)[0] == said
+
+
+@pytest.mark.parametrize(("algorithm", "topk"), [("EAGLE3", 3), ("DFLASH", 1)])
+def test_the_drafts_in_the_box_are_believed(algorithm, topk, drive):
+    """In bfloat16, by fused attention and in graphs."""
+    model = DRAFTS.parent / "model"
+    tokens = Tokenizer.from_file(str(model / "tokenizer.json")).encode("What is the capital of France?").ids
+    settings = SpeculativeSettings(algorithm, str(draft_path(algorithm)), num_steps=4, topk=topk, num_draft_tokens=6)
+    driver = drive(model, dtype="bfloat16", speculation=settings, **OPTIONS | {"max_slots": 2})
+    driver.admit(1, tokens, sampling=SlotSampling(temperature=0.0))
+    driver.step([(1, len(tokens))])
+    for _ in range(12):
+        assert not driver.step([(1, 1)], {1: 5}).failed
+    assert len(driver.tokens[1]) - len(tokens) > 18
