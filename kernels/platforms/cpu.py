@@ -3,7 +3,9 @@ oneDNN, and fp32."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
 import subprocess
 import weakref
 from collections.abc import Callable, Sequence
@@ -35,6 +37,9 @@ from kernels.platforms.base import (
 )
 
 __all__ = ["CpuPlatform"]
+
+_LARGE_PAGE = 1 << 15
+"""Bytes of one layer's page of the cache from which on large pages of the system are worth the memory they round up."""
 
 _PAGE_0 = np.zeros((1, 1), dtype=np.int32)
 
@@ -126,9 +131,12 @@ class CpuPlatform(Platform):
         self._native_attention &= dtype == torch.bfloat16 and Native.fits_attention(page_size, head_dim)
         shape = (pages, page_size, 2, kv_heads, head_dim)
 
-        def zeros() -> Tensor:  # numpy's come untouched from the system, torch's are written
-            memory = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-            return torch.from_numpy(memory).view(dtype).view(shape)
+        def zeros() -> Tensor:  # untouched as they come from the system; torch's would be written
+            memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if math.prod(shape[1:]) * dtype.itemsize >= _LARGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+                with contextlib.suppress(OSError):  # a system without them
+                    memory.madvise(mmap.MADV_HUGEPAGE)
+            return torch.frombuffer(memory, dtype=dtype).view(shape)
 
         return [zeros() for _ in range(layers)]
 

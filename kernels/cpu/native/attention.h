@@ -17,11 +17,21 @@ struct Cached {
     int64_t token, page;  // elements from one token to the next, and from one page to the next
     const int32_t* pages;
     int64_t page_size;
+    int64_t dim = 0;
+    int64_t next = 0;  // elements to the keys that are wanted next, while values are added up; 0: none
 
     const bf16* at(int64_t position) const {
         return keys + pages[position / page_size] * page + position % page_size * token;
     }
 };
+
+// Keys or values of one head from some tokens on. They lie between those of other heads, too far from one another for
+// the processor to see what comes next, and those of all heads together are too many to be kept.
+inline void fetch(const bf16* from, int64_t tokens, const Cached& cached) {
+    for (int64_t i = 0; i < tokens; i++, from += cached.token)
+        for (int64_t line = 0; line < cached.dim; line += 32)
+            _mm_prefetch(reinterpret_cast<const char*>(from + line), _MM_HINT_T1);
+}
 
 // weights float [tokens from `first`][width]; sums of weight * value for `COLUMNS` columns from `column` on, of which
 // `columns` are to be stored, and `VECTORS` vectors of the head from `vector` on.
@@ -34,6 +44,7 @@ void add_values(const Cached& cached, int64_t values, int64_t first, int64_t end
     for (int64_t position = first; position < end;) {
         const bf16* value = cached.at(position) + values + vector * TILE;
         int64_t stop = std::min(end, (position / TILE + 1) * TILE);
+        if (cached.next && column == 0 && vector == 0) fetch(value - values + cached.next, stop - position, cached);
         for (; position < stop; position++, value += cached.token) {
             const float* weight = weights + (position - first) * width + column;
             for (int v = 0; v < VECTORS; v++) {
@@ -145,12 +156,6 @@ struct Attending {
 
 constexpr int64_t AHEAD = 4 * TILE;  // tokens
 
-// All of a page's tile for all kv heads, whose keys and values lie between one another.
-inline void fetch(const bf16* from, int64_t count) {
-    for (int64_t line = 0; line < count; line += 32)
-        _mm_prefetch(reinterpret_cast<const char*>(from + line), _MM_HINT_T1);
-}
-
 // What the queries of one row see.
 struct Seen {
     int64_t first, count, end;  // its tokens in the step, and its tokens in the cache
@@ -177,14 +182,17 @@ struct Seen {
 };
 
 // A block of up to sixteen columns, from `column` on, of one kv head in one row: a query's heads, then the next one's.
-inline void attend(const Attending& task, int64_t row, int64_t kv_head, int64_t column, int thread) {
+// Memory is never idle: values are fetched while their keys are multiplied, and the next head's keys while values are
+// added up. `first_head`, `last_head`: whether nobody fetched this one's keys, and whether no other follows.
+inline void attend(const Attending& task, int64_t row, int64_t kv_head, int64_t column, bool first_head, bool last_head,
+                   int thread) {
     const Op& op = *task.op;
     const Step& step = *task.step;
     const int64_t dim = op.i0, kv_heads = op.i2, group = op.i1 / kv_heads, token = 2 * kv_heads * dim;
     const Seen seen(step, row);
     const int64_t columns = std::min(TILE, seen.count * group - column);
     const Cached cached = {static_cast<const bf16*>(op.b) + kv_head * dim, token, op.i4 * token,
-                           step.pages + row * step.pages_stride, op.i4};
+                           step.pages + row * step.pages_stride, op.i4, dim, last_head ? 0 : dim};
 
     alignas(64) uint32_t tile[256 / 2][TILE];  // queries as a tile of weights: [pair of dims][column]
     bf16* out[TILE];
@@ -209,7 +217,8 @@ inline void attend(const Attending& task, int64_t row, int64_t kv_head, int64_t 
     configure(TILE, 0);
     for (int64_t position = begin; position < end; position += TILE) {
         const bf16* keys = cached.at(position);
-        if (kv_head == 0 && position + AHEAD < end) fetch(cached.at(position + AHEAD), token * TILE);
+        if (first_head && position + AHEAD < end) fetch(cached.at(position + AHEAD), TILE, cached);
+        if (column == 0) fetch(keys + kv_heads * dim, TILE, cached);
         _tile_zero(0);
         for (int64_t depth = 0; depth < dim; depth += DEPTH) {
             _tile_loadd(4, keys + depth, 2 * token);
@@ -253,7 +262,8 @@ inline void attend_chunk(void* context, int64_t chunk, int thread) {
     const int64_t row = chunk / task.split, each = kv_heads / task.split, first = chunk % task.split * each;
     const int64_t columns = Seen(*task.step, row).count * group;
     for (int64_t kv_head = first; kv_head < first + each; kv_head++)
-        for (int64_t column = 0; column < columns; column += TILE) attend(task, row, kv_head, column, thread);
+        for (int64_t column = 0; column < columns; column += TILE)
+            attend(task, row, kv_head, column, kv_head == first && column == 0, kv_head == first + each - 1, thread);
 }
 
 }  // namespace troupe

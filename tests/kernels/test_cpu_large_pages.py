@@ -1,0 +1,49 @@
+"""Memory that is read again and again asks for the system's large pages."""
+
+from __future__ import annotations
+
+import mmap
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.cpu.host import has_tiles
+from kernels.cpu.native import library
+from kernels.cpu.program import Native, NativeWeight
+from kernels.platforms.cpu import CpuPlatform
+
+pytestmark = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="a system without large pages")
+
+
+def asks(address: int) -> bool:
+    """Whether the mapping that holds ``address`` is marked for large pages."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, _, rest = line.partition(" ")
+        if "-" in first and not first.endswith(":"):
+            begin, end = (int(part, 16) for part in first.split("-"))
+            inside = begin <= address < end
+        elif inside and first == "VmFlags:":
+            return "hg" in rest.split()
+    return False
+
+
+@pytest.mark.parametrize(("heads", "large"), [(8, True), (1, False)])
+def test_caches_of_large_pages_ask_for_large_pages(heads, large):
+    (cache,) = CpuPlatform(1).make_cache(1, 32, 16, heads, 128, torch.bfloat16)
+    assert asks(cache.data_ptr() + cache.nbytes // 2) == large
+    assert not cache.any()
+    cache[3] = 1
+    assert cache[3].all()
+
+
+@pytest.mark.skipif(not has_tiles() or not any(map(shutil.which, library.COMPILERS)), reason="no native operators")
+def test_packed_weights_ask_for_large_pages(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library.build()
+    opened = library.open_library()
+    assert opened is not None
+    weight = NativeWeight(Native(opened, 1), torch.zeros(2048, 1024, dtype=torch.bfloat16))
+    assert asks(weight.memory.data_ptr() + weight.memory.nbytes // 2)
