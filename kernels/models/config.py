@@ -32,6 +32,7 @@ class Family:
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(),
+    "MiMoForCausalLM": Family(qkv_bias=True, window_switch=True),  # Qwen2 with heads for the tokens after the next
     "MistralForCausalLM": Family(window=True),
     "Qwen2ForCausalLM": Family(qkv_bias=True, window_switch=True),
     "Qwen3ForCausalLM": Family(qk_norm=True, window_switch=True),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import torch
 from torch.nn.functional import linear
 
@@ -175,6 +177,11 @@ def make_layout(name, folder):
             weights = seeded(mimo_shapes(bias=True), 25)
             write(draft, DRAFT | {"num_nextn_predict_layers": 1}, renamed(weights))
             return MtpDrafter, "MTP", target, draft, HIDDEN, PlainMimo(weights, own)
+        case "mimo-inside":  # in the target's checkpoint
+            target, own = make_target(folder / "target", architectures=["MiMoForCausalLM"], num_nextn_predict_layers=1)
+            weights = seeded(mimo_shapes(bias=True), 28)
+            write(target, json.loads((target / "config.json").read_text()), own | renamed(weights))
+            return MtpDrafter, "MTP", target, None, HIDDEN, PlainMimo(weights, own)
         case "deepseek":  # in the target's checkpoint
             weights = seeded(deepseek_shapes(head_norms=True), 26)
             copies = {"embed_tokens.weight": (VOCAB, HIDDEN), "shared_head.head.weight": (VOCAB, HIDDEN)}

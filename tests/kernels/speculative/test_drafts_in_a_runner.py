@@ -79,7 +79,7 @@ def compare(target, algorithm, draft, expected, drive, steps=3, count=5, options
         assert guesses == expected(Known(tokens, features), len(guesses)), len(tokens)
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle3", "mimo", "deepseek"])
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "mimo", "mimo-inside", "deepseek"])
 def test_heads(name, drive, tmp_path):
     _, algorithm, target, draft, _, plain = make_layout(name, tmp_path)
     compare(target, algorithm, draft, lambda known, steps: eagle_chain(plain, known, steps), drive)
