@@ -222,6 +222,8 @@ class Engine:
         self._progress = (0.0, "model files")
         model = await open_model(self.arguments)
         self._model = model
+        if model.speculation is not None:
+            self.metrics.steps.speculation.algorithm = model.speculation.algorithm
         company = Company(
             system,
             self.arguments,

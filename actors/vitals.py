@@ -49,6 +49,9 @@ class Vitals:
 
     def step_finished(self, now: float, result: StepResult, generated: int) -> None:
         """The oldest step is answered; ``generated``: tokens it gave to sequences."""
+        if result.drafted:
+            drafted, produced = (memoryview(part).cast("i").tolist() for part in (result.drafted, result.accepted))
+            self._counted.speculation.verified(drafted, produced, result.timing.draft)
         if self._sent:
             self._counted.answered(
                 self._sent.popleft(),

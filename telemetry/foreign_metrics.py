@@ -77,6 +77,20 @@ class _Recent:
         return self._rate
 
 
+def _optional(name: str) -> Callable[[_Own], Samples | None]:
+    """What an engine that does not speculate has not."""
+    return lambda own: own.get(name)
+
+
+def _speculating(of: Callable[[_Own], float]) -> Callable[[_Own], Samples | None]:
+    return lambda own: of(own) if "speculative_drafts" in own else None
+
+
+def _lengths(accepted: Callable[[_Own], float]) -> Callable[[_Own], Samples | None]:
+    """The token that is sampled in any case counts too."""
+    return _speculating(lambda own: 1 + accepted(own))
+
+
 # -- vLLM --------------------------------------------------------------------------------------------------------------
 
 _VLLM_FIRST_TOKEN = (
@@ -142,6 +156,15 @@ def _vllm() -> _Table:
     counter("prompt_tokens_total", "Prompt tokens processed.", _value("prompt_tokens"))
     counter("generation_tokens_total", "Tokens generated.", _value("troupe_generated_tokens_total"))
     counter("request_success_total", "Ended requests.", _finished, "finished_reason")
+    counter("spec_decode_num_drafts_total", "Drafts verified.", _optional("speculative_drafts"))
+    counter("spec_decode_num_draft_tokens_total", "Guesses verified.", _optional("speculative_draft_tokens"))
+    counter("spec_decode_num_accepted_tokens_total", "Guesses accepted.", _optional("speculative_accepted_tokens"))
+    counter(
+        "spec_decode_num_accepted_tokens_per_pos_total",
+        "Drafts whose guess at this place was accepted.",
+        _optional("speculative_positions"),
+        "position",
+    )
     spec = MetricSpec("vllm:cache_config_info", "gauge", "The cache's pages.", ("block_size", "num_gpu_blocks"))
     table[spec.name] = (spec, _cache_config)
     return table
@@ -214,6 +237,10 @@ def _sglang() -> _Table:
         "cache_source",
     )
     counter("num_retracted_requests_total", "Preemptions.", _value("troupe_preemptions_total"))
+    accepted, drafts, drafted = "speculative_accepted_tokens", "speculative_drafts", "speculative_draft_tokens"
+    gauge("spec_accept_length", "Tokens of a verification lately.", _lengths(_Recent(accepted, drafts)))
+    gauge("spec_accept_rate", "Share of guesses accepted lately.", _speculating(_Recent(accepted, drafted)))
+    counter("spec_verify_calls_total", "Drafts verified.", _optional(drafts))
     return table
 
 

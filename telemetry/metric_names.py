@@ -98,6 +98,19 @@ _SCHEDULING = (
     _counter("troupe_generated_tokens_total", "Tokens sampled, counted as they come."),
 )
 
+_SPECULATION = (
+    _counter("troupe_speculative_drafts_total", "Times that a sequence's guesses were verified.", "algorithm"),
+    _counter("troupe_speculative_draft_tokens_total", "Guesses verified.", "algorithm"),
+    _counter("troupe_speculative_accepted_tokens_total", "Guesses that were what the model says.", "algorithm"),
+    _counter(
+        "troupe_speculative_accepted_at_position_total",
+        "Drafts of which the guess at this place, counted from 0, was accepted.",
+        "algorithm",
+        "position",
+    ),
+    _counter("troupe_speculative_draft_seconds_total", "Seconds of the worker for making guesses.", "algorithm"),
+)
+
 _ADMISSION = (
     _gauge("troupe_ready", "1 when requests are admitted."),
     _gauge("troupe_admitted_sequences", "Sequences that hold a ticket of the door, waiting and running."),
@@ -162,6 +175,6 @@ _PROCESS = (
 )
 
 METRICS: dict[str, MetricSpec] = {
-    spec.name: spec for spec in (*_REQUESTS, *_SCHEDULING, *_ADMISSION, *_CACHE, *_RUNTIME, *_PROCESS)
+    spec.name: spec for spec in (*_REQUESTS, *_SCHEDULING, *_SPECULATION, *_ADMISSION, *_CACHE, *_RUNTIME, *_PROCESS)
 }
 """By name, in the order of the exposition."""

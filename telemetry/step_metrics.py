@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from telemetry.exposition import Samples
+from telemetry.speculation_metrics import SpeculationMetrics
 from telemetry.tally import Tally
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class StepMetrics:
         self.queued_seconds = 0.0
         self.prepare_seconds = 0.0
         self.run_seconds = 0.0
+        self.speculation = SpeculationMetrics()
         self.rows = Tally(_ROWS)
         self.seconds = Tally(_SECONDS)
         self.inter_token: list[Tally] = []  # each with its own buckets
@@ -93,6 +95,7 @@ class StepMetrics:
 
     def readings(self) -> Mapping[str, Samples]:
         return {
+            **self.speculation.readings(),
             "troupe_steps_total": self.steps,
             "troupe_step_seconds": self.seconds,
             "troupe_step_rows": self.rows,
