@@ -1,0 +1,93 @@
+"""Drafts in a program of native operators, with the states that a draft model starts from."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.batch import ForwardBatch
+from kernels.cpu.host import has_tiles
+from kernels.cpu.native import library
+from kernels.platforms.cpu import CpuPlatform
+from tests.kernels.verifying import made
+
+pytestmark = pytest.mark.skipif(
+    not has_tiles() or not any(map(shutil.which, library.COMPILERS)), reason="no AMX, or no C++ compiler"
+)
+
+BF16 = torch.bfloat16
+TOKENS, HEADS, KV_HEADS, DIM = 5, 4, 2, 32
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        library.build()
+        yield
+
+
+@pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
+@pytest.mark.parametrize("window", [0, 40])
+def test_a_program_serves_any_drafts_that_fit_it(trees, window):
+    """Rows of any lengths, decodes among them, to the bit; prefills, and more tokens than it has room for, not."""
+    generator = torch.Generator().manual_seed(3)
+    platform = CpuPlatform(threads=1)
+    platform.dtype("bfloat16", None)
+    (cache,) = platform.make_cache(1, 60, 16, KV_HEADS, DIM, BF16)
+    width = (HEADS + 2 * KV_HEADS) * DIM
+    table = torch.randn(97, width, generator=generator).to(BF16)
+    norm = platform.make_norm(torch.ones(width, dtype=BF16), 1e-6)
+    linear = platform.make_linear(torch.randn(width, width, generator=generator).mul(0.1).to(BF16), None)
+
+    def forward(batch: ForwardBatch) -> torch.Tensor:
+        assert batch.states is not None
+        x = platform.embed(batch.token_ids, table)
+        qkv = linear(norm.add(x, batch.states)[0]).view(-1, HEADS + 2 * KV_HEADS, DIM)
+        platform.write_cache(cache, batch.cache_index, qkv[:, HEADS:])
+        return platform.attention(qkv[:, :HEADS], cache, batch.plans[window], 0.2)
+
+    program = platform.capture_decodes(
+        forward,
+        [window],
+        4,
+        8,
+        lambda could: could,
+        tokens=TOKENS,
+        tree=trees,
+        states=torch.zeros(1, width, dtype=BF16),
+    )
+    assert program is not None
+    for counts in ([5, 5, 5, 5], [1, 1, 4, 2], [3], [1, 5, 5]):
+        decodes = next((row for row, count in enumerate(counts) if count > 1), len(counts))
+        case = made(
+            platform, generator, dtype=BF16, heads=HEADS, kv_heads=KV_HEADS, dim=DIM, page_size=16, window=window,
+            trees=trees, decodes=tuple(7 + 30 * row for row in range(decodes)),
+            drafts=tuple((31 * row, count) for row, count in enumerate(counts[decodes:])),
+        )  # fmt: skip
+        rows, tokens = case.rows, sum(counts)
+        cache[: len(case.cache)] = case.cache
+        at = np.concatenate([start + np.arange(count) for start, count in zip(rows.starts, counts, strict=True)])
+        places = rows.pages[np.repeat(np.arange(len(counts)), counts), at // 16].astype(np.int64)
+        states = torch.randn(tokens, width, generator=generator).to(BF16)
+        batch = ForwardBatch(
+            torch.randint(97, (tokens,), generator=generator),
+            torch.from_numpy(at),
+            torch.from_numpy(places * 16 + at % 16),
+            {window: platform.plan_attention(rows, window)},
+            states.clone(),
+        )
+        found = program.run(batch)
+        assert found is not None
+        found = found.clone()
+        assert torch.equal(batch.states, states)  # the program has its own
+        assert torch.equal(found, forward(batch))
+    for other in (dataclasses.replace(rows, verifies=0), dataclasses.replace(rows, decodes=0, verifies=1)):
+        plans = {window: platform.plan_attention(other, window)}
+        assert program.run(dataclasses.replace(batch, plans=plans)) is None
+    many = torch.zeros(4 * TOKENS + 1, dtype=torch.int64)
+    assert program.run(dataclasses.replace(batch, token_ids=many)) is None
