@@ -14,7 +14,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from kernels.runner import ModelRunner
+from kernels.speculative.settings import SpeculativeSettings
 from kernels.step import RunnerConfig, SlotSampling
 from tests.kernels.conftest import Driver, ints
 
@@ -31,7 +34,8 @@ def free_address() -> str:
 
 def run_ranks(jobs: list[dict[str, Any]], size: int = 2) -> list[list[dict[str, Any]]]:
     """What each rank says of each job: [rank][job]. A job: ``model``, ``prompts``, ``length``, ``sampling``,
-    ``options`` of RunnerConfig, and what differs by rank; the prompts decode together until each has ``length`` tokens.
+    ``options`` of RunnerConfig, its ``speculation``, and what differs by rank; the prompts decode together until each
+    has ``length`` tokens.
     """
     given = [job | {"rendezvous": free_address()} for job in jobs]
     with ExitStack() as stack:
@@ -63,6 +67,9 @@ def run_ranks(jobs: list[dict[str, Any]], size: int = 2) -> list[list[dict[str, 
 def run(job: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
     options = {"dtype": "float32", "max_slots": 9, "max_total_tokens": 4096, "threads": 1} | job.get("options", {})
     share = job.get("tokens_of_rank")  # how large a cache each rank would like
+    speculation = job.get("speculation")
+    if speculation:
+        options["speculation"] = msgspec.convert(speculation, SpeculativeSettings)
     if share:
         options["max_total_tokens"] = share[rank]
     config = RunnerConfig(
@@ -78,15 +85,19 @@ def run(job: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
     info = runner.load()
     driver = Driver(runner, info)
     sampling = SlotSampling(**job.get("sampling", {"temperature": 0.0}))
+    accepted = []
     for slot, prompt in enumerate(job["prompts"], start=1):
         driver.admit(slot, prompt, sampling=sampling)
         assert not driver.step([(slot, len(prompt))]).failed
     while rows := [(slot, 1) for slot in driver.tokens if len(driver.tokens[slot]) < job["length"]]:
-        result = driver.step(rows)
+        drafts = dict.fromkeys(driver.tokens, info.speculative_nodes - 1) if speculation else {}
+        result = driver.step(rows, drafts)
         assert not result.failed
-        assert sum(ints(result.accepted)) == len(rows)
+        accepted.append(ints(result.accepted))
+        assert speculation or sum(accepted[-1]) == len(rows)
     runner.close()
     return {
+        "accepted": accepted,
         "tokens": [driver.tokens[slot] for slot in sorted(driver.tokens)],
         "weight_bytes": info.weight_bytes,
         "parameters": info.parameters,
