@@ -109,6 +109,8 @@ class Observer:
         backlog, self._backlog = self._backlog, []
         if not backlog:
             return
+        if len(backlog) == 1 and self._show_alone(backlog[0]):
+            return
         state = self._slots
         slots, starts, counts, reached = (
             np.concatenate([getattr(seen, name) for seen in backlog])
@@ -140,6 +142,18 @@ class Observer:
             slots[parts[heads]], starts[parts[heads]], totals[order], reached[parts[tails]], features,
             self._tokens(backlog, parts, owner),
         )  # fmt: skip
+
+    def _show_alone(self, seen: _Seen) -> bool:
+        """The usual case: one step, whose requests are all there still, of decodes alone or in order as they are."""
+        state, counts = self._slots, seen.counts
+        if not (state.active[seen.slots] & (state.generation[seen.slots] == seen.generations)).all():
+            return False
+        kinds = (counts > 1).astype(np.int8) + (counts > SHORT)
+        if len(counts) > 1 and (kinds[1:] < kinds[:-1]).any():
+            return False
+        sampled = seen.sampled if self._drafter.needs_host_tokens else None
+        self._show(seen.slots, seen.starts, counts, seen.reached, self._features([seen], seen.places), sampled)
+        return True
 
     def _features(self, backlog: list[_Seen], places: Longs) -> Tensor | None:
         held = [seen.features for seen in backlog if seen.features is not None]

@@ -23,7 +23,7 @@ from kernels.speculative.drafter import Drafter, DraftRows, Drafts
 from kernels.speculative.observing import Observer, Run, ragged
 from kernels.speculative.settings import SpeculativeSettings
 from kernels.speculative.tree import DraftTree
-from kernels.speculative.verify import Leniency, Walk, path_history, walk
+from kernels.speculative.verify import Leniency, Walk, path_history, walk, walk_here
 from kernels.step import Admission
 
 __all__ = ["Samples", "Speculator", "Verified"]
@@ -49,6 +49,11 @@ class Samples:
     def of(cls, step: StepRows, known: Longs) -> Samples:
         """``known``: lengths by slot."""
         reached = step.starts + step.counts == known[step.slots]
+        if step.verifies == len(step.rows):
+            places = np.arange(int(step.offsets[-1] + step.counts[-1]))
+            lengths = np.repeat(step.starts - step.offsets, step.counts) + places + 1
+            rows = np.arange(len(step.rows))
+            return cls(rows, np.repeat(step.slots, step.counts), places, lengths, slice(0, len(places)))
         reached[step.verifying] = True
         rows = np.flatnonzero(reached)
         counts = np.ones(len(rows), dtype=np.int64)
@@ -98,6 +103,7 @@ class Speculator:
         self._platform = platform
         self._sampler = sampler
         self._slots = slots
+        self._here = platform.device.type == "cpu"
         self._wants = np.zeros(len(slots.known), dtype=bool)
         self._observer = Observer(drafter, platform, slots)
         self._last: Run | None = None
@@ -249,7 +255,11 @@ class Speculator:
             after[put(_places(counts, width))] = flat
             after = after.view(-1, width)
         leniency = None if leniency_logits is None else self._leniency(step, leniency_logits, slots[part], at[part])
-        found = walk(tree, put(counts), after, min(self.drafter.depth, width - 1), leniency, self._forced())
+        depth = min(self.drafter.depth, width - 1)
+        if self._here and tree.linear and not self._settings.lossy:
+            found = walk_here(tree, counts, after, depth)
+        else:
+            found = walk(tree, put(counts), after, depth, leniency, self._forced())
         self._append(step, samples, sampled, found)
         return self._verified(step, samples, sampled, found)
 
@@ -308,11 +318,9 @@ class Speculator:
 
     def _append(self, step: StepRows, samples: Samples, sampled: Sampled, found: Walk) -> None:
         """What was sampled becomes known; in rows that verified the host counts it when the step is settled."""
-        state, put = self._slots, self._platform.put
-        plain = np.ones(len(samples.slots), dtype=bool)
-        plain[samples.guesses] = False
-        index = np.flatnonzero(plain)
-        if len(index):
+        state, put, part = self._slots, self._platform.put, samples.guesses
+        if part.start > 0 or part.stop < len(samples.slots):
+            index = np.concatenate((np.arange(part.start), np.arange(part.stop, len(samples.slots))))
             slots = samples.slots[index]
             tokens = sampled.tokens.index_select(0, put(index))
             state.append(slots, put(slots), put(samples.lengths[index]), tokens)
@@ -323,6 +331,8 @@ class Speculator:
         put, part = self._platform.put, samples.guesses
         counts = step.counts[step.verifying]
         levels = found.path.shape[1]
+        if self._here and step.verifies == len(step.rows) and sampled.logprobs is None:
+            return self._verified_here(step, sampled, found)
         begins = put(part.start + np.cumsum(counts) - counts)
         passed = (begins.unsqueeze(1) + found.path).reshape(-1)
         total = len(samples.slots)
@@ -369,6 +379,24 @@ class Speculator:
             top_counts=tops,
         )
         return Verified(chosen, samples.rows[host], places, outcome)
+
+    def _verified_here(self, step: StepRows, sampled: Sampled, found: Walk) -> Verified:
+        """The same where the device is the host, which finds it sooner, and every row verified and none is scored."""
+        assert step.drafts is not None
+        counts, path, accepted = step.counts, found.path.numpy(), found.counts.numpy()
+        rows, levels = path.shape
+        passed = (step.offsets[:, None] + path).reshape(-1)
+        broken = sampled.broken.numpy()[passed]
+        own = broken.reshape(rows, levels) & (np.arange(levels) < accepted[:, None])
+        depths = step.drafts.tree.depths.numpy()
+        run = np.arange(depths.shape[1]) < counts[:, None]
+        outcome = np.empty((rows, levels + 2), dtype=np.int64)
+        outcome[:, 0] = np.where(own.any(1), -accepted, accepted)
+        outcome[:, 1] = np.where(run, depths, 0).max(1)
+        outcome[:, 2:] = path
+        chosen = Sampled(found.tokens.reshape(-1), torch.from_numpy(broken))
+        index = np.arange(rows * levels)
+        return Verified(chosen, index // levels, index % levels, torch.from_numpy(outcome))
 
     def move(self, step: StepRows, cache_index: Tensor, outcome: Tensor, caches: Sequence[object]) -> None:
         """Bring the keys and values of accepted nodes to the positions that follow one another."""

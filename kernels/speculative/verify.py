@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from kernels.speculative.tree import DraftTree
 
-__all__ = ["Leniency", "Walk", "path_history", "walk"]
+__all__ = ["Leniency", "Walk", "path_history", "walk", "walk_here"]
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,17 @@ def walk(
         inner = torch.arange(depth, device=sampled.device) < (counts - 1).unsqueeze(1)
         tokens[:, :-1] = torch.where(inner, tree.tokens.gather(1, passed[:, 1:]), tokens[:, :-1])
     return Walk(passed, counts, tokens)
+
+
+def walk_here(tree: DraftTree, nodes: npt.NDArray[np.int64], sampled: Tensor, depth: int) -> Walk:
+    """``walk`` of chains where the device is the host: numpy finds so few numbers several times as fast as torch."""
+    after = sampled.numpy()
+    right = tree.tokens.numpy()[:, 1:] == after[:, :-1]
+    right &= np.arange(1, after.shape[1]) < nodes[:, None]
+    counts = np.logical_and.accumulate(right, axis=1).sum(1) + 1
+    path = np.minimum(np.arange(depth + 1), counts[:, None] - 1)
+    tokens = np.take_along_axis(after, path, 1)
+    return Walk(torch.from_numpy(path), torch.from_numpy(counts), torch.from_numpy(tokens))
 
 
 def _lenient(leniency: Leniency, children: Tensor, right: Tensor, at: Tensor) -> Tensor:
