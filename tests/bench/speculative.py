@@ -1,0 +1,182 @@
+"""What guessing tokens ahead brings on the model in the box, for each algorithm of speculative decoding.
+
+    python -m tests.bench speculative [--algorithms EAGLE3 NGRAM] [--batches 1 4 16] [--rounds 5] [--device cpu]
+
+Two engines in this process, one that guesses and one that does not, answer the same prompts in turns; each round
+begins with the other one. Nothing is asked twice, so that n-grams cannot know the answer. Printed for each algorithm
+and batch size: the acceptance length (tokens a verification gives), the share of guesses accepted, tokens a second of
+both, the median ratio of a round, and how many answers differ (greedy ones may, where sums are taken in another order).
+``--hostile`` takes prompts of random tokens that are continued at a high temperature, where hardly a guess can be
+right; ``--adaptive`` adds --speculative-adaptive to each algorithm. Other arguments of the engines follow after
+``--``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from actors.arguments import Arguments
+from actors.engine import Engine
+from actors.requests import Chat, SamplingParams
+from app.arguments import load_arguments
+from tests.bench.serving import cpu_name
+
+__all__ = ["main"]
+
+ALGORITHMS = ("EAGLE", "EAGLE3", "MTP", "DFLASH", "STANDALONE", "NGRAM")
+
+COUNTRIES = (
+    *("France", "Japan", "Brazil", "Kenya", "Norway", "Peru", "Italy", "Egypt", "Canada", "Poland", "Chile", "Spain"),
+    *("India", "Greece", "Cuba", "Ghana", "Finland", "Austria", "Mexico", "Nepal", "Ireland", "Turkey", "Portugal"),
+)
+THINGS = (
+    *("a fox", "a river", "a girl who finds a key", "an old lighthouse", "a lost dog", "a clever crow", "a snowman"),
+    *("two brothers", "a small boat", "a baker", "a talking tree", "a rainy day", "a brave mouse", "a red kite"),
+    *("a king who cannot sleep", "the first day of school", "a garden", "a broken clock", "a long walk", "a bear"),
+)
+ASKED = (
+    "What is the capital of {}?",
+    "Which countries border {}?",
+    "What is the currency of {}?",
+    "What language do people speak in {}?",
+)
+SINGLE = 8
+"""Questions of a round at batch 1, one after the other."""
+
+
+def _questions() -> list[str]:
+    """All different, in an order that is the same in every run: nothing is asked of an engine twice."""
+    every = [form.format(country) for form in ASKED for country in COUNTRIES]
+    every += [f"Tell me a short story about {thing}." for thing in THINGS]
+    every += [f"Write a few sentences about {thing}." for thing in THINGS]
+    every += [f"What is {a} plus {b}?" for a in range(11, 60, 7) for b in range(13, 70, 9)]
+    random.Random(5).shuffle(every)
+    return every
+
+
+class Round(NamedTuple):
+    seconds: float
+    tokens: int
+    outputs: list[list[int]]
+    steps: int
+    drafted: int
+    accepted: int
+
+
+async def _answer(engine: Engine, prompt: Chat | list[int], params: SamplingParams) -> tuple[list[int], object]:
+    tokens: list[int] = []
+    usage = None
+    async for delta in engine.generate(prompt, params):
+        tokens += delta.token_ids
+        usage = delta.usage
+    return tokens, usage
+
+
+async def _round(engine: Engine, prompts: Sequence[Chat | list[int]], params: SamplingParams) -> Round:
+    begun = time.perf_counter()
+    seeds = [msgspec.structs.replace(params, seed=number) for number in range(len(prompts))]
+    answers = await asyncio.gather(
+        *(_answer(engine, prompt, each) for prompt, each in zip(prompts, seeds, strict=True))
+    )
+    seconds = time.perf_counter() - begun
+    found = [usage.acceptance for _, usage in answers if usage is not None and usage.acceptance is not None]
+    return Round(
+        seconds,
+        sum(len(tokens) for tokens, _ in answers),
+        [tokens for tokens, _ in answers],
+        sum(each.steps for each in found),
+        sum(each.drafted for each in found),
+        sum(each.accepted for each in found),
+    )
+
+
+def _prompts(first: int, count: int, hostile: bool) -> list[Chat | list[int]]:
+    """``count`` prompts from number ``first`` on."""
+    if hostile:
+        draw = random.Random(first)
+        return [[draw.randrange(300, 4096) for _ in range(24)] for _ in range(count)]
+    questions = _questions()
+    chosen = [questions[number % len(questions)] for number in range(first, first + count)]
+    return [Chat(messages=[{"role": "user", "content": question}]) for question in chosen]
+
+
+async def _compare(algorithm: str, plain: Engine, guessing: Engine, args: argparse.Namespace) -> None:
+    params = SamplingParams(
+        max_tokens=args.tokens, temperature=args.temperature, ignore_eos=args.hostile, top_p=1.0, repetition_penalty=1.0
+    )
+    asked = 0
+    for batch in args.batches:
+        rounds: list[tuple[Round, Round]] = []
+        for number in range(args.rounds + 1):
+            count = SINGLE if batch == 1 else batch
+            chosen = _prompts(asked, count, args.hostile)
+            asked += count
+            sets = [[prompt] for prompt in chosen] if batch == 1 else [chosen]
+            for prompts in sets:
+                order = (plain, guessing) if number % 2 else (guessing, plain)
+                results = {id(engine): await _round(engine, prompts, params) for engine in order}
+                if number:  # the first one warms up
+                    rounds.append((results[id(plain)], results[id(guessing)]))
+        without, with_ = ([pair[side] for pair in rounds] for side in (0, 1))
+        steps, drafted, accepted = (
+            sum(getattr(each, name) for each in with_) for name in ("steps", "drafted", "accepted")
+        )
+        ratio = statistics.median(
+            (b.tokens / b.seconds) / (a.tokens / a.seconds) for a, b in zip(without, with_, strict=True)
+        )
+        different = sum(
+            x != y for a, b in zip(without, with_, strict=True) for x, y in zip(a.outputs, b.outputs, strict=True)
+        )
+        speeds = [sum(each.tokens for each in side) / sum(each.seconds for each in side) for side in (without, with_)]
+        print(
+            f"| {algorithm} | {batch} | {1 + accepted / max(steps, 1):.2f} | {accepted / max(drafted, 1):.0%} "
+            f"| {speeds[0]:.0f} | {speeds[1]:.0f} | {ratio:.2f} | {different}/{len(rounds) * batch} |",
+            flush=True,
+        )
+
+
+def _arguments(words: Sequence[str]) -> Arguments:
+    return load_arguments([*words, "--max-total-tokens", "32768", "--disable-radix-cache"], {})
+
+
+async def _run(args: argparse.Namespace) -> None:
+    common = ["--device", args.device, *args.rest]
+    async with Engine(arguments=_arguments(common)) as plain:
+        for algorithm in args.algorithms:
+            extra = ["--speculative-algorithm", algorithm, *(["--speculative-adaptive"] if args.adaptive else [])]
+            try:
+                async with Engine(arguments=_arguments(common + extra)) as guessing:
+                    await _compare(algorithm, plain, guessing, args)
+            except (ValueError, RuntimeError) as error:  # an algorithm whose draft is not here
+                print(f"| {algorithm} | not measured: {error} |", flush=True)
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench speculative", description=__doc__)
+    parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS))
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 4, 16])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--temperature", type=float, default=None)
+    parser.add_argument("--hostile", action="store_true")
+    parser.add_argument("--adaptive", action="store_true")
+    parser.add_argument("--device", default="cpu")
+    cut = argv.index("--") if "--" in argv else len(argv)
+    args = parser.parse_args(argv[:cut])
+    args.rest = argv[cut + 1 :]
+    if args.temperature is None:
+        args.temperature = 2.0 if args.hostile else 0.0
+    print(f"{cpu_name()}, {args.device}; {args.tokens} tokens an answer, temperature {args.temperature:g}")
+    print(
+        "| algorithm | batch | acceptance length | accepted | plain tokens/s | guessing | ratio | answers that differ |"
+    )
+    print("|---|---:|---:|---:|---:|---:|---:|---:|")
+    asyncio.run(_run(args))
