@@ -27,6 +27,7 @@ from kernels.rows import StepRows
 from kernels.sampling import Sampler
 from kernels.sizing import cache_pages, context_length
 from kernels.slots import SlotError, SlotTable
+from kernels.speculative.backend import draft_platform
 from kernels.speculative.drafter import DrafterContext
 from kernels.speculative.select import captured_layers, make_drafter
 from kernels.speculative.speculator import Samples, Speculator, Verified
@@ -105,8 +106,9 @@ class ModelRunner:
         self._speculator: Speculator | None = None
         drafter = None
         if speculation is not None:
+            own = draft_platform(config, speculation, platform, model.dtype)
             drafter = make_drafter(
-                DrafterContext(config, speculation, platform, self._group, self._model, model, whole, dtype, context)
+                DrafterContext(config, speculation, own, self._group, self._model, model, whole, dtype, context)
             )
         weight_bytes = weights.weight_bytes + (drafter.weight_bytes if drafter is not None else 0)
         self._guesses = drafter.most_nodes - 1 if drafter is not None else 0

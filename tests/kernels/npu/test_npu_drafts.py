@@ -6,6 +6,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from app.understudy.drafts import DRAFTS, draft_path
+from kernels.npu.native_attention import native_attention
 from kernels.speculative.settings import SpeculativeSettings
 from kernels.step import SlotSampling
 from tests.kernels.speculative.drafting import Plain, make_target, seeded, write
@@ -58,3 +59,19 @@ def test_the_drafts_in_the_box_are_believed(algorithm, topk, drive):
     for _ in range(12):
         assert not driver.step([(1, 1)], {1: 5}).failed
     assert len(driver.tokens[1]) - len(tokens) > 18
+
+
+@pytest.mark.parametrize("backend", ["", "torch_native"])
+def test_a_draft_has_attention_of_its_own(backend, drive, monkeypatch):
+    called = []
+    monkeypatch.setattr(
+        "kernels.platforms.npu.native_attention", lambda *args: called.append(args) or native_attention(*args)
+    )
+    settings = SpeculativeSettings("EAGLE", str(draft_path("EAGLE")), draft_attention_backend=backend)
+    model = DRAFTS.parent / "model"
+    driver = drive(model, dtype="bfloat16", speculation=settings, disable_graphs=True, **OPTIONS | {"max_slots": 2})
+    driver.admit(1, [5, 6, 7, 8])
+    driver.step([(1, 4)])
+    called.clear()
+    driver.step([(1, 1)], {1: 3})
+    assert len(called) == (3 if backend else 0)  # what was observed, and two guesses that are gone on from

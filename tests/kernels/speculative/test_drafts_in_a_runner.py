@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kernels.models.config import read_config
+from kernels.platforms.base import PlatformError
 from kernels.speculative.select import captured_layers
 from kernels.speculative.settings import SpeculativeSettings
 from kernels.step import SlotSampling
@@ -120,3 +121,10 @@ def test_trees(name, drive, tmp_path):
     told = []
     assert run_mixed(driver, ASKED, SAMPLINGS, said, LENGTH, told=told)[0] == said
     assert len(told) > 30
+
+
+def test_attention_of_an_npu_is_refused_elsewhere(drive, tmp_path):
+    _, algorithm, target, draft, _, _ = make_layout("eagle", tmp_path)
+    settings = SpeculativeSettings(algorithm, str(draft), draft_attention_backend="torch_native")
+    with pytest.raises(PlatformError, match="kernels of an NPU; leave it out with --device cpu"):
+        drive(target, speculation=settings)
