@@ -15,7 +15,7 @@ from actors.arguments import ArgumentError, Arguments
 from actors.arguments.argument import Argument
 from actors.arguments.resolving import Given, canonical, find, resolve
 from app.understudy import MODEL_DIR
-from app.understudy.drafts import draft_path
+from app.understudy.drafts import TOKEN_MAP, draft_path
 
 __all__ = ["ENVIRONMENT_NAME", "load_arguments"]
 
@@ -65,14 +65,19 @@ def load_arguments(argv: Sequence[str] | None = None, environ: Mapping[str, str]
 
 
 def _with_draft(values: dict[str, Any]) -> dict[str, Any]:
-    """The values, with the draft in the box for the model in the box, where one is wanted and none was given."""
+    """The values, with the draft in the box for the model in the box, where one is wanted and none was given. A draft
+    that has the model's whole vocabulary comes with the list of its frequent tokens (``none`` leaves it out).
+    """
     algorithm = values.get("speculative_algorithm")
     if algorithm is None or values.get("speculative_draft_model_path") is not None:
         return values
     if Path(str(values["model_path"])).expanduser().resolve() != MODEL_DIR:
         return values
     draft = draft_path(str(algorithm))
-    return values if draft is None else values | {"speculative_draft_model_path": str(draft)}
+    if draft is None:
+        return values
+    frequent = {"speculative_token_map": str(TOKEN_MAP)} if algorithm in ("EAGLE", "MTP") else {}
+    return frequent | values | {"speculative_draft_model_path": str(draft)}
 
 
 def _read_words(words: Sequence[str], source: str, problems: list[str]) -> list[Given]:

@@ -107,6 +107,8 @@ def _devices(arguments: Arguments) -> Iterator[str]:
             "attention_backend": arguments.attention_backend,
             "prefill_attention_backend": arguments.prefill_attention_backend,
             "decode_attention_backend": arguments.decode_attention_backend,
+            "speculative_draft_attention_backend": arguments.speculative_draft_attention_backend,
+            "speculative_attention_mode decode": arguments.speculative_attention_mode == "decode",
             "base_gpu_id": arguments.base_gpu_id if arguments.device == "cpu" else 0,
         }
         for name, value in given.items():

@@ -154,7 +154,7 @@ SPECULATIVE_ARGUMENTS: tuple[Argument, ...] = (
         name="speculative-token-map",
         kind="str",
         default=None,
-        default_text="the whole vocabulary",
+        default_text="the whole vocabulary; for the drafts in the box the list that is there",
         group=_GROUP,
         metavar="FILE",
         help="A JSON list of token ids, the most frequent first: the draft's output layer is cut down to them "
@@ -166,7 +166,7 @@ SPECULATIVE_ARGUMENTS: tuple[Argument, ...] = (
         default="prefill",
         choices=("prefill", "decode"),
         group=_GROUP,
-        help="Which of the two attention kernels verifies: prefill takes a row's guesses together, decode one by one.",
+        help="Whose attention backend verifies on an NPU: that of prefills or that of decodes.",
     ),
     Argument(
         name="speculative-draft-attention-backend",

@@ -7,7 +7,7 @@ import pytest
 from actors.arguments import ArgumentError, Arguments
 from app.arguments import load_arguments
 from app.understudy import MODEL_DIR
-from app.understudy.drafts import draft_path
+from app.understudy.drafts import TOKEN_MAP, draft_path
 
 
 def load(line: str = "", environment: str | None = None) -> Arguments:
@@ -171,6 +171,10 @@ def test_the_model_in_the_box_has_drafts_in_the_box() -> None:
     assert load_arguments(["--speculative-algorithm", "NEXTN"], {}).speculative_draft_model_path == str(
         draft_path("EAGLE")
     )
+    assert load_arguments(["--speculative-algorithm", "MTP"], {}).speculative_token_map == str(TOKEN_MAP)
+    assert load_arguments(["--speculative-algorithm", "EAGLE3"], {}).speculative_token_map is None
+    whole = ["--speculative-algorithm", "MTP", "--speculative-token-map", "none"]
+    assert load_arguments(whole, {}).speculative_token_map is None
     own = ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "mine"]
     assert load_arguments(own, {}).speculative_draft_model_path == "mine"
     other = load_arguments(["some/model", "--speculative-algorithm", "EAGLE3"], {})

@@ -145,6 +145,14 @@ def test_an_object_put_straight_into_the_values_is_not_lost_in_silence() -> None
             },
             "give at least 5",
         ),
+        (
+            {"speculative_algorithm": "EAGLE", "device": "cpu", "speculative_attention_mode": "decode"},
+            "speculative_attention_mode decode contradicts device cpu",
+        ),
+        (
+            {"speculative_algorithm": "EAGLE", "device": "cuda", "speculative_draft_attention_backend": "ascend"},
+            "speculative_draft_attention_backend contradicts device cuda",
+        ),
         ({"speculative_algorithm": "EAGLE", "speculative_accept_threshold_single": 0}, "above 0"),
         ({"speculative_algorithm": "EAGLE", "speculative_accept_threshold_acc": 1.5}, "up to 1"),
     ],
