@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.speculative.tree import DraftTree
+from kernels.speculative.tree import DraftTree, unpack_bits
 
 __all__ = ["Leniency", "Walk", "path_history", "walk", "walk_here"]
 
@@ -62,8 +62,10 @@ def walk(
     rows, width = tree.tokens.shape
     places = torch.arange(width, device=sampled.device)
     run = places < nodes.unsqueeze(1)
-    if forced:
+    if forced:  # the path to the first of the nodes that are deep enough
         depth = min(depth, forced - 1)
+        deepest = tree.depths.masked_fill(~run | (tree.depths > depth), -1).argmax(1)
+        run = run & unpack_bits(tree.bits.gather(1, deepest.unsqueeze(1)).squeeze(1), width)
     exact = leniency is None and not forced
     if tree.linear and exact:
         right = (tree.tokens[:, 1:] == sampled[:, :-1]) & run[:, 1:]

@@ -82,3 +82,32 @@ def test_what_is_said_does_not_depend_on_guesses(right, shape, reference, drive,
     assert (~np.isnan(ours)).sum() > 30
     levels = sum(drafter.accepted) / max(1, len(drafter.accepted))
     assert {"right": levels > 0.6, "wrong": levels < 0.2, "mixed": 0.1 < levels < 2}[right], levels
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_benchmarks_fix_what_is_accepted(shape, reference, speculating, prompts):
+    """Right or wrong, so that no draft has to be trained to measure what speculation costs."""
+    (prompt,) = prompts(9)
+    drafter = Oracle(*SHAPES[shape], RIGHT["wrong"], VOCAB)
+    drafter.observe = lambda seen: drafter.seen.update({1: int(seen.starts[0] + seen.counts[0])})
+    settings = SpeculativeSettings("STANDALONE", num_draft_tokens=drafter.most_nodes, fixed_acceptance=2.5)
+    drafter.truths = [prompt + [1] * 100]
+    driver = speculating(reference("qwen3").path, drafter, settings)
+    driver.admit(1, prompt)
+    driver.step([(1, 9)])
+    drafter.draft = with_roots(drafter)
+    accepted = [
+        int(np.frombuffer(driver.step([(1, 1)], {1: drafter.most_nodes - 1}).accepted, np.int32)[0]) for _ in range(10)
+    ]
+    assert accepted == [2, 3] * 5
+
+
+def with_roots(drafter):
+    """Let the oracle believe whatever token is the root."""
+    draft = drafter.draft
+
+    def unbelieving(rows):
+        drafter.says[1][int(rows.roots[0])] = int(rows.root_tokens[0])
+        return draft(rows)
+
+    return unbelieving
