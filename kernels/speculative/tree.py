@@ -63,10 +63,11 @@ def chain_bits(nodes: int, device: torch.device) -> Tensor:
     return (2 << torch.arange(nodes, device=device)) - 1
 
 
-def tree_of(tokens: Tensor, parents: Tensor) -> DraftTree:
+def tree_of(tokens: Tensor, parents: Tensor, depth: int = 0) -> DraftTree:
     """The tree of ``tokens`` and ``parents`` int [rows, nodes], each parent before its children, the root's -1.
 
-    Ancestors are found by pointer doubling: after k rounds a node knows those up to 2^k steps above it.
+    ``depth``: that no node's is above; 0: any. Ancestors are found by pointer doubling: after k rounds a node knows
+    those up to 2^k - 1 steps above it.
     """
     rows, nodes = tokens.shape
     _check(nodes)
@@ -74,7 +75,7 @@ def tree_of(tokens: Tensor, parents: Tensor) -> DraftTree:
     jump = parents.clamp(min=0)
     bits = _own_bits(nodes, tokens.device).expand(rows, nodes)
     depths = (parents >= 0).to(torch.int64)
-    for _ in range(nodes.bit_length()):
+    for _ in range((depth or nodes - 1).bit_length()):
         bits = bits | bits.gather(1, jump)
         depths = depths + depths.gather(1, jump)
         jump = jump.gather(1, jump)
@@ -179,7 +180,9 @@ class Growth:
         above = torch.where(above < 0, self._seen, above)
         none = torch.full_like(self._root, -1)
         return tree_of(
-            torch.cat((self._root, tokens.gather(1, chosen)), 1), torch.cat((none, rank.gather(1, above)), 1)
+            torch.cat((self._root, tokens.gather(1, chosen)), 1),
+            torch.cat((none, rank.gather(1, above)), 1),
+            len(self._tokens),
         )
 
 
