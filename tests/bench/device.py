@@ -403,7 +403,8 @@ def online(name: str, directory: Path, rounds: int = 2) -> list[Row]:
 
     path = write_model(name, directory)
     write_tokenizer(name, path)
-    server = OwnServer(str(path), ["--load-format", "dummy", "--device", "cuda", "--context-length", str(CONTEXT)])
+    options = ["--load-format", "dummy", "--device", "cuda", "--context-length", str(CONTEXT)]
+    server = OwnServer(str(path), [*options, "--served-model-name", name])
     rows = []
     try:
         asyncio.run(server.wait_ready(180))
