@@ -60,7 +60,12 @@ class SharedEnds:
         self.ids: Tensor | None = None
         if token_map and context.settings.token_map:
             ids = read_token_map(context.settings.token_map, context.whole.vocab_size)
-            rows = head_rows(context, ids) if head is None else head.index_select(0, ids.to(platform.device))
+            config = context.config
+            rows = (
+                head_rows(context, config.model_path, config.load_format, context.whole, target, ids)
+                if head is None
+                else head.index_select(0, ids.to(platform.device))
+            )
             self.head = VocabularyHead(Group(), platform.make_linear(rows, None))
             self.ids = ids.to(platform.device)
 

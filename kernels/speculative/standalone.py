@@ -17,9 +17,12 @@ from kernels.batch import ForwardBatch
 from kernels.loading import open_weights
 from kernels.models.config import ConfigError, read_config
 from kernels.models.decoder import Decoder, tensor_shapes
+from kernels.parallel.group import Group
+from kernels.parallel.layers import VocabularyHead
 from kernels.parallel.partition import local_config, tensor_parts
 from kernels.speculative.drafter import Drafter, DrafterContext, DraftRows, Drafts, Observation
 from kernels.speculative.expansion import Expansion, observed_rows
+from kernels.speculative.token_map import head_rows, read_token_map
 from kernels.step import Admission
 
 __all__ = ["StandaloneDrafter"]
@@ -60,6 +63,13 @@ class StandaloneModel:
             lambda fraction: None,
         )
         self._decoder = Decoder(self.config, weights, context.platform, context.dtype, group)
+        self._head = self._decoder.logits
+        if settings.token_map:
+            ids = read_token_map(settings.token_map, whole.vocab_size)
+            load_format = settings.load_format or config.load_format
+            rows = head_rows(context, settings.draft_model_path, load_format, whole, self._decoder, ids)
+            self._head = VocabularyHead(Group(), context.platform.make_linear(rows, None))
+            self.ids = ids.to(context.platform.device)
         self.parameters, self.weight_bytes = weights.parameters, weights.weight_bytes
         self.width = whole.hidden_size
 
@@ -67,7 +77,7 @@ class StandaloneModel:
         return self._decoder.forward(batch, caches)
 
     def logits(self, states: Tensor) -> Tensor:
-        return self._decoder.logits(states)
+        return self._head(states)
 
 
 class StandaloneDrafter(Drafter):

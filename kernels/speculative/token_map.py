@@ -16,6 +16,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from kernels.loading import LoadError, open_weights
+from kernels.models.config import ModelConfig
+from kernels.models.decoder import Decoder
 from kernels.speculative.drafter import DrafterContext
 
 __all__ = ["head_rows", "read_token_map"]
@@ -67,22 +69,26 @@ def _read(path: Path) -> Any:
     raise LoadError(f"the token map {path} must be a .json, .safetensors or .pt file")
 
 
-def head_rows(context: DrafterContext, ids: Tensor) -> Tensor:
-    """The target's head for the tokens ``ids`` alone: [tokens, hidden], whole on every rank."""
-    whole, config = context.whole, context.config
+def head_rows(
+    context: DrafterContext, path: str, load_format: str, whole: ModelConfig, model: Decoder, ids: Tensor
+) -> Tensor:
+    """The head of a model for the tokens ``ids`` alone: [tokens, hidden], whole on every rank.
+
+    ``path``, ``load_format``: of its checkpoint. ``whole``: its sizes. ``model``: this rank's part of it.
+    """
     rows = ids.to(context.platform.device)
     if whole.tied_embeddings and context.group.size == 1:
-        return context.target.embeddings.weight.index_select(0, rows)
+        return model.embeddings.weight.index_select(0, rows)
     name = "model.embed_tokens.weight" if whole.tied_embeddings else "lm_head.weight"
     weights = open_weights(
-        config.model_path,
-        config.load_format,
-        config.loader_extra_config,
+        path,
+        load_format,
+        "{}",
         {name: (whole.vocab_size, whole.hidden_size)},
         {},
         context.dtype,
         context.platform.device,
-        config.random_seed,
+        context.config.random_seed,
         lambda fraction: None,
     )
     return weights.take([name]).index_select(0, rows)

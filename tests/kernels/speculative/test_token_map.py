@@ -10,8 +10,9 @@ from safetensors.torch import save_file
 
 from kernels.loading import LoadError
 from kernels.speculative.eagle import EagleDrafter
+from kernels.speculative.settings import SpeculativeSettings
 from kernels.speculative.token_map import read_token_map
-from tests.kernels.speculative.drafting import HIDDEN, Drafting, make_target, seeded, write
+from tests.kernels.speculative.drafting import HIDDEN, VOCAB, Drafting, make_target, seeded, write
 from tests.kernels.speculative.layouts import DRAFT, PlainEagle, eagle_shapes
 
 IDS = [5, 0, 17, 3]
@@ -100,3 +101,26 @@ def test_the_rows_of_a_head_of_its_own_are_read_again(tmp_path):
     plain = PlainEagle(weights, own)
     state = plain.run(made.tokens[0, 1:8], made.features[0, :7])[-1]
     assert tokens[1] == IDS[int((own["lm_head.weight"][IDS] @ state).argmax())]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_draft_model_of_its_own_has_the_tokens_of_the_map(tied, drive, tmp_path):
+    (tmp_path / "target").mkdir()
+    target, _ = make_target(tmp_path / "target", tie_word_embeddings=tied)
+    ids = list(range(0, VOCAB, 3))
+    settings = SpeculativeSettings("STANDALONE", str(target), token_map=str(write_map(tmp_path / "map.json", ids)))
+    driver = drive(target, speculation=settings)
+    plain = drive(target)
+    for made in (driver, plain):
+        made.admit(1, [5, 6, 7])
+    expected = plain.generate(1, 40)
+    driver.step([(1, 3)])
+    told = []
+    while len(driver.tokens[1]) < 40:
+        known = len(driver.tokens[1])
+        driver.step([(1, 1)], {1: 3})
+        told += [(known, len(driver.tokens[1]) - known)]
+    assert driver.tokens[1][:40] == expected
+    for known, count in told:  # the target itself guesses: all that the map has is right
+        run = [token % 3 == 0 for token in driver.tokens[1][known : known + 3]]
+        assert count == 1 + (run.index(False) if False in run else 3)
