@@ -8,7 +8,8 @@ those that vLLM 0.24.0 was measured with on an H200 (2026-11-20). They leave out
 first answer are the whole program's.
 
 Options: ``--only NAME[,NAME...]`` of checks, decode, offline, prefill, engine, online, start; ``--model 8b,0.6b``;
-``--profile DIR`` writes tables of the device's time by kernel.
+``--only products`` compares those of few tokens with cuBLAS's; ``--profile DIR`` writes tables of the device's time by
+kernel.
 """
 
 from __future__ import annotations
@@ -124,7 +125,9 @@ class Row:
     values: tuple[float, ...]
 
     def line(self) -> str:
-        peer, goal, unit = PEER.get((self.model, self.point), (0.0, 0.0, "ms"))
+        peer, goal, unit = PEER.get(
+            (self.model, self.point), (0.0, 0.0, "ms" if self.point.endswith("p50") else "tok/s")
+        )
         median = statistics.median(self.values)
         digits = 2 if unit in ("ms", "s") else 0
         faster = (peer / median if unit in ("ms", "s") else median / peer) if peer else 0.0
@@ -341,6 +344,34 @@ def measure(name: str, directory: Path, points: Sequence[str], profiles: Path | 
     return rows
 
 
+def products(name: str, directory: Path) -> list[Row]:
+    """``offline`` of few sequences, in turn with products of few tokens of our own and with cuBLAS alone."""
+    import torch
+
+    from kernels.cuda import narrow
+
+    path, suits = write_model(name, directory), narrow.suits
+    few = (8, 16, 32, 64)
+    found: dict[str, list[float]] = {}
+    for way in ("own", "cublas") * 2:
+        narrow.suits = suits if way == "own" else lambda x, weight, gated: False
+        try:
+            runner, info = load(path, graph_rows=few)
+            Requests(runner, info, 64, 512, 16).run()
+            for count in few:
+                found.setdefault(f"offline {count}, {way}", []).extend(offline(runner, info, count, 1))
+        finally:
+            narrow.suits = suits
+        runner.close()
+        del runner
+        gc.collect()
+        torch.cuda.empty_cache()
+    rows = [Row(name, point, tuple(values)) for point, values in found.items()]
+    for row in rows:
+        print(row.line(), flush=True)
+    return rows
+
+
 def engine(name: str, directory: Path, repeats: int = 2) -> list[Row]:
     """``offline`` once more, by the whole engine without HTTP: the scheduler and all other actors take part."""
     import uvloop
@@ -472,6 +503,8 @@ def main(arguments: list[str]) -> None:
         for name in given.model.split(","):
             if {"decode", "offline", "prefill"} & set(points) or given.profile is not None:
                 rows += measure(name, Path(directory), points, given.profile)
+            if "products" in points:
+                rows += products(name, Path(directory))
             if "engine" in points:
                 rows += engine(name, Path(directory))
             if "online" in points:
