@@ -16,7 +16,7 @@ from actors.faults import FaultInjector
 from actors.protocol import Load, LoadProgress, Step, WorkerConfig, WorkerLoaded, WorkerProtocol
 from actors.runtime import Actor, Deferred, RequestError, handles
 from kernels.step import ModelInfo, RunnerConfig, StepBatch, StepResult
-from telemetry.worker_spans import TracedRow, forward_spans
+from telemetry.worker_spans import TracedRow, WorkerSpan, forward_spans, guess_spans
 
 if TYPE_CHECKING:
     from kernels.answers import RunningStep
@@ -148,11 +148,20 @@ class Worker(Actor[WorkerProtocol]):
                     prepare_seconds=timing.prepare,
                     device_seconds=timing.run,
                 )
+                if result.drafted:
+                    spans += _guesses(spans, result)
                 result = msgspec.structs.replace(result, spans=spans)
             if answer.set_running_or_notify_cancel():
                 answer.set_result(result)
         except BaseException as error:
             _refuse(answer, error)
+
+
+def _guesses(spans: tuple[WorkerSpan, ...], result: StepResult) -> tuple[WorkerSpan, ...]:
+    """What a step's traces tell of its guesses."""
+    drafted, produced = memoryview(result.drafted).cast("i"), memoryview(result.accepted).cast("i")
+    accepted = sum(tokens - 1 for guesses, tokens in zip(drafted, produced, strict=True) if guesses and tokens)
+    return guess_spans(spans, result.timing.draft, result.timing.run, sum(drafted), accepted)
 
 
 def _refuse(answer: Future[StepResult], error: BaseException) -> None:

@@ -7,6 +7,7 @@
         decode, detokenize, stream
 
 At level 2 each step has a trace of its own, linked to its requests: a step has many, so it cannot be the child of one.
+Beside its ``forward`` stand ``spec_draft`` and ``spec_verify`` where it verified guesses.
 At level 3 the handlers of actors have spans too. Names follow OpenTelemetry's GenAI conventions; attributes that these
 do not know begin with ``troupe.``.
 """

@@ -10,7 +10,7 @@ import secrets
 
 import msgspec
 
-__all__ = ["STEP_ROW", "TracedRow", "WorkerSpan", "forward_spans"]
+__all__ = ["STEP_ROW", "TracedRow", "WorkerSpan", "forward_spans", "guess_spans"]
 
 STEP_ROW = -1
 """The row of a :class:`TracedRow` that stands for the whole step."""
@@ -46,4 +46,26 @@ def forward_spans(
         own = f"{version}-{trace}-{secrets.token_hex(8)}-{flags}"
         told = attributes if traced.row == STEP_ROW else {**attributes, "row": traced.row}
         spans.append(WorkerSpan("forward", own, parent, start, end, pid, told))
+    return tuple(spans)
+
+
+def guess_spans(
+    forwards: tuple[WorkerSpan, ...], draft: float, verify: float, drafted: int, accepted: int
+) -> tuple[WorkerSpan, ...]:
+    """``spec_draft`` and ``spec_verify`` beside each ``forward`` of a whole step that verified guesses: its first
+    ``draft`` seconds and its last ``verify``. ``drafted`` guesses were verified, ``accepted`` of them were right.
+    """
+    spans = []
+    for forward in forwards:
+        if "row" in forward.attributes:
+            continue
+        version, trace, _, flags = forward.traceparent.split("-")
+        length = forward.end - forward.start
+        for name, start, end, told in (
+            ("spec_draft", forward.start, forward.start + min(draft, length), {"drafted": drafted}),
+            ("spec_verify", forward.end - min(verify, length), forward.end, {"accepted": accepted}),
+        ):
+            own = f"{version}-{trace}-{secrets.token_hex(8)}-{flags}"
+            attributes: dict[str, int | float] = {**told}
+            spans.append(WorkerSpan(name, own, forward.parent, start, end, forward.pid, attributes))
     return tuple(spans)
