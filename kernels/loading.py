@@ -2,12 +2,14 @@
 
 A checkpoint's tensors are compared with what the model expects before anything is read, from the files' headers alone,
 so that one error names everything that is wrong. Weights are then read one by one straight into their fused place, of a
-tensor that is divided over several ranks only this rank's part.
+tensor that is divided over several ranks only this rank's part. Where a scheme says that a projection is stored
+quantized, its tensors take the place of the weight (kernels.quantization.scheme).
 Pickled checkpoints (``pytorch_model.bin``) are refused: unpickling runs code.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import zlib
@@ -19,10 +21,26 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kernels.parallel.partition import Part
+from kernels.quantization.scheme import Files, Scheme, Stored
+from kernels.quantization.weights import PartError, Projection, QuantizedWeight
 
 __all__ = ["LoadError", "WeightLoader", "open_weights", "read_tensor", "stored_shapes"]
 
 FLOATS = ("F16", "BF16", "F32", "F64")
+
+DTYPES = {
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+"""Those that are read, by their names in safetensors."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -49,6 +67,8 @@ class WeightLoader:
         dtype: torch.dtype,
         device: torch.device,
         progress: Callable[[float], None],
+        scheme: Scheme | None = None,
+        files: Files | None = None,
     ) -> None:
         self._fill = fill
         self._shapes = shapes
@@ -56,6 +76,8 @@ class WeightLoader:
         self._dtype = dtype
         self._device = device
         self._progress = progress
+        self._scheme = scheme
+        self._files = files
         self._taken = 0
         self.parameters = 0
         self.weight_bytes = 0
@@ -71,9 +93,53 @@ class WeightLoader:
             self._fill(name, target, part)
         self.parameters += sum(map(math.prod, wholes))
         self.weight_bytes += weight.nbytes
-        self._taken += len(names)
-        self._progress(self._taken / len(self._shapes))
+        self._took(len(names))
         return weight
+
+    def projection(self, modules: Sequence[str]) -> Projection:
+        """The weights of the named modules, one after the other along their outputs; quantized where the scheme says.
+
+        ``parameters`` counts them as if they were not, ``weight_bytes`` as they are. Raises LoadError.
+        """
+        if self._scheme is None:
+            return self.take([f"{module}.weight" for module in modules])
+        found = [self._one(module, self._scheme) for module in modules]
+        first, others = found[0], found[1:]
+        if all(isinstance(weight, Tensor) for weight in found):
+            return torch.cat([weight for weight in found if isinstance(weight, Tensor)]) if others else first
+        if isinstance(first, QuantizedWeight) and others:
+            rest = [weight for weight in others if isinstance(weight, QuantizedWeight)]
+            whole = first.join(rest) if len(rest) == len(others) else None
+            return tuple(found) if whole is None else whole
+        return tuple(found) if others else first
+
+    def _one(self, module: str, scheme: Scheme) -> Tensor | QuantizedWeight:
+        name = f"{module}.weight"
+        shape, part = self._shapes[name], self._parts.get(name)
+        assert self._files is not None
+        try:
+            if scheme.tensors(module, (shape[0], shape[1])) is None:
+                floats = self.take([name])
+                converted = scheme.convert(module, floats)
+                if converted is None:
+                    return floats
+                self.weight_bytes += converted.nbytes - floats.nbytes
+                return self._ready(converted)
+            weight = scheme.read(self._files, module, (shape[0], shape[1]))
+            weight = self._ready(weight if part is None else weight.part(part))
+        except PartError as error:
+            raise LoadError(f"{module} ({scheme.name}) cannot be divided over the ranks: {error}") from error
+        self.parameters += math.prod(shape)
+        self.weight_bytes += weight.nbytes
+        self._took(1)
+        return weight
+
+    def _ready(self, weight: QuantizedWeight) -> QuantizedWeight:
+        return dataclasses.replace(weight.to(self._device), dtype=self._dtype)
+
+    def _took(self, count: int) -> None:
+        self._taken += count
+        self._progress(self._taken / len(self._shapes))
 
 
 def open_weights(
@@ -86,11 +152,12 @@ def open_weights(
     device: torch.device,
     seed: int,
     progress: Callable[[float], None],
+    scheme: Scheme | None = None,
 ) -> WeightLoader:
     """A loader for ``load_format`` auto, safetensors or dummy. Raises LoadError.
 
     ``parts``: what is wanted of the tensors of ``shapes``; all of one that is not named. ``extra_config``: a JSON
-    object of options for the loader; there are none yet.
+    object of options for the loader; there are none yet. ``scheme``: of the checkpoint; None: all is in floats.
     """
     try:
         options = json.loads(extra_config or "{}")
@@ -101,12 +168,13 @@ def open_weights(
     if options:
         raise LoadError(f"the loader takes no option {', '.join(map(repr, options))}; leave its extra config empty")
     if load_format == "dummy":
-        return WeightLoader(_Dummy(seed, shapes).fill, shapes, parts, dtype, device, progress)
+        dummy = _Dummy(seed, shapes, _expected(shapes, scheme))
+        return WeightLoader(dummy.fill, shapes, parts, dtype, device, progress, scheme, dummy)
     if load_format not in ("auto", "safetensors"):
         raise LoadError(f"load format {load_format!r} is not supported; use auto, safetensors or dummy")
     checkpoint = _Checkpoint(Path(model_path))
-    checkpoint.check(shapes)
-    return WeightLoader(checkpoint.fill, shapes, parts, dtype, device, progress)
+    checkpoint.check(shapes, scheme)
+    return WeightLoader(checkpoint.fill, shapes, parts, dtype, device, progress, scheme, checkpoint)
 
 
 def stored_shapes(model_path: str | Path) -> dict[str, tuple[int, ...]]:
@@ -119,12 +187,40 @@ def read_tensor(model_path: str | Path, name: str) -> Tensor:
     return _Checkpoint(Path(model_path)).read(name)
 
 
+_PROJECTIONS = ("_proj.weight", "lm_head.weight")
+
+
+def _expected(shapes: Shapes, scheme: Scheme | None) -> dict[str, Stored]:
+    """What files of ``scheme`` must hold for a model of ``shapes``."""
+    found: dict[str, Stored] = {}
+    for name, shape in shapes.items():
+        stored = None
+        if scheme is not None and name.endswith(_PROJECTIONS) and len(shape) == 2:
+            stored = scheme.tensors(name.removesuffix(".weight"), (shape[0], shape[1]))
+        found.update({name: Stored(FLOATS, (shape,))} if stored is None else stored)
+    return found
+
+
 class _Dummy:
     """Weights from a seed and each tensor's name: the same whatever the order. Norms are ones, biases zeros."""
 
-    def __init__(self, seed: int, shapes: Shapes) -> None:
+    def __init__(self, seed: int, shapes: Shapes, stored: Mapping[str, Stored]) -> None:
         self._seed = seed
         self._shapes = shapes
+        self._stored = stored
+
+    def has(self, name: str) -> bool:
+        return name in self._stored and not self._stored[name].optional
+
+    def read(self, name: str) -> Tensor:
+        """Of a quantized projection: any whole numbers, and scales that are small."""
+        stored = self._stored[name]
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
+        shape, dtype = stored.shapes[0], DTYPES[stored.dtypes[0]]
+        if dtype.is_floating_point and dtype.itemsize > 1:
+            return torch.rand(shape, generator=generator).mul_(1e-3).add_(1e-3).to(dtype)
+        whole = torch.randint(0, 112, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8, generator=generator)
+        return whole.view(dtype)
 
     def fill(self, name: str, target: Tensor, part: Part | None) -> None:
         if name.endswith("norm.weight"):
@@ -201,24 +297,31 @@ class _Checkpoint:
             raise LoadError(f"{self._file_of[name]}: {name} cannot be read ({error}); download it again") from error
         return found
 
-    def check(self, shapes: Shapes) -> None:
-        """Compare with what the model expects."""
-        wrong = [f"{name} is missing" for name in shapes if name not in self._file_of]
-        for name, shape in shapes.items():
-            if name in self._file_of:
+    def has(self, name: str) -> bool:
+        return name in self._file_of
+
+    def check(self, shapes: Shapes, scheme: Scheme | None = None) -> None:
+        """Compare with what the model, and its scheme, expect."""
+        expected = _expected(shapes, scheme)
+        says = "config.json asks" if scheme is None else f"config.json ({scheme.name}) asks"
+        wrong = [f"{name} is missing" for name in expected if not self.has(name) and not expected[name].optional]
+        for name, stored in expected.items():
+            if self.has(name):
                 header = self._open(self._file_of[name]).get_slice(name)
-                if (stored := tuple(header.get_shape())) != shape:
-                    wrong.append(f"{name} has shape {list(stored)}, config.json asks for {list(shape)}")
-                elif header.get_dtype() not in FLOATS:
-                    wrong.append(f"{name} is stored as {header.get_dtype()}, not as one of {', '.join(FLOATS)}")
+                if (shape := tuple(header.get_shape())) not in stored.shapes:
+                    wanted = " or ".join(str(list(each)) for each in stored.shapes)
+                    wrong.append(f"{name} has shape {list(shape)}, {says} for {wanted}")
+                elif header.get_dtype() not in stored.dtypes:
+                    wrong.append(f"{name} is stored as {header.get_dtype()}, not as one of {', '.join(stored.dtypes)}")
         layers = {name.split(".")[2] for name in shapes if name.startswith("model.layers.")}
         for name in self._file_of:
             parts = name.split(".")
             if (
                 name.startswith("model.layers.")
                 and parts[2] in layers
-                and name not in shapes
+                and name not in expected
                 and parts[-1] != "inv_freq"
+                and not (scheme is not None and scheme.ignores(name, shapes))
             ):
                 wrong.append(f"{name} is in the checkpoint and not in the model")
         if wrong:

@@ -23,6 +23,7 @@ from kernels.parallel.group import Group, join_group
 from kernels.parallel.partition import local_config, tensor_parts
 from kernels.platforms.base import AttentionRows, Decodes, Fetched, Memory
 from kernels.platforms.select import select_platform
+from kernels.quantization.recognise import recognise
 from kernels.rows import StepRows
 from kernels.sampling import Sampler
 from kernels.sizing import cache_pages, context_length
@@ -79,7 +80,7 @@ class ModelRunner:
         self._bind_thread()
         config, platform = self._config, self._platform
         clock = _Phases()
-        whole = read_config(config.model_path, config.config_overrides)
+        whole = read_config(config.model_path, config.config_overrides, quantized=True)
         model = local_config(whole, config.tp_size)
         dtype = platform.dtype(config.dtype, model.dtype)
         context = context_length(config, model)
@@ -96,6 +97,7 @@ class ModelRunner:
             platform.device,
             config.random_seed,
             lambda fraction: self._progress("weights", 0.9 * fraction),
+            recognise(config.model_path, config.quantization, config.config_overrides),
         )
         self._group = join_group(platform, config)
         self._model = Decoder(model, weights, platform, dtype, self._group, captures)

@@ -146,6 +146,7 @@ class RunnerConfig(msgspec.Struct, frozen=True):
     load_format: str = "auto"  # auto | safetensors | dummy
     config_overrides: str = "{}"  # JSON object merged over config.json
     loader_extra_config: str = "{}"
+    quantization: str = ""  # int8 | fp8, or the checkpoint's own; empty: as the checkpoint says
     context_length: int = 0  # 0: the model's own
     max_slots: int = 257  # slot 0 is the dump of padded rows
     page_size: int = 16  # tokens

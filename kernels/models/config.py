@@ -89,10 +89,11 @@ class ModelConfig:
         return 2 * self.layers * self.kv_heads * self.head_dim
 
 
-def read_config(model_path: str | Path, overrides: str = "{}") -> ModelConfig:
+def read_config(model_path: str | Path, overrides: str = "{}", quantized: bool = False) -> ModelConfig:
     """Parse ``model_path/config.json`` with the JSON object ``overrides`` merged over it.
 
-    Nested objects are merged key by key; other values replace. Raises ConfigError, saying what to do.
+    Nested objects are merged key by key; other values replace. ``quantized``: whether weights may be; what becomes of
+    them is found by ``kernels.quantization.recognise``. Raises ConfigError, saying what to do.
     """
     raw = read_json(model_path)
     try:
@@ -101,7 +102,7 @@ def read_config(model_path: str | Path, overrides: str = "{}") -> ModelConfig:
         raise ConfigError(f"the model override arguments are not JSON: {error}") from error
     if not isinstance(extra, dict):
         raise ConfigError("the model override arguments must be a JSON object")
-    return parse_config(_merge(raw, extra))
+    return parse_config(_merge(raw, extra), quantized)
 
 
 def read_json(model_path: str | Path) -> dict[str, Any]:
@@ -120,10 +121,10 @@ def read_json(model_path: str | Path) -> dict[str, Any]:
     return raw
 
 
-def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
+def parse_config(raw: Mapping[str, Any], quantized: bool = False) -> ModelConfig:
     """Check a config.json object. Raises ConfigError, naming the key."""
     family_name, family = _family(raw)
-    if raw.get("quantization_config"):
+    if raw.get("quantization_config") and not quantized:
         raise ConfigError("this checkpoint is quantized (quantization_config); use the bf16 or fp32 checkpoint instead")
     if (activation := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise ConfigError(f"hidden_act {activation!r} is not supported; {family_name} is run with silu")

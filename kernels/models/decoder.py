@@ -25,6 +25,7 @@ from kernels.models.config import ConfigError, ModelConfig
 from kernels.parallel.group import Group
 from kernels.parallel.layers import VocabularyEmbedding, VocabularyHead, row_parallel
 from kernels.platforms.base import Norm, Platform
+from kernels.quantization.weights import Projection
 
 __all__ = ["Decoder", "TensorSource", "tensor_shapes"]
 
@@ -34,6 +35,10 @@ class TensorSource(Protocol):
 
     def take(self, names: Sequence[str]) -> Tensor:
         """The named tensors, one after the other along their first dimension."""
+        ...
+
+    def projection(self, modules: Sequence[str]) -> Projection:
+        """The weights of the named modules, one after the other along their outputs, perhaps quantized."""
         ...
 
 
@@ -78,14 +83,14 @@ class Attention:
         self.heads, self.kv_heads, self.dim = config.heads, config.kv_heads, config.head_dim
         self.window = config.windows[layer]
         self.scale = config.head_dim**-0.5
-        self.qkv = platform.make_linear(
-            source.take([f"{part}.weight" for part in parts]),
+        self.qkv = platform.make_projection(
+            source.projection(parts),
             source.take([f"{part}.bias" for part in parts]) if config.qkv_bias else None,
         )
         self.output = row_parallel(
             platform,
             group,
-            source.take([f"{prefix}.o_proj.weight"]),
+            source.projection([f"{prefix}.o_proj"]),
             source.take([f"{prefix}.o_proj.bias"]) if config.output_bias else None,
         )
         self.head_norms: Norm | None = None  # of queries and keys in one go
@@ -109,14 +114,14 @@ class FeedForward:
         prefix = f"model.layers.{layer}.mlp"
         self.platform = platform
         parts = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
-        self.gate_up = platform.make_gated(
-            source.take([f"{part}.weight" for part in parts]),
+        self.gate_up = platform.make_gated_projection(
+            source.projection(parts),
             source.take([f"{part}.bias" for part in parts]) if config.mlp_bias else None,
         )
         self.down = row_parallel(
             platform,
             group,
-            source.take([f"{prefix}.down_proj.weight"]),
+            source.projection([f"{prefix}.down_proj"]),
             source.take([f"{prefix}.down_proj.bias"]) if config.mlp_bias else None,
         )
 
@@ -179,7 +184,7 @@ class Decoder:
         if config.tied_embeddings:
             head = platform.make_linear(self.embeddings.weight, None, shared=True)
         else:
-            head = platform.make_linear(source.take(["lm_head.weight"]), None)
+            head = platform.make_projection(source.projection(["lm_head"]), None)
         self.head = VocabularyHead(group, head)
 
     def forward(self, batch: ForwardBatch, caches: Sequence[Any]) -> Tensor:

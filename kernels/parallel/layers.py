@@ -7,16 +7,17 @@ from torch import Tensor
 
 from kernels.parallel.group import Group
 from kernels.platforms.base import Linear, Platform
+from kernels.quantization.weights import Projection
 
 __all__ = ["VocabularyEmbedding", "VocabularyHead", "row_parallel"]
 
 
-def row_parallel(platform: Platform, group: Group, weight: Tensor, bias: Tensor | None) -> Linear:
+def row_parallel(platform: Platform, group: Group, weight: Projection, bias: Tensor | None) -> Linear:
     """``x @ weight.T + bias`` where each rank has its columns of ``weight`` and its part of ``x``'s last dimension.
 
     The result is whole on every rank.
     """
-    linear = platform.make_linear(weight, bias if group.rank == 0 else None)  # the sum holds it once
+    linear = platform.make_projection(weight, bias if group.rank == 0 else None)  # the sum holds it once
     return linear if group.size == 1 else lambda x: group.all_reduce(linear(x))
 
 

@@ -8,9 +8,11 @@ host arrays and shared by every layer.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +22,7 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
 from kernels.batch import ForwardBatch
+from kernels.quantization.weights import Projection, QuantizedWeight
 
 __all__ = [
     "AttentionRows",
@@ -33,6 +36,8 @@ __all__ = [
     "Platform",
     "PlatformError",
 ]
+
+_log = logging.getLogger("troupe.kernels")
 
 Linear = Callable[[Tensor], Tensor]
 """``[tokens, inputs] -> [tokens, outputs]``, with the weight in the layout that the platform likes."""
@@ -226,6 +231,51 @@ class Platform(ABC):
     @abstractmethod
     def make_linear(self, weight: Tensor, bias: Tensor | None, shared: bool = False) -> Linear:
         """``weight`` [outputs, inputs]. The platform may keep a packed copy and drop it, unless it is ``shared``."""
+
+    def make_projection(self, weight: Projection, bias: Tensor | None) -> Linear:
+        """A linear layer of a weight of any kind, ``bias`` [outputs] in the model's dtype."""
+        if isinstance(weight, Tensor):
+            return self.make_linear(weight, bias)
+        if isinstance(weight, QuantizedWeight):
+            return self.make_quantized(weight, bias)
+        rows = [piece.shape[0] for piece in weight]
+        biases = [None] * len(rows) if bias is None else bias.split(rows)
+        pieces = [self.make_projection(piece, part) for piece, part in zip(weight, biases, strict=True)]
+
+        def side_by_side(x: Tensor) -> Tensor:
+            out = self.empty_rows(len(x), sum(rows), x.dtype)
+            begin = 0
+            for size, piece in zip(rows, pieces, strict=True):
+                self.add_rows(piece(x), None, out[:, begin : begin + size])
+                begin += size
+            return out
+
+        return side_by_side
+
+    def make_gated_projection(self, weight: Projection, bias: Tensor | None) -> Linear:
+        """``make_gated`` of a weight of any kind."""
+        if isinstance(weight, Tensor):
+            return self.make_gated(weight, bias)
+        linear = self.make_projection(weight, bias)
+        return lambda x: self.silu_and_mul(linear(x))
+
+    def make_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
+        """A linear layer that rounds its input as the weight's ``activation`` says, where the device has kernels for
+        it; else the weight is dequantized once, and the log says so."""
+        return self.make_dequantized(weight, bias, "there is no kernel for it on this device")
+
+    def make_dequantized(self, weight: QuantizedWeight, bias: Tensor | None, reason: str) -> Linear:
+        """A linear layer of what the weight's values stand for; its input is not rounded."""
+        told = (type(weight).__name__, reason)
+        if told not in self._told:
+            self._told.add(told)
+            _log.warning("%s is dequantized to %s while it is loaded: %s", told[0], weight.dtype, reason)
+        return self.make_linear(weight.dequantize(weight.dtype), bias)
+
+    @cached_property
+    def _told(self) -> set[tuple[str, str]]:
+        """Fallbacks that were logged."""
+        return set()
 
     @abstractmethod
     def make_norm(self, weight: Tensor, eps: float) -> Norm:

@@ -16,6 +16,7 @@ from kernels.loading import LoadError, WeightLoader, open_weights, read_tensor, 
 from kernels.models.config import ConfigError, ModelConfig, parse_config, read_json
 from kernels.models.decoder import tensor_shapes
 from kernels.parallel.partition import local_config, tensor_parts
+from kernels.quantization.weights import Projection
 from kernels.speculative.drafter import DrafterContext
 
 __all__ = ["DraftCheckpoint", "DraftWeights", "LayerWeights", "layer_shapes", "need_same_hidden_size"]
@@ -138,6 +139,12 @@ class DraftWeights:
         """As ``TensorSource.take``."""
         return self._loader.take([self._checkpoint.stored(name) for name in names])
 
+    def projection(self, modules: Sequence[str]) -> Projection:
+        """As ``TensorSource.projection``."""
+        return self._loader.projection(
+            [self._checkpoint.stored(f"{name}.weight").removesuffix(".weight") for name in modules]
+        )
+
     def optional(self, name: str) -> Tensor | None:
         """The tensor, if it is one of ``shapes``."""
         return self.take([name]) if name in self._has else None
@@ -157,6 +164,10 @@ class LayerWeights:
     def take(self, names: Sequence[str]) -> Tensor:
         """As ``TensorSource.take``."""
         return self._weights.take([name.replace("model.layers.0", self._prefix, 1) for name in names])
+
+    def projection(self, modules: Sequence[str]) -> Projection:
+        """As ``TensorSource.projection``."""
+        return self._weights.projection([name.replace("model.layers.0", self._prefix, 1) for name in modules])
 
 
 def layer_shapes(config: ModelConfig, prefix: str, inputs: int = 0) -> dict[str, tuple[int, ...]]:

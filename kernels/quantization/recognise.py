@@ -1,0 +1,57 @@
+"""Which scheme a checkpoint has: from what its own files say, or from what the user asks for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from kernels.models.config import ConfigError, read_json
+from kernels.quantization.fp8 import Fp8
+from kernels.quantization.online import ONLINE, Online
+from kernels.quantization.scheme import Scheme
+
+__all__ = ["METHODS", "recognise"]
+
+Reader = Callable[[Mapping[str, Any]], Scheme]
+
+METHODS: dict[str, Reader] = {"fp8": Fp8}
+"""``quant_method`` of quantization_config -> what makes the scheme of that object. Raises ConfigError."""
+
+
+def recognise(model_path: str | Path, asked: str, overrides: str = "{}") -> Scheme | None:
+    """The scheme of the checkpoint in ``model_path``; None for floats. Raises ConfigError, saying what to do.
+
+    ``asked``: of --quantization, empty to do as the files say: must agree with them, or names one of ``ONLINE`` for a
+    checkpoint in floats. ``overrides``: a JSON object that was merged over config.json.
+    """
+    raw = {**read_json(model_path), **json.loads(overrides or "{}")}
+    settings = raw.get("quantization_config")
+    if not settings:
+        return _online(asked)
+    if not isinstance(settings, dict):
+        raise ConfigError(f"config.json: quantization_config must be an object, and is {settings!r}")
+    method = str(settings.get("quant_method", ""))
+    if method not in METHODS:
+        raise ConfigError(
+            f"this checkpoint is quantized by {method or 'a method that its quantization_config does not name'}; those "
+            f"that are read are {', '.join(sorted(METHODS))}: use such a checkpoint, or one in bf16"
+        )
+    if asked and asked != method:
+        raise ConfigError(
+            f"this checkpoint is quantized by {method}, and --quantization asks for {asked}; leave the flag out, or "
+            "use a checkpoint in bf16"
+        )
+    return METHODS[method](settings)
+
+
+def _online(asked: str) -> Scheme | None:
+    if not asked:
+        return None
+    if asked not in ONLINE:
+        raise ConfigError(
+            f"--quantization {asked} is for a checkpoint that was quantized so, and this one is in floats; leave it "
+            f"out, or ask for {' or '.join(ONLINE)}, which are made while the weights are loaded"
+        )
+    return Online(asked)
