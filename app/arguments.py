@@ -15,12 +15,18 @@ from actors.arguments import ArgumentError, Arguments
 from actors.arguments.argument import Argument
 from actors.arguments.resolving import Given, canonical, find, resolve
 from app.understudy import MODEL_DIR
-from app.understudy.drafts import TOKEN_MAP, draft_path
+from app.understudy.drafts import draft_arguments
 
 __all__ = ["ENVIRONMENT_NAME", "load_arguments"]
 
 ENVIRONMENT_NAME = "TROUPE_ARGS"
 MAX_FILE_BYTES = 1 << 20
+_SIZES = (
+    "speculative_num_steps",
+    "speculative_eagle_topk",
+    "speculative_num_draft_tokens",
+    "speculative_dflash_block_size",
+)
 
 
 def load_arguments(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> Arguments:
@@ -65,19 +71,20 @@ def load_arguments(argv: Sequence[str] | None = None, environ: Mapping[str, str]
 
 
 def _with_draft(values: dict[str, Any]) -> dict[str, Any]:
-    """The values, with the draft in the box for the model in the box, where one is wanted and none was given. A draft
-    that has the model's whole vocabulary comes with the list of its frequent tokens (``none`` leaves it out).
+    """The values, with the draft in the box for the model in the box, where one is wanted and none was given, and with
+    the arguments that suit it. Of how much to draft nothing is said for one who says something; a token map of ``none``
+    leaves out the list of frequent tokens.
     """
     algorithm = values.get("speculative_algorithm")
     if algorithm is None or values.get("speculative_draft_model_path") is not None:
         return values
     if Path(str(values["model_path"])).expanduser().resolve() != MODEL_DIR:
         return values
-    draft = draft_path(str(algorithm))
-    if draft is None:
-        return values
-    frequent = {"speculative_token_map": str(TOKEN_MAP)} if algorithm in ("EAGLE", "MTP") else {}
-    return frequent | values | {"speculative_draft_model_path": str(draft)}
+    suits = draft_arguments(str(algorithm))
+    sized = any(values.get(name) is not None for name in _SIZES)
+    return {name: value for name, value in suits.items() if not sized or name not in _SIZES} | {
+        name: value for name, value in values.items() if name != "speculative_draft_model_path"
+    }
 
 
 def _read_words(words: Sequence[str], source: str, problems: list[str]) -> list[Given]:

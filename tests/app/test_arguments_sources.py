@@ -175,8 +175,17 @@ def test_the_model_in_the_box_has_drafts_in_the_box() -> None:
     assert load_arguments(["--speculative-algorithm", "EAGLE3"], {}).speculative_token_map is None
     whole = ["--speculative-algorithm", "MTP", "--speculative-token-map", "none"]
     assert load_arguments(whole, {}).speculative_token_map is None
+    deep = load_arguments(["--speculative-algorithm", "EAGLE3"], {})
+    assert (deep.speculative_num_steps, deep.speculative_eagle_topk, deep.speculative_num_draft_tokens) == (7, 1, 8)
+    assert load_arguments(["--speculative-algorithm", "DFLASH"], {}).speculative_num_draft_tokens == 8
+    sized = load_arguments(["--speculative-algorithm", "EAGLE", "--speculative-num-steps", "2"], {})
+    assert (sized.speculative_num_steps, sized.speculative_num_draft_tokens) == (2, None)
+    assert sized.speculative_token_map == str(TOKEN_MAP)
+    block = load_arguments(["--speculative-algorithm", "DFLASH", "--speculative-dflash-block-size", "16"], {})
+    assert (block.speculative_num_draft_tokens, block.speculative_dflash_block_size) == (None, 16)
     own = ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "mine"]
     assert load_arguments(own, {}).speculative_draft_model_path == "mine"
+    assert load_arguments(own, {}).speculative_num_steps is None
     other = load_arguments(["some/model", "--speculative-algorithm", "EAGLE3"], {})
     assert other.speculative_draft_model_path is None
 
