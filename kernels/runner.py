@@ -14,11 +14,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.answers import Answer, PromptScores, RunningStep
+from kernels.answers import Answer, RunningStep
 from kernels.batch import ForwardBatch
 from kernels.loading import open_weights
 from kernels.models.config import ModelConfig, read_config
 from kernels.models.decoder import Decoder, tensor_shapes
+from kernels.outputs import StepOutputs
 from kernels.parallel.group import Group, join_group
 from kernels.parallel.partition import local_config, tensor_parts
 from kernels.platforms.base import AttentionRows, Decodes, Fetched, Memory
@@ -31,14 +32,13 @@ from kernels.slots import SlotError, SlotTable
 from kernels.speculative.backend import draft_platform
 from kernels.speculative.drafter import DrafterContext
 from kernels.speculative.select import captured_layers, make_drafter
-from kernels.speculative.speculator import Samples, Speculator, Verified
+from kernels.speculative.speculator import Speculator
 from kernels.steady import SteadyDecodes
 from kernels.step import ModelInfo, RowError, RunnerConfig, StepBatch, StepResult, StepTiming
 from kernels.unsettled import StepWrites, Unsettled
 
 __all__ = ["ModelRunner"]
 
-SCORE_ROWS = 64  # prompt positions whose logits exist at a time
 WARM_DECODES = (1, 2, 4, 8)
 WARM_PREFILLS = (16, 64)
 
@@ -142,6 +142,7 @@ class ModelRunner:
         self._slots = self._make_slots(context, pages, model.vocab_size)
         if drafter is not None and speculation is not None:
             self._speculator = Speculator(drafter, speculation, platform, self._sampler, self._slots)
+        self._outputs = StepOutputs(platform, self._model, self._sampler, self._slots, self._caches, self._speculator)
         clock.end("cache")
         self._progress("cache", 0.92)
         self._warm_up()
@@ -225,16 +226,7 @@ class ModelRunner:
             answer.graph_rows = 0 if hidden is None else len(step.slots)
         if hidden is None:
             hidden = self._model.forward(forward, self._caches)
-        features = None
-        if self._speculator is not None:
-            hidden, features = self._model.split(hidden)
-        self._slots.computed[step.slots] += step.certain()
-        self._score_prompts(step, hidden, answer)
-        self._test_chunks(step, hidden, answer)
-        if self._speculator is not None:
-            self._sample_verified(self._speculator, step, hidden, features, forward, answer)
-        else:
-            self._sample(step, hidden, answer)
+        self._outputs.read(step, hidden, forward.cache_index, answer)
         return self._running(batch.number, answer, writes, begun, prepared)
 
     def _run_steady(self, steady: SteadyDecodes, batch: StepBatch, begun: float) -> RunningStep | None:
@@ -294,6 +286,7 @@ class ModelRunner:
             "_decodes",
             "_verifies",
             "_steady",
+            "_outputs",
             "_speculator",
             "_model",
             "_caches",
@@ -450,80 +443,6 @@ class ModelRunner:
 
     def _put(self, array: Longs) -> Tensor:
         return self._platform.put(array)
-
-    def _score_prompts(self, step: StepRows, hidden: Tensor, answer: Answer) -> None:
-        """Log-probabilities of the prompt tokens that this step's positions predict, where a request wants them."""
-        state = self._slots
-        wanted = state.prompt_logprobs[step.slots]
-        for row in np.flatnonzero(wanted >= 0).tolist():
-            slot, start, offset = int(step.slots[row]), int(step.starts[row]), int(step.offsets[row])
-            scored = min(int(step.counts[row]), int(state.prompt_length[slot]) - 1 - start)
-            parts = []
-            for begin in range(0, scored, SCORE_ROWS):
-                end = min(begin + SCORE_ROWS, scored)
-                logits = self._model.logits(hidden[offset + begin : offset + end])
-                targets = state.tokens[slot, start + 1 + begin : start + 1 + end].to(torch.int64)
-                parts.append(self._sampler.score_prompt(logits, targets, int(wanted[row])))
-            if parts:
-                scores = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-                answer.prompts.append(PromptScores(int(step.rows[row]), *scores))
-
-    def _test_chunks(self, step: StepRows, hidden: Tensor, answer: Answer) -> None:
-        """Rows that sample nothing are tested as well, at their last token, which sees the others: the pages that they
-        fill are shared before anything is sampled from them.
-        """
-        short = np.flatnonzero(step.starts + step.counts < self._slots.known[step.slots])
-        if len(short):
-            last = hidden.index_select(0, self._put(step.offsets[short] + step.counts[short] - 1))
-            answer.chunk_rows, answer.chunks_broken = step.rows[short], ~last.isfinite().all(-1)
-
-    def _sample(self, step: StepRows, hidden: Tensor, answer: Answer) -> None:
-        """Rows that reached their last known token get the next one."""
-        state = self._slots
-        reached = np.flatnonzero(step.starts + step.counts == state.known[step.slots])
-        if not len(reached):
-            return
-        slots = step.slots[reached]
-        lengths = state.known[slots]
-        last = step.offsets[reached] + step.counts[reached] - 1
-        chosen = hidden if len(reached) == len(hidden) else hidden.index_select(0, self._put(last))
-        at_slots, at = self._put(slots), self._put(lengths)
-        sampled = self._sampler.sample(
-            self._model.logits(chosen),
-            at_slots,
-            at,
-            state.tokens,
-            host_slots=slots.tolist(),
-            longest=int(lengths.max()),
-        )
-        state.append(slots, at_slots, at, sampled.tokens)
-        answer.sampled, answer.sampled_rows = sampled, step.rows[reached]
-
-    def _sample_verified(
-        self,
-        speculator: Speculator,
-        step: StepRows,
-        hidden: Tensor,
-        features: Tensor | None,
-        forward: ForwardBatch,
-        answer: Answer,
-    ) -> None:
-        """The same with guesses: what was sampled after each says which of them are right."""
-        reached = step.starts + step.counts == self._slots.known[step.slots]
-        reached[step.verifying] = True
-        verified: Verified | None = None
-        if step.drafts is None:
-            self._sample(step, hidden, answer)
-        else:
-            samples = Samples.of(step, self._slots.known)
-            chosen = hidden if len(samples.tokens) == len(hidden) else hidden[self._put(samples.tokens)]
-            verified = speculator.sample(step, samples, self._model.logits(chosen))
-            speculator.move(step, forward.cache_index, verified.outcome, self._caches)
-            answer.sampled, answer.sampled_rows = verified.sampled, step.rows[verified.rows]
-            answer.places, answer.outcome = verified.places, verified.outcome
-            answer.verified_rows = step.rows[step.verifying]
-            answer.guesses = step.counts[step.verifying] - 1
-        speculator.ran(step, reached, features, answer.sampled, verified)
 
     def _agree(self, could: bool) -> bool:
         """Whether all ranks could."""

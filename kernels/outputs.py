@@ -1,0 +1,120 @@
+"""What is read off hidden states: prompt scores, sampled tokens, accepted guesses, rows that are not finite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.answers import Answer, PromptScores
+from kernels.models.decoder import Decoder
+from kernels.platforms.base import Platform
+from kernels.rows import StepRows
+from kernels.sampling import Sampler
+from kernels.slots import SlotTable
+from kernels.speculative.speculator import Samples, Speculator, Verified
+
+__all__ = ["StepOutputs"]
+
+SCORE_ROWS = 64  # prompt positions whose logits exist at a time
+
+
+class StepOutputs:
+    """Of one runner. ``caches``: the model's, in which accepted guesses are moved to their places."""
+
+    def __init__(
+        self,
+        platform: Platform,
+        model: Decoder,
+        sampler: Sampler,
+        slots: SlotTable,
+        caches: list[Any],
+        speculator: Speculator | None,
+    ) -> None:
+        self._platform = platform
+        self._model = model
+        self._sampler = sampler
+        self._slots = slots
+        self._caches = caches
+        self._speculator = speculator
+
+    def read(self, step: StepRows, result: Tensor, cache_index: Tensor, answer: Answer) -> None:
+        """``result``: what the model returned; ``cache_index`` int64 [tokens]: where keys and values were put."""
+        hidden, features = self._model.split(result)
+        self._slots.computed[step.slots] += step.certain()
+        self._score_prompts(step, hidden, answer)
+        self._test_chunks(step, hidden, answer)
+        if self._speculator is not None:
+            self._sample_verified(self._speculator, step, hidden, features, cache_index, answer)
+        else:
+            self._sample(step, hidden, answer)
+
+    def _score_prompts(self, step: StepRows, hidden: Tensor, answer: Answer) -> None:
+        """Log-probabilities of the prompt tokens that this step's positions predict, where a request wants them."""
+        state = self._slots
+        wanted = state.prompt_logprobs[step.slots]
+        for row in np.flatnonzero(wanted >= 0).tolist():
+            slot, start, offset = int(step.slots[row]), int(step.starts[row]), int(step.offsets[row])
+            scored = min(int(step.counts[row]), int(state.prompt_length[slot]) - 1 - start)
+            parts = []
+            for begin in range(0, scored, SCORE_ROWS):
+                end = min(begin + SCORE_ROWS, scored)
+                logits = self._model.logits(hidden[offset + begin : offset + end])
+                targets = state.tokens[slot, start + 1 + begin : start + 1 + end].to(torch.int64)
+                parts.append(self._sampler.score_prompt(logits, targets, int(wanted[row])))
+            if parts:
+                scores = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+                answer.prompts.append(PromptScores(int(step.rows[row]), *scores))
+
+    def _test_chunks(self, step: StepRows, hidden: Tensor, answer: Answer) -> None:
+        """Rows that sample nothing are tested as well, at their last token, which sees the others: the pages that they
+        fill are shared before anything is sampled from them.
+        """
+        short = np.flatnonzero(step.starts + step.counts < self._slots.known[step.slots])
+        if len(short):
+            last = hidden.index_select(0, self._platform.put(step.offsets[short] + step.counts[short] - 1))
+            answer.chunk_rows, answer.chunks_broken = step.rows[short], ~last.isfinite().all(-1)
+
+    def _sample(self, step: StepRows, hidden: Tensor, answer: Answer) -> None:
+        """Rows that reached their last known token get the next one."""
+        state = self._slots
+        reached = np.flatnonzero(step.starts + step.counts == state.known[step.slots])
+        if not len(reached):
+            return
+        slots = step.slots[reached]
+        lengths = state.known[slots]
+        last = step.offsets[reached] + step.counts[reached] - 1
+        chosen = hidden if len(reached) == len(hidden) else hidden.index_select(0, self._platform.put(last))
+        at_slots, at = self._platform.put(slots), self._platform.put(lengths)
+        sampled = self._sampler.sample(
+            self._model.logits(chosen),
+            at_slots,
+            at,
+            state.tokens,
+            host_slots=slots.tolist(),
+            longest=int(lengths.max()),
+        )
+        state.append(slots, at_slots, at, sampled.tokens)
+        answer.sampled, answer.sampled_rows = sampled, step.rows[reached]
+
+    def _sample_verified(
+        self, speculator: Speculator, step: StepRows, hidden: Tensor, features: Tensor, index: Tensor, answer: Answer
+    ) -> None:
+        """The same with guesses: what was sampled after each says which of them are right."""
+        reached = step.starts + step.counts == self._slots.known[step.slots]
+        reached[step.verifying] = True
+        verified: Verified | None = None
+        if step.drafts is None:
+            self._sample(step, hidden, answer)
+        else:
+            samples = Samples.of(step, self._slots.known)
+            chosen = hidden if len(samples.tokens) == len(hidden) else hidden[self._platform.put(samples.tokens)]
+            verified = speculator.sample(step, samples, self._model.logits(chosen))
+            speculator.move(step, index, verified.outcome, self._caches)
+            answer.sampled, answer.sampled_rows = verified.sampled, step.rows[verified.rows]
+            answer.places, answer.outcome = verified.places, verified.outcome
+            answer.verified_rows = step.rows[step.verifying]
+            answer.guesses = step.counts[step.verifying] - 1
+        speculator.ran(step, reached, features, answer.sampled, verified)
