@@ -14,6 +14,8 @@ _DURATION = "gen_ai_server_request_duration_seconds"
 _ITL = "troupe_inter_token_latency_seconds"
 _ROWS, _GRAPH = "troupe_step_rows_total", 'execution="graph"'
 _WELL = 'error_type=""'
+_DRAFTS, _DRAFTED = "troupe_speculative_drafts_total", "troupe_speculative_draft_tokens_total"
+_ACCEPTED = "troupe_speculative_accepted_tokens_total"
 
 _CLIENTS = Row(
     "As clients see it",
@@ -139,6 +141,38 @@ _STEPS = Row(
     ),
 )
 
+_GUESSES = Row(
+    "Speculative decoding",
+    (
+        TimeSeries(
+            "Acceptance length",
+            "Tokens that a sequence gets of a step that verified guesses: 1 and those that were right.",
+            (Query(f"1 + {rate(_ACCEPTED, 'algorithm')} / ({rate(_DRAFTS, 'algorithm')} > 0)", "{{algorithm}}"),),
+        ),
+        TimeSeries(
+            "Acceptance rate",
+            "Share of the verified guesses that were right.",
+            (Query(f"{rate(_ACCEPTED, 'algorithm')} / ({rate(_DRAFTED, 'algorithm')} > 0)", "{{algorithm}}"),),
+            unit="percentunit",
+            maximum=1,
+        ),
+        TimeSeries(
+            "Acceptance by position",
+            "Share of the drafts whose guess at this place was right. Guesses far out that never are cost and bring "
+            "nothing: draft fewer steps.",
+            (
+                Query(
+                    f"{rate('troupe_speculative_accepted_at_position_total', 'position')}"
+                    f" / on () group_left () ({rate(_DRAFTS)} > 0)",
+                    "{{position}}",
+                ),
+            ),
+            unit="percentunit",
+            maximum=1,
+        ),
+    ),
+)
+
 _COMPARED = Row(
     "Servers and models compared",
     (
@@ -186,5 +220,5 @@ LATENCY = Board(
     "troupe-latency",
     "Troupe: latency",
     "How long requests take, where their time goes, and the steps behind it.",
-    (_CLIENTS, _STAGES, _STEPS, _COMPARED),
+    (_CLIENTS, _STAGES, _STEPS, _GUESSES, _COMPARED),
 )
