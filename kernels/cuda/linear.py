@@ -1,4 +1,4 @@
-"""Linear layers: one token by a kernel of our own, more by cuBLAS.
+"""Linear layers: one token by a kernel of our own, a few by those of ``narrow``, more by cuBLAS.
 
 For one token a matrix product is as fast as its weight can be read, and cuBLAS reads it at 57 to 90 % of the memory's
 bandwidth (H200). Here each block loads a few rows of the weight, all of them at once and before it waits for the kernel

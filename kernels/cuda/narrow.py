@@ -74,9 +74,10 @@ def _narrow(
     there = (token < tokens)[:, None]
     if pdl:
         gdc_launch_dependents()
-        if share * block >= 512:
-            _prefetch(weight + row.to(tl.int64) * inputs + begin * block)
-            _prefetch(weight + row.to(tl.int64) * inputs + begin * block + 256)
+        if inputs >= 512:
+            near = weight + row.to(tl.int64) * inputs + tl.minimum(begin * block, inputs - 512)  # within the row
+            _prefetch(near)
+            _prefetch(near + 256)
         gdc_wait()
     total = tl.zeros([rows, token_block], tl.float32)
     for index in tl.range(begin, end, num_stages=stages):
