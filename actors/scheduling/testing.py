@@ -132,15 +132,16 @@ class SimulatedRunner:
                 result.failed.append(RowError(number, generation, message))
                 result.accepted.append(0)
                 continue
-            decode = slot.sampled and slot.computed + 1 == len(slot.tokens)
-            _expect(not (prefills and decode), "a decode row stands behind a prefill row")
-            prefills = prefills or not decode
             last = count == 1 and slot.computed + 1 == len(slot.tokens)
+            decode = slot.sampled and last
+            _expect(not (prefills and decode), "a decode row stands behind a prefill row")
+            prefills = prefills or not (decode or last)
             _expect(last or not guesses, f"slot {number} guesses before its last known token")
             _expect(0 <= guesses < self.info.speculative_nodes, f"slot {number} has {guesses} guesses")
             start = slot.computed
             if guesses:
                 self._verify(number, slot, guesses)
+                slot.sampled = True
                 result.accept(slot, start + 1)
                 continue
             self._compute(number, slot, count)
