@@ -24,7 +24,7 @@ from tests.telemetry.prometheus_server import MISSING, WHY, Prometheus, promethe
 pytestmark = [pytest.mark.long, pytest.mark.skipif(bool(MISSING), reason=WHY)]
 
 KEY = "a-key-for-scrapers"
-OPTIONS = ("--api-key", KEY, "--dtype", "float32", "--cpu-threads", "1")
+OPTIONS = ("--api-key", KEY, "--dtype", "float32", "--cpu-threads", "1", "--speculative-algorithm", "NGRAM")
 METRICS = ("--collect-tokens-histogram", "--metrics-names", "vllm,sglang")
 # Few pages, few places: so there are evictions, preemptions and refusals.
 TIGHT = ("--max-total-tokens", "512", "--max-running-requests", "16", "--max-queued-requests", "8")
