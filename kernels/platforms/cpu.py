@@ -24,6 +24,7 @@ from kernels.cpu.linear import CpuLinear, bf16_is_fast
 from kernels.cpu.native.library import built, open_library, start_build
 from kernels.cpu.norm import CpuNorm
 from kernels.cpu.program import Native, NotNative, Program
+from kernels.cpu.quantized import CpuInt8Linear
 from kernels.platforms.base import (
     AttentionRows,
     Decodes,
@@ -35,6 +36,7 @@ from kernels.platforms.base import (
     Platform,
     PlatformError,
 )
+from kernels.quantization.weights import Int8Weight, QuantizedWeight
 
 __all__ = ["CpuPlatform"]
 
@@ -71,7 +73,7 @@ class CpuPlatform(Platform):
         self._native: Native | None = None
         self._native_attention = True  # whether all caches fit it: one plan serves a model and its draft
         self._building: subprocess.Popen[bytes] | None = None
-        self._linears: weakref.WeakSet[CpuLinear] = weakref.WeakSet()
+        self._linears: weakref.WeakSet[CpuLinear | CpuInt8Linear] = weakref.WeakSet()
 
     def bind_thread(self) -> None:
         torch.set_num_threads(self.threads)  # OpenMP keeps it by calling thread
@@ -146,6 +148,13 @@ class CpuPlatform(Platform):
 
     def make_linear(self, weight: Tensor, bias: Tensor | None, shared: bool = False) -> Linear:
         linear = CpuLinear(weight, bias, shared, self._native)
+        self._linears.add(linear)
+        return linear
+
+    def make_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
+        if not isinstance(weight, Int8Weight) or weight.activation is None:
+            return super().make_quantized(weight, bias)
+        linear = CpuInt8Linear(weight, bias, self._native)
         self._linears.add(linear)
         return linear
 

@@ -2,8 +2,8 @@
 
 ``w[i, j]`` of a projection [outputs, inputs] is always ``scale * (value - zero)``; classes differ in how values are
 kept and in how many share a scale. What a projection does with its input is part of it: ``activation`` None leaves
-``x`` as it is, "dynamic" rounds each token by a scale of its own (``largest |x| / largest value``), StaticActivation by one that
-was found before.
+``x`` as it is, "dynamic" rounds each token by a scale of its own (``largest |x| / largest value``), StaticActivation by
+one that was found before.
 """
 
 from __future__ import annotations

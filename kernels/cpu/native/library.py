@@ -74,12 +74,16 @@ class Library:
         library = ctypes.CDLL(str(path))
         self.ready = library.troupe_ready
         self.open, self.close = library.troupe_open, library.troupe_close
+        self.packed8, self.pack8 = library.troupe_packed8, library.troupe_pack8
         self.packed, self.pack, self.run = library.troupe_packed, library.troupe_pack, library.troupe_run
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         self.open.argtypes, self.open.restype = [ctypes.c_int], pointer
         self.close.argtypes, self.close.restype = [pointer], None
         self.packed.argtypes, self.packed.restype = [number, number], number
         self.pack.argtypes, self.pack.restype = [pointer, number, number, pointer], None
+        self.packed8.argtypes, self.packed8.restype = [number, number], number
+        self.pack8.argtypes = [pointer, pointer, pointer, number, number, pointer]
+        self.pack8.restype = None
         self.run.argtypes, self.run.restype = [pointer, pointer, number, ctypes.POINTER(Step)], None
 
 

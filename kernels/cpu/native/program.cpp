@@ -10,6 +10,7 @@
 #include "prefill.h"
 #include "program.h"
 #include "team.h"
+#include "whole.h"
 
 namespace troupe {
 
@@ -19,6 +20,7 @@ struct Engine {
     std::vector<std::vector<float>> scores;
     std::vector<Workspace> spaces;
     std::vector<bf16> values;
+    Tokens8 tokens;
 };
 
 struct Rows {
@@ -154,6 +156,11 @@ void run(Engine& engine, const Op& op, const Step& step) {
             multiply(engine.team, {static_cast<bf16*>(op.a), static_cast<bf16*>(op.b), static_cast<bf16*>(op.c),
                                    static_cast<bf16*>(op.out), step.rows, op.i0, op.i1, op.stride_a, op.stride_out, 1});
             return;
+        case LINEAR8:
+            multiply(engine.team, Product8{static_cast<bf16*>(op.a), static_cast<int8_t*>(op.b), static_cast<bf16*>(op.c),
+                                           static_cast<bf16*>(op.out), &engine.tokens, step.rows, op.i0, op.i1,
+                                           op.stride_a, op.stride_out, 1, static_cast<float>(op.f0), op.i2});
+            return;
         case ATTENTION: {
             Attending task = {&op, &step, &engine.scores, step.sequences < 2 * engine.team.size() ? op.i2 : 1};
             engine.team.each(step.sequences * task.split, attend_chunk, &task);
@@ -182,7 +189,8 @@ extern "C" {
 
 // Whether the processor has what this was compiled for, and the system lends its tiles to this process.
 int troupe_ready() {
-    if (!__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("amx-bf16"))
+    if (!__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("amx-bf16") ||
+        !__builtin_cpu_supports("amx-int8"))
         return 0;
     constexpr long request_permission = 0x1023, tile_data = 18;
     return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
@@ -195,11 +203,24 @@ void troupe_close(void* engine) { delete static_cast<Engine*>(engine); }
 int64_t troupe_packed(int64_t outputs, int64_t inputs) { return blocks(outputs) * WIDE * inputs; }
 
 // `packed`: memory that is written to for the first time. Large pages, where it has room for them, are read faster.
-void troupe_pack(const void* weight, int64_t outputs, int64_t inputs, void* packed) {
+static void in_large_pages(void* packed, int64_t bytes) {
     const uintptr_t page = sysconf(_SC_PAGESIZE), begin = (reinterpret_cast<uintptr_t>(packed) + page - 1) / page * page;
-    const uintptr_t end = reinterpret_cast<uintptr_t>(packed) + 2 * troupe_packed(outputs, inputs);
+    const uintptr_t end = reinterpret_cast<uintptr_t>(packed) + bytes;
     if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+}
+
+void troupe_pack(const void* weight, int64_t outputs, int64_t inputs, void* packed) {
+    in_large_pages(packed, 2 * troupe_packed(outputs, inputs));
     pack(static_cast<const bf16*>(weight), outputs, inputs, static_cast<bf16*>(packed));
+}
+
+int64_t troupe_packed8(int64_t outputs, int64_t inputs) { return packed8(outputs, inputs); }
+
+void troupe_pack8(const void* weight, const void* scales, const void* correction, int64_t outputs, int64_t inputs,
+                  void* packed) {
+    in_large_pages(packed, packed8(outputs, inputs));
+    pack8(static_cast<const int8_t*>(weight), static_cast<const float*>(scales),
+          static_cast<const int32_t*>(correction), outputs, inputs, static_cast<int8_t*>(packed));
 }
 
 void troupe_run(void* engine, const Op* ops, int64_t count, const Step* step) {

@@ -1,0 +1,40 @@
+"""Linear layers of quantized weights on the CPU."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kernels.cpu.native_int8 import NativeInt8
+from kernels.cpu.program import Native, NotNative
+from kernels.quantization.int8 import Int8Linear
+from kernels.quantization.weights import Int8Weight
+
+__all__ = ["CpuInt8Linear"]
+
+
+class CpuInt8Linear:
+    """Products of whole numbers: native ones once they are there, PyTorch's until then."""
+
+    def __init__(self, weight: Int8Weight, bias: Tensor | None, native: Native | None) -> None:
+        self.bias = bias
+        self.native: Native | None = None
+        self._plain: Int8Linear | None = Int8Linear(weight, bias)
+        self._packed: NativeInt8 | None = None
+        if native is not None:
+            self.adopt(native)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.native is not None:
+            if self._packed is not None:
+                return self.native.linear_int8(x, self._packed, self.bias)
+            if self.native.recording:
+                raise NotNative("a quantized layer's shape")
+        assert self._plain is not None
+        return self._plain(x)
+
+    def adopt(self, native: Native) -> None:
+        """Compute by ``native`` from now on, where it can."""
+        self.native = native
+        if self._plain is not None and NativeInt8.fits(self._plain.weight):
+            self._packed = NativeInt8(native.library, self._plain.weight)
+            self._plain = None
