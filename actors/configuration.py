@@ -72,6 +72,7 @@ def runner_config(
         device=placement.device,
         dtype=a.dtype,
         load_format=a.load_format,
+        quantization=a.quantization or "",
         config_overrides=msgspec.json.encode(a.json_model_override_args).decode(),
         loader_extra_config=msgspec.json.encode(a.model_loader_extra_config).decode(),
         context_length=context_length,

@@ -23,6 +23,7 @@ Group: TypeAlias = Literal[
     "Tokenizer batching",
     "Runtime",
     "Devices and kernels",
+    "Quantization",
     "Speculative decoding",
     "Metrics",
     "Logging",

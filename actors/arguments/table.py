@@ -8,6 +8,7 @@ from actors.arguments.logs import LOG_ARGUMENTS
 from actors.arguments.metrics import METRIC_ARGUMENTS
 from actors.arguments.model import MODEL_ARGUMENTS
 from actors.arguments.parallelism import PARALLELISM_ARGUMENTS
+from actors.arguments.quantization import QUANTIZATION_ARGUMENTS
 from actors.arguments.recovery import RECOVERY_ARGUMENTS
 from actors.arguments.scheduling import SCHEDULING_ARGUMENTS
 from actors.arguments.serving import SERVING_ARGUMENTS
@@ -26,5 +27,6 @@ ARGUMENTS: tuple[Argument, ...] = (
     + RECOVERY_ARGUMENTS
     + DEVICE_ARGUMENTS
     + PARALLELISM_ARGUMENTS
+    + QUANTIZATION_ARGUMENTS
     + SPECULATIVE_ARGUMENTS
 )

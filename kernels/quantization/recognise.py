@@ -24,7 +24,7 @@ def recognise(model_path: str | Path, asked: str, overrides: str = "{}") -> Sche
     """The scheme of the checkpoint in ``model_path``; None for floats. Raises ConfigError, saying what to do.
 
     ``asked``: of --quantization, empty to do as the files say: must agree with them, or names one of ``ONLINE`` for a
-    checkpoint in floats. ``overrides``: a JSON object that was merged over config.json.
+    checkpoint in floats; unquant: they must be floats. ``overrides``: a JSON object that was merged over config.json.
     """
     raw = {**read_json(model_path), **json.loads(overrides or "{}")}
     settings = raw.get("quantization_config")
@@ -47,7 +47,7 @@ def recognise(model_path: str | Path, asked: str, overrides: str = "{}") -> Sche
 
 
 def _online(asked: str) -> Scheme | None:
-    if not asked:
+    if asked in ("", "unquant"):
         return None
     if asked not in ONLINE:
         raise ConfigError(

@@ -44,10 +44,9 @@ MODELS: tuple[Refusal, ...] = (
     *family(
         "Quantization",
         "quantization is not built yet",
-        "leave it out and serve unquantized weights (--dtype chooses their type)",
+        "leave it out; --quantization int8 or fp8 rounds weights while they are loaded",
         flags=("quantize-and-serve",),
         values={
-            "quantization": "unquant",
             "quantization-param-path": None,
             "kv-cache-quant-method": "none",
             "modelopt-quant": None,
