@@ -10,6 +10,7 @@ Pure: no clock, no torch. One plan is made for all ranks of a model, for measure
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Annotated
@@ -26,8 +27,10 @@ LEAST_GAIN = 1.02
 """Guessing must promise this much over plain decoding: promises are noisy, and plain decoding keeps its word."""
 PROBING = 0.005
 """Share of the time that probes may take."""
-REFRESH = 128
+REFRESH = 32
 """Steps with guesses between two without, which tell what a plain one costs now."""
+RETHINK = 16
+"""Steps after which a batch that does not guess is thought over, though nothing was learnt of its requests."""
 STREAK = 4
 """Probes in a row after one that was accepted."""
 TRIALS = 3
@@ -78,10 +81,10 @@ class _Cost:
     def learn(self, levels: int, nodes: int, seconds: float, weight: float) -> None:
         if not nodes:
             self.seen += 1
-            if self.seen == 1:
-                self.plain, self.per_level, self.per_node = seconds, 0.1 * seconds, 0.03 * seconds
-            seconds = min(seconds, OUTLIER * self.plain)
-            self.plain += (seconds - self.plain) * max(weight, 1 / self.seen)
+            if self.seen <= TRIALS and not self.guesses:  # what runs for the first time is slow
+                self.plain = min(seconds, self.plain or seconds)
+                self.per_level, self.per_node = 0.1 * self.plain, 0.03 * self.plain
+            self.plain += (min(seconds, OUTLIER * self.plain) - self.plain) * 2 * weight
         elif self.seen:
             self.guesses += 1
             self.deepest = max(self.deepest, levels)
@@ -107,9 +110,11 @@ class AdaptiveSteps:
         self._costs: dict[int, _Cost] = {}
         self._steps = 0
         self._guessing = 0  # steps with guesses since the last without
+        self._idle: _Cost | None = None  # where no row guessed, and nothing was learnt of any since
 
     def track(self) -> Track:
         """A new request: it is expected to do as others did."""
+        self._idle = None
         return Track(self._prior.copy())
 
     def choose(self, tracks: Sequence[Track]) -> list[int]:
@@ -120,21 +125,25 @@ class AdaptiveSteps:
         if not self._levels or cost.seen < self._config.warmup_batches or self._guessing >= REFRESH:
             self._guessing = 0
             return [0] * rows
-        chances = np.cumprod(np.stack([track.hits for track in tracks]), axis=1)
-        chosen = self._best(cost, chances)
         probe = self._levels[0]
         due = self._steps % self._interval(cost, rows, probe) == 0
+        if self._idle is cost and not due and self._steps % RETHINK:
+            return [0] * rows
+        chances = np.cumprod(np.stack([track.hits for track in tracks]), axis=1)
+        chosen = self._best(cost, chances)
         for row, track in enumerate(tracks):
             if not chosen[row] and (due or track.eager):
                 track.eager = max(0, track.eager - 1)
                 chosen[row] = probe
         self._guessing = self._guessing + 1 if all(chosen) else 0
+        self._idle = None if any(chosen) else cost
         return chosen
 
     def judged(self, track: Track, accepted: int, levels: int) -> None:
         """Of the ``levels`` that were drafted of a request the first ``accepted`` were right."""
         if not levels:
             return
+        self._idle = None
         alpha = self._config.ema_alpha
         if accepted and levels == self._levels[0] and track.hits[0] < PRIOR:
             track.eager = STREAK
@@ -161,7 +170,7 @@ class AdaptiveSteps:
         if fixed:
             return fixed
         extra = cost.per_level * probe + cost.per_node * rows * int(self._nodes[probe])
-        return int(np.clip(np.ceil(extra / (PROBING * cost.plain)), 8, 1024))
+        return min(max(math.ceil(extra / (PROBING * cost.plain)), 8), 1024)
 
     def _best(self, cost: _Cost, chances: Reals) -> list[int]:
         """The plan of the most tokens a second. ``chances`` [rows, levels]: that so many guesses are accepted."""
