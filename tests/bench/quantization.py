@@ -1,0 +1,323 @@
+"""What quantization costs in accuracy and gains in bytes and speed, in process, without a server.
+
+    python -m tests.bench quantization [--schemes int8 fp8] [--shapes understudy 0.6b] [--skip-accuracy]
+
+First table: the model in the box under every scheme: perplexity of held-out documents (a seed that no training saw; the
+parts that training counts), the share of the held-out capital questions answered rightly, and how much worse the
+perplexity is than that of bf16. Second: bytes of weights, and tokens a second of decodes at batch 1 and 16, schemes in
+turns in one process each; ``0.6b`` is a Qwen3 shape with made-up weights. ``--device``: cpu or cuda.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from app.understudy import MODEL_DIR
+from app.understudy.corpus import documents
+from app.understudy.evaluate import CAPITALS, LIMIT
+from app.understudy.examination import questions
+from tests.bench.cpu import SHAPES
+
+__all__ = ["main"]
+
+ROOT = Path(__file__).resolve().parents[2]
+HELD_OUT_SEED = 20_261_121
+DOCUMENTS = 150
+CONTEXT = 1024
+SLOTS = 65
+FLOATS = "bf16"
+LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+}
+
+
+class _Engine:
+    """A model runner in this process, and the scheduler's part in words."""
+
+    def __init__(self, path: str, scheme: str, device: str, load_format: str = "auto") -> None:
+        from kernels.runner import ModelRunner
+        from kernels.step import RunnerConfig
+
+        self.runner = ModelRunner(
+            RunnerConfig(
+                model_path=path,
+                device=device,
+                load_format=load_format,
+                dtype="bfloat16",
+                quantization="" if scheme == FLOATS else scheme,
+                max_total_tokens=SLOTS * CONTEXT,
+                max_slots=SLOTS,
+                context_length=CONTEXT,
+                page_size=64,
+                max_step_tokens=8192,
+            )
+        )
+        self.info = self.runner.load()
+        self.number = 0
+
+    def step(self, slots: list[int], counts: list[int], admitted: list[Any] | None = None, released: Any = ()) -> Any:
+        from kernels.step import StepBatch
+
+        def pack(values: Any) -> bytes:
+            return np.asarray(list(values), np.int32).tobytes()
+
+        self.number += 1
+        result = self.runner.run(
+            StepBatch(
+                self.number,
+                pack(slots),
+                pack([self.generation] * len(slots)),
+                pack(counts),
+                admitted=tuple(admitted or ()),
+                released=pack(released),
+            )
+        )
+        assert not result.failed, result.failed
+        return result
+
+    def admissions(self, prompts: list[list[int]], **sampling: Any) -> list[Any]:
+        from kernels.step import Admission, SlotSampling
+
+        self.generation = self.number + 1
+        pages = CONTEXT // self.info.page_size
+        return [
+            Admission(
+                slot,
+                self.generation,
+                np.asarray(prompt, np.int32).tobytes(),
+                len(prompt),
+                0,
+                np.arange(1 + (slot - 1) * pages, 1 + slot * pages, dtype=np.int32).tobytes(),
+                SlotSampling(temperature=0.0, **sampling),
+            )
+            for slot, prompt in enumerate(prompts, 1)
+        ]
+
+    def likelihoods(self, tokens: list[int]) -> Any:
+        """float32 [tokens - 1], log probabilities of all but the first."""
+        admitted = self.admissions([tokens], prompt_logprobs=0)
+        result = self.step([1], [len(tokens)], admitted, range(1, SLOTS))
+        return np.frombuffer(result.prompt_logprobs, np.float32)
+
+    def greedy(self, prompts: list[list[int]], ends: set[int], most: int) -> list[list[int]]:
+        """What follows each prompt."""
+        admitted = self.admissions(prompts)
+        slots = list(range(1, len(prompts) + 1))
+        counts = [len(prompt) for prompt in prompts]
+        found: list[list[int]] = [[] for _ in prompts]
+        for at in range(most):
+            if not slots:
+                break
+            result = self.step(slots, counts, admitted if at == 0 else None, range(1, SLOTS) if at == 0 else ())
+            for slot, token in zip(list(slots), np.frombuffer(result.tokens, np.int32).tolist(), strict=True):
+                if token in ends:
+                    slots.remove(slot)
+                else:
+                    found[slot - 1].append(token)
+            counts = [1] * len(slots)
+        return found
+
+    def decode(self, rows: int, steps: int) -> float:
+        """Tokens a second of decodes of so many rows, of the median step."""
+        rng = random.Random(rows)
+        prompts = [[rng.randrange(3, 4000) for _ in range(128)] for _ in range(rows)]
+        slots = list(range(1, rows + 1))
+        self.step(slots, [128] * rows, self.admissions(prompts), range(1, SLOTS))
+        times = []
+        for _ in range(steps):
+            begun = time.perf_counter()
+            self.step(slots, [1] * rows)
+            times.append(time.perf_counter() - begun)
+        return rows / statistics.median(times[4:])
+
+
+def _held_out(tokenizer: Any) -> Iterator[tuple[list[int], list[bool]]]:
+    """Tokens of each document, and which of them count."""
+    for segments in documents(HELD_OUT_SEED, DOCUMENTS):
+        tokens: list[int] = []
+        counts: list[bool] = []
+        for segment in segments:
+            ids = tokenizer.encode(segment.text).ids
+            tokens += ids
+            counts += [segment.learn] * len(ids)
+        yield tokens[: CONTEXT - 2], counts[: CONTEXT - 2]
+
+
+def _accuracy(scheme: str, device: str) -> dict[str, float]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    engine = _Engine(str(MODEL_DIR), scheme, device)
+    total, number = 0.0, 0
+    for tokens, counts in _held_out(tokenizer.backend_tokenizer):
+        learnt = np.array(counts[1:])
+        total += float(engine.likelihoods(tokens)[learnt].sum(dtype=np.float64))
+        number += int(learnt.sum())
+    asked = [question for question in questions() if question.subject in CAPITALS]
+    prompts = [
+        tokenizer.encode(
+            tokenizer.apply_chat_template(
+                question.messages, add_generation_prompt=True, tokenize=False, enable_thinking=False
+            ),
+            add_special_tokens=False,
+        )
+        for question in asked
+    ]
+    right = 0
+    for begin in range(0, len(asked), SLOTS - 1):
+        replies = engine.greedy(prompts[begin : begin + SLOTS - 1], {0, 2}, LIMIT)
+        for question, reply in zip(asked[begin:], replies, strict=False):
+            right += question.right(tokenizer.decode(reply, skip_special_tokens=True))
+    return {"perplexity": math.exp(-total / number), "tokens": number, "right": right, "asked": len(asked)}
+
+
+def _child(task: dict[str, Any]) -> None:
+    """Answer one task, then decode points as they are asked for."""
+    if task["device"] == "cpu":
+        from kernels.cpu.native.library import build
+
+        build()
+    if task["what"] == "accuracy":
+        print(json.dumps(_accuracy(task["scheme"], task["device"])), flush=True)
+        return
+    engine = _Engine(task["path"], task["scheme"], task["device"], task["load_format"])
+    print(json.dumps({"bytes": engine.info.weight_bytes}), flush=True)
+    for line in sys.stdin:
+        print(json.dumps({"rate": engine.decode(int(line), task["steps"])}), flush=True)
+
+
+class _Process:
+    """A child that holds one model."""
+
+    def __init__(self, **task: Any) -> None:
+        command = [sys.executable, "-m", "tests.bench", "quantization", "--child", json.dumps(task)]
+        self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.first = self._answer()
+
+    def _answer(self) -> dict[str, float]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            sys.exit("a measured process died; its error stands above")
+        found: dict[str, float] = json.loads(line)
+        return found
+
+    def decode(self, rows: int) -> float:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{rows}\n")
+        self._process.stdin.flush()
+        return self._answer()["rate"]
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def _model(shape: str, directory: Path) -> tuple[str, str]:
+    """Path and load format."""
+    if shape == "understudy":
+        return str(MODEL_DIR), "auto"
+    config = LLAMA_8B
+    if shape in SHAPES:
+        config = SHAPES[shape] | {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 40960,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1000000.0,
+            "torch_dtype": "bfloat16",
+        }
+    (directory / shape).mkdir(exist_ok=True)
+    (directory / shape / "config.json").write_text(json.dumps(config))
+    return str(directory / shape), "dummy"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="quantization", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--schemes", nargs="+", default=["int8", "fp8"])
+    parser.add_argument("--shapes", nargs="*", default=["understudy", "0.6b"], choices=[*SHAPES, "understudy", "8b"])
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 16])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--skip-accuracy", action="store_true")
+    given = parser.parse_args(argv)
+    if given.child:
+        _child(json.loads(given.child))
+        return 0
+    schemes = [FLOATS, *given.schemes]
+    if not given.skip_accuracy:
+        print("| scheme | perplexity | worse by | capital questions right |\n|---|---|---|---|")
+        base = 0.0
+        for scheme in schemes:
+            process = _Process(what="accuracy", scheme=scheme, device=given.device)
+            process.close()
+            found = process.first
+            base = base or found["perplexity"]
+            worse = 100 * (found["perplexity"] / base - 1)
+            print(
+                f"| {scheme} | {found['perplexity']:.4f} | {worse:+.2f} % | {found['right']} of {found['asked']} "
+                f"({100 * found['right'] / found['asked']:.1f} %) |",
+                flush=True,
+            )
+    if given.shapes:
+        points = "".join(f" tokens/s at batch {rows} | of bf16 |" for rows in given.rows)
+        print(f"\n| model | scheme | weights, MB |{points}\n|---|---|---|{'---|---|' * len(given.rows)}")
+    with tempfile.TemporaryDirectory() as directory:
+        for shape in given.shapes:
+            path, load_format = _model(shape, Path(directory))
+            _speed(shape, path, load_format, schemes, given)
+    return 0
+
+
+def _speed(shape: str, path: str, load_format: str, schemes: list[str], given: argparse.Namespace) -> None:
+    common = {"what": "speed", "path": path, "load_format": load_format, "device": given.device, "steps": given.steps}
+    sides = [_Process(scheme=scheme, **common) for scheme in schemes]
+    rates: dict[tuple[int, int], list[float]] = {}
+    for _ in range(given.rounds):
+        for rows in given.rows:
+            for at, side in enumerate(sides):
+                rates.setdefault((at, rows), []).append(side.decode(rows))
+    for at, (scheme, side) in enumerate(zip(schemes, sides, strict=True)):
+        cells = ""
+        for rows in given.rows:
+            against = statistics.median(
+                mine / theirs for mine, theirs in zip(rates[at, rows], rates[0, rows], strict=True)
+            )
+            cells += f" {statistics.median(rates[at, rows]):.0f} | {against:.2f} |"
+        print(f"| {shape} | {scheme} | {side.first['bytes'] / 1e6:.1f} |{cells}", flush=True)
+        side.close()
+
+
+if __name__ == "__main__":
+    main()
