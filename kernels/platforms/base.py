@@ -270,6 +270,9 @@ class Platform(ABC):
         if told not in self._told:
             self._told.add(told)
             _log.warning("%s is dequantized to %s while it is loaded: %s", told[0], weight.dtype, reason)
+        constant = weight.constant()
+        if constant is not None:
+            bias = constant.to(weight.dtype) if bias is None else (bias.float() + constant).to(weight.dtype)
         return self.make_linear(weight.dequantize(weight.dtype), bias)
 
     @cached_property

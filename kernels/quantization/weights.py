@@ -77,6 +77,10 @@ class QuantizedWeight(ABC):
     def join(self, others: Sequence[QuantizedWeight]) -> Self | None:
         """This and others after it along their outputs, where one weight of this kind can be all of them."""
 
+    def constant(self) -> Tensor | None:
+        """What is added to every product with a rounded token, f32 [outputs], where something is."""
+        return None
+
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
@@ -113,6 +117,14 @@ class Int8Weight(QuantizedWeight):
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         return (self.values.float() * self.scales[:, None]).to(dtype)
+
+    def constant(self) -> Tensor | None:
+        if not isinstance(self.activation, StaticActivation):
+            return None
+        whole = torch.zeros_like(self.scales) if self.correction is None else self.correction.float()
+        if self.activation.offset is not None:
+            whole = whole + self.activation.offset * self.values.sum(1, dtype=torch.int32).float()
+        return whole * self.scales * self.activation.scale
 
     def part(self, part: Part) -> Self:
         if part.dimension == 1:

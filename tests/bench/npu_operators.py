@@ -14,6 +14,8 @@ import subprocess
 import sys
 from collections import defaultdict
 
+import msgspec
+
 from kernels.step import SlotSampling
 
 GENERATIONS = ("A2", "A3", "A5")
@@ -29,6 +31,8 @@ USES = {
     "npu_swiglu": "activation of the feed-forward layers",
     "npu_scatter_pa_kv_cache": "keys and values into the pages of the cache",
     "npu_format_cast": "16-bit weights into the cube unit's tiles, at load",
+    "npu_dynamic_quant": "rounds each token to int8, for projections in whole numbers (--quantization int8)",
+    "npu_quant_matmul": "their products",
     "npu_top_k_top_p": "top-k and top-p (--sampling-backend ascend, the default where there is a kernel)",
 }
 """Where an operator is used, in words; one that is called and missing here ends the program."""
@@ -82,17 +86,17 @@ def called(generation: str) -> dict[str, str]:
                 names.add(str(func).removeprefix("npu.").removesuffix(".default"))
             return func(*args, **(kwargs or {}))
 
+    config = RunnerConfig(
+        model_path=str(MODEL_DIR),
+        device="npu",
+        page_size=128,
+        max_slots=5,
+        max_step_tokens=256,
+        max_total_tokens=1024,
+    )
     with Listening():
-        runner = ModelRunner(
-            RunnerConfig(
-                model_path=str(MODEL_DIR),
-                device="npu",
-                page_size=128,
-                max_slots=5,
-                max_step_tokens=256,
-                max_total_tokens=1024,
-            )
-        )
+        ModelRunner(msgspec.structs.replace(config, quantization="int8")).load()  # which runs it, too
+        runner = ModelRunner(config)
         driver = Driver(runner, runner.load())
         driver.admit(1, range(20, 60), sampling=SlotSampling(temperature=0.8, top_k=20, top_p=0.9, seed=1))
         driver.step([(1, 40)])

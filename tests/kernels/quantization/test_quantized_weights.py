@@ -122,3 +122,6 @@ def test_products_with_a_scale_found_before():
     rounded = ((x / step).round() + 3).clamp(-128, 127).sub(3) * step
     torch.testing.assert_close(Int8Linear(weight, None)(x), rounded @ weight.dequantize(torch.float32).T)
     assert weight.part(Part(1, 32, 64)).correction is None
+    shifted = Int8Weight(values, scales, StaticActivation(step, offset), correction + 500)
+    torch.testing.assert_close(shifted.constant(), 500 * step * scales, rtol=1e-3, atol=1e-4)
+    assert weight.part(Part(0, 0, 4)).constant().shape == (4,)

@@ -1,0 +1,48 @@
+"""Linear layers of quantized weights, by the NPU's own operators."""
+
+from __future__ import annotations
+
+import torch
+import torch_npu
+from torch import Tensor
+
+from kernels.npu.operators import FRACTAL_NZ
+from kernels.npu.soc import Soc
+from kernels.quantization.weights import Int8Weight
+
+__all__ = ["MOST", "NpuInt8Linear"]
+
+MOST = 65535
+"""The largest dimension of npu_quant_matmul."""
+
+_TILE = (16, 32)  # of int8
+
+
+class NpuInt8Linear:
+    """int8 weights by tokens that are rounded one by one: npu_dynamic_quant, then npu_quant_matmul.
+
+    The weight is [inputs, outputs], in tiles where the device keeps them. 16-bit activations.
+    """
+
+    def __init__(self, weight: Int8Weight, bias: Tensor | None, soc: Soc) -> None:
+        values = weight.values.t().contiguous()
+        tiled = soc.nz_weights and values.shape[0] % _TILE[0] == 0 and values.shape[1] % _TILE[1] == 0
+        self.values = torch_npu.npu_format_cast(values, FRACTAL_NZ) if tiled else values
+        self.scales = weight.scales
+        self.bias = None if bias is None else bias.float()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        whole, scales = torch_npu.npu_dynamic_quant(x)
+        found: Tensor = torch_npu.npu_quant_matmul(
+            whole, self.values, self.scales, pertoken_scale=scales, bias=self.bias, output_dtype=x.dtype
+        )
+        return found
+
+    @staticmethod
+    def fits(weight: Int8Weight) -> bool:
+        """Whether the operators take it."""
+        return (
+            weight.activation == "dynamic"
+            and weight.dtype in (torch.bfloat16, torch.float16)
+            and max(weight.shape) <= MOST
+        )
