@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from kernels.models.config import ConfigError, read_json
+from kernels.quantization.auto_round import AutoRound
+from kernels.quantization.awq import Awq
+from kernels.quantization.compressed import Compressed
 from kernels.quantization.fp8 import Fp8
+from kernels.quantization.gptq import Gptq
 from kernels.quantization.online import ONLINE, Online
 from kernels.quantization.scheme import Scheme
 
@@ -16,7 +20,13 @@ __all__ = ["METHODS", "recognise"]
 
 Reader = Callable[[Mapping[str, Any]], Scheme]
 
-METHODS: dict[str, Reader] = {"fp8": Fp8}
+METHODS: dict[str, Reader] = {
+    "auto-round": AutoRound,
+    "awq": Awq,
+    "compressed-tensors": Compressed,
+    "fp8": Fp8,
+    "gptq": Gptq,
+}
 """``quant_method`` of quantization_config -> what makes the scheme of that object. Raises ConfigError."""
 
 

@@ -1,0 +1,273 @@
+"""Checkpoints of ``quant_method: compressed-tensors``, as llm-compressor writes them.
+
+``config_groups`` say which modules (``targets``, but those of ``ignore``) have which weights and inputs. Of one:
+
+- pack-quantized: ``weight_packed`` int32 [outputs, inputs * bits / 32] of ``q + 2^(bits - 1)``, ``weight_scale``
+  [outputs, groups], with ``symmetric: false`` ``weight_zero_point`` int32 [outputs * bits / 32, groups] packed alike
+  along outputs, ``weight_shape`` [2], with ``actorder`` ``weight_g_idx`` int32 [inputs].
+- int-quantized, naive-quantized: ``weight`` int8 [outputs, inputs] with ``weight_scale``.
+- float-quantized, naive-quantized: ``weight`` e4m3 with ``weight_scale`` for all, an output or a block.
+
+Inputs that are rounded by a scale found before have ``input_scale``, and ``input_zero_point`` when not symmetric.
+
+The settings are parsed here: the maintained package does it through pydantic and imports torch and transformers whole,
+for two dozen fields.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
+
+import msgspec
+import torch
+from torch import Tensor
+
+from kernels.loading import LoadError
+from kernels.models.config import ConfigError
+from kernels.quantization.gptq import order_of
+from kernels.quantization.packed import FLOATS, WholeBits, grouped, groups_of, stored_words, unpack
+from kernels.quantization.scheme import Files, Scheme, Stored
+from kernels.quantization.weights import (
+    Activation,
+    Fp8Weight,
+    GroupedWeight,
+    Int8Weight,
+    QuantizedWeight,
+    StaticActivation,
+)
+
+__all__ = ["Compressed"]
+
+
+class _Numbers(msgspec.Struct, frozen=True):
+    """How numbers are rounded: of weights or of inputs."""
+
+    num_bits: int = 8
+    type: str = "int"
+    symmetric: bool = True
+    strategy: str | None = None
+    group_size: int | None = None
+    block_structure: list[int] | None = None
+    dynamic: bool | str = False
+    actorder: str | bool | None = None
+
+
+class _Group(msgspec.Struct, frozen=True):
+    """Modules that are rounded alike."""
+
+    targets: list[str]
+    weights: _Numbers
+    input_activations: _Numbers | None = None
+    output_activations: _Numbers | None = None
+    format: str | None = None
+
+
+class _Settings(msgspec.Struct, frozen=True):
+    config_groups: dict[str, _Group]
+    format: str = "dense"
+    ignore: list[str] = []
+
+
+class Compressed(Scheme):
+    """``settings``: quantization_config. Raises ConfigError."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        try:
+            found = msgspec.convert(dict(settings), _Settings)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"quantization_config: {error}; use a checkpoint that llm-compressor wrote") from error
+        if settings.get("sparsity_config", {}).get("format", "dense") != "dense":
+            raise ConfigError(
+                "quantization_config: sparse weights are not read; use a checkpoint without sparsity_config"
+            )
+        if not found.config_groups:
+            raise ConfigError("quantization_config: config_groups is empty; use a checkpoint that llm-compressor wrote")
+        self._ignore = found.ignore
+        self._kinds = [
+            (group.targets, _kind(name, group, group.format or found.format))
+            for name, group in found.config_groups.items()
+        ]
+        kinds = " and ".join(dict.fromkeys(kind.name for _, kind in self._kinds))
+        self.name = f"compressed-tensors {kinds}"
+
+    def _of(self, module: str) -> _Kind | None:
+        if any(_names(target, module) for target in self._ignore):
+            return None
+        for targets, kind in self._kinds:
+            if any(target == "Linear" or _names(target, module) for target in targets):
+                return kind
+        return None
+
+    def tensors(self, module: str, shape: tuple[int, int]) -> dict[str, Stored] | None:
+        kind = self._of(module)
+        return None if kind is None else kind.tensors(module, shape)
+
+    def read(self, files: Files, module: str, shape: tuple[int, int]) -> QuantizedWeight:
+        kind = self._of(module)
+        assert kind is not None, "it has tensors"
+        return kind.read(files, module, shape)
+
+    def ignores(self, name: str, shapes: Collection[str]) -> bool:
+        return name.endswith((".k_scale", ".v_scale", ".q_scale"))
+
+
+def _names(target: str, module: str) -> bool:
+    if target.startswith("re:"):
+        return re.match(target[3:], module) is not None
+    return module == target
+
+
+class _Kind(ABC):
+    """What all modules of a group have."""
+
+    def __init__(self, weights: _Numbers, activation: Literal["dynamic", "static"] | None, offset: bool) -> None:
+        self.weights, self.activation, self.offset = weights, activation, offset
+        inputs = {"dynamic": " dynamic", "static": " static", None: ""}[activation]
+        self.name = f"{weights.type}{weights.num_bits} {weights.strategy}{inputs}"
+
+    @abstractmethod
+    def tensors(self, module: str, shape: tuple[int, int]) -> dict[str, Stored]: ...
+
+    @abstractmethod
+    def read(self, files: Files, module: str, shape: tuple[int, int]) -> QuantizedWeight: ...
+
+    def _inputs(self, module: str) -> dict[str, Stored]:
+        if self.activation != "static":
+            return {}
+        found = {f"{module}.input_scale": Stored(FLOATS, ((1,), ()))}
+        if self.offset:
+            found[f"{module}.input_zero_point"] = Stored(("I8",), ((1,), ()))
+        return found
+
+    def _activation(self, files: Files, module: str) -> Activation:
+        if self.activation != "static":
+            return self.activation
+        offset = files.read(f"{module}.input_zero_point").float().reshape(1) if self.offset else None
+        return StaticActivation(files.read(f"{module}.input_scale").float().reshape(1), offset)
+
+
+class _Packed(_Kind):
+    """pack-quantized: whole weights of 4 or 8 bits, several to a word."""
+
+    @property
+    def _bits(self) -> WholeBits:
+        return 4 if self.weights.num_bits == 4 else 8
+
+    def tensors(self, module: str, shape: tuple[int, int]) -> dict[str, Stored]:
+        (outputs, inputs), bits = shape, self._bits
+        groups = groups_of(module, self.weights.group_size, inputs)
+        found = {
+            f"{module}.weight_packed": stored_words(outputs, inputs * bits // 32),
+            f"{module}.weight_scale": Stored(FLOATS, ((outputs, groups),)),
+            f"{module}.weight_shape": Stored(("I64", "I32"), ((2,),), optional=True),
+        }
+        if not self.weights.symmetric:
+            found[f"{module}.weight_zero_point"] = stored_words(outputs * bits // 32, groups)
+        if self.weights.actorder:
+            found[f"{module}.weight_g_idx"] = Stored(("I32",), ((inputs,),), optional=True)
+        return found
+
+    def read(self, files: Files, module: str, shape: tuple[int, int]) -> GroupedWeight:
+        if files.has(f"{module}.weight_shape") and files.read(f"{module}.weight_shape").tolist() != list(shape):
+            raise LoadError(
+                f"{module}.weight_shape says {files.read(f'{module}.weight_shape').tolist()}, config.json asks for "
+                f"{list(shape)}; check that both come from one model"
+            )
+        values, zeros, order = unpack(files.read(f"{module}.weight_packed"), self._bits, 1), None, None
+        if not self.weights.symmetric:
+            zeros = unpack(files.read(f"{module}.weight_zero_point"), self._bits, 0)
+        index = f"{module}.weight_g_idx"
+        if self.weights.actorder and files.has(index):
+            order = order_of(index, files.read(index), self.weights.group_size or shape[1])
+        if order is not None:
+            values = values[:, order]
+        return grouped(values, files.read(f"{module}.weight_scale"), zeros, self._bits, order)
+
+
+class _Int8(_Kind):
+    """int-quantized: a byte for each weight."""
+
+    def tensors(self, module: str, shape: tuple[int, int]) -> dict[str, Stored]:
+        found = {f"{module}.weight": Stored(("I8",), (shape,)), f"{module}.weight_scale": _scales(self.weights, shape)}
+        return found | self._inputs(module)
+
+    def read(self, files: Files, module: str, shape: tuple[int, int]) -> Int8Weight:
+        values = files.read(f"{module}.weight")
+        activation, correction = self._activation(files, module), None
+        if isinstance(activation, StaticActivation) and activation.offset is not None:
+            correction = -values.sum(1, dtype=torch.int32) * activation.offset.int()
+        return Int8Weight(values, _wide(files.read(f"{module}.weight_scale"), shape), activation, correction)
+
+
+class _Fp8(_Kind):
+    """float-quantized: e4m3."""
+
+    def tensors(self, module: str, shape: tuple[int, int]) -> dict[str, Stored]:
+        found = {f"{module}.weight": Stored(("F8_E4M3",), (shape,))}
+        found[f"{module}.weight_scale"] = _scales(self.weights, shape)
+        return found | self._inputs(module)
+
+    def read(self, files: Files, module: str, shape: tuple[int, int]) -> Fp8Weight:
+        scales, block = files.read(f"{module}.weight_scale"), self.weights.block_structure
+        activation = self._activation(files, module)
+        if block is not None:
+            return Fp8Weight(files.read(f"{module}.weight"), scales.float(), (block[0], block[1]), activation)
+        return Fp8Weight(files.read(f"{module}.weight"), _wide(scales, shape), None, activation)
+
+
+def _scales(weights: _Numbers, shape: tuple[int, int]) -> Stored:
+    if weights.block_structure is not None:
+        rows, columns = weights.block_structure
+        return Stored(FLOATS, ((-(-shape[0] // rows), -(-shape[1] // columns)),))
+    return Stored(FLOATS, ((1,), ()) if weights.strategy == "tensor" else ((shape[0], 1), (shape[0],)))
+
+
+def _wide(scales: Tensor, shape: tuple[int, int]) -> Tensor:
+    return scales.float().flatten().expand(shape[0]).contiguous()
+
+
+def _kind(name: str, group: _Group, stored: str) -> _Kind:
+    """Raises ConfigError for what is not read."""
+    weights, inputs = group.weights, group.input_activations
+    says = f"quantization_config: {name} has {weights.type} weights of {weights.num_bits} bits, a scale for each " + (
+        f"{weights.strategy} ({stored})"
+    )
+
+    def refused(why: str) -> ConfigError:
+        return ConfigError(f"{says}: {why}; use a checkpoint of W8A8, W8A16 or W4A16 whole numbers, or of fp8")
+
+    activation: Literal["dynamic", "static"] | None = None
+    if inputs is not None:
+        activation = "dynamic" if inputs.dynamic else "static"
+        if (inputs.type, inputs.num_bits) != (weights.type, weights.num_bits) or weights.num_bits != 8:
+            raise refused(f"inputs of {inputs.type} {inputs.num_bits} are not multiplied with these")
+        if inputs.dynamic and not inputs.symmetric:
+            raise refused("inputs that are rounded as they come must be symmetric")
+        if activation == "static" and inputs.strategy not in ("tensor", None):
+            raise refused("inputs that are rounded by a scale found before must share it (strategy tensor)")
+    if group.output_activations is not None:
+        raise refused("outputs are not rounded")
+    offset = inputs is not None and not inputs.symmetric
+    if stored == "pack-quantized" and weights.type == "int":
+        if weights.num_bits not in (4, 8) or weights.strategy not in ("group", "channel") or inputs is not None:
+            raise refused("this is not read")
+        if weights.strategy == "group" and not weights.group_size:
+            raise refused("group_size is missing")
+        return _Packed(weights, None, False)
+    if (
+        stored in ("int-quantized", "naive-quantized")
+        and (weights.type, weights.num_bits) == ("int", 8)
+        and weights.strategy in ("channel", "tensor")
+        and weights.symmetric
+    ):
+        return _Int8(weights, activation, offset)
+    if (
+        stored in ("float-quantized", "naive-quantized")
+        and (weights.type, weights.num_bits) == ("float", 8)
+        and (weights.strategy in ("channel", "tensor") or (weights.strategy == "block" and weights.block_structure))
+    ):
+        return _Fp8(weights, activation, offset)
+    raise refused("this is not read")

@@ -1,0 +1,117 @@
+"""Checkpoints of ``quant_method: gptq`` (Frantar et al., arXiv 2210.17323), as AutoGPTQ and GPTQModel write them.
+
+Of a projection: ``qweight`` int32 [inputs * bits / 32, outputs], ``qzeros`` int32 [groups, outputs * bits / 32],
+``scales`` [groups, outputs], ``g_idx`` int32 [inputs]: the group of an input; ``w = (q - z) * scale``. The files hold
+z - 1, but for ``checkpoint_format: gptq_v2``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.loading import LoadError
+from kernels.models.config import ConfigError
+from kernels.quantization.packed import FLOATS, WholeBits, bits_of, group_of, grouped, groups_of, stored_words, unpack
+from kernels.quantization.scheme import Files, Scheme, Stored
+from kernels.quantization.weights import GroupedWeight
+
+__all__ = ["Gptq"]
+
+
+class Gptq(Scheme):
+    """``settings``: quantization_config. Raises ConfigError."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        kept = str(settings.get("checkpoint_format", "gptq"))
+        if kept not in ("gptq", "gptq_v2"):
+            raise ConfigError(
+                f"quantization_config: checkpoint_format {kept!r} is laid out for one kernel; use a checkpoint in gptq "
+                "or gptq_v2"
+            )
+        self._less = 0 if kept == "gptq_v2" else 1
+        self._bits, self._group = bits_of(settings, "bits"), group_of(settings, "group_size")
+        self._output = bool(settings.get("lm_head", False))
+        self._dynamic = _dynamic(settings.get("dynamic") or {}, settings)
+        self._biases: set[str] = set()
+        self.name = f"gptq {self._bits} bit, " + (
+            "a scale an output" if self._group is None else f"groups of {self._group}"
+        )
+
+    def _of(self, module: str) -> tuple[WholeBits, int | None] | None:
+        if module == "lm_head" and not self._output:
+            return None
+        for pattern, found in self._dynamic:
+            if pattern.match(module):
+                return found
+        return self._bits, self._group
+
+    def tensors(self, module: str, shape: tuple[int, int]) -> dict[str, Stored] | None:
+        found = self._of(module)
+        if found is None:
+            return None
+        (bits, group), (outputs, inputs) = found, shape
+        groups = groups_of(module, group, inputs)
+        return {
+            f"{module}.qweight": stored_words(inputs * bits // 32, outputs),
+            f"{module}.qzeros": stored_words(groups, outputs * bits // 32),
+            f"{module}.scales": Stored(FLOATS, ((groups, outputs),)),
+            f"{module}.g_idx": Stored(("I32",), ((inputs,),), optional=True),
+        }
+
+    def read(self, files: Files, module: str, shape: tuple[int, int]) -> GroupedWeight:
+        found = self._of(module)
+        assert found is not None
+        bits, group = found
+        bias = f"{module}.bias"
+        if bias in self._biases and bool(files.read(bias).any()):
+            raise LoadError(f"{bias} is in the checkpoint and not in the model; check that both come from one model")
+        values = unpack(files.read(f"{module}.qweight"), bits, 0).t()
+        zeros = (unpack(files.read(f"{module}.qzeros"), bits, 1).t() + self._less) & ((1 << bits) - 1)
+        order = None
+        if files.has(f"{module}.g_idx"):
+            order = order_of(f"{module}.g_idx", files.read(f"{module}.g_idx"), group or shape[1])
+        if order is not None:
+            values = values[:, order]
+        return grouped(values, files.read(f"{module}.scales").t(), zeros, bits, order)
+
+    def ignores(self, name: str, shapes: Collection[str]) -> bool:
+        """AutoGPTQ writes a bias for every projection: zeros, where the model has none."""
+        if not name.endswith("_proj.bias"):
+            return False
+        self._biases.add(name)
+        return True
+
+
+def order_of(name: str, index: Tensor, group: int) -> Tensor | None:
+    """The inputs, int64, so that those of a group follow one another; None: they do. ``index`` [inputs]: the group of
+    each. Raises LoadError, calling it ``name``."""
+    index = index.long()
+    if torch.equal(index, torch.arange(len(index)) // group):
+        return None
+    order = index.argsort(stable=True)
+    if not torch.equal(index[order], torch.arange(len(index)) // group):
+        raise LoadError(
+            f"{name} does not put {group} inputs into each group, as group_size says: the checkpoint is broken, or "
+            "quantization_config is of another one"
+        )
+    return order
+
+
+def _dynamic(
+    rules: Mapping[str, Any], settings: Mapping[str, Any]
+) -> list[tuple[re.Pattern[str], tuple[WholeBits, int | None] | None]]:
+    """GPTQModel's rules by module: ``-:pattern`` stays in floats, ``pattern`` or ``+:pattern`` has sizes of its own."""
+    found: list[tuple[re.Pattern[str], tuple[WholeBits, int | None] | None]] = []
+    for rule, sizes in rules.items():
+        try:
+            pattern = re.compile(rule.removeprefix("-:").removeprefix("+:"))
+        except re.error as error:
+            raise ConfigError(f"quantization_config: dynamic has {rule!r}, which is no regular expression") from error
+        own = {**settings, **sizes}
+        found.append((pattern, None if rule.startswith("-:") else (bits_of(own, "bits"), group_of(own, "group_size"))))
+    return found

@@ -1,0 +1,256 @@
+"""Checkpoints of AWQ, GPTQ, auto-round and compressed-tensors: what they stand for, and which are refused."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kernels.loading import LoadError
+from kernels.models.config import ConfigError
+from kernels.parallel.partition import Part
+from kernels.quantization.recognise import METHODS, recognise
+from kernels.quantization.weights import PartError, StaticActivation
+from kernels.step import SlotSampling
+from tests.quantized import rewrite
+from tests.quantized_words import Rounded, awq, dequantized, gptq, int8_rows, packed
+
+PROMPT = [7, 19, 101, 33, 54, 2, 90, 61, 17, 44, 5, 12]
+SCORED = SlotSampling(temperature=0.0, prompt_logprobs=0)
+
+
+def awq_settings(bits=4, group=16):
+    return {"quant_method": "awq", "bits": bits, "group_size": group, "zero_point": True, "version": "gemm"}
+
+
+def gptq_settings(bits=4, group=16, **more):
+    return {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": False, "sym": False, **more}
+
+
+def compressed(kind, weights, inputs=None, ignore=("lm_head",), targets=("Linear",)):
+    group = {"targets": list(targets), "weights": weights, "input_activations": inputs, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": kind,
+        "config_groups": {"group_0": group},
+        "ignore": list(ignore),
+        "kv_cache_scheme": None,
+        "quantization_status": "compressed",
+    }
+
+
+def whole(bits=4, **more):
+    return {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group", "group_size": 16, **more}
+
+
+ROWS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+STATIC = {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "tensor", "dynamic": False}
+PACKED = "pack-quantized"
+ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 16, "sym": False, "data_type": "int"}
+LAYOUTS = {
+    "awq 4": (awq(4, 16), awq_settings(), dequantized(4, 16)),
+    "awq 8": (awq(8, 16), awq_settings(8), dequantized(8, 16)),
+    "gptq 4": (gptq(4, 16), gptq_settings(), dequantized(4, 16)),
+    "gptq 8": (gptq(8, 16), gptq_settings(8), dequantized(8, 16)),
+    "gptq v2": (gptq(4, 16, less=0), gptq_settings(checkpoint_format="gptq_v2"), dequantized(4, 16)),
+    "gptq act-order": (gptq(4, 16, True), gptq_settings(desc_act=True), dequantized(4, 16, shuffled=True)),
+    "auto-round": (gptq(4, 16), ROUND, dequantized(4, 16)),
+    "auto-round awq": (awq(4, 16), ROUND | {"packing_format": "auto_round:auto_awq"}, dequantized(4, 16)),
+    "packed 4": (packed(4, 16), compressed(PACKED, whole()), dequantized(4, 16, True)),
+    "packed 8": (packed(8, 16), compressed(PACKED, whole(8)), dequantized(8, 16, True)),
+    "packed zeros": (packed(4, 16, False), compressed(PACKED, whole(symmetric=False)), dequantized(4, 16)),
+    "packed act-order": (
+        packed(4, 16, shuffled=True),
+        compressed(PACKED, whole(actorder="group")),
+        dequantized(4, 16, True, True),
+    ),
+}
+
+
+def scores(driver, prompt=PROMPT):
+    driver.admit(1, prompt, sampling=SCORED)
+    return np.frombuffer(driver.step([(1, len(prompt))]).prompt_logprobs, np.float32)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_layout_stands_for_its_floats(layout, reference, drive, tmp_path):
+    change, settings, floats = LAYOUTS[layout]
+    source = reference("qwen2").path
+    quantized = drive(rewrite(source, tmp_path / "words", change, settings))
+    expected = scores(drive(rewrite(source, tmp_path / "floats", floats)))
+    np.testing.assert_allclose(scores(quantized), expected, atol=1e-3)
+    assert np.abs(expected - scores(drive(source))).max() > 5e-3  # of 4 and of 8 bits alike: it was rounded
+    assert quantized.info.weight_bytes < 0.75 * drive(source, dtype="float32").info.weight_bytes
+
+
+@pytest.mark.parametrize(("scale", "offset"), [(None, None), (0.03, None), (0.03, 9)])
+def test_int8_of_compressed_tensors(scale, offset, reference, drive, tmp_path):
+    source = reference("qwen2").path
+    inputs = TOKENS if scale is None else STATIC | {"symmetric": offset is None}
+    settings = compressed("int-quantized", ROWS, inputs, ["re:.*[k]_proj"], ["re:.*[qkv]_proj"])
+
+    def change(module, weight):
+        rounded = module.endswith(("q_proj", "v_proj"))
+        return int8_rows(scale, offset)(module, weight) if rounded else {f"{module}.weight": weight}
+
+    def floats(module, weight):
+        held = change(module, weight)
+        found = held[f"{module}.weight"].float()
+        return {f"{module}.weight": found * held.get(f"{module}.weight_scale", 1)}
+
+    quantized = scores(drive(rewrite(source, tmp_path / "int8", change, settings)))
+    expected = scores(drive(rewrite(source, tmp_path / "floats", floats)))
+    assert 0 < np.abs(quantized - expected).mean() < 0.2  # inputs are rounded, too
+
+
+def test_an_offset_of_inputs_is_taken_off_the_sums():
+    class Files(dict):
+        has = dict.__contains__
+        read = dict.__getitem__
+
+    weight = torch.randn(6, 32, generator=torch.Generator().manual_seed(1))
+    scheme = METHODS["compressed-tensors"](compressed("int-quantized", ROWS, STATIC))
+    found = scheme.read(Files(int8_rows(0.02, 7)("m", weight)), "m", (6, 32))
+    assert isinstance(found.activation, StaticActivation)
+    x = torch.randint(-40, 40, (32,)) * 0.02
+    rounded = (x / 0.02).round() + 7
+    sums = (found.values.int() @ rounded.int() + found.correction) * found.scales * 0.02
+    torch.testing.assert_close(sums, found.dequantize(torch.float32) @ x, rtol=1e-4, atol=1e-4)
+
+
+def test_fp8_of_compressed_tensors(reference, drive, tmp_path):
+    source = reference("qwen2").path
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"}
+    settings = compressed("float-quantized", weights, TOKENS | {"type": "float"}, targets=["re:.*mlp"])
+
+    def change(module, weight):
+        scale = weight.abs().max().reshape(1) / 448
+        values = (weight / scale).to(torch.float8_e4m3fn)
+        mine = {f"{module}.weight": values, f"{module}.weight_scale": scale}
+        return mine if ".mlp." in module else {f"{module}.weight": weight}
+
+    def floats(module, weight):
+        held = change(module, weight)
+        return {f"{module}.weight": held[f"{module}.weight"].float() * held.get(f"{module}.weight_scale", 1)}
+
+    quantized = drive(rewrite(source, tmp_path / "fp8", change, settings))
+    np.testing.assert_allclose(
+        scores(quantized), scores(drive(rewrite(source, tmp_path / "floats", floats))), atol=1e-3
+    )
+
+
+def test_modules_of_other_sizes(reference, drive, tmp_path):
+    """auto-round's extra_config and GPTQModel's rules."""
+    source = reference("qwen2").path
+    own = {"model.layers.0.mlp.up_proj": {"bits": 8}, ".*layers.1.*": {"bits": 16}}
+    rules = {"+:.*0.mlp.up_proj": {"bits": 8}, "-:.*layers.1": {}}
+
+    def change(module, weight):
+        if "layers.1" in module:
+            return {f"{module}.weight": weight}
+        return gptq(8 if module.endswith("0.mlp.up_proj") else 4, 16)(module, weight)
+
+    found = [
+        scores(drive(rewrite(source, tmp_path / str(i), change, settings)))
+        for i, settings in enumerate((ROUND | {"extra_config": own}, gptq_settings(dynamic=rules)))
+    ]
+    np.testing.assert_array_equal(*found)
+
+
+def test_a_bias_that_the_model_has_not_must_be_zero(reference, drive, tmp_path):
+    path = rewrite(reference("qwen2").path, tmp_path / "q", gptq(4, 16), gptq_settings())
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.bias"
+    tensors[name] = torch.zeros(tensors["model.layers.0.mlp.up_proj.scales"].shape[1])
+    save_file(tensors, path / "model.safetensors")
+    drive(path)
+    tensors[name][3] = 1.0
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(LoadError, match=re.escape(f"{name} is in the checkpoint and not in the model")):
+        drive(path)
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "value", "told"),
+    [
+        ("awq 4", "scales", None, "up_proj.scales is missing"),
+        ("awq 4", "qzeros", torch.zeros(1, 2, dtype=torch.int32), r"up_proj.qzeros has shape \[1, 2\], config.json"),
+        ("gptq 4", "qweight", torch.zeros(2, 2), r"up_proj.qweight has shape \[2, 2\], config.json \(gptq 4 bit"),
+        ("gptq 4", "g_idx", torch.zeros(48, dtype=torch.int32), "up_proj.g_idx does not put 16 inputs into each"),
+        ("packed 4", "weight_scale", None, "up_proj.weight_scale is missing"),
+        ("packed 4", "weight_shape", torch.tensor([7, 7]), r"up_proj.weight_shape says \[7, 7\], config.json asks"),
+    ],
+)
+def test_a_broken_checkpoint_is_refused_with_the_tensors_name(layout, name, value, told, reference, drive, tmp_path):
+    change, settings, _ = LAYOUTS[layout]
+    path = rewrite(reference("qwen2").path, tmp_path / "q", change, settings)
+    tensors = load_file(path / "model.safetensors")
+    del tensors[f"model.layers.0.mlp.up_proj.{name}"]
+    if value is not None:
+        tensors[f"model.layers.0.mlp.up_proj.{name}"] = value
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(LoadError, match=told):
+        drive(path)
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_a_group_size_that_is_not_the_checkpoints_is_told(method, reference, drive, tmp_path):
+    change, settings, _ = LAYOUTS[f"{method} 4"]
+    path = rewrite(reference("qwen2").path, tmp_path / "8", change, settings | {"group_size": 8})
+    with pytest.raises(LoadError, match=r"scales has shape \[3, 48\], config.json .* asks for \[\[?6, 48\]"):
+        drive(path)
+    path = rewrite(reference("qwen2").path, tmp_path / "32", change, settings | {"group_size": 32})
+    with pytest.raises(LoadError, match="48 inputs, which are no whole number of groups of 32"):
+        drive(path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (awq_settings(3), "bits must be 4 or 8, and is 3"),
+        (gptq_settings(3), "bits must be 4 or 8, and is 3"),
+        (gptq_settings(group=0), "group_size must be a size"),
+        (awq_settings() | {"version": "gemv"}, "version gemm"),
+        (gptq_settings(checkpoint_format="marlin"), "checkpoint_format 'marlin'"),
+        (gptq_settings(dynamic={"-:(": {}}), "no regular expression"),
+        (ROUND | {"packing_format": "auto_round:gguf"}, "packing_format 'gguf' is not read"),
+        (ROUND | {"act_bits": 8}, "act_bits 16"),
+        (compressed(PACKED, whole(3)), "int weights of 3 bits, a scale for each group .* is not read"),
+        (compressed(PACKED, whole(group_size=None)), "group_size is missing"),
+        (compressed("nvfp4-pack-quantized", whole(type="float")), "float weights of 4 bits"),
+        (compressed("int-quantized", ROWS, TOKENS | {"num_bits": 4}), "inputs of int 4"),
+        (compressed("int-quantized", ROWS, TOKENS | {"symmetric": False}), "must be symmetric"),
+        (compressed("int-quantized", ROWS) | {"config_groups": {}}, "config_groups is empty"),
+        (compressed("int-quantized", {"num_bits": "eight"}), r"config_groups.*num_bits"),
+        (compressed("int-quantized", ROWS) | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse"),
+    ],
+)
+def test_what_is_not_read_is_refused(settings, told, reference, tmp_path):
+    path = rewrite(
+        reference("qwen2").path, tmp_path / "q", lambda module, weight: {f"{module}.weight": weight}, settings
+    )
+    with pytest.raises(ConfigError, match=told):
+        recognise(path, "")
+
+
+def test_parts_of_ranks_make_up_the_whole():
+    weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(2))
+
+    class Files(dict):
+        has = dict.__contains__
+        read = dict.__getitem__
+
+    for change, settings in ((awq(4, 16), awq_settings()), (gptq(8, 16), gptq_settings(8))):
+        found = METHODS[settings["quant_method"]](settings).read(Files(change("m", weight)), "m", (32, 64))
+        full = found.dequantize(torch.float32)
+        torch.testing.assert_close(full, Rounded.of(weight, settings["bits"], 16).floats())
+        for dimension, half in ((0, 16), (1, 32)):
+            parts = [found.part(Part(dimension, i * half, i * half + half)) for i in range(2)]
+            torch.testing.assert_close(torch.cat([part.dequantize(torch.float32) for part in parts], dimension), full)
+    ordered = METHODS["gptq"](gptq_settings()).read(Files(gptq(4, 16, True)("m", weight)), "m", (32, 64))
+    with pytest.raises(PartError, match="act-order"):
+        ordered.part(Part(1, 0, 32))
