@@ -62,6 +62,20 @@ struct Product {
     const bf16* bias;
     bf16* out;
     int64_t rows, inputs, outputs, stride_x, stride_out, chunk;
+    int64_t panel = PANEL;  // rows of one
+    int64_t threads = 1;
+    bool past = false;  // whether results are written past the caches
+};
+
+// Weight that is wanted after this one: a core that waits for memory at the start of each block spends half its time so.
+struct Ahead {
+    const bf16* from = nullptr;
+    int64_t lines = 0;  // for each step of depth
+
+    void fetch() {
+        for (int64_t line = 0; line < lines; line++, from += 32)
+            _mm_prefetch(reinterpret_cast<const char*>(from), _MM_HINT_T1);
+    }
 };
 
 // Sums of a block that are still to be rounded and stored.
@@ -81,13 +95,18 @@ inline void finish(const Product& p, const Pending& of, int64_t begin, int64_t e
     for (int64_t i = begin; i < end; i++) {
         const __m512bh line = _mm512_cvtne2ps_pbh(_mm512_add_ps(_mm512_load_ps(of.sums + i * WIDE + TILE), high),
                                                   _mm512_add_ps(_mm512_load_ps(of.sums + i * WIDE), low));
-        _mm512_mask_storeu_epi16(p.out + (of.row + i) * p.stride_out + of.output, both, reinterpret_cast<__m512i>(line));
+        bf16* out = p.out + (of.row + i) * p.stride_out + of.output;
+        if (p.past && left >= WIDE) {
+            _mm512_stream_si512(reinterpret_cast<__m512i*>(out), reinterpret_cast<__m512i>(line));
+        } else {
+            _mm512_mask_storeu_epi16(out, both, reinterpret_cast<__m512i>(line));
+        }
     }
 }
 
 // `before`: what is finished meanwhile, by vectors beside the tiles.
 inline Pending multiply_block(const Product& p, int64_t block, int64_t row, int64_t rows, float* sums,
-                              const Pending& before) {
+                              const Pending& before, Ahead& ahead) {
     const int64_t depths = p.inputs / DEPTH;
     const bf16* weight = p.weight + block * WIDE * p.inputs;
     const bf16* x = p.x + row * p.stride_x;
@@ -112,6 +131,7 @@ inline Pending multiply_block(const Product& p, int64_t block, int64_t row, int6
             _tile_loadd(5, second + depth * DEPTH, step);
             _tile_dpbf16ps(0, 4, 6);
             _tile_dpbf16ps(1, 4, 7);
+            ahead.fetch();
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
             weight += 1024;
@@ -142,19 +162,30 @@ inline Pending multiply_block(const Product& p, int64_t block, int64_t row, int6
 inline void multiply_chunk(void* context, int64_t chunk, int) {
     const Product& p = *static_cast<const Product*>(context);
     const int64_t all = blocks(p.outputs), each = (all + p.chunk - 1) / p.chunk;
-    const int64_t panel = chunk / each * PANEL, first = chunk % each * p.chunk;
-    const int64_t end = std::min(panel + PANEL, p.rows);
+    const int64_t panel = chunk / each * p.panel, first = chunk % each * p.chunk;
+    const int64_t end = std::min(panel + p.panel, p.rows), last = std::min(first + p.chunk, all) - 1;
+    const int64_t halves = (end - panel + WIDE - 1) / WIDE;
     alignas(64) float sums[2][WIDE * WIDE];
     Pending pending;
     int turn = 0;
-    for (int64_t block = first; block < std::min(first + p.chunk, all); block++)
+    for (int64_t block = first; block <= last; block++) {
+        // The other threads take the chunks between this one and the next.
+        const int64_t next = (block < last ? block + 1 : first + p.threads * p.chunk) % all;
+        Ahead ahead = {p.weight + next * WIDE * p.inputs, (WIDE + halves - 1) / halves};
         for (int64_t row = panel; row < end; row += WIDE, turn ^= 1)
-            pending = multiply_block(p, block, row, std::min(WIDE, end - row), sums[turn], pending);
+            pending = multiply_block(p, block, row, std::min(WIDE, end - row), sums[turn], pending, ahead);
+    }
     finish(p, pending, 0, pending.rows);
+    if (p.past) _mm_sfence();
 }
 
 inline void multiply(Team& team, Product p) {
-    const int64_t all = blocks(p.outputs), panels = (p.rows + PANEL - 1) / PANEL;
+    const int64_t cached = (1 << 19) / p.inputs / WIDE * WIDE;  // rows of 1 MB, half of a second cache
+    p.panel = std::max<int64_t>(64, std::min<int64_t>(512, cached));
+    p.threads = team.size();
+    // What is more than the second cache holds comes back from memory, and need not be read before it is written.
+    p.past = p.rows * p.outputs > 1 << 20 && p.stride_out % 32 == 0 && reinterpret_cast<uintptr_t>(p.out) % 64 == 0;
+    const int64_t all = blocks(p.outputs), panels = (p.rows + p.panel - 1) / p.panel;
     // A chunk is worth its claim, yet there are enough to share: at least 64 kB of weight.
     p.chunk = std::max<int64_t>(1, std::min(all / (4 * team.size()), 1 + (1 << 17) / (WIDE * p.inputs * 2)));
     team.each(panels * ((all + p.chunk - 1) / p.chunk), multiply_chunk, &p);
