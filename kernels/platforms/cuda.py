@@ -20,10 +20,12 @@ from kernels.cuda.graphs import DecodeGraphs
 from kernels.cuda.heads import place_heads
 from kernels.cuda.linear import CudaLinear, GatedLinear
 from kernels.cuda.norms import CudaNorm
+from kernels.cuda.quantized import EightBitLinear
 from kernels.cuda.sampling import likeliest
 from kernels.device_memory import device_memory, step_memory
 from kernels.graph_sizes import graph_sizes
 from kernels.platforms.base import AttentionRows, Decodes, Fetched, Linear, Memory, Norm, Platform, PlatformError
+from kernels.quantization.weights import Fp8Weight, Int8Weight, QuantizedWeight
 from kernels.staging import Staging, fetch
 from kernels.step import RunnerConfig
 
@@ -133,6 +135,11 @@ class CudaPlatform(Platform):
 
     def make_gated(self, weight: Tensor, bias: Tensor | None) -> Linear:
         return GatedLinear(weight, bias)
+
+    def make_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
+        if isinstance(weight, Int8Weight | Fp8Weight) and EightBitLinear.fits(weight, self.device):
+            return EightBitLinear(weight, bias)
+        return super().make_quantized(weight, bias)
 
     def make_norm(self, weight: Tensor, eps: float) -> Norm:
         return CudaNorm(weight, eps)

@@ -20,6 +20,7 @@ from torch import Tensor
 from kernels.parallel.partition import Part
 
 __all__ = [
+    "FP8_MOST",
     "Activation",
     "Fp8Weight",
     "GroupedWeight",

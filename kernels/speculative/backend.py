@@ -17,6 +17,11 @@ def draft_platform(
 ) -> Platform:
     """``platform``: the target's. ``stored``: the target's dtype, as its checkpoint says. Raises PlatformError."""
     backend = settings.draft_attention_backend
+    if config.device != "npu" and settings.attention_mode != "prefill":
+        raise PlatformError(
+            f"--speculative-attention-mode {settings.attention_mode} chooses between kernels of an NPU; leave it out "
+            f"with --device {config.device}"
+        )
     if not backend:
         return platform
     if config.device != "npu":

@@ -73,17 +73,16 @@ class NgramDrafter(Drafter):
     def draft(self, rows: DraftRows) -> Drafts:
         guesses = []
         for slot, root, limit in zip(rows.slots.tolist(), rows.roots.tolist(), rows.limits.tolist(), strict=True):
-            if self._told[slot] != root + 1:
-                raise ValueError(f"slot {slot} drafts after position {root}, but {self._told[slot]} tokens were seen")
-            nodes = min(int(limit) + 1, self.most_nodes)
+            # A row that is not finite is not observed, and runs on until that is known: there is nothing to guess.
+            nodes = min(int(limit) + 1, self.most_nodes) if self._told[slot] == root + 1 else 1
             guesses.append(guess(self._trie, self._sequences[slot], self._last[slot], nodes, self._settings))
         counts = np.array([len(tokens) for tokens, _ in guesses], dtype=np.int64)
         shape = (len(guesses), int(counts.max(initial=1)))
-        tokens, parents, depths, bits = (np.zeros(shape, dtype=np.int64) for _ in range(4))
+        tokens, depths, bits = (np.zeros(shape, dtype=np.int64) for _ in range(3))
+        parents = np.tile(np.arange(shape[1]) - 1, (shape[0], 1))  # of nodes that are not run: as in a chain
         for row, (row_tokens, row_parents) in enumerate(guesses):
             tokens[row, : len(row_tokens)] = row_tokens
             parents[row, : len(row_parents)] = row_parents
-        parents[:, 0] = -1
         bits[:, 0] = 1
         every = np.arange(shape[0])
         for node in range(1, shape[1]):

@@ -38,6 +38,7 @@ HELD_OUT_SEED = 20_261_121
 DOCUMENTS = 150
 CONTEXT = 1024
 SLOTS = 65
+GRAPH_ROWS = (1, 16)
 FLOATS = "bf16"
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -75,6 +76,7 @@ class _Engine:
                 context_length=CONTEXT,
                 page_size=64,
                 max_step_tokens=8192,
+                graph_rows=GRAPH_ROWS,
             )
         )
         self.info = self.runner.load()

@@ -72,6 +72,29 @@ def test_guesses_take_no_page_that_a_sequence_needs():
     assert stage.planner.load(0.0).preemptions == 0
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("nodes", [1, 2, 3, 8])
+def test_guesses_reach_no_further_than_a_slot_does(overlap, nodes):
+    """A request that comes back ends with the context and with the last page, one token a page."""
+    stage = Guessing(
+        nodes=nodes,
+        depth=nodes - 1,
+        pages=12,
+        page_size=1,
+        context_length=12,
+        max_running=1,
+        max_slots=2,
+        step_tokens=2,
+        use_cache=False,
+        overlap=overlap,
+    )
+    said = says(range(2), 10)
+    stage.submit(spec(1, range(2), max_tokens=10, output=said[:2]))
+    stage.play()
+    assert stage.tokens(1) == said[2:]
+    assert stage.end(1).reason == "length"
+
+
 def test_guesses_leave_room_for_prompts():
     stage = Guessing(step_tokens=16, max_running=8, nodes=16, depth=15)
     stage.submit(*(spec(n, range(n * 10, n * 10 + 3), max_tokens=60) for n in range(1, 4)))

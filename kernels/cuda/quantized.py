@@ -1,0 +1,203 @@
+"""Linear layers of 8-bit weights: one token by a kernel of our own, more by PyTorch's products of 8-bit numbers.
+
+What one token costs is reading the weight, so its product is taken with the weight brought to float32 in registers, and
+the token need not be rounded. Of several tokens each is rounded by its own scale.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.cuda.launch import overlapping
+from kernels.quantization.weights import FP8_MOST, Fp8Weight, Int8Weight
+
+__all__ = ["EightBitLinear"]
+
+_MOST_INPUTS = 16384
+_ALIGN = 16
+_INT8_ROWS = 32  # the least of a product of whole numbers by cuBLAS, above 16
+_COLUMNS = 1024
+
+
+@triton.jit
+def _vector(
+    x,
+    weight,
+    scales,
+    bias,
+    out,
+    outputs,
+    inputs: tl.constexpr,
+    rows: tl.constexpr,
+    block: tl.constexpr,
+    biased: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """One token by ``rows`` outputs a program."""
+    row = tl.program_id(0) * rows + tl.arange(0, rows)
+    at = tl.arange(0, block)
+    first = weight + row[:, None].to(tl.int64) * inputs + at[None, :]
+    there = (row < outputs)[:, None]
+    if pdl:
+        gdc_launch_dependents()
+    total = tl.zeros([rows, block], tl.float32)
+    # The first tile is on its way while the kernel before this one ends.
+    w = tl.load(first, mask=there & (at < inputs)[None, :], other=0.0, eviction_policy="evict_first")
+    if pdl:
+        gdc_wait()
+    for begin in tl.static_range(0, inputs, block):
+        if begin > 0:
+            mask = there & (begin + at < inputs)[None, :]
+            w = tl.load(first + begin, mask=mask, other=0.0, eviction_policy="evict_first")
+        value = tl.load(x + begin + at, mask=begin + at < inputs, other=0.0).to(tl.float32)[None, :]
+        total += w.to(tl.float32) * value
+    result = tl.sum(total, 1) * tl.load(scales + row, mask=row < outputs, other=0.0)
+    if biased:
+        result += tl.load(bias + row, mask=row < outputs, other=0.0).to(tl.float32)
+    tl.store(out + row, result.to(out.dtype.element_ty), mask=row < outputs)
+
+
+@triton.jit
+def _round(
+    x, out, scales, stride, inputs, most: tl.constexpr, block: tl.constexpr, whole: tl.constexpr, pdl: tl.constexpr
+):
+    """One token a program: its numbers over its scale, ``most`` being the largest of them."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, block)
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
+    value = tl.load(x + row * stride + at, mask=at < inputs, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(value), 0) / most, 1e-30)
+    value = value / scale
+    if whole:
+        value = tl.floor(value + 0.5)
+    value = tl.minimum(tl.maximum(value, -most), most)
+    tl.store(out + row * inputs + at, value.to(out.dtype.element_ty), mask=at < inputs)
+    tl.store(scales + row, scale)
+
+
+@triton.jit
+def _scale(
+    sums,
+    tokens,
+    scales,
+    bias,
+    out,
+    outputs,
+    columns: tl.constexpr,
+    biased: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """Sums of whole numbers to the numbers they stand for."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * columns + tl.arange(0, columns)
+    here = at < outputs
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
+    value = tl.load(sums + row * outputs + at, mask=here, other=0).to(tl.float32)
+    value = value * (tl.load(tokens + row) * tl.load(scales + at, mask=here, other=0.0))
+    if biased:
+        value += tl.load(bias + at, mask=here, other=0.0).to(tl.float32)
+    tl.store(out + row * outputs + at, value.to(out.dtype.element_ty), mask=here)
+
+
+class EightBitLinear:
+    """``x @ weight.T + bias``; int8, or e4m3 on devices that multiply it. ``x`` bfloat16, float16 too for int8."""
+
+    def __init__(self, weight: Int8Weight | Fp8Weight, bias: Tensor | None) -> None:
+        self.weight = weight
+        self.bias = bias
+        self._whole = isinstance(weight, Int8Weight)
+        self._transposed = weight.values.t()
+        self._row_scales = weight.scales[None, :]
+
+    @staticmethod
+    def fits(weight: Int8Weight | Fp8Weight, device: torch.device) -> bool:
+        """Whether there are kernels for it."""
+        outputs, inputs = weight.shape
+        if weight.activation != "dynamic" or outputs % _ALIGN or inputs % _ALIGN or inputs > _MOST_INPUTS:
+            return False
+        if isinstance(weight, Int8Weight):
+            return weight.dtype in (torch.bfloat16, torch.float16)
+        able = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+        return able and weight.block is None and weight.dtype == torch.bfloat16
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = x if x.stride(1) == 1 else x.contiguous()
+        if len(x) == 1:
+            return self._vector(x)
+        rows, outputs = len(x), self.weight.shape[0]
+        whole, scales = self._rounded(x)
+        if not self._whole:
+            out = torch._scaled_mm(
+                whole, self._transposed, scale_a=scales[:, None], scale_b=self._row_scales, out_dtype=x.dtype
+            )
+            return out if self.bias is None else out.add_(self.bias)
+        sums = torch._int_mm(whole, self._transposed)
+        made = x.new_empty((rows, outputs))
+        pdl = overlapping(x.device)
+        _scale[(rows, triton.cdiv(outputs, _COLUMNS))](
+            sums,
+            scales,
+            self.weight.scales,
+            self.weight.scales if self.bias is None else self.bias,
+            made,
+            outputs,
+            _COLUMNS,
+            self.bias is not None,
+            pdl,
+            num_warps=4,
+            launch_pdl=pdl,
+        )
+        return made
+
+    def _rounded(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """8-bit numbers of at least as many rows as ``x`` has, what fills them up being anything, and scales."""
+        rows, inputs = x.shape
+        held = max(rows, _INT8_ROWS) if self._whole else rows
+        whole = torch.empty((held, inputs), dtype=self.weight.values.dtype, device=x.device)
+        scales = torch.empty(rows, dtype=torch.float32, device=x.device)
+        pdl = overlapping(x.device)
+        _round[(rows,)](
+            x,
+            whole,
+            scales,
+            x.stride(0),
+            inputs,
+            127.0 if self._whole else FP8_MOST,
+            triton.next_power_of_2(inputs),
+            self._whole,
+            pdl,
+            num_warps=8,
+            launch_pdl=pdl,
+        )
+        return whole, scales
+
+    def _vector(self, x: Tensor) -> Tensor:
+        outputs, inputs = self.weight.shape
+        block = min(2048, triton.next_power_of_2(inputs))
+        rows = max(1, min(8, 8192 // block))  # 8 KiB of weight a program in flight
+        out = x.new_empty((1, outputs))
+        pdl = overlapping(x.device)
+        _vector[(triton.cdiv(outputs, rows),)](
+            x,
+            self.weight.values,
+            self.weight.scales,
+            self.weight.scales if self.bias is None else self.bias,
+            out,
+            outputs,
+            inputs,
+            rows,
+            block,
+            self.bias is not None,
+            pdl,
+            num_warps=4,
+            launch_pdl=pdl,
+        )
+        return out

@@ -1,0 +1,49 @@
+"""8-bit products on a GPU, or by Triton's interpreter."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from kernels.cuda.quantized import EightBitLinear
+from kernels.quantization.int8 import Int8Linear
+from kernels.quantization.weights import quantize_fp8, quantize_int8
+
+
+def close(found, expected):
+    assert (found.float() - expected.float()).norm() < 0.01 * expected.float().norm()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 17, 40])
+@pytest.mark.parametrize(("outputs", "inputs"), [(96, 64), (48, 2304)])
+def test_whole_numbers(rows, outputs, inputs, bias, device):
+    torch.manual_seed(rows)
+    weight = quantize_int8(torch.randn(outputs, inputs))
+    x = torch.randn(rows, inputs).bfloat16()
+    added = torch.randn(outputs).bfloat16() if bias else None
+    assert EightBitLinear.fits(weight, device)
+    linear = EightBitLinear(weight.to(device), None if added is None else added.to(device))
+    close(linear(x.to(device)).cpu(), Int8Linear(weight, added)(x))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 17, 40])
+def test_eighths(rows, device):
+    """Within what rounding each token to e4m3 costs."""
+    torch.manual_seed(rows)
+    weight = quantize_fp8(torch.randn(96, 256))
+    if not EightBitLinear.fits(weight, device):
+        pytest.skip("the device has no products of e4m3")
+    x, bias = torch.randn(rows, 256).bfloat16(), torch.randn(96).bfloat16()
+    found = EightBitLinear(weight.to(device), bias.to(device))(x.to(device)).cpu().float()
+    expected = x.float() @ weight.dequantize(torch.float32).T + bias.float()
+    assert (found - expected).norm() < (0.005 if rows == 1 else 0.05) * expected.norm()
+
+
+def test_what_does_not_fit(device):
+    weight = quantize_int8(torch.randn(48, 64))
+    assert not EightBitLinear.fits(dataclasses.replace(weight, activation=None), device)
+    assert not EightBitLinear.fits(quantize_int8(torch.randn(48, 40)), device)
+    assert not EightBitLinear.fits(dataclasses.replace(weight, dtype=torch.float32), device)
