@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kernels.parallel.partition import Part
-from kernels.quantization.scheme import Files, Scheme, Stored
+from kernels.quantization.scheme import Files, Scheme, Shapes, Stored
 from kernels.quantization.weights import PartError, Projection, QuantizedWeight
 
 __all__ = ["LoadError", "WeightLoader", "open_weights", "read_tensor", "stored_shapes"]
@@ -41,8 +41,6 @@ DTYPES = {
     "F64": torch.float64,
 }
 """Those that are read, by their names in safetensors."""
-
-Shapes = Mapping[str, tuple[int, ...]]
 
 
 class LoadError(RuntimeError):
@@ -112,6 +110,20 @@ class WeightLoader:
             whole = first.join(rest) if len(rest) == len(others) else None
             return tuple(found) if whole is None else whole
         return tuple(found) if others else first
+
+    def biases(self, modules: Sequence[str]) -> Tensor | None:
+        """The biases of the named modules, one after the other, zeros for one that has none; None: none has."""
+        if not any(f"{module}.bias" in self._shapes for module in modules):
+            return None
+        return torch.cat([self._bias(module) for module in modules])
+
+    def _bias(self, module: str) -> Tensor:
+        if f"{module}.bias" in self._shapes:
+            return self.take([f"{module}.bias"])
+        name = f"{module}.weight"
+        whole, part = self._shapes[name], self._parts.get(name)
+        rows = (whole if part is None else part.shape(whole))[0]
+        return torch.zeros(rows, dtype=self._dtype, device=self._device)
 
     def _one(self, module: str, scheme: Scheme) -> Tensor | QuantizedWeight:
         name = f"{module}.weight"

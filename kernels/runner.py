@@ -86,7 +86,8 @@ class ModelRunner:
         context = context_length(config, model)
         speculation = config.speculation
         captures = captured_layers(speculation, whole) if speculation is not None else ()
-        shapes = tensor_shapes(whole)
+        scheme = recognise(config.model_path, config.quantization, config.config_overrides)
+        shapes = tensor_shapes(whole) if scheme is None else scheme.shapes(tensor_shapes(whole))
         weights = open_weights(
             config.model_path,
             config.load_format,
@@ -97,7 +98,7 @@ class ModelRunner:
             platform.device,
             config.random_seed,
             lambda fraction: self._progress("weights", 0.9 * fraction),
-            recognise(config.model_path, config.quantization, config.config_overrides),
+            scheme,
         )
         self._group = join_group(platform, config)
         self._model = Decoder(model, weights, platform, dtype, self._group, captures)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kernels.batch import ForwardBatch
+from kernels.layers.biased_norm import BiasedNorm
 from kernels.layers.rotary import RotaryEmbedding
 from kernels.models.config import ConfigError, ModelConfig
 from kernels.parallel.group import Group
@@ -35,6 +36,10 @@ class TensorSource(Protocol):
 
     def take(self, names: Sequence[str]) -> Tensor:
         """The named tensors, one after the other along their first dimension."""
+        ...
+
+    def biases(self, modules: Sequence[str]) -> Tensor | None:
+        """The biases of the named modules, one after the other, zeros for one that has none; None: none has."""
         ...
 
     def projection(self, modules: Sequence[str]) -> Projection:
@@ -73,6 +78,12 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def _norm(name: str, source: TensorSource, platform: Platform, config: ModelConfig) -> Norm:
+    """Of quantized checkpoints some norms have a bias."""
+    norm, bias = platform.make_norm(source.take([f"{name}.weight"]), config.norm_eps), source.biases([name])
+    return norm if bias is None else BiasedNorm(platform, norm, bias)
+
+
 class Attention:
     """Grouped-query attention over the paged cache."""
 
@@ -85,13 +96,13 @@ class Attention:
         self.scale = config.head_dim**-0.5
         self.qkv = platform.make_projection(
             source.projection(parts),
-            source.take([f"{part}.bias" for part in parts]) if config.qkv_bias else None,
+            source.biases(parts),
         )
         self.output = row_parallel(
             platform,
             group,
             source.projection([f"{prefix}.o_proj"]),
-            source.take([f"{prefix}.o_proj.bias"]) if config.output_bias else None,
+            source.biases([f"{prefix}.o_proj"]),
         )
         self.head_norms: Norm | None = None  # of queries and keys in one go
         if config.qk_norm:
@@ -116,13 +127,13 @@ class FeedForward:
         parts = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
         self.gate_up = platform.make_gated_projection(
             source.projection(parts),
-            source.take([f"{part}.bias" for part in parts]) if config.mlp_bias else None,
+            source.biases(parts),
         )
         self.down = row_parallel(
             platform,
             group,
             source.projection([f"{prefix}.down_proj"]),
-            source.take([f"{prefix}.down_proj.bias"]) if config.mlp_bias else None,
+            source.biases([f"{prefix}.down_proj"]),
         )
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -134,9 +145,9 @@ class DecoderLayer:
 
     def __init__(self, config: ModelConfig, layer: int, source: TensorSource, platform: Platform, group: Group) -> None:
         prefix = f"model.layers.{layer}"
-        self.attention_norm = platform.make_norm(source.take([f"{prefix}.input_layernorm.weight"]), config.norm_eps)
+        self.attention_norm = _norm(f"{prefix}.input_layernorm", source, platform, config)
         self.attention = Attention(config, layer, source, platform, group)
-        self.mlp_norm = platform.make_norm(source.take([f"{prefix}.post_attention_layernorm.weight"]), config.norm_eps)
+        self.mlp_norm = _norm(f"{prefix}.post_attention_layernorm", source, platform, config)
         self.mlp = FeedForward(config, layer, source, platform, group)
 
     def __call__(
@@ -180,7 +191,7 @@ class Decoder:
         self.embeddings = VocabularyEmbedding(platform, group, source.take(["model.embed_tokens.weight"]))
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, dtype, platform)
         self.layers = [DecoderLayer(config, layer, source, platform, group) for layer in range(config.layers)]
-        self.norm = platform.make_norm(source.take(["model.norm.weight"]), config.norm_eps)
+        self.norm = _norm("model.norm", source, platform, config)
         if config.tied_embeddings:
             head = platform.make_linear(self.embeddings.weight, None, shared=True)
         else:

@@ -287,6 +287,10 @@ class Platform(ABC):
         ``weight`` has the input's last dimension, or its last two: a weight for each head.
         """
 
+    def add_bias(self, x: Tensor, bias: Tensor) -> Tensor:
+        """``x`` [tokens, dim] + ``bias`` [dim]. Overwrites ``x``."""
+        return x.add_(bias)
+
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
         """The rows ``ids`` int [tokens] of ``table`` [vocab, hidden]."""
         return F.embedding(ids, table)

@@ -161,6 +161,11 @@ class CpuPlatform(Platform):
     def make_norm(self, weight: Tensor, eps: float) -> Norm:
         return CpuNorm(weight, eps, self._native_for)
 
+    def add_bias(self, x: Tensor, bias: Tensor) -> Tensor:
+        if self._native is not None and self._native.recording:
+            raise NotNative("a norm's bias")
+        return super().add_bias(x, bias)
+
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
         if self._native is not None and self._native.recording:
             return self._native.embed(table, len(ids))

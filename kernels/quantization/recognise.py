@@ -13,6 +13,7 @@ from kernels.quantization.awq import Awq
 from kernels.quantization.compressed import Compressed
 from kernels.quantization.fp8 import Fp8
 from kernels.quantization.gptq import Gptq
+from kernels.quantization.modelslim import ModelSlim, description_file, read_description
 from kernels.quantization.online import ONLINE, Online
 from kernels.quantization.scheme import Scheme
 
@@ -38,6 +39,9 @@ def recognise(model_path: str | Path, asked: str, overrides: str = "{}") -> Sche
     """
     raw = {**read_json(model_path), **json.loads(overrides or "{}")}
     settings = raw.get("quantization_config")
+    description = description_file(model_path)
+    if description is not None:
+        return _described(description, settings, asked)
     if not settings:
         return _online(asked)
     if not isinstance(settings, dict):
@@ -54,6 +58,21 @@ def recognise(model_path: str | Path, asked: str, overrides: str = "{}") -> Sche
             "use a checkpoint in bf16"
         )
     return METHODS[method](settings)
+
+
+def _described(file: Path, settings: object, asked: str) -> Scheme:
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    if method in METHODS:
+        raise ConfigError(
+            f"{file} says that this checkpoint is quantized by modelslim, and its config.json says by {method}; keep "
+            "the one that belongs to the weights"
+        )
+    if asked not in ("", "modelslim"):
+        raise ConfigError(
+            f"this checkpoint is quantized by modelslim, and --quantization asks for {asked}; leave the flag out, or "
+            "use a checkpoint in bf16"
+        )
+    return ModelSlim(read_description(file))
 
 
 def _online(asked: str) -> Scheme | None:

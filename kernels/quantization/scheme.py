@@ -8,7 +8,7 @@ only then has it read.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,7 +16,10 @@ from torch import Tensor
 
 from kernels.quantization.weights import QuantizedWeight
 
-__all__ = ["Files", "Scheme", "Stored"]
+__all__ = ["Files", "Scheme", "Shapes", "Stored"]
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Whole tensors by name."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,12 @@ class Scheme(ABC):
     """One checkpoint's scheme. ``name``: as users know it, with the sizes (``awq 4 bit, groups of 128``)."""
 
     name: str
+
+    def shapes(self, shapes: Shapes) -> Shapes:
+        """The tensors of a model as if there were no scheme -> the same with the biases that its checkpoint has
+        besides, and without those that it keeps in other tensors. Raises ConfigError for a checkpoint of another model.
+        """
+        return shapes
 
     @abstractmethod
     def tensors(self, module: str, shape: tuple[int, int]) -> dict[str, Stored] | None:

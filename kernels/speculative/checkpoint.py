@@ -139,11 +139,16 @@ class DraftWeights:
         """As ``TensorSource.take``."""
         return self._loader.take([self._checkpoint.stored(name) for name in names])
 
+    def biases(self, modules: Sequence[str]) -> Tensor | None:
+        """As ``TensorSource.biases``."""
+        return self._loader.biases([self._module(name) for name in modules])
+
     def projection(self, modules: Sequence[str]) -> Projection:
         """As ``TensorSource.projection``."""
-        return self._loader.projection(
-            [self._checkpoint.stored(f"{name}.weight").removesuffix(".weight") for name in modules]
-        )
+        return self._loader.projection([self._module(name) for name in modules])
+
+    def _module(self, name: str) -> str:
+        return self._checkpoint.stored(f"{name}.weight").removesuffix(".weight")
 
     def optional(self, name: str) -> Tensor | None:
         """The tensor, if it is one of ``shapes``."""
@@ -164,6 +169,10 @@ class LayerWeights:
     def take(self, names: Sequence[str]) -> Tensor:
         """As ``TensorSource.take``."""
         return self._weights.take([name.replace("model.layers.0", self._prefix, 1) for name in names])
+
+    def biases(self, modules: Sequence[str]) -> Tensor | None:
+        """As ``TensorSource.biases``."""
+        return self._weights.biases([name.replace("model.layers.0", self._prefix, 1) for name in modules])
 
     def projection(self, modules: Sequence[str]) -> Projection:
         """As ``TensorSource.projection``."""

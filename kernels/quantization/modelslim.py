@@ -1,0 +1,249 @@
+"""Checkpoints of Ascend's ModelSlim: ``quant_model_description.json`` names a type for every tensor, so that each layer
+may have another.
+
+What is stored for a projection [outputs, inputs]:
+
+    W8A8           weight I8, input_scale, input_offset [1], quant_bias I32 [outputs], deq_scale [outputs]: F32, or of
+                   float16 models I64 whose low half has the bits of one. ``(x @ weight.T + quant_bias) * deq_scale`` of
+                   whole numbers; quant_bias has the offset's share and the layer's bias in it.
+    W8A8_DYNAMIC   weight I8, weight_scale [outputs, 1]; weight_offset, all zeros
+    W8A8_MIX       both: static for decoding on its own, dynamic where prompts run too, as they do here
+    W4A4_DYNAMIC   as W8A8_DYNAMIC, with values of -8 to 7; inputs are rounded to 8 bits here, which is finer
+    W8A16          weight I8, weight_scale and weight_offset [outputs, groups]: ``(weight + offset) * scale``
+    W4A16          weight_packed I32 [outputs, inputs / 8], eight values + 8 each, the first in the lowest bits;
+                   weight_scale [outputs, groups]; weight_shape
+    W8A8_MXFP8     weight e4m3, weight_scale e8m0 [outputs, inputs / 32]
+    FLOAT          weight in floats
+
+The step against outliers shifts norms' outputs: ``input_layernorm.bias`` is added after the norm, and projections get
+biases that the model does not have otherwise. The description names these tensors too.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.loading import LoadError
+from kernels.models.config import ConfigError
+from kernels.quantization.scheme import Files, Scheme, Shapes, Stored
+from kernels.quantization.weights import Fp8Weight, GroupedWeight, Int8Weight, QuantizedWeight, StaticActivation
+
+__all__ = ["ModelSlim", "description_file", "read_description"]
+
+_FLOATS = ("F32", "BF16", "F16")
+_STATIC, _PACKED, _MX = "W8A8", "W4A16", "W8A8_MXFP8"
+_DYNAMIC = ("W8A8_DYNAMIC", "W8A8_MIX", "W4A4_DYNAMIC")
+_TYPES = ("FLOAT", _STATIC, *_DYNAMIC, "W8A16", _PACKED, _MX)
+_MX_GROUP = 32
+_PREFIXES = (
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("model.lm_head.", "lm_head."),
+)
+
+
+def description_file(model_path: str | Path) -> Path | None:
+    """The description in a directory, if there is one. Raises ConfigError for several."""
+    found = sorted(Path(model_path).glob("quant_model_description*.json"))
+    if len(found) > 1:
+        raise ConfigError(
+            f"{model_path} has {' and '.join(file.name for file in found)}; keep the one that was written with the "
+            "weights"
+        )
+    return found[0] if found else None
+
+
+def read_description(file: Path) -> dict[str, Any]:
+    """The whole object. Raises ConfigError."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read ({error}); download the checkpoint again") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file} must hold a JSON object of types by tensor; download the checkpoint again")
+    return found
+
+
+class ModelSlim(Scheme):
+    """``description``: the object of quant_model_description.json. Raises ConfigError."""
+
+    def __init__(self, description: Mapping[str, Any]) -> None:
+        self._types: dict[str, str] = {}
+        for key, value in description.items():
+            if isinstance(value, str) and "." in key:
+                self._types[_plain(key)] = value
+        group = description.get("group_size") or 0
+        if type(group) is not int or group < 0:
+            raise ConfigError(f"quant_model_description.json: group_size must be a whole number, and is {group!r}")
+        self._group = group
+        kinds = sorted({kind for kind in self._types.values() if kind in _TYPES and kind != "FLOAT"})
+        self.name = f"modelslim {', '.join(kinds)}"
+
+    def shapes(self, shapes: Shapes) -> Shapes:
+        wrong = [said for name in shapes if _projects(name) and (said := self._wrong(name.removesuffix(".weight")))]
+        if wrong:
+            more = f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+            raise ConfigError(f"quant_model_description.json: {'; '.join(wrong[:4])}{more}")
+        found = dict(shapes)
+        for name, shape in shapes.items():
+            if not name.endswith(".weight"):
+                continue
+            bias = f"{name.removesuffix('.weight')}.bias"
+            if _projects(name) and self._kind(name.removesuffix(".weight")) == _STATIC:
+                found.pop(bias, None)
+            elif bias in self._types and name != "model.embed_tokens.weight" and not name.endswith("lm_head.weight"):
+                found[bias] = shape[:1]
+        return found
+
+    def tensors(self, module: str, shape: tuple[int, int]) -> dict[str, Stored] | None:
+        kind = self._kind(module)
+        outputs, inputs = shape
+        column = ((outputs, 1), (outputs,))
+        if kind == "FLOAT":
+            return None
+        if kind == _MX:
+            scales = (outputs, -(-inputs // _MX_GROUP))
+            return {
+                f"{module}.weight": Stored(("F8_E4M3",), (shape,)),
+                f"{module}.weight_scale": Stored(("U8", "F8_E8M0"), (scales,)),
+            }
+        if kind == _PACKED:
+            return {
+                f"{module}.weight_packed": Stored(("I32",), ((outputs, inputs // 8),)),
+                f"{module}.weight_scale": Stored(_FLOATS, (self._grouped(module, shape),)),
+                f"{module}.weight_shape": Stored(("I64", "I32"), ((2,),), optional=True),
+            }
+        found = {f"{module}.weight": Stored(("I8",), (shape,))}
+        if kind == _STATIC:
+            found[f"{module}.input_scale"] = Stored(_FLOATS, ((1,), ()))
+            found[f"{module}.input_offset"] = Stored(("I8", *_FLOATS), ((1,), ()))
+            found[f"{module}.quant_bias"] = Stored(("I32",), ((outputs,),))
+            found[f"{module}.deq_scale"] = Stored(("F32", "I64"), ((outputs,),))
+            found[f"{module}.weight_scale"] = Stored(_FLOATS, column, optional=True)
+            found[f"{module}.weight_offset"] = Stored(("I8", *_FLOATS), column, optional=True)
+            return found
+        groups = (self._grouped(module, shape),) if kind == "W8A16" and self._group else column
+        found[f"{module}.weight_scale"] = Stored(_FLOATS, groups)
+        found[f"{module}.weight_offset"] = Stored(("I8", *_FLOATS), groups, optional=True)
+        return found
+
+    def read(self, files: Files, module: str, shape: tuple[int, int]) -> QuantizedWeight:
+        kind = self._kind(module)
+        if kind == _STATIC:
+            return _static(files, module)
+        if kind == _MX:
+            exponents = files.read(f"{module}.weight_scale").view(torch.float8_e8m0fnu)
+            return Fp8Weight(files.read(f"{module}.weight"), exponents, (1, _MX_GROUP))
+        scales = _positive(files, f"{module}.weight_scale").reshape(shape[0], -1)
+        if kind == _PACKED:
+            values = files.read(f"{module}.weight_packed").contiguous().view(torch.uint8)
+            return _in_groups(values, scales, None, shape[1], 4)
+        values = files.read(f"{module}.weight")
+        name = f"{module}.weight_offset"
+        offsets = files.read(name).float().reshape(shape[0], -1) if files.has(name) else torch.zeros(1)
+        shifted = bool(offsets.any())
+        if kind in _DYNAMIC and shifted:
+            raise LoadError(f"{name} must be zeros, as weights of {kind} have their zero in the middle, and is not")
+        if kind in _DYNAMIC:
+            return Int8Weight(values, scales.flatten())
+        if not shifted and scales.shape[1] == 1:
+            return Int8Weight(values, scales.flatten(), None)
+        zeros = 128 - offsets.expand_as(scales)
+        if bool((zeros != zeros.round()).any() or (zeros < 0).any() or (zeros > 255).any()):
+            raise LoadError(f"{name} must be whole numbers of -127 to 128, and is not; quantize the checkpoint again")
+        unsigned = (values.to(torch.int16) + 128).to(torch.uint8)
+        return _in_groups(unsigned, scales, zeros.to(torch.uint8), shape[1], 8)
+
+    def ignores(self, name: str, shapes: Collection[str]) -> bool:
+        module, _, tensor = name.rpartition(".")
+        if tensor.startswith("kv_cache_"):
+            return True  # the cache is not in int8
+        static = ("input_scale", "input_offset", "quant_bias", "deq_scale")
+        kind = self._types.get(f"{module}.weight")
+        return (kind == _STATIC and tensor == "bias") or (kind == "W8A8_MIX" and tensor in static)
+
+    def _kind(self, module: str) -> str:
+        """``FLOAT`` for an output of the model that is not named."""
+        found = self._types.get(f"{module}.weight") or self._types.get(f"{module}.weight_packed")
+        return found or "FLOAT"
+
+    def _wrong(self, module: str) -> str:
+        """What is wrong with a module's entry; empty when nothing is."""
+        named = f"{module}.weight" in self._types or f"{module}.weight_packed" in self._types
+        if not named and module != "lm_head":
+            near = difflib.get_close_matches(f"{module}.weight", self._types, 3, 0.0)
+            return (
+                f"{module}.weight is not named; the nearest keys are {', '.join(near) or 'none'}: is it the "
+                "description of another model?"
+            )
+        kind = self._kind(module)
+        if kind not in _TYPES:
+            return (
+                f"{module}.weight is {kind}, which is not read; those that are read are {', '.join(_TYPES)}: export "
+                "the layer as one of them"
+            )
+        return ""
+
+    def _grouped(self, module: str, shape: tuple[int, int]) -> tuple[int, int]:
+        """The shape of scales by groups. Raises LoadError."""
+        if not self._group:
+            return shape[0], 1
+        if shape[1] % self._group:
+            raise LoadError(
+                f"quant_model_description.json: group_size {self._group} does not divide the {shape[1]} inputs of "
+                f"{module}; is it the description of another model?"
+            )
+        return shape[0], shape[1] // self._group
+
+
+def _plain(key: str) -> str:
+    """A key as a decoder's tensors are called."""
+    for prefix, instead in _PREFIXES:
+        if key.startswith(prefix):
+            return instead + key.removeprefix(prefix)
+    return key
+
+
+def _projects(name: str) -> bool:
+    return name.endswith("_proj.weight") or name == "lm_head.weight"
+
+
+def _positive(files: Files, name: str) -> Tensor:
+    """Scales in float32. Raises LoadError for what is none."""
+    stored = files.read(name)
+    found = stored.to(torch.int32).view(torch.float32) if stored.dtype == torch.int64 else stored.float()
+    if not bool((found.isfinite() & (found >= 0)).all()):
+        raise LoadError(f"{name} must be finite and not below 0, and is not; is it another tensor's?")
+    return found
+
+
+def _static(files: Files, module: str) -> Int8Weight:
+    scale = _positive(files, f"{module}.input_scale").reshape(1)
+    if not bool(scale):
+        raise LoadError(f"{module}.input_scale must be above 0, and is not; was the layer calibrated?")
+    offset = files.read(f"{module}.input_offset").float().reshape(1)
+    return Int8Weight(
+        files.read(f"{module}.weight"),
+        _positive(files, f"{module}.deq_scale") / scale,
+        StaticActivation(scale, offset),
+        files.read(f"{module}.quant_bias"),
+    )
+
+
+def _in_groups(values: Tensor, scales: Tensor, zeros: Tensor | None, inputs: int, bits: int) -> GroupedWeight:
+    """A scale for all inputs is repeated for groups of them, so that up to 8 ranks can divide them."""
+    groups = scales.shape[1]
+    if groups == 1:
+        group = next((size for size in (128, 64, 32, 16, 8, 4, 2) if inputs % (8 * size) == 0), inputs)
+        groups = inputs // group
+        scales = scales.expand(-1, groups).contiguous()
+        zeros = None if zeros is None else zeros.expand(-1, groups).contiguous()
+    return GroupedWeight(values, scales, zeros, inputs // groups, 4 if bits == 4 else 8)
