@@ -1,4 +1,7 @@
-"""A Hugging Face model directory as the engine's process reads it: configuration, templates, defaults. No torch."""
+"""A Hugging Face model directory, or a GGUF file, as the engine's process reads it: configuration, templates, defaults.
+
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from actors.gguf_tokenizer import tokenizer_settings
+from kernels.gguf.description import describe, generation_defaults
+from kernels.gguf.header import GgufError, GgufHeader, read_header
 
 __all__ = ["ModelFiles", "ModelPathError", "resolve_model_path"]
 
@@ -25,7 +32,8 @@ def resolve_model_path(
     weights: bool = True,
     argument: str = "--model-path",
 ) -> Path:
-    """The directory of ``model``: itself when it is one, else a snapshot of the hub's repository of that name.
+    """The directory of ``model``: itself when it is one, or a .gguf file, else a snapshot of the hub's repository of
+    that name.
 
     ``argument`` names what the model was given by in messages. Raises :class:`ModelPathError`. Blocks while it
     downloads: call it in a thread.
@@ -34,7 +42,11 @@ def resolve_model_path(
     if path.is_dir():
         return path.resolve()
     if path.is_file():
-        raise ModelPathError(f"{argument} {model} is a file. Give the directory that holds config.json.")
+        if path.suffix.lower() == ".gguf":
+            return path.resolve()
+        raise ModelPathError(
+            f"{argument} {model} is a file. Give the directory that holds config.json, or a .gguf file."
+        )
     if path.is_absolute() or model.startswith(".") or model.count("/") != 1:
         raise ModelPathError(
             f"{argument} {model} does not exist. Give a directory with config.json, or a hub id such as owner/name."
@@ -58,18 +70,43 @@ def resolve_model_path(
     return Path(found)
 
 
+def _header(file: Path) -> GgufHeader:
+    try:
+        return read_header(file)
+    except GgufError as error:
+        raise ModelPathError(str(error)) from error
+
+
+def _described(header: GgufHeader) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = describe(header)
+        return found
+    except GgufError as error:
+        raise ModelPathError(str(error)) from error
+
+
 class ModelFiles:
-    """The small files of a model directory, read once."""
+    """The small files of a model directory, read once; of a GGUF file, what its metadata says instead.
+
+    ``tokenizer_path`` is a directory, or the GGUF file that holds the tokenizer.
+    """
 
     def __init__(
         self, path: Path, *, overrides: dict[str, Any] | None = None, tokenizer_path: Path | None = None
     ) -> None:
         self.path = path
         self.tokenizer_path = tokenizer_path or path
-        self.config = self._read("config.json", required=True)
+        if path.is_file():
+            header = _header(path)
+            self.config, self.generation_config = _described(header), generation_defaults(header)
+        else:
+            self.config = self._read("config.json", required=True)
+            self.generation_config = self._read("generation_config.json")
         self.config.update(overrides or {})
-        self.generation_config = self._read("generation_config.json")
-        self.tokenizer_config = self._read("tokenizer_config.json", base=self.tokenizer_path)
+        if self.tokenizer_path.is_file():
+            self.tokenizer_config = tokenizer_settings(_header(self.tokenizer_path).metadata)
+        else:
+            self.tokenizer_config = self._read("tokenizer_config.json", base=self.tokenizer_path)
 
     def _read(self, name: str, *, required: bool = False, base: Path | None = None) -> dict[str, Any]:
         file = (base or self.path) / name

@@ -8,9 +8,11 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from actors.chat_template import check_template
+from actors.gguf_tokenizer import GgufTokenizerError, build_tokenizer
 from actors.model_files import ModelFiles, ModelPathError
 from actors.requests import InvalidRequest
 from actors.token_pieces import TokenPieces
+from kernels.gguf.header import GgufError, read_header
 
 __all__ = ["TextCodec", "is_request_scoped", "load_tokenizer"]
 
@@ -32,10 +34,15 @@ def is_request_scoped(error: BaseException) -> bool:
 
 def load_tokenizer(path: Path, mode: str) -> Tokenizer:
     """The model's tokenizer: tokenizer.json as it is (``auto``), or converted by transformers (``slow``, or no such
-    file).
+    file); where ``path`` is a GGUF file, the one that it holds.
 
     Raises :class:`ModelPathError` when there is none.
     """
+    if path.is_file():
+        try:
+            return build_tokenizer(read_header(path).metadata)
+        except (GgufError, GgufTokenizerError) as error:
+            raise ModelPathError(f"{path}: {error}") from error
     file = path / "tokenizer.json"
     if mode != "slow" and file.is_file():
         try:

@@ -6,7 +6,7 @@ from actors.arguments.argument import Argument
 
 __all__ = ["MODEL_ARGUMENTS"]
 
-_FORMATS = "only safetensors weights are read; convert the checkpoint to safetensors"
+_FORMATS = "only safetensors and GGUF weights are read; convert the checkpoint to safetensors"
 
 MODEL_ARGUMENTS: tuple[Argument, ...] = (
     Argument(
@@ -17,8 +17,8 @@ MODEL_ARGUMENTS: tuple[Argument, ...] = (
         default_text="the model in the box",
         group="Model and tokenizer",
         metavar="MODEL",
-        help="Directory of a Hugging Face model (config.json, safetensors, tokenizer.json), or a repository id on the "
-        "Hugging Face hub. May be given without the name, as the first argument.",
+        help="Directory of a Hugging Face model (config.json, safetensors, tokenizer.json), a .gguf file, or a "
+        "repository id on the Hugging Face hub. May be given without the name, as the first argument.",
     ),
     Argument(
         name="tokenizer-path",
@@ -28,7 +28,7 @@ MODEL_ARGUMENTS: tuple[Argument, ...] = (
         default_text="the model's own",
         group="Model and tokenizer",
         metavar="PATH",
-        help="Directory or repository id of the tokenizer, when it is not the model's own.",
+        help="Directory, .gguf file or repository id of the tokenizer, when it is not the model's own.",
     ),
     Argument(
         name="tokenizer-mode",
@@ -59,16 +59,16 @@ MODEL_ARGUMENTS: tuple[Argument, ...] = (
         name="load-format",
         kind="str",
         default="auto",
-        choices=("auto", "safetensors", "dummy"),
+        choices=("auto", "safetensors", "gguf", "dummy"),
         unbuilt_choices={
             "pt": _FORMATS,
             "npcache": _FORMATS,
-            "gguf": _FORMATS,
             "bitsandbytes": "this quantization is not built yet; serve unquantized safetensors",
             "sharded_state": _FORMATS,
         },
         group="Model and tokenizer",
-        help="auto and safetensors read *.safetensors; dummy fills the weights with seeded noise, for tests of speed.",
+        help="auto reads *.safetensors of a directory, or a .gguf file; safetensors and gguf insist on one of them; "
+        "dummy fills the weights with seeded noise, for tests of speed.",
     ),
     Argument(
         name="model-loader-extra-config",

@@ -26,7 +26,7 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer_mode: Literal["auto", "slow"] = "auto"
     tokenizer_worker_num: int = 1
     skip_tokenizer_init: bool = False
-    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
+    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
     model_loader_extra_config: dict[str, Any] = {}
     context_length: int | None = None
     revision: str | None = None

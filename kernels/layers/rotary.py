@@ -42,6 +42,8 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, floa
             return base / config.factor, 1.0
         case "llama3":
             return _llama3(base, config), 1.0
+        case "factors":
+            return base / torch.tensor(config.factors), 1.0
         case "yarn":
             return _yarn(base, config, head_dim), _yarn_scale(config)
     return base, 1.0

@@ -8,6 +8,7 @@ configuration files, both with the older ``rope_theta`` / ``rope_scaling`` / ``t
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,7 @@ FAMILIES: dict[str, Family] = {
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding. ``kind``: default | linear | llama3 | yarn.
+    """Rotary position embedding. ``kind``: default | linear | llama3 | yarn | factors.
 
     Dynamic NTK scaling changes nothing up to ``max_position_embeddings`` and is read as default.
     """
@@ -58,6 +59,7 @@ class RopeConfig:
     mscale: float = 0.0  # yarn
     mscale_all_dim: float = 0.0  # yarn
     truncate: bool = True  # yarn: round the correction range to whole dimensions
+    factors: tuple[float, ...] = ()  # factors: each pair of dimensions is stretched by its own
 
 
 @dataclass(frozen=True)
@@ -92,8 +94,9 @@ class ModelConfig:
 def read_config(model_path: str | Path, overrides: str = "{}", quantized: bool = False) -> ModelConfig:
     """Parse ``model_path/config.json`` with the JSON object ``overrides`` merged over it.
 
-    Nested objects are merged key by key; other values replace. ``quantized``: whether weights may be; what becomes of
-    them is found by ``kernels.quantization.recognise``. Raises ConfigError, saying what to do.
+    ``model_path`` may also be a GGUF file, whose metadata says the same. Nested objects are merged key by key; other
+    values replace. ``quantized``: whether weights may be; what becomes of them is found by
+    ``kernels.quantization.recognise``. Raises ConfigError, saying what to do.
     """
     raw = read_json(model_path)
     try:
@@ -106,7 +109,12 @@ def read_config(model_path: str | Path, overrides: str = "{}", quantized: bool =
 
 
 def read_json(model_path: str | Path) -> dict[str, Any]:
-    """``model_path/config.json`` as it is. Raises ConfigError, saying what to do."""
+    """``model_path/config.json`` as it is, or as it would be for a GGUF file. Raises ConfigError, saying what to do."""
+    if Path(model_path).is_file():
+        from kernels.gguf.description import describe
+        from kernels.gguf.header import read_header
+
+        return describe(read_header(model_path))
     path = Path(model_path) / "config.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -137,7 +145,7 @@ def parse_config(raw: Mapping[str, Any], quantized: bool = False) -> ModelConfig
         raise ConfigError(f"head_dim {head_dim} is odd; rotary embeddings need an even one")
     layers = _size(raw, "num_hidden_layers")
     max_positions = _size(raw, "max_position_embeddings")
-    rope = _rope(raw, max_positions)
+    rope = _rope(raw, max_positions, head_dim)
     if rope.kind == "yarn":
         max_positions = max(max_positions, int(rope.original_length * rope.factor))
     attention_bias = bool(raw.get("attention_bias", False))
@@ -216,7 +224,16 @@ def _number(raw: Mapping[str, Any], key: str, default: float) -> float:
     return float(value)
 
 
-def _rope(raw: Mapping[str, Any], max_positions: int) -> RopeConfig:
+def _factors(given: object, head_dim: int) -> tuple[float, ...]:
+    """Of rope_freqs in a GGUF file."""
+    if not isinstance(given, list) or len(given) != head_dim // 2:
+        raise ConfigError(f"rope_type factors needs {head_dim // 2} factors")
+    if not all(isinstance(factor, float) and math.isfinite(factor) and factor > 0 for factor in given):
+        raise ConfigError("rope_type factors needs numbers above 0")
+    return tuple(given)
+
+
+def _rope(raw: Mapping[str, Any], max_positions: int, head_dim: int) -> RopeConfig:
     given: dict[str, Any] = {"rope_theta": raw.get("rope_theta")}
     given["partial_rotary_factor"] = raw.get("partial_rotary_factor")
     given["original_max_position_embeddings"] = raw.get("original_max_position_embeddings")
@@ -231,6 +248,8 @@ def _rope(raw: Mapping[str, Any], max_positions: int) -> RopeConfig:
         raise ConfigError("partial_rotary_factor other than 1 is not supported")
     if kind in ("default", "dynamic"):
         return RopeConfig(theta=theta)
+    if kind == "factors":
+        return RopeConfig(theta=theta, kind=kind, factors=_factors(given.get("factors"), head_dim))
     if kind not in ("linear", "llama3", "yarn"):
         raise ConfigError(f"rope_type {kind!r} is not supported; supported are default, linear, llama3, yarn, dynamic")
     original = given["original_max_position_embeddings"]

@@ -1,0 +1,168 @@
+"""The weights of a GGUF file, by their Hugging Face names and in their Hugging Face order.
+
+llama.cpp rotates neighbours of a head where Hugging Face rotates its halves, so files of the llama architecture hold
+the rows of query and key projections in another order; here they are as they were. Types are those that the gguf
+package can make floats of.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.gguf.description import describe
+from kernels.gguf.header import GgufError, GgufHeader, TensorInfo
+from kernels.gguf.names import foreign_name, own_name
+from kernels.parallel.partition import Part
+from kernels.quantization.scheme import Scheme
+
+__all__ = ["READ", "GgufCheckpoint"]
+
+_log = logging.getLogger("troupe.kernels")
+
+READ = (
+    *("F32", "F16", "BF16"),
+    *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
+    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
+    *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
+    *("TQ1_0", "TQ2_0", "MXFP4"),
+)
+"""Types of tensors that are read."""
+
+_CHUNK = 1 << 22
+"""Elements made floats of at a time: weights are never whole in float32."""
+
+
+class GgufCheckpoint:
+    """Raises GgufError when the gguf package is not installed. Nothing is read before ``check``."""
+
+    def __init__(self, header: GgufHeader) -> None:
+        try:
+            from gguf import constants, quants
+        except ImportError as error:
+            raise GgufError(
+                f"{header.path} needs the gguf package; install it: pip install 'troupe-llm[gguf]'"
+            ) from error
+        self._quants = quants
+        self._kinds: dict[int, Any] = {int(kind): kind for kind in constants.GGMLQuantizationType if kind.name in READ}
+        self._sizes: Mapping[Any, tuple[int, int]] = constants.GGML_QUANT_SIZES
+        self._header = header
+        config = describe(header)
+        permuted = config["model_type"] == "llama"
+        self._heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+        self._heads = self._heads if permuted else {}
+        self._data = np.memmap(header.path, np.uint8, "r")
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor that has a name here."""
+        named = ((own_name(name), info.shape) for name, info in self._header.tensors.items())
+        return {name: shape for name, shape in named if name is not None}
+
+    def has(self, name: str) -> bool:
+        return foreign_name(name) in self._header.tensors
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme | None = None) -> None:
+        """Compare with what the model expects, and with the file's size. Raises GgufError that names what is wrong."""
+        tensors = self._header.tensors
+        wrong: list[str] = []
+        for name, shape in shapes.items():
+            info = tensors.get(foreign_name(name))
+            if info is None:
+                wrong.append(f"{foreign_name(name)} is missing")
+            elif info.shape != shape:
+                wrong.append(f"{foreign_name(name)} has shape {list(info.shape)}, the metadata asks for {list(shape)}")
+            elif (problem := self._problem(info)) is not None:
+                wrong.append(f"{foreign_name(name)} {problem}")
+        expected = {foreign_name(name) for name in shapes}
+        wrong += [
+            f"{name} is in the file and not in the model"
+            for name in tensors
+            if name.startswith("blk.") and name not in expected and not name.endswith("attn_rot_embd")
+        ]
+        if wrong:
+            more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+            raise GgufError(
+                f"{self._header.path} cannot be loaded: {'; '.join(wrong[:8])}{more}. Check that the download is whole "
+                "and the model one of those that are read; else convert it again"
+            )
+        self._tell(shapes, scheme)
+
+    def _problem(self, info: TensorInfo) -> str | None:
+        kind = self._kinds.get(info.kind)
+        if kind is None:
+            return f"is of type {info.kind}, which is none that is read: {', '.join(READ)}"
+        block, _ = self._sizes[kind]
+        if info.shape[-1] % block:
+            return f"has rows of {info.shape[-1]}, no multiple of {kind.name}'s blocks of {block}"
+        end = info.offset + math.prod(info.shape[:-1]) * self._row_bytes(info)
+        if end > self._header.size:
+            return f"ends at byte {end}, and the file at {self._header.size}"
+        return None
+
+    def _tell(self, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme | None) -> None:
+        kinds: Counter[str] = Counter()
+        for name, shape in shapes.items():
+            kept = scheme is not None and name.endswith(("_proj.weight", "lm_head.weight"))
+            if len(shape) == 2 and not (kept and scheme.tensors(name.removesuffix(".weight"), (shape[0], shape[1]))):
+                kinds[self._kinds[self._header.tensors[foreign_name(name)].kind].name] += 1
+        made = [f"{count} of {kind}" for kind, count in kinds.items() if kind not in ("F32", "F16", "BF16")]
+        if made:
+            _log.info("%s: weights made floats of while they are loaded: %s", self._header.path, ", ".join(made))
+
+    def _row_bytes(self, info: TensorInfo) -> int:
+        block, size = self._sizes[self._kinds[info.kind]]
+        return info.shape[-1] // block * size
+
+    def _rows(self, info: TensorInfo) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """A view of a checked tensor's bytes, [rows, bytes a row]."""
+        row = self._row_bytes(info)
+        count = math.prod(info.shape[:-1])
+        return np.asarray(self._data[info.offset : info.offset + count * row]).reshape(count, row)
+
+    def _order(self, name: str, size: int) -> np.ndarray[Any, np.dtype[np.int64]] | None:
+        """Of each row here, which one of the file it is; None: the same."""
+        heads = self._heads.get(name.split(".")[-2])
+        return None if heads is None else np.arange(size).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+
+    def read(self, name: str) -> Tensor:
+        """The bytes of a checked matrix as they are stored, uint8 [outputs, bytes an output]."""
+        rows = self._rows(self._header.tensors[foreign_name(name)])
+        order = self._order(name, len(rows))
+        return torch.from_numpy(rows.copy() if order is None else rows[order])
+
+    def floats(self, name: str) -> Tensor:
+        """A whole tensor, float32 on the host. Raises GgufError."""
+        info = self._header.tensors.get(foreign_name(name))
+        problem = "is missing" if info is None else self._problem(info)
+        if info is None or problem is not None:
+            raise GgufError(f"{self._header.path}: {foreign_name(name)} {problem}; download it again")
+        found = torch.empty(info.shape)
+        self.fill(name, found, None)
+        return found
+
+    def fill(self, name: str, target: Tensor, part: Part | None) -> None:
+        """Write a part of a checked tensor to ``target``, in its dtype."""
+        info = self._header.tensors[foreign_name(name)]
+        kind, rows = self._kinds[info.kind], self._rows(info)
+        order = self._order(name, info.shape[0])
+        if len(info.shape) == 1:
+            whole = self._quants.dequantize(rows, kind).reshape(-1)
+            values = torch.from_numpy(np.array(whole if order is None else whole[order], np.float32))
+            target.copy_(values if part is None else part.of(values))
+            return
+        first, last = (part.begin, part.end) if part is not None and part.dimension == 0 else (0, len(rows))
+        step = max(1, _CHUNK // info.shape[1])
+        for begin in range(first, last, step):
+            end = min(begin + step, last)
+            chosen = rows[begin:end] if order is None else rows[order[begin:end]]
+            values = torch.from_numpy(np.array(self._quants.dequantize(chosen, kind), np.float32))
+            if part is not None and part.dimension == 1:
+                values = part.of(values)
+            target[begin - first : end - first].copy_(values)

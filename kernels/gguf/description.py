@@ -1,0 +1,176 @@
+"""What a GGUF file's metadata says of its model, as the config.json and generation_config.json it would have had.
+
+Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. No PyTorch: the engine's process reads it too.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+from kernels.gguf.header import GgufError, GgufHeader
+
+__all__ = ["ARCHITECTURES", "describe", "generation_defaults"]
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+"""``general.architecture`` -> the family that it is here. Mistral's files say llama."""
+
+_ENDS = frozenset({"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"})
+"""Control tokens that end an answer wherever they are found: many files name only one of theirs."""
+
+_CONTROL = 3
+_FLOATS = {0: "float32", 1: "float16", 30: "bfloat16"}
+_SAMPLING = ("temp", "top_k", "top_p", "min_p")
+
+
+def describe(header: GgufHeader) -> dict[str, Any]:
+    """The object of config.json. Raises GgufError, naming the key."""
+    meta = _Metadata(header)
+    name = meta.text("general.architecture")
+    if name not in ARCHITECTURES:
+        raise GgufError(
+            f"{header.path} has architecture {name!r}; those that are read from GGUF are "
+            f"{', '.join(ARCHITECTURES)} (Mistral is llama)"
+        )
+    if meta.number("split.count", 1) > 1:
+        raise GgufError(
+            f"{header.path} is one of several files of a model; join them with llama-gguf-split --merge and give the "
+            "whole one"
+        )
+    if meta.number(f"{name}.expert_count", 0):
+        raise GgufError(f"{header.path} is a mixture of experts ({name}.expert_count), which is not read from GGUF")
+    hidden = meta.size(f"{name}.embedding_length")
+    heads = meta.size(f"{name}.attention.head_count")
+    dim = meta.size(f"{name}.attention.key_length", hidden // heads)
+    if meta.size(f"{name}.attention.value_length", dim) != dim:
+        raise GgufError(f"{header.path}: heads of keys and of values of different sizes are not supported")
+    if meta.size(f"{name}.rope.dimension_count", dim) != dim:
+        raise GgufError(f"{header.path}: {name}.rope.dimension_count rotates part of a head, which is not supported")
+    embeddings = header.tensors.get("token_embd.weight")
+    if embeddings is None or len(embeddings.shape) != 2:
+        raise GgufError(f"{header.path} has no matrix token_embd.weight: it is no whole model; download it again")
+    layers = meta.size(f"{name}.block_count")
+    if f"blk.{layers - 1}.attn_norm.weight" not in header.tensors:
+        raise GgufError(
+            f"{header.path} has no tensor blk.{layers - 1}.attn_norm.weight, the last of {name}.block_count {layers} "
+            "layers: it is no whole model; download it again"
+        )
+    return {
+        "architectures": [ARCHITECTURES[name]],
+        "model_type": name,
+        "vocab_size": embeddings.shape[0],
+        "hidden_size": hidden,
+        "intermediate_size": meta.size(f"{name}.feed_forward_length"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": meta.size(f"{name}.attention.head_count_kv", heads),
+        "head_dim": dim,
+        "rms_norm_eps": meta.number(f"{name}.attention.layer_norm_rms_epsilon", 1e-5),
+        "max_position_embeddings": meta.size(f"{name}.context_length"),
+        "rope_parameters": _rope(header, meta, name, dim),
+        "attention_bias": name == "llama" and "blk.0.attn_q.bias" in header.tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in header.tensors,
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "dtype": _dtype(header),
+        "bos_token_id": header.metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": _ends(header) or None,
+    }
+
+
+def generation_defaults(header: GgufHeader) -> dict[str, Any]:
+    """The object of generation_config.json: what ends an answer, and how the maker wants it sampled."""
+    found: dict[str, Any] = {"eos_token_id": ends} if (ends := _ends(header)) else {}
+    for key in _SAMPLING:
+        value = header.metadata.get(f"general.sampling.{key}")
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            found["temperature" if key == "temp" else key] = value
+    return found
+
+
+class _Metadata:
+    def __init__(self, header: GgufHeader) -> None:
+        self._header = header
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self._header.metadata.get(key, default)
+        if not isinstance(value, str):
+            raise self._wrong(key, "a string", value)
+        return value
+
+    def size(self, key: str, default: int | None = None) -> int:
+        value = self._header.metadata.get(key, default)
+        if isinstance(value, list) and value and all(type(one) is int and one == value[0] for one in value):
+            value = value[0]  # some writers say it for each layer
+        if type(value) is not int or value < 1:
+            raise self._wrong(key, "a whole number of at least 1", value)
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        value = self._header.metadata.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise self._wrong(key, "a number", value)
+        return value
+
+    def _wrong(self, key: str, wanted: str, value: object) -> GgufError:
+        told = "is missing" if value is None else f"is {str(value)[:80]!r}"
+        return GgufError(
+            f"{self._header.path}: {key} must be {wanted}, and {told}; convert the model again with a newer llama.cpp, "
+            "or download it again"
+        )
+
+
+def _rope(header: GgufHeader, meta: _Metadata, name: str, dim: int) -> dict[str, Any]:
+    kind = meta.text(f"{name}.rope.scaling.type", "none")
+    theta = meta.number(f"{name}.rope.freq_base", 10000.0)
+    factor = meta.number(f"{name}.rope.scaling.factor", meta.number(f"{name}.rope.scale_linear", 1.0))
+    found: dict[str, Any] = {"rope_theta": theta, "rope_type": "default"}
+    if "rope_freqs.weight" in header.tensors:  # what Llama 3.1's way of stretching comes to
+        return found | {"rope_type": "factors", "factors": _factors(header, dim)}
+    if kind == "yarn":
+        attention = meta.number(f"{name}.rope.scaling.attn_factor", 1.0)
+        found |= {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": meta.size(
+                f"{name}.rope.scaling.original_context_length", meta.size(f"{name}.context_length")
+            ),
+            "beta_fast": meta.number(f"{name}.rope.scaling.yarn_beta_fast", 32.0),
+            "beta_slow": meta.number(f"{name}.rope.scaling.yarn_beta_slow", 1.0),
+            "attention_factor": attention * (1.0 + 0.1 * math.log(factor)) if factor > 1.0 else attention,
+        }
+    elif kind not in ("none", "linear"):
+        raise GgufError(f"{name}.rope.scaling.type {kind!r} is not supported; supported are none, linear, yarn")
+    elif factor != 1.0:
+        found |= {"rope_type": "linear", "factor": factor}
+    return found
+
+
+def _factors(header: GgufHeader, dim: int) -> list[float]:
+    stored = header.tensors["rope_freqs.weight"]
+    bytes_ = 4 * (dim // 2)
+    if stored.kind != 0 or stored.shape != (dim // 2,) or stored.offset + bytes_ > header.size:
+        raise GgufError(
+            f"{header.path}: rope_freqs.weight must be {dim // 2} float32 inside the file, and is of type "
+            f"{stored.kind} and shape {list(stored.shape)}; download it again"
+        )
+    with header.path.open("rb") as file:
+        file.seek(stored.offset)
+        return list(struct.unpack(f"<{dim // 2}f", file.read(bytes_)))
+
+
+def _dtype(header: GgufHeader) -> str:
+    """Of a file in floats its own, else bfloat16: what quantized weights are multiplied with."""
+    kinds = {one.kind for one in header.tensors.values() if len(one.shape) == 2}
+    return _FLOATS.get(kinds.pop(), "bfloat16") if len(kinds) == 1 else "bfloat16"
+
+
+def _ends(header: GgufHeader) -> list[int]:
+    metadata: Mapping[str, Any] = header.metadata
+    found = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    tokens, kinds = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
+    if isinstance(tokens, list) and isinstance(kinds, list):
+        pairs = enumerate(zip(tokens, kinds, strict=False))
+        found += [index for index, (token, kind) in pairs if kind == _CONTROL and token in _ENDS]
+    return list(dict.fromkeys(index for index in found if type(index) is int))

@@ -1,0 +1,55 @@
+"""GGUF files: projections of Q8_0 and Q4_0 stay as they are in memory; other types become floats while loading.
+
+A block is 32 inputs of an output: its scale in float16, then whole numbers. Q8_0: 32 signed bytes. Q4_0: 16 bytes, byte
+j with input j in its low half and input j + 16 in its high one, each 8 more than it stands for.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.gguf.header import GgufHeader
+from kernels.gguf.names import foreign_name
+from kernels.quantization.scheme import Files, Scheme, Stored
+from kernels.quantization.weights import GroupedWeight
+
+__all__ = ["GgufScheme"]
+
+_BLOCK = 32
+_Q4_0, _Q8_0 = 2, 8
+_BYTES = {_Q4_0: 18, _Q8_0: 34}
+
+
+class GgufScheme(Scheme):
+    """``header``: of the file. The loader has checked that what is read here lies in it."""
+
+    name = "gguf"
+
+    def __init__(self, header: GgufHeader) -> None:
+        self._tensors = header.tensors
+
+    def _kind(self, module: str) -> int:
+        found = self._tensors.get(foreign_name(f"{module}.weight"))
+        return -1 if found is None else found.kind
+
+    def tensors(self, module: str, shape: tuple[int, int]) -> dict[str, Stored] | None:
+        size = _BYTES.get(self._kind(module))
+        if size is None:
+            return None
+        return {f"{module}.weight": Stored(("U8",), ((shape[0], shape[1] // _BLOCK * size),))}
+
+    def read(self, files: Files, module: str, shape: tuple[int, int]) -> GroupedWeight:
+        kind = self._kind(module)
+        blocks = files.read(f"{module}.weight").view(shape[0], shape[1] // _BLOCK, _BYTES[kind])
+        scales = blocks[:, :, :2].contiguous().view(torch.float16).squeeze(-1)
+        if kind == _Q8_0:
+            values = (blocks[:, :, 2:] ^ 0x80).view(shape)  # a signed byte and 128
+            return GroupedWeight(values, scales, None, _BLOCK, 8)
+        return GroupedWeight(_paired(blocks[:, :, 2:]).view(shape[0], shape[1] // 2), scales, None, _BLOCK, 4)
+
+
+def _paired(halves: Tensor) -> Tensor:
+    """Bytes of inputs j and j + 16 -> bytes of inputs 2j and 2j + 1."""
+    single = torch.cat((halves & 15, halves >> 4), -1)
+    return single[..., 0::2] | (single[..., 1::2] << 4)

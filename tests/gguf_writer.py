@@ -1,0 +1,113 @@
+"""Writes a Hugging Face directory as a GGUF file, with the gguf package: its writer, its names, its quantizers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+__all__ = ["kind_of", "write_gguf"]
+
+F32 = gguf.GGMLQuantizationType.F32
+
+
+def kind_of(name: str) -> gguf.GGMLQuantizationType:
+    return gguf.GGMLQuantizationType[name]
+
+
+def write_gguf(model: Path, file: Path, kind: str = "F32", *, pre: str = "qwen2", **metadata: Any) -> Path:
+    """``model`` as ``file``. Matrices are of type ``kind`` where their rows allow it, else float32.
+
+    ``metadata``: strings by key, dots as double underscores; over what the model's own files say. The tokenizer, where
+    there is one, must be byte-level BPE.
+    """
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    family = config["architectures"][0].removesuffix("ForCausalLM").lower()
+    arch = {"mistral": "llama"}.get(family, family)
+    writer = gguf.GGUFWriter(file, arch)
+    for key, value in metadata.items():
+        writer.add_string(key.replace("__", "."), value)
+    heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads") or config["num_attention_heads"]
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    dim = config.get("head_dim") or config["hidden_size"] // heads
+    writer.add_key_length(dim)
+    writer.add_value_length(dim)
+    writer.add_rope_dimension_count(dim)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    _rope(writer, config, dim)
+    if (model / "tokenizer.json").is_file():
+        _tokenizer(writer, model, pre)
+    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, arch.upper()), config["num_hidden_layers"])
+    for name, tensor in load_file(model / "model.safetensors").items():
+        if name == "lm_head.weight" and config.get("tie_word_embeddings"):
+            continue
+        values = tensor.float().numpy()
+        if arch == "llama" and ".q_proj." in name:
+            values = _interleaved(values, heads)
+        elif arch == "llama" and ".k_proj." in name:
+            values = _interleaved(values, kv_heads)
+        fits = values.ndim == 2 and values.shape[1] % gguf.GGML_QUANT_SIZES[kind_of(kind)][0] == 0
+        chosen = kind_of(kind) if fits else F32
+        stored = gguf.quants.quantize(values, chosen)
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), stored, raw_dtype=chosen)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def _interleaved(values: np.ndarray, heads: int) -> np.ndarray:
+    """The rows of each head as llama.cpp rotates them: halves become neighbours."""
+    split = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
+    return np.ascontiguousarray(split.swapaxes(1, 2).reshape(values.shape))
+
+
+def _rope(writer: gguf.GGUFWriter, config: dict[str, Any], dim: int) -> None:
+    rope = config.get("rope_parameters") or {}
+    writer.add_rope_freq_base(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    kind = rope.get("rope_type", "default")
+    if kind == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    elif kind == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    elif kind == "llama3":
+        base = 1.0 / rope["rope_theta"] ** (torch.arange(0, dim, 2).float() / dim)
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+        from transformers.models.llama import LlamaConfig
+
+        stretched, _ = ROPE_INIT_FUNCTIONS["llama3"](LlamaConfig(**config), "cpu")
+        writer.add_tensor("rope_freqs.weight", (base / stretched).float().numpy())
+
+
+def _tokenizer(writer: gguf.GGUFWriter, model: Path, pre: str) -> None:
+    stored = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))
+    settings = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))
+    tokens = [token for token, _ in sorted(stored["model"]["vocab"].items(), key=lambda item: item[1])]
+    kinds = [int(gguf.TokenType.NORMAL)] * len(tokens)
+    for added in stored["added_tokens"]:
+        kinds[added["id"]] = int(gguf.TokenType.CONTROL if added["special"] else gguf.TokenType.USER_DEFINED)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in stored["model"]["merges"]])
+    for name, add in {"eos_token": writer.add_eos_token_id, "pad_token": writer.add_pad_token_id}.items():
+        if settings.get(name) in tokens:
+            add(tokens.index(settings[name]))
+    writer.add_add_bos_token(False)
+    if settings.get("chat_template"):
+        writer.add_chat_template(settings["chat_template"])
