@@ -320,7 +320,8 @@ class ModelRunner:
         def largest() -> None:
             self._caches = caches
             self._slots = self._make_slots(context, pages, model.vocab_size)
-            self._run_nowhere(np.array([longest]), min(rows, longest), np.arange(pages, dtype=np.int32)[None])
+            sampled = min(rows * (1 + self._guesses), longest)  # a row that verifies is sampled from after each guess
+            self._run_nowhere(np.array([longest]), sampled, np.arange(pages, dtype=np.int32)[None])
             del self._caches, self._slots
 
         return platform.step_memory(largest)
@@ -464,7 +465,7 @@ class ModelRunner:
         if self._speculator is not None:
             drafter = self._speculator.drafter
             self._verifies = self._capture_steps(
-                min(rows, self._config.max_step_tokens // most), most, drafter.depth < self._guesses
+                min(rows, self._config.max_step_tokens // most), most, drafter.branches
             )
             drafter.capture(self._agree)
 

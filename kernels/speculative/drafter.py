@@ -151,6 +151,11 @@ class Drafter(ABC):
         """The slot's request is gone."""
         return None
 
+    @property
+    def branches(self) -> bool:
+        """Whether its trees may be more than chains."""
+        return self.depth < self.most_nodes - 1
+
     def levels(self, settings: SpeculativeSettings) -> tuple[int, ...]:
         """How many guesses are verified of a draft of 0, 1, .. ``depth`` levels."""
         wide, most = settings.topk if self.depth < self.most_nodes - 1 else 1, self.most_nodes - 1

@@ -34,6 +34,7 @@ class NgramDrafter(Drafter):
     """Looks drafts up in one trie for all slots; nothing of it is on the device."""
 
     needs_host_tokens = True
+    branches = True
 
     def __init__(self, context: DrafterContext) -> None:
         settings = context.settings

@@ -27,6 +27,7 @@ class Slots:
         object.__setattr__(context, "platform", CpuPlatform(RunnerConfig(model_path="")))
         self.drafter = NgramDrafter(context)
         self.tokens: dict[int, list[int]] = {}
+        self.linear = False  # the last trees
 
     def admit(self, slot: int, tokens: list[int], computed: int = 0, salt: bytes = b"", first: int = 0) -> None:
         """``first``: tokens of the first chunk; 0 computes the prompt at once. Its last token counts as sampled."""
@@ -86,6 +87,7 @@ class Slots:
             steps=3,
         )
         drafts = self.drafter.draft(rows)
+        self.linear = drafts.tree.linear
         same = tree_of(drafts.tree.tokens, drafts.tree.parents)
         assert torch.equal(drafts.tree.bits, same.bits)
         assert torch.equal(drafts.tree.depths, same.depths)
@@ -158,3 +160,21 @@ def test_trees_are_well_formed_after_any_steps(pieces: list[list[int]], most_nod
         for paths in slots.draft([1, 2]):
             assert len(paths) < most_nodes
             assert len(set(paths)) == len(paths)
+
+
+def test_nothing_is_drafted_behind_what_was_not_seen() -> None:
+    """The row's last step was not finite: it is not observed, and the row runs on until that is known."""
+    slots = Slots()
+    slots.admit(1, [1, 2, 3, 4, 1, 2])
+    slots.admit(2, [1, 2, 3, 4, 1, 2])
+    slots.tokens[1] += [9, 2]
+    assert [bool(paths) for paths in slots.draft([1, 2])] == [False, True]
+
+
+def test_chains_of_different_lengths_are_chains() -> None:
+    """They need no masks."""
+    slots = Slots(max_breadth=1)
+    slots.admit(1, [1, 2, 3, 4, 5, 1, 2])
+    slots.admit(2, [8, 9])
+    slots.draft([1, 2])
+    assert slots.linear
