@@ -23,12 +23,14 @@ from torch import Tensor
 
 from kernels.batch import ForwardBatch
 from kernels.cpu.native.library import Library, Op, Step
+from kernels.cpu.native_grouped import NativeGrouped
 from kernels.cpu.native_int8 import NativeInt8
 from kernels.platforms.base import AttentionRows, DecodeTokens
 
 __all__ = ["Native", "NativeWeight", "NotNative", "Program", "step_of"]
 
-_EMBED, _ANGLES, _NORM, _LINEAR, _ROTARY, _WRITE, _ATTENTION, _SILU, _PREFILL, _GREEDY, _ADD, _LINEAR8 = range(12)
+_EMBED, _ANGLES, _NORM, _LINEAR, _ROTARY, _WRITE, _ATTENTION, _SILU, _PREFILL, _GREEDY, _ADD = range(11)
+_LINEAR8, _GROUPED = 11, 12
 _MANY_ROWS = 64  # whose outputs an allocator would give back to the system
 _HEAD_DIMS = (32, 64, 96, 128, 256)
 
@@ -171,6 +173,26 @@ class Native:
             f0=weight.scale,
         )
         self._call(op, Step(len(x)), weight.memory, bias)
+        return out
+
+    def linear_grouped(self, x: Tensor, weight: NativeGrouped, bias: Tensor | None) -> Tensor:
+        """As ``linear``, with a weight of whole numbers of which groups share a scale."""
+        out = self._empty(len(x), weight.outputs)
+        op = Op(
+            kind=_GROUPED,
+            a=x.data_ptr(),
+            b=weight.memory.data_ptr(),
+            c=None if bias is None else bias.data_ptr(),
+            out=out.data_ptr(),
+            stride_a=x.stride(0),
+            stride_out=weight.outputs,
+            i0=weight.inputs,
+            i1=weight.outputs,
+            i2=weight.group,
+            i3=weight.bits,
+            i4=0 if weight.order is None else weight.order.data_ptr(),
+        )
+        self._call(op, Step(len(x)), weight.memory, bias, weight.order)
         return out
 
     @staticmethod

@@ -22,9 +22,10 @@ from kernels.cpu.attention import AttentionPlan, AttentionPlanner, paged_attenti
 from kernels.cpu.host import has_tiles, host_memory, usable_cores
 from kernels.cpu.linear import CpuLinear, bf16_is_fast
 from kernels.cpu.native.library import built, open_library, start_build
+from kernels.cpu.native_grouped import NativeGrouped
 from kernels.cpu.norm import CpuNorm
 from kernels.cpu.program import Native, NotNative, Program
-from kernels.cpu.quantized import CpuInt8Linear
+from kernels.cpu.quantized import CpuGroupedLinear, CpuInt8Linear
 from kernels.platforms.base import (
     AttentionRows,
     Decodes,
@@ -36,7 +37,7 @@ from kernels.platforms.base import (
     Platform,
     PlatformError,
 )
-from kernels.quantization.weights import Int8Weight, QuantizedWeight
+from kernels.quantization.weights import GroupedWeight, Int8Weight, QuantizedWeight
 
 __all__ = ["CpuPlatform"]
 
@@ -73,7 +74,7 @@ class CpuPlatform(Platform):
         self._native: Native | None = None
         self._native_attention = True  # whether all caches fit it: one plan serves a model and its draft
         self._building: subprocess.Popen[bytes] | None = None
-        self._linears: weakref.WeakSet[CpuLinear | CpuInt8Linear] = weakref.WeakSet()
+        self._linears: weakref.WeakSet[CpuLinear | CpuGroupedLinear | CpuInt8Linear] = weakref.WeakSet()
 
     def bind_thread(self) -> None:
         torch.set_num_threads(self.threads)  # OpenMP keeps it by calling thread
@@ -152,9 +153,16 @@ class CpuPlatform(Platform):
         return linear
 
     def make_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
-        if not isinstance(weight, Int8Weight) or weight.activation is None:
-            return super().make_quantized(weight, bias)
-        linear = CpuInt8Linear(weight, bias, self._native)
+        linear: CpuGroupedLinear | CpuInt8Linear
+        if isinstance(weight, Int8Weight) and weight.activation is not None:
+            linear = CpuInt8Linear(weight, bias, self._native)
+        else:
+            grouped = weight.grouped() if isinstance(weight, Int8Weight) else weight
+            if not isinstance(grouped, GroupedWeight) or not NativeGrouped.fits(grouped):
+                return super().make_quantized(weight, bias)
+            if self._native is None and self._building is None:
+                return self.make_dequantized(weight, bias, "this processor has no native products, which need AMX")
+            linear = CpuGroupedLinear(grouped, bias, self._native)
         self._linears.add(linear)
         return linear
 

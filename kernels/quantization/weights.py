@@ -139,6 +139,11 @@ class Int8Weight(QuantizedWeight):
     def join(self, others: Sequence[QuantizedWeight]) -> Self | None:
         return _joined(self, others, ("values", "scales", "correction"))
 
+    def grouped(self) -> GroupedWeight:
+        """The same weight with all inputs of an output as one group. Only without activation."""
+        values = (self.values.to(torch.int16) + 128).to(torch.uint8)
+        return GroupedWeight(values, self.scales[:, None], None, self.shape[1], 8, dtype=self.dtype)
+
 
 @dataclass(frozen=True)
 class GroupedWeight(QuantizedWeight):

@@ -74,6 +74,7 @@ class Library:
         library = ctypes.CDLL(str(path))
         self.ready = library.troupe_ready
         self.open, self.close = library.troupe_open, library.troupe_close
+        self.packed_grouped, self.pack_grouped = library.troupe_packed_grouped, library.troupe_pack_grouped
         self.packed8, self.pack8 = library.troupe_packed8, library.troupe_pack8
         self.packed, self.pack, self.run = library.troupe_packed, library.troupe_pack, library.troupe_run
         pointer, number = ctypes.c_void_p, ctypes.c_int64
@@ -84,6 +85,9 @@ class Library:
         self.packed8.argtypes, self.packed8.restype = [number, number], number
         self.pack8.argtypes = [pointer, pointer, pointer, number, number, pointer]
         self.pack8.restype = None
+        self.packed_grouped.argtypes, self.packed_grouped.restype = [number] * 4, number
+        self.pack_grouped.argtypes = [pointer, pointer, pointer, number, number, number, number, pointer]
+        self.pack_grouped.restype = None
         self.run.argtypes, self.run.restype = [pointer, pointer, number, ctypes.POINTER(Step)], None
 
 

@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "attention.h"
+#include "grouped.h"
 #include "matrix.h"
 #include "prefill.h"
 #include "program.h"
@@ -21,6 +22,7 @@ struct Engine {
     std::vector<Workspace> spaces;
     std::vector<bf16> values;
     Tokens8 tokens;
+    std::vector<bf16> ordered;
 };
 
 struct Rows {
@@ -161,6 +163,12 @@ void run(Engine& engine, const Op& op, const Step& step) {
                                            static_cast<bf16*>(op.out), &engine.tokens, step.rows, op.i0, op.i1,
                                            op.stride_a, op.stride_out, 1, static_cast<float>(op.f0), op.i2});
             return;
+        case GROUPED:
+            multiply(engine.team, Grouped{static_cast<bf16*>(op.a), static_cast<uint8_t*>(op.b), static_cast<bf16*>(op.c),
+                                          static_cast<bf16*>(op.out), reinterpret_cast<const int64_t*>(op.i4),
+                                          &engine.ordered, step.rows, op.i0, op.i1, op.stride_a, op.stride_out, op.i2,
+                                          op.i3, 1});
+            return;
         case ATTENTION: {
             Attending task = {&op, &step, &engine.scores, step.sequences < 2 * engine.team.size() ? op.i2 : 1};
             engine.team.each(step.sequences * task.split, attend_chunk, &task);
@@ -221,6 +229,17 @@ void troupe_pack8(const void* weight, const void* scales, const void* correction
     in_large_pages(packed, packed8(outputs, inputs));
     pack8(static_cast<const int8_t*>(weight), static_cast<const float*>(scales),
           static_cast<const int32_t*>(correction), outputs, inputs, static_cast<int8_t*>(packed));
+}
+
+int64_t troupe_packed_grouped(int64_t outputs, int64_t inputs, int64_t group, int64_t bits) {
+    return packed_grouped(outputs, inputs, group, bits);
+}
+
+void troupe_pack_grouped(const void* values, const void* scales, const void* zeros, int64_t outputs, int64_t inputs,
+                         int64_t group, int64_t bits, void* packed) {
+    in_large_pages(packed, packed_grouped(outputs, inputs, group, bits));
+    pack_grouped(static_cast<const uint8_t*>(values), static_cast<const float*>(scales),
+                 static_cast<const uint8_t*>(zeros), outputs, inputs, group, bits, static_cast<uint8_t*>(packed));
 }
 
 void troupe_run(void* engine, const Op* ops, int64_t count, const Step* step) {

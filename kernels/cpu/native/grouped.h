@@ -1,0 +1,213 @@
+// Products with whole weights of 4 or 8 bits, of which groups of an output's inputs share a scale (and a zero), on AMX.
+// A group's weights become bf16 in the core's cache as `value - zero`, which is exact; its sums are scaled in float32.
+#pragma once
+#include <vector>
+
+#include "matrix.h"
+
+namespace troupe {
+
+// Inputs that are made bf16 at a time: they divide a group.
+inline int64_t stride_of(int64_t group) { return group % 128 == 0 ? 128 : group % 64 == 0 ? 64 : 32; }
+
+inline int64_t grouped_values(int64_t outputs, int64_t inputs, int64_t bits) {
+    return blocks(outputs) * WIDE * inputs * bits / 8;
+}
+
+// Bytes of a packed weight: its values, then [block][group] 32 float scales, then of each 32 uint8 zeros.
+inline int64_t packed_grouped(int64_t outputs, int64_t inputs, int64_t group, int64_t bits) {
+    return grouped_values(outputs, inputs, bits) + blocks(outputs) * (inputs / group) * WIDE * 5;
+}
+
+// values uint8 [outputs, inputs], scales float and zeros uint8 [outputs, groups] -> [block of 32 outputs][32 inputs][half
+// of 16][pair of inputs][output][2], as `pack`. Of 4 bits, four pairs share their bytes: pair i is in bits 4i of 16.
+inline void pack_grouped(const uint8_t* values, const float* scales, const uint8_t* zeros, int64_t outputs,
+                         int64_t inputs, int64_t group, int64_t bits, uint8_t* packed) {
+    const int64_t groups = inputs / group;
+    const auto value = [&](int64_t output, int64_t input) -> uint16_t {
+        return output < outputs ? values[output * inputs + input] : 0;
+    };
+    for (int64_t block = 0; block < blocks(outputs); block++)
+        for (int64_t depth = 0; depth < inputs; depth += DEPTH)
+            for (int64_t half = 0; half < 2; half++)
+                for (int64_t pair = 0; pair < TILE; pair += bits == 4 ? 4 : 1)
+                    for (int64_t lane = 0; lane < WIDE; lane++) {
+                        const int64_t output = block * WIDE + half * TILE + lane / 2, input = depth + 2 * pair + lane % 2;
+                        if (bits == 8) {
+                            *packed++ = static_cast<uint8_t>(value(output, input));
+                            continue;
+                        }
+                        uint16_t all = 0;
+                        for (int64_t i = 0; i < 4; i++) all |= static_cast<uint16_t>(value(output, input + 2 * i) << 4 * i);
+                        std::memcpy(packed, &all, 2);
+                        packed += 2;
+                    }
+    float* to = reinterpret_cast<float*>(packed);
+    uint8_t* zero = packed + blocks(outputs) * groups * WIDE * 4;
+    for (int64_t block = 0; block < blocks(outputs); block++)
+        for (int64_t each = 0; each < groups; each++)
+            for (int64_t lane = 0; lane < WIDE; lane++) {
+                const int64_t output = block * WIDE + lane;
+                *to++ = output < outputs ? scales[output * groups + each] : 0.0f;
+                *zero++ = output >= outputs ? 0 : zeros ? zeros[output * groups + each] : 1 << (bits - 1);
+            }
+}
+
+struct Grouped {
+    const bf16* x;
+    const uint8_t* weight;
+    const bf16* bias;
+    bf16* out;
+    const int64_t* order;  // of the inputs, null: as they come
+    std::vector<bf16>* ordered;
+    int64_t rows, inputs, outputs, stride_x, stride_out, group, bits, chunk;
+    int64_t groups() const { return inputs / group; }
+    const float* scales(int64_t block, int64_t each) const {
+        return reinterpret_cast<const float*>(weight + grouped_values(outputs, inputs, bits)) + (block * groups() + each) * WIDE;
+    }
+    const uint8_t* zeros(int64_t block, int64_t each) const {
+        return reinterpret_cast<const uint8_t*>(scales(blocks(outputs), 0)) + (block * groups() + each) * WIDE;
+    }
+};
+
+// The zeros of 16 outputs, each for the two inputs of a pair.
+inline __m512i zeros_of(const uint8_t* zeros) {
+    const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros)));
+    return _mm512_or_si512(wide, _mm512_slli_epi32(wide, 16));
+}
+
+// -16 .. 15 as bf16, by their lowest five bits
+struct alignas(64) Table {
+    uint16_t values[32];
+    Table() {
+        for (int i = 0; i < 32; i++) {
+            const float value = static_cast<float>(i < 16 ? i : i - 32);
+            uint32_t bits;
+            std::memcpy(&bits, &value, 4);
+            values[i] = static_cast<uint16_t>(bits >> 16);
+        }
+    }
+};
+
+// 32 inputs of 32 outputs -> bf16 [half][pair][output][2], the packed weight's order.
+inline void widen4(const uint8_t* weight, __m512i table, const __m512i zeros[2], bf16* out) {
+    const __m512i low = _mm512_set1_epi16(15);
+    for (int64_t half = 0; half < 2; half++)
+        for (int64_t four = 0; four < 4; four++, weight += 64, out += 128) {
+            const __m512i all = _mm512_loadu_si512(weight);
+            const auto put = [&](int64_t i, __m512i shifted) {
+                const __m512i value = _mm512_sub_epi16(_mm512_and_si512(shifted, low), zeros[half]);
+                _mm512_store_si512(out + 32 * i, _mm512_permutexvar_epi16(value, table));  // takes five bits
+            };
+            put(0, all);
+            put(1, _mm512_srli_epi16(all, 4));
+            put(2, _mm512_srli_epi16(all, 8));
+            put(3, _mm512_srli_epi16(all, 12));
+        }
+}
+
+inline void widen8(const uint8_t* weight, const __m512i zeros[2], bf16* out) {
+    for (int64_t half = 0; half < 2; half++)
+        for (int64_t pair = 0; pair < TILE; pair++, weight += 32, out += 32) {
+            const __m512i all = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(weight)));
+            const __m512i value = _mm512_sub_epi16(all, zeros[half]);
+            const __m512 first = _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm512_castsi512_si256(value)));
+            const __m512 second = _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm512_extracti64x4_epi64(value, 1)));
+            _mm512_store_si512(out, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second, first)));
+        }
+}
+
+// sums += scale * (x . weight), of up to 32 rows, `depths` times 32 inputs and 32 outputs.
+inline void add_products(const bf16* x, int64_t stride, int64_t rows, const bf16* weight, int64_t depths,
+                         const float* scales, float* sums) {
+    alignas(64) float found[WIDE * WIDE];
+    const bf16* second = x + TILE * stride;
+    const int64_t more = std::max<int64_t>(rows - TILE, 0);
+    configure(static_cast<int>(std::min(rows, TILE)), static_cast<int>(more));
+    _tile_zero(0);
+    _tile_zero(1);
+    if (more) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int64_t depth = 0; depth < depths; depth++, weight += 1024) {
+        _tile_loadd(4, x + depth * DEPTH, 2 * stride);
+        _tile_loadd(6, weight, 64);
+        _tile_loadd(7, weight + 512, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (more) {
+            _tile_loadd(5, second + depth * DEPTH, 2 * stride);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, found, 128);
+    _tile_stored(1, found + TILE, 128);
+    if (more) {
+        _tile_stored(2, found + TILE * WIDE, 128);
+        _tile_stored(3, found + TILE * WIDE + TILE, 128);
+    }
+    const __m512 low = _mm512_loadu_ps(scales), high = _mm512_loadu_ps(scales + TILE);
+    for (int64_t i = 0; i < rows * WIDE; i += WIDE) {
+        _mm512_store_ps(sums + i, _mm512_fmadd_ps(_mm512_load_ps(found + i), low, _mm512_load_ps(sums + i)));
+        _mm512_store_ps(sums + i + TILE,
+                        _mm512_fmadd_ps(_mm512_load_ps(found + i + TILE), high, _mm512_load_ps(sums + i + TILE)));
+    }
+}
+
+inline void multiply_grouped_block(const Grouped& p, int64_t block, int64_t row, int64_t rows, float* sums) {
+    static const Table table;
+    alignas(64) bf16 wide[2][128 * WIDE];
+    const __m512i values = _mm512_load_si512(table.values);
+    const int64_t step = stride_of(p.group), bytes = step * WIDE * p.bits / 8;
+    const uint8_t* weight = p.weight + block * WIDE * p.inputs * p.bits / 8;
+    std::memset(sums, 0, rows * WIDE * sizeof(float));
+    for (int64_t input = 0, turn = 0; input < p.inputs; input += step, turn ^= 1, weight += bytes) {
+        const uint8_t* zero = p.zeros(block, input / p.group);
+        const __m512i zeros[2] = {zeros_of(zero), zeros_of(zero + TILE)};
+        for (int64_t line = 0; line < bytes; line += 64)
+            _mm_prefetch(reinterpret_cast<const char*>(weight + 2 * bytes + line), _MM_HINT_T0);
+        for (int64_t depth = 0; depth < step; depth += DEPTH) {
+            if (p.bits == 4)
+                widen4(weight + depth * WIDE / 2, values, zeros, wide[turn] + depth * WIDE);
+            else
+                widen8(weight + depth * WIDE, zeros, wide[turn] + depth * WIDE);
+        }
+        for (int64_t i = 0; i < rows; i += WIDE)
+            add_products(p.x + (row + i) * p.stride_x + input, p.stride_x, std::min(WIDE, rows - i), wide[turn],
+                         step / DEPTH, p.scales(block, input / p.group), sums + i * WIDE);
+    }
+}
+
+inline void multiply_grouped_chunk(void* context, int64_t chunk, int) {
+    const Grouped& p = *static_cast<const Grouped*>(context);
+    const int64_t all = blocks(p.outputs), each = (all + p.chunk - 1) / p.chunk;
+    const int64_t panel = chunk / each * PANEL, first = chunk % each * p.chunk;
+    const int64_t rows = std::min(PANEL, p.rows - panel);
+    alignas(64) float sums[PANEL * WIDE];
+    const Product out = {p.x, nullptr, p.bias, p.out, p.rows, p.inputs, p.outputs, p.stride_x, p.stride_out, 1};
+    for (int64_t block = first; block < std::min(first + p.chunk, all); block++) {
+        multiply_grouped_block(p, block, panel, rows, sums);
+        finish(out, {sums, panel, rows, block * WIDE}, 0, rows);
+    }
+}
+
+inline void order_chunk(void* context, int64_t chunk, int) {
+    const Grouped& p = *static_cast<const Grouped*>(context);
+    for (int64_t row = 8 * chunk; row < std::min(p.rows, 8 * chunk + 8); row++)
+        for (int64_t i = 0; i < p.inputs; i++) (*p.ordered)[row * p.inputs + i] = p.x[row * p.stride_x + p.order[i]];
+}
+
+inline void multiply(Team& team, Grouped p) {
+    if (p.order) {
+        if (static_cast<int64_t>(p.ordered->size()) < p.rows * p.inputs) p.ordered->resize(p.rows * p.inputs);
+        team.each((p.rows + 7) / 8, order_chunk, &p);
+        p.x = p.ordered->data(), p.stride_x = p.inputs;
+    }
+    const int64_t all = blocks(p.outputs), panels = (p.rows + PANEL - 1) / PANEL;
+    p.chunk = std::max<int64_t>(1, std::min(all / (4 * team.size()), 1 + (1 << 17) / (WIDE * p.inputs)));
+    team.each(panels * ((all + p.chunk - 1) / p.chunk), multiply_grouped_chunk, &p);
+}
+
+}  // namespace troupe

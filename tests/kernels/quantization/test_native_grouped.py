@@ -1,0 +1,112 @@
+"""The CPU's native products with whole weights of which groups share a scale."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import shutil
+
+import pytest
+import torch
+
+from app.understudy import MODEL_DIR
+from kernels.cpu.host import has_tiles
+from kernels.cpu.native import library
+from kernels.cpu.program import Native
+from kernels.platforms.cpu import CpuPlatform
+from kernels.quantization.packed import grouped
+from kernels.quantization.weights import quantize_int8
+from tests.quantized import rewrite
+from tests.quantized_words import Rounded, gptq
+
+pytestmark = [
+    pytest.mark.skipif(not has_tiles(), reason="the processor has no AMX"),
+    pytest.mark.skipif(not any(map(shutil.which, library.COMPILERS)), reason="no C++ compiler"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    library.build()
+
+
+@pytest.fixture
+def platform():
+    platform = CpuPlatform(2)
+    platform.dtype("bfloat16", None)
+    return platform
+
+
+def weight_of(outputs, inputs, bits, group, shuffled=False, symmetric=False):
+    made = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(outputs + bits))
+    rounded = Rounded.of(made, bits, group, symmetric, shuffled)
+    order = rounded.index.argsort(stable=True) if shuffled else None
+    values = rounded.values.to(torch.uint8)
+    zeros = None if symmetric else rounded.zeros.to(torch.uint8)
+    return grouped(values if order is None else values[:, order], rounded.scales, zeros, bits, order), rounded.floats()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "group"), [(384, 1024, 128), (33, 64, 32), (100, 192, 64), (48, 288, 96), (32, 256, 256)]
+)
+def test_products_are_those_of_what_the_weight_stands_for(outputs, inputs, group, bits, platform):
+    for shuffled in (False, True):
+        weight, floats = weight_of(outputs, inputs, bits, group, shuffled, symmetric=not shuffled)
+        torch.testing.assert_close(weight.dequantize(torch.float32), floats)
+        bias = torch.randn(outputs).bfloat16()
+        linear = platform.make_quantized(weight, bias)
+        alone = None
+        for rows in (1, 2, 16, 17, 33, 300):
+            x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)).bfloat16()
+            if alone is None:
+                alone = x
+            x[0] = alone[0]
+            found = linear(x)
+            expected = x.float() @ floats.t() + bias.float()
+            torch.testing.assert_close(found.float(), expected, rtol=1e-2, atol=1e-3 * inputs**0.5)
+            assert torch.equal(found[:1], linear(alone)), "a row's result depends on the rows around it"
+
+
+def test_int8_weights_alone_are_one_group(platform, caplog):
+    weight = dataclasses.replace(quantize_int8(torch.randn(96, 160)), activation=None)
+    x = torch.randn(5, 160).bfloat16()
+    with caplog.at_level(logging.WARNING, "troupe.kernels"):
+        found = platform.make_quantized(weight, None)(x)
+    assert not caplog.records
+    torch.testing.assert_close(found.float(), x.float() @ weight.dequantize(torch.float32).t(), rtol=1e-2, atol=1e-2)
+
+
+def test_until_it_is_compiled_the_weight_is_dequantized(platform, monkeypatch, caplog):
+    weight, floats = weight_of(64, 128, 4, 32)
+    x = torch.randn(3, 128).bfloat16()
+    native, platform._native, platform._building = platform._native, None, object()
+    linear = platform.make_quantized(weight, None)
+    torch.testing.assert_close(linear(x).float(), x.float() @ floats.t(), rtol=3e-2, atol=0.2)
+    linear.adopt(native)
+    torch.testing.assert_close(linear(x).float(), x.float() @ floats.t(), rtol=1e-2, atol=2e-2)
+    platform._building = None
+    with caplog.at_level(logging.WARNING, "troupe.kernels"):
+        platform.make_quantized(weight, None)
+    assert "GroupedWeight is dequantized" in caplog.text
+    assert "AMX" in caplog.text
+
+
+def test_decodes_of_4_bits_run_as_one_program(drive, monkeypatch, tmp_path):
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}
+    path = rewrite(MODEL_DIR, tmp_path / "q", gptq(4, 32, shuffled=True), settings)
+    prompt = list(range(40, 72))
+    quantized = drive(path, dtype="bfloat16")
+    calls = []
+    run = Native.run
+    monkeypatch.setattr(Native, "run", lambda self, *args: (calls.append(args[1]), run(self, *args))[1])
+    quantized.admit(1, prompt)
+    tokens = quantized.generate(1, 48)
+    assert calls
+    assert max(calls) > 60  # operators of a whole pass
+    monkeypatch.setattr(CpuPlatform, "capture_decodes", lambda *args, **options: None)
+    monkeypatch.setattr(CpuPlatform, "capture_likeliest", lambda *args, **options: None)
+    one_by_one = drive(path, dtype="bfloat16")
+    one_by_one.admit(1, prompt)
+    assert one_by_one.generate(1, 48) == tokens
+    assert quantized.info.weight_bytes < 0.5 * drive(MODEL_DIR, dtype="bfloat16").info.weight_bytes
