@@ -9,6 +9,7 @@ import socket
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
@@ -75,6 +76,24 @@ async def test_two_workers_say_what_one_says_and_are_replaced_together(tiny_mode
             assert await killed_in_a_stream(engine, rank, signal.SIGKILL) == long
         assert await say(engine) == expected
         assert [worker["restarts"] for worker in engine.describe()["workers"]] == [2, 2]
+
+
+@pytest.mark.long
+async def test_two_workers_guess_alike(tiny_model: Path) -> None:
+    """How many guesses are made follows measured times, which differ between ranks: all must make the same."""
+    async with small_engine(
+        tiny_model,
+        tp=2,
+        speculative_algorithm="STANDALONE",
+        speculative_draft_model_path=str(tiny_model),
+        speculative_num_steps=4,
+        speculative_adaptive=True,
+    ) as engine:
+        plain = msgspec.structs.replace(LONG, speculative=False)
+        long = await read_out(engine.generate("Once upon", plain))
+        said = await say(engine)
+        assert said[0] == long[: len(said[0])]
+        assert await read_out(engine.generate("Once upon", LONG)) == long
 
 
 @pytest.mark.long
