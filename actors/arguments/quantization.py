@@ -6,9 +6,6 @@ from actors.arguments.argument import Argument
 
 __all__ = ["QUANTIZATION_ARGUMENTS"]
 
-_NOT_READ = (
-    "checkpoints of this method are not read yet; use one of fp8, or bf16 weights with --quantization int8 or fp8"
-)
 _OTHER = "this method is not built; use bf16 weights with --quantization int8 or fp8"
 
 QUANTIZATION_ARGUMENTS: tuple[Argument, ...] = (
@@ -17,15 +14,22 @@ QUANTIZATION_ARGUMENTS: tuple[Argument, ...] = (
         kind="str",
         default=None,
         default_text="what the checkpoint says",
-        choices=("int8", "fp8", "unquant"),
+        choices=(
+            "int8",
+            "fp8",
+            "unquant",
+            "awq",
+            "gptq",
+            "auto-round",
+            "compressed-tensors",
+            "modelslim",
+            "gguf",
+        ),
         synonyms={"w8a8_int8": "int8", "w8a8_fp8": "fp8", "none": "unquant"},
         unbuilt_choices={
             **dict.fromkeys(
-                ("awq", "gptq", "auto-round", "compressed-tensors", "modelslim", "gguf", "mxfp8", "mxfp4"), _NOT_READ
-            ),
-            **dict.fromkeys(
-                ("bitsandbytes", "marlin", "awq_marlin", "gptq_marlin", "moe_wna16", "modelopt", "modelopt_fp8",
-                 "modelopt_fp4", "petit_nvfp4", "quark", "w4afp8", "qoq"),
+                ("mxfp8", "mxfp4", "bitsandbytes", "marlin", "awq_marlin", "gptq_marlin", "moe_wna16", "modelopt",
+                 "modelopt_fp8", "modelopt_fp4", "petit_nvfp4", "quark", "w4afp8", "qoq"),
                 _OTHER,
             ),
         },

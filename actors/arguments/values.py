@@ -134,7 +134,9 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
     cuda_graph_bs: tuple[int, ...] | None = None
     cuda_graph_max_bs: int | None = None
     disable_cuda_graph_padding: bool = False
-    quantization: Literal["int8", "fp8", "unquant"] | None = None
+    quantization: (
+        Literal["int8", "fp8", "unquant", "awq", "gptq", "auto-round", "compressed-tensors", "modelslim", "gguf"] | None
+    ) = None
 
     speculative_config: dict[str, Any] = {}
     speculative_algorithm: Literal["EAGLE", "EAGLE3", "MTP", "DFLASH", "STANDALONE", "NGRAM"] | None = None

@@ -61,6 +61,8 @@ def test_planner(keywords: dict[str, Any], field: str, value: object) -> None:
         ({"chunked_prefill_size": 900}, "max_step_tokens", 900),
         ({"cpu_threads": 1}, "threads", 1),
         ({"random_seed": 5}, "random_seed", 5),
+        ({"quantization": "w8a8_int8"}, "quantization", "int8"),
+        ({"quantization": "awq"}, "quantization", "awq"),
         ({"attention_backend": "torch_native"}, "attention_backend", "torch_native"),
         ({"prefill_attention_backend": "ascend"}, "prefill_attention_backend", "ascend"),
         ({"decode_attention_backend": "ascend"}, "decode_attention_backend", "ascend"),
