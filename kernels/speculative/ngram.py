@@ -58,6 +58,7 @@ class NgramDrafter(Drafter):
 
     def release(self, slot: int) -> None:
         sequence = self._sequences.pop(slot, None)
+        self._prompts.pop(slot, None)
         if sequence is not None:
             self._trie.close(sequence)
 
