@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +21,24 @@ def kind_of(name: str) -> gguf.GGMLQuantizationType:
     return gguf.GGMLQuantizationType[name]
 
 
-def write_gguf(model: Path, file: Path, kind: str = "F32", *, pre: str = "qwen2", **metadata: Any) -> Path:
+def write_gguf(
+    model: Path,
+    file: Path,
+    kind: str = "F32",
+    *,
+    pre: str = "qwen2",
+    replaced: Mapping[str, tuple[np.ndarray, gguf.GGMLQuantizationType]] | None = None,
+    change: Callable[[Any], None] | None = None,
+) -> Path:
     """``model`` as ``file``. Matrices are of type ``kind`` where their rows allow it, else float32.
 
-    ``metadata``: strings by key, dots as double underscores; over what the model's own files say. The tokenizer, where
-    there is one, must be byte-level BPE.
+    ``replaced``: tensors by their names in the file. ``change``: says what it likes over what the model's own files
+    say. The tokenizer, where there is one, must be byte-level BPE.
     """
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     family = config["architectures"][0].removesuffix("ForCausalLM").lower()
     arch = {"mistral": "llama"}.get(family, family)
     writer = gguf.GGUFWriter(file, arch)
-    for key, value in metadata.items():
-        writer.add_string(key.replace("__", "."), value)
     heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads") or config["num_attention_heads"]
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -58,13 +65,31 @@ def write_gguf(model: Path, file: Path, kind: str = "F32", *, pre: str = "qwen2"
             values = _interleaved(values, kv_heads)
         fits = values.ndim == 2 and values.shape[1] % gguf.GGML_QUANT_SIZES[kind_of(kind)][0] == 0
         chosen = kind_of(kind) if fits else F32
-        stored = gguf.quants.quantize(values, chosen)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), stored, raw_dtype=chosen)
+        own = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        stored, chosen = (replaced or {}).get(own) or (gguf.quants.quantize(values, chosen), chosen)
+        writer.add_tensor(own, stored, raw_dtype=chosen)
+    if change is not None:
+        change(_Over(writer))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+class _Over:
+    """A writer that takes a key again."""
+
+    def __init__(self, writer: gguf.GGUFWriter) -> None:
+        self._writer = writer
+
+    def __getattr__(self, name: str) -> Any:
+        def add(key: str, *values: Any) -> None:
+            for held in self._writer.kv_data:
+                held.pop(key, None)
+            getattr(self._writer, name)(key, *values)
+
+        return add
 
 
 def _interleaved(values: np.ndarray, heads: int) -> np.ndarray:

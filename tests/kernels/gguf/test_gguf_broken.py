@@ -1,0 +1,166 @@
+"""Files that are no whole model of a known kind say what is wrong with them, before anything is allocated."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import struct
+import sys
+
+import gguf
+import numpy as np
+import pytest
+
+from kernels.gguf.checkpoint import GgufCheckpoint
+from kernels.gguf.description import describe
+from kernels.gguf.header import GgufError, read_header
+from kernels.loading import LoadError
+from kernels.models.config import ConfigError, parse_config
+from kernels.models.decoder import tensor_shapes
+from tests.gguf_writer import write_gguf
+from tests.tiny_model import make_tiny_model
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("whole")
+    return write_gguf(make_tiny_model(directory / "model"), directory / "model.gguf").read_bytes()
+
+
+@pytest.fixture
+def broken(tmp_path):
+    def write(data: bytes):
+        (tmp_path / "broken.gguf").write_bytes(data)
+        return tmp_path / "broken.gguf"
+
+    return write
+
+
+def load(file):
+    """Everything but the weights."""
+    header = read_header(file)
+    GgufCheckpoint(header).check(tensor_shapes(parse_config(describe(header))))
+
+
+def entry(data: bytes, name: str) -> int:
+    """Where a tensor's count of dimensions is."""
+    return data.rindex(struct.pack("<Q", len(name)) + name.encode()) + 8 + len(name)
+
+
+def changed(data: bytes, name: str, *, kind: int | None = None, offset: int | None = None, rows: int | None = None):
+    at = entry(data, name)
+    (dimensions,) = struct.unpack_from("<I", data, at)
+    edited = bytearray(data)
+    if rows is not None:
+        struct.pack_into("<Q", edited, at + 4 + 8 * (dimensions - 1), rows)
+    if kind is not None:
+        struct.pack_into("<I", edited, at + 4 + 8 * dimensions, kind)
+    if offset is not None:
+        struct.pack_into("<Q", edited, at + 8 + 8 * dimensions, offset)
+    return bytes(edited)
+
+
+def test_the_whole_file_is_fine(whole, broken):
+    load(broken(whole))
+
+
+@pytest.mark.parametrize("part", [0.0001, 0.001, 0.01, 0.05, 0.5, 0.99])
+def test_a_file_cut_short_is_told(part, whole, broken):
+    file = broken(whole[: max(5, int(len(whole) * part))])
+    with pytest.raises(GgufError, match=r"broken\.gguf.*(download|whole)"):
+        load(file)
+
+
+def test_no_byte_of_a_head_is_believed(whole, broken):
+    """Any byte may be any other: a file is read or refused, and never crashes or takes the memory."""
+    seeded = random.Random(3)
+    for _ in range(150):
+        edited = bytearray(whole)
+        for _ in range(3):
+            edited[seeded.randrange(4, 9000)] = seeded.choice((0, 1, 7, 127, 128, 255))
+        with contextlib.suppress(ConfigError):
+            load(broken(bytes(edited)))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"kind": 4242}, r"blk\.1\.ffn_up\.weight is of type 4242, which is none that is read: F32, F16"),
+        ({"kind": 9}, r"blk\.1\.ffn_up\.weight is of type 9"),
+        ({"offset": 1 << 60}, r"blk\.1\.ffn_up\.weight ends at byte \d+, and the file at \d+"),
+        ({"rows": 1 << 61}, r"blk\.1\.ffn_up\.weight has shape \[\d+, 32\], the metadata asks for \[64, 32\]"),
+        ({"kind": 12}, r"rows of 32, no multiple of Q4_K's blocks of 256"),
+    ],
+)
+def test_a_wrong_tensor_is_named(change, says, whole, broken):
+    with pytest.raises(GgufError, match=says):
+        load(broken(changed(whole, "blk.1.ffn_up.weight", **change)))
+
+
+def test_a_missing_and_a_foreign_tensor_are_named(whole, broken):
+    renamed = whole.replace(b"blk.1.ffn_up.weight", b"blk.1.ffn_xp.weight")
+    with pytest.raises(
+        GgufError, match=r"blk\.1\.ffn_up\.weight is missing; blk\.1\.ffn_xp\.weight is in the file and"
+    ):
+        load(broken(renamed))
+
+
+def test_counts_are_held_against_the_file(whole, broken):
+    for at in (8, 16):
+        edited = bytearray(whole)
+        struct.pack_into("<Q", edited, at, 1 << 62)
+        with pytest.raises(GgufError, match="cut short or damaged"):
+            load(broken(bytes(edited)))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda writer: writer.add_uint16("split.count", 3), "join them with llama-gguf-split --merge"),
+        (lambda writer: writer.add_uint32("qwen3.expert_count", 8), "mixture of experts"),
+        (lambda writer: writer.add_string("qwen3.rope.scaling.type", "longrope"), "'longrope' is not supported"),
+        (lambda writer: writer.add_uint32("qwen3.block_count", 1 << 31), "the last of qwen3.block_count 2147483648"),
+        (lambda writer: writer.add_uint32("qwen3.rope.dimension_count", 4), "rotates part of a head"),
+        (lambda writer: writer.add_string("qwen3.context_length", "long"), "must be a whole number of at least 1"),
+    ],
+)
+def test_what_is_not_read_is_told(change, says, tmp_path, tiny_model):
+    file = write_gguf(tiny_model, tmp_path / "broken.gguf", change=change)
+    with pytest.raises(GgufError, match=says):
+        load(file)
+
+
+def test_unknown_architectures_are_named(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "broken.gguf", "mamba")
+    writer.add_tensor("x", np.zeros((2, 2), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(GgufError, match=r"architecture 'mamba'; those that are read from GGUF are llama, qwen2, qwen3"):
+        load(tmp_path / "broken.gguf")
+
+
+def test_other_files_and_versions_are_told(whole, broken):
+    with pytest.raises(GgufError, match="is not a GGUF file"):
+        load(broken(b"PK\3\4" + whole[4:]))
+    with pytest.raises(GgufError, match="GGUF version 99; versions 2 and 3 are read"):
+        load(broken(whole[:4] + struct.pack("<I", 99) + whole[8:]))
+    with pytest.raises(GgufError, match="the other byte order"):
+        load(broken(whole[:4] + struct.pack(">I", 3) + whole[8:]))
+
+
+def test_load_formats_insist(whole, broken, drive, tiny_model):
+    file = broken(whole)
+    for wrong in ("safetensors", "dummy"):
+        with pytest.raises(LoadError, match="is a GGUF file"):
+            drive(file, load_format=wrong)
+    with pytest.raises(LoadError, match=r"is for one \.gguf file"):
+        drive(tiny_model, load_format="gguf")
+    drive(file, load_format="gguf", quantization="gguf")
+
+
+def test_without_the_package_the_extra_is_named(whole, broken, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(GgufError, match=r"pip install 'troupe-llm\[gguf\]'"):
+        load(broken(whole))

@@ -1,0 +1,144 @@
+"""A GGUF file computes what the floats it stands for compute, whatever its types, its family and the ranks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kernels.gguf.checkpoint import READ, GgufCheckpoint
+from kernels.gguf.header import read_header
+from kernels.models.config import read_config
+from kernels.parallel.partition import Part
+from kernels.quantization.recognise import recognise
+from kernels.quantization.weights import GroupedWeight
+from tests.gguf_writer import kind_of, write_gguf
+from tests.tiny_model import make_tiny_model
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """A model whose rows hold whole blocks of every type."""
+    return make_tiny_model(tmp_path_factory.mktemp("wide"), hidden_size=256, intermediate_size=256)
+
+
+def stored(file):
+    """What the package itself makes of each tensor, float32 [rows, columns]."""
+    reader = gguf.GGUFReader(file)
+    return {one.name: np.array(gguf.quants.dequantize(one.data, one.tensor_type)) for one in reader.tensors}
+
+
+def floats(source, target, file):
+    """The directory ``source`` with the weights of a GGUF file of it."""
+    shutil.copytree(source, target)
+    checkpoint = GgufCheckpoint(read_header(file))
+    save_file({name: checkpoint.floats(name) for name in checkpoint.shapes()}, target / "model.safetensors")
+    return target
+
+
+def greedy(drive, path, prompt, length=24, **options):
+    driver = drive(path, dtype="float32", **options)
+    driver.admit(1, prompt)
+    return driver.generate(1, length)
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_every_type_is_read(kind, wide, tmp_path):
+    """Types that the package does not write are made of any bytes."""
+    rows, columns = 256, 256
+    generator = np.random.default_rng(len(kind))
+    values = generator.standard_normal((rows, columns)).astype(np.float32)
+    try:
+        data = gguf.quants.quantize(values, kind_of(kind))
+    except NotImplementedError:
+        block, size = gguf.GGML_QUANT_SIZES[kind_of(kind)]
+        data = generator.integers(0, 64, (rows, columns // block * size), np.uint8)
+    file = write_gguf(wide, tmp_path / "model.gguf", replaced={"blk.0.ffn_up.weight": (data, kind_of(kind))})
+    checkpoint = GgufCheckpoint(read_header(file))
+    found = checkpoint.floats("model.layers.0.mlp.up_proj.weight")
+    np.testing.assert_array_equal(found.numpy(), gguf.quants.dequantize(data, kind_of(kind)).reshape(rows, columns))
+    rows_part, columns_part = torch.empty(64, columns), torch.empty(rows, 64)
+    checkpoint.fill("model.layers.0.mlp.up_proj.weight", rows_part, Part(0, 64, 128))
+    checkpoint.fill("model.layers.0.mlp.up_proj.weight", columns_part, Part(1, 128, 192))
+    assert rows_part.equal(found[64:128])
+    assert columns_part.equal(found[:, 128:192])
+
+
+def test_no_type_of_the_package_is_forgotten():
+    known = set()
+    for kind in gguf.GGMLQuantizationType:
+        try:
+            block, size = gguf.GGML_QUANT_SIZES[kind]
+            gguf.quants.dequantize(np.zeros((1, 256 // min(block, 256) * size), np.uint8), kind)
+            known.add(kind.name)
+        except (NotImplementedError, ValueError):
+            continue
+    assert known - {"NVFP4", "Q1_0"} == set(READ)  # no model of these families is written in those two
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("Q8_0", 8), ("Q4_0", 4)])
+def test_types_that_stay_quantized_stand_for_the_same(kind, bits, wide, tmp_path):
+    file = write_gguf(wide, tmp_path / "model.gguf", kind)
+    scheme, checkpoint = recognise(file, ""), GgufCheckpoint(read_header(file))
+    for module in ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj", "lm_head"):
+        shape = checkpoint.shapes()[f"{module}.weight"]
+        weight = scheme.read(checkpoint, module, shape)
+        assert isinstance(weight, GroupedWeight)
+        assert (weight.bits, weight.group, weight.shape) == (bits, 32, shape)
+        assert weight.nbytes < 1.1 * bits / 8 * shape[0] * shape[1] + 2 * shape[0] * shape[1] / 32
+        assert weight.dequantize(torch.float32).equal(checkpoint.floats(f"{module}.weight"))
+    assert recognise(file, "unquant") is None
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["llama2", "llama3.1", "llama-biased", "llama-linear", "llama-yarn", "mistral-full", "qwen2", "qwen3"],
+)
+def test_families_compute_what_their_directories_do(family, reference, drive, prompts, tmp_path):
+    model = reference(family)
+    file = write_gguf(model.path, tmp_path / "model.gguf")
+    (prompt,) = prompts(12)
+    assert greedy(drive, file, prompt) == model.greedy(prompt, 24)
+    own, theirs = read_config(file), read_config(model.path)
+    for field in (
+        "heads",
+        "kv_heads",
+        "head_dim",
+        "layers",
+        "vocab_size",
+        "tied_embeddings",
+        "qkv_bias",
+        "max_positions",
+    ):
+        assert getattr(own, field) == getattr(theirs, field), field
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q5_1"])
+def test_quantized_models_compute_what_their_floats_do(kind, wide, drive, tmp_path):
+    file = write_gguf(wide, tmp_path / "model.gguf", kind)
+    prompt = list(range(5, 17))
+    found = greedy(drive, file, prompt)
+    assert found == greedy(drive, floats(wide, tmp_path / "floats", file), prompt)
+    assert found == greedy(drive, file, prompt, quantization="unquant")
+
+
+def test_rows_of_queries_and_keys_come_back_in_order(reference, tmp_path):
+    model = reference("llama2")
+    checkpoint = GgufCheckpoint(read_header(write_gguf(model.path, tmp_path / "model.gguf")))
+    for name, tensor in load_file(model.path / "model.safetensors").items():
+        assert checkpoint.floats(name).equal(tensor), name
+
+
+def test_the_numbers_of_floats_follow_the_file(wide, tmp_path):
+    for kind, dtype in {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "Q8_0": "bfloat16"}.items():
+        assert read_config(write_gguf(wide, tmp_path / f"{kind}.gguf", kind)).dtype == dtype
+
+
+def test_sizes_may_be_said_over_the_file(wide, tmp_path):
+    file = write_gguf(wide, tmp_path / "model.gguf")
+    assert read_config(file, json.dumps({"max_position_embeddings": 77})).max_positions == 77
