@@ -1,4 +1,4 @@
-"""Weights from a Hugging Face directory of safetensors, or made up for measurements.
+"""Weights from a Hugging Face directory of safetensors, from a GGUF file, or made up for measurements.
 
 A checkpoint's tensors are compared with what the model expects before anything is read, from the files' headers alone,
 so that one error names everything that is wrong. Weights are then read one by one straight into their fused place, of a
@@ -20,6 +20,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from kernels.gguf.checkpoint import GgufCheckpoint
+from kernels.gguf.header import is_gguf, read_header
 from kernels.parallel.partition import Part
 from kernels.quantization.scheme import Files, Scheme, Shapes, Stored
 from kernels.quantization.weights import PartError, Projection, QuantizedWeight
@@ -166,7 +168,7 @@ def open_weights(
     progress: Callable[[float], None],
     scheme: Scheme | None = None,
 ) -> WeightLoader:
-    """A loader for ``load_format`` auto, safetensors or dummy. Raises LoadError.
+    """A loader for ``load_format`` auto, safetensors, gguf or dummy. Raises LoadError, or GgufError.
 
     ``parts``: what is wanted of the tensors of ``shapes``; all of one that is not named. ``extra_config``: a JSON
     object of options for the loader; there are none yet. ``scheme``: of the checkpoint; None: all is in floats.
@@ -179,23 +181,38 @@ def open_weights(
         raise LoadError(f"the loader's extra config must be a JSON object, and is {extra_config!r}")
     if options:
         raise LoadError(f"the loader takes no option {', '.join(map(repr, options))}; leave its extra config empty")
+    header = read_header(model_path) if is_gguf(model_path) else None
+    if header is None and load_format == "gguf":
+        raise LoadError(f"load format gguf is for one .gguf file, and {model_path} is a directory; give the file")
+    if header is not None:
+        if load_format not in ("auto", "gguf"):
+            raise LoadError(f"{model_path} is a GGUF file, which load format {load_format} does not read; use auto")
+        file = GgufCheckpoint(header)
+        file.check(shapes, scheme)
+        return WeightLoader(file.fill, shapes, parts, dtype, device, progress, scheme, file)
     if load_format == "dummy":
         dummy = _Dummy(seed, shapes, _expected(shapes, scheme))
         return WeightLoader(dummy.fill, shapes, parts, dtype, device, progress, scheme, dummy)
     if load_format not in ("auto", "safetensors"):
-        raise LoadError(f"load format {load_format!r} is not supported; use auto, safetensors or dummy")
+        raise LoadError(f"load format {load_format!r} is not supported; use auto, safetensors, gguf or dummy")
     checkpoint = _Checkpoint(Path(model_path))
     checkpoint.check(shapes, scheme)
     return WeightLoader(checkpoint.fill, shapes, parts, dtype, device, progress, scheme, checkpoint)
 
 
 def stored_shapes(model_path: str | Path) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a directory of safetensors, by name, from the files' headers alone. Raises LoadError."""
+    """Every tensor of a directory of safetensors or of a GGUF file, by name, from the headers alone. Raises LoadError,
+    or GgufError."""
+    if is_gguf(model_path):
+        return GgufCheckpoint(read_header(model_path)).shapes()
     return _Checkpoint(Path(model_path)).shapes()
 
 
 def read_tensor(model_path: str | Path, name: str) -> Tensor:
-    """One tensor of such a directory as it is stored, on the host. Raises LoadError."""
+    """One tensor of such a directory as it is stored, of such a file in float32, on the host. Raises LoadError, or
+    GgufError."""
+    if is_gguf(model_path):
+        return GgufCheckpoint(read_header(model_path)).floats(name)
     return _Checkpoint(Path(model_path)).read(name)
 
 

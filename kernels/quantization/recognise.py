@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from kernels.gguf.header import is_gguf, read_header
 from kernels.models.config import ConfigError, read_json
 from kernels.quantization.auto_round import AutoRound
 from kernels.quantization.awq import Awq
 from kernels.quantization.compressed import Compressed
 from kernels.quantization.fp8 import Fp8
+from kernels.quantization.gguf_files import GgufScheme
 from kernels.quantization.gptq import Gptq
 from kernels.quantization.modelslim import ModelSlim, description_file, read_description
 from kernels.quantization.online import ONLINE, Online
@@ -36,7 +38,10 @@ def recognise(model_path: str | Path, asked: str, overrides: str = "{}") -> Sche
 
     ``asked``: of --quantization, empty to do as the files say: must agree with them, or names one of ``ONLINE`` for a
     checkpoint in floats; unquant: they must be floats. ``overrides``: a JSON object that was merged over config.json.
+    A GGUF file's weights may also be made floats of, and be quantized anew.
     """
+    if is_gguf(model_path):
+        return GgufScheme(read_header(model_path)) if asked in ("", "gguf") else _online(asked)
     raw = {**read_json(model_path), **json.loads(overrides or "{}")}
     settings = raw.get("quantization_config")
     description = description_file(model_path)
