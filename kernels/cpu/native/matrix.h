@@ -181,11 +181,13 @@ inline void multiply_chunk(void* context, int64_t chunk, int) {
 
 inline void multiply(Team& team, Product p) {
     const int64_t cached = (1 << 19) / p.inputs / WIDE * WIDE;  // rows of 1 MB, half of a second cache
-    p.panel = std::max<int64_t>(64, std::min<int64_t>(512, cached));
+    const int64_t most = std::max<int64_t>(64, std::min<int64_t>(512, cached));
+    const int64_t panels = std::max<int64_t>(1, (p.rows + most - 1) / most);
+    p.panel = ((p.rows + panels - 1) / panels + WIDE - 1) / WIDE * WIDE;
     p.threads = team.size();
     // What is more than the second cache holds comes back from memory, and need not be read before it is written.
     p.past = p.rows * p.outputs > 1 << 20 && p.stride_out % 32 == 0 && reinterpret_cast<uintptr_t>(p.out) % 64 == 0;
-    const int64_t all = blocks(p.outputs), panels = (p.rows + p.panel - 1) / p.panel;
+    const int64_t all = blocks(p.outputs);
     // A chunk is worth its claim, yet there are enough to share: at least 64 kB of weight.
     p.chunk = std::max<int64_t>(1, std::min(all / (4 * team.size()), 1 + (1 << 17) / (WIDE * p.inputs * 2)));
     team.each(panels * ((all + p.chunk - 1) / p.chunk), multiply_chunk, &p);
