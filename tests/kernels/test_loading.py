@@ -157,7 +157,7 @@ def test_a_directory_that_is_not_there_is_told(tmp_path, drive):
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({"load_format": "pt"}, LoadError, "auto, safetensors or dummy"),
+        ({"load_format": "pt"}, LoadError, "auto, safetensors, gguf or dummy"),
         ({"loader_extra_config": '{"threads": 4}'}, LoadError, "threads"),
         ({"loader_extra_config": "[1"}, LoadError, "JSON object"),
         ({"dtype": "float16"}, PlatformError, "bfloat16 or float32"),
