@@ -8,9 +8,9 @@ from torch import Tensor
 
 from kernels.npu.operators import FRACTAL_NZ
 from kernels.npu.soc import Soc
-from kernels.quantization.weights import Int8Weight
+from kernels.quantization.weights import Int8Weight, StaticActivation
 
-__all__ = ["MOST", "NpuInt8Linear"]
+__all__ = ["MOST", "NpuInt8Linear", "NpuStaticLinear"]
 
 MOST = 65535
 """The largest dimension of npu_quant_matmul."""
@@ -25,9 +25,7 @@ class NpuInt8Linear:
     """
 
     def __init__(self, weight: Int8Weight, bias: Tensor | None, soc: Soc) -> None:
-        values = weight.values.t().contiguous()
-        tiled = soc.nz_weights and values.shape[0] % _TILE[0] == 0 and values.shape[1] % _TILE[1] == 0
-        self.values = torch_npu.npu_format_cast(values, FRACTAL_NZ) if tiled else values
+        self.values = _tiles(weight, soc)
         self.scales = weight.scales
         self.bias = None if bias is None else bias.float()
 
@@ -46,3 +44,42 @@ class NpuInt8Linear:
             and weight.dtype in (torch.bfloat16, torch.float16)
             and max(weight.shape) <= MOST
         )
+
+
+class NpuStaticLinear:
+    """int8 weights by inputs that are rounded by a scale that was found before: npu_quantize, which multiplies by the
+    scale's reciprocal, then npu_quant_matmul with the correction as its bias. bfloat16: float16 would take the scales
+    as int64, and is dequantized.
+    """
+
+    def __init__(self, weight: Int8Weight, bias: Tensor | None, soc: Soc) -> None:
+        activation = weight.activation
+        assert isinstance(activation, StaticActivation)
+        self.values = _tiles(weight, soc)
+        inputs = weight.shape[1]
+        self.reciprocal = activation.scale.reciprocal().expand(inputs).contiguous()
+        offset = activation.offset
+        self.offset = torch.zeros_like(self.reciprocal) if offset is None else offset.expand(inputs).contiguous()
+        self.scales = weight.scales * activation.scale
+        self.correction = weight.correction
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        whole = torch_npu.npu_quantize(x, self.reciprocal, self.offset, torch.qint8, -1, False)
+        found: Tensor = torch_npu.npu_quant_matmul(
+            whole, self.values, self.scales, bias=self.correction, output_dtype=x.dtype
+        )
+        return found if self.bias is None else found.add_(self.bias)
+
+    @staticmethod
+    def fits(weight: Int8Weight) -> bool:
+        """Whether the operators take it."""
+        static = isinstance(weight.activation, StaticActivation)
+        return static and weight.dtype == torch.bfloat16 and max(weight.shape) <= MOST
+
+
+def _tiles(weight: Int8Weight, soc: Soc) -> Tensor:
+    """[inputs, outputs], in tiles where the device keeps them and they divide it."""
+    values = weight.values.t().contiguous()
+    tiled = soc.nz_weights and values.shape[0] % _TILE[0] == 0 and values.shape[1] % _TILE[1] == 0
+    return torch_npu.npu_format_cast(values, FRACTAL_NZ) if tiled else values

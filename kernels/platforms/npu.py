@@ -29,11 +29,12 @@ from kernels.npu.errors import explain
 from kernels.npu.graphs import DecodeGraphs
 from kernels.npu.native_attention import NativePart, native_attention, plan_native
 from kernels.npu.operators import NpuNorm, ascend_cut, make_linear, rotate, swiglu, write_cache
-from kernels.npu.quantized import NpuInt8Linear
+from kernels.npu.quantized import NpuInt8Linear, NpuStaticLinear
 from kernels.npu.soc import soc_of
 from kernels.npu.tree_attention import TreePart, plan_trees, tree_attention
+from kernels.npu.weight_only import NpuWeightOnlyLinear, fits_weight_only
 from kernels.platforms.base import AttentionRows, Decodes, Fetched, Linear, Memory, Norm, Platform, PlatformError
-from kernels.quantization.weights import Int8Weight, QuantizedWeight
+from kernels.quantization.weights import GroupedWeight, Int8Weight, QuantizedWeight
 from kernels.staging import Staging, fetch
 from kernels.step import RunnerConfig
 
@@ -172,6 +173,10 @@ class NpuPlatform(Platform):
     def make_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
         if isinstance(weight, Int8Weight) and NpuInt8Linear.fits(weight):
             return NpuInt8Linear(weight, bias, self.soc)
+        if isinstance(weight, Int8Weight) and NpuStaticLinear.fits(weight):
+            return NpuStaticLinear(weight, bias, self.soc)
+        if isinstance(weight, Int8Weight | GroupedWeight) and fits_weight_only(weight):
+            return NpuWeightOnlyLinear(weight, bias)
         return super().make_quantized(weight, bias)
 
     def make_norm(self, weight: Tensor, eps: float) -> Norm:

@@ -239,11 +239,4 @@ def _static(files: Files, module: str) -> Int8Weight:
 
 
 def _in_groups(values: Tensor, scales: Tensor, zeros: Tensor | None, inputs: int, bits: int) -> GroupedWeight:
-    """A scale for all inputs is repeated for groups of them, so that up to 8 ranks can divide them."""
-    groups = scales.shape[1]
-    if groups == 1:
-        group = next((size for size in (128, 64, 32, 16, 8, 4, 2) if inputs % (8 * size) == 0), inputs)
-        groups = inputs // group
-        scales = scales.expand(-1, groups).contiguous()
-        zeros = None if zeros is None else zeros.expand(-1, groups).contiguous()
-    return GroupedWeight(values, scales, zeros, inputs // groups, 4 if bits == 4 else 8)
+    return GroupedWeight(values, scales, zeros, inputs // scales.shape[1], 4 if bits == 4 else 8)

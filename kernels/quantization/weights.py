@@ -192,6 +192,9 @@ class GroupedWeight(QuantizedWeight):
                 "its inputs are stored in an order of their own (act-order), so they cannot be divided over ranks; use "
                 "--tensor-parallel-size 1, or a checkpoint without desc_act"
             )
+        if self.group == self.shape[1]:  # an output's inputs share one scale, and so do those of a part
+            bytes_ = Part(1, part.begin * self.bits // 8, part.end * self.bits // 8)
+            return dataclasses.replace(self, values=bytes_.of(self.values).contiguous(), group=part.end - part.begin)
         if part.begin % self.group or part.end % self.group:
             raise PartError(
                 f"inputs {part.begin} to {part.end} cut a group of {self.group} that share a scale; use a smaller "

@@ -1,0 +1,110 @@
+"""ModelSlim checkpoints on simulated NPUs, by the vendor's operators."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+import torch_npu
+from safetensors.torch import load_file, save_file
+
+from app.understudy import MODEL_DIR
+from kernels.npu.simulator.activate import active
+from kernels.npu.simulator.constraints import ConstraintError
+from kernels.step import SlotSampling
+from tests.modelslim import calibrate, shifted, write
+
+PAGE = 128
+OPTIONS = {"dtype": "bfloat16", "device": "npu", "page_size": PAGE, "max_step_tokens": 256}
+SCORED = SlotSampling(temperature=0.0, prompt_logprobs=0)
+ROUNDS, SCALES = "npu_quantize", "npu_dynamic_quant"
+PRODUCT, WEIGHT_ONLY, PACKS = "npu_quant_matmul", "npu_weight_quant_batchmatmul", "npu_convert_weight_to_int4pack"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The model in the box with floats of 32 bits, its path, a prompt of its own words, and what each layer sees."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = tmp_path_factory.mktemp("box") / "model"
+    write(MODEL_DIR, path.parent / "floats", lambda module: "FLOAT")[1].rename(path)
+    text = "The capital of France is Paris. The capital of Italy is Rome. The capital of Spain is Madrid."
+    tokens = AutoTokenizer.from_pretrained(MODEL_DIR)(text)["input_ids"]
+    network = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    return path, tokens, calibrate(network, tokens)
+
+
+def scores(driver, prompt):
+    driver.admit(1, prompt, sampling=SCORED)
+    found = np.frombuffer(driver.step([(1, len(prompt))]).prompt_logprobs, np.float32)
+    driver.generate(1, len(prompt) + 4)
+    return found
+
+
+def called(operators):
+    return [active().engine.calls.get(f"npu.{name}.default", 0) for name in operators]
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "operators"),
+    [
+        ("W8A8", 0, (ROUNDS, PRODUCT)),
+        ("W8A8_DYNAMIC", 0, (SCALES, PRODUCT)),
+        ("W8A16", 0, (WEIGHT_ONLY,)),
+        ("W4A16", 32, (WEIGHT_ONLY, PACKS)),
+    ],
+)
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_layers_run_by_the_operators_of_their_kind(kind, group, operators, graphs, model, drive, tmp_path, caplog):
+    path, tokens, ranges = model
+    checkpoint, floats = write(path, tmp_path, lambda module: kind, ranges, group=group)
+    before = called(operators)
+    with caplog.at_level(logging.WARNING, "troupe.kernels"):
+        driver = drive(checkpoint, disable_graphs=not graphs, **OPTIONS)
+    assert bool(driver.info.graph_rows) == graphs
+    off = np.abs(scores(driver, tokens) - scores(drive(floats, dtype="float32"), tokens))
+    assert off.mean() < 0.35
+    assert not [record for record in caplog.records if "dequantized" in record.getMessage()]
+    assert all(now > then for now, then in zip(called(operators), before, strict=True))
+
+
+def test_static_layers_of_float16_models_keep_their_biases(model, drive, tmp_path, caplog):
+    path, tokens, ranges = model
+    tensors = shifted(load_file(path / "model.safetensors"))
+    source = tmp_path / "shifted"
+    write(path, tmp_path / "plain", lambda module: "FLOAT")[1].rename(source)
+    save_file(tensors, source / "model.safetensors")
+    ranges = {module: (low - 4.0, high + 4.0) for module, (low, high) in ranges.items()}
+    checkpoint, _ = write(source, tmp_path, lambda module: "W8A8", ranges, half=True)
+    plain = scores(drive(path, dtype="float32"), tokens)
+    for dtype in ("float16", "bfloat16"):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "troupe.kernels"):
+            found = scores(drive(checkpoint, **OPTIONS | {"dtype": dtype}), tokens)
+        assert np.abs(found - plain).mean() < 0.8
+        told = [record for record in caplog.records if "dequantized" in record.getMessage()]
+        assert len(told) == (dtype == "float16")
+
+
+def test_what_the_operators_do_not_take():
+    x, whole = torch.ones(3, 64, dtype=torch.bfloat16).npu(), torch.ones(64, 16, dtype=torch.int8).npu()
+    scales = torch.ones(1, 16, dtype=torch.bfloat16).npu()
+    product = torch_npu.npu_weight_quant_batchmatmul
+    with pytest.raises(ConstraintError, match="antiquant_scale: must be bfloat16"):
+        product(x, whole, scales.float())
+    with pytest.raises(ConstraintError, match="16 must be divisible by 32"):
+        product(x, whole, scales, antiquant_group_size=16)
+    with pytest.raises(ConstraintError, match="bias: must be float32"):
+        product(x, whole, scales, bias=torch.ones(16, dtype=torch.bfloat16).npu())
+    packed = torch_npu.npu_convert_weight_to_int4pack(whole.to(torch.int32))
+    assert tuple(packed.shape) == (64, 2)
+    with pytest.raises(ConstraintError, match="pass zeros"):
+        product(x, packed, scales)
+    found = product(x, packed, scales, torch.zeros_like(scales))
+    torch.testing.assert_close(found.cpu(), torch.full((3, 16), 64, dtype=torch.bfloat16))
+    with pytest.raises(ConstraintError, match="pass False"):
+        torch_npu.npu_quantize(x, torch.ones(64).npu(), None, torch.qint8, -1, True)
+    with pytest.raises(ConstraintError, match="shape and dtype"):
+        torch_npu.npu_quantize(x, torch.ones(64).npu(), torch.zeros(1).npu(), torch.qint8, -1, False)
