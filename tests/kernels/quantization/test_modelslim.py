@@ -8,8 +8,11 @@ import logging
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
 
+from app.understudy import MODEL_DIR
 from kernels.loading import LoadError
 from kernels.models.config import ConfigError
 from kernels.parallel.partition import Part
@@ -152,8 +155,6 @@ def test_layers_of_many_kinds_in_one_model(made, drive):
 @pytest.mark.parametrize("name", ["qwen3", "parallel-llama"])
 @pytest.mark.parametrize("kind", ["FLOAT", "W8A16", "W8A8"])
 def test_biases_against_outliers_are_applied(kind, name, reference, drive, tmp_path):
-    from safetensors.torch import save_file
-
     model = reference(name)
     source = tmp_path / "shifted"
     write(model.path, tmp_path / "plain", lambda module: "FLOAT")[1].rename(source)
@@ -275,3 +276,21 @@ def test_what_the_flag_asks_for_must_agree(made, drive):
     (checkpoint / "quant_model_description_w8a8.json").write_text("{}")
     with pytest.raises(ConfigError, match="keep the one that was written with the weights"):
         recognise(checkpoint, "")
+
+
+@pytest.mark.parametrize("kind", ["W8A8", "W8A8_DYNAMIC", "W8A16"])
+def test_the_model_in_the_box_by_native_operators(kind, drive, tmp_path):
+    """In bfloat16, with norms' biases, which no recorded program has: decodes say what prompts do."""
+    source = tmp_path / "shifted"
+    write(MODEL_DIR, tmp_path / "plain", lambda module: "FLOAT")[1].rename(source)
+    save_file(shifted(load_file(source / "model.safetensors")), source / "model.safetensors")
+    prompt = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json")).encode("The capital of France is Paris.").ids
+    network = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32).eval()
+    ranges = {module: (low - 4.0, high + 4.0) for module, (low, high) in calibrate(network, prompt).items()}
+    checkpoint, _ = write(source, tmp_path, lambda module: kind, ranges)
+    driver = drive(checkpoint, dtype="bfloat16")
+    assert np.abs(scores(driver, prompt) - scores(drive(MODEL_DIR, dtype="float32"), prompt)).mean() < 0.6
+    tokens = driver.generate(1, len(prompt) + 8)
+    driver.admit(2, tokens, sampling=SCORED)
+    found = np.frombuffer(driver.step([(2, len(tokens))]).prompt_logprobs, np.float32)
+    assert found[len(prompt) - 1 :].min() > -3.0  # what it said itself is likely to it
