@@ -96,15 +96,16 @@ class ModelFiles:
     ) -> None:
         self.path = path
         self.tokenizer_path = tokenizer_path or path
-        if path.is_file():
-            header = _header(path)
+        header = _header(path) if path.is_file() else None
+        if header is not None:
             self.config, self.generation_config = _described(header), generation_defaults(header)
         else:
             self.config = self._read("config.json", required=True)
             self.generation_config = self._read("generation_config.json")
         self.config.update(overrides or {})
         if self.tokenizer_path.is_file():
-            self.tokenizer_config = tokenizer_settings(_header(self.tokenizer_path).metadata)
+            own = header if header is not None and self.tokenizer_path == path else _header(self.tokenizer_path)
+            self.tokenizer_config = tokenizer_settings(own.metadata)
         else:
             self.tokenizer_config = self._read("tokenizer_config.json", base=self.tokenizer_path)
 

@@ -41,7 +41,11 @@ def recognise(model_path: str | Path, asked: str, overrides: str = "{}") -> Sche
     A GGUF file's weights may also be made floats of, and be quantized anew.
     """
     if is_gguf(model_path):
-        return GgufScheme(read_header(model_path)) if asked in ("", "gguf") else _online(asked)
+        if asked in ("", "gguf"):
+            return GgufScheme(read_header(model_path))
+        if asked not in ("unquant", *ONLINE):
+            raise ConfigError(f"this model is a GGUF file, and --quantization asks for {asked}; leave the flag out")
+        return _online(asked)
     raw = {**read_json(model_path), **json.loads(overrides or "{}")}
     settings = raw.get("quantization_config")
     description = description_file(model_path)

@@ -157,7 +157,12 @@ def test_load_formats_insist(whole, broken, drive, tiny_model):
             drive(file, load_format=wrong)
     with pytest.raises(LoadError, match=r"is for one \.gguf file"):
         drive(tiny_model, load_format="gguf")
+    with pytest.raises(ConfigError, match="is a GGUF file, and --quantization asks for awq"):
+        drive(file, quantization="awq")
+    with pytest.raises(ConfigError, match="--quantization gguf is for a checkpoint that was quantized so"):
+        drive(tiny_model, quantization="gguf")
     drive(file, load_format="gguf", quantization="gguf")
+    drive(file, quantization="int8")
 
 
 def test_without_the_package_the_extra_is_named(whole, broken, monkeypatch):
