@@ -9,12 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kernels.loading import LoadError
-from kernels.models.config import ConfigError
+from kernels.loading import LoadError, open_weights
+from kernels.models.config import ConfigError, read_config
+from kernels.models.decoder import tensor_shapes
 from kernels.parallel.partition import Part
 from kernels.quantization.recognise import METHODS, recognise
 from kernels.quantization.weights import PartError, StaticActivation
 from kernels.step import SlotSampling
+from tests.kernels.parallel.ranks import run_ranks
 from tests.quantized import rewrite
 from tests.quantized_words import Rounded, awq, dequantized, gptq, int8_rows, packed
 
@@ -254,3 +256,36 @@ def test_parts_of_ranks_make_up_the_whole():
     ordered = METHODS["gptq"](gptq_settings()).read(Files(gptq(4, 16, True)("m", weight)), "m", (32, 64))
     with pytest.raises(PartError, match="act-order"):
         ordered.part(Part(1, 0, 32))
+
+
+@pytest.mark.long
+def test_two_ranks_say_what_one_says(reference, drive, prompts, tmp_path):
+    source, texts = reference("parallel-qwen3").path, prompts(5, 23)
+    paths = [
+        rewrite(source, tmp_path / "awq", awq(4, 8), awq_settings(4, 8)),
+        rewrite(
+            source,
+            tmp_path / "packed",
+            packed(8, 8, False),
+            compressed(PACKED, whole(8, symmetric=False, group_size=8)),
+        ),
+    ]
+    first, second = run_ranks([{"model": str(path), "prompts": texts, "length": 30} for path in paths])
+    for path, told, also in zip(paths, first, second, strict=True):
+        alone = drive(path)
+        for slot, text in enumerate(texts, start=1):
+            alone.admit(slot, text)
+            alone.generate(slot, 30)
+        assert told["tokens"] == also["tokens"] == [alone.tokens[slot] for slot in sorted(alone.tokens)]
+        assert alone.info.weight_bytes / 2 < told["weight_bytes"] < 0.7 * alone.info.weight_bytes
+
+
+def test_ranks_cannot_share_inputs_in_an_order_of_their_own(reference, tmp_path):
+    path = rewrite(reference("parallel-qwen3").path, tmp_path / "q", gptq(4, 8, True), gptq_settings(4, 8))
+    shapes = tensor_shapes(read_config(path, quantized=True))
+    parts = {"model.layers.0.mlp.down_proj.weight": Part(1, 0, shapes["model.layers.0.mlp.down_proj.weight"][1] // 2)}
+    weights = open_weights(
+        str(path), "auto", "", shapes, parts, torch.float32, torch.device("cpu"), 0, lambda _: None, recognise(path, "")
+    )
+    with pytest.raises(LoadError, match=r"layers.0.mlp.down_proj \(gptq 4 bit, .*act-order"):
+        weights.projection(["model.layers.0.mlp.down_proj"])
