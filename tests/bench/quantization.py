@@ -1,6 +1,9 @@
 """What quantization costs in accuracy and gains in bytes and speed, in process, without a server.
 
-    python -m tests.bench quantization [--schemes int8 fp8] [--shapes understudy 0.6b] [--skip-accuracy]
+    python -m tests.bench quantization [--schemes int8 fp8] [--checkpoints gptq-4] [--shapes understudy 0.6b]
+
+``--schemes``: values of --quantization. ``--checkpoints``: layouts that the model in the box is written in first; see
+``CHECKPOINTS``, "all" for each. They are made by rounding alone, without calibration.
 
 First table: the model in the box under every scheme: perplexity of held-out documents (a seed that no training saw; the
 parts that training counts), the share of the held-out capital questions answered rightly, and how much worse the
@@ -29,6 +32,7 @@ from app.understudy import MODEL_DIR
 from app.understudy.corpus import documents
 from app.understudy.evaluate import CAPITALS, LIMIT
 from app.understudy.examination import questions
+from tests.bench._checkpoints import CHECKPOINTS, write
 from tests.bench.cpu import SHAPES
 
 __all__ = ["main"]
@@ -40,6 +44,7 @@ CONTEXT = 1024
 SLOTS = 65
 GRAPH_ROWS = (1, 16)
 FLOATS = "bf16"
+ONLINE = ("int8", "fp8")
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -70,7 +75,7 @@ class _Engine:
                 device=device,
                 load_format=load_format,
                 dtype="bfloat16",
-                quantization="" if scheme == FLOATS else scheme,
+                quantization=scheme if scheme in ONLINE else "",
                 max_total_tokens=SLOTS * CONTEXT,
                 max_slots=SLOTS,
                 context_length=CONTEXT,
@@ -170,11 +175,11 @@ def _held_out(tokenizer: Any) -> Iterator[tuple[list[int], list[bool]]]:
         yield tokens[: CONTEXT - 2], counts[: CONTEXT - 2]
 
 
-def _accuracy(scheme: str, device: str) -> dict[str, float]:
+def _accuracy(scheme: str, path: str, device: str) -> dict[str, float]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
-    engine = _Engine(str(MODEL_DIR), scheme, device)
+    engine = _Engine(path, scheme, device)
     total, number = 0.0, 0
     for tokens, counts in _held_out(tokenizer.backend_tokenizer):
         learnt = np.array(counts[1:])
@@ -205,7 +210,7 @@ def _child(task: dict[str, Any]) -> None:
 
         build()
     if task["what"] == "accuracy":
-        print(json.dumps(_accuracy(task["scheme"], task["device"])), flush=True)
+        print(json.dumps(_accuracy(task["scheme"], task["path"], task["device"])), flush=True)
         return
     engine = _Engine(task["path"], task["scheme"], task["device"], task["load_format"])
     print(json.dumps({"bytes": engine.info.weight_bytes}), flush=True)
@@ -266,7 +271,8 @@ def main(argv: list[str] | None = None) -> int:
         prog="quantization", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    parser.add_argument("--schemes", nargs="+", default=["int8", "fp8"])
+    parser.add_argument("--schemes", nargs="*", default=list(ONLINE), choices=ONLINE)
+    parser.add_argument("--checkpoints", nargs="*", default=[], choices=["all", *CHECKPOINTS])
     parser.add_argument("--shapes", nargs="*", default=["understudy", "0.6b"], choices=[*SHAPES, "understudy", "8b"])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 16])
@@ -278,33 +284,43 @@ def main(argv: list[str] | None = None) -> int:
         _child(json.loads(given.child))
         return 0
     schemes = [FLOATS, *given.schemes]
-    if not given.skip_accuracy:
-        print("| scheme | perplexity | worse by | capital questions right |\n|---|---|---|---|")
-        base = 0.0
-        for scheme in schemes:
-            process = _Process(what="accuracy", scheme=scheme, device=given.device)
-            process.close()
-            found = process.first
-            base = base or found["perplexity"]
-            worse = 100 * (found["perplexity"] / base - 1)
-            print(
-                f"| {scheme} | {found['perplexity']:.4f} | {worse:+.2f} % | {found['right']} of {found['asked']} "
-                f"({100 * found['right'] / found['asked']:.1f} %) |",
-                flush=True,
-            )
-    if given.shapes:
-        points = "".join(f" tokens/s at batch {rows} | of bf16 |" for rows in given.rows)
-        print(f"\n| model | scheme | weights, MB |{points}\n|---|---|---|{'---|---|' * len(given.rows)}")
+    layouts = list(CHECKPOINTS) if given.checkpoints == ["all"] else given.checkpoints
     with tempfile.TemporaryDirectory() as directory:
+        box = {name: write(name, Path(directory) / name) for name in layouts}
+        if not given.skip_accuracy:
+            _scores([*schemes, *box], box, given.device)
+        if given.shapes:
+            points = "".join(f" tokens/s at batch {rows} | of bf16 |" for rows in given.rows)
+            print(f"\n| model | scheme | weights, MB |{points}\n|---|---|---|{'---|---|' * len(given.rows)}")
         for shape in given.shapes:
             path, load_format = _model(shape, Path(directory))
-            _speed(shape, path, load_format, schemes, given)
+            also = box if shape == "understudy" else {}
+            _speed(shape, path, load_format, [*schemes, *also], also, given)
     return 0
 
 
-def _speed(shape: str, path: str, load_format: str, schemes: list[str], given: argparse.Namespace) -> None:
-    common = {"what": "speed", "path": path, "load_format": load_format, "device": given.device, "steps": given.steps}
-    sides = [_Process(scheme=scheme, **common) for scheme in schemes]
+def _scores(schemes: list[str], box: dict[str, Path], device: str) -> None:
+    print("| scheme | perplexity | worse by | capital questions right |\n|---|---|---|---|")
+    base = 0.0
+    for scheme in schemes:
+        process = _Process(what="accuracy", scheme=scheme, path=str(box.get(scheme, MODEL_DIR)), device=device)
+        process.close()
+        found = process.first
+        base = base or found["perplexity"]
+        worse = 100 * (found["perplexity"] / base - 1)
+        share = 100 * found["right"] / found["asked"]
+        print(
+            f"| {scheme} | {found['perplexity']:.4f} | {worse:+.2f} % | {found['right']} of {found['asked']} "
+            f"({share:.1f} %) |",
+            flush=True,
+        )
+
+
+def _speed(
+    shape: str, path: str, load_format: str, schemes: list[str], box: dict[str, Path], given: argparse.Namespace
+) -> None:
+    common = {"what": "speed", "load_format": load_format, "device": given.device, "steps": given.steps}
+    sides = [_Process(scheme=scheme, path=str(box.get(scheme, path)), **common) for scheme in schemes]
     rates: dict[tuple[int, int], list[float]] = {}
     for _ in range(given.rounds):
         for rows in given.rows:
