@@ -24,7 +24,7 @@ class Oracle(Drafter):
     def __init__(
         self, depth: int, branches: int, right: Callable[[int], bool], vocab: int, ragged: bool = False
     ) -> None:
-        self.depth, self.branches, self.right, self.vocab, self.ragged = depth, branches, right, vocab, ragged
+        self.depth, self.fan, self.right, self.vocab, self.ragged = depth, branches, right, vocab, ragged
         self.most_nodes = 1 + depth * branches
         self.truths: list[list[int]] = []
         self.says: dict[int, list[int]] = {}
@@ -65,13 +65,13 @@ class Oracle(Drafter):
             tokens, parents, parent = [truth[root]], [-1], 0
             for position in range(root + 1, root + 1 + self.depth):
                 good = truth[position] if position < len(truth) else 1
-                bad = [(good + 1 + i) % self.vocab for i in range(self.branches)]
-                place = (position * 7) % self.branches
+                bad = [(good + 1 + i) % self.vocab for i in range(self.fan)]
+                place = (position * 7) % self.fan
                 if self.right(position):
                     bad[place] = good
                 first = len(tokens)
                 tokens += bad
-                parents += [parent] * self.branches
+                parents += [parent] * self.fan
                 parent = first + place
             trees.append((tokens, parents))
             most = min(int(rows.limits[row]), self.most_nodes - 1)
@@ -79,7 +79,7 @@ class Oracle(Drafter):
         self.drafted += int((nodes - 1).sum())
         both = torch.tensor(trees)
         tree = tree_of(both[:, 0], both[:, 1])
-        if self.branches == 1:
+        if self.fan == 1:
             from kernels.speculative.tree import chain
 
             tree = chain(both[:, 0])
