@@ -106,6 +106,17 @@ def test_linear(rows, biased, platform, plain, generator):
     assert torch.equal(linear(last), whole[-1:])  # the same bits alone
 
 
+def test_a_large_linear_layer(platform, plain, generator):
+    """Of several panels of tokens, whose result is written past the caches."""
+    x = torch.randn(1100, 2048, generator=generator).to(BF16) / 8
+    weight = torch.randn(992, 2048, generator=generator).to(BF16) / 8
+    linear = platform.make_linear(weight, None)
+    whole = linear(x)
+    close(whole, plain.make_linear(weight.float(), None)(x.float()))
+    for row in (0, 255, 256, 1099):
+        assert torch.equal(linear(x[row : row + 1]), whole[row : row + 1])  # the same bits alone
+
+
 def test_a_linear_layer_that_does_not_fit_stays_as_it_was(platform, generator):
     weight = torch.randn(8, 40, generator=generator).to(BF16)
     linear = platform.make_linear(weight, None)
