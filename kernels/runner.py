@@ -228,7 +228,10 @@ class ModelRunner:
         if hidden is None:
             hidden = self._model.forward(forward, self._caches)
         self._outputs.read(step, hidden, forward.cache_index, answer)
-        return self._running(batch.number, answer, writes, begun, prepared)
+        running = self._running(batch.number, answer, writes, begun, prepared)
+        if self._speculator is not None:
+            self._speculator.ahead()
+        return running
 
     def _run_steady(self, steady: SteadyDecodes, batch: StepBatch, begun: float) -> RunningStep | None:
         """None when a row is not finite: then nothing was done that is not done again."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from kernels.cuda.decode import DecodeScratch, attend_decodes, split_count
@@ -14,7 +15,7 @@ from kernels.cuda.prefill import PrefillBlocks, attend_prefills, plan_prefills
 from kernels.cuda.verify import HEADER, attend_drafts, draft_splits
 from kernels.platforms.base import AttentionRows
 
-__all__ = ["AttentionPlan", "DecodeRows", "DraftRows", "attention", "plan_attention"]
+__all__ = ["AttentionPlan", "DecodeRows", "DraftRows", "attention", "plan_attention", "plan_guesses"]
 
 Put = Callable[[npt.NDArray[np.int32]], Tensor]
 
@@ -82,6 +83,26 @@ def _plan_drafts(rows: AttentionRows, put: Put) -> DraftRows:
     state[:, 3] = lengths
     state[:, HEADER:] = rows.pages[some]
     return DraftRows(put(state), rows.tree, int(counts.max()), int(lengths.max()))
+
+
+def plan_guesses(
+    starts: Tensor,
+    pages: Tensor,
+    tokens: int,
+    bits: Tensor | None,
+    roots: Tensor | None,
+    window: int,
+    page_size: int,
+) -> AttentionPlan:
+    """As ``Platform.plan_guesses`` says: every number is the device's."""
+    rows, columns = pages.shape
+    state = torch.empty((rows, HEADER + columns), dtype=torch.int32, device=pages.device)
+    state[:, 0] = torch.arange(rows, device=pages.device) * tokens
+    state[:, 1] = tokens
+    state[:, 2] = starts if bits is None or roots is None else roots
+    state[:, 3] = starts + tokens
+    state[:, HEADER:] = pages
+    return AttentionPlan(None, None, window, DraftRows(state, bits, tokens, columns * page_size))
 
 
 def attention(queries: Tensor, cache: Tensor, plan: AttentionPlan, scale: float, scratch: DecodeScratch) -> Tensor:

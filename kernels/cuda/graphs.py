@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,7 @@ from kernels.cuda.verify import HEADER
 from kernels.platforms.base import AttentionRows
 from kernels.speculative.tree import chain_bits
 
-__all__ = ["DecodeGraphs"]
+__all__ = ["DecodeGraphs", "capture_guesses"]
 
 _log = logging.getLogger("troupe.kernels.cuda")
 
@@ -210,3 +211,24 @@ class DecodeGraphs:
         if isinstance(first, torch.OutOfMemoryError):
             hint = "lower --mem-fraction-static or --cuda-graph-max-bs"
         _log.warning("The decode of %d rows could not be captured into a graph (%s); %s. %s", size, cause, left, hint)
+
+
+def capture_guesses(run: Callable[[], None], pool: Any, device: torch.device) -> tuple[Any, Callable[[], None] | None]:
+    """``run`` as a graph in the memory ``pool`` (None: a new one). -> the pool, and what replays it; None where it
+    cannot be captured, and the log says so.
+    """
+    if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
+        return pool, None
+    graph = torch.cuda.CUDAGraph()
+    try:
+        run()  # kernels are compiled and communicators made at first use: not while capturing
+        torch.cuda.synchronize(device)
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            run()
+    except RuntimeError as error:
+        first: BaseException = error
+        while first.__context__ is not None:
+            first = first.__context__
+        _log.warning("Guesses ahead could not be captured into a graph (%s); they are made step by step.", first)
+        return pool, None
+    return pool or graph.pool(), graph.replay

@@ -22,6 +22,8 @@ _ROWS = 64
 _BLOCK = 128
 _STAGES = 4
 _MANY = 16384  # outputs that fill the device
+_LONG = 4096  # inputs from which cuBLAS is quicker with fewer tokens than ...
+_FROM = 17
 
 
 @triton.jit
@@ -118,6 +120,8 @@ def suits(x: Tensor, weight: Tensor, gated: bool) -> bool:
     if not 1 < len(x) <= MOST_TOKENS or weight.element_size() != 2 or inputs % _BLOCK or not x.is_contiguous():
         return False
     if not (overlapping(x.device) and roomy(x.device)):
+        return False
+    if inputs >= _LONG and len(x) < _FROM:
         return False
     return gated or len(x) <= 32 or outputs >= _MANY or inputs >= _MANY // 2 or outputs * inputs <= 1 << 23
 

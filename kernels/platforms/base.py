@@ -198,6 +198,11 @@ class Platform(ABC):
         """
         return None
 
+    def capture_guesses(self, run: Callable[[], None]) -> Callable[[], None] | None:
+        """Prepare a pass that reads and writes the same tensors each time, and reads nothing back to the host; None
+        where the device gains nothing by it, or cannot."""
+        return None
+
     def capture_likeliest(
         self, forward: Callable[[ForwardBatch], Tensor], windows: Sequence[int], max_rows: int
     ) -> Likeliest | None:
@@ -356,9 +361,31 @@ class Platform(ABC):
         were read before any is written. Targets differ, but for those that are their own source.
         """
 
+    def move_caches(self, caches: Sequence[Any], source: Tensor, target: Tensor, each: int) -> None:
+        """``move_cache`` of every layer. ``each``: tokens of a row, whose places no other row reads or writes."""
+        for cache in caches:
+            self.move_cache(cache, source, target)
+
     @abstractmethod
     def plan_attention(self, rows: AttentionRows, window: int) -> Any:
         """What ``attention`` needs to know of a step. ``window``: tokens a query sees, 0 for all."""
+
+    def plan_guesses(
+        self, starts: Tensor, pages: Tensor, tokens: int, bits: Tensor | None, roots: Tensor | None, window: int
+    ) -> Any:
+        """``plan_attention`` of rows of ``tokens`` tokens each that all verify, with all numbers on the device: it is
+        part of what ``capture_guesses`` captures. ``starts``, ``roots`` int64 [rows], ``pages`` int64 [rows, columns].
+        """
+        rows = AttentionRows(
+            starts=starts.cpu().numpy(),
+            counts=np.full(len(starts), tokens, dtype=np.int64),
+            pages=pages.cpu().numpy().astype(np.int32),
+            decodes=0,
+            verifies=len(starts),
+            tree=bits,
+            roots=None if roots is None else roots.cpu().numpy(),
+        )
+        return self.plan_attention(rows, window)
 
     @abstractmethod
     def attention(self, queries: Tensor, cache: Any, plan: Any, scale: float) -> Tensor:

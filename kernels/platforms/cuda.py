@@ -13,12 +13,13 @@ from torch import Tensor
 from kernels.batch import ForwardBatch
 from kernels.cuda.activation import swiglu
 from kernels.cuda.angles import angles
-from kernels.cuda.attention import AttentionPlan, attention, plan_attention
+from kernels.cuda.attention import AttentionPlan, attention, plan_attention, plan_guesses
 from kernels.cuda.decode import DecodeScratch
 from kernels.cuda.errors import explain
-from kernels.cuda.graphs import DecodeGraphs
+from kernels.cuda.graphs import DecodeGraphs, capture_guesses
 from kernels.cuda.heads import place_heads
 from kernels.cuda.linear import CudaLinear, GatedLinear
+from kernels.cuda.moving import move_caches
 from kernels.cuda.norms import CudaNorm
 from kernels.cuda.quantized import EightBitLinear
 from kernels.cuda.sampling import likeliest
@@ -82,6 +83,7 @@ class CudaPlatform(Platform):
         self._kv_heads = 1
         self._staging: Staging | None = None
         self._scratch = DecodeScratch(self.device)
+        self._pool: Any = None  # memory of captured passes
 
     def bind_thread(self) -> None:
         torch.cuda.set_device(self.device)
@@ -171,6 +173,20 @@ class CudaPlatform(Platform):
         page_size = cache.shape[3]
         moved = cache[source // page_size, :, :, source % page_size]
         cache[target // page_size, :, :, target % page_size] = moved
+
+    def move_caches(self, caches: Sequence[Tensor], source: Tensor, target: Tensor, each: int) -> None:
+        move_caches(caches, source, target, each, self.put)
+
+    def plan_guesses(
+        self, starts: Tensor, pages: Tensor, tokens: int, bits: Tensor | None, roots: Tensor | None, window: int
+    ) -> AttentionPlan:
+        return plan_guesses(starts, pages, tokens, bits, roots, window, self._config.page_size)
+
+    def capture_guesses(self, run: Callable[[], None]) -> Callable[[], None] | None:
+        if self._config.disable_graphs:
+            return None
+        self._pool, captured = capture_guesses(run, self._pool, self.device)
+        return captured
 
     def plan_attention(self, rows: AttentionRows, window: int) -> AttentionPlan:
         return plan_attention(rows, window, self._kv_heads, self.put)

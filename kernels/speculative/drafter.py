@@ -162,6 +162,24 @@ class Drafter(ABC):
         seen = [0, *(wide + wide * wide * level if wide > 1 else level + 1 for level in range(self.depth))]
         return tuple([min(nodes, most) for nodes in seen])
 
+    def reach(self) -> int:
+        """How far behind the root of a step ``draft_ahead`` writes at most, whatever is accepted; 0: it cannot."""
+        return 0
+
+    def draft_ahead(
+        self, roots: Longs, slots: Longs, pages: Ints, outcome: Tensor, tokens: Tensor, features: Tensor, places: Longs
+    ) -> DraftTree | None:
+        """Observe what a step of greedy rows that all verified accepted, and draft behind it, before the host knows.
+
+        The arguments are those of ``ahead.AheadPasses.run``. The trees have all levels and nodes. None: so many rows
+        are not prepared, and nothing was done.
+        """
+        return None
+
+    def observed_ahead(self, slots: Longs, lengths: Longs) -> None:
+        """The host knows now: of these slots so many positions were observed."""
+        return None
+
     @abstractmethod
     def observe(self, seen: Observation) -> None:
         """Fill the draft's cache, and keep what ``draft`` starts from by slot."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from kernels.batch import ForwardBatch
 from kernels.models.config import ConfigError, ModelConfig
 from kernels.platforms.base import AttentionRows, Decodes
+from kernels.speculative.ahead import AheadModel, AheadPasses
 from kernels.speculative.drafter import DrafterContext, DraftRows, Drafts, Observation
 from kernels.speculative.guesses import Guesses
 from kernels.speculative.places import DraftPlaces
@@ -117,6 +118,33 @@ class Expansion:
             self._guessing = platform.capture_decodes(
                 guess, self._windows, most, columns, agree, self.topk, self.topk > 1, states
             )
+
+    def prepare_ahead(
+        self, model: AheadModel, states: Tensor, features: int, agree: Callable[[bool], bool]
+    ) -> AheadPasses | None:
+        """Passes that observe and draft in one go (``ahead``); None where the platform prepares none.
+
+        ``states``: of the slots' last tokens. ``features``: their width.
+        """
+        context = self._context
+        page_size, rows = context.config.page_size, context.config.max_slots - 1
+        passes = AheadPasses(
+            model,
+            self._guesses,
+            self._platform,
+            self.caches,
+            states,
+            self._windows,
+            page_size,
+            -(-(context.context + self._first + self.topk * self.steps) // page_size) + 1,
+            features,
+            self.steps,
+            self.topk,
+            self.nodes,
+            self._first,
+        )
+        passes.capture(rows, agree)
+        return passes if passes.size(1) else None
 
     def observe(self, seen: Observation, tokens: Tensor, states: Tensor) -> Tensor:
         """Run ``tokens`` [tokens] at the observed positions. -> the states that they leave [tokens, width]."""

@@ -23,13 +23,18 @@ from kernels.models.decoder import Attention, FeedForward
 from kernels.parallel.group import Group
 from kernels.parallel.layers import VocabularyEmbedding, VocabularyHead
 from kernels.platforms.base import Norm, Platform
+from kernels.speculative.ahead import AheadPasses
 from kernels.speculative.checkpoint import DraftCheckpoint, DraftWeights
 from kernels.speculative.drafter import Drafter, DrafterContext, DraftRows, Drafts, Observation
 from kernels.speculative.expansion import DraftModel, Expansion
 from kernels.speculative.token_map import head_rows, read_token_map
+from kernels.speculative.tree import DraftTree
 from kernels.step import Admission
 
 __all__ = ["HeadDrafter", "HeadLayer", "HeadModel", "SharedEnds", "open_checkpoint"]
+
+Ints = npt.NDArray[np.int32]
+Longs = npt.NDArray[np.int64]
 
 
 def open_checkpoint(context: DrafterContext) -> DraftCheckpoint:
@@ -135,12 +140,29 @@ class HeadDrafter(Drafter):
         shape = (context.config.max_slots, model.width)
         self._states = torch.zeros(shape, dtype=context.dtype, device=context.platform.device)
         self._observed = np.full(context.config.max_slots, -1, dtype=np.int64)  # positions, of which the last's is kept
+        self._ahead: AheadPasses | None = None
 
     def make_caches(self, pages: int) -> list[Any]:
         return self._expansion.make_caches(pages)
 
     def capture(self, agree: Callable[[bool], bool]) -> None:
         self._expansion.capture(agree)
+        target = self._context.target
+        features = target.hidden_size * max(1, len(target.captures))
+        self._ahead = self._expansion.prepare_ahead(self._model, self._states, features, agree)
+
+    def reach(self) -> int:
+        return 0 if self._ahead is None else self._ahead.reach
+
+    def draft_ahead(
+        self, roots: Longs, slots: Longs, pages: Ints, outcome: Tensor, tokens: Tensor, features: Tensor, places: Longs
+    ) -> DraftTree | None:
+        if self._ahead is None or not self._ahead.size(len(roots)):
+            return None
+        return self._ahead.run(roots, slots, pages, outcome, tokens, features, places)
+
+    def observed_ahead(self, slots: Longs, lengths: Longs) -> None:
+        self._observed[slots] = lengths
 
     def admit(self, admission: Admission, tokens: npt.NDArray[np.int32]) -> None:
         self._observed[admission.slot] = -1

@@ -29,6 +29,7 @@ from kernels.speculative.checkpoint import DraftCheckpoint, DraftWeights, layer_
 from kernels.speculative.drafter import Drafter, DrafterContext, DraftRows, Drafts, Observation
 from kernels.speculative.heads import HeadDrafter, HeadLayer, HeadModel, open_checkpoint
 from kernels.speculative.multi_mtp import MultiHeads
+from kernels.speculative.tree import DraftTree
 from kernels.step import Admission
 
 __all__ = ["DEEPSEEK", "MIMO", "Layout", "MtpDrafter", "MtpModel"]
@@ -153,6 +154,24 @@ class MtpDrafter(Drafter):
 
     def capture(self, agree: Callable[[bool], bool]) -> None:
         self._drafter.capture(agree)
+
+    def reach(self) -> int:
+        return self._drafter.reach()
+
+    def draft_ahead(
+        self,
+        roots: npt.NDArray[np.int64],
+        slots: npt.NDArray[np.int64],
+        pages: npt.NDArray[np.int32],
+        outcome: Tensor,
+        tokens: Tensor,
+        features: Tensor,
+        places: npt.NDArray[np.int64],
+    ) -> DraftTree | None:
+        return self._drafter.draft_ahead(roots, slots, pages, outcome, tokens, features, places)
+
+    def observed_ahead(self, slots: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> None:
+        self._drafter.observed_ahead(slots, lengths)
 
     def admit(self, admission: Admission, tokens: npt.NDArray[np.int32]) -> None:
         self._drafter.admit(admission, tokens)

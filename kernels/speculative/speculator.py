@@ -87,6 +87,15 @@ class Verified:
     outcome: Tensor
 
 
+@dataclass(eq=False)
+class _Grown:
+    """Trees drafted behind ``run``, one for each of its rows. ``roots``: their positions, once the host knows them."""
+
+    run: Run
+    tree: DraftTree
+    roots: Longs | None = None
+
+
 class Speculator:
     """Of one runner. Everything in the model's thread, in the order of the steps."""
 
@@ -103,10 +112,14 @@ class Speculator:
         self._platform = platform
         self._sampler = sampler
         self._slots = slots
+        self._lenient = settings.accept_threshold_single < 1 or settings.accept_threshold_acc < 1
         self._here = platform.device.type == "cpu"
         self._wants = np.zeros(len(slots.known), dtype=bool)
         self._observer = Observer(drafter, platform, slots)
         self._last: Run | None = None
+        self._found: tuple[Tensor, Tensor] | None = None  # the last step's outcome, and what follows each node passed
+        self._grown: _Grown | None = None
+        self._whole = True  # whether the last trees had all levels
         self._emitted = 0.0  # of settings.fixed_acceptance, what was rounded away so far
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -147,6 +160,12 @@ class Speculator:
             self.drafter.judged(slots.tolist(), (accepted[alive] - 1).tolist(), depths[alive].tolist())
         # Of a request that does not speculate prompts are observed all the same: others may share them.
         rows = np.flatnonzero(sound & (self._wants[step.slots] | (step.counts > 1)))
+        grown = self._grown
+        if grown is not None and grown.run is run:
+            grown.roots = step.starts + counts
+            self.drafter.observed_ahead(step.slots[rows], grown.roots[rows])
+            self._observer.flush()
+            return
         if len(rows):
             self._observer.add(run, rows, counts, paths)
         if later:
@@ -170,17 +189,17 @@ class Speculator:
             return step
         slots, roots, limits = slots[chosen], step.starts[chosen], limits[chosen]
         put = self._platform.put
-        at = put(roots)
         columns = int((roots + limits).max()) // state.page_size + 1
-        drafts = self.drafter.draft(
+        self._whole = not levels or levels >= self._settings.num_steps
+        drafts = self._ready(slots, roots, limits) or self.drafter.draft(
             DraftRows(
                 slots=slots,
                 roots=roots,
                 pages=state.pages[slots, :columns],
                 capacity=state.page_count[slots] * state.page_size,
                 limits=limits,
-                root_tokens=state.read(slots, roots, at).to(torch.int64),
-                root_positions=at,
+                root_tokens=state.read(slots, roots, put(roots)).to(torch.int64),
+                root_positions=put(roots),
                 device_slots=put(slots),
                 table=state.tokens,
                 noise=self._sampler.noise(slots.tolist()),
@@ -191,17 +210,46 @@ class Speculator:
         if not len(verifying):
             return step
         if len(verifying) < len(chosen):
-            some = put(verifying)
-            tree = drafts.tree
-            tree = DraftTree(
-                tree.tokens.index_select(0, some),
-                tree.parents.index_select(0, some),
-                tree.depths.index_select(0, some),
-                tree.bits.index_select(0, some),
-                tree.linear,
-            )
-            drafts = Drafts(tree, drafts.nodes[verifying])
+            drafts = Drafts(_rows_of(drafts.tree, put(verifying)), drafts.nodes[verifying])
         return step.with_drafts(chosen[verifying], drafts)
+
+    def _ready(self, slots: Longs, roots: Longs, limits: Longs) -> Drafts | None:
+        """What was drafted ahead, where it is for these rows."""
+        grown = self._grown
+        if grown is None or grown.roots is None or not self._whole:
+            return None
+        run, tree = grown.run, grown.tree
+        held = {slot: row for row, slot in enumerate(run.step.slots.tolist())}
+        at = np.array([held.get(slot, -1) for slot in slots.tolist()])
+        if (at < 0).any() or (grown.roots[at] != roots).any():
+            return None
+        if (run.generations[at] != self._slots.generation[slots]).any():
+            return None
+        if len(at) < len(held) or (at[1:] < at[:-1]).any():
+            tree = _rows_of(tree, self._platform.put(at))
+        return Drafts(tree, np.minimum(limits + 1, tree.tokens.shape[1]))
+
+    def ahead(self) -> None:
+        """Let the drafter go on behind the step that was just given to the device: the next one finds its guesses
+        made. Where requests only decode, are greedy and all verify; the others draft when the host knows more.
+        """
+        run, found, state = self._last, self._found, self._slots
+        self._found = self._grown = None
+        reach = self.drafter.reach()
+        if run is None or found is None or not reach or not self._whole or run.features is None:
+            return
+        step = run.step
+        if step.verifies < len(step.rows) or self._sampler.noise(step.slots.tolist()) is not None:
+            return
+        if (step.starts + reach >= state.page_count[step.slots] * state.page_size).any():
+            return
+        columns = int(step.starts.max() + reach) // state.page_size + 1
+        outcome, tokens = found
+        tree = self.drafter.draft_ahead(
+            step.starts, step.slots, state.pages[step.slots, :columns], outcome, tokens, run.features, step.offsets
+        )
+        if tree is not None:
+            self._grown = _Grown(run, tree)
 
     def place(self, step: StepRows, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Put the guesses among a batch's tokens, and their depths into its positions. -> both, int64 [tokens]."""
@@ -243,7 +291,7 @@ class Speculator:
         history, rows = state.tokens, at_slots
         if self._sampler.needs_history(slots):
             history, rows = self._histories(step, samples, longest)
-        leniency_logits = logits[part].float().clone() if self._settings.lossy else None
+        leniency_logits = logits[part].float().clone() if self._lenient else None
         sampled = self._sampler.sample(logits, rows, at, history, host_slots=slots, longest=longest)
 
         width = tree.tokens.shape[1]
@@ -261,7 +309,9 @@ class Speculator:
         else:
             found = walk(tree, put(counts), after, depth, leniency, self._forced())
         self._append(step, samples, sampled, found)
-        return self._verified(step, samples, sampled, found)
+        verified = self._verified(step, samples, sampled, found)
+        self._found = verified.outcome, found.tokens
+        return verified
 
     def _histories(self, step: StepRows, samples: Samples, longest: int) -> tuple[Tensor, Tensor]:
         """A table with the tokens before each sample, those of its path among them, and the samples' rows in it."""
@@ -290,7 +340,7 @@ class Speculator:
     def _leniency(self, step: StepRows, logits: Tensor, slots: Sequence[int], lengths: Tensor) -> Leniency | None:
         """Probabilities at each request's temperature; what else edits logits does not count. Greedy rows are exact."""
         noise, settings = self._sampler.noise(slots), self._settings
-        if noise is None or (settings.accept_threshold_single >= 1 and settings.accept_threshold_acc >= 1):
+        if noise is None:
             return None
         assert step.drafts is not None
         tree, put = step.drafts.tree, self._platform.put
@@ -409,8 +459,7 @@ class Speculator:
         inside = levels < counts
         source = cache_index[(begins + torch.where(inside, path, 0)).reshape(-1)]
         target = cache_index[(begins + torch.where(inside, levels, 0)).reshape(-1)]
-        for cache in caches:
-            self._platform.move_cache(cache, source, target)
+        self._platform.move_caches(caches, source, target, path.shape[1])
 
     def ran(
         self,
@@ -439,6 +488,16 @@ class Speculator:
             rows,
             places,
         )
+
+
+def _rows_of(tree: DraftTree, rows: Tensor) -> DraftTree:
+    return DraftTree(
+        tree.tokens.index_select(0, rows),
+        tree.parents.index_select(0, rows),
+        tree.depths.index_select(0, rows),
+        tree.bits.index_select(0, rows),
+        tree.linear,
+    )
 
 
 def _places(counts: Longs, width: int) -> Longs:

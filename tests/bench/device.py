@@ -8,8 +8,8 @@ those that vLLM 0.24.0 was measured with on an H200 (2026-11-20). They leave out
 first answer are the whole program's.
 
 Options: ``--only NAME[,NAME...]`` of checks, decode, offline, prefill, engine, online, start; ``--model 8b,0.6b``;
-``--only products`` compares those of few tokens with cuBLAS's; ``--profile DIR`` writes tables of the device's time by
-kernel.
+``--only speculative`` says what guessing tokens ahead costs and gains (``device_speculative``), ``--only products``
+compares those of few tokens with cuBLAS's; ``--profile DIR`` writes tables of the device's time by kernel.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kernels.step import Admission, ModelInfo, RunnerConfig, SlotSampling, StepBatch
+from tests.bench.device_speculative import speculative
 
 if TYPE_CHECKING:
     from kernels.answers import RunningStep
@@ -505,6 +506,8 @@ def main(arguments: list[str]) -> None:
                 rows += measure(name, Path(directory), points, given.profile)
             if "products" in points:
                 rows += products(name, Path(directory))
+            if "speculative" in points:
+                speculative(write_model(name, Path(directory)), SHAPES[name], Path(directory))
             if "engine" in points:
                 rows += engine(name, Path(directory))
             if "online" in points:

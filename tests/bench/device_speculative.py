@@ -1,0 +1,250 @@
+"""Speculative decoding on a GPU: ``python -m tests.bench device --only speculative``.
+
+An EAGLE-3 head of the shape's own sizes (a draft vocabulary of 32000), everything on made-up weights, through a
+ModelRunner as a scheduler drives it, two steps in flight. How many tokens a step accepts is fixed, since made-up
+guesses are never right: ``SpeculativeSettings.fixed_acceptance``, which no flag sets. Printed: milliseconds of a plain
+decode step; of a step that verifies so many tokens, and its parts; tokens a second, and the ratio to plain.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kernels.speculative.settings import SpeculativeSettings
+from kernels.step import Admission, ModelInfo, RunnerConfig, SlotSampling, StepBatch
+
+if TYPE_CHECKING:
+    from kernels.answers import RunningStep
+    from kernels.runner import ModelRunner
+
+PROMPT, OUTPUT = 128, 512
+ACCEPTED = 3.0
+SHAPES = ((3, 4, 16), (3, 4, 8), (3, 1, 4), (1, 1, 2))
+"""Steps, top-k, tokens of a row in a verify pass."""
+
+
+def write_draft(config: dict[str, Any], directory: Path) -> Path:
+    """An EAGLE-3 head's config.json for a target of ``config``."""
+    path = directory / "draft"
+    path.mkdir(exist_ok=True)
+    head = {**config, "num_hidden_layers": 1, "draft_vocab_size": 32000, "architectures": ["LlamaForCausalLMEagle3"]}
+    (path / "config.json").write_text(json.dumps(head | {"model_type": "llama", "dtype": "bfloat16"}))
+    return path
+
+
+class Decoding:
+    """``rows`` greedy requests that decode, each with all the pages that it will need."""
+
+    def __init__(self, runner: ModelRunner, info: ModelInfo, rows: int, prompt: int = PROMPT) -> None:
+        self.runner, self.nodes, self.slots = runner, info.speculative_nodes, np.arange(1, rows + 1, dtype=np.int32)
+        each = -(-(prompt + 2 * OUTPUT + 128) // info.page_size)
+        generator = np.random.default_rng(rows)
+        pages = generator.permutation(np.arange(1, info.num_pages, dtype=np.int32))[: rows * each].reshape(rows, each)
+        admitted = tuple(
+            Admission(
+                slot=slot,
+                generation=1,
+                tokens=generator.integers(0, info.vocab_size, prompt, dtype=np.int32).tobytes(),
+                prompt_length=prompt,
+                computed=0,
+                pages=pages[slot - 1].tobytes(),
+                sampling=SlotSampling(temperature=0.0),
+            )
+            for slot in self.slots.tolist()
+        )
+        self.number = 0
+        self.runner.run(self._batch(prompt, admitted))
+
+    def _batch(self, count: int, admitted: tuple[Admission, ...] = (), drafts: bool = False) -> StepBatch:
+        self.number += 1
+        rows = len(self.slots)
+        return StepBatch(
+            number=self.number,
+            slots=self.slots.tobytes(),
+            generations=np.ones(rows, dtype=np.int32).tobytes(),
+            counts=np.full(rows, count, dtype=np.int32).tobytes(),
+            admitted=admitted,
+            drafts=np.full(rows, self.nodes - 1, dtype=np.int32).tobytes() if drafts else b"",
+        )
+
+    def steps(self, count: int, guess: bool) -> tuple[float, int]:
+        """Seconds of ``count`` steps, two in flight, and the tokens that they gave."""
+        running: deque[RunningStep] = deque()
+        tokens = 0
+        begun = time.perf_counter()
+        for _ in range(count):
+            running.append(self.runner.start(self._batch(1, drafts=guess)))
+            if len(running) > 1:
+                tokens += _tokens(running.popleft())
+        while running:
+            tokens += _tokens(running.popleft())
+        return time.perf_counter() - begun, tokens
+
+    def close(self) -> None:
+        self.number += 1
+        self.runner.run(StepBatch(self.number, b"", b"", b"", released=self.slots.tobytes()))
+
+
+def _tokens(step: RunningStep) -> int:
+    result = step.result()
+    assert not result.failed, result.failed
+    return len(result.tokens) // 4
+
+
+def speculative(path: Path, config: dict[str, Any], directory: Path, rows: tuple[int, ...] = (1, 4)) -> None:
+    """Measure and print, a shape at a time, in turn with plain decoding by a runner of its own."""
+    import torch
+
+    draft = write_draft(config, directory)
+    plain, plain_info = _load(path, None, rows)
+    _times("plain", plain, ((1, False), (2, True), (4, True), (8, True), (16, True)))
+    for steps, topk, nodes in SHAPES:
+        settings = SpeculativeSettings(
+            "EAGLE3", str(draft), steps, topk, nodes, load_format="dummy", fixed_acceptance=min(ACCEPTED, steps + 1)
+        )
+        begun = time.perf_counter()
+        runner, info = _load(path, settings, rows)
+        name = f"steps {steps} top-k {topk} tokens {nodes}"
+        print(f"{name}: loaded in {time.perf_counter() - begun:.1f} s", flush=True)
+        drafter: Any = runner._speculator.drafter if runner._speculator is not None else None
+        replay = drafter._ahead._passes[1][0]
+        print(f"{name}: observing and drafting {_milliseconds(replay):.3f} ms on the device", flush=True)
+        for count in rows:
+            _compare(name, runner, info, plain, plain_info, count)
+        if topk > 1 and nodes == 16:
+            print(_profile(runner, info), flush=True)
+        runner.close()
+        del runner
+        gc.collect()
+        torch.cuda.empty_cache()
+    plain.close()
+
+
+def _load(path: Path, settings: SpeculativeSettings | None, rows: tuple[int, ...]) -> tuple[ModelRunner, ModelInfo]:
+    from kernels.runner import ModelRunner
+
+    runner = ModelRunner(
+        RunnerConfig(
+            model_path=str(path),
+            device="cuda",
+            dtype="bfloat16",
+            load_format="dummy",
+            context_length=8192,
+            max_slots=17,
+            page_size=64,
+            max_step_tokens=2048,
+            max_total_tokens=1 << 16,
+            graph_rows=rows,
+            speculation=settings,
+        )
+    )
+    return runner, runner.load()
+
+
+def _milliseconds(run: Callable[[], object], count: int = 30) -> float:
+    """Of one call, on the device."""
+    import torch
+
+    with torch.inference_mode():
+        run()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(count):
+            run()
+        end.record()
+        end.synchronize()
+    return begin.elapsed_time(end) / count
+
+
+def _times(name: str, runner: ModelRunner, shapes: tuple[tuple[int, bool], ...]) -> None:
+    """Of graphs of the forward pass and the logits of so many tokens of one row, 512 tokens before them."""
+    import torch
+
+    from kernels.batch import ForwardBatch
+    from kernels.platforms.base import AttentionRows
+    from kernels.speculative.tree import chain_bits
+
+    platform, model = runner._platform, runner._model
+
+    @torch.inference_mode()
+    def forward(batch: ForwardBatch) -> torch.Tensor:
+        return model.logits(model.split(model.forward(batch, runner._caches))[0])
+
+    for tokens, tree in shapes:
+        graphs = platform.capture_decodes(
+            forward,
+            sorted(runner._windows), 1, 129, lambda could: could, tokens, tree,
+        )  # fmt: skip
+        assert graphs is not None
+        starts, at = np.array([512]), platform.put(512 + np.arange(tokens))
+        pages = np.arange(1, 18, dtype=np.int32)[None]
+        bits = chain_bits(tokens, platform.device)[None] if tree else None
+        rows = AttentionRows(starts, np.array([tokens]), pages, int(not tree), int(tree), bits)
+        plans = {window: platform.plan_attention(rows, window) for window in runner._windows}
+        batch = ForwardBatch(platform.put(np.zeros(tokens, dtype=np.int64)), at, at + 64, plans)
+        took = _milliseconds(partial(graphs.run, batch))
+        print(f"{name}: {tokens} tokens of one row: {took:.3f} ms on the device", flush=True)
+
+
+def _compare(
+    name: str, runner: ModelRunner, info: ModelInfo, plain: ModelRunner, plain_info: ModelInfo, rows: int
+) -> None:
+    """Twice, in turn: the plain runner, the other one without guesses, and with."""
+    found: dict[str, list[float]] = {"plain": [], "guessing": []}
+    lengths = []
+    for _ in range(2):
+        base = Decoding(plain, plain_info, rows)
+        base.steps(10, False)
+        seconds, _ = base.steps(100, False)
+        base.close()
+        found["plain"].append(seconds / 100 * 1e3)
+        guessing = Decoding(runner, info, rows)
+        guessing.steps(10, True)
+        seconds, tokens = guessing.steps(100, True)
+        guessing.close()
+        found["guessing"].append(seconds / 100 * 1e3)
+        lengths.append(tokens / 100 / rows)
+    one, many = statistics.median(found["plain"]), statistics.median(found["guessing"])
+    length = statistics.median(lengths)
+    print(
+        f"| {name} | {rows} | {one:.2f} | {many:.2f} | {length:.2f} | {rows / one * 1e3:.0f} | "
+        f"{rows * length / many * 1e3:.0f} | {length * one / many:.2f} |  ({found})",
+        flush=True,
+    )
+
+
+def _profile(runner: ModelRunner, info: ModelInfo) -> str:
+    """The device's time by kernel over ten steps that guess."""
+    import torch
+    from torch.profiler import ProfilerActivity
+
+    decoding = Decoding(runner, info, 1)
+    decoding.steps(10, True)
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as found:
+        seconds, _ = decoding.steps(10, True)
+        torch.cuda.synchronize()
+    decoding.close()
+    times: dict[str, tuple[float, int]] = {}
+    spans = []
+    for event in found.events():
+        total, calls = times.get(event.name, (0.0, 0))
+        times[event.name] = (total + event.device_time_total, calls + 1)
+        spans.append((event.time_range.start, event.time_range.end))
+    busy, reached = 0.0, 0.0
+    for begin, end in sorted(spans):
+        busy += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    lines = [f"10 steps: {seconds * 1e3:.1f} ms, device busy {busy / 1e3:.1f} ms, {len(spans)} kernels and copies"]
+    for name, (total, calls) in sorted(times.items(), key=lambda item: -item[1][0])[:30]:
+        lines.append(f"{total / 1e3:9.3f} ms {calls:6d} {total / calls:8.2f} us  {name[:80]}")
+    return "\n".join(lines)
