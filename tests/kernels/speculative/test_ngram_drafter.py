@@ -178,3 +178,4 @@ def test_chains_of_different_lengths_are_chains() -> None:
     slots.admit(2, [8, 9])
     slots.draft([1, 2])
     assert slots.linear
+    assert slots.drafter.branches  # but a runner prepares for trees: shorter windows may know other followers
