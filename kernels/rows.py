@@ -12,7 +12,7 @@ from kernels.slots import SlotTable
 if TYPE_CHECKING:
     from kernels.speculative.drafter import Drafts
 
-__all__ = ["StepRows"]
+__all__ = ["StepRows", "ragged"]
 
 Longs = npt.NDArray[np.int64]
 
@@ -68,3 +68,10 @@ class StepRows:
         certain = self.counts.copy()
         certain[self.verifying] = 0
         return certain
+
+
+def ragged(begins: Longs, counts: Longs) -> Longs:
+    """``begins[0] .. begins[0] + counts[0] - 1``, then the same of the next."""
+    ends = np.cumsum(counts)
+    found: Longs = np.arange(int(ends[-1])) + np.repeat(begins - (ends - counts), counts)
+    return found

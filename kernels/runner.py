@@ -33,6 +33,7 @@ from kernels.speculative.backend import draft_platform
 from kernels.speculative.drafter import DrafterContext
 from kernels.speculative.select import captured_layers, make_drafter
 from kernels.speculative.speculator import Speculator
+from kernels.speculative.steady import SteadyChains
 from kernels.steady import SteadyDecodes
 from kernels.step import ModelInfo, RowError, RunnerConfig, StepBatch, StepResult, StepTiming
 from kernels.unsettled import StepWrites, Unsettled
@@ -114,6 +115,7 @@ class ModelRunner:
                 DrafterContext(config, speculation, own, self._group, self._model, model, whole, dtype, context)
             )
         weight_bytes = weights.weight_bytes + (drafter.weight_bytes if drafter is not None else 0)
+        self._levels = speculation.num_steps if speculation is not None else 0
         self._guesses = drafter.most_nodes - 1 if drafter is not None else 0
         self._group.least(0)  # from here on each waits for the others: first let all have read their weights
         clock.end("weights")
@@ -203,11 +205,17 @@ class ModelRunner:
             raise ValueError(f"a step of {counts.sum()} tokens is over max_step_tokens, {self._config.max_step_tokens}")
         answer = Answer(slots, generations)
         if self._speculator is not None:
+            if self._chains is not None:
+                self._chains.settle()
             self._speculator.settle(later=not (batch.drafts or batch.released))
             answer.draft = time.perf_counter() - begun
         self._update_slots(batch, answer)
         if self._steady is not None and not answer.failed and self._steady.fits(batch):
             result = self._run_steady(self._steady, batch, begun)
+            if result is not None:
+                return result
+        if self._chains is not None and batch.drafts and not answer.failed and self._chains.fits(batch):
+            result = self._run_chains(self._chains, batch, begun, answer.draft)
             if result is not None:
                 return result
         rows = self._fit_rows(slots, generations, counts, answer)
@@ -244,6 +252,36 @@ class ModelRunner:
         timing = StepTiming(prepare=prepared - begun, run=ended - prepared, graph_rows=len(tokens))
         packed = tokens.astype(np.int32).tobytes()
         result = StepResult(batch.number, accepted=batch.counts, tokens=packed, timing=timing)
+        return RunningStep(lambda: result, True)
+
+    def _run_chains(self, chains: SteadyChains, batch: StepBatch, begun: float, seen: float) -> RunningStep | None:
+        """None when it is not for them: then nothing was done that is not done again. ``seen``: seconds that observing
+        took."""
+        drafting = time.perf_counter()
+        drafted = chains.draft(batch)
+        if drafted is None:
+            return None
+        prepared = time.perf_counter()
+        found = chains.run(batch, *drafted)
+        if found is None:
+            return None
+        ended = self._ended = time.perf_counter()
+        timing = StepTiming(
+            prepare=prepared - begun,
+            run=ended - prepared,
+            graph_rows=len(found.accepted),
+            draft=seen + prepared - drafting,
+            whole=ended - begun,
+        )
+        drafts = found.drafted.tobytes()
+        result = StepResult(
+            batch.number,
+            accepted=found.accepted.tobytes(),
+            tokens=found.tokens.tobytes(),
+            drafted=drafts,
+            depths=drafts,
+            timing=timing,
+        )
         return RunningStep(lambda: result, True)
 
     def _running(
@@ -290,6 +328,7 @@ class ModelRunner:
             "_decodes",
             "_verifies",
             "_steady",
+            "_chains",
             "_outputs",
             "_speculator",
             "_model",
@@ -459,6 +498,7 @@ class ModelRunner:
         self._decodes = self._capture_steps(rows)
         self._verifies: Decodes | None = None
         self._steady: SteadyDecodes | None = None
+        self._chains: SteadyChains | None = None
         if self._speculator is None:
             likeliest = self._platform.capture_likeliest(
                 lambda batch: self._model.logits(self._model.forward(batch, self._caches)), sorted(self._windows), rows
@@ -471,6 +511,17 @@ class ModelRunner:
                 min(rows, self._config.max_step_tokens // most), most, drafter.branches
             )
             drafter.capture(self._agree)
+            self._chains = SteadyChains.make(
+                self._platform,
+                self._model,
+                self._caches,
+                sorted(self._windows),
+                self._slots,
+                self._sampler,
+                self._speculator,
+                min(rows, self._config.max_step_tokens // most),
+                self._levels,
+            )
 
     def _capture_steps(self, rows: int, tokens: int = 1, tree: bool = False) -> Decodes | None:
         return self._platform.capture_decodes(

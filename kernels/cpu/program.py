@@ -307,7 +307,7 @@ class Native:
             stride_a=logits.stride(0),
             i0=logits.shape[1],
         )
-        self._call(op, Step(len(logits)))
+        self._call(op, Step(len(logits)), tokens, broken)
         return tokens, broken
 
     def empty_attention(self, queries: Tensor) -> Tensor:
@@ -381,10 +381,10 @@ class Program:
         return cls(native, (Op * len(recording.ops))(*recording.ops), len(recording.ops), out, states, recording.kept)
 
     def run_decodes(self, rows: DecodeTokens) -> None:
-        """One token a row. What the recorded operators leave behind is the result."""
-        count, pages = len(rows.ids), np.ascontiguousarray(rows.pages)
+        """What the recorded operators leave behind is the result."""
+        count, pages = len(rows.lengths), np.ascontiguousarray(rows.pages)
         step = Step(
-            count,
+            len(rows.ids),
             rows.ids.ctypes.data,
             rows.positions.ctypes.data,
             rows.index.ctypes.data,
@@ -392,8 +392,12 @@ class Program:
             pages.shape[1],
             rows.lengths.ctypes.data,
             sequences=count,
-            decodes=count,
+            decodes=count if rows.offsets is None else 0,
         )
+        if rows.offsets is not None:
+            step.offsets = rows.offsets.ctypes.data
+        if rows.bits is not None:
+            step.bits, step.bits_stride = rows.bits.ctypes.data, rows.bits.shape[1]
         self.native.run(self.ops, self.count, step)
 
     def run(self, batch: ForwardBatch, rows: AttentionRows) -> Tensor | None:

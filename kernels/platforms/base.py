@@ -119,17 +119,22 @@ class Decodes:
 
 @dataclass(frozen=True)
 class DecodeTokens:
-    """Decodes of one token a row, on the host."""
+    """Decodes of one token a row, or with ``offsets`` of several, on the host."""
 
-    ids: npt.NDArray[np.int32]  # [rows]
-    positions: npt.NDArray[np.int64]  # [rows]
-    index: npt.NDArray[np.int64]  # [rows], places in the cache: page * page_size + offset
+    ids: npt.NDArray[np.int32]  # [tokens]
+    positions: npt.NDArray[np.int64]  # [tokens]
+    index: npt.NDArray[np.int64]  # [tokens], places in the cache: page * page_size + offset
     pages: npt.NDArray[np.int32]  # [rows, columns]
-    lengths: npt.NDArray[np.int64]  # [rows], tokens that each sees, itself included
+    lengths: npt.NDArray[np.int64]  # [rows], tokens that the last of each sees, itself included
+    offsets: npt.NDArray[np.int64] | None = None  # [rows + 1], where each row's tokens begin, and all of them end
+    bits: npt.NDArray[np.int64] | None = None  # [rows, n], what each token sees, as AttentionRows.tree; None: chains
 
 
 Likeliest = Callable[[DecodeTokens], tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]]
 """-> the likeliest next token of each row, and whether its logits are not to be used."""
+
+HostPass = Callable[[DecodeTokens], None]
+"""Runs a pass that was prepared: the tensors that it returned when it was hold its results then."""
 
 
 class Platform(ABC):
@@ -208,6 +213,20 @@ class Platform(ABC):
     ) -> Likeliest | None:
         """Make one call of a whole step of up to ``max_rows`` decodes, where the device is the host and gains by it.
         ``forward``: to the logits.
+        """
+        return None
+
+    def capture_pass(
+        self,
+        forward: Callable[[ForwardBatch], Tensor],
+        windows: Sequence[int],
+        max_tokens: int,
+        states: Tensor | None = None,
+    ) -> HostPass | None:
+        """Make one call of a pass over up to ``max_tokens`` tokens, where the device is the host and gains by it.
+
+        ``forward`` is called once, and must hold on to the tensors that are to be read after each call. ``states``
+        [max_tokens, width]: its batch's, which are written before a call.
         """
         return None
 

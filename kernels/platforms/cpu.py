@@ -30,6 +30,7 @@ from kernels.platforms.base import (
     AttentionRows,
     Decodes,
     DecodeTokens,
+    HostPass,
     Likeliest,
     Linear,
     Memory,
@@ -279,6 +280,16 @@ class CpuPlatform(Platform):
             return tokens[: len(rows.ids)], broken[: len(rows.ids)]
 
         return decode
+
+    def capture_pass(
+        self,
+        forward: Callable[[ForwardBatch], Tensor],
+        windows: Sequence[int],
+        max_tokens: int,
+        states: Tensor | None = None,
+    ) -> HostPass | None:
+        program = self._record(forward, windows, max_tokens, states)
+        return None if program is None else program.run_decodes
 
     def _record(
         self, forward: Callable[[ForwardBatch], Tensor], windows: Sequence[int], tokens: int, held: Tensor | None

@@ -24,10 +24,12 @@ from kernels.layers.rotary import RotaryEmbedding
 from kernels.models.config import ConfigError, ModelConfig
 from kernels.models.decoder import DecoderLayer
 from kernels.platforms.base import AttentionRows, Decodes
+from kernels.slots import SlotTable
 from kernels.speculative.checkpoint import DraftCheckpoint, DraftWeights, layer_shapes, need_same_hidden_size
 from kernels.speculative.drafter import Drafter, DrafterContext, DraftRows, Drafts, Observation
 from kernels.speculative.guesses import Guesses
 from kernels.speculative.heads import open_checkpoint
+from kernels.speculative.host_drafts import HostBlocks, HostDrafts
 from kernels.speculative.places import DraftPlaces
 from kernels.speculative.settings import SpeculativeSettings
 from kernels.speculative.tree import MOST_NODES, chain
@@ -134,6 +136,7 @@ class DflashDrafter(Drafter):
         if not 2 <= block <= MOST_NODES:
             raise ConfigError(f"--speculative-dflash-block-size must be 2 to {MOST_NODES}, not {block}")
         self._context, self._block = context, block
+        self._features = len(layers) * context.whole.hidden_size
         self._mask = checkpoint.setting("dflash_config", "mask_token_id")
         if type(self._mask) is not int or not 0 <= self._mask < context.whole.vocab_size:
             raise ConfigError(
@@ -178,6 +181,22 @@ class DflashDrafter(Drafter):
             agree,
             block,
             True,
+        )
+
+    def host_drafts(self, state: SlotTable, rows: int) -> HostDrafts | None:
+        context = self._context
+        return HostBlocks.make(
+            context.platform,
+            state,
+            self._places,
+            self._model,
+            self._caches,
+            context.dtype,
+            self._features,
+            rows,
+            self._block,
+            self.most_nodes,
+            self._mask,
         )
 
     def observe(self, seen: Observation) -> None:

@@ -27,6 +27,8 @@ from kernels.models.decoder import Decoder
 from kernels.parallel.group import Group
 from kernels.platforms.base import Platform
 from kernels.sampling import Noise
+from kernels.slots import SlotTable
+from kernels.speculative.host_drafts import HostDrafts
 from kernels.speculative.settings import SpeculativeSettings
 from kernels.speculative.tree import DraftTree
 from kernels.step import Admission, RunnerConfig
@@ -140,6 +142,10 @@ class Drafter(ABC):
 
     def capture(self, agree: Callable[[bool], bool]) -> None:
         """Prepare passes beforehand, where the platform gains by it (``Platform.capture_decodes``)."""
+        return None
+
+    def host_drafts(self, state: SlotTable, rows: int) -> HostDrafts | None:
+        """The same for up to ``rows`` greedy rows in fewer calls, where the device is the host and gains by it."""
         return None
 
     def admit(self, admission: Admission, tokens: Ints) -> None:

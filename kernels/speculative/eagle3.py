@@ -67,6 +67,7 @@ class Eagle3Model(HeadModel):
         weights = DraftWeights(context, checkpoint, shapes, config)
         super().__init__(context, weights, token_map=False)
         self.ids = _target_ids(checkpoint, size, vocab, context.platform.device)
+        self.features = features * target.hidden_size
         self.fc = context.platform.make_linear(weights.take(["fc.weight"]), weights.optional("fc.bias"))
         self.token_norm = self.norm(f"{prefix}.input_layernorm.weight")
         self.state_norm = self.norm(f"{prefix}.hidden_norm.weight")

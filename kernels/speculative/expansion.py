@@ -18,9 +18,11 @@ from torch import Tensor
 from kernels.batch import ForwardBatch
 from kernels.models.config import ConfigError, ModelConfig
 from kernels.platforms.base import AttentionRows, Decodes
+from kernels.slots import SlotTable
 from kernels.speculative.ahead import AheadModel, AheadPasses
 from kernels.speculative.drafter import DrafterContext, DraftRows, Drafts, Observation
 from kernels.speculative.guesses import Guesses
+from kernels.speculative.host_drafts import HostChains, HostDrafts
 from kernels.speculative.places import DraftPlaces
 from kernels.speculative.tree import MOST_NODES, Growth, chain
 
@@ -145,6 +147,36 @@ class Expansion:
         )
         passes.capture(rows, agree)
         return passes if passes.size(1) else None
+
+    def host_chains(
+        self,
+        state: SlotTable,
+        rows: int,
+        states: Tensor,
+        reached: npt.NDArray[np.int64],
+        start: Callable[[Tensor], Tensor],
+        features: int,
+    ) -> HostDrafts | None:
+        """As ``Drafter.host_drafts``; the rest as HostChains says."""
+        if self.topk > 1:
+            return None
+        model = self._model
+        return HostChains.make(
+            self._platform,
+            state,
+            self._places,
+            lambda batch, before: model.forward(batch, before, self.caches),
+            start,
+            model.logits,
+            self._windows,
+            states,
+            reached,
+            self._first,
+            model.ids,
+            features,
+            rows,
+            self.nodes,
+        )
 
     def observe(self, seen: Observation, tokens: Tensor, states: Tensor) -> Tensor:
         """Run ``tokens`` [tokens] at the observed positions. -> the states that they leave [tokens, width]."""

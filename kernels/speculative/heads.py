@@ -23,10 +23,12 @@ from kernels.models.decoder import Attention, FeedForward
 from kernels.parallel.group import Group
 from kernels.parallel.layers import VocabularyEmbedding, VocabularyHead
 from kernels.platforms.base import Norm, Platform
+from kernels.slots import SlotTable
 from kernels.speculative.ahead import AheadPasses
 from kernels.speculative.checkpoint import DraftCheckpoint, DraftWeights
 from kernels.speculative.drafter import Drafter, DrafterContext, DraftRows, Drafts, Observation
 from kernels.speculative.expansion import DraftModel, Expansion
+from kernels.speculative.host_drafts import HostDrafts
 from kernels.speculative.token_map import head_rows, read_token_map
 from kernels.speculative.tree import DraftTree
 from kernels.step import Admission
@@ -94,7 +96,10 @@ class HeadLayer:
 
 
 class HeadModel(DraftModel):
-    """What the layouts share. ``width``: the target's hidden size, unless a layout says otherwise."""
+    """What the layouts share. ``width``: the target's hidden size, unless a layout says otherwise. ``features``: the
+    width of what ``start`` wants of the target, where it is another one."""
+
+    features = 0
 
     def __init__(self, context: DrafterContext, weights: DraftWeights, token_map: bool = True) -> None:
         self.weights = weights
@@ -163,6 +168,10 @@ class HeadDrafter(Drafter):
 
     def observed_ahead(self, slots: Longs, lengths: Longs) -> None:
         self._observed[slots] = lengths
+
+    def host_drafts(self, state: SlotTable, rows: int) -> HostDrafts | None:
+        size = self._model.features or self._model.width
+        return self._expansion.host_chains(state, rows, self._states, self._observed, self._model.start, size)
 
     def admit(self, admission: Admission, tokens: npt.NDArray[np.int32]) -> None:
         self._observed[admission.slot] = -1

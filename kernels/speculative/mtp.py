@@ -25,9 +25,11 @@ from torch import Tensor
 from kernels.batch import ForwardBatch
 from kernels.loading import LoadError
 from kernels.models.config import ConfigError, ModelConfig
+from kernels.slots import SlotTable
 from kernels.speculative.checkpoint import DraftCheckpoint, DraftWeights, layer_shapes, need_same_hidden_size
 from kernels.speculative.drafter import Drafter, DrafterContext, DraftRows, Drafts, Observation
 from kernels.speculative.heads import HeadDrafter, HeadLayer, HeadModel, open_checkpoint
+from kernels.speculative.host_drafts import HostDrafts
 from kernels.speculative.multi_mtp import MultiHeads
 from kernels.speculative.tree import DraftTree
 from kernels.step import Admission
@@ -154,6 +156,9 @@ class MtpDrafter(Drafter):
 
     def capture(self, agree: Callable[[bool], bool]) -> None:
         self._drafter.capture(agree)
+
+    def host_drafts(self, state: SlotTable, rows: int) -> HostDrafts | None:
+        return self._drafter.host_drafts(state, rows)
 
     def reach(self) -> int:
         return self._drafter.reach()

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from kernels.platforms.base import Fetched, Platform
-from kernels.rows import StepRows
+from kernels.rows import StepRows, ragged
 from kernels.slots import SlotTable
 from kernels.speculative.drafter import Drafter, Observation
 
-__all__ = ["Observer", "Run", "ragged"]
+__all__ = ["Observer", "Run"]
 
 SHORT = 16
 """Tokens up to which a row that is observed is no prompt."""
@@ -89,6 +89,20 @@ class Observer:
                 _sampled(run, rows, counts),
             )
         )
+
+    def show(
+        self,
+        slots: Longs,
+        generations: Ints,
+        starts: Longs,
+        counts: Longs,
+        features: Tensor | None,
+        places: Longs,
+    ) -> None:
+        """See decodes at once, each of which reached its last token, and what was kept before."""
+        reached, nothing = np.ones(len(slots), dtype=bool), (np.empty(0, dtype=np.int32),) * len(slots)
+        self._backlog.append(_Seen(slots, generations, starts, counts, reached, features, places, nothing))
+        self.flush()
 
     def keep(self) -> None:
         """What was added last is seen later, unless it is a lot, or there is much of it."""
@@ -206,13 +220,6 @@ class Observer:
                 sampled=sampled,
             )
         )
-
-
-def ragged(begins: Longs, counts: Longs) -> Longs:
-    """``begins[0] .. begins[0] + counts[0] - 1``, then the same of the next."""
-    ends = np.cumsum(counts)
-    found: Longs = np.arange(int(ends[-1])) + np.repeat(begins - (ends - counts), counts)
-    return found
 
 
 def _sampled(run: Run, rows: Longs, counts: Longs) -> tuple[Ints, ...]:

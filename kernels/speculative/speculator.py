@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from kernels.platforms.base import Platform
-from kernels.rows import StepRows
+from kernels.rows import StepRows, ragged
 from kernels.sampling import Sampled, Sampler
 from kernels.slots import SlotTable
 from kernels.speculative.drafter import Drafter, DraftRows, Drafts
-from kernels.speculative.observing import Observer, Run, ragged
+from kernels.speculative.observing import Observer, Run
 from kernels.speculative.settings import SpeculativeSettings
 from kernels.speculative.tree import DraftTree
 from kernels.speculative.verify import Leniency, Walk, path_history, walk, walk_here
@@ -121,6 +121,22 @@ class Speculator:
         self._grown: _Grown | None = None
         self._whole = True  # whether the last trees had all levels
         self._emitted = 0.0  # of settings.fixed_acceptance, what was rounded away so far
+
+    @property
+    def exact(self) -> bool:
+        """Whether what the target samples, and nothing else, is accepted."""
+        return not self._settings.lossy
+
+    def wanted(self, slots: Longs) -> bool:
+        """Whether all of them may have guesses."""
+        return bool(self._wants[slots].all())
+
+    def show(
+        self, slots: Longs, generations: Ints, starts: Longs, counts: Longs, features: Tensor, places: Longs
+    ) -> None:
+        """Let the drafter see tokens of which the host has counted all: as an Observation's, of those of the slots that
+        are there still. ``places`` int64: theirs among the ``features``."""
+        self._observer.show(slots, generations, starts, counts, features if self.drafter.features else None, places)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 

@@ -20,8 +20,10 @@ from kernels.models.decoder import Decoder, tensor_shapes
 from kernels.parallel.group import Group
 from kernels.parallel.layers import VocabularyHead
 from kernels.parallel.partition import local_config, tensor_parts
+from kernels.slots import SlotTable
 from kernels.speculative.drafter import Drafter, DrafterContext, DraftRows, Drafts, Observation
 from kernels.speculative.expansion import Expansion, observed_rows
+from kernels.speculative.host_drafts import HostDrafts
 from kernels.speculative.token_map import head_rows, read_token_map
 from kernels.step import Admission
 
@@ -101,6 +103,9 @@ class StandaloneDrafter(Drafter):
 
     def make_caches(self, pages: int) -> list[Any]:
         return self._expansion.make_caches(pages)
+
+    def host_drafts(self, state: SlotTable, rows: int) -> HostDrafts | None:
+        return self._expansion.host_chains(state, rows, self._states, self._filled, lambda features: features, 0)
 
     def admit(self, admission: Admission, tokens: Ints) -> None:
         self._filled[admission.slot] = admission.computed

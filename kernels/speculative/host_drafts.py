@@ -1,0 +1,280 @@
+"""Drafting for greedy rows where the device is the host: every pass is one call, and all around it is numpy's.
+
+On a small model what Python does for a pass takes as long as the pass. What is computed is what the drafters compute.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kernels.batch import ForwardBatch
+from kernels.platforms.base import DecodeTokens, HostPass, Platform
+from kernels.rows import ragged
+from kernels.slots import SlotTable
+from kernels.speculative.places import DraftPlaces
+
+__all__ = ["HostBlocks", "HostChains", "HostDrafts", "SeenHere", "places_of", "raw"]
+
+Longs = npt.NDArray[np.int64]
+Raw = npt.NDArray[np.int16]
+
+
+@dataclass(frozen=True)
+class SeenHere:
+    """What a step computed and accepted: of each row ``counts`` tokens from position ``starts`` on.
+
+    ``features`` [tokens, n], as their bits, of which ``places`` int64 are those of the accepted tokens.
+    """
+
+    slots: Longs
+    starts: Longs
+    counts: Longs
+    features: Raw
+    places: Longs
+
+
+class HostDrafts(ABC):
+    """Both return nothing but that it is not for them: the drafter then does the same."""
+
+    @abstractmethod
+    def observe(self, seen: SeenHere) -> bool:
+        """As ``Drafter.observe``."""
+
+    @abstractmethod
+    def draft(self, slots: Longs, roots: Longs, capacity: Longs, steps: int) -> Longs | None:
+        """The tokens that are guessed behind the ``roots``, int64 [rows, ``steps`` or fewer]."""
+
+
+def raw(tensor: Tensor) -> Raw:
+    """The bits of a bf16 tensor of the host, in the same memory."""
+    found: Raw = tensor.view(torch.int16).numpy()
+    return found
+
+
+def places_of(table: npt.NDArray[np.int32], rows: Longs, positions: Longs, page_size: int) -> Longs:
+    """Where ``positions`` of ``rows`` of a table of pages lie in a cache."""
+    return table[rows, positions // page_size] * np.int64(page_size) + positions % page_size
+
+
+class HostChains(HostDrafts):
+    """Of a model that guesses one token after the other. ``forward``: of the draft's tokens and the states before them
+    to those that they leave; ``start``: the target's features as such states, None for a draft that has no use for
+    them. ``states`` [max_slots, width]: what the last token of each slot left, and ``reached`` int64 [max_slots]: the
+    places of the draft's cache that are filled. ``first``: as Expansion's.
+    """
+
+    def __init__(
+        self,
+        state: SlotTable,
+        places: DraftPlaces,
+        states: Tensor,
+        reached: Longs,
+        first: int,
+        ids: Tensor | None,
+        passes: tuple[HostPass, Tensor, Tensor, HostPass, Tensor, Tensor, HostPass, Tensor, Tensor],
+    ) -> None:
+        self._state, self._places, self._first = state, places, first
+        self._states, self._reached = raw(states), reached
+        self._ids = None if ids is None else ids.numpy()
+        self._observe, features, left, self._head, headed, first_tokens, self._guess, before, tokens = passes
+        self._features, self._left, self._headed, self._before = raw(features), raw(left), raw(headed), raw(before)
+        self._first_tokens, self._tokens = first_tokens.numpy(), tokens.numpy()
+
+    @classmethod
+    def make(
+        cls,
+        platform: Platform,
+        state: SlotTable,
+        places: DraftPlaces,
+        forward: Callable[[ForwardBatch, Tensor], Tensor],
+        start: Callable[[Tensor], Tensor],
+        logits: Callable[[Tensor], Tensor],
+        windows: Sequence[int],
+        states: Tensor,
+        reached: Longs,
+        first: int,
+        ids: Tensor | None,
+        features: int,
+        rows: int,
+        nodes: int,
+    ) -> HostChains | None:
+        """None where the platform makes no such calls. ``features``: their width."""
+        choose = platform.greedy
+        if choose is None or states.dtype != torch.bfloat16:
+            return None
+        width = states.shape[1]
+        seen, headed, before = (
+            states.new_zeros(count, size) for count, size in ((rows * nodes, features), (rows, width), (rows, width))
+        )
+        kept: list[Tensor] = []
+
+        def observe(batch: ForwardBatch) -> Tensor:
+            assert batch.states is not None
+            kept.append(forward(batch, start(batch.states)))
+            return kept[-1]
+
+        def head(batch: ForwardBatch) -> Tensor:
+            assert batch.states is not None
+            found = logits(batch.states)
+            kept.extend(choose(found))
+            return found
+
+        def guess(batch: ForwardBatch) -> Tensor:
+            assert batch.states is not None
+            found = forward(batch, batch.states)
+            kept.extend(choose(logits(found)))
+            platform.add_rows(found, None, before)
+            return found
+
+        observing = platform.capture_pass(observe, windows, rows * nodes, seen)
+        heading = None if observing is None else platform.capture_pass(head, windows, rows, headed)
+        guessing = None if heading is None else platform.capture_pass(guess, windows, rows, before)
+        if observing is None or heading is None or guessing is None:
+            return None
+        left, first_tokens, _, tokens, _ = kept
+        passes = (observing, seen, left, heading, headed, first_tokens, guessing, before, tokens)
+        return cls(state, places, states, reached, first, ids, passes)
+
+    def observe(self, seen: SeenHere) -> bool:
+        state, slots = self._state, seen.slots
+        starts = seen.starts + self._first
+        ends = starts + seen.counts
+        if self._first:
+            size = state.page_count[slots] * state.page_size
+            if (self._reached[slots] != starts).any() or (ends > size).any():
+                return False
+        owners, positions = np.repeat(slots, seen.counts), ragged(starts, seen.counts)
+        assert state.here is not None
+        ids = state.here[owners, positions + (1 - self._first)]
+        count = len(ids)
+        if not self._first:
+            self._features[:count] = seen.features[seen.places]
+        offsets = np.zeros(len(slots) + 1, dtype=np.int64)
+        np.cumsum(seen.counts, out=offsets[1:])
+        pages = state.pages[slots, : int(ends.max() - 1) // state.page_size + 1]
+        index = places_of(state.pages, owners, positions, state.page_size)
+        self._observe(DecodeTokens(ids, positions, index, pages, ends, offsets))
+        self._states[slots] = self._left[offsets[1:] - 1]
+        self._reached[slots] = ends
+        return True
+
+    def draft(self, slots: Longs, roots: Longs, capacity: Longs, steps: int) -> Longs | None:
+        starts = roots + self._first
+        if (self._reached[slots] != starts).any():
+            return None
+        state, count = self._state, len(slots)
+        found = np.empty((steps, count), dtype=np.int64)
+        columns = int(roots.max() + steps) // state.page_size + 1
+        given = state.pages[slots, :columns]
+        table = self._places.table(slots, roots, given, capacity, max(1, steps - 1))
+        positions = starts + np.arange(max(1, steps - 1))[:, None]
+        index = places_of(table, np.arange(count), positions, state.page_size)
+        states = self._states[slots]
+        self._headed[:count] = states
+        ids = np.zeros(count, dtype=np.int32)
+        lengths = positions + 1
+        self._head(DecodeTokens(ids, positions[0], index[0], table, lengths[0]))
+        found[0] = self._target(self._first_tokens[:count])
+        self._before[:count] = states
+        for step in range(1, steps):
+            ids[:] = found[step - 1]
+            at = step - 1
+            self._guess(DecodeTokens(ids, positions[at], index[at], table, lengths[at]))
+            found[step] = self._target(self._tokens[:count])
+        return found.T
+
+    def _target(self, chosen: Longs) -> Longs:
+        return chosen if self._ids is None else self._ids[chosen]
+
+
+class HostBlocks(HostDrafts):
+    """Of a model that guesses a block in one pass, DFlash's. ``nodes``: of the block so many count."""
+
+    def __init__(
+        self,
+        state: SlotTable,
+        places: DraftPlaces,
+        block: int,
+        nodes: int,
+        mask: int,
+        observe: HostPass,
+        features: Tensor,
+        guess: HostPass,
+        tokens: Tensor,
+    ) -> None:
+        self._state, self._places, self._block, self._nodes, self._mask = state, places, block, nodes, mask
+        self._observe, self._guess = observe, guess
+        self._features, self._tokens = raw(features), tokens.numpy()
+        self._everything = np.full((1, block), -1 if block == 64 else (1 << block) - 1, dtype=np.int64)
+
+    @classmethod
+    def make(
+        cls,
+        platform: Platform,
+        state: SlotTable,
+        places: DraftPlaces,
+        model: Any,
+        caches: list[Any],
+        dtype: torch.dtype,
+        features: int,
+        rows: int,
+        block: int,
+        nodes: int,
+        mask: int,
+    ) -> HostBlocks | None:
+        """None where the platform makes no such calls. ``features``: their width."""
+        choose = platform.greedy
+        if choose is None or dtype != torch.bfloat16:
+            return None
+        seen = torch.zeros((rows * nodes, features), dtype=dtype)
+        kept: list[Tensor] = []
+
+        def observe(batch: ForwardBatch) -> Tensor:
+            assert batch.states is not None
+            model.observe(batch.states, batch.positions, batch.cache_index, caches)
+            return batch.states
+
+        def guess(batch: ForwardBatch) -> Tensor:
+            found: Tensor = model.head(model.forward(batch, caches))
+            kept.extend(choose(found))
+            return found
+
+        windows = [model.config.windows[0]]
+        observing = platform.capture_pass(observe, windows, rows * nodes, seen)
+        guessing = None if observing is None else platform.capture_pass(guess, windows, rows * block)
+        if observing is None or guessing is None:
+            return None
+        return cls(state, places, block, nodes, mask, observing, seen, guessing, kept[0])
+
+    def observe(self, seen: SeenHere) -> bool:
+        state = self._state
+        owners, positions = np.repeat(seen.slots, seen.counts), ragged(seen.starts, seen.counts)
+        count = len(owners)
+        self._features[:count] = seen.features[seen.places]
+        index = places_of(state.pages, owners, positions, state.page_size)
+        pages = state.pages[owners, :1]  # nothing is attended
+        self._observe(DecodeTokens(np.zeros(count, dtype=np.int32), positions, index, pages, positions))
+        return True
+
+    def draft(self, slots: Longs, roots: Longs, capacity: Longs, steps: int) -> Longs | None:
+        state, count, block = self._state, len(slots), self._block
+        given = state.pages[slots, : int(roots.max() + steps) // state.page_size + 1]
+        table = self._places.table(slots, roots, given, capacity, block)
+        ids = np.full((count, block), self._mask, dtype=np.int32)
+        assert state.here is not None
+        ids[:, 0] = state.here[slots, roots]
+        positions = (roots[:, None] + np.arange(block)).reshape(-1)
+        index = places_of(table, np.repeat(np.arange(count), block), positions, state.page_size)
+        bits = np.repeat(self._everything, count, 0)
+        offsets = np.arange(count + 1) * block
+        self._guess(DecodeTokens(ids.reshape(-1), positions, index, table, roots + block, offsets, bits))
+        tokens: Longs = self._tokens[: count * block].reshape(count, block)[:, 1 : self._nodes]
+        return tokens
