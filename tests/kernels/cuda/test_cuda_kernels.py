@@ -202,3 +202,16 @@ def test_scratch_that_was_outgrown_stays_where_it_was():
     after = scratch.room(26, 16, 8, 128, 16)
     assert all(storage() is not None for storage in before)
     assert not {tensor.data_ptr() for tensor in after} & set(places)
+
+
+def test_long_rows_with_few_tokens_are_left_to_cublas(monkeypatch):
+    for name in ("overlapping", "roomy"):
+        monkeypatch.setattr(narrow, name, lambda device: True)
+    long, short = (torch.empty(6144, inputs, dtype=torch.bfloat16) for inputs in (4096, 1024))
+    chosen = [
+        narrow.suits(torch.empty(tokens, weight.shape[1]), weight, gated)
+        for weight in (long, short)
+        for gated in (False, True)
+        for tokens in (1, 16, 17)
+    ]
+    assert chosen == [False, False, True] * 2 + [False, True, True] * 2
