@@ -101,9 +101,7 @@ class Server:
         log, self._log = tempfile.mkstemp(prefix=f"peers-{engine.name}-", suffix=".log")
         environment = os.environ | engine.environment
         self._begun = time.perf_counter()
-        self._process = subprocess.Popen(
-            engine.command, stdout=log, stderr=log, env=environment, process_group=0
-        )
+        self._process = subprocess.Popen(engine.command, stdout=log, stderr=log, env=environment, process_group=0)
         os.close(log)
         self.start = 0.0
 
