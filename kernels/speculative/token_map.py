@@ -1,8 +1,8 @@
 """FR-Spec's token maps: the target's most frequent tokens, the only ones that a draft's head then has.
 
 A head over a quarter of the vocabulary costs a quarter, and misses few of the tokens that are worth guessing (Zhao et
-al., arXiv 2502.14856). A map is a list of token ids, in any order: a JSON list; a safetensors file with one tensor; or
-what torch.save made of a tensor or a list (.pt), read without unpickling anything but tensors and numbers.
+al., arXiv 2502.14856). A map is a list of token ids, in any order: a JSON list, or a safetensors file with one tensor.
+Pickled maps (.pt) are refused as pickled checkpoints are.
 """
 
 from __future__ import annotations
@@ -59,14 +59,17 @@ def _read(path: Path) -> Any:
                 if len(names) != 1:
                     raise LoadError(f"the token map {path} must have one tensor, and has {len(names)}")
                 return file.get_tensor(names[0])
-        if path.suffix in (".pt", ".pth"):
-            return torch.load(path, map_location="cpu", weights_only=True)
     except LoadError:
         raise
     except Exception as error:  # whatever is in the file
         told = (str(error).splitlines() or [repr(error)])[0]
         raise LoadError(f"the token map {path} cannot be read ({told}); make it a JSON list of ids") from error
-    raise LoadError(f"the token map {path} must be a .json, .safetensors or .pt file")
+    if path.suffix in (".pt", ".pth"):
+        raise LoadError(
+            f"the token map {path} is pickled, which is not loaded because it can run code; if you trust it, convert it: "
+            "json.dump(torch.load(path, weights_only=True).tolist(), open('token_map.json', 'w'))"
+        )
+    raise LoadError(f"the token map {path} must be a .json or .safetensors file")
 
 
 def head_rows(

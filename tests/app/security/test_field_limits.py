@@ -57,6 +57,8 @@ SAMPLING: dict[str, list[Any]] = {
     "skip_special_tokens": [2],
     "include_stop_str_in_output": ["no"],
     "no_stop_trim": [1],
+    "speculative": ["yes", 2],
+    "speculative_num_draft_tokens": [0, -1, 65, HUGE, 1.5],
 }
 OPENAI: dict[str, list[Any]] = SAMPLING | {
     "model": [OVER_NAME, 5],

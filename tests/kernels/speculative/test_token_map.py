@@ -24,14 +24,10 @@ def write_map(path, ids):
             path.write_text(json.dumps(ids))
         case ".safetensors":
             save_file({"ids": torch.tensor(ids, dtype=torch.int32)}, path)
-        case ".pt":
-            torch.save(torch.tensor(ids), path)
-        case ".pth":
-            torch.save(ids, path)
     return path
 
 
-@pytest.mark.parametrize("suffix", [".json", ".safetensors", ".pt", ".pth"])
+@pytest.mark.parametrize("suffix", [".json", ".safetensors"])
 def test_formats(suffix, tmp_path):
     found = read_token_map(write_map(tmp_path / f"map{suffix}", IDS), 18)
     assert found.dtype == torch.int64
@@ -66,7 +62,7 @@ class Explosive:
 
 def test_nothing_is_unpickled(tmp_path, capsys):
     torch.save([Explosive()], tmp_path / "map.pt")
-    with pytest.raises(LoadError, match="cannot be read"):
+    with pytest.raises(LoadError, match="pickled.*convert it"):
         read_token_map(tmp_path / "map.pt", 18)
     assert "unpickled" not in capsys.readouterr().out
 
