@@ -66,7 +66,8 @@ def _read(path: Path) -> Any:
         raise LoadError(f"the token map {path} cannot be read ({told}); make it a JSON list of ids") from error
     if path.suffix in (".pt", ".pth"):
         raise LoadError(
-            f"the token map {path} is pickled, which is not loaded because it can run code; if you trust it, convert it: "
+            f"the token map {path} is pickled, which is not loaded because it can run code; if you trust it, "
+            "convert it: "
             "json.dump(torch.load(path, weights_only=True).tolist(), open('token_map.json', 'w'))"
         )
     raise LoadError(f"the token map {path} must be a .json or .safetensors file")

@@ -221,6 +221,8 @@ TABLE: dict[str, dict[str, list[Any]]] = {
                 "skip_special_tokens",
                 "no_stop_trim",
                 "logit_bias",
+                "speculative",
+                "speculative_num_draft_tokens",
             )
         },
         "rid": [OVER_LABEL, strings(LIMITS.prompts + 1)],

@@ -62,7 +62,7 @@ class Explosive:
 
 def test_nothing_is_unpickled(tmp_path, capsys):
     torch.save([Explosive()], tmp_path / "map.pt")
-    with pytest.raises(LoadError, match="pickled.*convert it"):
+    with pytest.raises(LoadError, match=r"pickled.*convert it"):
         read_token_map(tmp_path / "map.pt", 18)
     assert "unpickled" not in capsys.readouterr().out
 
