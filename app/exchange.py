@@ -212,7 +212,7 @@ class Exchange:
             self._comment = loop.create_task(self._write_comment(), name="troupe-keep-alive")
 
     async def _write_comment(self) -> None:
-        with contextlib.suppress(asyncio.CancelledError, OSError):
+        with contextlib.suppress(OSError):  # not a cancellation: it may be its waiter's, and would be lost here
             await self.send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
             self._metrics.keep_alives += 1
 
