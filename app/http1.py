@@ -10,12 +10,14 @@ from typing import Any
 
 import h11
 import msgspec
+from hypercorn.asyncio.worker_context import EventWrapper
+from hypercorn.events import Closed, Event
 from hypercorn.protocol.events import Event as StreamEvent
 from hypercorn.protocol.events import Response
 from hypercorn.protocol.h11 import H11Protocol
-from hypercorn.protocol.http_stream import HTTPStream
+from hypercorn.protocol.http_stream import ASGIHTTPState, HTTPStream
 
-__all__ = ["Chunk", "EventStream", "Http1"]
+__all__ = ["Chunk", "EventStream", "Http1", "NextRequest"]
 
 
 class Chunk(msgspec.Struct, gc=False):
@@ -24,13 +26,50 @@ class Chunk(msgspec.Struct, gc=False):
     data: bytes
 
 
+class NextRequest(EventWrapper):
+    """What reading waits for while a client has sent its next request too early.
+
+    Hypercorn would wait for ever when there is no next one, and never give the connection back.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.never = False
+
+    async def wait(self) -> None:
+        """Raises ConnectionAbortedError when this connection answers no more requests."""
+        if not self.never:
+            await super().wait()
+        if self.never:
+            raise ConnectionAbortedError("This connection answers no more requests.")
+
+
 class Http1(H11Protocol):
-    """A connection. ``in_chunks``: whether its response is a chunked event stream."""
+    """A connection. ``in_chunks``: whether its response is a chunked event stream.
+
+    :meth:`handle` raises ConnectionAbortedError when what was sent behind a request will not be read.
+    """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.in_chunks = False
+        self.can_read: NextRequest = NextRequest()
         self._write: Any = self.send
+
+    async def handle(self, event: Event) -> None:
+        if isinstance(event, Closed):
+            await self._read_no_more()
+        await super().handle(event)
+
+    async def _maybe_recycle(self) -> None:
+        connection = self.connection
+        if self.context.terminated.is_set() or not (connection.our_state is connection.their_state is h11.DONE):
+            await self._read_no_more()
+        await super()._maybe_recycle()
+
+    async def _read_no_more(self) -> None:
+        self.can_read.never = True
+        await self.can_read.set()
 
     async def stream_send(self, event: StreamEvent) -> None:
         await super().stream_send(event)
@@ -49,7 +88,8 @@ class Http1(H11Protocol):
         headers = {name.lower(): value for name, value in response.headers}
         version = self.connection.their_http_version
         return (
-            headers.get(b"content-type", b"").startswith(b"text/event-stream")
+            response.status_code == 200  # some others have no body, whatever their headers say
+            and headers.get(b"content-type", b"").startswith(b"text/event-stream")
             and b"content-length" not in headers
             and version is not None
             and version >= b"1.1"
@@ -68,6 +108,7 @@ class EventStream(HTTPStream):
         if (
             self._http1 is not None
             and self._http1.in_chunks
+            and self.state is ASGIHTTPState.RESPONSE  # over: the connection may be in another request's response
             and message is not None
             and message.get("more_body")
             and self.scope["method"] != "HEAD"

@@ -46,6 +46,9 @@ HURRIED_TIMEOUT = 3.0
 HEADER_TIMEOUT = 20.0
 """Seconds that a new connection has until its first request's head is here."""
 
+LINGER_TIMEOUT = 60.0
+"""Seconds that a connection which is over waits for its client to read what was written last."""
+
 SPARE_FILES = 256
 """File descriptors that connections leave to the engine."""
 
@@ -95,10 +98,11 @@ class Crowd:
 
 
 class Connection(TCPServer):
-    """Hypercorn's connection (0.18), without three faults: it would keep the socket of a client that has gone until
+    """Hypercorn's connection (0.18), without four faults: it would keep the socket of a client that has gone until
     ``keep_alive_timeout`` is over, and clients that connect for each request would use up the file descriptors; and it
     would give a client that sends the head of its first request drop by drop as long as that; and the requests of a
-    crowd would hold up the loop until all of them are read."""
+    crowd would hold up the loop until all of them are read; and a client that does not read could keep its connection
+    for ever."""
 
     def __init__(self, crowd: Crowd, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -127,6 +131,13 @@ class Connection(TCPServer):
                 await self.context.terminated.wait()
         await asyncio.shield(self._initiate_server_close())
 
+    async def _close(self) -> None:
+        abort = self.loop.call_later(LINGER_TIMEOUT, self.writer.transport.abort)
+        try:
+            await super()._close()
+        finally:
+            abort.cancel()
+
     async def _read_data(self) -> None:
         # Hypercorn's own, without its timeout, which would be a task a read, and with the turnstile.
         while not self.reader.at_eof():
@@ -135,7 +146,10 @@ class Connection(TCPServer):
             except OSError:
                 break
             await self._crowd.turnstile.enter()
-            await self.protocol.handle(RawData(data))
+            try:
+                await self.protocol.handle(RawData(data))
+            except ConnectionAbortedError:  # from Http1: the connection ends before a request that waited
+                break
         await self.protocol.handle(Closed())
         await self.idle_task.stop()
 

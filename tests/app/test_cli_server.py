@@ -11,10 +11,13 @@ from typing import Any
 
 import httpx
 import hypercorn.asyncio.run
+import hypercorn.protocol
+import hypercorn.protocol.h11
 import pytest
 from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.events import RawData
 from hypercorn.protocol.h11 import H11Protocol
+from hypercorn.protocol.http_stream import HTTPStream
 
 import app.server
 from actors.arguments import Arguments
@@ -169,6 +172,8 @@ async def test_hypercorn_is_left_as_it_was(running: Running) -> None:
     running.signal()
     await asyncio.wait_for(running.task, 20)
     assert hypercorn.asyncio.run.TCPServer is TCPServer
+    assert hypercorn.protocol.H11Protocol is H11Protocol
+    assert hypercorn.protocol.h11.HTTPStream is HTTPStream
 
 
 async def test_the_port_is_not_inherited(running: Running) -> None:

@@ -12,6 +12,7 @@ from hypercorn.asyncio.worker_context import WorkerContext
 from hypercorn.config import Config
 from hypercorn.events import Event, RawData
 from hypercorn.protocol.h11 import H11Protocol
+from hypercorn.utils import UnexpectedMessageError
 
 from app.http1 import Chunk, EventStream, Http1
 
@@ -19,37 +20,48 @@ EVENTS = b"text/event-stream; charset=utf-8"
 PIECES = [b"data: {}\n\n", b"x" * 70000, b": keep-alive\n\n"]
 
 
-async def answered(
-    kind: type[H11Protocol], request: bytes, headers: list[tuple[bytes, bytes]], pieces: list[bytes]
-) -> bytes:
-    """All that a protocol sends for a request whose application answers with these pieces."""
-    sent: list[bytes] = []
-    app_send: list[Callable[[Any], Awaitable[None]]] = []
+class Wire:
+    """A connection without a network: what the protocol sends, and each request's way to answer."""
 
-    async def send(event: Event | Chunk) -> None:
+    def __init__(self, kind: type[H11Protocol]) -> None:
+        self.sent: list[bytes] = []
+        self.answers: list[Callable[[Any], Awaitable[None]]] = []
+        config = Config()
+        config.include_date_header = False
+        group: Any = SimpleNamespace(spawn_app=self._spawn_app)
+        app: Any = None
+        state: Any = {}
+        self.protocol = kind(app, config, WorkerContext(None), group, state, False, None, None, self._send)
+
+    async def _send(self, event: Event | Chunk) -> None:
         if isinstance(event, (Chunk, RawData)):
-            sent.append(event.data)
+            self.sent.append(event.data)
 
-    async def put(message: Any) -> None:
-        """The application does not listen."""
+    async def _spawn_app(self, app: Any, config: Config, scope: Any, send: Callable[[Any], Awaitable[None]]) -> Any:
+        async def put(message: Any) -> None:
+            """The application does not listen."""
 
-    async def spawn_app(app: Any, config: Config, scope: Any, send: Callable[[Any], Awaitable[None]]) -> Any:
-        app_send.append(send)
+        self.answers.append(send)
         return put
 
-    config = Config()
-    config.include_date_header = False
-    group: Any = SimpleNamespace(spawn_app=spawn_app)
-    app: Any = None
-    state: Any = {}
-    protocol = kind(app, config, WorkerContext(None), group, state, False, None, None, send)
-    await protocol.handle(RawData(request))
-    (tell,) = app_send
-    await tell({"type": "http.response.start", "status": 200, "headers": headers})
+
+async def answered(
+    kind: type[H11Protocol],
+    request: bytes,
+    headers: list[tuple[bytes, bytes]],
+    pieces: list[bytes],
+    *,
+    status: int = 200,
+) -> bytes:
+    """All that a protocol sends for a request whose application answers with these pieces."""
+    wire = Wire(kind)
+    await wire.protocol.handle(RawData(request))
+    (tell,) = wire.answers
+    await tell({"type": "http.response.start", "status": status, "headers": headers})
     for piece in pieces:
         await tell({"type": "http.response.body", "body": piece, "more_body": True})
     await tell({"type": "http.response.body", "body": b"", "more_body": False})
-    return b"".join(sent)
+    return b"".join(wire.sent)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +82,33 @@ async def test_the_bytes_are_those_of_h11(
     monkeypatch.setattr("hypercorn.protocol.h11.HTTPStream", EventStream)
     assert await answered(Http1, request, headers, PIECES) == expected
     assert expected
+
+
+@pytest.mark.parametrize("status", [204, 304])
+async def test_a_status_without_a_body_has_none(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hypercorn.protocol.h11.HTTPStream", EventStream)
+    request = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+    answer = await answered(Http1, request, [(b"content-type", EVENTS)], PIECES, status=status)
+    assert answer.endswith(b"\r\n\r\n")
+    assert answer.count(b"\r\n\r\n") == 1
+
+
+async def test_a_stream_that_is_over_writes_nothing_into_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hypercorn.protocol.h11.HTTPStream", EventStream)
+    wire = Wire(Http1)
+    request = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+    start = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", EVENTS)]}
+    await wire.protocol.handle(RawData(request))
+    await wire.answers[0](start)
+    await wire.answers[0]({"type": "http.response.body", "body": b"", "more_body": False})
+    await wire.protocol.handle(RawData(request))
+    await wire.answers[1](start)
+    before = list(wire.sent)
+    with pytest.raises(UnexpectedMessageError):
+        await wire.answers[0]({"type": "http.response.body", "body": b": late\n\n", "more_body": True})
+    assert wire.sent == before
+    await wire.answers[1]({"type": "http.response.body", "body": b": here\n\n", "more_body": True})
+    assert wire.sent[len(before) :] == [b"8\r\n: here\n\n\r\n"]
 
 
 async def test_a_piece_of_an_event_stream_is_none_of_h11s_business(monkeypatch: pytest.MonkeyPatch) -> None:
