@@ -114,7 +114,8 @@ class ModelRunner:
             drafter = make_drafter(
                 DrafterContext(config, speculation, own, self._group, self._model, model, whole, dtype, context)
             )
-        weight_bytes = weights.weight_bytes + (drafter.weight_bytes if drafter is not None else 0)
+        weight_bytes = weights.weight_bytes + platform.widened_bytes
+        weight_bytes += drafter.weight_bytes if drafter is not None else 0
         self._levels = speculation.num_steps if speculation is not None else 0
         self._guesses = drafter.most_nodes - 1 if drafter is not None else 0
         self._group.least(0)  # from here on each waits for the others: first let all have read their weights

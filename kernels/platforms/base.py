@@ -145,6 +145,8 @@ class Platform(ABC):
     ``overlaps``: whether work goes on after the call that issued it, so that a step is worth preparing while another
     runs. ``signed_sines``: whether ``rotary`` wants the sines of the first half negated. ``cut``: the device's own
     kernel for top-k and top-p, where it has one. ``greedy``: its own for rows that want the likeliest token.
+
+    ``widened_bytes``: what quantized weights that were dequantized take more than they did.
     """
 
     name: str
@@ -156,6 +158,7 @@ class Platform(ABC):
     signed_sines: bool = True
     cut: Cut | None = None
     greedy: Greedy | None = None
+    widened_bytes: int = 0
 
     @abstractmethod
     def bind_thread(self) -> None:
@@ -297,7 +300,9 @@ class Platform(ABC):
         constant = weight.constant()
         if constant is not None:
             bias = constant.to(weight.dtype) if bias is None else (bias.float() + constant).to(weight.dtype)
-        return self.make_linear(weight.dequantize(weight.dtype), bias)
+        dense = weight.dequantize(weight.dtype)
+        self.widened_bytes += dense.nbytes - weight.nbytes
+        return self.make_linear(dense, bias)
 
     @cached_property
     def _told(self) -> set[tuple[str, str]]:

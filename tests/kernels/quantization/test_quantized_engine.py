@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from app.understudy import MODEL_DIR
+from kernels import runner
 from kernels.cpu.host import has_tiles
 from kernels.cpu.native.library import build
 from kernels.cpu.program import Native
@@ -72,6 +73,16 @@ def test_fp8_checkpoints_stand_for_their_floats(block, reference, drive, tmp_pat
     expected = drive(rewrite(source, tmp_path / "floats", dequantized))
     for asked in ("", "fp8"):
         np.testing.assert_allclose(scores(drive(path, quantization=asked)), scores(expected), atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_the_cache_is_sized_by_what_weights_take_in_memory(kind, reference, drive, monkeypatch):
+    source, sized = reference("qwen2").path, []
+    pages = runner.cache_pages
+    monkeypatch.setattr(runner, "cache_pages", lambda *args: (sized.append(args[4]), pages(*args))[1])
+    quantized, plain = drive(source, quantization=kind), drive(source)
+    held = quantized if kind == "int8" else plain  # fp8 has no kernel here
+    assert sized == [held.info.weight_bytes, plain.info.weight_bytes]
 
 
 def test_weights_of_several_kinds_in_one_layer(reference, drive, tmp_path):
