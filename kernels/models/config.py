@@ -14,7 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FAMILIES", "ConfigError", "Family", "ModelConfig", "RopeConfig", "parse_config", "read_config", "read_json"]
+__all__ = [
+    "FAMILIES",
+    "ConfigError",
+    "Family",
+    "ModelConfig",
+    "RopeConfig",
+    "parse_config",
+    "read_config",
+    "read_json",
+    "read_merged",
+]
 
 
 class ConfigError(ValueError):
@@ -98,6 +108,11 @@ def read_config(model_path: str | Path, overrides: str = "{}", quantized: bool =
     values replace. ``quantized``: whether weights may be; what becomes of them is found by
     ``kernels.quantization.recognise``. Raises ConfigError, saying what to do.
     """
+    return parse_config(read_merged(model_path, overrides), quantized)
+
+
+def read_merged(model_path: str | Path, overrides: str) -> dict[str, Any]:
+    """``read_json`` with the JSON object ``overrides`` merged over it. Raises ConfigError, saying what to do."""
     raw = read_json(model_path)
     try:
         extra = json.loads(overrides or "{}")
@@ -105,7 +120,7 @@ def read_config(model_path: str | Path, overrides: str = "{}", quantized: bool =
         raise ConfigError(f"the model override arguments are not JSON: {error}") from error
     if not isinstance(extra, dict):
         raise ConfigError("the model override arguments must be a JSON object")
-    return parse_config(_merge(raw, extra), quantized)
+    return _merge(raw, extra)
 
 
 def read_json(model_path: str | Path) -> dict[str, Any]:

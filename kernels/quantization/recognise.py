@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from kernels.gguf.header import is_gguf, read_header
-from kernels.models.config import ConfigError, read_json
+from kernels.models.config import ConfigError, read_merged
 from kernels.quantization.auto_round import AutoRound
 from kernels.quantization.awq import Awq
 from kernels.quantization.compressed import Compressed
@@ -46,8 +45,7 @@ def recognise(model_path: str | Path, asked: str, overrides: str = "{}") -> Sche
         if asked not in ("unquant", *ONLINE):
             raise ConfigError(f"this model is a GGUF file, and --quantization asks for {asked}; leave the flag out")
         return _online(asked)
-    raw = {**read_json(model_path), **json.loads(overrides or "{}")}
-    settings = raw.get("quantization_config")
+    settings = read_merged(model_path, overrides).get("quantization_config")
     description = description_file(model_path)
     if description is not None:
         return _described(description, settings, asked)

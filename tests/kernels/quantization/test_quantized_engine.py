@@ -155,6 +155,12 @@ def test_what_cannot_be_recognised_is_refused(settings, asked, told, reference, 
         recognise(path, asked)
 
 
+def test_overrides_are_merged_into_what_the_checkpoint_says(reference, tmp_path):
+    path = rewrite(reference("qwen2").path, tmp_path / "q", fp8_rows, FP8)
+    with pytest.raises(ConfigError, match="activation_scheme must be dynamic or static, and is 'both'"):
+        recognise(path, "", '{"quantization_config": {"activation_scheme": "both"}}')
+
+
 needs_tiles = pytest.mark.skipif(not has_tiles(), reason="the processor has no AMX")
 
 
