@@ -1,5 +1,7 @@
 // Products of whole numbers on AMX: int8 weights with a scale for each output, tokens rounded to int8 as they come.
 #pragma once
+#include <bit>
+#include <cmath>
 #include <vector>
 
 #include "matrix.h"
@@ -49,22 +51,23 @@ struct Product8 {
     const int32_t* correction() const { return reinterpret_cast<const int32_t*>(scales() + blocks(outputs) * WIDE); }
 };
 
+// What is not finite in a token is lost in whole numbers: then its scale is what is not.
 inline void round_token(const Product8& p, int64_t row) {
     const bf16* x = p.x + row * p.stride_x;
-    float scale = p.scale;
-    if (scale == 0) {
-        __m512 most = _mm512_setzero_ps();
-        for (int64_t i = 0; i < p.inputs; i += 16) most = _mm512_max_ps(most, _mm512_abs_ps(load(x + i)));
-        scale = std::max(_mm512_reduce_max_ps(most) / 127.0f, 1.17549435e-38f);
-    }
-    const __m512 by = _mm512_set1_ps(scale);
+    __m512i bits = _mm512_setzero_si512();  // of the largest number: compared so, a NaN is larger than infinity
+    for (int64_t i = 0; i < p.inputs; i += 16)
+        bits = _mm512_max_epi32(bits, _mm512_castps_si512(_mm512_abs_ps(load(x + i))));
+    const float most = std::bit_cast<float>(_mm512_reduce_max_epi32(bits));
+    const float scale = p.scale == 0 ? std::max(most / 127.0f, 1.17549435e-38f) : p.scale;
+    const __m512 by = _mm512_set1_ps(scale), far = _mm512_set1_ps(1e9f), below = _mm512_set1_ps(-1e9f);
     const __m512i offset = _mm512_set1_epi32(static_cast<int>(p.offset));
     int8_t* out = p.tokens->values.data() + row * p.inputs;
     for (int64_t i = 0; i < p.inputs; i += 16) {
-        const __m512i whole = _mm512_add_epi32(_mm512_cvtps_epi32(_mm512_div_ps(load(x + i), by)), offset);
+        const __m512 value = _mm512_max_ps(_mm512_min_ps(_mm512_div_ps(load(x + i), by), far), below);
+        const __m512i whole = _mm512_add_epi32(_mm512_cvtps_epi32(value), offset);
         _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), _mm512_cvtsepi32_epi8(whole));
     }
-    p.tokens->scales[row] = scale;
+    p.tokens->scales[row] = std::isfinite(most) ? scale : most;
 }
 
 inline void round_chunk(void* context, int64_t chunk, int) {

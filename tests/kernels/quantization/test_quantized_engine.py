@@ -182,6 +182,15 @@ def test_native_products_are_those_of_whole_numbers(outputs, inputs, static):
     for rows in (1, 2, 16, 17, 33, 300):
         x = torch.randn(rows, inputs).bfloat16()
         torch.testing.assert_close(linear(x), expected(x), rtol=1e-2, atol=1e-4)
+        assert torch.equal(linear(x)[:1], linear(x[:1])), "a row's result depends on the rows around it"
+    x[3, 5], x[4, 7], x[5] = torch.nan, -torch.inf, 0
+    for found in (linear(x), expected(x)):
+        broken = torch.zeros(len(x), dtype=torch.bool)
+        broken[3:5] = True
+        assert torch.equal(~found.isfinite().all(1), broken), "a token that is not finite must not become one that is"
+    if static:
+        x = torch.randn(4, inputs).bfloat16() * 1e12
+        torch.testing.assert_close(linear(x), expected(x), rtol=1e-2, atol=1e-4)
 
 
 @needs_tiles
