@@ -65,14 +65,17 @@ def _vector(
 def _round(
     x, out, scales, stride, inputs, most: tl.constexpr, block: tl.constexpr, whole: tl.constexpr, pdl: tl.constexpr
 ):
-    """One token a program: its numbers over its scale, ``most`` being the largest of them."""
+    """One token a program: its numbers over its scale, ``most`` being the largest of them. The scale is not finite
+    where something in the token is not."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, block)
     if pdl:
         gdc_launch_dependents()
         gdc_wait()
     value = tl.load(x + row * stride + at, mask=at < inputs, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(value), 0) / most, 1e-30)
+    bits = tl.max(tl.abs(value).to(tl.int32, bitcast=True), 0)  # compared so, a NaN is larger than infinity
+    scale = bits.to(tl.float32, bitcast=True) / most
+    scale = tl.where(scale < 1e-30, 1e-30, scale)
     value = value / scale
     if whole:
         value = tl.floor(value + 0.5)

@@ -29,6 +29,14 @@ def test_whole_numbers(rows, outputs, inputs, bias, device):
     close(linear(x.to(device)).cpu(), Int8Linear(weight, added)(x))
 
 
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+def test_a_token_that_is_not_finite_stays_so(broken, device):
+    x = torch.randn(4, 64).bfloat16()
+    x[1, 3], x[2] = broken, 0
+    found = EightBitLinear(quantize_int8(torch.randn(48, 64)).to(device), None)(x.to(device)).cpu()
+    assert found.isfinite().all(1).tolist() == [True, False, True, True]
+
+
 @pytest.mark.parametrize("rows", [1, 2, 17, 40])
 def test_eighths(rows, device):
     """Within what rounding each token to e4m3 costs."""
