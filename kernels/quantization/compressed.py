@@ -68,7 +68,7 @@ class _Group(msgspec.Struct, frozen=True):
 class _Settings(msgspec.Struct, frozen=True):
     config_groups: dict[str, _Group]
     format: str = "dense"
-    ignore: list[str] = []
+    ignore: list[str] | None = None
 
 
 class Compressed(Scheme):
@@ -79,13 +79,15 @@ class Compressed(Scheme):
             found = msgspec.convert(dict(settings), _Settings)
         except msgspec.ValidationError as error:
             raise ConfigError(f"quantization_config: {error}; use a checkpoint that llm-compressor wrote") from error
-        if settings.get("sparsity_config", {}).get("format", "dense") != "dense":
+        if (settings.get("sparsity_config") or {}).get("format", "dense") != "dense":
             raise ConfigError(
                 "quantization_config: sparse weights are not read; use a checkpoint without sparsity_config"
             )
         if not found.config_groups:
             raise ConfigError("quantization_config: config_groups is empty; use a checkpoint that llm-compressor wrote")
-        self._ignore = found.ignore
+        self._ignore = found.ignore or []
+        for pattern in (*self._ignore, *(target for group in found.config_groups.values() for target in group.targets)):
+            _check(pattern)
         self._kinds = [
             (group.targets, _kind(name, group, group.format or found.format))
             for name, group in found.config_groups.items()
@@ -120,6 +122,15 @@ def _names(target: str, module: str) -> bool:
     return module == target
 
 
+def _check(target: str) -> None:
+    """Raises ConfigError."""
+    if target.startswith("re:"):
+        try:
+            re.compile(target[3:])
+        except re.error as error:
+            raise ConfigError(f"quantization_config: {target!r} is no regular expression: {error}") from error
+
+
 class _Kind(ABC):
     """What all modules of a group have."""
 
@@ -146,7 +157,10 @@ class _Kind(ABC):
         if self.activation != "static":
             return self.activation
         offset = files.read(f"{module}.input_zero_point").float().reshape(1) if self.offset else None
-        return StaticActivation(files.read(f"{module}.input_scale").float().reshape(1), offset)
+        scale = files.read(f"{module}.input_scale").float().reshape(1)
+        if not bool(scale.isfinite() & (scale > 0)):
+            raise LoadError(f"{module}.input_scale must be above 0 and finite, and is not; was the layer calibrated?")
+        return StaticActivation(scale, offset)
 
 
 class _Packed(_Kind):
@@ -156,9 +170,14 @@ class _Packed(_Kind):
     def _bits(self) -> WholeBits:
         return 4 if self.weights.num_bits == 4 else 8
 
+    @property
+    def _group(self) -> int | None:
+        """None for a scale an output, whose group_size may be missing or -1."""
+        return self.weights.group_size if self.weights.strategy == "group" else None
+
     def tensors(self, module: str, shape: tuple[int, int]) -> dict[str, Stored]:
         (outputs, inputs), bits = shape, self._bits
-        groups = groups_of(module, self.weights.group_size, inputs)
+        groups = groups_of(module, self._group, inputs)
         found = {
             f"{module}.weight_packed": stored_words(outputs, inputs * bits // 32),
             f"{module}.weight_scale": Stored(FLOATS, ((outputs, groups),)),
@@ -167,7 +186,8 @@ class _Packed(_Kind):
         if not self.weights.symmetric:
             found[f"{module}.weight_zero_point"] = stored_words(outputs * bits // 32, groups)
         if self.weights.actorder:
-            found[f"{module}.weight_g_idx"] = Stored(("I32",), ((inputs,),), optional=True)
+            as_they_come = self.weights.actorder in ("weight", "static")
+            found[f"{module}.weight_g_idx"] = Stored(("I32",), ((inputs,),), optional=as_they_come)
         return found
 
     def read(self, files: Files, module: str, shape: tuple[int, int]) -> GroupedWeight:
@@ -181,7 +201,7 @@ class _Packed(_Kind):
             zeros = unpack(files.read(f"{module}.weight_zero_point"), self._bits, 0)
         index = f"{module}.weight_g_idx"
         if self.weights.actorder and files.has(index):
-            order = order_of(index, files.read(index), self.weights.group_size or shape[1])
+            order = order_of(index, files.read(index), self._group or shape[1])
         if order is not None:
             values = values[:, order]
         return grouped(values, files.read(f"{module}.weight_scale"), zeros, self._bits, order)
@@ -254,7 +274,7 @@ def _kind(name: str, group: _Group, stored: str) -> _Kind:
     if stored == "pack-quantized" and weights.type == "int":
         if weights.num_bits not in (4, 8) or weights.strategy not in ("group", "channel") or inputs is not None:
             raise refused("this is not read")
-        if weights.strategy == "group" and not weights.group_size:
+        if weights.strategy == "group" and (weights.group_size or 0) < 1:
             raise refused("group_size is missing")
         return _Packed(weights, None, False)
     if (

@@ -109,6 +109,27 @@ def test_int8_of_compressed_tensors(scale, offset, reference, drive, tmp_path):
     assert 0 < np.abs(quantized - expected).mean() < 0.2  # inputs are rounded, too
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.1, float("inf"), float("nan")])
+def test_a_scale_of_inputs_that_is_none_is_refused(scale):
+    class Files(dict):
+        has = dict.__contains__
+        read = dict.__getitem__
+
+    scheme = METHODS["compressed-tensors"](compressed("int-quantized", ROWS, STATIC | {"symmetric": True}))
+    with pytest.raises(LoadError, match=r"m\.input_scale must be above 0 and finite"):
+        scheme.read(Files(int8_rows(scale)("m", torch.ones(6, 32))), "m", (6, 32))
+
+
+def test_what_is_not_said_may_be_null():
+    settings = compressed("int-quantized", ROWS) | {"sparsity_config": None, "ignore": None}
+    assert METHODS["compressed-tensors"](settings).tensors("m", (8, 32)) is not None
+
+
+def test_a_scale_an_output_may_be_called_a_group_of_minus_one():
+    settings = compressed(PACKED, whole(strategy="channel", group_size=-1))
+    assert METHODS["compressed-tensors"](settings).tensors("m", (8, 32))["m.weight_scale"].shapes == ((8, 1),)
+
+
 def test_an_offset_of_inputs_is_taken_off_the_sums():
     class Files(dict):
         has = dict.__contains__
@@ -184,6 +205,7 @@ def test_a_bias_that_the_model_has_not_must_be_zero(reference, drive, tmp_path):
         ("gptq 4", "qweight", torch.zeros(2, 2), r"up_proj.qweight has shape \[2, 2\], config.json \(gptq 4 bit"),
         ("gptq 4", "g_idx", torch.zeros(48, dtype=torch.int32), "up_proj.g_idx does not put 16 inputs into each"),
         ("packed 4", "weight_scale", None, "up_proj.weight_scale is missing"),
+        ("packed act-order", "weight_g_idx", None, "up_proj.weight_g_idx is missing"),
         ("packed 4", "weight_shape", torch.tensor([7, 7]), r"up_proj.weight_shape says \[7, 7\], config.json asks"),
     ],
 )
@@ -226,6 +248,7 @@ def test_a_group_size_that_is_not_the_checkpoints_is_told(method, reference, dri
         (compressed("nvfp4-pack-quantized", whole(type="float")), "float weights of 4 bits"),
         (compressed("int-quantized", ROWS, TOKENS | {"num_bits": 4}), "inputs of int 4"),
         (compressed("int-quantized", ROWS, TOKENS | {"symmetric": False}), "must be symmetric"),
+        (compressed("int-quantized", ROWS, targets=["re:("]), r"'re:\(' is no regular expression"),
         (compressed("int-quantized", ROWS) | {"config_groups": {}}, "config_groups is empty"),
         (compressed("int-quantized", {"num_bits": "eight"}), r"config_groups.*num_bits"),
         (compressed("int-quantized", ROWS) | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse"),
