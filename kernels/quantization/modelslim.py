@@ -88,10 +88,11 @@ class ModelSlim(Scheme):
         self.name = f"modelslim {', '.join(kinds)}"
 
     def shapes(self, shapes: Shapes) -> Shapes:
-        wrong = [said for name in shapes if _projects(name) and (said := self._wrong(name.removesuffix(".weight")))]
+        modules = (name.removesuffix(".weight") for name in shapes if _projects(name))
+        wrong = [module for module in modules if not (self._named(module) and self._kind(module) in _TYPES)]
         if wrong:
             more = f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
-            raise ConfigError(f"quant_model_description.json: {'; '.join(wrong[:4])}{more}")
+            raise ConfigError(f"quant_model_description.json: {'; '.join(map(self._wrong, wrong[:4]))}{more}")
         found = dict(shapes)
         for name, shape in shapes.items():
             if not name.endswith(".weight"):
@@ -175,22 +176,22 @@ class ModelSlim(Scheme):
         found = self._types.get(f"{module}.weight") or self._types.get(f"{module}.weight_packed")
         return found or "FLOAT"
 
+    def _named(self, module: str) -> bool:
+        """Whether the description says what it is; of the output of the model it need not."""
+        return module == "lm_head" or any(f"{module}.{name}" in self._types for name in ("weight", "weight_packed"))
+
     def _wrong(self, module: str) -> str:
-        """What is wrong with a module's entry; empty when nothing is."""
-        named = f"{module}.weight" in self._types or f"{module}.weight_packed" in self._types
-        if not named and module != "lm_head":
+        """What is wrong with a module's entry."""
+        if not self._named(module):
             near = difflib.get_close_matches(f"{module}.weight", self._types, 3, 0.0)
             return (
                 f"{module}.weight is not named; the nearest keys are {', '.join(near) or 'none'}: is it the "
                 "description of another model?"
             )
-        kind = self._kind(module)
-        if kind not in _TYPES:
-            return (
-                f"{module}.weight is {kind}, which is not read; those that are read are {', '.join(_TYPES)}: export "
-                "the layer as one of them"
-            )
-        return ""
+        return (
+            f"{module}.weight is {self._kind(module)}, which is not read; those that are read are {', '.join(_TYPES)}: "
+            "export the layer as one of them"
+        )
 
     def _grouped(self, module: str, shape: tuple[int, int]) -> tuple[int, int]:
         """The shape of scales by groups. Raises LoadError."""
@@ -230,6 +231,8 @@ def _static(files: Files, module: str) -> Int8Weight:
     if not bool(scale):
         raise LoadError(f"{module}.input_scale must be above 0, and is not; was the layer calibrated?")
     offset = files.read(f"{module}.input_offset").float().reshape(1)
+    if not bool((offset.abs() <= 255) & (offset == offset.round())):
+        raise LoadError(f"{module}.input_offset must be a whole number of -255 to 255, and is not; is it another's?")
     return Int8Weight(
         files.read(f"{module}.weight"),
         _positive(files, f"{module}.deq_scale") / scale,

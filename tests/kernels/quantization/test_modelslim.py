@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 
@@ -14,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from app.understudy import MODEL_DIR
 from kernels.loading import LoadError
-from kernels.models.config import ConfigError
+from kernels.models.config import ConfigError, read_config
+from kernels.models.decoder import tensor_shapes
 from kernels.parallel.partition import Part
 from kernels.quantization.int8 import Int8Linear
 from kernels.quantization.modelslim import ModelSlim
@@ -221,6 +223,10 @@ def moved(description, tensors):
     tensors[f"{Q}.input_scale"] = torch.zeros(1)
 
 
+def displaced(description, tensors):
+    tensors[f"{Q}.input_offset"] = torch.tensor([0.5])
+
+
 def broken(description, tensors):
     tensors[f"{Q}.deq_scale"][3] = float("nan")
 
@@ -238,6 +244,7 @@ def grouped(description, tensors):
         (in_floats, LoadError, rf"{Q}\.weight is stored as F32, not as one of I8"),
         (called_float, LoadError, rf"{Q}\.weight is stored as I8, not as one of F16"),
         (moved, LoadError, rf"{Q}\.input_scale must be above 0"),
+        (displaced, LoadError, rf"{Q}\.input_offset must be a whole number"),
         (broken, LoadError, rf"{Q}\.deq_scale must be finite"),
         (grouped, ConfigError, "group_size must be a whole number, and is 'many'"),
     ],
@@ -245,6 +252,21 @@ def grouped(description, tensors):
 def test_a_mixed_up_checkpoint_is_refused_by_the_tensors_name(edit, error, says, made, drive):
     with pytest.raises(error, match=says):
         drive(made("W8A8", edit=edit)[0])
+
+
+def test_the_description_of_another_model_is_told_at_once(made, monkeypatch):
+    """Names near to one are looked for among thousands: only for those that are told."""
+    near, asked = difflib.get_close_matches, []
+    monkeypatch.setattr(difflib, "get_close_matches", lambda *args: (asked.append(args[0]), near(*args))[1])
+
+    def edit(description, tensors):
+        for name in [name for name in description if name.endswith("_proj.weight")]:
+            description[name.replace("model.", "other.")] = description.pop(name)
+
+    checkpoint, _ = made("W8A8_DYNAMIC", edit=edit)
+    with pytest.raises(ConfigError, match=r"is it the description of another model.*; and 17 more"):
+        recognise(checkpoint, "").shapes(tensor_shapes(read_config(checkpoint)))
+    assert len(asked) == 4
 
 
 def test_offsets_of_dynamic_layers_must_be_zeros(made, drive):
