@@ -81,10 +81,14 @@ class GgufCheckpoint:
             elif (problem := self._problem(info)) is not None:
                 wrong.append(f"{foreign_name(name)} {problem}")
         expected = {foreign_name(name) for name in shapes}
+        layers = {name.split(".")[1] for name in expected if name.startswith("blk.")}
         wrong += [
             f"{name} is in the file and not in the model"
             for name in tensors
-            if name.startswith("blk.") and name not in expected and not name.endswith("attn_rot_embd")
+            if name.startswith("blk.")
+            and name.split(".")[1] in layers
+            and name not in expected
+            and not name.endswith("attn_rot_embd")
         ]
         if wrong:
             more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""

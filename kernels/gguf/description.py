@@ -52,7 +52,8 @@ def describe(header: GgufHeader) -> dict[str, Any]:
     if embeddings is None or len(embeddings.shape) != 2:
         raise GgufError(f"{header.path} has no matrix token_embd.weight: it is no whole model; download it again")
     layers = meta.size(f"{name}.block_count")
-    if f"blk.{layers - 1}.attn_norm.weight" not in header.tensors:
+    # Every layer has tensors: a number of them that the head could not hold is not counted up to.
+    if layers > len(header.tensors) or f"blk.{layers - 1}.attn_norm.weight" not in header.tensors:
         raise GgufError(
             f"{header.path} has no tensor blk.{layers - 1}.attn_norm.weight, the last of {name}.block_count {layers} "
             "layers: it is no whole model; download it again"

@@ -130,6 +130,20 @@ def test_what_is_not_read_is_told(change, says, tmp_path, tiny_model):
         load(file)
 
 
+def test_no_more_layers_are_counted_than_there_are_tensors(tmp_path, tiny_model):
+    count = 100_000_000
+
+    def change(writer):
+        writer.add_uint32("qwen3.block_count", count)
+
+    file = write_gguf(tiny_model, tmp_path / "broken.gguf", change=change)
+    names = [f"blk.{layer}.attn_norm.weight".encode() for layer in (1, count - 1)]
+    old, new = (struct.pack("<Q", len(name)) + name for name in names)
+    file.write_bytes(file.read_bytes().replace(old, new))
+    with pytest.raises(GgufError, match=f"the last of qwen3.block_count {count}"):
+        describe(read_header(file))
+
+
 def test_unknown_architectures_are_named(tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "broken.gguf", "mamba")
     writer.add_tensor("x", np.zeros((2, 2), np.float32))

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from kernels.gguf.checkpoint import READ, GgufCheckpoint
 from kernels.gguf.header import read_header
+from kernels.loading import open_weights
 from kernels.models.config import read_config
 from kernels.parallel.partition import Part
 from kernels.quantization.recognise import recognise
@@ -132,6 +133,17 @@ def test_rows_of_queries_and_keys_come_back_in_order(reference, tmp_path):
     checkpoint = GgufCheckpoint(read_header(write_gguf(model.path, tmp_path / "model.gguf")))
     for name, tensor in load_file(model.path / "model.safetensors").items():
         assert checkpoint.floats(name).equal(tensor), name
+
+
+def test_one_tensor_of_a_file_may_be_wanted_alone(wide, tmp_path):
+    """As token maps of drafts want the output's."""
+    file = write_gguf(wide, tmp_path / "model.gguf", "Q8_0")
+    name = "lm_head.weight"
+    shape = GgufCheckpoint(read_header(file)).shapes()[name]
+    loader = open_weights(
+        str(file), "auto", "", {name: shape}, {}, torch.float32, torch.device("cpu"), 0, lambda fraction: None
+    )
+    assert loader.take([name]).equal(GgufCheckpoint(read_header(file)).floats(name))
 
 
 def test_the_numbers_of_floats_follow_the_file(wide, tmp_path):
