@@ -162,7 +162,8 @@ class CpuPlatform(Platform):
             if not isinstance(grouped, GroupedWeight) or not NativeGrouped.fits(grouped):
                 return super().make_quantized(weight, bias)
             if self._native is None and self._building is None:
-                return self.make_dequantized(weight, bias, "this processor has no native products, which need AMX")
+                reason = "there are no native products, which need AMX and a C++ compiler"
+                return self.make_dequantized(weight, bias, reason)
             linear = CpuGroupedLinear(grouped, bias, self._native)
         self._linears.add(linear)
         return linear
