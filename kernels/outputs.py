@@ -14,7 +14,8 @@ from kernels.platforms.base import Platform
 from kernels.rows import StepRows
 from kernels.sampling import Sampler
 from kernels.slots import SlotTable
-from kernels.speculative.speculator import Samples, Speculator, Verified
+from kernels.speculative.samples import Samples, Verified
+from kernels.speculative.speculator import Speculator
 
 __all__ = ["StepOutputs"]
 

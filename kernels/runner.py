@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -16,22 +17,13 @@ from torch import Tensor
 
 from kernels.answers import Answer, RunningStep
 from kernels.batch import ForwardBatch
-from kernels.loading import open_weights
-from kernels.models.config import ModelConfig, read_config
-from kernels.models.decoder import Decoder, tensor_shapes
-from kernels.outputs import StepOutputs
+from kernels.captures import CapturedSteps
+from kernels.loaded_model import Phases, load_model, open_model
 from kernels.parallel.group import Group, join_group
-from kernels.parallel.partition import local_config, tensor_parts
-from kernels.platforms.base import AttentionRows, Decodes, Fetched, Memory
+from kernels.platforms.base import AttentionRows, Fetched
 from kernels.platforms.select import select_platform
-from kernels.quantization.recognise import recognise
 from kernels.rows import StepRows
-from kernels.sampling import Sampler
-from kernels.sizing import cache_pages, context_length
-from kernels.slots import SlotError, SlotTable
-from kernels.speculative.backend import draft_platform
-from kernels.speculative.drafter import DrafterContext
-from kernels.speculative.select import captured_layers, make_drafter
+from kernels.slots import SlotError
 from kernels.speculative.speculator import Speculator
 from kernels.speculative.steady import SteadyChains
 from kernels.steady import SteadyDecodes
@@ -39,9 +31,6 @@ from kernels.step import ModelInfo, RowError, RunnerConfig, StepBatch, StepResul
 from kernels.unsettled import StepWrites, Unsettled
 
 __all__ = ["ModelRunner"]
-
-WARM_DECODES = (1, 2, 4, 8)
-WARM_PREFILLS = (16, 64)
 
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
@@ -79,104 +68,20 @@ class ModelRunner:
 
     def _load(self) -> ModelInfo:
         self._bind_thread()
-        config, platform = self._config, self._platform
-        clock = _Phases()
-        whole = read_config(config.model_path, config.config_overrides, quantized=True)
-        model = local_config(whole, config.tp_size)
-        dtype = platform.dtype(config.dtype, model.dtype)
-        context = context_length(config, model)
-        speculation = config.speculation
-        captures = captured_layers(speculation, whole) if speculation is not None else ()
-        scheme = recognise(config.model_path, config.quantization, config.config_overrides)
-        shapes = tensor_shapes(whole) if scheme is None else scheme.shapes(tensor_shapes(whole))
-        weights = open_weights(
-            config.model_path,
-            config.load_format,
-            config.loader_extra_config,
-            shapes,
-            tensor_parts(shapes, whole, config.tp_rank, config.tp_size),
-            dtype,
-            platform.device,
-            config.random_seed,
-            lambda fraction: self._progress("weights", 0.9 * fraction),
-            scheme,
-        )
+        config, platform, clock = self._config, self._platform, Phases()
+        opened = open_model(config, platform, self._progress)
         self._group = join_group(platform, config)
-        self._model = Decoder(model, weights, platform, dtype, self._group, captures)
-        self._sampler = Sampler(
-            model.vocab_size, config.max_slots, platform.device, platform.cut, platform.put, platform.greedy
-        )
-        self._windows = frozenset(model.windows)
-        self._speculator: Speculator | None = None
-        drafter = None
-        if speculation is not None:
-            own = draft_platform(config, speculation, platform, model.dtype)
-            drafter = make_drafter(
-                DrafterContext(config, speculation, own, self._group, self._model, model, whole, dtype, context)
-            )
-        weight_bytes = weights.weight_bytes + platform.widened_bytes
-        weight_bytes += drafter.weight_bytes if drafter is not None else 0
-        self._levels = speculation.num_steps if speculation is not None else 0
-        self._guesses = drafter.most_nodes - 1 if drafter is not None else 0
-        self._group.least(0)  # from here on each waits for the others: first let all have read their weights
-        clock.end("weights")
-
-        reserved = self._step_memory(model, context, dtype)
-        memory = platform.memory()
-        cached = dataclasses.replace(model, head_dim=platform.cache_head_dim(model.head_dim))
-        pages = self._group.least(
-            cache_pages(
-                config,
-                cached,
-                context,
-                dtype.itemsize,
-                weight_bytes,
-                Memory(memory.total, max(0, memory.free - reserved)),
-                platform.default_memory_fraction,
-                platform.default_cache_tokens,
-                drafter.cache_bytes if drafter is not None else 0,
-                1 + 2 * self._guesses,
-            )
-        )
-        context = min(context, (pages - 1) * config.page_size)
-        self._caches: list[Any] = platform.make_cache(
-            model.layers, pages, config.page_size, model.kv_heads, model.head_dim, dtype
-        )
-        self._draft_caches: list[Any] = drafter.make_caches(pages) if drafter is not None else []
-        self._slots = self._make_slots(context, pages, model.vocab_size)
-        if drafter is not None and speculation is not None:
-            self._speculator = Speculator(drafter, speculation, platform, self._sampler, self._slots)
-        self._outputs = StepOutputs(platform, self._model, self._sampler, self._slots, self._caches, self._speculator)
-        clock.end("cache")
-        self._progress("cache", 0.92)
-        self._warm_up()
-        self._capture()
+        loaded = load_model(opened, config, platform, self._group, self._progress, clock)
+        self._model, self._windows, self._sampler = loaded.model, loaded.windows, loaded.sampler
+        self._slots, self._caches, self._draft_caches = loaded.slots, loaded.caches, loaded.draft_caches
+        self._speculator, self._outputs = loaded.speculator, loaded.outputs
+        self._captured = CapturedSteps(loaded)
         clock.end("warmup")
         self._progress("warmup", 1.0)
-        return ModelInfo(
-            architecture=model.architecture,
-            dtype=str(dtype).removeprefix("torch."),
-            device=platform.name,
-            vocab_size=model.vocab_size,
-            context_length=context,
-            layers=model.layers,
-            parameters=weights.parameters,
-            weight_bytes=weights.weight_bytes,
-            num_pages=pages,
-            page_size=config.page_size,
-            cache_bytes=cached.cache_elements_per_token * dtype.itemsize * config.page_size * pages,
-            load_seconds=clock.seconds,
-            graph_rows=self._decodes.rows if self._decodes is not None else (),
-            speculative_nodes=drafter.most_nodes if drafter is not None else 1,
-            speculative_depth=drafter.depth if drafter is not None else 0,
-            speculative_levels=drafter.levels(speculation) if drafter is not None and speculation is not None else (0,),
-            draft_parameters=drafter.parameters if drafter is not None else 0,
-            draft_weight_bytes=drafter.weight_bytes if drafter is not None else 0,
+        decodes = self._captured.decodes
+        return msgspec.structs.replace(
+            loaded.info, load_seconds=clock.seconds, graph_rows=decodes.rows if decodes is not None else ()
         )
-
-    def _make_slots(self, context: int, pages: int, vocab_size: int) -> SlotTable:
-        config = self._config
-        return SlotTable(self._platform, config.max_slots, context, config.page_size, pages, vocab_size, self._guesses)
 
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> StepResult:
@@ -206,17 +111,18 @@ class ModelRunner:
             raise ValueError(f"a step of {counts.sum()} tokens is over max_step_tokens, {self._config.max_step_tokens}")
         answer = Answer(slots, generations)
         if self._speculator is not None:
-            if self._chains is not None:
-                self._chains.settle()
+            if self._captured.chains is not None:
+                self._captured.chains.settle()
             self._speculator.settle(later=not (batch.drafts or batch.released))
             answer.draft = time.perf_counter() - begun
         self._update_slots(batch, answer)
-        if self._steady is not None and not answer.failed and self._steady.fits(batch):
-            result = self._run_steady(self._steady, batch, begun)
+        steady, chains = self._captured.steady, self._captured.chains
+        if steady is not None and not answer.failed and steady.fits(batch):
+            result = self._run_steady(steady, batch, begun)
             if result is not None:
                 return result
-        if self._chains is not None and batch.drafts and not answer.failed and self._chains.fits(batch):
-            result = self._run_chains(self._chains, batch, begun, answer.draft)
+        if chains is not None and batch.drafts and not answer.failed and chains.fits(batch):
+            result = self._run_chains(chains, batch, begun, answer.draft)
             if result is not None:
                 return result
         rows = self._fit_rows(slots, generations, counts, answer)
@@ -230,7 +136,7 @@ class ModelRunner:
         self._unsettled.begin(writes)
         prepared = time.perf_counter()
         hidden = None
-        captured = self._verifies if step.verifies else self._decodes
+        captured = self._captured.verifies if step.verifies else self._captured.decodes
         if captured is not None and step.decodes + step.verifies == len(step.slots):
             hidden = captured.run(forward)
             answer.graph_rows = 0 if hidden is None else len(step.slots)
@@ -326,10 +232,7 @@ class ModelRunner:
     def close(self) -> None:
         """Drop the model and the cache. The runner is of no further use."""
         for name in (
-            "_decodes",
-            "_verifies",
-            "_steady",
-            "_chains",
+            "_captured",
             "_outputs",
             "_speculator",
             "_model",
@@ -353,22 +256,6 @@ class ModelRunner:
                 raise
             raise told from error
 
-    def _step_memory(self, model: ModelConfig, context: int, dtype: torch.dtype) -> int:
-        """Bytes that the largest step takes beside weights and cache, where the platform wants to know."""
-        config, platform = self._config, self._platform
-        rows, longest = config.max_slots - 1, config.max_step_tokens
-        pages = -(-longest // config.page_size)
-        caches = platform.make_cache(model.layers, pages, config.page_size, model.kv_heads, model.head_dim, dtype)
-
-        def largest() -> None:
-            self._caches = caches
-            self._slots = self._make_slots(context, pages, model.vocab_size)
-            sampled = min(rows * (1 + self._guesses), longest)  # a row that verifies is sampled from after each guess
-            self._run_nowhere(np.array([longest]), sampled, np.arange(pages, dtype=np.int32)[None])
-            del self._caches, self._slots
-
-        return platform.step_memory(largest)
-
     def _bind_thread(self) -> None:
         if self._thread != threading.get_ident():
             self._platform.bind_thread()
@@ -381,7 +268,7 @@ class ModelRunner:
             self._drop(slot)
         self._clean_granted(batch)
         if batch.admitted and not state.active.any() and self._platform.renew():  # a request sees one kind of operator
-            self._capture()
+            self._captured.capture()
         for admission in batch.admitted:
             try:
                 state.admit(admission)
@@ -488,88 +375,6 @@ class ModelRunner:
 
     def _put(self, array: Longs) -> Tensor:
         return self._platform.put(array)
-
-    def _agree(self, could: bool) -> bool:
-        """Whether all ranks could."""
-        return bool(self._group.least(int(could)))
-
-    def _capture(self) -> None:
-        """Prepare steps beforehand: decodes, decodes with guesses, and the drafter's own."""
-        rows, most = self._config.max_slots - 1, self._guesses + 1
-        self._decodes = self._capture_steps(rows)
-        self._verifies: Decodes | None = None
-        self._steady: SteadyDecodes | None = None
-        self._chains: SteadyChains | None = None
-        if self._speculator is None:
-            likeliest = self._platform.capture_likeliest(
-                lambda batch: self._model.logits(self._model.forward(batch, self._caches)), sorted(self._windows), rows
-            )
-            if likeliest is not None:
-                self._steady = SteadyDecodes(self._slots, self._sampler, likeliest, rows)
-        if self._speculator is not None:
-            drafter = self._speculator.drafter
-            self._verifies = self._capture_steps(
-                min(rows, self._config.max_step_tokens // most), most, drafter.branches
-            )
-            drafter.capture(self._agree)
-            self._chains = SteadyChains.make(
-                self._platform,
-                self._model,
-                self._caches,
-                sorted(self._windows),
-                self._slots,
-                self._sampler,
-                self._speculator,
-                min(rows, self._config.max_step_tokens // most),
-                self._levels,
-            )
-
-    def _capture_steps(self, rows: int, tokens: int = 1, tree: bool = False) -> Decodes | None:
-        return self._platform.capture_decodes(
-            lambda batch: self._model.forward(batch, self._caches),
-            sorted(self._windows),
-            rows,
-            self._slots.pages.shape[1],
-            self._agree,
-            tokens,
-            tree,
-        )
-
-    def _warm_up(self) -> None:
-        """Run a few shapes in the dump page, so that a first request does not pay for what is made on first use."""
-        shapes = [np.ones(rows, dtype=np.int64) for rows in WARM_DECODES if rows < self._config.max_slots]
-        shapes += [np.array([count]) for count in WARM_PREFILLS if count <= self._config.max_step_tokens]
-        for counts in shapes:
-            pages = np.zeros((len(counts), -(-int(counts.max()) // self._config.page_size)), dtype=np.int32)
-            self._run_nowhere(counts, len(counts), pages)
-
-    def _run_nowhere(self, counts: Longs, sampled: int, pages: Ints) -> None:
-        """Run rows of ``counts`` first tokens, written from page 0 on, and sample from ``sampled`` of them.
-
-        ``pages`` [rows, pages]: what attention reads.
-        """
-        tokens = int(counts.sum())
-        zeros = self._put(np.zeros(tokens, dtype=np.int64))
-        places = np.arange(tokens) % ((int(pages.max()) + 1) * self._config.page_size)
-        decodes = len(counts) if tokens == len(counts) else 0
-        plans = self._plans(AttentionRows(np.zeros_like(counts), counts, pages, decodes))
-        hidden = self._model.forward(ForwardBatch(zeros, zeros, self._put(places), plans), self._caches)
-        logits = self._model.logits(self._model.split(hidden)[0][:sampled])
-        nothing = zeros[:sampled]
-        self._sampler.sample(logits, nothing, nothing, self._slots.tokens, host_slots=[0] * sampled, longest=0)
-
-
-class _Phases:
-    """Seconds by phase."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._begun = time.perf_counter()
-
-    def end(self, phase: str) -> None:
-        now = time.perf_counter()
-        self.seconds[phase] = now - self._begun
-        self._begun = now
 
 
 def _ints(data: bytes) -> Ints:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels.batch import ForwardBatch
 from kernels.layers.rotary import RotaryEmbedding
-from kernels.models.config import ConfigError, ModelConfig
+from kernels.models.config import ModelConfig
 from kernels.models.decoder import Attention, FeedForward
 from kernels.parallel.group import Group
 from kernels.parallel.layers import VocabularyEmbedding, VocabularyHead
@@ -42,12 +42,6 @@ Longs = npt.NDArray[np.int64]
 def open_checkpoint(context: DrafterContext) -> DraftCheckpoint:
     """The draft's directory, or else the target's own. Raises ConfigError or LoadError."""
     config, settings = context.config, context.settings
-    dtype = str(context.dtype).removeprefix("torch.")
-    if settings.dtype not in ("", "auto", dtype):
-        raise ConfigError(
-            f"a {settings.algorithm} draft computes in the target's {dtype}, not in {settings.dtype}: it goes on from "
-            "the target's hidden states; leave its dtype out"
-        )
     path = settings.draft_model_path or config.model_path
     return DraftCheckpoint(path, settings.load_format or config.load_format)
 

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-import kernels.runner
+import kernels.loaded_model
 from kernels.speculative.settings import SpeculativeSettings
 from kernels.step import SlotSampling
 from tests.kernels.conftest import VOCAB
@@ -57,8 +57,8 @@ def speculating(drive, monkeypatch):
 
     def make(path, drafter, settings=None, **options):
         settings = settings or SpeculativeSettings("STANDALONE", num_draft_tokens=drafter.most_nodes)
-        monkeypatch.setattr(kernels.runner, "captured_layers", lambda settings, model: ())
-        monkeypatch.setattr(kernels.runner, "make_drafter", lambda context: drafter)
+        monkeypatch.setattr(kernels.loaded_model, "captured_layers", lambda settings, model: ())
+        monkeypatch.setattr(kernels.loaded_model, "make_drafter", lambda context: drafter)
         return drive(path, speculation=settings, **options)
 
     return make

@@ -1,0 +1,76 @@
+"""Steps that are prepared beforehand, so that running one costs the host little."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kernels.batch import ForwardBatch
+from kernels.loaded_model import LoadedModel
+from kernels.platforms.base import Decodes
+from kernels.speculative.steady import SteadyChains
+from kernels.steady import SteadyDecodes
+
+__all__ = ["CapturedSteps"]
+
+
+class CapturedSteps:
+    """Of one model. Each is None where the platform gains nothing by it, or not all ranks could.
+
+    ``decodes``: the model's part of steps of decodes. ``verifies``: the same of decodes that all have guesses.
+    ``steady`` and ``chains``: all of such a step, where the device is the host.
+    """
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
+        self.decodes: Decodes | None = None
+        self.verifies: Decodes | None = None
+        self.steady: SteadyDecodes | None = None
+        self.chains: SteadyChains | None = None
+        self.capture()
+
+    def capture(self) -> None:
+        """Prepare them, the drafter's own among them; again, once the platform has better operators."""
+        loaded = self._loaded
+        config, platform, model, caches = loaded.config, loaded.platform, loaded.model, loaded.caches
+        windows, speculator = sorted(loaded.windows), loaded.speculator
+        rows = config.max_slots - 1
+        self.decodes = self._capture_decodes(rows)
+        self.verifies = self.steady = self.chains = None
+        if speculator is None:
+            likeliest = platform.capture_likeliest(
+                lambda batch: model.logits(model.forward(batch, caches)), windows, rows
+            )
+            if likeliest is not None:
+                self.steady = SteadyDecodes(loaded.slots, loaded.sampler, likeliest, rows)
+            return
+        assert config.speculation is not None
+        drafter = speculator.drafter
+        rows = min(rows, config.max_step_tokens // drafter.most_nodes)
+        self.verifies = self._capture_decodes(rows, drafter.most_nodes, drafter.branches)
+        drafter.capture(self._agree)
+        self.chains = SteadyChains.make(
+            platform,
+            model,
+            caches,
+            windows,
+            loaded.slots,
+            loaded.sampler,
+            speculator,
+            rows,
+            config.speculation.num_steps,
+        )
+
+    def _capture_decodes(self, rows: int, tokens: int = 1, tree: bool = False) -> Decodes | None:
+        loaded = self._loaded
+        model, caches = loaded.model, loaded.caches
+
+        def forward(batch: ForwardBatch) -> Tensor:
+            return model.forward(batch, caches)
+
+        return loaded.platform.capture_decodes(
+            forward, sorted(loaded.windows), rows, loaded.slots.pages.shape[1], self._agree, tokens, tree
+        )
+
+    def _agree(self, could: bool) -> bool:
+        """Whether all ranks could."""
+        return bool(self._loaded.group.least(int(could)))

@@ -1,0 +1,207 @@
+"""What is made once, when a model is loaded: its weights, its cache, the tables of its slots.
+
+First its files are opened, and what cannot be run here is refused. Then the ranks find each other, and each takes its
+part of the weights; what memory is left says how large the cache is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from kernels.loading import WeightLoader, open_weights
+from kernels.models.config import ModelConfig, read_config
+from kernels.models.decoder import Decoder, tensor_shapes
+from kernels.outputs import StepOutputs
+from kernels.parallel.group import Group
+from kernels.parallel.partition import local_config, tensor_parts
+from kernels.platforms.base import Memory, Platform
+from kernels.quantization.recognise import recognise
+from kernels.rehearsal import Rehearsal
+from kernels.sampling import Sampler
+from kernels.sizing import cache_pages, context_length
+from kernels.slots import SlotTable
+from kernels.speculative.backend import draft_platform
+from kernels.speculative.drafter import Drafter, DrafterContext
+from kernels.speculative.select import captured_layers, make_drafter
+from kernels.speculative.speculator import Speculator
+from kernels.step import ModelInfo, RunnerConfig
+
+__all__ = ["LoadedModel", "OpenModel", "Phases", "load_model", "open_model"]
+
+Progress = Callable[[str, float], None]
+"""Called with a stage (weights | cache | warmup) and the fraction of the whole load that is done."""
+
+
+class Phases:
+    """Seconds by phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._begun = time.perf_counter()
+
+    def end(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.seconds[phase] = now - self._begun
+        self._begun = now
+
+
+@dataclass(frozen=True, eq=False)
+class OpenModel:
+    """A model whose files are open, and of which nothing is on the device yet.
+
+    ``whole``: all of it; ``part``: this rank's. ``context``: tokens that a sequence may have. ``captures``: layers
+    whose results the drafter wants.
+    """
+
+    whole: ModelConfig
+    part: ModelConfig
+    dtype: torch.dtype
+    context: int
+    captures: tuple[int, ...]
+    weights: WeightLoader
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """All that steps are run with. ``caches``: a layer's each; ``draft_caches``: the drafter's.
+
+    ``windows``: lengths that the layers have. ``speculator``: None where nothing is guessed. ``info``: all but the
+    seconds that loading takes and the graphs, which are captured later.
+    """
+
+    config: RunnerConfig
+    platform: Platform
+    group: Group
+    model: Decoder
+    windows: frozenset[int]
+    sampler: Sampler
+    slots: SlotTable
+    caches: list[Any]
+    draft_caches: list[Any]
+    speculator: Speculator | None
+    outputs: StepOutputs
+    info: ModelInfo
+
+
+def open_model(config: RunnerConfig, platform: Platform, progress: Progress) -> OpenModel:
+    """Raises ConfigError, LoadError or PlatformError."""
+    whole = read_config(config.model_path, config.config_overrides, quantized=True)
+    part = local_config(whole, config.tp_size)
+    dtype = platform.dtype(config.dtype, part.dtype)
+    context = context_length(config, part)
+    captures = captured_layers(config.speculation, whole) if config.speculation is not None else ()
+    scheme = recognise(config.model_path, config.quantization, config.config_overrides)
+    shapes = tensor_shapes(whole) if scheme is None else scheme.shapes(tensor_shapes(whole))
+    weights = open_weights(
+        config.model_path,
+        config.load_format,
+        config.loader_extra_config,
+        shapes,
+        tensor_parts(shapes, whole, config.tp_rank, config.tp_size),
+        dtype,
+        platform.device,
+        config.random_seed,
+        lambda fraction: progress("weights", 0.9 * fraction),
+        scheme,
+    )
+    return OpenModel(whole, part, dtype, context, captures, weights)
+
+
+def load_model(
+    opened: OpenModel, config: RunnerConfig, platform: Platform, group: Group, progress: Progress, clock: Phases
+) -> LoadedModel:
+    """Take the weights, make the cache, warm up. Every rank of the group must do so.
+
+    Raises ConfigError, LoadError, PlatformError or CacheSizeError.
+    """
+    part, dtype, weights, speculation = opened.part, opened.dtype, opened.weights, config.speculation
+    model = Decoder(part, weights, platform, dtype, group, opened.captures)
+    sampler = Sampler(part.vocab_size, config.max_slots, platform.device, platform.cut, platform.put, platform.greedy)
+    windows = frozenset(part.windows)
+    drafter: Drafter | None = None
+    if speculation is not None:
+        own = draft_platform(config, speculation, platform, part.dtype)
+        drafter = make_drafter(
+            DrafterContext(config, speculation, own, group, model, part, opened.whole, dtype, opened.context)
+        )
+    weight_bytes = weights.weight_bytes + platform.widened_bytes
+    weight_bytes += drafter.weight_bytes if drafter is not None else 0
+    guesses = drafter.most_nodes - 1 if drafter is not None else 0
+    group.least(0)  # from here on each waits for the others: first let all have read their weights
+    clock.end("weights")
+
+    rehearsal = Rehearsal(config, platform, model, sampler, windows)
+    reserved = _step_memory(opened, config, platform, rehearsal, guesses)
+    memory = platform.memory()
+    cached = dataclasses.replace(part, head_dim=platform.cache_head_dim(part.head_dim))
+    pages = group.least(
+        cache_pages(
+            config,
+            cached,
+            opened.context,
+            dtype.itemsize,
+            weight_bytes,
+            Memory(memory.total, max(0, memory.free - reserved)),
+            platform.default_memory_fraction,
+            platform.default_cache_tokens,
+            drafter.cache_bytes if drafter is not None else 0,
+            1 + 2 * guesses,
+        )
+    )
+    context = min(opened.context, (pages - 1) * config.page_size)
+    caches: list[Any] = platform.make_cache(part.layers, pages, config.page_size, part.kv_heads, part.head_dim, dtype)
+    draft_caches: list[Any] = drafter.make_caches(pages) if drafter is not None else []
+    slots = SlotTable(platform, config.max_slots, context, config.page_size, pages, part.vocab_size, guesses)
+    speculator: Speculator | None = None
+    if drafter is not None and speculation is not None:
+        speculator = Speculator(drafter, speculation, platform, sampler, slots)
+    outputs = StepOutputs(platform, model, sampler, slots, caches, speculator)
+    clock.end("cache")
+    progress("cache", 0.92)
+    rehearsal.warm_up(caches, slots)
+    info = ModelInfo(
+        architecture=part.architecture,
+        dtype=str(dtype).removeprefix("torch."),
+        device=platform.name,
+        vocab_size=part.vocab_size,
+        context_length=context,
+        layers=part.layers,
+        parameters=weights.parameters,
+        weight_bytes=weights.weight_bytes,
+        num_pages=pages,
+        page_size=config.page_size,
+        cache_bytes=cached.cache_elements_per_token * dtype.itemsize * config.page_size * pages,
+        load_seconds={},
+        speculative_nodes=drafter.most_nodes if drafter is not None else 1,
+        speculative_depth=drafter.depth if drafter is not None else 0,
+        speculative_levels=drafter.levels(speculation) if drafter is not None and speculation is not None else (0,),
+        draft_parameters=drafter.parameters if drafter is not None else 0,
+        draft_weight_bytes=drafter.weight_bytes if drafter is not None else 0,
+    )
+    return LoadedModel(
+        config, platform, group, model, windows, sampler, slots, caches, draft_caches, speculator, outputs, info
+    )
+
+
+def _step_memory(
+    opened: OpenModel, config: RunnerConfig, platform: Platform, rehearsal: Rehearsal, guesses: int
+) -> int:
+    """Bytes that the largest step takes beside weights and cache, where the platform wants to know."""
+    part, longest = opened.part, config.max_step_tokens
+    pages = -(-longest // config.page_size)
+    caches = platform.make_cache(part.layers, pages, config.page_size, part.kv_heads, part.head_dim, opened.dtype)
+    # A row that verifies is sampled from after each guess.
+    sampled = min((config.max_slots - 1) * (1 + guesses), longest)
+
+    def largest() -> None:
+        slots = SlotTable(platform, config.max_slots, opened.context, config.page_size, pages, part.vocab_size, guesses)
+        rehearsal.run(caches, slots, np.array([longest]), sampled, np.arange(pages, dtype=np.int32)[None])
+
+    return platform.step_memory(largest)
