@@ -104,16 +104,9 @@ def test_configurations_that_do_not_fit(name, config, told, layout):
         layout(name, config=config)
 
 
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ({"dtype": "float16"}, "computes in the target's float32, not in float16"),
-        ({"num_steps": 10, "topk": 8, "num_draft_tokens": 16}, "run 72 nodes through the draft, and at most 64 fit"),
-    ],
-)
-def test_settings_that_do_not_fit(settings, told, layout):
-    with pytest.raises(ConfigError, match=told):
-        layout("eagle", **settings)
+def test_settings_that_do_not_fit(layout):
+    with pytest.raises(ConfigError, match="run 72 nodes through the draft, and at most 64 fit"):
+        layout("eagle", num_steps=10, topk=8, num_draft_tokens=16)
 
 
 def test_pickled_drafts_are_refused(layout, tmp_path):
