@@ -7,7 +7,7 @@ that no mask grows with the square of a prompt. Masks and page lists are made on
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ __all__ = ["AttentionPlan", "AttentionPlanner", "paged_attention"]
 QUERY_BLOCK = 256  # queries of a prefill row in one call
 GATHER_TOKENS = 1 << 15  # cached tokens copied for one decode call, at most
 SMALL_PAGES = 8  # rows of up to so many pages are not worth sorting apart
+SHORT = 16  # tokens up to which the end of a prompt is no prefill to the native operators, which lay out its values
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class AttentionPlanner:
     def plan(self, rows: AttentionRows, window: int, native: bool = False) -> AttentionPlan:
         """``window``: how many tokens a query sees, itself included; 0 for all. ``native``: for native operators."""
         if native:
-            return AttentionPlan((), (), rows, window)
+            return AttentionPlan((), (), _with_short(rows), window)
         groups = self._groups(rows, np.arange(rows.decodes), window)
         drafts = rows.counts[rows.decodes : rows.decodes + rows.verifies]
         for count in np.unique(drafts):
@@ -184,6 +185,16 @@ class AttentionPlanner:
             self._triangles[window] = triangle
         first = triangle.shape[1] - QUERY_BLOCK - (keys - queries)
         return triangle[:queries, first : first + keys]
+
+
+def _with_short(rows: AttentionRows) -> AttentionRows:
+    """Prefills of a few tokens are causal as a chain of drafts is."""
+    first = rows.decodes + rows.verifies
+    if first == len(rows.starts) or rows.counts[first] > SHORT or rows.tree is not None:
+        return rows
+    longer = np.flatnonzero(rows.counts[first:] > SHORT)
+    short = int(longer[0]) if len(longer) else len(rows.starts) - first
+    return replace(rows, verifies=rows.verifies + short)
 
 
 def paged_attention(

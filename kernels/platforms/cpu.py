@@ -64,7 +64,7 @@ class CpuPlatform(Platform):
     name = "cpu"
     collectives = "gloo"
     default_memory_fraction = 0.25
-    default_cache_tokens = 49152
+    default_cache_tokens = 40960
 
     def __init__(self, threads: int = 0, ranks: int = 1) -> None:
         self.device = torch.device("cpu")

@@ -7,8 +7,8 @@ begins with the other one. Nothing is asked twice, so that n-grams cannot know t
 and batch size: the acceptance length (tokens a verification gives), the share of guesses accepted, tokens a second of
 both, the median ratio of a round, and how many answers differ (greedy ones may, where sums are taken in another order).
 ``--hostile`` takes prompts of random tokens that are continued at a high temperature, where hardly a guess can be
-right; ``--adaptive`` adds --speculative-adaptive to each algorithm. Other arguments of the engines follow after
-``--``.
+right; ``--adaptive`` adds --speculative-adaptive to each algorithm. Other arguments of the engine that guesses follow
+after ``--``.
 """
 
 from __future__ import annotations
@@ -148,12 +148,12 @@ def _arguments(words: Sequence[str]) -> Arguments:
 
 
 async def _run(args: argparse.Namespace) -> None:
-    common = ["--device", args.device, *args.rest]
+    common = ["--device", args.device]
     async with Engine(arguments=_arguments(common)) as plain:
         for algorithm in args.algorithms:
             extra = ["--speculative-algorithm", algorithm, *(["--speculative-adaptive"] if args.adaptive else [])]
             try:
-                async with Engine(arguments=_arguments(common + extra)) as guessing:
+                async with Engine(arguments=_arguments([*common, *extra, *args.rest])) as guessing:
                     await _compare(algorithm, plain, guessing, args)
             except (ValueError, RuntimeError) as error:  # an algorithm whose draft is not here
                 print(f"| {algorithm} | not measured: {error} |", flush=True)
