@@ -137,7 +137,8 @@ class ModelRunner:
         prepared = time.perf_counter()
         hidden = None
         captured = self._captured.verifies if step.verifies else self._captured.decodes
-        if captured is not None and step.decodes + step.verifies == len(step.slots):
+        prompts = step.counts[step.decodes + step.verifies :]
+        if captured is not None and (not len(prompts) or prompts.max() <= captured.prompts):
             hidden = captured.run(forward)
             answer.graph_rows = 0 if hidden is None else len(step.slots)
         if hidden is None:

@@ -21,7 +21,7 @@ from kernels.speculative.tree import MOST_NODES, chain_bits, unpack_bits, within
 
 Longs = npt.NDArray[np.int64]
 
-__all__ = ["AttentionPlan", "AttentionPlanner", "paged_attention"]
+__all__ = ["SHORT", "AttentionPlan", "AttentionPlanner", "paged_attention"]
 
 QUERY_BLOCK = 256  # queries of a prefill row in one call
 GATHER_TOKENS = 1 << 15  # cached tokens copied for one decode call, at most

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels.batch import ForwardBatch
 from kernels.blocks import argmax, block_maxima
-from kernels.cpu.attention import AttentionPlan, AttentionPlanner, paged_attention
+from kernels.cpu.attention import SHORT, AttentionPlan, AttentionPlanner, paged_attention
 from kernels.cpu.host import has_tiles, host_memory, usable_cores
 from kernels.cpu.linear import CpuLinear, bf16_is_fast
 from kernels.cpu.native.library import built, open_library, start_build
@@ -259,7 +259,7 @@ class CpuPlatform(Platform):
         def decode(batch: ForwardBatch) -> Tensor | None:
             return program.run(batch, next(iter(batch.plans.values())).rows)
 
-        return Decodes((max_rows,), decode)
+        return Decodes((max_rows,), decode, SHORT)
 
     def capture_likeliest(
         self, forward: Callable[[ForwardBatch], Tensor], windows: Sequence[int], max_rows: int

@@ -216,7 +216,7 @@ def scored(driver, prompts):
 def test_a_program_computes_what_the_model_does(model, drive, prompts, monkeypatch):
     texts = prompts(40, 5)
     found, programs = scored(drive(model, dtype="bfloat16"), texts)
-    assert programs == [0, 0, 2, 1, 2]
+    assert programs == [0, 2, 2, 1, 2]  # a prompt of a few tokens runs in one, too
     monkeypatch.setattr(CpuPlatform, "capture_decodes", lambda *args: None)
     one_by_one, programs = scored(drive(model, dtype="bfloat16"), texts)
     assert programs == [0] * 5
