@@ -366,4 +366,5 @@ def test_which_operators_the_vendor_checks(simulator: Simulator) -> None:
         for name, entry in REFERENCES.items()
         if not CheckedOperator(simulator.engine, overload_of(f"npu::{name}"), entry).checked_by_vendor
     }
+    unchecked.discard("npu_convert_weight_to_int4pack")  # for which the vendor has no shapes
     assert all(name.startswith("_npu_fused_infer") for name in unchecked)
