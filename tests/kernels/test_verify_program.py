@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kernels.batch import ForwardBatch
+from kernels.cpu.attention import SHORT
 from kernels.cpu.host import has_tiles
 from kernels.cpu.native import library
 from kernels.platforms.cpu import CpuPlatform
@@ -86,7 +87,8 @@ def test_a_program_serves_any_drafts_that_fit_it(trees, window):
         found = found.clone()
         assert torch.equal(batch.states, states)  # the program has its own
         assert torch.equal(found, forward(batch))
-    for other in (dataclasses.replace(rows, verifies=0), dataclasses.replace(rows, decodes=0, verifies=1)):
+    long = dataclasses.replace(rows, counts=np.array([1, 5, SHORT + 1]))
+    for other in (dataclasses.replace(long, verifies=0), dataclasses.replace(long, decodes=0, verifies=1)):
         plans = {window: platform.plan_attention(other, window)}
         assert program.run(dataclasses.replace(batch, plans=plans)) is None
     many = torch.zeros(4 * TOKENS + 1, dtype=torch.int64)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from app.understudy import MODEL_DIR
-from kernels import runner
+from kernels import loaded_model
 from kernels.cpu.host import has_tiles
 from kernels.cpu.native.library import build
 from kernels.cpu.program import Native
@@ -78,8 +78,8 @@ def test_fp8_checkpoints_stand_for_their_floats(block, reference, drive, tmp_pat
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_the_cache_is_sized_by_what_weights_take_in_memory(kind, reference, drive, monkeypatch):
     source, sized = reference("qwen2").path, []
-    pages = runner.cache_pages
-    monkeypatch.setattr(runner, "cache_pages", lambda *args: (sized.append(args[4]), pages(*args))[1])
+    pages = loaded_model.cache_pages
+    monkeypatch.setattr(loaded_model, "cache_pages", lambda *args: (sized.append(args[4]), pages(*args))[1])
     quantized, plain = drive(source, quantization=kind), drive(source)
     held = quantized if kind == "int8" else plain  # fp8 has no kernel here
     assert sized == [held.info.weight_bytes, plain.info.weight_bytes]
