@@ -9,7 +9,7 @@ attention sees its own document only, and positions start at zero in each. Follo
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 
 __all__ = ["initial_weights", "loss", "rotation"]
 

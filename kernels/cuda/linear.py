@@ -7,7 +7,7 @@ in front of it, whose result it only needs afterwards: the memory is never idle 
 
 from __future__ import annotations
 
-import torch.nn.functional as F  # noqa: N812 - its name everywhere
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor

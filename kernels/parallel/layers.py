@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F  # noqa: N812 - its name everywhere
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.parallel.group import Group

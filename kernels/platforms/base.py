@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F  # noqa: N812 - its name everywhere
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.batch import ForwardBatch
