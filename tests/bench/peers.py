@@ -7,8 +7,9 @@
 DIR holds, for each NAME of ``--model``, a folder NAME as Hugging Face has them and, for llama.cpp, NAME-bf16.gguf.
 An engine whose program is neither given nor found on PATH is left out. A point is ``concurrency:input:output tokens``,
 run as ``tests.bench serving`` does. Each engine is started once and timed to its first answer; then the engines take
-turns, round by round, each warmed up at each point before it counts. ``--apart`` has one server at a time instead, for
-models that do not fit into memory three times.
+turns, round by round, each warmed up at each point before it counts. Who has no turn is held (SIGSTOP): some engines
+keep a core busy for a while after their last answer. ``--apart`` has one server at a time instead, for models that do
+not fit into memory three times.
 
 Every measurement is added to the file of ``--results``, so that short quiet windows add up, and the table shows the
 medians of all that is in it: ratios are Troupe's against the best of the others, above 1 where Troupe is better.
@@ -125,6 +126,25 @@ class Server:
         yield root
         yield from root.children(recursive=True)
 
+    def hold(self) -> None:
+        for process in self._family():
+            with contextlib.suppress(psutil.Error):
+                process.suspend()
+
+    def resume(self) -> None:
+        for process in self._family():
+            with contextlib.suppress(psutil.Error):
+                process.resume()
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Runs within, and is held before and after."""
+        self.resume()
+        try:
+            yield
+        finally:
+            self.hold()
+
     def processor_seconds(self) -> float:
         total = 0.0
         for process in self._family():
@@ -145,6 +165,8 @@ class Server:
 
     def stop(self) -> None:
         """Ends the process group that was started here."""
+        with contextlib.suppress(psutil.Error):
+            self.resume()
         for way, patience in ((signal.SIGTERM, 30), (signal.SIGKILL, 30)):
             if self._process.poll() is None:
                 os.killpg(self._process.pid, way)
@@ -199,14 +221,16 @@ class Run:
         server = Server(engine, model)
         await server.first_answer(self.options.start_limit)
         self.add({"engine": engine.name, "model": model, "start": server.start})
+        server.hold()
         return server
 
     async def round(self, server: Server, point: Point, number: int) -> None:
         requests = self.options.requests or REQUESTS.get(point.concurrency, 2)
         seed = time.time_ns()  # no prompt stands in a cache
         short = Point(point.concurrency, point.input_len, min(point.output_len, 16))
-        await run_point(server.url, server.model, short, point.concurrency, TOKEN_IDS, seed, True)
-        result = await _measure(server, point, seed + 1, requests)
+        with server.turn():
+            await run_point(server.url, server.model, short, point.concurrency, TOKEN_IDS, seed, True)
+            result = await _measure(server, point, seed + 1, requests)
         self.add({"engine": server.name, "model": server.model, "point": str(point), "round": number} | result)
 
     def end(self, server: Server) -> None:
