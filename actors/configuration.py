@@ -95,6 +95,10 @@ def runner_config(
         graph_max_rows=a.cuda_graph_max_bs or 0,
         disable_graph_padding=a.disable_cuda_graph_padding,
         speculation=speculation,
+        kv_cache_dtype="" if a.kv_cache_dtype == "auto" else a.kv_cache_dtype,
+        kv_cache_quant_method="" if a.kv_cache_quant_method == "auto" else a.kv_cache_quant_method,
+        kv_cache_scales=a.quantization_param_path or "",
+        fp32_head=a.enable_fp32_lm_head,
     )
 
 

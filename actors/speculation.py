@@ -69,6 +69,7 @@ def speculation(arguments: Arguments, files: ModelFiles) -> SpeculativeSettings 
         ),
         adaptive=AdaptiveSettings(a.speculative_adaptive, _adaptive_config(a)),
         load_format=a.speculative_draft_load_format or "",
+        quantization=a.speculative_draft_model_quantization or "",
         attention_mode=a.speculative_attention_mode,
         draft_attention_backend=a.speculative_draft_attention_backend or "",
     )

@@ -6,7 +6,6 @@ part of the weights; what memory is left says how large the cache is.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from kernels.outputs import StepOutputs
 from kernels.parallel.group import Group
 from kernels.parallel.partition import local_config, tensor_parts
 from kernels.platforms.base import Memory, Platform
+from kernels.quantization.cache_scales import CacheChoice, choose_cache
 from kernels.quantization.recognise import recognise
 from kernels.rehearsal import Rehearsal
 from kernels.sampling import Sampler
@@ -57,7 +57,7 @@ class OpenModel:
     """A model whose files are open, and of which nothing is on the device yet.
 
     ``whole``: all of it; ``part``: this rank's. ``context``: tokens that a sequence may have. ``captures``: layers
-    whose results the drafter wants.
+    whose results the drafter wants. ``cache``: how keys and values are kept.
     """
 
     whole: ModelConfig
@@ -66,6 +66,7 @@ class OpenModel:
     context: int
     captures: tuple[int, ...]
     weights: WeightLoader
+    cache: CacheChoice
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +112,9 @@ def open_model(config: RunnerConfig, platform: Platform, progress: Progress) -> 
         lambda fraction: progress("weights", 0.9 * fraction),
         scheme,
     )
-    return OpenModel(whole, part, dtype, context, captures, weights)
+    cache = choose_cache(config, whole, dtype, platform)
+    platform.cache_dtype = cache.dtype
+    return OpenModel(whole, part, dtype, context, captures, weights, cache)
 
 
 def load_model(
@@ -122,7 +125,7 @@ def load_model(
     Raises ConfigError, LoadError, PlatformError or CacheSizeError.
     """
     part, dtype, weights, speculation = opened.part, opened.dtype, opened.weights, config.speculation
-    model = Decoder(part, weights, platform, dtype, group, opened.captures)
+    model = Decoder(part, weights, platform, dtype, group, opened.captures, config.fp32_head)
     sampler = Sampler(part.vocab_size, config.max_slots, platform.device, platform.cut, platform.put, platform.greedy)
     windows = frozenset(part.windows)
     drafter: Drafter | None = None
@@ -140,13 +143,13 @@ def load_model(
     rehearsal = Rehearsal(config, platform, model, sampler, windows)
     reserved = _step_memory(opened, config, platform, rehearsal, guesses)
     memory = platform.memory()
-    cached = dataclasses.replace(part, head_dim=platform.cache_head_dim(part.head_dim))
+    scales = opened.cache.scales
+    token_bytes = part.layers * platform.cache_bytes(part.kv_heads, part.head_dim, dtype, scales is not None)
     pages = group.least(
         cache_pages(
             config,
-            cached,
+            token_bytes,
             opened.context,
-            dtype.itemsize,
             weight_bytes,
             Memory(memory.total, max(0, memory.free - reserved)),
             platform.default_memory_fraction,
@@ -156,7 +159,9 @@ def load_model(
         )
     )
     context = min(opened.context, (pages - 1) * config.page_size)
-    caches: list[Any] = platform.make_cache(part.layers, pages, config.page_size, part.kv_heads, part.head_dim, dtype)
+    caches: list[Any] = platform.make_cache(
+        part.layers, pages, config.page_size, part.kv_heads, part.head_dim, dtype, scales
+    )
     draft_caches: list[Any] = drafter.make_caches(pages) if drafter is not None else []
     slots = SlotTable(platform, config.max_slots, context, config.page_size, pages, part.vocab_size, guesses)
     speculator: Speculator | None = None
@@ -177,7 +182,9 @@ def load_model(
         weight_bytes=weights.weight_bytes,
         num_pages=pages,
         page_size=config.page_size,
-        cache_bytes=cached.cache_elements_per_token * dtype.itemsize * config.page_size * pages,
+        cache_bytes=token_bytes * config.page_size * pages,
+        cache_dtype=str(opened.cache.dtype or dtype).removeprefix("torch."),
+        cache_token_bytes=token_bytes,
         load_seconds={},
         speculative_nodes=drafter.most_nodes if drafter is not None else 1,
         speculative_depth=drafter.depth if drafter is not None else 0,
@@ -196,7 +203,9 @@ def _step_memory(
     """Bytes that the largest step takes beside weights and cache, where the platform wants to know."""
     part, longest = opened.part, config.max_step_tokens
     pages = -(-longest // config.page_size)
-    caches = platform.make_cache(part.layers, pages, config.page_size, part.kv_heads, part.head_dim, opened.dtype)
+    caches = platform.make_cache(
+        part.layers, pages, config.page_size, part.kv_heads, part.head_dim, opened.dtype, opened.cache.scales
+    )
     # A row that verifies is sampled from after each guess.
     sampled = min((config.max_slots - 1) * (1 + guesses), longest)
 

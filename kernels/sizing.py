@@ -26,9 +26,8 @@ def context_length(config: RunnerConfig, model: ModelConfig) -> int:
 
 def cache_pages(
     config: RunnerConfig,
-    model: ModelConfig,
+    token_bytes: int,
     context: int,
-    itemsize: int,
     weight_bytes: int,
     memory: Memory,
     default_fraction: float,
@@ -42,9 +41,9 @@ def cache_pages(
     weights, is filled. Else ``default_fraction`` of what is free, but no more than all slots could use and no more
     than ``default_tokens`` (or one full context, if that is longer).
     ``draft_bytes``: of a token in a draft's own cache. ``ahead``: positions that steps under way may need more.
-    ``context``: tokens a sequence may have. ``itemsize``: bytes of a cached element. ``memory``: after the weights.
+    ``token_bytes``: of a token over all layers. ``context``: tokens a sequence may have. ``memory``: after the weights.
     """
-    page_bytes = (model.cache_elements_per_token * itemsize + draft_bytes) * config.page_size
+    page_bytes = (token_bytes + draft_bytes) * config.page_size
 
     def pages_for(tokens: int) -> int:
         return -(-tokens // config.page_size)

@@ -170,6 +170,10 @@ class RunnerConfig(msgspec.Struct, frozen=True):
     graph_max_rows: int = 0  # of the platform's choice; 0: by the device's memory
     disable_graph_padding: bool = False  # use a graph only for exactly its number of rows
     speculation: SpeculativeSettings | None = None  # None: off
+    kv_cache_dtype: str = ""  # bfloat16 | int8 | fp8_e4m3 | fp8_e5m2; empty: as the checkpoint says, or the model's
+    kv_cache_quant_method: str = ""  # none | per_token_head; empty: by scales where there are some
+    kv_cache_scales: str = ""  # a JSON file of them
+    fp32_head: bool = False  # logits in float32
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -193,3 +197,5 @@ class ModelInfo(msgspec.Struct, frozen=True):
     speculative_levels: tuple[int, ...] = (0,)  # guesses that a row verifies of a draft of so many levels
     draft_parameters: int = 0
     draft_weight_bytes: int = 0
+    cache_dtype: str = ""
+    cache_token_bytes: int = 0  # of one token's keys and values over all layers, their scales among them

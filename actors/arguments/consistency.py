@@ -129,6 +129,21 @@ def _devices(arguments: Arguments) -> Iterator[str]:
             yield "dist_init_addr needs tensor_parallel_size: one worker has nobody to find; leave it out"
     if arguments.cuda_graph_bs and arguments.cuda_graph_max_bs is not None:
         yield "cuda_graph_bs says all sizes; leave cuda_graph_max_bs out"
+    yield from _cache(arguments)
+
+
+def _cache(arguments: Arguments) -> Iterator[str]:
+    dtype, method = arguments.kv_cache_dtype, arguments.kv_cache_quant_method
+    scaled = dtype in ("int8", "fp8_e4m3", "fp8_e5m2")
+    if dtype in ("fp8_e4m3", "fp8_e5m2") and arguments.device == "npu":
+        yield f"kv_cache_dtype {dtype}: NPUs have no operators for it; use int8"
+    if method == "per_token_head" and dtype == "bfloat16":
+        yield "kv_cache_quant_method per_token_head needs kv_cache_dtype int8, fp8_e4m3 or fp8_e5m2"
+    if arguments.quantization_param_path is not None:
+        if not scaled:
+            yield "quantization_param_path needs kv_cache_dtype int8, fp8_e4m3 or fp8_e5m2: that of the file's scales"
+        if method == "per_token_head":
+            yield "quantization_param_path and kv_cache_quant_method per_token_head exclude each other; leave one out"
 
 
 def _shapes(arguments: Arguments) -> Iterator[str]:

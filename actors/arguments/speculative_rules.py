@@ -22,6 +22,7 @@ _ONLY: dict[str, tuple[str, ...]] = {
     "speculative_draft_model_path": (*_DRAFTING, "DFLASH"),
     "speculative_draft_load_format": (*_DRAFTING, "DFLASH"),
     "speculative_draft_attention_backend": (*_DRAFTING, "DFLASH"),
+    "speculative_draft_model_quantization": (*_DRAFTING, "DFLASH"),
     "speculative_num_steps": _DRAFTING,
     "speculative_eagle_topk": _DRAFTING,
     "speculative_token_map": ("EAGLE", "MTP", "STANDALONE"),
@@ -47,6 +48,8 @@ def speculative_problems(arguments: Arguments) -> Iterator[str]:
         for argument in SPECULATIVE_ARGUMENTS
         if argument.name != "speculative-algorithm" and getattr(arguments, argument.field) != argument.default
     ]
+    if arguments.speculative_draft_model_quantization is not None:
+        given.append("speculative_draft_model_quantization")
     algorithm = arguments.speculative_algorithm
     if algorithm is None:
         if given:

@@ -137,6 +137,13 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
     quantization: (
         Literal["int8", "fp8", "unquant", "awq", "gptq", "auto-round", "compressed-tensors", "modelslim", "gguf"] | None
     ) = None
+    kv_cache_dtype: Literal["auto", "bfloat16", "int8", "fp8_e4m3", "fp8_e5m2"] = "auto"
+    kv_cache_quant_method: Literal["auto", "none", "per_token_head"] = "auto"
+    quantization_param_path: str | None = None
+    enable_fp32_lm_head: bool = False
+    speculative_draft_model_quantization: (
+        Literal["int8", "fp8", "unquant", "awq", "gptq", "auto-round", "compressed-tensors", "modelslim", "gguf"] | None
+    ) = None
 
     speculative_config: dict[str, Any] = {}
     speculative_algorithm: Literal["EAGLE", "EAGLE3", "MTP", "DFLASH", "STANDALONE", "NGRAM"] | None = None

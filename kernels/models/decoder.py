@@ -167,7 +167,7 @@ class Decoder:
     """The whole model. Weights are taken layer by layer, so that no second copy of the model ever exists.
 
     ``captures``: layers whose results are wanted beside the last one's, for drafts that are made from them; 0 is the
-    first layer.
+    first layer. ``fp32_head``: logits are computed in float32.
     """
 
     def __init__(
@@ -178,6 +178,7 @@ class Decoder:
         dtype: torch.dtype,
         group: Group,
         captures: Sequence[int] = (),
+        fp32_head: bool = False,
     ) -> None:
         wrong = [layer for layer in captures if not 0 <= layer < config.layers]
         if wrong or len(set(captures)) != len(captures):
@@ -192,8 +193,11 @@ class Decoder:
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, dtype, platform)
         self.layers = [DecoderLayer(config, layer, source, platform, group) for layer in range(config.layers)]
         self.norm = _norm("model.norm", source, platform, config)
-        if config.tied_embeddings:
-            head = platform.make_linear(self.embeddings.weight, None, shared=True)
+        tied = self.embeddings.weight if config.tied_embeddings else None
+        if fp32_head:
+            head = platform.make_float_head(source.projection(["lm_head"]) if tied is None else tied, tied is not None)
+        elif tied is not None:
+            head = platform.make_linear(tied, None, shared=True)
         else:
             head = platform.make_projection(source.projection(["lm_head"]), None)
         self.head = VocabularyHead(group, head)
@@ -233,5 +237,5 @@ class Decoder:
         return result[:, : self.hidden_size], result[:, self.hidden_size :]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """``hidden`` [rows, hidden] -> [rows, vocab] in the model's dtype."""
+        """``hidden`` [rows, hidden] -> [rows, vocab] in the model's dtype, or in float32."""
         return self.head(hidden)

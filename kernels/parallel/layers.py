@@ -52,5 +52,5 @@ class VocabularyHead:
         self.linear = linear
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """``hidden`` [rows, hidden] -> [rows, vocab] in the model's dtype."""
+        """``hidden`` [rows, hidden] -> [rows, vocab] in the dtype that ``linear`` gives."""
         return self.group.all_gather(self.linear(hidden))

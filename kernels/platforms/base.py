@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.batch import ForwardBatch
+from kernels.quantization.cache import SCALE, LayerScales, narrow
 from kernels.quantization.weights import Projection, QuantizedWeight
 
 __all__ = [
@@ -149,6 +150,9 @@ class Platform(ABC):
     kernel for top-k and top-p, where it has one. ``greedy``: its own for rows that want the likeliest token.
 
     ``widened_bytes``: what quantized weights that were dequantized take more than they did.
+
+    ``cache_dtype``: what caches are made in from now on; None: the model's. ``scale_dtype``: of a token's scale in one
+    of 8 bits.
     """
 
     name: str
@@ -161,6 +165,8 @@ class Platform(ABC):
     cut: Cut | None = None
     greedy: Greedy | None = None
     widened_bytes: int = 0
+    cache_dtype: torch.dtype | None = None
+    scale_dtype: torch.dtype = SCALE
 
     @abstractmethod
     def bind_thread(self) -> None:
@@ -186,6 +192,17 @@ class Platform(ABC):
     def cache_head_dim(self, dim: int) -> int:
         """The dimension that heads of ``dim`` have in the cache. Raises PlatformError."""
         return dim
+
+    def check_cache_dtype(self, dtype: torch.dtype) -> None:
+        """Raises PlatformError when keys and values cannot be kept in ``dtype``."""
+        return None
+
+    def cache_bytes(self, kv_heads: int, head_dim: int, dtype: torch.dtype, fixed: bool = False) -> int:
+        """Of one token's keys and values in a layer's cache. ``dtype``: the model's. ``fixed``: by scales that were
+        found before. Raises PlatformError."""
+        kept = self.cache_dtype or dtype
+        scale = self.scale_dtype.itemsize if narrow(kept) and not fixed else 0
+        return 2 * kv_heads * (self.cache_head_dim(head_dim) * kept.itemsize + scale)
 
     def capture_decodes(
         self,
@@ -249,9 +266,20 @@ class Platform(ABC):
 
     @abstractmethod
     def make_cache(
-        self, layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+        self,
+        layers: int,
+        pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        scales: Sequence[LayerScales] | None = None,
     ) -> list[Any]:
-        """Keys and values of every layer, page-major and zeroed: one opaque cache a layer."""
+        """Keys and values of every layer, page-major and zeroed: one opaque cache a layer.
+
+        ``dtype``: of the keys and values that come and of the queries; they are kept in ``cache_dtype``, one of 8 bits
+        by ``scales`` of each layer, or else by one for each token and key head.
+        """
 
     @abstractmethod
     def clear_pages(self, caches: list[Any], pages: list[int]) -> None:
@@ -280,6 +308,15 @@ class Platform(ABC):
             return out
 
         return side_by_side
+
+    def make_float_head(self, weight: Projection, shared: bool) -> Linear:
+        """``[rows, inputs] -> float32 [rows, outputs]``, all in float32. ``shared``: others hold the weight too."""
+        pieces = weight if isinstance(weight, tuple) else (weight,)
+        wide = torch.cat(
+            [part.float() if isinstance(part, Tensor) else part.dequantize(torch.float32) for part in pieces]
+        )
+        self.widened_bytes += wide.nbytes - (0 if shared else sum(part.nbytes for part in pieces))
+        return lambda x: F.linear(x.float(), wide)
 
     def make_gated_projection(self, weight: Projection, bias: Tensor | None) -> Linear:
         """``make_gated`` of a weight of any kind."""

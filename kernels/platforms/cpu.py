@@ -21,6 +21,7 @@ from kernels.blocks import argmax, block_maxima
 from kernels.cpu.attention import SHORT, AttentionPlan, AttentionPlanner, paged_attention
 from kernels.cpu.host import has_tiles, host_memory, usable_cores
 from kernels.cpu.linear import CpuLinear, bf16_is_fast
+from kernels.cpu.narrow_cache import NarrowPages, NarrowPlan, compact
 from kernels.cpu.native.library import built, open_library, start_build
 from kernels.cpu.native_grouped import NativeGrouped
 from kernels.cpu.norm import CpuNorm
@@ -38,7 +39,8 @@ from kernels.platforms.base import (
     Platform,
     PlatformError,
 )
-from kernels.quantization.weights import GroupedWeight, Int8Weight, QuantizedWeight
+from kernels.quantization.cache import LayerScales, narrow
+from kernels.quantization.weights import GroupedWeight, Int8Weight, Projection, QuantizedWeight
 
 __all__ = ["CpuPlatform"]
 
@@ -129,24 +131,38 @@ class CpuPlatform(Platform):
         return torch.from_numpy(np.zeros(shape, dtype=np.int32))
 
     def make_cache(
-        self, layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
-    ) -> list[Tensor]:
+        self,
+        layers: int,
+        pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        scales: Sequence[LayerScales] | None = None,
+    ) -> list[Tensor] | list[NarrowPages]:
         self._planner = AttentionPlanner(page_size, dtype)
         self._native_attention &= dtype == torch.bfloat16 and Native.fits_attention(page_size, head_dim)
         shape = (pages, page_size, 2, kv_heads, head_dim)
 
-        def zeros() -> Tensor:  # untouched as they come from the system; torch's would be written
-            memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if math.prod(shape[1:]) * dtype.itemsize >= _LARGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
-                with contextlib.suppress(OSError):  # a system without them
-                    memory.madvise(mmap.MADV_HUGEPAGE)
-            return torch.frombuffer(memory, dtype=dtype).view(shape)
+        kept = self.cache_dtype
+        if kept is None:
+            return [_zeros(shape, dtype) for _ in range(layers)]
+        fixed: Sequence[LayerScales | None] = scales or [None] * layers
+        return [
+            NarrowPages(
+                _zeros(shape, kept),
+                _zeros(shape[:-1], self.scale_dtype) if narrow(kept) and layer is None else None,
+                layer,
+            )
+            for layer in fixed
+        ]
 
-        return [zeros() for _ in range(layers)]
-
-    def clear_pages(self, caches: list[Tensor], pages: list[int]) -> None:
+    def clear_pages(self, caches: list[Tensor] | list[NarrowPages], pages: list[int]) -> None:
         for cache in caches:
-            cache[pages] = 0
+            if isinstance(cache, NarrowPages):
+                cache.clear(pages)
+            else:
+                cache[pages] = 0
 
     def make_linear(self, weight: Tensor, bias: Tensor | None, shared: bool = False) -> Linear:
         linear = CpuLinear(weight, bias, shared, self._native)
@@ -167,6 +183,16 @@ class CpuPlatform(Platform):
             linear = CpuGroupedLinear(grouped, bias, self._native)
         self._linears.add(linear)
         return linear
+
+    def make_float_head(self, weight: Projection, shared: bool) -> Linear:
+        linear = super().make_float_head(weight, shared)
+
+        def head(x: Tensor) -> Tensor:
+            if self._native is not None and self._native.recording:
+                raise NotNative("an output layer in float32")
+            return linear(x)
+
+        return head
 
     def make_norm(self, weight: Tensor, eps: float) -> Norm:
         return CpuNorm(weight, eps, self._native_for)
@@ -220,21 +246,37 @@ class CpuPlatform(Platform):
         broken = ~blocks.amax(-1).isfinite()
         return argmax(wide, torch.arange(len(wide)), blocks).masked_fill_(broken, 0), broken
 
-    def write_cache(self, cache: Tensor, index: Tensor, keys_values: Tensor) -> None:
+    def write_cache(self, cache: Tensor | NarrowPages, index: Tensor, keys_values: Tensor) -> None:
+        if isinstance(cache, NarrowPages):
+            if self._native is not None and self._native.recording:
+                raise NotNative("a cache of its own type")
+            return cache.write(index, keys_values)
         native = self._native_for(keys_values.dtype, True)
         if native is not None:
             return native.write(cache, index, keys_values)
         cache.view(-1, *keys_values.shape[1:]).index_copy_(0, index, keys_values)
 
-    def move_cache(self, cache: Tensor, source: Tensor, target: Tensor) -> None:
+    def move_cache(self, cache: Tensor | NarrowPages, source: Tensor, target: Tensor) -> None:
+        if isinstance(cache, NarrowPages):
+            return cache.move(source, target)
         tokens = cache.view(-1, *cache.shape[2:])
         tokens.index_copy_(0, target, tokens.index_select(0, source))
 
-    def plan_attention(self, rows: AttentionRows, window: int) -> AttentionPlan:
+    def plan_attention(self, rows: AttentionRows, window: int) -> AttentionPlan | NarrowPlan:
         assert self._planner is not None, "make_cache comes first"
-        return self._planner.plan(rows, window, self._native is not None and self._native_attention)
+        native = self._native is not None and self._native_attention
+        if self.cache_dtype is None:
+            return self._planner.plan(rows, window, native)
+        rows, pages = compact(rows, window, self._planner.page_size)
+        return NarrowPlan(self._planner.plan(rows, window, native), pages)
 
-    def attention(self, queries: Tensor, cache: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+    def attention(
+        self, queries: Tensor, cache: Tensor | NarrowPages, plan: AttentionPlan | NarrowPlan, scale: float
+    ) -> Tensor:
+        if isinstance(cache, NarrowPages):
+            assert isinstance(plan, NarrowPlan)
+            cache, plan = cache.widened(plan.pages, queries.dtype), plan.plan
+        assert isinstance(plan, AttentionPlan)
         return paged_attention(queries, cache, plan, scale, self._native_for(queries.dtype, self._native_attention))
 
     def capture_decodes(
@@ -307,3 +349,12 @@ class CpuPlatform(Platform):
         except NotNative:
             return None
         return Program.of(native, recording, out, held)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Memory as it comes from the system, untouched; torch's would be written."""
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if math.prod(shape[1:]) * dtype.itemsize >= _LARGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a system without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)

@@ -26,6 +26,7 @@ from kernels.cuda.sampling import likeliest
 from kernels.device_memory import device_memory, step_memory
 from kernels.graph_sizes import graph_sizes
 from kernels.platforms.base import AttentionRows, Decodes, Fetched, Linear, Memory, Norm, Platform, PlatformError
+from kernels.quantization.cache import LayerScales
 from kernels.quantization.weights import Fp8Weight, Int8Weight, QuantizedWeight
 from kernels.staging import Staging, fetch
 from kernels.step import RunnerConfig
@@ -115,11 +116,21 @@ class CudaPlatform(Platform):
             raise PlatformError(f"heads of {dim} are not supported on cuda: up to 256, and even; use --device cpu")
         return dim
 
+    def check_cache_dtype(self, dtype: torch.dtype) -> None:
+        raise PlatformError(f"a cache in {dtype} is not kept on this device; leave --kv-cache-dtype out")
+
     def empty_host_state(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=self.device)
 
     def make_cache(
-        self, layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+        self,
+        layers: int,
+        pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        scales: Sequence[LayerScales] | None = None,
     ) -> list[Tensor]:
         if page_size not in _PAGE_SIZES:
             sizes = ", ".join(map(str, _PAGE_SIZES))

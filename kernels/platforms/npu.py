@@ -34,6 +34,7 @@ from kernels.npu.soc import soc_of
 from kernels.npu.tree_attention import TreePart, plan_trees, tree_attention
 from kernels.npu.weight_only import NpuWeightOnlyLinear, fits_weight_only
 from kernels.platforms.base import AttentionRows, Decodes, Fetched, Linear, Memory, Norm, Platform, PlatformError
+from kernels.quantization.cache import LayerScales
 from kernels.quantization.weights import GroupedWeight, Int8Weight, QuantizedWeight
 from kernels.staging import Staging, fetch
 from kernels.step import RunnerConfig
@@ -143,11 +144,21 @@ class NpuPlatform(Platform):
     def cache_head_dim(self, dim: int) -> int:
         return padded_dim(dim) if self._fused else dim
 
+    def check_cache_dtype(self, dtype: torch.dtype) -> None:
+        raise PlatformError(f"a cache in {dtype} is not kept on this device; leave --kv-cache-dtype out")
+
     def empty_host_state(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=self.device)
 
     def make_cache(
-        self, layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+        self,
+        layers: int,
+        pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        scales: Sequence[LayerScales] | None = None,
     ) -> list[LayerCache]:
         dim = self.cache_head_dim(head_dim)
         if self._fused:

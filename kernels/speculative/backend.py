@@ -35,4 +35,7 @@ def draft_platform(
         )
     )
     own.dtype(config.dtype, stored)
+    if platform.cache_dtype is not None:
+        own.check_cache_dtype(platform.cache_dtype)
+    own.cache_dtype = platform.cache_dtype
     return own

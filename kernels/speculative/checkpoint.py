@@ -17,6 +17,7 @@ from kernels.models.config import ConfigError, ModelConfig, parse_config, read_j
 from kernels.models.decoder import tensor_shapes
 from kernels.parallel.partition import local_config, tensor_parts
 from kernels.quantization.weights import Projection
+from kernels.speculative.draft_scheme import draft_scheme
 from kernels.speculative.drafter import DrafterContext
 
 __all__ = ["DraftCheckpoint", "DraftWeights", "LayerWeights", "layer_shapes", "need_same_hidden_size"]
@@ -65,7 +66,7 @@ class DraftCheckpoint:
         """The sizes of ``layers`` layers, as config.json has them; biases and norms of heads as the layer ``prefix``
         has them, where there are weights to look at. ``more``: said over config.json.
         """
-        config = parse_config({**self.raw, **more, "architectures": [architecture], "num_hidden_layers": layers})
+        config = parse_config({**self.raw, **more, "architectures": [architecture], "num_hidden_layers": layers}, True)
         if self.dummy:
             return config
         attention = f"{prefix}.self_attn"
@@ -125,6 +126,7 @@ class DraftWeights:
             context.platform.device,
             context.config.random_seed,
             lambda fraction: None,
+            draft_scheme(checkpoint.path, context.config, context.settings),
         )
 
     @property

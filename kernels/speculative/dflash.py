@@ -153,8 +153,7 @@ class DflashDrafter(Drafter):
         self._everything = torch.full((1, block), (1 << block) - 1 if block < MOST_NODES else -1, device=device)
         self.parameters, self.weight_bytes = self._model.parameters, self._model.weight_bytes
         model = self._model.config
-        dim = context.platform.cache_head_dim(model.head_dim)
-        self.cache_bytes = 2 * model.layers * model.kv_heads * dim * context.dtype.itemsize
+        self.cache_bytes = model.layers * context.platform.cache_bytes(model.kv_heads, model.head_dim, context.dtype)
         self.most_nodes = min(block, settings.num_draft_tokens)
         self.depth = self.most_nodes - 1
 

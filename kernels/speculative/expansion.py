@@ -80,8 +80,7 @@ class Expansion:
     def cache_bytes(self) -> int:
         """Of a token."""
         config, dtype = self._model.config, self._context.dtype
-        dim = self._platform.cache_head_dim(config.head_dim)
-        return 2 * config.layers * config.kv_heads * dim * dtype.itemsize
+        return config.layers * self._platform.cache_bytes(config.kv_heads, config.head_dim, dtype)
 
     def make_caches(self, pages: int) -> list[Any]:
         """As ``Drafter.make_caches``."""

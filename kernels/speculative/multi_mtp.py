@@ -46,8 +46,7 @@ class MultiHeads(Drafter):
         self._kept = len(heads)
         self._caches: list[Any] = []
         config, slots = heads[0].config, context.config.max_slots
-        dim = context.platform.cache_head_dim(config.head_dim)
-        self.cache_bytes = 2 * len(heads) * config.kv_heads * dim * context.dtype.itemsize
+        self.cache_bytes = len(heads) * context.platform.cache_bytes(config.kv_heads, config.head_dim, context.dtype)
         self.depth, self.most_nodes = self._kept, min(self._kept + 1, context.settings.num_draft_tokens)
         shape = (slots * self._kept, config.hidden_size)
         self._features = torch.zeros(shape, dtype=context.dtype, device=context.platform.device)

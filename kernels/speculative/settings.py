@@ -52,6 +52,7 @@ class SpeculativeSettings(msgspec.Struct, frozen=True):
     ngram: NgramSettings = NgramSettings()
     adaptive: AdaptiveSettings = AdaptiveSettings()
     load_format: str = ""  # of the draft; empty: the target's
+    quantization: str = ""  # of the draft, as RunnerConfig.quantization; empty: as it says, or as the target's
     attention_mode: Literal["prefill", "decode"] = "prefill"  # which operator verifies
     draft_attention_backend: str = ""  # empty: the target's
     fixed_acceptance: float = 0.0  # benchmarks only: so many tokens are accepted a step, right or wrong; 0: off

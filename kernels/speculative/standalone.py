@@ -21,6 +21,7 @@ from kernels.parallel.group import Group
 from kernels.parallel.layers import VocabularyHead
 from kernels.parallel.partition import local_config, tensor_parts
 from kernels.slots import SlotTable
+from kernels.speculative.draft_scheme import draft_scheme
 from kernels.speculative.drafter import Drafter, DrafterContext, DraftRows, Drafts, Observation
 from kernels.speculative.expansion import Expansion, observed_rows
 from kernels.speculative.host_drafts import HostDrafts
@@ -40,7 +41,8 @@ class StandaloneModel:
 
     def __init__(self, context: DrafterContext) -> None:
         settings, config, group = context.settings, context.config, context.group
-        whole = read_config(settings.draft_model_path)
+        whole = read_config(settings.draft_model_path, quantized=True)
+        scheme = draft_scheme(settings.draft_model_path, config, settings)
         if whole.vocab_size != context.whole.vocab_size:
             raise ConfigError(
                 f"the draft model has {whole.vocab_size} tokens, the model {context.whole.vocab_size}: their tokens "
@@ -52,7 +54,7 @@ class StandaloneModel:
                 f"{context.context}; lower --context-length, or use another draft model"
             )
         self.config = local_config(whole, group.size)
-        shapes = tensor_shapes(whole)
+        shapes = tensor_shapes(whole) if scheme is None else scheme.shapes(tensor_shapes(whole))
         weights = open_weights(
             settings.draft_model_path,
             settings.load_format or config.load_format,
@@ -63,6 +65,7 @@ class StandaloneModel:
             context.platform.device,
             config.random_seed,
             lambda fraction: None,
+            scheme,
         )
         self._decoder = Decoder(self.config, weights, context.platform, context.dtype, group)
         self._head = self._decoder.logits

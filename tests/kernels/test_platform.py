@@ -184,7 +184,8 @@ PAGE_BYTES = 2 * 2 * 64 * 2 * 16
 
 def pages(free, weights=0, total=1 << 40, default_tokens=0, **config):
     config = RunnerConfig("", **config)
-    return cache_pages(config, MODEL, 4096, 2, weights, Memory(total, free), 0.25, default_tokens)
+    token = 2 * MODEL.cache_elements_per_token
+    return cache_pages(config, token, 4096, weights, Memory(total, free), 0.25, default_tokens)
 
 
 def test_cache_size_as_told():

@@ -43,12 +43,10 @@ MODELS: tuple[Refusal, ...] = (
     ),
     *family(
         "Quantization",
-        "quantization is not built yet",
+        "this way to quantize is not built",
         "leave it out; --quantization int8 or fp8 rounds weights while they are loaded",
         flags=("quantize-and-serve",),
         values={
-            "quantization-param-path": None,
-            "kv-cache-quant-method": "none",
             "modelopt-quant": None,
             "modelopt-checkpoint-restore-path": None,
             "modelopt-checkpoint-save-path": None,
@@ -57,18 +55,6 @@ MODELS: tuple[Refusal, ...] = (
             "torchao-config": "",
             "fp8-gemm-backend": "auto",
         },
-    ),
-    *family(
-        "Quantization",
-        "a cache in another type than the model's is not built yet",
-        "leave it out or give auto",
-        values={"kv-cache-dtype": "auto"},
-    ),
-    *family(
-        "Quantization",
-        "an output layer of its own type is not built yet",
-        "leave it out, or use --dtype float32 for the whole model",
-        flags=("enable-fp32-lm-head",),
     ),
     *family(
         "LoRA",
@@ -131,12 +117,6 @@ MODELS: tuple[Refusal, ...] = (
             "speculative-moe-runner-backend draft-moe-backend": "auto",
             "speculative-moe-a2a-backend": "none",
         },
-    ),
-    *family(
-        "Speculative decoding",
-        "quantization is not built yet",
-        "leave it out and serve an unquantized draft",
-        values={"speculative-draft-model-quantization": "unquant"},
     ),
     *family(
         "Model and tokenizer",

@@ -54,7 +54,10 @@ def test_another_algorithm_is_refused_with_the_ones_there_are(name: str) -> None
             {"algorithm": "EAGLE", "num_steps": 3, "eagle_topk": 4, "speculative_num_draft_tokens": 16},
             {"algorithm": "EAGLE", "num_steps": 3, "eagle_topk": 4, "num_draft_tokens": 16},
         ),
-        ({"method": "mtp", "revision": None, "quantization": "unquant", "adaptive": True}, {"adaptive": True}),
+        (
+            {"method": "mtp", "revision": None, "quantization": "unquant", "adaptive": True},
+            {"adaptive": True, "draft_model_quantization": "unquant"},
+        ),
     ],
 )
 def test_one_object_stands_for_several_arguments(config: object, fields: dict[str, object]) -> None:
@@ -75,9 +78,7 @@ def test_the_object_is_checked_like_arguments_of_their_own() -> None:
     assert "contradicts speculative_algorithm" in problem(
         speculative_algorithm="EAGLE", speculative_config={"method": "ngram"}
     )
-    assert "quantization is not built yet" in problem(
-        speculative_config={"method": "eagle3", "model": "d", "quantization": "fp8"}
-    )
+    assert "use bf16 weights" in problem(speculative_config={"method": "eagle3", "model": "d", "quantization": "mxfp8"})
     assert "must be a JSON object" in problem(speculative_config="[")
     assert "models with experts" in problem(speculative_config={"method": "mtp", "moe_backend": "triton"})
 

@@ -79,7 +79,7 @@ def test_fp8_checkpoints_stand_for_their_floats(block, reference, drive, tmp_pat
 def test_the_cache_is_sized_by_what_weights_take_in_memory(kind, reference, drive, monkeypatch):
     source, sized = reference("qwen2").path, []
     pages = loaded_model.cache_pages
-    monkeypatch.setattr(loaded_model, "cache_pages", lambda *args: (sized.append(args[4]), pages(*args))[1])
+    monkeypatch.setattr(loaded_model, "cache_pages", lambda *args: (sized.append(args[3]), pages(*args))[1])
     quantized, plain = drive(source, quantization=kind), drive(source)
     held = quantized if kind == "int8" else plain  # fp8 has no kernel here
     assert sized == [held.info.weight_bytes, plain.info.weight_bytes]

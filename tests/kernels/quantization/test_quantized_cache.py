@@ -1,0 +1,221 @@
+"""Keys and values in fewer bits: attention over them, and models whose cache is so, on the CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.cpu.narrow_cache import NarrowPages
+from kernels.cpu.native.library import build
+from kernels.platforms.base import PlatformError
+from kernels.platforms.cpu import CpuPlatform
+from kernels.quantization.cache import CACHE_DTYPES, LayerScales, round_fixed, round_tokens, widen
+from kernels.speculative.settings import SpeculativeSettings
+from kernels.step import SlotSampling
+from tests.kernels.parallel.ranks import run_ranks
+from tests.kernels.verifying import made
+
+SCORED = SlotSampling(temperature=0.0, prompt_logprobs=0)
+LIMITS = {"bfloat16": 4e-3, "int8": 0.015, "fp8_e4m3": 0.05, "fp8_e5m2": 0.1}
+"""Of what attention finds, relative to its size."""
+
+SHAPES = {
+    "decodes": {"decodes": (3, 200, 47, 0)},
+    "mixed": {"decodes": (3, 200), "drafts": ((31, 5), (120, 9)), "prefills": ((0, 12), (40, 30))},
+    "drafting": {"drafts": ((45, 9), (16, 9), (0, 9)), "drafted": 5},
+}
+
+
+@pytest.fixture
+def generator():
+    return torch.Generator().manual_seed(5)
+
+
+@pytest.fixture(params=["plain", "native"])
+def platform(request):
+    found = CpuPlatform(threads=1)
+    if request.param == "native":
+        try:
+            build()
+        except Exception as error:
+            pytest.skip(f"no native operators: {error}")
+        found.dtype("bfloat16", None)
+        if found._native is None:
+            pytest.skip("no AMX")
+    return found
+
+
+def model_dtype(platform):
+    return torch.float32 if platform._native is None else torch.bfloat16
+
+
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", CACHE_DTYPES)
+def test_attention_over_narrow_pages(name, shape, trees, window, platform, generator):
+    dtype = model_dtype(platform)
+    if CACHE_DTYPES[name] == dtype:
+        pytest.skip("the model's own type")
+    platform.cache_dtype = CACHE_DTYPES[name]
+    case = made(
+        platform, generator, dtype=dtype, heads=6, kv_heads=2, dim=64, page_size=16, window=window,
+        trees=trees, **SHAPES[shape],
+    )  # fmt: skip
+    assert isinstance(case.cache, NarrowPages)
+    assert case.cache.values.dtype == CACHE_DTYPES[name]
+    found = platform.attention(case.queries, case.cache, platform.plan_attention(case.rows, window), 0.2).float()
+    limit = LIMITS[name] + (0 if dtype == torch.float32 else 5e-3)
+    assert (found - case.expected).norm() <= limit * case.expected.norm()
+    if name != "bfloat16" and dtype == torch.float32:
+        assert (found - case.expected).norm() >= 1e-4 * case.expected.norm()
+
+
+def test_scales_that_were_found_before(platform, generator):
+    """Of each number of each head, with offsets, as ModelSlim has them."""
+    platform.cache_dtype, dtype = torch.int8, model_dtype(platform)
+    keys_values = torch.randn(40, 2, 3, 32, generator=generator) * (1 + torch.arange(32)) + 5
+    low, high = keys_values.amin(0), keys_values.amax(0)
+    scales = (high - low) / 254
+    fixed = LayerScales(scales, -((high + low) / 2 / scales).round())
+    (cache,) = platform.make_cache(1, 4, 16, 3, 32, dtype, [fixed])
+    assert cache.scales is None
+    platform.write_cache(cache, torch.arange(16, 56), keys_values.flatten(1, 2).to(dtype))
+    read = cache.widened(torch.tensor([1, 2, 3]), torch.float32).view(-1, 2, 3, 32)[:40]
+    error = (read - keys_values).abs() - (0 if dtype == torch.float32 else 0.01) * keys_values.abs()
+    assert bool((error <= 0.51 * scales).all())
+    assert platform.cache_bytes(3, 32, dtype, fixed=True) == 2 * 3 * 32
+    assert platform.cache_bytes(3, 32, dtype) == 2 * 3 * (32 + 2)
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8_e4m3", "fp8_e5m2"])
+def test_rounding_gives_back_what_it_was_given(name, generator):
+    """Whatever the size of a token, and what is not finite stays so."""
+    dtype = CACHE_DTYPES[name]
+    x = torch.randn(6, 2, 3, 64, generator=generator) * torch.logspace(-20, 20, 6).view(-1, 1, 1, 1)
+    x[5, 1, 2] = 0
+    values, scales = round_tokens(x, dtype)
+    found = widen(values, scales, None, torch.float32)
+    limit = {"int8": 1 / 250, "fp8_e4m3": 1 / 16, "fp8_e5m2": 1 / 8}[name]
+    assert bool(((found - x).abs() <= limit * x.abs().amax(-1, keepdim=True)).all())
+    for broken in (torch.nan, torch.inf, -torch.inf):
+        x[2, 0, 1, 7] = broken
+        found = widen(*round_tokens(x, dtype), None, torch.float32)
+        assert not found[2, 0, 1, 7].isfinite()
+        assert found[2, 0, 0].isfinite().all()
+    large = torch.full((1, 2, 3, 64), 1e6)
+    fixed = LayerScales(torch.ones(2, 3, 64))
+    most = {"int8": 127.0, "fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}[name]
+    assert bool((widen(round_fixed(large, fixed, dtype), None, fixed, torch.float32) == most).all())
+
+
+def test_what_moves_and_what_is_cleared(generator):
+    platform = CpuPlatform(threads=1)
+    platform.cache_dtype = torch.float8_e4m3fn
+    (cache,) = platform.make_cache(1, 5, 16, 2, 8, torch.float32)
+    sizes = torch.logspace(-3, 3, 80).view(-1, 1, 1)  # each token has a scale of its own
+    platform.write_cache(cache, torch.arange(80), torch.randn(80, 4, 8, generator=generator) * sizes)
+    whole = torch.arange(5)
+    before = cache.widened(whole, torch.float32).clone().view(80, 2, 2, 8)
+    source, target = [70, 21, 22, 20, 0, 0], [20, 22, 21, 33, 0, 0]
+    platform.move_cache(cache, torch.tensor(source), torch.tensor(target))
+    expected = before.clone()
+    for one, other in zip(source, target, strict=True):
+        expected[other] = before[one]
+    assert torch.equal(cache.widened(whole, torch.float32).view(80, 2, 2, 8), expected)
+    platform.clear_pages([cache], [1, 3])
+    expected.view(5, 16, 2, 2, 8)[[1, 3]] = 0
+    assert torch.equal(cache.widened(whole, torch.float32).view(80, 2, 2, 8), expected)
+
+
+def scores(driver, prompt):
+    driver.admit(1, prompt, sampling=SCORED)
+    return np.frombuffer(driver.step([(1, len(prompt))]).prompt_logprobs, np.float32)
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen3"])
+def test_a_model_over_a_narrow_cache(name, reference, drive, prompts):
+    """Nearer with more bits; the same in chunks, behind a prefix of others, and when it comes back."""
+    path = reference(name).path
+    (prompt,) = prompts(60)
+    exact, errors = scores(drive(path), prompt), []
+    for kind in ("bfloat16", "int8", "fp8_e4m3", "fp8_e5m2"):
+        driver = drive(path, kv_cache_dtype=kind)
+        errors.append(float(np.abs(scores(driver, prompt) - exact).mean()))
+        assert driver.info.cache_dtype == str(CACHE_DTYPES[kind]).removeprefix("torch.")
+    assert 0 < errors[0] < errors[1] < errors[2] < errors[3] < 1
+    said = driver.generate(1, 90)
+    other = drive(path, kv_cache_dtype="fp8_e5m2")
+    other.admit(1, prompt)
+    for count in (16, 16, 9, 19):
+        other.step([(1, count)])
+    assert other.generate(1, 75) == said[:75]
+    kept = other.release(1, keep_pages=True)
+    other.admit(2, prompt, said[60:70], shared=kept[:2])  # its own life again, from the pages of the first
+    other.step([(2, other.pending(2))])
+    assert other.generate(2, 90) == said
+
+
+def test_twice_as_many_tokens_fit(reference, drive, monkeypatch):
+    """Exactly with scales of layers; with those of tokens all but the bytes that they take."""
+    options = {"mem_fraction_static": 0.001, "max_total_tokens": 0, "max_slots": 4096}
+    path = reference("llama2").path
+    wide = drive(path, dtype="bfloat16", **options).info
+    token, layer = (
+        drive(path, dtype="bfloat16", kv_cache_dtype="fp8_e4m3", kv_cache_quant_method=method, **options).info
+        for method in ("", "none")
+    )
+    assert wide.cache_token_bytes == 3 * 2 * 4 * 12 * 2
+    assert layer.cache_token_bytes == wide.cache_token_bytes / 2
+    assert token.cache_token_bytes == 3 * 2 * 4 * (12 + 2)
+    assert layer.num_pages == pytest.approx(2 * wide.num_pages, rel=0.01)
+    assert token.num_pages == pytest.approx(24 / 14 * wide.num_pages, rel=0.01)
+    assert token.cache_bytes == token.num_pages * token.page_size * token.cache_token_bytes
+    platform = CpuPlatform(threads=1)
+    platform.cache_dtype = torch.int8
+    assert platform.cache_bytes(8, 128, torch.bfloat16) < 0.51 * 2 * 8 * 128 * 2
+
+
+@pytest.mark.parametrize("tree", [(3, 1, 4), (3, 3, 12)])
+def test_drafts_over_a_narrow_cache_change_nothing(tree, reference, drive, prompts):
+    """A draft of its own and the model itself; what is accepted is moved with its scales."""
+    steps, topk, tokens = tree
+    path, options = reference("qwen3").path, {"kv_cache_dtype": "int8", "threads": 1}
+    settings = SpeculativeSettings("STANDALONE", str(path), num_steps=steps, topk=topk, num_draft_tokens=tokens)
+    plain, driver = drive(path, **options), drive(path, speculation=settings, **options)
+    accepted = []
+    for slot, prompt in enumerate(prompts(9, 30), start=1):
+        plain.admit(slot, prompt)
+        driver.admit(slot, prompt)
+        driver.step([(slot, len(prompt))])
+        while len(driver.tokens[slot]) < 80:
+            result = driver.step([(slot, 1)], {slot: tokens - 1})
+            assert not result.failed
+            accepted += np.frombuffer(result.accepted, np.int32).tolist()
+        assert driver.tokens[slot][:80] == plain.generate(slot, 80)
+    assert np.mean(accepted) > 2.5  # the draft is the model
+    assert driver.info.cache_token_bytes == plain.info.cache_token_bytes
+
+
+def test_two_ranks_keep_their_heads(reference, drive, prompts):
+    path, texts = reference("parallel-qwen3").path, prompts(5, 40)
+    alone = drive(path, kv_cache_dtype="int8")
+    for slot, text in enumerate(texts, start=1):
+        alone.admit(slot, text)
+        alone.generate(slot, 60)
+    job = {"model": str(path), "prompts": texts, "length": 60, "options": {"kv_cache_dtype": "int8"}}
+    (first,), (second,) = run_ranks([job])
+    assert first["tokens"] == second["tokens"]
+    assert first["cache_bytes"] == alone.info.cache_bytes / 2
+    same = np.mean(np.array(first["tokens"][1]) == np.array(alone.tokens[2]))
+    assert same > 0.75  # a sum over ranks may round a number the other way
+
+
+def test_narrow_caches_are_refused_where_a_device_has_none(reference, drive, monkeypatch):
+    def refuse(self, dtype):
+        raise PlatformError("no such numbers here")
+
+    monkeypatch.setattr(CpuPlatform, "check_cache_dtype", refuse)
+    with pytest.raises(PlatformError, match="no such numbers here"):
+        drive(reference("qwen3").path, kv_cache_dtype="fp8_e4m3")
