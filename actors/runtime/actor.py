@@ -102,7 +102,10 @@ class Actor(Generic[P]):
         """Runs before the first message of each incarnation. Raising here counts as a crash."""
 
     async def stopping(self) -> None:
-        """Runs after the last message of an orderly stop, and not after a crash."""
+        """Runs after the last message of an orderly stop, and not after a crash.
+
+        A child process ends after it: let threads of the actor's own end here, nobody waits for them.
+        """
 
 
 def handlers_of(actor: type[Actor[Any]]) -> dict[type[Message[Any, Any]], Handler]:

@@ -84,11 +84,19 @@ class GlooForHccl(dist.ProcessGroup):
     def __init__(self, engine: Engine, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._engine = engine
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._operators = {name: self._operator(name) for name in COLLECTIVES}
 
     def getBackendName(self) -> str:  # noqa: N802 - the base class's name
         return "hccl"
+
+    def shutdown(self) -> None:
+        """End gloo's threads; destroy_process_group() calls it. The group is of no further use.
+
+        A thread of gloo's may be the last to let go of a tensor, and asks for the interpreter then: one that does so
+        while the interpreter ends aborts the process.
+        """
+        self._gloo = None
 
     def _operator(self, name: str) -> Operator:
         def compute(*args: Any) -> None:

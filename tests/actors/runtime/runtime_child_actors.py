@@ -1,6 +1,7 @@
 """Actors that the process tests place in a child, and their messages."""
 
 import asyncio
+import atexit
 import logging
 import os
 import signal
@@ -135,6 +136,17 @@ class BadPrompt(RequestError):
         self.param = param
 
 
+class Bequeath(Message[ChildProtocol, None], frozen=True):
+    """Have something done when the process ends, and a thread that does not end."""
+
+    path: str
+
+
+def _note(path: str) -> None:
+    with open(path, "w") as file:
+        file.write("done")
+
+
 class ChildActor(Actor[ChildProtocol]):
     prepared = ""
 
@@ -254,6 +266,11 @@ class ChildActor(Actor[ChildProtocol]):
                 raise ValueError("no answer from the device") from error
         except ValueError:
             _fail_step()
+
+    @handles
+    def bequeath(self, message: Bequeath) -> None:
+        atexit.register(_note, message.path)
+        threading.Thread(target=threading.Event().wait).start()
 
     @handles
     def leave(self, message: Leave) -> None:

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from runtime_child_actors import (
     BadPrompt,
+    Bequeath,
     Block,
     Chain,
     Chatter,
@@ -55,6 +56,7 @@ from actors.runtime import (
     current_traceparent,
 )
 from actors.runtime.link import Link
+from actors.runtime.process import ProcessIncarnation
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs a socket pair and signals")
 
@@ -353,6 +355,20 @@ async def test_an_orderly_stop_runs_stopping_and_reaps(system: ActorSystem, capl
     assert not os.path.exists(f"/proc/{pid}")
     with pytest.raises(ActorDied):
         await ref.ask(Multiply(1), timeout=1)
+
+
+async def test_a_stopped_child_runs_exit_functions_and_waits_for_no_thread(
+    system: ActorSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.runtime.process._KILL_AFTER", 20.0)
+    ref = await spawn(system, stop_timeout=20.0)
+    await ref.ask(Bequeath(str(tmp_path / "told")), timeout=60)
+    life = ref._cell.incarnation
+    assert isinstance(life, ProcessIncarnation)
+    assert life._child is not None
+    await system.stop_actor(ref)
+    assert life._child.returncode == 0
+    assert (tmp_path / "told").read_text() == "done"
 
 
 async def test_a_hanging_child_is_terminated_after_its_stop_timeout(system: ActorSystem) -> None:

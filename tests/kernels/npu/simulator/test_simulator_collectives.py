@@ -14,7 +14,10 @@ simulator = activate("A2")
 import torch, torch.distributed as dist
 rank = int(sys.argv[1])
 torch.npu.set_device(rank)
-dist.init_process_group("hccl", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2,
+store = dist.FileStore(sys.argv[2], 2)
+store.set(f"here/{rank}", "")
+store.wait([f"here/{1 - rank}"], datetime.timedelta(seconds=300))  # the group's own patience may be short
+dist.init_process_group("hccl", store=store, rank=rank, world_size=2,
                         timeout=datetime.timedelta(seconds=float(sys.argv[3])))
 assert dist.get_backend() == "hccl"
 """
@@ -22,6 +25,8 @@ assert dist.get_backend() == "hccl"
 EVERYTHING = (
     GROUP
     + """
+import os
+from pathlib import Path
 x = torch.full((3,), rank + 1.0, dtype=torch.bfloat16, device="npu")
 dist.all_reduce(x)
 assert x.cpu().tolist() == [3] * 3, x
@@ -55,6 +60,11 @@ assert v.cpu().tolist() == [5, 5]
 dist.all_reduce(w, group=dist.new_group([0, 1]))
 assert w.cpu().tolist() == [8, 8]
 dist.barrier()
+def threads():
+    return [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
+assert "pt_gloo_runloop" in threads()
+dist.destroy_process_group()
+assert "pt_gloo_runloop" not in threads()  # one that outlives Python can abort the process
 print("done")
 """
 )
@@ -88,12 +98,12 @@ with torch.npu.graph(graph):
 if rank == 0:
     import time
     print("away", flush=True)
-    time.sleep(100)
+    time.sleep(600)
 try:
     graph.replay()
     x.cpu()
 except RuntimeError as error:
-    print("507048" in str(error), "EI0002" in str(error), simulator.cann.error(1))
+    print("507048" in str(error), "EI0002" in str(error), simulator.cann.error(1), flush=True)
 """
 )
 
@@ -109,16 +119,16 @@ def start(code: str, rank: int, store: Path, timeout: float) -> subprocess.Popen
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    ranks = [start(EVERYTHING, rank, tmp_path / "store", 30) for rank in range(2)]
-    outputs = [process.communicate(timeout=90)[0] for process in ranks]
+    ranks = [start(EVERYTHING, rank, tmp_path / "store", 240) for rank in range(2)]
+    outputs = [process.communicate(timeout=400)[0] for process in ranks]
     for process, output in zip(ranks, outputs, strict=True):
         assert process.returncode == 0, output
         assert output.splitlines()[-1] == "done"
 
 
 def test_a_rank_that_hangs(tmp_path: Path) -> None:
-    hung, other = (start(HUNG, rank, tmp_path / "store", 4) for rank in range(2))
-    output = other.communicate(timeout=90)[0]
+    hung, other = (start(HUNG, rank, tmp_path / "store", 6) for rank in range(2))
+    output = other.communicate(timeout=400)[0]
     assert [line for line in output.splitlines() if line.startswith(("one", "True"))] == ["one", "True True", "True"], (
         output
     )
@@ -129,8 +139,8 @@ def test_a_rank_that_hangs(tmp_path: Path) -> None:
 
 def test_a_replay_that_waits_for_a_rank(tmp_path: Path) -> None:
     """It says what a collective outside a graph says."""
-    away, other = (start(HUNG_REPLAY, rank, tmp_path / "store", 4) for rank in range(2))
-    output = other.communicate(timeout=90)[0]
+    away, other = (start(HUNG_REPLAY, rank, tmp_path / "store", 6) for rank in range(2))
+    output = other.communicate(timeout=400)[0]
     away.kill()
     away.communicate()
     assert "True True 507048" in output.splitlines(), output
