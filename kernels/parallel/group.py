@@ -132,7 +132,20 @@ def join_group(platform: Platform, config: RunnerConfig) -> Group:
     platform.bind_thread()
     store = _open_store(config.rendezvous, rank, size)
     store.set_timeout(timedelta(seconds=LOAD_SECONDS))
+    _meet(store, rank, size)
     return ProcessGroup(platform.collectives, store, rank, size, config.op_timeout or COLLECTIVE_SECONDS)
+
+
+def _meet(store: dist.Store, rank: int, size: int) -> None:
+    """Return when all ranks are here: one may still import torch, and a group waits no longer than a collective."""
+    store.set(f"here/{rank}", "")
+    for other in range(size):
+        try:
+            store.wait([f"here/{other}"], timedelta(seconds=JOIN_SECONDS))
+        except RuntimeError as error:
+            raise GroupError(
+                f"rank {rank} of {size}: rank {other} did not come within {JOIN_SECONDS:g} s; see what its worker does"
+            ) from error
 
 
 def _open_store(address: str, rank: int, size: int) -> dist.TCPStore:

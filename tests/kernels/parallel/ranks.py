@@ -21,15 +21,18 @@ from kernels.speculative.settings import SpeculativeSettings
 from kernels.step import RunnerConfig, SlotSampling
 from tests.kernels.conftest import Driver, ints
 
-__all__ = ["free_address", "run_ranks"]
+__all__ = ["run_ranks"]
 
-PATIENCE = 240
+PATIENCE = 500
+"""Seconds until ranks that have not ended are a failure."""
 
 
-def free_address() -> str:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{found.getsockname()[1]}"
+def take_address(stack: ExitStack) -> str:
+    """A free address, bound until the stack is closed: nobody else is given it, and rank 0 may listen there."""
+    held = stack.enter_context(socket.socket())
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return f"127.0.0.1:{held.getsockname()[1]}"
 
 
 def run_ranks(jobs: list[dict[str, Any]], size: int = 2) -> list[list[dict[str, Any]]]:
@@ -37,8 +40,8 @@ def run_ranks(jobs: list[dict[str, Any]], size: int = 2) -> list[list[dict[str, 
     ``options`` of RunnerConfig, its ``speculation``, and what differs by rank; the prompts decode together until each
     has ``length`` tokens.
     """
-    given = [job | {"rendezvous": free_address()} for job in jobs]
     with ExitStack() as stack:
+        given = [job | {"rendezvous": take_address(stack)} for job in jobs]
         ranks = []
         for rank in range(size):
             environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ASCEND_RT_VISIBLE_DEVICES": str(rank)}
@@ -73,7 +76,7 @@ def run(job: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
     if share:
         options["max_total_tokens"] = share[rank]
     config = RunnerConfig(
-        model_path=job["model"], tp_rank=rank, tp_size=size, rendezvous=job["rendezvous"], op_timeout=60.0, **options
+        model_path=job["model"], tp_rank=rank, tp_size=size, rendezvous=job["rendezvous"], op_timeout=240.0, **options
     )
     runner = ModelRunner(config)
     if "streams_of_rank" in job:  # what is left for graphs on each rank's NPU

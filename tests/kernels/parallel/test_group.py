@@ -1,11 +1,14 @@
-"""How a rank leaves its group."""
+"""How a rank finds its group, and leaves it."""
 
 from __future__ import annotations
 
 import pytest
 import torch.distributed as dist
 
-from kernels.parallel.group import ProcessGroup
+from kernels.parallel import group
+from kernels.parallel.group import GroupError, ProcessGroup, join_group
+from kernels.platforms.cpu import CpuPlatform
+from kernels.step import RunnerConfig
 
 
 @pytest.mark.parametrize(
@@ -22,3 +25,21 @@ def test_a_rank_of_nccl_leaves_without_its_peers(monkeypatch, backend, way):
     ProcessGroup(backend, dist.HashStore(), 1, 2, 60.0).close()
     assert len(called) == 1
     assert called[0].startswith(way)
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_group_is_made_when_all_ranks_are_here(monkeypatch, comes):
+    """A rank may take longer to come than a collective may last."""
+    made = []
+    store = dist.HashStore()
+    monkeypatch.setattr(group, "_open_store", lambda *told: store)
+    monkeypatch.setattr(group, "JOIN_SECONDS", 0.01)
+    monkeypatch.setattr(dist, "init_process_group", lambda *told, timeout, **options: made.append(timeout.seconds))
+    config = RunnerConfig(model_path="", tp_rank=0, tp_size=2, rendezvous="127.0.0.1:1", op_timeout=2.0)
+    if comes:
+        store.set("here/1", "")
+        assert join_group(CpuPlatform(threads=1), config).size == 2
+    else:
+        with pytest.raises(GroupError, match=r"rank 0 of 2: rank 1 did not come within 0.01 s"):
+            join_group(CpuPlatform(threads=1), config)
+    assert made == ([2] if comes else [])
