@@ -18,7 +18,7 @@ namespace troupe {
 struct Engine {
     explicit Engine(int threads) : team(threads), scores(team.size()), spaces(team.size()) {}
     Team team;
-    std::vector<std::vector<float>> scores;
+    std::vector<Scratch<float>> scores;
     std::vector<Workspace> spaces;
     std::vector<bf16> values;
     Tokens8 tokens;
@@ -169,11 +169,7 @@ void run(Engine& engine, const Op& op, const Step& step) {
                                           &engine.ordered, step.rows, op.i0, op.i1, op.stride_a, op.stride_out, op.i2,
                                           op.i3, 1});
             return;
-        case ATTENTION: {
-            Attending task = {&op, &step, &engine.scores, step.sequences < 2 * engine.team.size() ? op.i2 : 1};
-            engine.team.each(step.sequences * task.split, attend_chunk, &task);
-            return;
-        }
+        case ATTENTION: return attention(engine.team, engine.scores, op, step);
         case PREFILL: return prefill(engine.team, engine.spaces, engine.values, op, step.rows);
         case EMBED: rows.call = embed; break;
         case ANGLES: rows.call = angles; break;

@@ -28,18 +28,20 @@ inline __m512 load(const bf16* x, __mmask16 mask) {
 
 constexpr float LOG2_E = 1.44269504f;
 
-// 2^n * p(r), |r| <= 1/2: p is the Taylor series of 2^r, of which seven terms reach float's precision.
-inline __m512 exp2(__m512 x) {
-    __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    __m512 r = _mm512_sub_ps(x, n);
+// 2^r for |r| <= 1/2: the Taylor series, of which seven terms reach float's precision.
+inline __m512 exp2_near(__m512 r) {
     __m512 p = _mm512_set1_ps(1.54035304e-4f);
     p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.33335581e-3f));
     p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(9.61812911e-3f));
     p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.55041087e-2f));
     p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.40226507e-1f));
     p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.93147181e-1f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(p, n);
+    return _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+}
+
+inline __m512 exp2(__m512 x) {
+    const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    return _mm512_scalef_ps(exp2_near(_mm512_sub_ps(x, n)), n);
 }
 
 inline __m512 exp(__m512 x) { return exp2(_mm512_mul_ps(x, _mm512_set1_ps(LOG2_E))); }
