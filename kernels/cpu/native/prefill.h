@@ -1,17 +1,21 @@
-// Causal attention of a row's chunk of queries over all keys so far.
+// Causal attention of a row's chunk of queries over all keys so far, block after block of keys (FlashAttention,
+// arXiv:2205.14135).
 //
-// Scores are K Q^T on AMX with the keys as they lie in the cache and 32 queries of a head as columns, so that softmax
-// runs over columns, 16 queries in a vector. The result is V^T P^T, for which values are transposed once a row.
+// Keys and values are laid out for AMX once, for all queries and all heads of a group. A block of scores is Q K^T for 32
+// queries of a head and 256 tokens, which stays in a core's first cache; its weights are rounded to bf16 for P V.
 #pragma once
 #include "attention.h"
 
 namespace troupe {
 
 constexpr int64_t QUERIES = 2 * TILE;
+constexpr int64_t KEYS = 8 * DEPTH;              // tokens of a block of scores
+constexpr int64_t SCORES = KEYS + TILE;          // floats from one query's scores to the next one's
+constexpr int64_t LAID_OUT = 1 << 21;            // elements of keys, and of values, that stay in the cores' second caches
 
 struct Workspace {
-    std::vector<float> scores;  // [token][32 queries]
-    std::vector<bf16> weights;  // [block of 32 tokens][half of 16 queries][pair of tokens][query][2]
+    Scratch<float> floats;
+    Scratch<bf16> halves;
 };
 
 struct Prefilling {
@@ -19,169 +23,267 @@ struct Prefilling {
     const int32_t* pages;
     int64_t start, count;
     int64_t first_block;  // of 32 tokens, the first that any query sees
-    bf16* values;         // [kv head][block of 32 tokens][dim][token]
-    int64_t value_blocks;
+    int64_t blocks;       // from there on
+    int64_t head, heads;  // kv heads that are laid out at a time
+    bf16 *keys, *values;  // [kv head][block of 32 tokens][dim * 32]
     std::vector<Workspace>* spaces;  // by thread
-
-    Cached cached(int64_t kv_head) const {
-        const int64_t token = 2 * op->i2 * op->i0;
-        return {static_cast<const bf16*>(op->b) + kv_head * op->i0, token, op->i4 * token, pages, op->i4};
-    }
-    int64_t end() const { return start + count; }
 };
 
-inline void transpose_chunk(void* context, int64_t chunk, int) {
-    const Prefilling& task = *static_cast<const Prefilling*>(context);
-    const int64_t dim = task.op->i0, kv_heads = task.op->i2;
-    const int64_t kv_head = chunk % kv_heads, block = chunk / kv_heads;
-    const Cached cached = task.cached(kv_head);
-    bf16* out = task.values + (kv_head * task.value_blocks + block) * dim * DEPTH;
-    for (int64_t i = 0; i < DEPTH; i++) {
-        const int64_t position = (task.first_block + block) * DEPTH + i;
-        if (position < task.end()) {
-            const bf16* value = cached.at(position) + kv_heads * dim;
-            for (int64_t d = 0; d < dim; d++) out[d * DEPTH + i] = value[d];
-        } else {
-            for (int64_t d = 0; d < dim; d++) out[d * DEPTH + i] = 0;
-        }
+// Sixteen rows of sixteen to columns, 4 x 4 within quarters of the registers and then the quarters.
+inline void transpose(__m512i* rows) {
+    __m512i part[4][4];
+    for (int g = 0; g < 4; g++) {
+        const __m512i *r = rows + 4 * g, a = _mm512_unpacklo_epi32(r[0], r[1]), b = _mm512_unpackhi_epi32(r[0], r[1]);
+        const __m512i c = _mm512_unpacklo_epi32(r[2], r[3]), d = _mm512_unpackhi_epi32(r[2], r[3]);
+        part[0][g] = _mm512_unpacklo_epi64(a, c);
+        part[1][g] = _mm512_unpackhi_epi64(a, c);
+        part[2][g] = _mm512_unpacklo_epi64(b, d);
+        part[3][g] = _mm512_unpackhi_epi64(b, d);
+    }
+    for (int i = 0; i < 4; i++) {
+        const __m512i a = _mm512_shuffle_i32x4(part[i][0], part[i][1], 0x44);
+        const __m512i b = _mm512_shuffle_i32x4(part[i][0], part[i][1], 0xee);
+        const __m512i c = _mm512_shuffle_i32x4(part[i][2], part[i][3], 0x44);
+        const __m512i d = _mm512_shuffle_i32x4(part[i][2], part[i][3], 0xee);
+        rows[i] = _mm512_shuffle_i32x4(a, c, 0x88);
+        rows[4 + i] = _mm512_shuffle_i32x4(a, c, 0xdd);
+        rows[8 + i] = _mm512_shuffle_i32x4(b, d, 0x88);
+        rows[12 + i] = _mm512_shuffle_i32x4(b, d, 0xdd);
     }
 }
 
-inline void prefill_chunk(void* context, int64_t chunk, int thread) {
+// Of a block of 32 tokens, for each kv head: keys [32 dims][half of 16 tokens][pair of dims][token][2], values [16 dims]
+// [pair of tokens][dim][2]. What follows the last token is zero.
+inline void lay_out_chunk(void* context, int64_t block, int) {
     const Prefilling& task = *static_cast<const Prefilling*>(context);
-    const Op& op = *task.op;
-    const int64_t dim = op.i0, heads = op.i1, group = heads / op.i2, window = op.i3;
-    const int64_t head = chunk % heads, kv_head = head / group, query = chunk / heads * QUERIES;
-    const int64_t queries = std::min(QUERIES, task.count - query);
-    const Cached cached = task.cached(kv_head);
-    const bf16* asked = static_cast<const bf16*>(op.a) + query * op.stride_a + head * dim;
-    bf16* out = static_cast<bf16*>(op.out) + query * op.stride_out + head * dim;
-
-    const int64_t low = task.start + query, high = low + queries;  // positions of the queries
-    const int64_t first = window ? std::max<int64_t>(0, low + 1 - window) / DEPTH : 0;
-    const int64_t blocks = (high + DEPTH - 1) / DEPTH - first;
-
-    alignas(64) uint32_t columns[2][256 / 2][TILE];
-    if (queries < QUERIES) std::memset(columns, 0, sizeof(columns));
-    for (int64_t q = 0; q < queries; q++)
-        for (int64_t pair = 0; pair < dim / 2; pair++)
-            std::memcpy(&columns[q / TILE][pair][q % TILE], asked + q * op.stride_a + 2 * pair, 4);
-    Workspace& space = (*task.spaces)[thread];
-    if (static_cast<int64_t>(space.scores.size()) < blocks * DEPTH * QUERIES) {
-        space.scores.resize(blocks * DEPTH * QUERIES);
-        space.weights.resize(blocks * DEPTH * QUERIES);
+    const int64_t dim = task.op->i0, kv_heads = task.op->i2, token = 2 * kv_heads * dim;
+    const int64_t position = (task.first_block + block) * DEPTH, tokens = std::min(DEPTH, task.start + task.count - position);
+    const Cached cached = {static_cast<const bf16*>(task.op->b) + task.head * dim, token, task.op->i4 * token, task.pages,
+                           task.op->i4};
+    const bf16* rows[DEPTH];
+    for (int64_t i = 0; i < tokens; i++) rows[i] = cached.at(position + i);
+    auto line = [&](int64_t i, int64_t from) {
+        return i < tokens ? _mm512_loadu_si512(rows[i] + from) : _mm512_setzero_si512();
+    };
+    for (int64_t head = 0; head < task.heads; head++) {
+        bf16* keys = task.keys + (head * task.blocks + block) * dim * DEPTH;
+        for (int64_t d = 0; d < dim; d += DEPTH)
+            for (int64_t half = 0; half < 2; half++, keys += TILE * DEPTH) {
+                __m512i part[TILE];
+                for (int64_t i = 0; i < TILE; i++) part[i] = line(half * TILE + i, head * dim + d);
+                transpose(part);
+                for (int64_t i = 0; i < TILE; i++) _mm512_store_si512(keys + i * DEPTH, part[i]);
+            }
     }
-
-    configure(TILE, TILE);
-    for (int64_t tile = 0; tile < 2 * blocks; tile++) {
-        const int64_t position = first * DEPTH + tile * TILE;
-        if (position >= high) break;
-        const bf16* keys = cached.at(position);
-        _tile_zero(0);
-        _tile_zero(1);
-        for (int64_t depth = 0; depth < dim; depth += DEPTH) {
-            _tile_loadd(4, keys + depth, 2 * cached.token);
-            _tile_loadd(6, columns[0][depth / 2], 64);
-            _tile_loadd(7, columns[1][depth / 2], 64);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(1, 4, 7);
-        }
-        _tile_stored(0, space.scores.data() + tile * TILE * QUERIES, 128);
-        _tile_stored(1, space.scores.data() + tile * TILE * QUERIES + TILE, 128);
+    alignas(64) uint16_t order[DEPTH];  // of two tokens' dims
+    for (int64_t i = 0; i < DEPTH; i++) order[i] = static_cast<uint16_t>(i / 2 + i % 2 * DEPTH);
+    const __m512i low = _mm512_load_si512(order), high = _mm512_add_epi16(low, _mm512_set1_epi16(TILE));
+    for (int64_t head = 0; head < task.heads; head++) {
+        bf16* values = task.values + (head * task.blocks + block) * dim * DEPTH;
+        for (int64_t pair = 0; pair < TILE; pair++, values += DEPTH)
+            for (int64_t d = 0; d < dim; d += DEPTH) {
+                const int64_t from = (kv_heads + head) * dim + d;
+                const __m512i even = line(2 * pair, from), odd = line(2 * pair + 1, from);
+                _mm512_store_si512(values + d * DEPTH, _mm512_permutex2var_epi16(even, low, odd));
+                _mm512_store_si512(values + (d + TILE) * DEPTH, _mm512_permutex2var_epi16(even, high, odd));
+            }
     }
+}
 
-    // Column q sees positions last - window < t <= last.
-    const __m512 factor = _mm512_set1_ps(static_cast<float>(op.f0) * LOG2_E), nothing = _mm512_set1_ps(-3e38f);
-    alignas(64) float scale[QUERIES];
-    for (int64_t half = 0; half < 2; half++) {
-        const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-        const __m512i last = _mm512_min_epi32(_mm512_add_epi32(lanes, _mm512_set1_epi32(low + half * TILE)),
-                                              _mm512_set1_epi32(high - 1));
-        const __m512i before = window ? _mm512_sub_epi32(last, _mm512_set1_epi32(window)) : _mm512_set1_epi32(-1);
-        auto seen = [&](int64_t position) {
-            const __m512i at = _mm512_set1_epi32(position);
-            return _mm512_cmple_epi32_mask(at, last) & _mm512_cmpgt_epi32_mask(at, before);
-        };
-        const float* scores = space.scores.data() + half * TILE;
-        bf16* weights = space.weights.data() + half * DEPTH * TILE;
-        // Blocks that every query sees need no masks: from `plain` up to `masked`.
-        const int64_t masked = std::max<int64_t>(0, (low + half * TILE + 1) / DEPTH - first);
-        const int64_t plain = window ? std::min(masked, std::max<int64_t>(0, high - window + DEPTH - 1) / DEPTH - first) : 0;
-        __m512 most = nothing, other = nothing, sum = _mm512_setzero_ps();
-        auto largest = [&](int64_t begin, int64_t end) {
-            for (int64_t i = begin * DEPTH; i < end * DEPTH; i++)
-                most = _mm512_mask_max_ps(most, seen(first * DEPTH + i), most, _mm512_loadu_ps(scores + i * QUERIES));
-        };
-        largest(0, plain);
-        for (int64_t i = plain * DEPTH; i < masked * DEPTH; i += 2) {
-            most = _mm512_max_ps(most, _mm512_loadu_ps(scores + i * QUERIES));
-            other = _mm512_max_ps(other, _mm512_loadu_ps(scores + (i + 1) * QUERIES));
-        }
-        largest(masked, blocks);
-        const __m512 above = _mm512_mul_ps(_mm512_max_ps(most, other), factor);
-        auto weight = [&](int64_t i) {
-            return exp2(_mm512_fmsub_ps(_mm512_loadu_ps(scores + i * QUERIES), factor, above));
-        };
-        auto put = [&](int64_t i, __m512 even, __m512 odd) {
-            const __m512i low_bits = _mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(even)));
-            const __m512i high_bits = _mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(odd)));
-            const __m512i both = _mm512_or_si512(low_bits, _mm512_slli_epi32(high_bits, 16));
-            _mm512_storeu_si512(weights + i / DEPTH * DEPTH * QUERIES + i % DEPTH * TILE, both);
-            sum = _mm512_add_ps(sum, _mm512_add_ps(even, odd));
-        };
-        auto some = [&](int64_t begin, int64_t end) {
-            for (int64_t i = begin * DEPTH; i < end * DEPTH; i += 2)
-                put(i, _mm512_maskz_mov_ps(seen(first * DEPTH + i), weight(i)),
-                    _mm512_maskz_mov_ps(seen(first * DEPTH + i + 1), weight(i + 1)));
-        };
-        some(0, plain);
-        for (int64_t i = plain * DEPTH; i < masked * DEPTH; i += 2) put(i, weight(i), weight(i + 1));
-        some(masked, blocks);
-        _mm512_store_ps(scale + half * TILE, _mm512_div_ps(_mm512_set1_ps(1.0f), sum));
-    }
+// 2^x to a ten thousandth, a twentieth of what rounding to bf16 takes; what is less than 2^-125 is that.
+inline __m512 rough_exp2(__m512 x) {
+    const __m512 magic = _mm512_set1_ps(12582912.0f);  // 1.5 * 2^23: a sum's last bits are a whole number
+    x = _mm512_max_ps(_mm512_set1_ps(-125.0f), x);     // a NaN stays one
+    const __m512 whole = _mm512_add_ps(x, magic), r = _mm512_sub_ps(x, _mm512_sub_ps(whole, magic));
+    __m512 p = _mm512_fmadd_ps(r, _mm512_set1_ps(5.517167e-2f), _mm512_set1_ps(2.4261113e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.9326099e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(9.9992807e-1f));
+    return _mm512_castsi512_ps(
+        _mm512_add_epi32(_mm512_castps_si512(p), _mm512_slli_epi32(_mm512_castps_si512(whole), 23)));
+}
 
-    const bf16* values = task.values + (kv_head * task.value_blocks + first - task.first_block) * dim * DEPTH;
-    alignas(64) float sums[QUERIES][QUERIES];  // [dim][query]
-    for (int64_t d = 0; d < dim; d += QUERIES) {
+// The queries of one head, and what they have come to.
+struct Asking {
+    const bf16* queries;  // [32 dims][query][32]
+    float* sums;          // [query][dim]
+    float* whole;         // [query][16]: parts of the sums of weights
+    float* power;         // [query]: weights and sums are relative to 2 to this power
+};
+
+// scores [query][SCORES]: Q K^T of `blocks` blocks of 32 tokens.
+inline void score(const Asking& of, const bf16* keys, int64_t blocks, int64_t dim, float* scores) {
+    for (int64_t block = 0; block < blocks; block++, scores += DEPTH) {
         _tile_zero(0);
         _tile_zero(1);
         _tile_zero(2);
         _tile_zero(3);
-        for (int64_t block = 0; block < blocks; block++) {
-            const bf16* value = values + (block * dim + d) * DEPTH;
-            const bf16* weight = space.weights.data() + block * DEPTH * QUERIES;
-            _tile_loadd(4, value, 64);
-            _tile_loadd(5, value + TILE * DEPTH, 64);
-            _tile_loadd(6, weight, 64);
-            _tile_loadd(7, weight + DEPTH * TILE, 64);
+        const bf16* queries = of.queries;
+        for (int64_t d = 0; d < dim; d += DEPTH, queries += QUERIES * DEPTH, keys += DEPTH * DEPTH) {
+            _tile_loadd(4, queries, 64);
+            _tile_loadd(6, keys, 64);
+            _tile_loadd(7, keys + TILE * DEPTH, 64);
+            _tile_loadd(5, queries + TILE * DEPTH, 64);
             _tile_dpbf16ps(0, 4, 6);
             _tile_dpbf16ps(1, 4, 7);
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }
-        _tile_stored(0, &sums[0][0], 128);
-        _tile_stored(1, &sums[0][TILE], 128);
-        _tile_stored(2, &sums[TILE][0], 128);
-        _tile_stored(3, &sums[TILE][TILE], 128);
-        const __m512i down = _mm512_mullo_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
-                                                _mm512_set1_epi32(QUERIES));
-        for (int64_t q = 0; q < queries; q++)
-            for (int64_t half = 0; half < QUERIES; half += TILE)
-                store(out + q * op.stride_out + d + half,
-                      _mm512_mul_ps(_mm512_i32gather_ps(down, &sums[half][q], 4), _mm512_set1_ps(scale[q])));
+        _tile_stored(0, scores, 4 * SCORES);
+        _tile_stored(1, scores + TILE, 4 * SCORES);
+        _tile_stored(2, scores + TILE * SCORES, 4 * SCORES);
+        _tile_stored(3, scores + TILE * SCORES + TILE, 4 * SCORES);
     }
 }
 
-// `values`: memory to reuse, because memory that is new to a process is dear.
-inline void prefill(Team& team, std::vector<Workspace>& spaces, std::vector<bf16>& values, const Op& op,
-                    int64_t count) {
+// A query at position `last` sees positions last - window < t <= last: hides the others of tokens `begin` to `end`, of
+// which the first stands at `position`.
+inline void hide(float* scores, int64_t begin, int64_t end, int64_t position, int64_t last, int64_t window) {
+    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i high = _mm512_set1_epi32(static_cast<int>(last));
+    const __m512i low = _mm512_set1_epi32(static_cast<int>(window ? last - window : -1));
+    for (int64_t i = begin / TILE * TILE; i < end; i += TILE) {
+        const __m512i at = _mm512_add_epi32(lanes, _mm512_set1_epi32(static_cast<int>(position + i)));
+        const __mmask16 hidden = _mm512_cmpgt_epi32_mask(at, high) | _mm512_cmple_epi32_mask(at, low);
+        _mm512_mask_storeu_ps(scores + i, hidden, _mm512_set1_ps(-3e38f));
+    }
+}
+
+// One query's scores of 32 tokens after 32 to weights in their place, of which bf16 takes half.
+inline void weigh(const Asking& of, int64_t query, float* scores, int64_t blocks, float factor, int64_t dim) {
+    __m512 most = _mm512_loadu_ps(scores), other = _mm512_loadu_ps(scores + TILE);
+    for (int64_t i = DEPTH; i < blocks * DEPTH; i += DEPTH) {
+        most = _mm512_max_ps(most, _mm512_loadu_ps(scores + i));
+        other = _mm512_max_ps(other, _mm512_loadu_ps(scores + i + TILE));
+    }
+    const float power = _mm512_reduce_max_ps(_mm512_max_ps(most, other)) * factor;
+    __m512 whole = _mm512_load_ps(of.whole + query * TILE), more = _mm512_setzero_ps();
+    if (power > of.power[query] + FAR) {
+        const __m512 by = exp2(_mm512_set1_ps(of.power[query] - power));
+        float* sums = of.sums + query * dim;
+        for (int64_t d = 0; d < dim && of.power[query] > UNSEEN; d += TILE)
+            _mm512_store_ps(sums + d, _mm512_mul_ps(_mm512_load_ps(sums + d), by));
+        whole = _mm512_mul_ps(whole, by);
+        of.power[query] = power;
+    }
+    const __m512 scale = _mm512_set1_ps(factor), above = _mm512_set1_ps(of.power[query]);
+    for (int64_t i = 0; i < blocks; i++, scores += DEPTH) {
+        const __m512 low = rough_exp2(_mm512_fmsub_ps(_mm512_loadu_ps(scores), scale, above));
+        const __m512 high = rough_exp2(_mm512_fmsub_ps(_mm512_loadu_ps(scores + TILE), scale, above));
+        whole = _mm512_add_ps(whole, low);
+        more = _mm512_add_ps(more, high);
+        const __m512bh both = _mm512_cvtne2ps_pbh(high, low);
+        _mm512_store_si512(scores, reinterpret_cast<__m512i>(both));
+    }
+    _mm512_store_ps(of.whole + query * TILE, _mm512_add_ps(whole, more));
+}
+
+// Adds P V of `blocks` blocks of 32 tokens. weights: where scores were.
+inline void add_up(const Asking& of, const float* weights, const bf16* values, int64_t blocks, int64_t dim) {
+    for (int64_t d = 0; d < dim; d += DEPTH) {
+        float *low = of.sums + d, *high = low + TILE * dim;
+        _tile_loadd(0, low, 4 * dim);
+        _tile_loadd(1, low + TILE, 4 * dim);
+        _tile_loadd(2, high, 4 * dim);
+        _tile_loadd(3, high + TILE, 4 * dim);
+        for (int64_t block = 0; block < blocks; block++) {
+            const float* weight = weights + block * DEPTH;
+            const bf16* value = values + (block * dim + d) * DEPTH;
+            _tile_loadd(4, weight, 4 * SCORES);
+            _tile_loadd(6, value, 64);
+            _tile_loadd(7, value + TILE * DEPTH, 64);
+            _tile_loadd(5, weight + TILE * SCORES, 4 * SCORES);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+        _tile_stored(0, low, 4 * dim);
+        _tile_stored(1, low + TILE, 4 * dim);
+        _tile_stored(2, high, 4 * dim);
+        _tile_stored(3, high + TILE, 4 * dim);
+    }
+}
+
+// 32 queries of all heads of a group; the last ones, which see the most, come first.
+inline void prefill_chunk(void* context, int64_t chunk, int thread) {
+    const Prefilling& task = *static_cast<const Prefilling*>(context);
+    const Op& op = *task.op;
+    const int64_t dim = op.i0, group = op.i1 / op.i2, window = op.i3, chunks = (task.count + QUERIES - 1) / QUERIES;
+    const int64_t head = chunk / chunks, query = (chunks - 1 - chunk % chunks) * QUERIES;
+    const int64_t queries = std::min(QUERIES, task.count - query);
+    const int64_t low = task.start + query, high = low + queries;  // positions of the queries
+    const int64_t first = window ? std::max<int64_t>(0, low + 1 - window) / DEPTH : 0;
+    const int64_t end = (high + DEPTH - 1) / DEPTH;
+
+    Workspace& space = (*task.spaces)[thread];
+    const int64_t each = QUERIES * (dim + TILE + 1);
+    float* scores = space.floats.of(QUERIES * SCORES + group * each);
+    float* floats = scores + QUERIES * SCORES;
+    bf16* halves = space.halves.of(group * QUERIES * dim);
+    std::memset(floats, 0, group * each * sizeof(float));
+    const int64_t heads = (task.head + head) * group;
+    auto asking = [&](int64_t h) {
+        float* from = floats + h * each;
+        return Asking{halves + h * QUERIES * dim, from, from + QUERIES * dim, from + QUERIES * (dim + TILE)};
+    };
+    for (int64_t h = 0; h < group; h++) {
+        const Asking of = asking(h);
+        bf16* out = halves + h * QUERIES * dim;
+        for (int64_t d = 0; d < dim; d += DEPTH)
+            for (int64_t q = 0; q < QUERIES; q++, out += DEPTH) {
+                const bf16* from = static_cast<const bf16*>(op.a) + (query + q) * op.stride_a + (heads + h) * dim + d;
+                _mm512_store_si512(out, q < queries ? _mm512_loadu_si512(from) : _mm512_setzero_si512());
+            }
+        for (int64_t q = 0; q < QUERIES; q++) of.power[q] = UNSEEN;
+    }
+
+    configure(TILE, TILE);
+    const float factor = static_cast<float>(op.f0) * LOG2_E;
+    for (int64_t block = first; block < end; block += KEYS / DEPTH) {
+        const int64_t blocks = std::min(KEYS / DEPTH, end - block), position = block * DEPTH;
+        const int64_t from = (head * task.blocks + block - task.first_block) * dim * DEPTH;
+        const int64_t tokens = blocks * DEPTH, seen = std::max<int64_t>(0, low + 1 - position);
+        const int64_t before = window ? std::min(tokens, high - window - position) : 0;
+        for (int64_t h = 0; h < group; h++) {
+            const Asking of = asking(h);
+            score(of, task.keys + from, blocks, dim, scores);
+            for (int64_t q = 0; q < QUERIES; q++) {
+                float* row = scores + q * SCORES;
+                const int64_t last = std::min(low + q, high - 1);
+                hide(row, 0, before, position, last, window);
+                hide(row, seen, tokens, position, last, window);
+                weigh(of, q, row, blocks, factor, dim);
+            }
+            add_up(of, scores, task.values + from, blocks, dim);
+        }
+    }
+    for (int64_t h = 0; h < group; h++) {
+        const Asking of = asking(h);
+        for (int64_t q = 0; q < queries; q++) {
+            bf16* out = static_cast<bf16*>(op.out) + (query + q) * op.stride_out + (heads + h) * dim;
+            const __m512 scale = _mm512_set1_ps(1 / _mm512_reduce_add_ps(_mm512_load_ps(of.whole + q * TILE)));
+            for (const float *sums = of.sums + q * dim, *end = sums + dim; sums < end; sums += DEPTH, out += DEPTH) {
+                const __m512 first = _mm512_mul_ps(_mm512_load_ps(sums), scale);
+                const __m512 second = _mm512_mul_ps(_mm512_load_ps(sums + TILE), scale);
+                _mm512_storeu_si512(out, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second, first)));
+            }
+        }
+    }
+}
+
+// `space`: memory to reuse, because memory that is new to a process is dear.
+inline void prefill(Team& team, std::vector<Workspace>& spaces, Scratch<bf16>& space, const Op& op, int64_t count) {
     const int64_t start = op.stride_b, first = op.i3 ? std::max<int64_t>(0, start + 1 - op.i3) / DEPTH : 0;
-    const int64_t blocks = (start + count + DEPTH - 1) / DEPTH - first;
-    const size_t needed = op.i2 * blocks * op.i0 * DEPTH;
-    if (values.size() < needed) values.resize(needed);
-    Prefilling task = {&op, static_cast<const int32_t*>(op.c), start, count, first, values.data(), blocks, &spaces};
-    team.each(op.i2 * blocks, transpose_chunk, &task);
-    team.each((count + QUERIES - 1) / QUERIES * op.i1, prefill_chunk, &task);
+    const int64_t blocks = (start + count + DEPTH - 1) / DEPTH - first, each = blocks * op.i0 * DEPTH;
+    const int64_t most = std::clamp<int64_t>(LAID_OUT / each, 1, op.i2);  // kv heads at a time
+    bf16* keys = space.of(2 * most * each);
+    Prefilling task = {&op, static_cast<const int32_t*>(op.c), start, count, first, blocks, 0, 0, keys,
+                       keys + most * each, &spaces};
+    for (; task.head < op.i2; task.head += task.heads) {
+        task.heads = std::min(most, op.i2 - task.head);
+        team.each(blocks, lay_out_chunk, &task);
+        team.each(task.heads * ((count + QUERIES - 1) / QUERIES), prefill_chunk, &task);
+    }
 }
 
 }  // namespace troupe

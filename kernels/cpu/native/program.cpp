@@ -20,7 +20,7 @@ struct Engine {
     Team team;
     std::vector<Scratch<float>> scores;
     std::vector<Workspace> spaces;
-    std::vector<bf16> values;
+    Scratch<bf16> laid_out;
     Tokens8 tokens;
     std::vector<bf16> ordered;
 };
@@ -170,7 +170,7 @@ void run(Engine& engine, const Op& op, const Step& step) {
                                           op.i3, 1});
             return;
         case ATTENTION: return attention(engine.team, engine.scores, op, step);
-        case PREFILL: return prefill(engine.team, engine.spaces, engine.values, op, step.rows);
+        case PREFILL: return prefill(engine.team, engine.spaces, engine.laid_out, op, step.rows);
         case EMBED: rows.call = embed; break;
         case ANGLES: rows.call = angles; break;
         case NORM: rows.call = norm; break;
