@@ -23,6 +23,7 @@ from torch import Tensor
 
 from kernels.batch import ForwardBatch
 from kernels.cpu.native.library import Library, Op, Step
+from kernels.cpu.native_blocks import NativeBlocks
 from kernels.cpu.native_grouped import NativeGrouped
 from kernels.cpu.native_int8 import NativeInt8
 from kernels.platforms.base import AttentionRows, DecodeTokens
@@ -30,7 +31,7 @@ from kernels.platforms.base import AttentionRows, DecodeTokens
 __all__ = ["Native", "NativeWeight", "NotNative", "Program", "step_of"]
 
 _EMBED, _ANGLES, _NORM, _LINEAR, _ROTARY, _WRITE, _ATTENTION, _SILU, _PREFILL, _GREEDY, _ADD = range(11)
-_LINEAR8, _GROUPED = 11, 12
+_LINEAR8, _GROUPED, _BLOCKS = 11, 12, 13
 _MANY_ROWS = 64  # whose outputs an allocator would give back to the system
 _HEAD_DIMS = (32, 64, 96, 128, 256)
 
@@ -193,6 +194,24 @@ class Native:
             i4=0 if weight.order is None else weight.order.data_ptr(),
         )
         self._call(op, Step(len(x)), weight.memory, bias, weight.order)
+        return out
+
+    def linear_blocks(self, x: Tensor, weight: NativeBlocks, bias: Tensor | None) -> Tensor:
+        """As ``linear``, with a weight in blocks."""
+        out = self._empty(len(x), weight.outputs)
+        for rows in weight.rows:
+            op = Op(
+                kind=_BLOCKS,
+                a=x.data_ptr(),
+                b=rows.memory.data_ptr(),
+                c=None if bias is None else bias[rows.first :].data_ptr(),
+                out=out[:, rows.first :].data_ptr(),
+                stride_a=x.stride(0),
+                stride_out=weight.outputs,
+                i0=rows.inputs,
+                i1=rows.outputs,
+            )
+            self._call(op, Step(len(x)), rows.memory, bias)
         return out
 
     @staticmethod

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kernels.cpu.linear import CpuLinear
+from kernels.cpu.native_blocks import NativeBlocks
 from kernels.cpu.native_grouped import NativeGrouped
 from kernels.cpu.native_int8 import NativeInt8
 from kernels.cpu.program import Native, NotNative
+from kernels.quantization.gguf_weight import GgufWeight
 from kernels.quantization.int8 import Int8Linear
 from kernels.quantization.weights import GroupedWeight, Int8Weight
 
-__all__ = ["CpuGroupedLinear", "CpuInt8Linear"]
+__all__ = ["CpuBlocksLinear", "CpuGroupedLinear", "CpuInt8Linear"]
 
 
 class CpuInt8Linear:
@@ -43,29 +44,32 @@ class CpuInt8Linear:
 
 
 class CpuGroupedLinear:
-    """Products with whole weights of 4 or 8 bits, of which groups share a scale: native ones once they are there, with
-    what the weight stands for until then."""
+    """Native products with whole weights of 4 or 8 bits, of which groups share a scale."""
 
-    def __init__(self, weight: GroupedWeight, bias: Tensor | None, native: Native | None) -> None:
+    def __init__(self, weight: GroupedWeight, bias: Tensor | None, native: Native) -> None:
         self.bias = bias
-        self.native: Native | None = None
-        self._packed: NativeGrouped | None = None
-        self._weight: GroupedWeight | None = weight
-        self._plain: CpuLinear | None = None
-        if native is not None:
-            self.adopt(native)
-        else:
-            self._plain = CpuLinear(weight.dequantize(weight.dtype), bias, False, None)
+        self.native = native
+        self._packed = NativeGrouped(native.library, weight)
+
+    @property
+    def nbytes(self) -> int:
+        return self._packed.memory.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.native is not None and self._packed is not None:
-            return self.native.linear_grouped(x, self._packed, self.bias)
-        assert self._plain is not None
-        return self._plain(x)
+        return self.native.linear_grouped(x, self._packed, self.bias)
 
-    def adopt(self, native: Native) -> None:
-        """Compute by ``native`` from now on."""
+
+class CpuBlocksLinear:
+    """Native products with the blocks of GGUF files."""
+
+    def __init__(self, weight: GgufWeight, bias: Tensor | None, native: Native) -> None:
+        self.bias = bias
         self.native = native
-        if self._weight is not None:
-            self._packed = NativeGrouped(native.library, self._weight)
-            self._weight = self._plain = None
+        self._packed = NativeBlocks(native.library, weight)
+
+    @property
+    def nbytes(self) -> int:
+        return self._packed.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.native.linear_blocks(x, self._packed, self.bias)

@@ -4,6 +4,7 @@ oneDNN, and fp32."""
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import mmap
 import subprocess
@@ -23,10 +24,11 @@ from kernels.cpu.host import has_tiles, host_memory, usable_cores
 from kernels.cpu.linear import CpuLinear, bf16_is_fast
 from kernels.cpu.narrow_cache import NarrowPages, NarrowPlan, compact
 from kernels.cpu.native.library import built, open_library, start_build
+from kernels.cpu.native_blocks import NativeBlocks
 from kernels.cpu.native_grouped import NativeGrouped
 from kernels.cpu.norm import CpuNorm
 from kernels.cpu.program import Native, NotNative, Program
-from kernels.cpu.quantized import CpuGroupedLinear, CpuInt8Linear
+from kernels.cpu.quantized import CpuBlocksLinear, CpuGroupedLinear, CpuInt8Linear
 from kernels.platforms.base import (
     AttentionRows,
     Decodes,
@@ -40,9 +42,12 @@ from kernels.platforms.base import (
     PlatformError,
 )
 from kernels.quantization.cache import LayerScales, narrow
+from kernels.quantization.gguf_weight import GgufWeight
 from kernels.quantization.weights import GroupedWeight, Int8Weight, Projection, QuantizedWeight
 
 __all__ = ["CpuPlatform"]
+
+_log = logging.getLogger("troupe.kernels")
 
 _LARGE_PAGE = 1 << 15
 """Bytes of one layer's page of the cache from which on large pages of the system are worth the memory they round up."""
@@ -77,7 +82,7 @@ class CpuPlatform(Platform):
         self._native: Native | None = None
         self._native_attention = True  # whether all caches fit it: one plan serves a model and its draft
         self._building: subprocess.Popen[bytes] | None = None
-        self._linears: weakref.WeakSet[CpuLinear | CpuGroupedLinear | CpuInt8Linear] = weakref.WeakSet()
+        self._linears: weakref.WeakSet[CpuLinear | CpuInt8Linear] = weakref.WeakSet()
 
     def bind_thread(self) -> None:
         torch.set_num_threads(self.threads)  # OpenMP keeps it by calling thread
@@ -170,19 +175,37 @@ class CpuPlatform(Platform):
         return linear
 
     def make_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
-        linear: CpuGroupedLinear | CpuInt8Linear
         if isinstance(weight, Int8Weight) and weight.activation is not None:
             linear = CpuInt8Linear(weight, bias, self._native)
+            self._linears.add(linear)
+            return linear
+        found = weight.grouped() if isinstance(weight, Int8Weight) else weight
+        if isinstance(found, GroupedWeight):
+            fits = NativeGrouped.fits(found)
         else:
-            grouped = weight.grouped() if isinstance(weight, Int8Weight) else weight
-            if not isinstance(grouped, GroupedWeight) or not NativeGrouped.fits(grouped):
-                return super().make_quantized(weight, bias)
-            if self._native is None and self._building is None:
-                reason = "there are no native products, which need AMX and a C++ compiler"
-                return self.make_dequantized(weight, bias, reason)
-            linear = CpuGroupedLinear(grouped, bias, self._native)
-        self._linears.add(linear)
-        return linear
+            fits = isinstance(found, GgufWeight) and NativeBlocks.fits(found)
+        if not fits:
+            return super().make_quantized(weight, bias)
+        native = self._wait_for_native()
+        if native is None:
+            reason = "there are no native products, which need AMX and a C++ compiler"
+            return self.make_dequantized(weight, bias, reason)
+        packed: CpuGroupedLinear | CpuBlocksLinear
+        if isinstance(found, GroupedWeight):
+            packed = CpuGroupedLinear(found, bias, native)
+        else:
+            assert isinstance(found, GgufWeight)
+            packed = CpuBlocksLinear(found, bias, native)
+        self.widened_bytes += packed.nbytes - weight.nbytes
+        return packed
+
+    def _wait_for_native(self) -> Native | None:
+        """The native operators, once they are compiled: without them a weight would have to be floats as well."""
+        if self._native is None and self._building is not None:
+            _log.info("the native operators are compiled, once on this machine, before weights can stay quantized")
+            self._building.wait()
+            self.renew()
+        return self._native
 
     def make_float_head(self, weight: Projection, shared: bool) -> Linear:
         linear = super().make_float_head(weight, shared)

@@ -1,7 +1,8 @@
-"""GGUF files: projections of Q8_0 and Q4_0 stay as they are in memory; other types become floats while loading.
+"""GGUF files: projections stay quantized. Q8_0 and Q4_0 as whole weights of groups, the types of kernels/gguf/blocks.py
+in their blocks; the rest become floats while loading.
 
-A block is 32 inputs of an output: its scale in float16, then whole numbers. Q8_0: 32 signed bytes. Q4_0: 16 bytes, byte
-j with input j in its low half and input j + 16 in its high one, each 8 more than it stands for.
+A block of Q8_0 and Q4_0 is 32 inputs of an output: its scale in float16, then whole numbers. Q8_0: 32 signed bytes.
+Q4_0: 16 bytes, byte j with input j in its low half and input j + 16 in its high one, each 8 more than it stands for.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.gguf.blocks import KINDS
 from kernels.gguf.header import GgufHeader
 from kernels.gguf.names import foreign_name
+from kernels.quantization.gguf_weight import BlockRows, GgufWeight
 from kernels.quantization.scheme import Files, Scheme, Stored
-from kernels.quantization.weights import GroupedWeight
+from kernels.quantization.weights import GroupedWeight, QuantizedWeight
 
 __all__ = ["GgufScheme"]
 
@@ -34,13 +37,20 @@ class GgufScheme(Scheme):
         return -1 if found is None else found.kind
 
     def tensors(self, module: str, shape: tuple[int, int]) -> dict[str, Stored] | None:
-        size = _BYTES.get(self._kind(module))
-        if size is None:
+        number = self._kind(module)
+        if number in KINDS:
+            row = shape[1] // KINDS[number].block * KINDS[number].size
+        elif number in _BYTES:
+            row = shape[1] // _BLOCK * _BYTES[number]
+        else:
             return None
-        return {f"{module}.weight": Stored(("U8",), ((shape[0], shape[1] // _BLOCK * size),))}
+        return {f"{module}.weight": Stored(("U8",), ((shape[0], row),))}
 
-    def read(self, files: Files, module: str, shape: tuple[int, int]) -> GroupedWeight:
+    def read(self, files: Files, module: str, shape: tuple[int, int]) -> QuantizedWeight:
         kind = self._kind(module)
+        if kind in KINDS:
+            data = files.read(f"{module}.weight").view(shape[0], -1, KINDS[kind].size)
+            return GgufWeight((BlockRows(KINDS[kind], data),))
         blocks = files.read(f"{module}.weight").view(shape[0], shape[1] // _BLOCK, _BYTES[kind])
         scales = blocks[:, :, :2].contiguous().view(torch.float16).squeeze(-1)
         if kind == _Q8_0:

@@ -15,6 +15,9 @@ constexpr int64_t PANEL = 256;         // tokens that stay in a core's cache whi
 
 inline thread_local int configured = -1;
 
+// To the compiler tiles read no memory: what they are to read must be written before here.
+inline void written() { asm volatile("" ::: "memory"); }
+
 // Other libraries use the tiles of the calling thread, too: none of them finds anything of ours, nor we of theirs.
 inline void release_tiles() {
     _tile_release();
@@ -35,6 +38,7 @@ inline void configure(int first, int second) {
         config.bytes[tile] = 64;
         config.rows[tile] = static_cast<uint8_t>(rows[tile]);
     }
+    written();
     _tile_loadconfig(&config);
 }
 

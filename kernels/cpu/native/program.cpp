@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "attention.h"
+#include "blocks.h"
 #include "grouped.h"
 #include "matrix.h"
 #include "prefill.h"
@@ -169,6 +170,12 @@ void run(Engine& engine, const Op& op, const Step& step) {
                                           &engine.ordered, step.rows, op.i0, op.i1, op.stride_a, op.stride_out, op.i2,
                                           op.i3, 1});
             return;
+        case BLOCKS:
+            multiply_blocks(engine.team, {{static_cast<bf16*>(op.a), nullptr, static_cast<bf16*>(op.c),
+                                           static_cast<bf16*>(op.out), step.rows, op.i0, op.i1, op.stride_a,
+                                           op.stride_out, 1},
+                                          static_cast<uint8_t*>(op.b)});
+            return;
         case ATTENTION: return attention(engine.team, engine.scores, op, step);
         case PREFILL: return prefill(engine.team, engine.spaces, engine.laid_out, op, step.rows);
         case EMBED: rows.call = embed; break;
@@ -236,6 +243,19 @@ void troupe_pack_grouped(const void* values, const void* scales, const void* zer
     in_large_pages(packed, packed_grouped(outputs, inputs, group, bits));
     pack_grouped(static_cast<const uint8_t*>(values), static_cast<const float*>(scales),
                  static_cast<const uint8_t*>(zeros), outputs, inputs, group, bits, static_cast<uint8_t*>(packed));
+}
+
+int64_t troupe_packed_blocks(const Layout* layout, int64_t outputs, int64_t inputs) {
+    return packed_blocks(*layout, outputs, inputs);
+}
+
+void troupe_begin_blocks(const Layout* layout, int64_t outputs, int64_t inputs, void* packed) {
+    in_large_pages(packed, packed_blocks(*layout, outputs, inputs));
+    std::memcpy(packed, layout, sizeof(Layout));
+}
+
+void troupe_pack_blocks(const Blocks* from, int64_t first, int64_t outputs, int64_t inputs, void* packed) {
+    pack_blocks(*from, first, outputs, inputs, static_cast<uint8_t*>(packed));
 }
 
 void troupe_run(void* engine, const Op* ops, int64_t count, const Step* step) {

@@ -4,7 +4,7 @@
 
 namespace troupe {
 
-enum Kind : int64_t { EMBED, ANGLES, NORM, LINEAR, ROTARY, WRITE, ATTENTION, SILU, PREFILL, GREEDY, ADD, LINEAR8, GROUPED };
+enum Kind : int64_t { EMBED, ANGLES, NORM, LINEAR, ROTARY, WRITE, ATTENTION, SILU, PREFILL, GREEDY, ADD, LINEAR8, GROUPED, BLOCKS };
 
 // Tensors are bf16 unless said otherwise, row-major, their rows (tokens) `stride` elements apart.
 //   EMBED      a table [vocab, i0] -> out
@@ -14,6 +14,7 @@ enum Kind : int64_t { EMBED, ANGLES, NORM, LINEAR, ROTARY, WRITE, ATTENTION, SIL
 //   LINEAR8    as LINEAR with b a weight of int8 (whole.h); f0 scale of every token, 0: each its own; i2 offset
 //   GROUPED    as LINEAR with b a weight of groups (grouped.h); i2 inputs of a group, i3 bits, i4 address of the inputs'
 //              order int64 [i0], 0: as they come
+//   BLOCKS     as LINEAR with b a weight in blocks (blocks.h)
 //   ROTARY     a x, b cosines, c sines -> out; i0 dim, i1 heads
 //   WRITE      a keys and values -> out cache; i0 elements of a token
 //   ATTENTION  a queries, b cache [pages, i4, 2, i2, i0] -> out; i0 dim, i1 heads, i2 kv heads, i3 window, f0 scale

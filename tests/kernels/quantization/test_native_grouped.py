@@ -11,6 +11,7 @@ import torch
 
 from app.understudy import MODEL_DIR
 from kernels.cpu.host import has_tiles
+from kernels.cpu.linear import NativeLinear
 from kernels.cpu.native import library
 from kernels.cpu.program import Native
 from kernels.platforms.cpu import CpuPlatform
@@ -77,19 +78,44 @@ def test_int8_weights_alone_are_one_group(platform, caplog):
     torch.testing.assert_close(found.float(), x.float() @ weight.dequantize(torch.float32).t(), rtol=1e-2, atol=1e-2)
 
 
-def test_until_it_is_compiled_the_weight_is_dequantized(platform, monkeypatch, caplog):
+def test_weights_wait_until_products_are_compiled(platform, monkeypatch, caplog):
+    """Rather than be held as floats as well."""
     weight, floats = weight_of(64, 128, 4, 32)
     x = torch.randn(3, 128).bfloat16()
-    native, platform._native, platform._building = platform._native, None, object()
+    platform._native = None
+    dense = platform.make_linear(torch.ones(64, 128).bfloat16(), None)
+    waited = []
+
+    class Compiling:
+        def wait(self):
+            waited.append(True)
+
+        def poll(self):
+            return 0 if waited else None
+
+    platform._building = Compiling()
+    monkeypatch.setattr(type(weight), "dequantize", lambda *args: pytest.fail("it was made floats of"))
     linear = platform.make_quantized(weight, None)
-    torch.testing.assert_close(linear(x).float(), x.float() @ floats.t(), rtol=3e-2, atol=0.2)
-    linear.adopt(native)
+    assert waited
     torch.testing.assert_close(linear(x).float(), x.float() @ floats.t(), rtol=1e-2, atol=2e-2)
-    platform._building = None
+    assert isinstance(dense.call, NativeLinear), "what was made before went over, too"
+
+
+def test_without_a_compiler_the_weight_is_dequantized(platform, caplog):
+    weight, floats = weight_of(64, 128, 4, 32)
+    x = torch.randn(3, 128).bfloat16()
+    platform._native = None
     with caplog.at_level(logging.WARNING, "troupe.kernels"):
-        platform.make_quantized(weight, None)
+        linear = platform.make_quantized(weight, None)
     assert "GroupedWeight is dequantized" in caplog.text
     assert "AMX" in caplog.text
+    torch.testing.assert_close(linear(x).float(), x.float() @ floats.t(), rtol=3e-2, atol=0.2)
+
+
+def test_what_is_counted_is_what_is_in_memory(platform):
+    weight, _ = weight_of(64, 128, 4, 32)
+    linear = platform.make_quantized(weight, None)
+    assert weight.nbytes + platform.widened_bytes == linear.nbytes
 
 
 def test_decodes_of_4_bits_run_as_one_program(drive, monkeypatch, tmp_path):

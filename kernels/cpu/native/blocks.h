@@ -1,0 +1,276 @@
+// Products with weights in blocks of whole numbers of 2 to 6 bits, as GGUF files have them, on AMX: each weight is made
+// `scale * code - zero` in float32 in registers and rounded to bf16, so a product is, bit for bit, that with a weight
+// which was made bf16 before (matrix.h).
+#pragma once
+#include <bit>
+#include <vector>
+
+#include "matrix.h"
+
+namespace troupe {
+
+constexpr int64_t QUARTER = 8;          // outputs whose two inputs of a pair fill a vector of 32 bits each
+constexpr int64_t CELL = WIDE * DEPTH;  // weights of 32 outputs and 32 inputs
+
+// How codes are kept: the head of a packed weight. `low` bits of each in one plane, 2 or 4, `high` more in another, 0 to
+// 2. `super` inputs share a scale (and a zero) in float16; with `group` below it, whole scales (and zeros) of groups
+// multiply these. `table`: what a code of up to 5 bits stands for; one of 6 is `offset` more than that.
+struct alignas(64) Layout {
+    int64_t low, high, super, group, zeros, offset;
+    float table[32];
+
+    int64_t groups() const { return group < super ? super / group : 0; }
+    int64_t cell() const { return CELL * (low + high) / 8; }
+    int64_t factors() const { return WIDE * (1 + zeros) * (2 + groups()); }
+    int64_t part() const { return factors() + super / DEPTH * cell(); }  // of 32 outputs and `super` inputs
+    int64_t block(int64_t inputs) const { return inputs / super * part(); }
+};
+
+// Bytes of a packed weight: its head, then [block of 32 outputs][super]: 32 float16 scales (and zeros), int8 scales
+// [group][32] (and uint8 zeros), then cells. Of a cell: [quarter] of low codes, lane `2 * output + input % 2`, pair i of
+// 16 in bits low * i; then high bits, of pair i from bit `high * i + low` on, rolled, of 1 bit two quarters to a vector.
+inline int64_t packed_blocks(const Layout& of, int64_t outputs, int64_t inputs) {
+    return sizeof(Layout) + blocks(outputs) * of.block(inputs);
+}
+
+// codes uint8 [outputs, inputs]; scales, zeros float16 [outputs, inputs / super]; whole int8 and less uint8 [outputs,
+// inputs / group]: the groups' scales and zeros.
+struct Blocks {
+    const uint8_t* codes;
+    const uint16_t *scales, *zeros;
+    const int8_t* whole;
+    const uint8_t* less;
+};
+
+inline void pack_cell(const Layout& of, const uint8_t* codes, int64_t inputs, int64_t left, uint8_t* packed) {
+    uint32_t* out = reinterpret_cast<uint32_t*>(packed);
+    std::memset(packed, 0, of.cell());
+    const int64_t each = 32 / of.low, vectors = TILE / each;  // pairs of a lane; lanes' vectors of a quarter
+    uint32_t* high = out + 4 * vectors * TILE;
+    for (int64_t output = 0; output < std::min(left, WIDE); output++)
+        for (int64_t input = 0; input < DEPTH; input++) {
+            const uint32_t code = codes[output * inputs + input];
+            const int64_t quarter = output / QUARTER, lane = 2 * (output % QUARTER) + input % 2, pair = input / 2;
+            out[(quarter * vectors + pair / each) * TILE + lane] |= (code & ((1u << of.low) - 1)) << of.low * (pair % each);
+            if (!of.high) continue;
+            const int64_t shared = of.high == 1 ? quarter / 2 : quarter, more = of.high == 1 ? 16 * (quarter % 2) : 0;
+            high[shared * TILE + lane] |= std::rotl(code >> of.low, static_cast<int>(of.high * pair + of.low + more));
+        }
+}
+
+// Outputs from `first` on, a multiple of 32, of a packed weight that has its head.
+inline void pack_blocks(const Blocks& from, int64_t first, int64_t outputs, int64_t inputs, uint8_t* packed) {
+    const Layout& of = *reinterpret_cast<const Layout*>(packed);
+    packed += sizeof(Layout) + first / WIDE * of.block(inputs);
+    const int64_t supers = inputs / of.super, groups = of.groups();
+    for (int64_t output = 0; output < outputs; output += WIDE)
+        for (int64_t super = 0; super < supers; super++, packed += of.part()) {
+            uint16_t* scales = reinterpret_cast<uint16_t*>(packed);
+            uint8_t* whole = packed + WIDE * 2 * (1 + of.zeros);
+            std::memset(packed, 0, of.factors());
+            for (int64_t lane = 0; lane < std::min(WIDE, outputs - output); lane++) {
+                const int64_t at = (output + lane) * supers + super;
+                scales[lane] = from.scales[at];
+                if (of.zeros) scales[WIDE + lane] = from.zeros[at];
+                for (int64_t group = 0; group < groups; group++) {
+                    whole[group * WIDE + lane] = static_cast<uint8_t>(from.whole[at * groups + group]);
+                    if (of.zeros) whole[(groups + group) * WIDE + lane] = from.less[at * groups + group];
+                }
+            }
+            for (int64_t cell = 0; cell < of.super / DEPTH; cell++)
+                pack_cell(of, from.codes + output * inputs + super * of.super + cell * DEPTH, inputs, outputs - output,
+                          packed + of.factors() + cell * of.cell());
+        }
+}
+
+struct BlockProduct {
+    Product product;  // without a weight
+    const uint8_t* weight;
+    const Layout& layout() const { return *reinterpret_cast<const Layout*>(weight); }
+    const uint8_t* block(int64_t block) const { return weight + sizeof(Layout) + block * layout().block(product.inputs); }
+};
+
+// Scales and zeros of the four quarters, each for the two inputs of a pair.
+struct Factors {
+    __m512 scales[4], zeros[4];
+};
+
+inline void spread(__m512 of, __m512* to) {
+    const __m512i low = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
+    to[0] = _mm512_permutexvar_ps(low, of);
+    to[1] = _mm512_permutexvar_ps(_mm512_add_epi32(low, _mm512_set1_epi32(QUARTER)), of);
+}
+
+// Of group `group` of the super at `part`.
+inline void factors_of(const Layout& of, const uint8_t* part, int64_t group, Factors& to) {
+    const uint16_t* scales = reinterpret_cast<const uint16_t*>(part);
+    const int64_t groups = of.groups();
+    const uint8_t* whole = part + WIDE * 2 * (1 + of.zeros) + group * WIDE;
+    for (int64_t half = 0; half < 2; half++) {
+        const auto floats = [&](const uint16_t* from) {
+            return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + half * TILE)));
+        };
+        const auto bytes = [&](const uint8_t* from) {
+            return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + half * TILE));
+        };
+        __m512 scale = floats(scales), zero = _mm512_setzero_ps();
+        if (groups) scale = _mm512_mul_ps(scale, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes(whole))));
+        if (of.zeros) {
+            zero = floats(scales + WIDE);
+            if (groups) zero = _mm512_mul_ps(zero, _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes(whole + groups * WIDE))));
+        } else if (of.offset) {
+            zero = _mm512_mul_ps(scale, _mm512_set1_ps(static_cast<float>(of.offset)));
+        }
+        spread(scale, to.scales + 2 * half);
+        spread(zero, to.zeros + 2 * half);
+    }
+}
+
+// Pairs 0 to 7 or 8 to 15 of a cell, as `eight` is 0 or 1 -> bf16 [half][pair][output][2], the order of matrix.h.
+template <int LOW, int HIGH>
+inline void widen_pairs(const Layout& of, const uint8_t* cell, int64_t eight, const Factors& by, bf16* out) {
+    constexpr int64_t VECTORS = LOW / 2;  // of a quarter's low codes
+    const __m512i select = _mm512_set1_epi32((1 << LOW) - 1), all = _mm512_set1_epi32((1 << (LOW + HIGH)) - 1);
+    const __m512 first = _mm512_loadu_ps(of.table), second = _mm512_loadu_ps(of.table + TILE);
+    const uint8_t* plane = cell + 4 * VECTORS * 64;
+    for (int64_t half = 0; half < 2; half++) {
+        __m512i low[2], high[2];
+        for (int64_t side = 0; side < 2; side++) {
+            const int64_t quarter = 2 * half + side;
+            low[side] = _mm512_loadu_si512(cell + (LOW == 4 ? 2 * quarter + eight : quarter) * 64);
+            if (LOW == 2) low[side] = _mm512_srlv_epi32(low[side], _mm512_set1_epi32(16 * eight));
+            if (HIGH == 0) continue;
+            high[side] = _mm512_loadu_si512(plane + (HIGH == 1 ? half : quarter) * 64);
+            high[side] = _mm512_rorv_epi32(high[side], _mm512_set1_epi32(8 * HIGH * eight + (HIGH == 1 ? 16 * side : 0)));
+        }
+        bf16* to = out + half * CELL / 2 + 8 * eight * WIDE;
+        for (int64_t pair = 0; pair < 8; pair++, to += WIDE) {
+            __m512 made[2];
+            for (int64_t side = 0; side < 2; side++) {
+                __m512 value;
+                if constexpr (HIGH == 0) {
+                    value = _mm512_permutexvar_ps(low[side], first);  // takes four bits
+                } else {
+                    const __m512i code = _mm512_ternarylogic_epi32(select, low[side], high[side], 0xca);
+                    if constexpr (LOW + HIGH < 6)
+                        value = _mm512_permutex2var_ps(first, code, second);  // five
+                    else
+                        value = _mm512_cvtepi32_ps(_mm512_and_si512(code, all));
+                    high[side] = _mm512_ror_epi32(high[side], HIGH);
+                }
+                low[side] = _mm512_srli_epi32(low[side], LOW);
+                made[side] = _mm512_fmsub_ps(value, by.scales[2 * half + side], by.zeros[2 * half + side]);
+            }
+            _mm512_store_si512(to, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(made[1], made[0])));
+        }
+    }
+}
+
+// 32 inputs from `input` on of a block -> bf16 in the order of matrix.h. `by`: of the group that they are in, or begin.
+template <int LOW, int HIGH>
+inline void widen_inputs(const BlockProduct& p, const uint8_t* block, int64_t input, Factors& by, bf16* out) {
+    const Layout& of = p.layout();
+    const uint8_t* part = block + input / of.super * of.part();
+    const int64_t at = input % of.super;
+    const uint8_t* cell = part + of.factors() + at / DEPTH * of.cell();
+    for (int64_t line = 0; line < of.cell(); line += 64)
+        _mm_prefetch(reinterpret_cast<const char*>(cell + 8192 + line), _MM_HINT_T1);
+    if (at % of.group == 0) factors_of(of, part, at / of.group, by);
+    widen_pairs<LOW, HIGH>(of, cell, 0, by, out);
+    if (of.group < DEPTH) factors_of(of, part, at / of.group + 1, by);
+    widen_pairs<LOW, HIGH>(of, cell, 1, by, out);
+}
+
+// Up to 32 rows: what is widened meets its tokens at once.
+template <int LOW, int HIGH>
+inline void multiply_few(const BlockProduct& p, const uint8_t* block, int64_t row, int64_t rows, float* sums) {
+    alignas(64) bf16 wide[2][CELL];
+    const Product& of = p.product;
+    const bf16 *x = of.x + row * of.stride_x, *second = x + TILE * of.stride_x;
+    const int64_t more = std::max<int64_t>(rows - TILE, 0), step = 2 * of.stride_x;
+    configure(static_cast<int>(std::min(rows, TILE)), static_cast<int>(more));
+    _tile_zero(0);
+    _tile_zero(1);
+    if (more) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    Factors by;
+    widen_inputs<LOW, HIGH>(p, block, 0, by, wide[0]);
+    for (int64_t input = 0, turn = 0; input < of.inputs; input += DEPTH, turn ^= 1) {
+        // What was stored just now would be waited for: the next is widened first.
+        if (input + DEPTH < of.inputs) widen_inputs<LOW, HIGH>(p, block, input + DEPTH, by, wide[turn ^ 1]);
+        written();
+        _tile_loadd(4, x + input, step);
+        _tile_loadd(6, wide[turn], 64);
+        _tile_loadd(7, wide[turn] + 512, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (more) {
+            _tile_loadd(5, second + input, step);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, sums, 128);
+    _tile_stored(1, sums + TILE, 128);
+    if (more) {
+        _tile_stored(2, sums + TILE * WIDE, 128);
+        _tile_stored(3, sums + TILE * WIDE + TILE, 128);
+    }
+}
+
+inline thread_local std::vector<bf16> widened;  // a block's weights, where many rows meet them
+
+template <int LOW, int HIGH>
+inline void multiply_blocks_chunk(void* context, int64_t chunk, int) {
+    const BlockProduct& p = *static_cast<const BlockProduct*>(context);
+    const Product& of = p.product;
+    const int64_t all = blocks(of.outputs), each = (all + of.chunk - 1) / of.chunk;
+    const int64_t panel = chunk / each * of.panel, first = chunk % each * of.chunk;
+    const int64_t end = std::min(panel + of.panel, of.rows);
+    alignas(64) float sums[2][WIDE * WIDE];
+    bf16* wide = nullptr;
+    if (end - panel > WIDE) {
+        if (static_cast<int64_t>(widened.size()) < WIDE * (of.inputs + 1)) widened.resize(WIDE * (of.inputs + 1));
+        wide = widened.data() + (64 - reinterpret_cast<uintptr_t>(widened.data()) % 64) % 64 / 2;
+    }
+    for (int64_t block = first; block < std::min(first + of.chunk, all); block++) {
+        const uint8_t* weight = p.block(block);
+        if (end - panel <= WIDE) {
+            multiply_few<LOW, HIGH>(p, weight, panel, end - panel, sums[0]);
+            finish(of, {sums[0], panel, end - panel, block * WIDE}, 0, end - panel);
+            continue;
+        }
+        Factors by;
+        for (int64_t input = 0; input < of.inputs; input += DEPTH)
+            widen_inputs<LOW, HIGH>(p, weight, input, by, wide + input * WIDE);
+        written();
+        Product alone = of;  // of these outputs
+        alone.weight = wide, alone.outputs -= block * WIDE, alone.out += block * WIDE;
+        if (alone.bias) alone.bias += block * WIDE;
+        Pending pending;
+        Ahead nothing;
+        for (int64_t row = panel, turn = 0; row < end; row += WIDE, turn ^= 1)
+            pending = multiply_block(alone, 0, row, std::min(WIDE, end - row), sums[turn], pending, nothing);
+        finish(alone, pending, 0, pending.rows);
+    }
+}
+
+inline void multiply_blocks(Team& team, BlockProduct p) {
+    Product& of = p.product;
+    const int64_t most = std::max<int64_t>(256, (1 << 19) / of.inputs / WIDE * WIDE);
+    const int64_t panels = (of.rows + most - 1) / most, all = blocks(of.outputs);
+    of.panel = ((of.rows + panels - 1) / panels + WIDE - 1) / WIDE * WIDE;
+    of.chunk = std::max<int64_t>(1, std::min(all / (4 * team.size()), 1 + (1 << 17) / (WIDE * of.inputs)));
+    const int64_t chunks = panels * ((all + of.chunk - 1) / of.chunk);
+    switch (10 * p.layout().low + p.layout().high) {
+        case 20: return team.each(chunks, multiply_blocks_chunk<2, 0>, &p);
+        case 21: return team.each(chunks, multiply_blocks_chunk<2, 1>, &p);
+        case 40: return team.each(chunks, multiply_blocks_chunk<4, 0>, &p);
+        case 41: return team.each(chunks, multiply_blocks_chunk<4, 1>, &p);
+        case 42: return team.each(chunks, multiply_blocks_chunk<4, 2>, &p);
+    }
+}
+
+}  // namespace troupe

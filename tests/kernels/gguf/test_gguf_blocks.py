@@ -1,0 +1,153 @@
+"""The blocks of GGUF files: what is opened is what the package makes of them, and native products keep them."""
+
+from __future__ import annotations
+
+import shutil
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from kernels.cpu.host import has_tiles
+from kernels.cpu.native import library
+from kernels.cpu.program import Native
+from kernels.cpu.quantized import CpuBlocksLinear
+from kernels.gguf.blocks import KINDS
+from kernels.gguf.checkpoint import GgufCheckpoint
+from kernels.gguf.header import read_header
+from kernels.parallel.partition import Part
+from kernels.platforms.cpu import CpuPlatform
+from kernels.quantization.gguf_weight import BlockRows, GgufWeight
+from kernels.quantization.recognise import recognise
+from kernels.quantization.weights import PartError
+from tests.gguf_writer import kind_of, write_gguf
+from tests.tiny_model import make_tiny_model
+
+HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q5_0": (0,), "IQ4_NL": (0,), "IQ4_XS": (0,)}
+"""Where a block has float16; the others have two at its begin."""
+KIND = {kind.name: kind for kind in KINDS.values()}
+native = pytest.mark.skipif(
+    not has_tiles() or not any(map(shutil.which, library.COMPILERS)), reason="no AMX or no C++ compiler"
+)
+
+
+def weight_of(name, outputs, inputs, seed=0):
+    """Any codes and whole numbers, and scales that are small."""
+    kind, generator = KIND[name], np.random.default_rng(seed)
+    data = generator.integers(0, 256, (outputs, inputs // kind.block, kind.size), np.uint8)
+    for at in HALVES.get(name, (0, 2)):
+        halves = (generator.standard_normal((*data.shape[:2], 1)) * 0.01).astype(np.float16)
+        data[:, :, at : at + 2] = halves.view(np.uint8)
+    return GgufWeight((BlockRows(kind, torch.from_numpy(data)),))
+
+
+@pytest.fixture
+def platform():
+    library.build()
+    platform = CpuPlatform(2)
+    platform.dtype("bfloat16", None)
+    return platform
+
+
+@pytest.mark.parametrize("name", KIND)
+def test_blocks_are_opened_as_the_package_does(name):
+    weight = weight_of(name, 5, 512)
+    kind, found = KIND[name], KIND[name].open(weight.pieces[0].data)
+    assert (kind.block, kind.size) == gguf.GGML_QUANT_SIZES[kind_of(name)]
+    assert found.codes.shape == (5, 512 // kind.block, kind.block)
+    assert (found.zeros is not None) == kind.zeros
+    groups = kind.block // kind.group
+    scales, zeros = (found.scales.float()[:, :, None], torch.zeros(5, 512 // kind.block, groups))
+    if found.whole is not None:
+        scales = scales * found.whole
+    if found.zeros is not None:
+        zeros = zeros + found.zeros.float()[:, :, None] * (1 if found.whole_zeros is None else found.whole_zeros)
+    values = torch.tensor(kind.values, dtype=torch.float32)[found.codes.long()].unflatten(-1, (groups, kind.group))
+    floats = (values * scales[..., None] - zeros[..., None]).view(5, 512)
+    expected = gguf.quants.dequantize(weight.pieces[0].data.flatten(1).numpy(), kind_of(name))
+    np.testing.assert_array_equal(floats.numpy(), expected)
+    assert weight.dequantize(torch.float32).equal(torch.from_numpy(expected))
+
+
+@native
+@pytest.mark.parametrize("name", KIND)
+def test_products_are_those_of_bf16_to_the_bit(name, platform):
+    for outputs, inputs in ((100, 512), (33, 256)):
+        weight, bias = weight_of(name, outputs, inputs), torch.randn(outputs).bfloat16()
+        linear = platform.make_quantized(weight, bias)
+        dense = platform.make_linear(weight.dequantize(torch.bfloat16), bias)
+        assert isinstance(linear, CpuBlocksLinear)
+        for rows in (1, 16, 17, 33, 300):
+            x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)).bfloat16()
+            assert linear(x).equal(dense(x)), (outputs, inputs, rows)
+
+
+@native
+def test_a_fused_projection_may_mix_types(platform):
+    pieces = [weight_of("Q4_K", 70, 256), weight_of("Q4_K", 30, 256, 1), weight_of("Q6_K", 40, 256)]
+    whole = pieces[0].join(pieces[1:])
+    assert [(piece.kind.name, len(piece.data)) for piece in whole.pieces] == [("Q4_K", 100), ("Q6_K", 40)]
+    assert whole.nbytes == sum(piece.nbytes for piece in pieces)
+    floats = torch.cat([piece.dequantize(torch.bfloat16) for piece in pieces])
+    assert whole.dequantize(torch.bfloat16).equal(floats)
+    x, bias = torch.randn(9, 256).bfloat16(), torch.randn(140).bfloat16()
+    assert platform.make_quantized(whole, bias)(x).equal(platform.make_linear(floats, bias)(x))
+    assert whole.part(Part(0, 60, 120)).dequantize(torch.bfloat16).equal(floats[60:120])
+
+
+@native
+@pytest.mark.parametrize("name", KIND)
+def test_blocks_stay_as_small_as_in_the_file(name, platform):
+    weight = weight_of(name, 128, 1024)
+    linear = platform.make_quantized(weight, None)
+    assert linear.nbytes == weight.nbytes + platform.widened_bytes
+    assert linear.nbytes < (1.2 if name == "Q2_K" else 1.06) * weight.nbytes  # of which two whole numbers share a byte
+
+
+def test_inputs_are_divided_between_blocks_only():
+    weight = weight_of("Q4_K", 3, 512)
+    half = weight.part(Part(1, 256, 512))
+    assert half.dequantize(torch.float32).equal(weight.dequantize(torch.float32)[:, 256:])
+    with pytest.raises(PartError, match="cut a block of 256 of Q4_K"):
+        weight.part(Part(1, 128, 384))
+
+
+@pytest.mark.parametrize("name", KIND)
+def test_projections_of_a_file_stay_in_blocks(name, tmp_path):
+    model = make_tiny_model(tmp_path, hidden_size=256, intermediate_size=256)
+    data = weight_of(name, 256, 256).pieces[0].data.flatten(1).numpy()
+    file = write_gguf(model, tmp_path / "model.gguf", replaced={"blk.0.ffn_up.weight": (data, kind_of(name))})
+    scheme, checkpoint = recognise(file, ""), GgufCheckpoint(read_header(file))
+    weight = scheme.read(checkpoint, "model.layers.0.mlp.up_proj", (256, 256))
+    assert isinstance(weight, GgufWeight)
+    assert weight.nbytes == data.nbytes
+    assert weight.dequantize(torch.float32).equal(checkpoint.floats("model.layers.0.mlp.up_proj.weight"))
+
+
+@native
+def test_decodes_run_as_one_program(drive, monkeypatch, tmp_path):
+    model = make_tiny_model(tmp_path / "tiny", hidden_size=256, intermediate_size=256, head_dim=32)
+    replaced = {}
+    for layer in range(2):
+        for part, (name, rows) in {
+            "attn_q": ("Q4_K", 128),
+            "attn_k": ("Q4_K", 64),
+            "attn_v": ("Q6_K", 64),
+            "ffn_down": ("Q5_K", 256),
+        }.items():
+            data = weight_of(name, rows, 256, layer).pieces[0].data.flatten(1).numpy()
+            replaced[f"blk.{layer}.{part}.weight"] = (data, kind_of(name))
+    file = write_gguf(model, tmp_path / "model.gguf", "BF16", replaced=replaced)
+    prompt = list(range(5, 25))
+    calls = []
+    run = Native.run
+    monkeypatch.setattr(Native, "run", lambda self, *args: (calls.append(args[1]), run(self, *args))[1])
+    kept = drive(file, dtype="bfloat16")
+    kept.admit(1, prompt)
+    tokens = kept.generate(1, 40)
+    assert max(calls) > 15  # operators of a whole pass
+    floats = drive(file, dtype="bfloat16", quantization="unquant")
+    floats.admit(1, prompt)
+    assert floats.generate(1, 40) == tokens
+    assert kept.info.weight_bytes < floats.info.weight_bytes
