@@ -129,13 +129,14 @@ def load_model(
     sampler = Sampler(part.vocab_size, config.max_slots, platform.device, platform.cut, platform.put, platform.greedy)
     windows = frozenset(part.windows)
     drafter: Drafter | None = None
+    weight_bytes, draft_bytes = weights.weight_bytes + platform.widened_bytes, 0
     if speculation is not None:
         own = draft_platform(config, speculation, platform, part.dtype)
+        before = own.widened_bytes
         drafter = make_drafter(
             DrafterContext(config, speculation, own, group, model, part, opened.whole, dtype, opened.context)
         )
-    weight_bytes = weights.weight_bytes + platform.widened_bytes
-    weight_bytes += drafter.weight_bytes if drafter is not None else 0
+        draft_bytes = drafter.weight_bytes + own.widened_bytes - before
     guesses = drafter.most_nodes - 1 if drafter is not None else 0
     group.least(0)  # from here on each waits for the others: first let all have read their weights
     clock.end("weights")
@@ -150,7 +151,7 @@ def load_model(
             config,
             token_bytes,
             opened.context,
-            weight_bytes,
+            weight_bytes + draft_bytes,
             Memory(memory.total, max(0, memory.free - reserved)),
             platform.default_memory_fraction,
             platform.default_cache_tokens,
@@ -179,7 +180,7 @@ def load_model(
         context_length=context,
         layers=part.layers,
         parameters=weights.parameters,
-        weight_bytes=weights.weight_bytes,
+        weight_bytes=weight_bytes,
         num_pages=pages,
         page_size=config.page_size,
         cache_bytes=token_bytes * config.page_size * pages,
@@ -190,7 +191,7 @@ def load_model(
         speculative_depth=drafter.depth if drafter is not None else 0,
         speculative_levels=drafter.levels(speculation) if drafter is not None and speculation is not None else (0,),
         draft_parameters=drafter.parameters if drafter is not None else 0,
-        draft_weight_bytes=drafter.weight_bytes if drafter is not None else 0,
+        draft_weight_bytes=draft_bytes,
     )
     return LoadedModel(
         config, platform, group, model, windows, sampler, slots, caches, draft_caches, speculator, outputs, info

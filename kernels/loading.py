@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -23,10 +24,13 @@ from torch import Tensor
 from kernels.gguf.checkpoint import GgufCheckpoint
 from kernels.gguf.header import is_gguf, read_header
 from kernels.parallel.partition import Part
+from kernels.quantization.gguf_weight import GgufWeight
 from kernels.quantization.scheme import Files, Scheme, Shapes, Stored
 from kernels.quantization.weights import PartError, Projection, QuantizedWeight
 
 __all__ = ["LoadError", "WeightLoader", "open_weights", "read_tensor", "stored_shapes"]
+
+_log = logging.getLogger("troupe.kernels")
 
 FLOATS = ("F16", "BF16", "F32", "F64")
 
@@ -79,6 +83,7 @@ class WeightLoader:
         self._scheme = scheme
         self._files = files
         self._taken = 0
+        self._told = False
         self.parameters = 0
         self.weight_bytes = 0
 
@@ -110,7 +115,10 @@ class WeightLoader:
         if isinstance(first, QuantizedWeight) and others:
             rest = [weight for weight in others if isinstance(weight, QuantizedWeight)]
             whole = first.join(rest) if len(rest) == len(others) else None
-            return tuple(found) if whole is None else whole
+            if whole is None:
+                return tuple(found)
+            self.weight_bytes += whole.nbytes - sum(weight.nbytes for weight in found)  # an order is kept once
+            return whole
         return tuple(found) if others else first
 
     def biases(self, modules: Sequence[str]) -> Tensor | None:
@@ -139,14 +147,30 @@ class WeightLoader:
                     return floats
                 self.weight_bytes += converted.nbytes - floats.nbytes
                 return self._ready(converted)
-            weight = scheme.read(self._files, module, (shape[0], shape[1]))
-            weight = self._ready(weight if part is None else weight.part(part))
+            whole = scheme.read(_Finite(self._files), module, (shape[0], shape[1]))
+            try:
+                weight = self._ready(whole if part is None else whole.part(part))
+            except PartError as error:
+                if not isinstance(whole, GgufWeight) or part is None:
+                    raise
+                self._tell_once(module, error)
+                floats = part.of(whole.dequantize(self._dtype)).contiguous().to(self._device)
+                self._count(math.prod(shape), floats.nbytes)
+                return floats
         except PartError as error:
             raise LoadError(f"{module} ({scheme.name}) cannot be divided over the ranks: {error}") from error
-        self.parameters += math.prod(shape)
-        self.weight_bytes += weight.nbytes
-        self._took(1)
+        self._count(math.prod(shape), weight.nbytes)
         return weight
+
+    def _tell_once(self, module: str, error: PartError) -> None:
+        if not self._told:
+            self._told = True
+            _log.warning("%s, and others like it, are dequantized while they are loaded: %s", module, error)
+
+    def _count(self, parameters: int, bytes_: int) -> None:
+        self.parameters += parameters
+        self.weight_bytes += bytes_
+        self._took(1)
 
     def _ready(self, weight: QuantizedWeight) -> QuantizedWeight:
         return dataclasses.replace(weight.to(self._device), dtype=self._dtype)
@@ -154,6 +178,27 @@ class WeightLoader:
     def _took(self, count: int) -> None:
         self._taken += count
         self._progress(self._taken / len(self._shapes))
+
+
+class _Finite:
+    """The tensors of ``files``, whose scales must be finite."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+
+    def has(self, name: str) -> bool:
+        return self._files.has(name)
+
+    def read(self, name: str) -> Tensor:
+        """Raises LoadError."""
+        found = self._files.read(name)
+        scales = found.is_floating_point() and found.dtype != torch.float8_e4m3fn
+        if scales and not bool(found.float().isfinite().all()):
+            raise LoadError(
+                f"{name} has scales that are not finite (NaN or infinite): the checkpoint is broken; download it "
+                "again, or quantize the model anew"
+            )
+        return found
 
 
 def open_weights(

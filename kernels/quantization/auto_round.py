@@ -1,5 +1,10 @@
 """Checkpoints of ``quant_method: auto-round`` (Cheng et al., arXiv 2309.05516), which keep their tensors as GPTQ or AWQ
-do: ``packing_format`` says which. ``extra_config`` has modules of other sizes; those of 16 bits are in floats.
+do: ``packing_format`` says which.
+
+``extra_config`` has modules of other sizes, by their names or by patterns that are searched in them: a whole name comes
+before all patterns, and of these the first that is found counts. Modules of 16 bits are in floats, and so are those
+in which a pattern of ``modules_to_not_convert`` is found, whatever ``extra_config`` says
+(auto_round/inference/convert_model.py of https://github.com/intel/auto-round).
 """
 
 from __future__ import annotations
@@ -36,17 +41,34 @@ class AutoRound(Scheme):
             )
         make, whole = _PACKINGS[packing], {**settings, "modules_to_not_convert": (), "dynamic": {}}
         self._plain: Scheme = make(whole)
-        self._own: list[tuple[str, Scheme | None]] = []
-        for name, sizes in (settings.get("extra_config") or {}).items():
-            in_floats = isinstance(sizes, Mapping) and sizes.get("bits", 4) >= 16
-            self._own.append((name, None if in_floats else make({**whole, **sizes, "lm_head": name == "lm_head"})))
+        self._floats = [
+            found for name in settings.get("modules_to_not_convert") or () if (found := _pattern(str(name)))
+        ]
+        self._own: dict[str, Scheme | None] = {}
+        extra = settings.get("extra_config") or {}
+        if not isinstance(extra, Mapping):
+            raise ConfigError(
+                f"quantization_config: extra_config must be an object of sizes by module, and is {extra!r}"
+            )
+        for name, sizes in extra.items():
+            bits = sizes.get("bits", whole.get("bits")) if isinstance(sizes, Mapping) else None
+            if type(bits) is not int:
+                raise ConfigError(
+                    f"quantization_config: extra_config must give {name!r} an object with whole bits, and gives "
+                    f"{sizes!r}"
+                )
+            own = {**whole, **sizes, "lm_head": _names_head(name)}
+            self._own[name] = None if bits >= 16 else make(own)
+        # An empty object says nothing of its own, nor does a pattern that is none.
+        self._patterns = [(found, name) for name in self._own if extra[name] and (found := _pattern(name))]
         self.name = f"auto-round, {self._plain.name}"
 
     def _of(self, module: str) -> Scheme | None:
-        for name, scheme in self._own:
-            if module == name or _matches(name, module):
-                return scheme
-        return self._plain
+        if any(pattern.search(module) for pattern in self._floats):
+            return None
+        if module in self._own:
+            return self._own[module]
+        return next((self._own[name] for pattern, name in self._patterns if pattern.search(module)), self._plain)
 
     def tensors(self, module: str, shape: tuple[int, int]) -> dict[str, Stored] | None:
         scheme = self._of(module)
@@ -62,8 +84,14 @@ class AutoRound(Scheme):
         return scheme is not None and scheme.ignores(name, shapes)
 
 
-def _matches(pattern: str, module: str) -> bool:
+def _pattern(text: str) -> re.Pattern[str] | None:
+    """None for what is no regular expression: it names one module alone."""
     try:
-        return re.fullmatch(pattern, module) is not None
+        return re.compile(text)
     except re.error:
-        return False
+        return None
+
+
+def _names_head(name: str) -> bool:
+    pattern = _pattern(name)
+    return name == "lm_head" or (pattern is not None and pattern.search("lm_head") is not None)

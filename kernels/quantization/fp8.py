@@ -11,12 +11,11 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from kernels.models.config import ConfigError
+from kernels.quantization.packed import FLOATS
 from kernels.quantization.scheme import Files, Scheme, Stored
 from kernels.quantization.weights import Activation, Fp8Weight, StaticActivation
 
 __all__ = ["Fp8"]
-
-_FLOATS = ("F32", "BF16", "F16")
 
 
 class Fp8(Scheme):
@@ -47,11 +46,11 @@ class Fp8(Scheme):
         found = {f"{module}.weight": Stored(("F8_E4M3",), (shape,))}
         if self._block is not None:
             blocks = (-(-shape[0] // self._block[0]), -(-shape[1] // self._block[1]))
-            found[f"{module}.weight_scale_inv"] = Stored(_FLOATS, (blocks,))
+            found[f"{module}.weight_scale_inv"] = Stored(FLOATS, (blocks,))
             return found
-        found[f"{module}.weight_scale"] = Stored(_FLOATS, ((), (1,), (shape[0],), (shape[0], 1)))
+        found[f"{module}.weight_scale"] = Stored(FLOATS, ((), (1,), (shape[0],), (shape[0], 1)))
         if self._static:
-            found[f"{module}.input_scale"] = Stored(_FLOATS, ((), (1,)))
+            found[f"{module}.input_scale"] = Stored(FLOATS, ((), (1,)))
         return found
 
     def read(self, files: Files, module: str, shape: tuple[int, int]) -> Fp8Weight:

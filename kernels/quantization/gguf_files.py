@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.gguf.blocks import KINDS
-from kernels.gguf.header import GgufHeader
+from kernels.gguf.blocks import KINDS, half
+from kernels.gguf.header import GgufError, GgufHeader
 from kernels.gguf.names import foreign_name
 from kernels.quantization.gguf_weight import BlockRows, GgufWeight
 from kernels.quantization.scheme import Files, Scheme, Stored
@@ -50,13 +50,24 @@ class GgufScheme(Scheme):
         kind = self._kind(module)
         if kind in KINDS:
             data = files.read(f"{module}.weight").view(shape[0], -1, KINDS[kind].size)
+            for at in KINDS[kind].halves:
+                _check(module, half(data, at))
             return GgufWeight((BlockRows(KINDS[kind], data),))
         blocks = files.read(f"{module}.weight").view(shape[0], shape[1] // _BLOCK, _BYTES[kind])
-        scales = blocks[:, :, :2].contiguous().view(torch.float16).squeeze(-1)
+        scales = half(blocks, 0)
+        _check(module, scales)
         if kind == _Q8_0:
             values = (blocks[:, :, 2:] ^ 0x80).view(shape)  # a signed byte and 128
             return GroupedWeight(values, scales, None, _BLOCK, 8)
         return GroupedWeight(_paired(blocks[:, :, 2:]).view(shape[0], shape[1] // 2), scales, None, _BLOCK, 4)
+
+
+def _check(module: str, scales: Tensor) -> None:
+    if not bool(scales.isfinite().all()):
+        raise GgufError(
+            f"{foreign_name(f'{module}.weight')} has scales that are not finite (NaN or infinite): the file is broken; "
+            "download it again, or quantize the model anew"
+        )
 
 
 def _paired(halves: Tensor) -> Tensor:

@@ -103,11 +103,17 @@ def order_of(name: str, index: Tensor, group: int) -> Tensor | None:
 
 
 def _dynamic(
-    rules: Mapping[str, Any], settings: Mapping[str, Any]
+    rules: object, settings: Mapping[str, Any]
 ) -> list[tuple[re.Pattern[str], tuple[WholeBits, int | None] | None]]:
     """GPTQModel's rules by module: ``-:pattern`` stays in floats, ``pattern`` or ``+:pattern`` has sizes of its own."""
+    if not isinstance(rules, Mapping):
+        raise ConfigError(f"quantization_config: dynamic must be an object of rules by pattern, and is {rules!r}")
     found: list[tuple[re.Pattern[str], tuple[WholeBits, int | None] | None]] = []
     for rule, sizes in rules.items():
+        if not isinstance(sizes, Mapping):
+            raise ConfigError(
+                f"quantization_config: dynamic must give {rule!r} an object of sizes, and gives {sizes!r}"
+            )
         try:
             pattern = re.compile(rule.removeprefix("-:").removeprefix("+:"))
         except re.error as error:

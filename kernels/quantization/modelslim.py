@@ -32,12 +32,12 @@ from torch import Tensor
 
 from kernels.loading import LoadError
 from kernels.models.config import ConfigError
+from kernels.quantization.packed import FLOATS
 from kernels.quantization.scheme import Files, Scheme, Shapes, Stored
 from kernels.quantization.weights import Fp8Weight, GroupedWeight, Int8Weight, QuantizedWeight, StaticActivation
 
 __all__ = ["ModelSlim", "description_file", "read_description"]
 
-_FLOATS = ("F32", "BF16", "F16")
 _STATIC, _PACKED, _MX = "W8A8", "W4A16", "W8A8_MXFP8"
 _DYNAMIC = ("W8A8_DYNAMIC", "W8A8_MIX", "W4A4_DYNAMIC")
 _TYPES = ("FLOAT", _STATIC, *_DYNAMIC, "W8A16", _PACKED, _MX)
@@ -119,21 +119,21 @@ class ModelSlim(Scheme):
         if kind == _PACKED:
             return {
                 f"{module}.weight_packed": Stored(("I32",), ((outputs, inputs // 8),)),
-                f"{module}.weight_scale": Stored(_FLOATS, (self._grouped(module, shape),)),
+                f"{module}.weight_scale": Stored(FLOATS, (self._grouped(module, shape),)),
                 f"{module}.weight_shape": Stored(("I64", "I32"), ((2,),), optional=True),
             }
         found = {f"{module}.weight": Stored(("I8",), (shape,))}
         if kind == _STATIC:
-            found[f"{module}.input_scale"] = Stored(_FLOATS, ((1,), ()))
-            found[f"{module}.input_offset"] = Stored(("I8", *_FLOATS), ((1,), ()))
+            found[f"{module}.input_scale"] = Stored(FLOATS, ((1,), ()))
+            found[f"{module}.input_offset"] = Stored(("I8", *FLOATS), ((1,), ()))
             found[f"{module}.quant_bias"] = Stored(("I32",), ((outputs,),))
             found[f"{module}.deq_scale"] = Stored(("F32", "I64"), ((outputs,),))
-            found[f"{module}.weight_scale"] = Stored(_FLOATS, column, optional=True)
-            found[f"{module}.weight_offset"] = Stored(("I8", *_FLOATS), column, optional=True)
+            found[f"{module}.weight_scale"] = Stored(FLOATS, column, optional=True)
+            found[f"{module}.weight_offset"] = Stored(("I8", *FLOATS), column, optional=True)
             return found
         groups = (self._grouped(module, shape),) if kind == "W8A16" and self._group else column
-        found[f"{module}.weight_scale"] = Stored(_FLOATS, groups)
-        found[f"{module}.weight_offset"] = Stored(("I8", *_FLOATS), groups, optional=True)
+        found[f"{module}.weight_scale"] = Stored(FLOATS, groups)
+        found[f"{module}.weight_offset"] = Stored(("I8", *FLOATS), groups, optional=True)
         return found
 
     def read(self, files: Files, module: str, shape: tuple[int, int]) -> QuantizedWeight:

@@ -24,8 +24,6 @@ from kernels.quantization.weights import PartError
 from tests.gguf_writer import kind_of, write_gguf
 from tests.tiny_model import make_tiny_model
 
-HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q5_0": (0,), "IQ4_NL": (0,), "IQ4_XS": (0,)}
-"""Where a block has float16; the others have two at its begin."""
 KIND = {kind.name: kind for kind in KINDS.values()}
 native = pytest.mark.skipif(
     not has_tiles() or not any(map(shutil.which, library.COMPILERS)), reason="no AMX or no C++ compiler"
@@ -36,7 +34,7 @@ def weight_of(name, outputs, inputs, seed=0):
     """Any codes and whole numbers, and scales that are small."""
     kind, generator = KIND[name], np.random.default_rng(seed)
     data = generator.integers(0, 256, (outputs, inputs // kind.block, kind.size), np.uint8)
-    for at in HALVES.get(name, (0, 2)):
+    for at in kind.halves:
         halves = (generator.standard_normal((*data.shape[:2], 1)) * 0.01).astype(np.float16)
         data[:, :, at : at + 2] = halves.view(np.uint8)
     return GgufWeight((BlockRows(kind, torch.from_numpy(data)),))

@@ -86,7 +86,8 @@ def test_each_layout_stands_for_its_floats(layout, reference, drive, tmp_path):
     expected = scores(drive(rewrite(source, tmp_path / "floats", floats)))
     np.testing.assert_allclose(scores(quantized), expected, atol=1e-3)
     assert np.abs(expected - scores(drive(source))).max() > 5e-3  # of 4 and of 8 bits alike: it was rounded
-    assert quantized.info.weight_bytes < 0.75 * drive(source, dtype="float32").info.weight_bytes
+    # Groups of 16 have no kernel: what is counted is what they are dequantized to.
+    assert quantized.info.weight_bytes == drive(source, dtype="float32").info.weight_bytes
 
 
 @pytest.mark.parametrize(("scale", "offset"), [(None, None), (0.03, None), (0.03, 9)])
@@ -184,6 +185,48 @@ def test_modules_of_other_sizes(reference, drive, tmp_path):
     np.testing.assert_array_equal(*found)
 
 
+def test_what_auto_round_says_of_modules_comes_in_order():
+    """A whole name before all patterns, which are searched and of which the first counts."""
+    own = {
+        "mlp.up": {"bits": 8},
+        "layers.1.mlp": {"bits": 16},
+        "(": {"bits": 16},
+        "q_proj": {},
+        "model.layers.1.mlp.down_proj": {"group_size": 8},
+        "head$": {"bits": 8},
+    }
+    scheme = METHODS["auto-round"](ROUND | {"extra_config": own, "modules_to_not_convert": ["k_proj"]})
+
+    def words(module):
+        """Of 32 inputs, and the groups they make."""
+        found = scheme.tensors(module, (8, 32))
+        return found and (found[f"{module}.qweight"].shapes[0][0], found[f"{module}.scales"].shapes[0][0])
+
+    assert words("model.layers.0.mlp.gate_proj") == (4, 2)
+    assert words("model.layers.0.mlp.up_proj") == (8, 2)
+    assert words("model.layers.1.mlp.up_proj") == (8, 2)
+    assert words("model.layers.1.mlp.gate_proj") is None
+    assert words("model.layers.1.mlp.down_proj") == (4, 4)
+    assert words("model.layers.0.self_attn.q_proj") == (4, 2)
+    assert words("model.layers.0.self_attn.k_proj") is None
+    assert words("lm_head") == (8, 2)
+
+
+SCALES = {"awq 4": "scales", "gptq 4": "scales", "auto-round": "scales", "packed 4": "weight_scale"}
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("layout", SCALES)
+def test_scales_that_are_not_finite_are_refused_by_name(layout, number, reference, drive, tmp_path):
+    change, settings, _ = LAYOUTS[layout]
+    path = rewrite(reference("qwen2").path, tmp_path / "q", change, settings)
+    tensors, name = load_file(path / "model.safetensors"), f"model.layers.1.mlp.up_proj.{SCALES[layout]}"
+    tensors[name].view(-1)[3] = number
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(LoadError, match=re.escape(f"{name} has scales that are not finite")):
+        drive(path)
+
+
 def test_a_bias_that_the_model_has_not_must_be_zero(reference, drive, tmp_path):
     path = rewrite(reference("qwen2").path, tmp_path / "q", gptq(4, 16), gptq_settings())
     tensors = load_file(path / "model.safetensors")
@@ -241,6 +284,11 @@ def test_a_group_size_that_is_not_the_checkpoints_is_told(method, reference, dri
         (awq_settings() | {"version": "gemv"}, "version gemm"),
         (gptq_settings(checkpoint_format="marlin"), "checkpoint_format 'marlin'"),
         (gptq_settings(dynamic={"-:(": {}}), "no regular expression"),
+        (gptq_settings(dynamic=["-:.*"]), r"dynamic must be an object of rules by pattern, and is \['-:"),
+        (gptq_settings(dynamic={"+:.*": 8}), r"dynamic must give '\+:\.\*' an object of sizes, and gives 8"),
+        (ROUND | {"extra_config": ["lm_head"]}, "extra_config must be an object of sizes by module"),
+        (ROUND | {"extra_config": {"lm_head": 8}}, "extra_config must give 'lm_head' an object with whole bits"),
+        (ROUND | {"extra_config": {"lm_head": {"bits": "8"}}}, "an object with whole bits"),
         (ROUND | {"packing_format": "auto_round:gguf"}, "packing_format 'gguf' is not read"),
         (ROUND | {"act_bits": 8}, "act_bits 16"),
         (compressed(PACKED, whole(3)), "int weights of 3 bits, a scale for each group .* is not read"),
