@@ -1,4 +1,4 @@
-"""Linear layers: one token by a kernel of our own, a few by those of ``narrow``, more by cuBLAS.
+"""Linear layers: one token by a kernel of our own, a few by ``narrow``, ``skinny`` or cuBLAS, more by cuBLAS.
 
 For one token a matrix product is as fast as its weight can be read, and cuBLAS reads it at 57 to 90 % of the memory's
 bandwidth (H200). Here each block loads a few rows of the weight, all of them at once and before it waits for the kernel
@@ -13,14 +13,20 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.cuda import narrow
+from kernels.cuda import narrow, skinny
 from kernels.cuda.activation import swiglu
+from kernels.cuda.choosing import Choices
 from kernels.cuda.launch import overlapping
+from kernels.cuda.numbers import PLAIN
+from kernels.cuda.skinny import Form, Tiles
 
-__all__ = ["CudaLinear", "GatedLinear"]
+__all__ = ["CudaLinear"]
 
 _MOST_INPUTS = 16384  # a longer row does not fit a block's registers
 _ALIGN = 16
+_FEW = 16  # tokens up to which a program may take twice the rows
+_WORDS = 64
+_TILES = Tiles(128, _WORDS, 6, 4)
 
 
 @triton.jit
@@ -111,32 +117,43 @@ def _alone(x: Tensor, weight: Tensor) -> bool:
 
 
 class CudaLinear:
-    """``x @ weight.T + bias`` with the weight as it is, [outputs, inputs]; sums in float32."""
+    """``x @ weight.T + bias`` with the weight as it is, [outputs, inputs]; sums in float32.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    ``gated``: ``silu(x @ gate.T) * (x @ up.T)``, the weight [2 * outputs, inputs] being gate | up, each with its bias.
+    ``choices``: what measures which products of a few tokens are the quickest; without, it is what was seen on an H200.
+    """
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, choices: Choices | None = None, gated: bool = False
+    ) -> None:
         self.weight = weight
         self.bias = bias
-        self._arrived = narrow.counters(weight)
+        self._gated, self._choices = gated, choices
+        self._arrived = skinny.counters(len(weight), weight.device)
+        inputs = weight.shape[1]
+        self._form: Form | None = None
+        if weight.element_size() == 2 and inputs % _WORDS == 0 and weight.is_contiguous():
+            self._form = Form(PLAIN, weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         if _alone(x, self.weight):
-            return _multiply(x, self.weight, self.bias, gated=False)
-        if narrow.suits(x, self.weight, gated=False):
-            return narrow.multiply(x, self.weight, self.bias, self._arrived, gated=False)
-        return F.linear(x, self.weight, self.bias)
+            return _multiply(x, self.weight, self.bias, self._gated)
+        if not 1 < len(x) <= narrow.MOST_TOKENS:
+            return self._many(x)
+        if self._choices is None:
+            return self._narrow(x) if narrow.suits(x, self.weight, self._gated) else self._many(x)
+        ways = {"cuBLAS": lambda: self._many(x)}
+        if narrow.able(x, self.weight):
+            ways["narrow"] = lambda: self._narrow(x)
+        form = self._form
+        if form is not None and len(x) <= _FEW and x.is_contiguous():
+            ways["skinny"] = lambda: skinny.multiply(x, form, self.bias, self._arrived, self._gated, _TILES)
+        kind = "16 bits gated" if self._gated else "16 bits"
+        return self._choices.run((kind, max(_FEW, skinny.token_block(len(x))), *self.weight.shape, x.dtype), ways)
 
+    def _narrow(self, x: Tensor) -> Tensor:
+        return narrow.multiply(x, self.weight, self.bias, self._arrived, self._gated)
 
-class GatedLinear:
-    """``silu(x @ gate.T) * (x @ up.T)``, ``weight`` [2 * outputs, inputs] being gate | up, each with its bias."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight = weight
-        self.bias = bias
-        self._arrived = narrow.counters(weight)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if _alone(x, self.weight):
-            return _multiply(x, self.weight, self.bias, gated=True)
-        if narrow.suits(x, self.weight, gated=True):
-            return narrow.multiply(x, self.weight, self.bias, self._arrived, gated=True)
-        return swiglu(F.linear(x, self.weight, self.bias))
+    def _many(self, x: Tensor) -> Tensor:
+        found = F.linear(x, self.weight, self.bias)
+        return swiglu(found) if self._gated else found

@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.cuda.launch import overlapping, roomy
 
-__all__ = ["MOST_TOKENS", "counters", "multiply", "suits"]
+__all__ = ["MOST_TOKENS", "able", "counters", "multiply", "suits"]
 
 MOST_TOKENS = 64
 _ROWS = 64
@@ -112,16 +112,19 @@ def _narrow(
     tl.store(result, total.to(out.dtype.element_ty), mask=(token < tokens)[None, :] & (output < outputs)[:, None])
 
 
+def able(x: Tensor, weight: Tensor) -> bool:
+    """Whether the product can be made here. ``x`` [tokens, inputs]; ``weight`` [outputs, inputs]."""
+    if not 1 < len(x) <= MOST_TOKENS or weight.element_size() != 2 or weight.shape[1] % _BLOCK:
+        return False
+    return x.is_contiguous() and overlapping(x.device) and roomy(x.device)
+
+
 def suits(x: Tensor, weight: Tensor, gated: bool) -> bool:
     """Whether the product is better made here than by cuBLAS: seen on an H200, with the shapes of an 8B and a 0.6B
-    model. ``x`` [tokens, inputs]; ``weight`` [outputs, inputs].
+    model.
     """
     outputs, inputs = weight.shape
-    if not 1 < len(x) <= MOST_TOKENS or weight.element_size() != 2 or inputs % _BLOCK or not x.is_contiguous():
-        return False
-    if not (overlapping(x.device) and roomy(x.device)):
-        return False
-    if inputs >= _LONG and len(x) < _FROM:
+    if not able(x, weight) or (inputs >= _LONG and len(x) < _FROM):
         return False
     return gated or len(x) <= 32 or outputs >= _MANY or inputs >= _MANY // 2 or outputs * inputs <= 1 << 23
 

@@ -1,7 +1,7 @@
-"""Linear layers of 8-bit weights: one token by a kernel of our own, more by PyTorch's products of 8-bit numbers.
+"""Linear layers of 8-bit weights: a few tokens by kernels of our own, more by PyTorch's products of 8-bit numbers.
 
-What one token costs is reading the weight, so its product is taken with the weight brought to float32 in registers, and
-the token need not be rounded. Of several tokens each is rounded by its own scale.
+What a few tokens cost is reading the weight, so their product is taken with the weight made wider in registers, and
+they need not be rounded. Of more tokens each is rounded by its own scale.
 """
 
 from __future__ import annotations
@@ -12,7 +12,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.cuda import skinny
+from kernels.cuda.activation import swiglu
+from kernels.cuda.choosing import Choices
 from kernels.cuda.launch import overlapping
+from kernels.cuda.numbers import BYTES, EIGHTHS, wide_conversion
+from kernels.cuda.skinny import Form, Tiles
 from kernels.quantization.weights import FP8_MOST, Fp8Weight, Int8Weight
 
 __all__ = ["EightBitLinear"]
@@ -21,6 +26,23 @@ _MOST_INPUTS = 16384
 _ALIGN = 16
 _INT8_ROWS = 32  # the least of a product of whole numbers by cuBLAS, above 16
 _COLUMNS = 1024
+_WORDS = 64
+_LEAST_INPUTS = 512
+_FEW = 16
+_LIFT = 2.0**64
+
+
+@triton.jit
+def _wide(w, code: tl.constexpr, whole: tl.constexpr, offset: tl.constexpr):
+    """int8, or e4m3 as it lies in int8, to float32, as ``kernels.cuda.numbers.wide_conversion`` says."""
+    if code is not None:
+        found = tl.inline_asm_elementwise(code, "=r,=r,=r,=r,r", [w], dtype=tl.int32, is_pure=True, pack=4)
+        number = found.to(tl.float32, bitcast=True) + offset
+    elif whole:
+        number = w.to(tl.float32)
+    else:
+        number = w.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    return number
 
 
 @triton.jit
@@ -34,10 +56,18 @@ def _vector(
     inputs: tl.constexpr,
     rows: tl.constexpr,
     block: tl.constexpr,
+    whole: tl.constexpr,
+    code: tl.constexpr,
+    offset: tl.constexpr,
+    before: tl.constexpr,
+    after: tl.constexpr,
     biased: tl.constexpr,
+    gated: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """One token by ``rows`` outputs a program."""
+    """One token by ``rows`` outputs a program. ``gated``: of twice ``outputs`` rows of weight, the second half is what
+    silu of the first is multiplied by. The token is taken ``before`` times, the sum ``after`` times.
+    """
     row = tl.program_id(0) * rows + tl.arange(0, rows)
     at = tl.arange(0, block)
     first = weight + row[:, None].to(tl.int64) * inputs + at[None, :]
@@ -45,19 +75,35 @@ def _vector(
     if pdl:
         gdc_launch_dependents()
     total = tl.zeros([rows, block], tl.float32)
-    # The first tile is on its way while the kernel before this one ends.
-    w = tl.load(first, mask=there & (at < inputs)[None, :], other=0.0, eviction_policy="evict_first")
+    other = tl.zeros([rows, block], tl.float32)
+    # The first tiles are on their way while the kernel before this one ends.
+    w = tl.load(first, mask=there & (at < inputs)[None, :], other=0, eviction_policy="evict_first")
+    if gated:
+        second = first + outputs.to(tl.int64) * inputs
+        u = tl.load(second, mask=there & (at < inputs)[None, :], other=0, eviction_policy="evict_first")
     if pdl:
         gdc_wait()
     for begin in tl.static_range(0, inputs, block):
         if begin > 0:
             mask = there & (begin + at < inputs)[None, :]
-            w = tl.load(first + begin, mask=mask, other=0.0, eviction_policy="evict_first")
-        value = tl.load(x + begin + at, mask=begin + at < inputs, other=0.0).to(tl.float32)[None, :]
-        total += w.to(tl.float32) * value
-    result = tl.sum(total, 1) * tl.load(scales + row, mask=row < outputs, other=0.0)
+            w = tl.load(first + begin, mask=mask, other=0, eviction_policy="evict_first")
+            if gated:
+                u = tl.load(second + begin, mask=mask, other=0, eviction_policy="evict_first")
+        value = tl.load(x + begin + at, mask=begin + at < inputs, other=0.0).to(tl.float32)[None, :] * before
+        total += _wide(w, code, whole, offset) * value
+        if gated:
+            other += _wide(u, code, whole, offset) * value
+    result = tl.sum(total, 1) * after * tl.load(scales + row, mask=row < outputs, other=0.0)
     if biased:
         result += tl.load(bias + row, mask=row < outputs, other=0.0).to(tl.float32)
+    if gated:
+        up = tl.sum(other, 1) * after * tl.load(scales + outputs + row, mask=row < outputs, other=0.0)
+        if biased:
+            up += tl.load(bias + outputs + row, mask=row < outputs, other=0.0).to(tl.float32)
+        # Rounded as the product is where the activation is an operator of its own.
+        result = result.to(out.dtype.element_ty).to(tl.float32)
+        up = up.to(out.dtype.element_ty).to(tl.float32)
+        result = result * tl.sigmoid(result) * up
     tl.store(out + row, result.to(out.dtype.element_ty), mask=row < outputs)
 
 
@@ -111,14 +157,30 @@ def _scale(
 
 
 class EightBitLinear:
-    """``x @ weight.T + bias``; int8, or e4m3 on devices that multiply it. ``x`` bfloat16, float16 too for int8."""
+    """``x @ weight.T + bias``, or ``gated`` as in ``CudaLinear``; int8, or e4m3 on devices that multiply it. ``x``
+    bfloat16, float16 too for int8.
+    """
 
-    def __init__(self, weight: Int8Weight | Fp8Weight, bias: Tensor | None) -> None:
+    def __init__(
+        self,
+        weight: Int8Weight | Fp8Weight,
+        bias: Tensor | None,
+        choices: Choices | None = None,
+        gated: bool = False,
+    ) -> None:
         self.weight = weight
         self.bias = bias
+        self._choices, self._gated = choices, gated
         self._whole = isinstance(weight, Int8Weight)
         self._transposed = weight.values.t()
         self._row_scales = weight.scales[None, :]
+        self._bytes = weight.values.view(torch.int8)
+        self._kind = BYTES if self._whole else EIGHTHS
+        self._form: Form | None = None
+        outputs, inputs = weight.shape
+        if inputs % (2 * _WORDS) == 0 and inputs >= _LEAST_INPUTS:
+            self._form = Form(self._kind, weight.values.view(torch.int16), weight.scales)
+        self._arrived = skinny.counters(outputs, weight.values.device)
 
     @staticmethod
     def fits(weight: Int8Weight | Fp8Weight, device: torch.device) -> bool:
@@ -129,12 +191,34 @@ class EightBitLinear:
         if isinstance(weight, Int8Weight):
             return weight.dtype in (torch.bfloat16, torch.float16)
         able = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
-        return able and weight.block is None and weight.dtype == torch.bfloat16
+        if not able or weight.block is not None or weight.dtype != torch.bfloat16:
+            return False
+        return not bool((weight.values.view(torch.uint8) & 127 == 127).any())  # NaN, which a token must show
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x if x.stride(1) == 1 else x.contiguous()
-        if len(x) == 1:
-            return self._vector(x)
+        tokens = len(x)
+        if tokens > skinny.MOST_TOKENS or (tokens > 1 and self._form is None):
+            return self._many(x)
+        ways = {"rounded": lambda: self._many(x)} if tokens > 1 else {"vector": lambda: self._vector(x)}
+        if self._form is not None and x.is_contiguous():
+            tiles = Tiles(64, _WORDS, 6, 4) if tokens <= _FEW else Tiles(128, _WORDS, 4, 8)
+            ways["skinny"] = lambda: self._few(x, tiles)
+        if self._choices is None:
+            return ways["skinny" if "skinny" in ways and 1 < tokens <= _FEW else next(iter(ways))]()
+        kind = f"{self._kind} gated" if self._gated else f"{self._kind}"
+        block = 1 if tokens == 1 else skinny.token_block(tokens)
+        return self._choices.run((kind, block, *self.weight.shape, x.dtype), ways)
+
+    def _few(self, x: Tensor, tiles: Tiles) -> Tensor:
+        assert self._form is not None
+        return skinny.multiply(x, self._form, self.bias, self._arrived, self._gated, tiles)
+
+    def _many(self, x: Tensor) -> Tensor:
+        found = self._product(x)
+        return swiglu(found) if self._gated else found
+
+    def _product(self, x: Tensor) -> Tensor:
         rows, outputs = len(x), self.weight.shape[0]
         whole, scales = self._rounded(x)
         if not self._whole:
@@ -184,13 +268,16 @@ class EightBitLinear:
 
     def _vector(self, x: Tensor) -> Tensor:
         outputs, inputs = self.weight.shape
+        outputs = outputs // 2 if self._gated else outputs
         block = min(2048, triton.next_power_of_2(inputs))
-        rows = max(1, min(8, 8192 // block))  # 8 KiB of weight a program in flight
+        rows = max(1, min(8, 8192 // block // (2 if self._gated else 1)))  # 8 KiB of weight a program in flight
         out = x.new_empty((1, outputs))
         pdl = overlapping(x.device)
+        code, after, offset = wide_conversion(self._kind) if x.device.type != "cpu" else (None, 1.0, 0.0)
+        before = 1.0 if after == 1.0 else _LIFT  # so that no product is too small for float32
         _vector[(triton.cdiv(outputs, rows),)](
             x,
-            self.weight.values,
+            self._bytes,
             self.weight.scales,
             self.weight.scales if self.bias is None else self.bias,
             out,
@@ -198,7 +285,13 @@ class EightBitLinear:
             inputs,
             rows,
             block,
+            self._whole,
+            code,
+            offset,
+            before,
+            after / before,
             self.bias is not None,
+            self._gated,
             pdl,
             num_warps=4,
             launch_pdl=pdl,

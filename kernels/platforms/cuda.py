@@ -14,11 +14,13 @@ from kernels.batch import ForwardBatch
 from kernels.cuda.activation import swiglu
 from kernels.cuda.angles import angles
 from kernels.cuda.attention import AttentionPlan, attention, plan_attention, plan_guesses
+from kernels.cuda.choosing import Choices
 from kernels.cuda.decode import DecodeScratch
 from kernels.cuda.errors import explain
 from kernels.cuda.graphs import DecodeGraphs, capture_guesses
+from kernels.cuda.grouped import GroupedLinear, WideWeight
 from kernels.cuda.heads import place_heads
-from kernels.cuda.linear import CudaLinear, GatedLinear
+from kernels.cuda.linear import CudaLinear
 from kernels.cuda.moving import move_caches
 from kernels.cuda.norms import CudaNorm
 from kernels.cuda.quantized import EightBitLinear
@@ -27,7 +29,7 @@ from kernels.device_memory import device_memory, step_memory
 from kernels.graph_sizes import graph_sizes
 from kernels.platforms.base import AttentionRows, Decodes, Fetched, Linear, Memory, Norm, Platform, PlatformError
 from kernels.quantization.cache import LayerScales
-from kernels.quantization.weights import Fp8Weight, Int8Weight, QuantizedWeight
+from kernels.quantization.weights import Fp8Weight, GroupedWeight, Int8Weight, Projection, QuantizedWeight
 from kernels.staging import Staging, fetch
 from kernels.step import RunnerConfig
 
@@ -84,6 +86,8 @@ class CudaPlatform(Platform):
         self._kv_heads = 1
         self._staging: Staging | None = None
         self._scratch = DecodeScratch(self.device)
+        self._wide = WideWeight(self.device)
+        self._choices = Choices(self.device)
         self._pool: Any = None  # memory of captured passes
 
     def bind_thread(self) -> None:
@@ -144,15 +148,27 @@ class CudaPlatform(Platform):
             cache[pages] = 0
 
     def make_linear(self, weight: Tensor, bias: Tensor | None, shared: bool = False) -> Linear:
-        return CudaLinear(weight, bias)
+        return CudaLinear(weight, bias, self._choices)
 
     def make_gated(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        return GatedLinear(weight, bias)
+        return CudaLinear(weight, bias, self._choices, gated=True)
 
     def make_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
+        return self._quantized(weight, bias, gated=False) or super().make_quantized(weight, bias)
+
+    def make_gated_projection(self, weight: Projection, bias: Tensor | None) -> Linear:
+        found = self._quantized(weight, bias, gated=True)
+        return found or super().make_gated_projection(weight, bias)
+
+    def _quantized(self, weight: Projection, bias: Tensor | None, gated: bool) -> Linear | None:
+        """None where there is no kernel for it."""
+        if isinstance(weight, Int8Weight) and weight.activation is None:
+            weight = weight.grouped()
+        if isinstance(weight, GroupedWeight) and GroupedLinear.fits(weight):
+            return GroupedLinear(weight, bias, self._wide, self._choices, gated)
         if isinstance(weight, Int8Weight | Fp8Weight) and EightBitLinear.fits(weight, self.device):
-            return EightBitLinear(weight, bias)
-        return super().make_quantized(weight, bias)
+            return EightBitLinear(weight, bias, self._choices, gated)
+        return None
 
     def make_norm(self, weight: Tensor, eps: float) -> Norm:
         return CudaNorm(weight, eps)

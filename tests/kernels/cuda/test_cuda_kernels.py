@@ -16,7 +16,7 @@ from kernels.cuda.angles import angles
 from kernels.cuda.attention import attention, plan_attention
 from kernels.cuda.decode import DecodeScratch, split_count
 from kernels.cuda.heads import place_heads
-from kernels.cuda.linear import CudaLinear, GatedLinear
+from kernels.cuda.linear import CudaLinear
 from kernels.cuda.norms import CudaNorm
 from kernels.cuda.sampling import likeliest
 from kernels.platforms.base import AttentionRows
@@ -66,7 +66,7 @@ def test_linear_layers(device, dtype, biased, outputs, inputs, tokens):
     x = (torch.randn(tokens, inputs, device=device) / math.sqrt(inputs)).to(dtype)
     wanted = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double()).float()
     near(CudaLinear(weight, bias)(x), wanted)
-    near(GatedLinear(weight, bias)(x), torch.nn.functional.silu(wanted[:, :outputs]) * wanted[:, outputs:])
+    near(CudaLinear(weight, bias, gated=True)(x), torch.nn.functional.silu(wanted[:, :outputs]) * wanted[:, outputs:])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

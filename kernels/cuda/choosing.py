@@ -1,0 +1,68 @@
+"""Which of several ways to make a product is the quickest: measured once for each shape, while a model is loaded."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+__all__ = ["Choices", "Shape"]
+
+_log = logging.getLogger("troupe.kernels.cuda")
+
+Shape: TypeAlias = tuple[str | int | torch.dtype, ...]
+"""What tells products apart: their kind, sizes and tokens."""
+
+_ROUNDS = 7
+_FLUSHED = 256 << 20  # bytes: several times what the L2 cache holds
+_MARGIN = 0.03  # by which a way must be quicker than the first
+
+
+class Choices:
+    """Of one device. The first of the ways to make a product is what is taken where they are about as quick, and where
+    nothing can be measured, within the capture of a graph.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._chosen: dict[Shape, str] = {}
+
+    def run(self, shape: Shape, ways: Mapping[str, Callable[[], Tensor]]) -> Tensor:
+        """The product, by the quickest of the ``ways``. All give the same, but for rounding."""
+        chosen = self._chosen.get(shape)
+        if chosen is None:
+            if torch.cuda.is_current_stream_capturing():
+                return next(iter(ways.values()))()
+            chosen = self._chosen[shape] = self._quickest(shape, ways)
+        return ways[chosen]()
+
+    def _quickest(self, shape: Shape, ways: Mapping[str, Callable[[], Tensor]]) -> str:
+        taken: dict[str, list[float]] = {name: [] for name in ways}
+        flushed = torch.empty(_FLUSHED, dtype=torch.uint8, device=self._device)
+        marks = []
+        for _ in range(_ROUNDS):
+            for name, way in ways.items():
+                flushed.zero_()
+                flushed.zero_()  # long enough for the host to be ahead
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                way()
+                end.record()
+                marks.append((name, begin, end))
+        torch.cuda.synchronize(self._device)
+        for name, begin, end in marks[len(ways) :]:  # the first round compiles
+            taken[name].append(begin.elapsed_time(end) * 1e3)
+        return choose(shape, {name: statistics.median(times) for name, times in taken.items()})
+
+
+def choose(shape: Shape, times: Mapping[str, float]) -> str:
+    """The quickest by ``times`` in microseconds, or the first where that is about as quick."""
+    first, quickest = next(iter(times)), min(times, key=times.__getitem__)
+    found = quickest if times[quickest] < (1 - _MARGIN) * times[first] else first
+    told = ", ".join(f"{name} {time:.1f} us" for name, time in times.items())
+    _log.info("Product %s: %s; %s is taken.", " x ".join(map(str, shape)), told, found)
+    return found

@@ -1,0 +1,94 @@
+"""Linear layers of weights of 4 and 8 bits in groups: a few tokens by ``skinny``, which never writes the weight out;
+more by cuBLAS, with the weight made 16 bits wide first, in memory that all layers share.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.cuda import packing, skinny
+from kernels.cuda.activation import swiglu
+from kernels.cuda.choosing import Choices
+from kernels.cuda.skinny import Tiles
+from kernels.quantization.weights import GroupedWeight
+
+__all__ = ["GroupedLinear", "WideWeight"]
+
+_LEAST_INPUTS = 256
+_FEW = 16
+
+
+class WideWeight:
+    """Room for the largest weight of a model in 16 bits. What was given out once is kept: graphs go on using it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._most = 0
+        self._held: list[Tensor] = []
+
+    def reserve(self, numbers: int) -> None:
+        """Some weight has so many."""
+        self._most = max(self._most, numbers)
+
+    def room(self, outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
+        """[outputs, inputs], anything in it."""
+        size = outputs * inputs
+        if not self._held or len(self._held[-1]) < size:
+            self._held.append(torch.empty(max(size, self._most), dtype=torch.int16, device=self._device))
+        return self._held[-1][:size].view(dtype).view(outputs, inputs)
+
+
+class GroupedLinear:
+    """``x @ weight.T + bias``, or ``gated`` as in ``CudaLinear``; ``x`` bfloat16 or float16, not rounded. ``room``:
+    what all layers share.
+    """
+
+    def __init__(
+        self,
+        weight: GroupedWeight,
+        bias: Tensor | None,
+        room: WideWeight,
+        choices: Choices | None = None,
+        gated: bool = False,
+    ) -> None:
+        self._form, self._words = packing.pack(weight), packing.tile_words(weight)
+        self._shape, self._order, self._gated = weight.shape, weight.order, gated
+        self.bias = bias
+        self._room, self._choices = room, choices
+        self._arrived = skinny.counters(weight.shape[0], weight.values.device)
+        room.reserve(weight.shape[0] * weight.shape[1])
+
+    @staticmethod
+    def fits(weight: GroupedWeight) -> bool:
+        """Whether there are kernels for it."""
+        outputs, inputs = weight.shape
+        dense = weight.dtype in (torch.bfloat16, torch.float16)
+        return dense and outputs % 2 == 0 and inputs >= _LEAST_INPUTS and packing.tile_words(weight) > 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._order is not None:
+            x = x.index_select(1, self._order)
+        x = x.contiguous()
+        if len(x) > skinny.MOST_TOKENS:
+            return self._wide(x)
+        low, high = Tiles(64, self._words, 6, 4), Tiles(128, self._words, 4, 8)
+        if self._choices is None:
+            return self._few(x, low if len(x) <= _FEW else high)
+        ways = {"tiles of 64": lambda: self._few(x, low), "tiles of 128": lambda: self._few(x, high)}
+        if len(x) > _FEW:
+            del ways["tiles of 64"]
+            ways["made wide"] = lambda: self._wide(x)
+        kind = f"{self._form.kind} gated" if self._gated else f"{self._form.kind}"
+        shape = (kind, skinny.token_block(len(x)), *self._shape, self._words, self._form.slots, x.dtype)
+        return self._choices.run(shape, ways)
+
+    def _few(self, x: Tensor, tiles: Tiles) -> Tensor:
+        return skinny.multiply(x, self._form, self.bias, self._arrived, self._gated, tiles)
+
+    def _wide(self, x: Tensor) -> Tensor:
+        weight = self._room.room(*self._shape, x.dtype)
+        packing.widen(self._form, self._words, weight)
+        found = F.linear(x, weight, self.bias)
+        return swiglu(found) if self._gated else found

@@ -1,0 +1,163 @@
+"""Every kernel compiles for the GPUs it is made for, fits their shared memory and keeps its numbers in registers; no
+GPU is needed. The shapes are those of the models that are measured, and edges of what is allowed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import triton
+
+from kernels.cuda import narrow, skinny
+from kernels.cuda.activation import swiglu
+from kernels.cuda.angles import angles
+from kernels.cuda.attention import attention, plan_attention, plan_guesses
+from kernels.cuda.decode import DecodeScratch
+from kernels.cuda.grouped import GroupedLinear, WideWeight
+from kernels.cuda.heads import place_heads
+from kernels.cuda.linear import CudaLinear
+from kernels.cuda.moving import move_caches
+from kernels.cuda.norms import CudaNorm
+from kernels.cuda.numbers import PLAIN
+from kernels.cuda.quantized import EightBitLinear
+from kernels.cuda.sampling import likeliest
+from kernels.cuda.skinny import Form, Tiles
+from kernels.platforms.base import AttentionRows
+from kernels.quantization.weights import Fp8Weight, GroupedWeight, Int8Weight
+from tests.kernels.cuda.compiled import SHARED, compiling, empty, put
+
+pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted, not compiled")
+
+LLAMA = (32, 8, 128)  # query heads, key heads, dimension
+QWEN = (16, 8, 128)
+SMALL = (14, 2, 64)
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def smalls(dtype):
+    """What stands between the products."""
+    for width in (1024, 4096):
+        norm = CudaNorm(empty(width, dtype=dtype), 1e-5)
+        norm(empty(5, width, dtype=dtype))
+        norm.add(empty(5, width, dtype=dtype), empty(5, width, dtype=dtype))
+    swiglu(empty(5, 2 * 3072, dtype=dtype))
+    angles(empty(5, dtype=torch.int64), empty(128, dtype=FP32), 1.0, dtype)
+    likeliest(empty(5, 151936, dtype=dtype))
+    for (heads, kv_heads, dim), normed in ((LLAMA, False), (QWEN, True), (SMALL, False)):
+        weight = empty(heads + kv_heads, dim, dtype=dtype) if normed else None
+        for tokens in (16, 100):
+            place_heads(
+                empty(tokens, heads + 2 * kv_heads, dim, dtype=dtype), heads, kv_heads, weight, 1e-6,
+                empty(tokens, 1, dim, dtype=dtype), empty(tokens, 1, dim, dtype=dtype),
+                empty(9, 2, kv_heads, 64, dim, dtype=dtype), empty(tokens, dtype=torch.int64),
+            )  # fmt: skip
+    caches = [empty(9, 2, 8, 64, 128, dtype=dtype) for _ in range(2)]
+    for each in (2, 16):
+        move_caches(caches, empty(3 * each, dtype=torch.int64), empty(3 * each, dtype=torch.int64), each, put)
+
+
+def products(dtype):
+    for outputs, inputs in ((6144, 4096), (4096, 14336), (128256, 4096), (1024, 3072)):
+        CudaLinear(empty(outputs, inputs, dtype=dtype), None)(empty(1, inputs, dtype=dtype))
+    CudaLinear(empty(28672, 4096, dtype=dtype), None, gated=True)(empty(1, 4096, dtype=dtype))
+    CudaLinear(empty(6144, 1024, dtype=dtype), empty(6144, dtype=dtype), gated=True)(empty(1, 1024, dtype=dtype))
+
+
+def few_tokens(dtype):
+    for tokens in (16, 32, 64):
+        for outputs, inputs in ((4096, 1024), (6144, 4096), (4096, 14336), (151936, 1024)):
+            weight = empty(outputs, inputs, dtype=dtype)
+            narrow.multiply(empty(tokens, inputs, dtype=dtype), weight, None, narrow.counters(weight), False)
+        weight = empty(28672, 4096, dtype=dtype)
+        narrow.multiply(empty(tokens, 4096, dtype=dtype), weight, None, narrow.counters(weight), True)
+
+
+def skinny_products(dtype):
+    for tokens, tiles in ((5, Tiles(64, 64, 6, 4)), (16, Tiles(128, 64, 6, 4)), (64, Tiles(128, 64, 4, 8))):
+        for gated in (False, True):
+            form = Form(PLAIN, empty(28672, 4096, dtype=dtype))
+            arrived = skinny.counters(28672, torch.device("meta"))
+            skinny.multiply(empty(tokens, 4096, dtype=dtype), form, None, arrived, gated, tiles)
+
+
+def eight_bits(dtype):
+    for inputs in (1024, 4096):
+        for weight in (
+            Int8Weight(empty(4096, inputs, dtype=torch.int8), empty(4096, dtype=FP32), dtype=dtype),
+            Fp8Weight(empty(4096, inputs, dtype=torch.float8_e4m3fn), empty(4096, dtype=FP32), dtype=dtype),
+        ):
+            for gated in (False, True):
+                linear = EightBitLinear(weight, None, gated=gated)
+                for tokens in (1, 16):
+                    linear(empty(tokens, inputs, dtype=dtype))
+                if torch.cuda.get_device_capability(None)[0] >= 9 or isinstance(weight, Int8Weight):
+                    linear(empty(70, inputs, dtype=dtype))  # older devices have no products of e4m3
+
+
+def groups(dtype):
+    """4 and 8 bits in groups of 128, and of as many as leave the fewest inputs to a scale, with zeros and without."""
+    for bits, group, zeros in ((4, 128, False), (4, 128, True), (4, 32, True), (8, 64, True), (8, 4096, False)):
+        shape = 4096, 4096 // group
+        weight = GroupedWeight(
+            empty(4096, 4096 * bits // 8, dtype=torch.uint8),
+            empty(*shape, dtype=FP16),
+            empty(*shape, dtype=torch.uint8) if zeros else None,
+            group,
+            bits,
+            dtype=dtype,
+        )
+        linear = GroupedLinear(weight, None, WideWeight(torch.device("meta")))
+        for tokens in (1, 16, 70):
+            linear(empty(tokens, 4096, dtype=dtype))
+
+
+def attend(dtype, heads, kv_heads, dim, page_size, windows=(0,)):
+    """Decodes, drafts as chains and as trees, and prompts."""
+    cache, scratch, pages = empty(99, 2, kv_heads, page_size, dim, dtype=dtype), DecodeScratch(torch.device("meta")), 9
+    held = pages * page_size
+    for window in windows:
+        for counts in ([1], [1] * 200, [120], [held]):
+            table = np.ones((len(counts), pages), dtype=np.int32)
+            starts = np.full(len(counts), held) - counts
+            rows = AttentionRows(starts, np.array(counts), table, len(counts) if counts[0] == 1 else 0)
+            plan = plan_attention(rows, window, kv_heads, put)
+            attention(empty(sum(counts), heads, dim, dtype=dtype), cache, plan, 0.1, scratch)
+        for tokens, tree in ((4, False), (16, True), (64, True)):
+            bits = empty(2, tokens, dtype=torch.int64) if tree else None
+            starts, table = empty(2, dtype=torch.int64), empty(2, pages, dtype=torch.int64)
+            plan = plan_guesses(starts, table, tokens, bits, starts, window, page_size)
+            attention(empty(2 * tokens, heads, dim, dtype=dtype), cache, plan, 0.1, scratch)
+
+
+SHORT = {
+    "smalls": smalls,
+    "products": products,
+    "few tokens": few_tokens,
+    "skinny": skinny_products,
+    "llama": lambda dtype: attend(dtype, *LLAMA, 64),
+}
+LONG = {
+    "eight bits": eight_bits,
+    "groups": groups,
+    "small": lambda dtype: attend(dtype, *SMALL, 16, (100,)),
+}
+SPILLED = {"_prefill": 512, "_drafts": 512}
+"""Bytes that some kernels write for want of registers, on some devices or with some sizes of pages: known, and little
+beside what they read."""
+
+
+@pytest.mark.parametrize(
+    ("case", "capability"),
+    [(name, capability) for name in SHORT for capability in SHARED]
+    + [pytest.param(name, 90, marks=pytest.mark.long) for name in LONG],
+)
+def test_kernels_compile_and_fit(case, capability, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # compiled anew, also what an earlier run compiled
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (capability // 10, capability % 10))
+    with compiling(monkeypatch, capability) as found:
+        (SHORT | LONG)[case](BF16)
+    assert found
+    for kernel in found:
+        print(kernel)
+        assert kernel.shared <= SHARED[capability], kernel
+        assert kernel.spilled <= SPILLED.get(kernel.kernel, 0), kernel
