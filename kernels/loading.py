@@ -23,6 +23,7 @@ from torch import Tensor
 
 from kernels.gguf.checkpoint import GgufCheckpoint
 from kernels.gguf.header import is_gguf, read_header
+from kernels.models.names import is_projection
 from kernels.parallel.partition import Part
 from kernels.quantization.gguf_weight import GgufWeight
 from kernels.quantization.scheme import Files, Scheme, Shapes, Stored
@@ -261,15 +262,12 @@ def read_tensor(model_path: str | Path, name: str) -> Tensor:
     return _Checkpoint(Path(model_path)).read(name)
 
 
-_PROJECTIONS = ("_proj.weight", "lm_head.weight")
-
-
 def _expected(shapes: Shapes, scheme: Scheme | None) -> dict[str, Stored]:
     """What files of ``scheme`` must hold for a model of ``shapes``."""
     found: dict[str, Stored] = {}
     for name, shape in shapes.items():
         stored = None
-        if scheme is not None and name.endswith(_PROJECTIONS) and len(shape) == 2:
+        if scheme is not None and is_projection(name) and len(shape) == 2:
             stored = scheme.tensors(name.removesuffix(".weight"), (shape[0], shape[1]))
         found.update({name: Stored(FLOATS, (shape,))} if stored is None else stored)
     return found

@@ -17,6 +17,7 @@ from typing import Any
 __all__ = [
     "FAMILIES",
     "ConfigError",
+    "ExpertsConfig",
     "Family",
     "ModelConfig",
     "RopeConfig",
@@ -39,14 +40,17 @@ class Family:
     qk_norm: bool = False  # RMS norm over head_dim of each query and key head
     window_switch: bool = False  # sliding_window counts only with use_sliding_window, from layer max_window_layers on
     window: bool = False  # sliding_window counts for every layer when it is set
+    experts: str = ""  # how its feed-forward layers of experts are described: as qwen or mixtral do; empty: it has none
 
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(),
     "MiMoForCausalLM": Family(qkv_bias=True, window_switch=True),  # Qwen2 with heads for the tokens after the next
     "MistralForCausalLM": Family(window=True),
+    "MixtralForCausalLM": Family(window=True, experts="mixtral"),
     "Qwen2ForCausalLM": Family(qkv_bias=True, window_switch=True),
     "Qwen3ForCausalLM": Family(qk_norm=True, window_switch=True),
+    "Qwen3MoeForCausalLM": Family(qk_norm=True, window_switch=True, experts="qwen"),
 }
 
 
@@ -73,6 +77,26 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class ExpertsConfig:
+    """Feed-forward layers of which a token takes a few of many (Shazeer et al., arXiv 1701.06538).
+
+    ``layers``: which of the decoder's. ``chosen``: experts that a token takes. ``normalized``: whether their weights
+    are made to add up to one. ``block``, ``gate``, ``up``, ``down``: what a checkpoint calls the block of a layer, and
+    an expert's projections.
+    """
+
+    layers: frozenset[int]
+    count: int
+    chosen: int
+    inner: int
+    normalized: bool
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A decoder's sizes. ``windows[layer]`` is the layer's sliding window in tokens, 0 for full attention."""
 
@@ -94,6 +118,7 @@ class ModelConfig:
     tied_embeddings: bool
     windows: tuple[int, ...]
     dtype: str | None  # as stored; None when config.json does not say
+    experts: ExpertsConfig | None = None
 
     @property
     def cache_elements_per_token(self) -> int:
@@ -184,6 +209,7 @@ def parse_config(raw: Mapping[str, Any], quantized: bool = False) -> ModelConfig
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
         windows=_windows(raw, family, layers),
         dtype=str(dtype).removeprefix("torch.") if dtype else None,
+        experts=_experts(raw, family, layers),
     )
 
 
@@ -213,6 +239,25 @@ def _size(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"config.json: {key} must be a whole number of at least 1, and is {value!r}")
     return value
+
+
+def _experts(raw: Mapping[str, Any], family: Family, layers: int) -> ExpertsConfig | None:
+    if not family.experts:
+        return None
+    mixtral = family.experts == "mixtral"
+    key = "num_experts" if "num_experts" in raw else "num_local_experts"  # tools write either
+    count, chosen = _size(raw, key), _size(raw, "num_experts_per_tok")
+    if chosen > count:
+        raise ConfigError(f"config.json: num_experts_per_tok {chosen} is more than {key} {count}")
+    if mixtral:
+        inner, names = _size(raw, "intermediate_size"), ("block_sparse_moe", "w1", "w3", "w2")
+        return ExpertsConfig(frozenset(range(layers)), count, chosen, inner, True, *names)
+    plain, step = raw.get("mlp_only_layers") or [], _size(raw, "decoder_sparse_step", 1)
+    if not isinstance(plain, list) or not all(type(layer) is int for layer in plain):
+        raise ConfigError(f"config.json: mlp_only_layers must be a list of layers, and is {plain!r}")
+    sparse = frozenset(layer for layer in range(layers) if layer not in plain and (layer + 1) % step == 0)
+    normalized = bool(raw.get("norm_topk_prob", False))
+    return ExpertsConfig(sparse, count, chosen, _size(raw, "moe_intermediate_size"), normalized)
 
 
 def _windows(raw: Mapping[str, Any], family: Family, layers: int) -> tuple[int, ...]:

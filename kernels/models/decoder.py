@@ -1,11 +1,12 @@
-"""The decoder that Llama, Mistral, Qwen2 and Qwen3 share.
+"""The decoder that Llama, Mistral, Qwen2 and Qwen3 share, and with layers of experts Mixtral and Qwen3-MoE.
 
     h = embed(ids)
     for each layer:  h = h + attention(norm(h));  h = h + mlp(norm(h))
     logits = head(norm(h))
 
 Llama: Touvron et al., arXiv 2302.13971 and 2307.09288; grouped-query attention: Ainslie et al., arXiv 2305.13245;
-SwiGLU: Shazeer, arXiv 2002.05202. Qwen2 adds a bias to q, k and v; Qwen3 norms each query and key head.
+SwiGLU: Shazeer, arXiv 2002.05202; Mixtral: Jiang et al., arXiv 2401.04088. Qwen2 adds a bias to q, k and v; Qwen3 norms
+each query and key head.
 
 On several ranks each has some of the heads, of the inner dimension and of the vocabulary (kernels.parallel.partition):
 ``config`` and the weights are then those of one rank, ``x`` and the residual are whole on each.
@@ -14,7 +15,7 @@ On several ranks each has some of the heads, of the inner dimension and of the v
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,28 +24,13 @@ from kernels.batch import ForwardBatch
 from kernels.layers.biased_norm import BiasedNorm
 from kernels.layers.rotary import RotaryEmbedding
 from kernels.models.config import ConfigError, ModelConfig
+from kernels.models.experts import SparseFeedForward, expert_shapes
+from kernels.models.source import TensorSource
 from kernels.parallel.group import Group
 from kernels.parallel.layers import VocabularyEmbedding, VocabularyHead, row_parallel
 from kernels.platforms.base import Norm, Platform
-from kernels.quantization.weights import Projection
 
-__all__ = ["Decoder", "TensorSource", "tensor_shapes"]
-
-
-class TensorSource(Protocol):
-    """Where weights come from: new tensors in the model's dtype, on its device."""
-
-    def take(self, names: Sequence[str]) -> Tensor:
-        """The named tensors, one after the other along their first dimension."""
-        ...
-
-    def biases(self, modules: Sequence[str]) -> Tensor | None:
-        """The biases of the named modules, one after the other, zeros for one that has none; None: none has."""
-        ...
-
-    def projection(self, modules: Sequence[str]) -> Projection:
-        """The weights of the named modules, one after the other along their outputs, perhaps quantized."""
-        ...
+__all__ = ["Decoder", "tensor_shapes"]
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -69,6 +55,9 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             shapes[f"{prefix}.self_attn.q_norm.weight"] = (dim,)
             shapes[f"{prefix}.self_attn.k_norm.weight"] = (dim,)
         shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
+        if config.experts is not None and layer in config.experts.layers:
+            shapes.update(expert_shapes(config.experts, prefix, hidden))
+            continue
         linear(f"{prefix}.mlp.gate_proj", inner, hidden, config.mlp_bias)
         linear(f"{prefix}.mlp.up_proj", inner, hidden, config.mlp_bias)
         linear(f"{prefix}.mlp.down_proj", hidden, inner, config.mlp_bias)
@@ -148,7 +137,11 @@ class DecoderLayer:
         self.attention_norm = _norm(f"{prefix}.input_layernorm", source, platform, config)
         self.attention = Attention(config, layer, source, platform, group)
         self.mlp_norm = _norm(f"{prefix}.post_attention_layernorm", source, platform, config)
-        self.mlp = FeedForward(config, layer, source, platform, group)
+        self.mlp: FeedForward | SparseFeedForward
+        if config.experts is not None and layer in config.experts.layers:
+            self.mlp = SparseFeedForward(config.experts, prefix, source, platform, group)
+        else:
+            self.mlp = FeedForward(config, layer, source, platform, group)
 
     def __call__(
         self, x: Tensor | None, residual: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch

@@ -1,8 +1,8 @@
 """How a model is divided over the ranks of a group (Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3).
 
-Attention by heads, the feed-forward layer by its inner dimension, embedding and output by the vocabulary: each block is
-a matrix split by its outputs, then one split by its inputs, and one sum over the ranks. When there are fewer key heads
-than ranks, ranks that share one hold a copy of it each.
+Attention by heads, feed-forward layers and experts by their inner dimension, embedding and output by the vocabulary:
+each block is a matrix split by its outputs, then one split by its inputs, and one sum over the ranks. When there are
+fewer key heads than ranks, ranks that share one hold a copy of it each.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ def local_config(config: ModelConfig, size: int) -> ModelConfig:
         "intermediate_size": config.intermediate_size,
         "vocab_size": config.vocab_size,
     }
+    if config.experts is not None:
+        parts["moe_intermediate_size"] = config.experts.inner
     for name, number in parts.items():
         if number % size:
             raise ConfigError(
@@ -63,6 +65,9 @@ def local_config(config: ModelConfig, size: int) -> ModelConfig:
         heads=config.heads // size,
         kv_heads=max(1, config.kv_heads // size),
         intermediate_size=config.intermediate_size // size,
+        experts=None
+        if config.experts is None
+        else dataclasses.replace(config.experts, inner=config.experts.inner // size),
     )
 
 
@@ -72,7 +77,8 @@ def _remedy(config: ModelConfig) -> str:
 
 
 def _fits(config: ModelConfig, size: int) -> bool:
-    numbers = (config.heads, config.intermediate_size, config.vocab_size)
+    inner = config.intermediate_size if config.experts is None else config.experts.inner
+    numbers = (config.heads, config.intermediate_size, inner, config.vocab_size)
     return not any(number % size for number in numbers) and not (config.kv_heads % size and size % config.kv_heads)
 
 
@@ -95,9 +101,9 @@ def tensor_parts(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, ran
         module = _module(name.split("."))
         if module in ("k_proj", "v_proj"):
             found[name] = Part(0, *kv_rows)
-        elif module in ("q_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"):
+        elif module in ("q_proj", "gate_proj", "up_proj", "w1", "w3", "embed_tokens", "lm_head"):
             found[name] = Part(0, *even(shape[0]))
-        elif module in ("o_proj", "down_proj") and name.endswith(".weight"):
+        elif module in ("o_proj", "down_proj", "w2") and name.endswith(".weight"):
             found[name] = Part(1, *even(shape[1]))
     return found
 

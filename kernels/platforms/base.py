@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.batch import ForwardBatch
+from kernels.layers.experts import ExpertsInTurn, ExpertWeights
 from kernels.quantization.cache import SCALE, LayerScales, narrow
 from kernels.quantization.weights import Projection, QuantizedWeight
 
@@ -153,6 +154,7 @@ class Platform(ABC):
 
     ``cache_dtype``: what caches are made in from now on; None: the model's. ``scale_dtype``: of a token's scale in one
     of 8 bits.
+    ``captures``: whether what was made so far may be captured; an operator that reads something back may not.
     """
 
     name: str
@@ -167,6 +169,7 @@ class Platform(ABC):
     widened_bytes: int = 0
     cache_dtype: torch.dtype | None = None
     scale_dtype: torch.dtype = SCALE
+    captures: bool = True
 
     @abstractmethod
     def bind_thread(self) -> None:
@@ -342,6 +345,26 @@ class Platform(ABC):
         dense = weight.dequantize(weight.dtype)
         self.widened_bytes += dense.nbytes - weight.nbytes
         return self.make_linear(dense, bias)
+
+    def make_experts(
+        self, router: Tensor, bias: Tensor | None, experts: Sequence[ExpertWeights], chosen: int, normalized: bool
+    ) -> Linear:
+        """A layer of experts, of which each token takes ``chosen``: [tokens, hidden] -> [tokens, hidden].
+
+        ``router`` [experts, hidden] and ``bias`` [experts] give a logit for each. ``normalized``: the weights of those
+        that are chosen add up to one.
+        """
+        if self.captures:
+            self.captures = False
+            _log.warning("experts are run one by one, as the host is told which are chosen: decodes are not captured")
+        made = [
+            (
+                self.make_gated_projection(expert.gate_up, expert.gate_up_bias),
+                self.make_projection(expert.down, expert.down_bias),
+            )
+            for expert in experts
+        ]
+        return ExpertsInTurn(self.make_linear(router, bias), made, chosen, normalized)
 
     @cached_property
     def _told(self) -> set[tuple[str, str]]:

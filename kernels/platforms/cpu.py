@@ -29,6 +29,7 @@ from kernels.cpu.native_grouped import NativeGrouped
 from kernels.cpu.norm import CpuNorm
 from kernels.cpu.program import Native, NotNative, Program
 from kernels.cpu.quantized import CpuBlocksLinear, CpuGroupedLinear, CpuInt8Linear
+from kernels.layers.experts import ExpertWeights
 from kernels.platforms.base import (
     AttentionRows,
     Decodes,
@@ -216,6 +217,18 @@ class CpuPlatform(Platform):
             return linear(x)
 
         return head
+
+    def make_experts(
+        self, router: Tensor, bias: Tensor | None, experts: Sequence[ExpertWeights], chosen: int, normalized: bool
+    ) -> Linear:
+        found = super().make_experts(router, bias, experts, chosen, normalized)
+
+        def run(x: Tensor) -> Tensor:
+            if self._native is not None and self._native.recording:
+                raise NotNative("which experts run")
+            return found(x)
+
+        return run
 
     def make_norm(self, weight: Tensor, eps: float) -> Norm:
         return CpuNorm(weight, eps, self._native_for)

@@ -210,7 +210,7 @@ class CudaPlatform(Platform):
         return plan_guesses(starts, pages, tokens, bits, roots, window, self._config.page_size)
 
     def capture_guesses(self, run: Callable[[], None]) -> Callable[[], None] | None:
-        if self._config.disable_graphs:
+        if self._config.disable_graphs or not self.captures:
             return None
         self._pool, captured = capture_guesses(run, self._pool, self.device)
         return captured
@@ -233,7 +233,7 @@ class CudaPlatform(Platform):
         states: Tensor | None = None,
     ) -> Decodes | None:
         config = self._config
-        if config.disable_graphs:
+        if config.disable_graphs or not self.captures:
             return None
         most = config.graph_max_rows or self._default_graph_rows()
         sizes = graph_sizes(config.graph_rows, most if tokens == 1 else max(_DRAFTING_ROWS, most // tokens), max_rows)

@@ -257,7 +257,7 @@ class NpuPlatform(Platform):
     ) -> Decodes | None:
         config = self._config
         backend = self._decode if tokens == 1 else self._verify
-        if config.disable_graphs or backend == NATIVE or self._mask is None:
+        if config.disable_graphs or not self.captures or backend == NATIVE or self._mask is None:
             return None
         most = config.graph_max_rows or self._default_graph_rows()
         sizes = graph_sizes(config.graph_rows, most, max_rows)

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from kernels.loading import LoadError
 from kernels.models.config import ConfigError
+from kernels.models.names import is_projection
 from kernels.quantization.packed import FLOATS
 from kernels.quantization.scheme import Files, Scheme, Shapes, Stored
 from kernels.quantization.weights import Fp8Weight, GroupedWeight, Int8Weight, QuantizedWeight, StaticActivation
@@ -88,7 +89,7 @@ class ModelSlim(Scheme):
         self.name = f"modelslim {', '.join(kinds)}"
 
     def shapes(self, shapes: Shapes) -> Shapes:
-        modules = (name.removesuffix(".weight") for name in shapes if _projects(name))
+        modules = (name.removesuffix(".weight") for name in shapes if is_projection(name))
         wrong = [module for module in modules if not (self._named(module) and self._kind(module) in _TYPES)]
         if wrong:
             more = f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
@@ -98,7 +99,7 @@ class ModelSlim(Scheme):
             if not name.endswith(".weight"):
                 continue
             bias = f"{name.removesuffix('.weight')}.bias"
-            if _projects(name) and self._kind(name.removesuffix(".weight")) == _STATIC:
+            if is_projection(name) and self._kind(name.removesuffix(".weight")) == _STATIC:
                 found.pop(bias, None)
             elif bias in self._types and name != "model.embed_tokens.weight" and not name.endswith("lm_head.weight"):
                 found[bias] = shape[:1]
@@ -211,10 +212,6 @@ def _plain(key: str) -> str:
         if key.startswith(prefix):
             return instead + key.removeprefix(prefix)
     return key
-
-
-def _projects(name: str) -> bool:
-    return name.endswith("_proj.weight") or name == "lm_head.weight"
 
 
 def _positive(files: Files, name: str) -> Tensor:

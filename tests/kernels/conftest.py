@@ -157,6 +157,8 @@ LLAMA3_ROPE = {
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 
+EXPERTS = {"head_dim": 16, "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": False}),
     "llama3.1": ("Llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True, "head_dim": 16}),
@@ -168,6 +170,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 19, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 21}),
+    "qwen3-moe": ("Qwen3Moe", EXPERTS),
+    "qwen3-moe-some": ("Qwen3Moe", EXPERTS | {"mlp_only_layers": [0], "norm_topk_prob": True}),
+    "qwen3-moe-step": ("Qwen3Moe", EXPERTS | {"decoder_sparse_step": 2, "tie_word_embeddings": True}),
 }
 DIVISIBLE: dict[str, tuple[str, dict[str, Any]]] = {  # by two; the first has one key head for both halves
     "parallel-llama": (
@@ -176,6 +182,10 @@ DIVISIBLE: dict[str, tuple[str, dict[str, Any]]] = {  # by two; the first has on
     ),
     "parallel-qwen2": ("Qwen2", {"vocab_size": 212, "tie_word_embeddings": True}),
     "parallel-qwen3": ("Qwen3", {"vocab_size": 212, "head_dim": 16}),
+    "parallel-moe": (  # native operators take its sizes
+        "Qwen3Moe",
+        EXPERTS | {"vocab_size": 212, "hidden_size": 64, "head_dim": 32, "norm_topk_prob": True},
+    ),
 }
 
 

@@ -20,6 +20,10 @@ FAMILIES = [
     "qwen2",
     "qwen2-window",
     "qwen3",
+    "mixtral",
+    "qwen3-moe",
+    "qwen3-moe-some",
+    "qwen3-moe-step",
 ]
 VOCAB = 211
 

@@ -1,0 +1,28 @@
+"""What a model asks its weights of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from kernels.quantization.weights import Projection
+
+__all__ = ["TensorSource"]
+
+
+class TensorSource(Protocol):
+    """Where weights come from: new tensors in the model's dtype, on its device."""
+
+    def take(self, names: Sequence[str]) -> Tensor:
+        """The named tensors, one after the other along their first dimension."""
+        ...
+
+    def biases(self, modules: Sequence[str]) -> Tensor | None:
+        """The biases of the named modules, one after the other, zeros for one that has none; None: none has."""
+        ...
+
+    def projection(self, modules: Sequence[str]) -> Projection:
+        """The weights of the named modules, one after the other along their outputs, perhaps quantized."""
+        ...

@@ -1,0 +1,127 @@
+"""Layers of experts: who is chosen, what they give, and how such a model is described, divided and run."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+
+from kernels.layers.experts import ExpertsInTurn, choose
+from kernels.loading import LoadError
+from kernels.models.config import ConfigError, parse_config, read_config
+from kernels.models.decoder import tensor_shapes
+from kernels.models.names import is_projection
+from tests.kernels.parallel.ranks import run_ranks
+
+MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 2048,
+}
+
+
+def test_the_likeliest_experts_are_chosen_with_weights_of_a_softmax_over_all():
+    logits = torch.tensor([[1.0, 3.0, 2.0, -1.0]], dtype=torch.bfloat16)
+    over_all = logits.float().softmax(-1)[0]
+    weights, experts = choose(logits, 2, False)
+    assert experts.tolist() == [[1, 2]]
+    assert weights.dtype == torch.float32
+    torch.testing.assert_close(weights[0], over_all[[1, 2]])
+    torch.testing.assert_close(choose(logits, 2, True)[0][0], over_all[[1, 2]] / over_all[[1, 2]].sum())
+
+
+def test_each_expert_that_is_chosen_runs_once_over_its_tokens():
+    calls = []
+
+    def expert(number):
+        return (lambda x: (calls.append((number, len(x))), x)[1], lambda x: x * (number + 1))
+
+    router = torch.tensor([[9.0, 8.0, 0.0, 0.0], [0.0, 0.0, 0.0, 9.0], [9.0, 0.0, 0.0, 8.0]])
+    layer = ExpertsInTurn(lambda x: router, [expert(number) for number in range(4)], 2, True)
+    x = torch.randn(3, 5)
+    weights, experts = choose(router, 2, True)
+    expected = x * (weights * (experts + 1)).sum(1, keepdim=True)
+    torch.testing.assert_close(layer(x), expected)
+    counts = experts.flatten().bincount(minlength=4).tolist()
+    assert calls == [(number, count) for number, count in enumerate(counts) if count]
+
+
+def test_which_layers_have_experts():
+    assert parse_config(MIXTURE).experts.layers == set(range(6))
+    assert parse_config(MIXTURE | {"decoder_sparse_step": 2}).experts.layers == {1, 3, 5}
+    assert parse_config(MIXTURE | {"decoder_sparse_step": 2, "mlp_only_layers": [3]}).experts.layers == {1, 5}
+    assert parse_config(MIXTURE | {"architectures": ["Qwen3ForCausalLM"]}).experts is None
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"num_experts": None}, "num_experts must be a whole number"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok 9 is more than num_experts 8"),
+        ({"mlp_only_layers": "all"}, "mlp_only_layers must be a list of layers"),
+        ({"moe_intermediate_size": 0}, "moe_intermediate_size must be"),
+    ],
+)
+def test_a_description_that_makes_no_sense_is_refused(change, says):
+    with pytest.raises(ConfigError, match=says):
+        parse_config(MIXTURE | change)
+
+
+def test_what_chooses_experts_is_no_projection():
+    names = tensor_shapes(parse_config(MIXTURE))
+    assert "model.layers.0.mlp.gate.weight" in names
+    assert not is_projection("model.layers.0.mlp.gate.weight")
+    assert sum(map(is_projection, names)) == 6 * (4 + 3 * 8) + 1
+
+
+def test_an_expert_that_is_missing_is_named(reference, drive):
+    path = reference("parallel-moe").path
+    with pytest.raises(LoadError, match=r"model\.layers\.0\.mlp\.experts\.7\.gate_proj\.weight is missing"):
+        drive(path, config_overrides=json.dumps({"num_local_experts": 8}))
+
+
+def test_half_precision_stays_close_and_runs_without_a_program(reference, drive, prompts, caplog):
+    """Where there are native operators they run one by one: no program has experts."""
+    model = reference("parallel-moe")
+    with caplog.at_level(logging.WARNING, "troupe.kernels"):
+        driver = drive(model.path, dtype="bfloat16")
+    assert [record.message for record in caplog.records if "experts are run one by one" in record.message]
+    assert driver.info.graph_rows == ()
+    (prompt,) = prompts(40)
+    driver.admit(1, prompt)
+    assert not driver.step([(1, len(prompt))]).failed
+    tokens = driver.generate(1, 60)
+    wide = model.logprobs(tokens)
+    chosen = wide[torch.arange(39, 59), tokens[40:]]
+    assert (wide[39:59].amax(-1) - chosen).mean() < 0.5  # what it says is likely to the model in float32
+
+
+def test_two_ranks_say_what_one_says(reference, drive, prompts):
+    model, texts = reference("parallel-moe"), prompts(5, 23, 40)
+    (told,), (also,) = run_ranks([{"model": str(model.path), "prompts": texts, "length": 60}])
+    assert told["tokens"] == also["tokens"] == [model.greedy(text, 60) for text in texts]
+    alone = drive(model.path).info
+    assert told["parameters"] == alone.parameters == model.model.num_parameters()
+    assert alone.weight_bytes / 2 < told["weight_bytes"] < 0.6 * alone.weight_bytes
+
+
+def test_ranks_that_do_not_divide_an_expert_are_refused(reference, drive):
+    override = json.dumps({"moe_intermediate_size": 33})
+    with pytest.raises(ConfigError, match=r"moe_intermediate_size 33 .* --tensor-parallel-size 2; this model takes 1"):
+        drive(reference("parallel-moe").path, tp_size=2, rendezvous="127.0.0.1:1", config_overrides=override)
+
+
+def test_weights_may_be_made_up(reference, drive):
+    driver = drive(reference("parallel-moe").path, load_format="dummy")
+    driver.admit(1, [3, 5, 7])
+    assert len(driver.generate(1, 9)) == 9
+    assert read_config(reference("parallel-moe").path).experts.count == 7
