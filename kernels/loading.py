@@ -40,6 +40,7 @@ DTYPES = {
     "U8": torch.uint8,
     "I32": torch.int32,
     "I64": torch.int64,
+    "U64": torch.uint64,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu,
     "BF16": torch.bfloat16,

@@ -73,6 +73,8 @@ def _layer(kind: str, weight: Tensor, bias: Tensor | None, group: int, seen: tup
             made.folds_bias = kind == "W8A8"
         return made
     grouped = weight.unflatten(1, (-1, group or inputs))
+    if kind == "W4A8_DYNAMIC":
+        return _pairs(weight, group)
     if kind == "W8A16":
         scale = (grouped.amax(2) - grouped.amin(2)) / 255
         offset = (-128 - grouped.amin(2) / scale).round().clamp(-127, 127)
@@ -103,6 +105,24 @@ def _layer(kind: str, weight: Tensor, bias: Tensor | None, group: int, seen: tup
         {"weight": eighths.flatten(1), "weight_scale": (exponent + 127).to(torch.uint8)},
         (eighths.float() * scale).flatten(1),
     )
+
+
+def _pairs(weight: Tensor, group: int) -> _Layer:
+    """Two outputs to a byte; with a group the scale of an output times the factor of each of its groups."""
+    scale = weight.abs().amax(1, keepdim=True) / 7
+    factors = torch.ones_like(scale) if not group else weight.unflatten(1, (-1, group)).abs().amax(2) / 7 / scale
+    wide = scale * factors.repeat_interleave(weight.shape[1] // factors.shape[1], 1)
+    values = (weight / wide).round().clamp(-8, 7)
+    whole = values.to(torch.int8)
+    tensors = {
+        "weight": (whole[::2] & 15) | (whole[1::2] << 4),
+        "weight_scale": scale,
+        "weight_offset": torch.zeros_like(scale),
+        "scale_bias": (8 * values * wide).sum(1, keepdim=True),
+    }
+    if group:
+        tensors |= {"weight_scale_second": factors, "weight_offset_second": torch.zeros_like(factors)}
+    return _Layer(tensors, values * wide)
 
 
 def write(

@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kernels.models.names import is_projection
+
 __all__ = ["fp8_blocks", "fp8_rows", "rewrite"]
 
 Change = Callable[[str, Tensor], dict[str, Tensor]]
@@ -30,7 +32,7 @@ def rewrite(source: Path, target: Path, change: Change, settings: dict[str, Any]
     (target / "config.json").write_text(json.dumps(config))
     tensors: dict[str, Tensor] = {}
     for name, tensor in load_file(source / "model.safetensors").items():
-        if name.endswith("_proj.weight"):
+        if is_projection(name) and not name.startswith("lm_head"):
             tensors.update(change(name.removesuffix(".weight"), tensor.float()))
         else:
             tensors[name] = tensor

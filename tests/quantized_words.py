@@ -9,7 +9,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Rounded", "awq", "dequantized", "gptq", "int8_rows", "packed"]
+__all__ = [
+    "Rounded",
+    "awq",
+    "dequantized",
+    "four_bit_bytes",
+    "four_bit_pairs",
+    "gptq",
+    "int8_rows",
+    "packed",
+]
 
 Change = Callable[[str, Tensor], dict[str, Tensor]]
 
@@ -115,6 +124,35 @@ def int8_rows(scale: float | None = None, offset: int | None = None) -> Change:
         if offset is not None:
             found[f"{module}.input_zero_point"] = torch.tensor([offset], dtype=torch.int8)
         return found
+
+    return change
+
+
+def four_bit_pairs(alpha: float | None = None) -> Change:
+    """int-quantized of 4 bits as Ascend's tools write it: two outputs to a byte, a scale for each output. ``alpha``:
+    within how much of their largest the inputs of down projections are held, with scales in 64 bits."""
+
+    def change(module: str, weight: Tensor) -> dict[str, Tensor]:
+        scales = weight.abs().amax(1, keepdim=True) / 7
+        values = (weight / scales).round().clamp(-7, 7)
+        whole, bias = values.to(torch.int8), (8 * values * scales).sum(1)
+        found = {f"{module}.weight": (whole[::2] & 15) | (whole[1::2] << 4), f"{module}.weight_scale": scales}
+        if alpha is None:
+            return found | {f"{module}.scale_bias": bias[:, None], f"{module}.weight_offset": torch.zeros_like(scales)}
+        found[f"{module}.weight_scale"] = scales.view(torch.int32).to(torch.int64)
+        return found | {f"{module}.bias": bias, f"{module}.alpha": torch.tensor([alpha])}
+
+    return change
+
+
+def four_bit_bytes(group: int) -> Change:
+    """int-quantized of 4 bits as llm-compressor writes it: a byte for each, a scale for a group."""
+
+    def change(module: str, weight: Tensor) -> dict[str, Tensor]:
+        parts = weight.unflatten(1, (-1, group))
+        scales = parts.abs().amax(2) / 7
+        values = (parts / scales[:, :, None]).round().clamp(-8, 7).flatten(1)
+        return {f"{module}.weight": values.to(torch.int8), f"{module}.weight_scale": scales}
 
     return change
 

@@ -8,6 +8,7 @@ host arrays and shared by every layer.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -24,7 +25,8 @@ from torch import Tensor
 from kernels.batch import ForwardBatch
 from kernels.layers.experts import ExpertsInTurn, ExpertWeights
 from kernels.quantization.cache import SCALE, LayerScales, narrow
-from kernels.quantization.weights import Projection, QuantizedWeight
+from kernels.quantization.tokens import clip_tokens, settle_tokens
+from kernels.quantization.weights import GroupedWeight, Projection, QuantizedWeight
 
 __all__ = [
     "AttentionRows",
@@ -297,7 +299,7 @@ class Platform(ABC):
         if isinstance(weight, Tensor):
             return self.make_linear(weight, bias)
         if isinstance(weight, QuantizedWeight):
-            return self.make_quantized(weight, bias)
+            return self._make_of_rounded(weight, bias)
         rows = [piece.shape[0] for piece in weight]
         biases = [None] * len(rows) if bias is None else bias.split(rows)
         pieces = [self.make_projection(piece, part) for piece, part in zip(weight, biases, strict=True)]
@@ -321,6 +323,25 @@ class Platform(ABC):
         self.widened_bytes += wide.nbytes - (0 if shared else sum(part.nbytes for part in pieces))
         return lambda x: F.linear(x.float(), wide)
 
+    def _make_of_rounded(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
+        """``make_quantized``, after what no device has a kernel for."""
+        clip = weight.clip
+        if clip is not None:
+            linear = self._make_of_rounded(dataclasses.replace(weight, clip=None), bias)
+            return self.chain(lambda x: clip_tokens(x, clip), linear)
+        if isinstance(weight, GroupedWeight) and weight.activation is not None:
+            self._tell(
+                "weights of %d bits in groups are multiplied with inputs that are rounded to 8 bits and brought back "
+                "to floats: no device has a kernel for both",
+                weight.bits,
+            )
+            return self.chain(settle_tokens, self.make_quantized(dataclasses.replace(weight, activation=None), bias))
+        return self.make_quantized(weight, bias)
+
+    def chain(self, first: Linear, then: Linear) -> Linear:
+        """``then(first(x))``, where ``first`` is of torch's operators."""
+        return lambda x: then(first(x))
+
     def make_gated_projection(self, weight: Projection, bias: Tensor | None) -> Linear:
         """``make_gated`` of a weight of any kind."""
         if isinstance(weight, Tensor):
@@ -335,10 +356,8 @@ class Platform(ABC):
 
     def make_dequantized(self, weight: QuantizedWeight, bias: Tensor | None, reason: str) -> Linear:
         """A linear layer of what the weight's values stand for; its input is not rounded."""
-        told = (type(weight).__name__, reason)
-        if told not in self._told:
-            self._told.add(told)
-            _log.warning("%s is dequantized to %s while it is loaded: %s", told[0], weight.dtype, reason)
+        kind = type(weight).__name__
+        self._tell("%s is dequantized to %s while it is loaded: %s", kind, weight.dtype, reason)
         constant = weight.constant()
         if constant is not None:
             bias = constant.to(weight.dtype) if bias is None else (bias.float() + constant).to(weight.dtype)
@@ -354,9 +373,8 @@ class Platform(ABC):
         ``router`` [experts, hidden] and ``bias`` [experts] give a logit for each. ``normalized``: the weights of those
         that are chosen add up to one.
         """
-        if self.captures:
-            self.captures = False
-            _log.warning("experts are run one by one, as the host is told which are chosen: decodes are not captured")
+        self.captures = False
+        self._tell("experts are run one by one, as the host is told which are chosen: decodes are not captured")
         made = [
             (
                 self.make_gated_projection(expert.gate_up, expert.gate_up_bias),
@@ -366,8 +384,14 @@ class Platform(ABC):
         ]
         return ExpertsInTurn(self.make_linear(router, bias), made, chosen, normalized)
 
+    def _tell(self, message: str, *values: object) -> None:
+        """Log a fallback, once."""
+        if (message, *values) not in self._told:
+            self._told.add((message, *values))
+            _log.warning(message, *values)
+
     @cached_property
-    def _told(self) -> set[tuple[str, str]]:
+    def _told(self) -> set[tuple[object, ...]]:
         """Fallbacks that were logged."""
         return set()
 

@@ -41,13 +41,15 @@ class Awq(Scheme):
         self._bits = bits_of(settings, "bits", "w_bit")
         self._group = group_of(settings, "group_size", "q_group_size")
         self._zeros = settings.get("zero_point", True)
-        self._skipped = ("lm_head", *map(str, settings.get("modules_to_not_convert") or ()))
+        skipped = map(str, settings.get("modules_to_not_convert") or ())
+        self._skipped = ("lm_head", *(name.strip(".") for name in skipped))
         self.name = f"awq {self._bits} bit, " + (
             "a scale an output" if self._group is None else f"groups of {self._group}"
         )
 
     def tensors(self, module: str, shape: tuple[int, int]) -> dict[str, Stored] | None:
-        if any(part in module for part in self._skipped):
+        # By whole names: "gate" is what chooses experts, and not their gate_proj.
+        if any(f".{part}." in f".{module}." for part in self._skipped):
             return None
         outputs, inputs = shape
         words, groups = outputs * self._bits // 32, groups_of(module, self._group, inputs)

@@ -6,6 +6,10 @@
   [outputs, groups], with ``symmetric: false`` ``weight_zero_point`` int32 [outputs * bits / 32, groups] packed alike
   along outputs, ``weight_shape`` [2], with ``actorder`` ``weight_g_idx`` int32 [inputs].
 - int-quantized, naive-quantized: ``weight`` int8 [outputs, inputs] with ``weight_scale``.
+- either of these with weights of 4 bits and inputs of 8 that are rounded token by token (W4A8). Ascend's tools keep two
+  outputs to a byte, ``weight`` int8 [outputs / 2, inputs], and a scale's bits in the low half of 64; their ``bias`` and
+  ``scale_bias`` are what the vendor's product takes off again. With ``activation_use_clip`` an expert's down projection
+  has ``alpha`` [1]: its inputs are held within so much of their token's largest.
 - float-quantized, naive-quantized: ``weight`` e4m3 with ``weight_scale`` for all, an output or a block.
 
 Inputs that are rounded by a scale found before have ``input_scale``, and ``input_zero_point`` when not symmetric.
@@ -16,6 +20,7 @@ for two dozen fields.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
@@ -27,6 +32,7 @@ from torch import Tensor
 
 from kernels.loading import LoadError
 from kernels.models.config import ConfigError
+from kernels.quantization.four_bits import four_by_eight, signed, stored_pairs
 from kernels.quantization.gptq import order_of
 from kernels.quantization.packed import FLOATS, WholeBits, grouped, groups_of, stored_words, unpack
 from kernels.quantization.scheme import Files, Scheme, Stored
@@ -40,6 +46,10 @@ from kernels.quantization.weights import (
 )
 
 __all__ = ["Compressed"]
+
+_EXPERTS = "MoEGMM"
+"""What Ascend's tools call all experts among the targets."""
+_DOWN = (".down_proj", ".w2")
 
 
 class _Numbers(msgspec.Struct, frozen=True):
@@ -63,6 +73,7 @@ class _Group(msgspec.Struct, frozen=True):
     input_activations: _Numbers | None = None
     output_activations: _Numbers | None = None
     format: str | None = None
+    activation_use_clip: bool = False
 
 
 class _Settings(msgspec.Struct, frozen=True):
@@ -99,9 +110,9 @@ class Compressed(Scheme):
         if any(_names(target, module) for target in self._ignore):
             return None
         for targets, kind in self._kinds:
-            if any(target == "Linear" or _names(target, module) for target in targets):
+            if any(_names(target, module) for target in targets):
                 return kind
-        return None
+        return next((kind for targets, kind in self._kinds if "Linear" in targets), None)
 
     def tensors(self, module: str, shape: tuple[int, int]) -> dict[str, Stored] | None:
         kind = self._of(module)
@@ -119,7 +130,9 @@ class Compressed(Scheme):
 def _names(target: str, module: str) -> bool:
     if target.startswith("re:"):
         return re.match(target[3:], module) is not None
-    return module == target
+    if target == _EXPERTS:
+        return ".experts." in module
+    return module == target or (target.endswith(".experts") and module.startswith(f"{target}."))
 
 
 def _check(target: str) -> None:
@@ -190,7 +203,7 @@ class _Packed(_Kind):
             found[f"{module}.weight_g_idx"] = Stored(("I32",), ((inputs,),), optional=as_they_come)
         return found
 
-    def read(self, files: Files, module: str, shape: tuple[int, int]) -> GroupedWeight:
+    def read(self, files: Files, module: str, shape: tuple[int, int]) -> Int8Weight | GroupedWeight:
         if files.has(f"{module}.weight_shape") and files.read(f"{module}.weight_shape").tolist() != list(shape):
             raise LoadError(
                 f"{module}.weight_shape says {files.read(f'{module}.weight_shape').tolist()}, config.json asks for "
@@ -204,7 +217,47 @@ class _Packed(_Kind):
             order = order_of(index, files.read(index), self._group or shape[1])
         if order is not None:
             values = values[:, order]
-        return grouped(values, files.read(f"{module}.weight_scale"), zeros, self._bits, order)
+        scales = files.read(f"{module}.weight_scale")
+        if self.activation and zeros is None and order is None:
+            return four_by_eight(values.to(torch.int8) - 8, scales.float())
+        found = grouped(values, scales, zeros, self._bits, order)
+        return dataclasses.replace(found, activation="dynamic" if self.activation else None)
+
+
+class _Pairs(_Kind):
+    """int-quantized of 4 bits, for inputs of 8."""
+
+    def __init__(self, weights: _Numbers, clips: bool) -> None:
+        super().__init__(weights, "dynamic", False)
+        self.clips = clips
+
+    def tensors(self, module: str, shape: tuple[int, int]) -> dict[str, Stored]:
+        group = self.weights.group_size if self.weights.strategy == "group" else None
+        column = ((shape[0], 1), (shape[0],))
+        groups = column if group is None else ((shape[0], groups_of(module, group, shape[1])),)
+        found = {
+            f"{module}.weight": stored_pairs(shape),
+            f"{module}.weight_scale": Stored((*FLOATS, "I64", "U64"), groups),
+            f"{module}.weight_offset": Stored(("I8", *FLOATS), groups, optional=True),
+            f"{module}.scale_bias": Stored(("F32",), (*column, (shape[0], 16)), optional=True),
+        }
+        if self.clips:
+            found[f"{module}.bias"] = Stored(("F32",), ((shape[0],),), optional=True)
+            found[f"{module}.alpha"] = Stored(("F32",), ((1,), ()), optional=True)
+        return found
+
+    def read(self, files: Files, module: str, shape: tuple[int, int]) -> QuantizedWeight:
+        scales, clip = files.read(f"{module}.weight_scale"), None
+        if not scales.dtype.is_floating_point:
+            scales = scales.view(torch.int64).to(torch.int32).view(torch.float32)
+        if files.has(f"{module}.weight_offset") and bool(files.read(f"{module}.weight_offset").any()):
+            raise LoadError(f"{module}.weight_offset must be zeros, as the weights are symmetric, and is not")
+        if self.clips and module.endswith(_DOWN) and files.has(f"{module}.alpha"):
+            clip = files.read(f"{module}.alpha").float().reshape(1)
+            if not bool((clip > 0) & (clip <= 1)):
+                raise LoadError(f"{module}.alpha must be above 0 and at most 1, and is {float(clip)}; is it another's?")
+        values = signed(f"{module}.weight", files.read(f"{module}.weight"), shape[0])
+        return four_by_eight(values, scales.float().reshape(shape[0], -1), clip)
 
 
 class _Int8(_Kind):
@@ -257,12 +310,14 @@ def _kind(name: str, group: _Group, stored: str) -> _Kind:
     )
 
     def refused(why: str) -> ConfigError:
-        return ConfigError(f"{says}: {why}; use a checkpoint of W8A8, W8A16 or W4A16 whole numbers, or of fp8")
+        return ConfigError(f"{says}: {why}; use a checkpoint of W8A8, W4A8, W8A16 or W4A16 whole numbers, or of fp8")
 
     activation: Literal["dynamic", "static"] | None = None
+    fours = False  # weights of 4 bits for inputs of 8
     if inputs is not None:
         activation = "dynamic" if inputs.dynamic else "static"
-        if (inputs.type, inputs.num_bits) != (weights.type, weights.num_bits) or weights.num_bits != 8:
+        fours = activation == "dynamic" and inputs.num_bits == 8 and weights.num_bits == 4 and weights.type == "int"
+        if inputs.type != weights.type or not (fours or inputs.num_bits == weights.num_bits == 8):
             raise refused(f"inputs of {inputs.type} {inputs.num_bits} are not multiplied with these")
         if inputs.dynamic and not inputs.symmetric:
             raise refused("inputs that are rounded as they come must be symmetric")
@@ -271,12 +326,20 @@ def _kind(name: str, group: _Group, stored: str) -> _Kind:
     if group.output_activations is not None:
         raise refused("outputs are not rounded")
     offset = inputs is not None and not inputs.symmetric
+    if weights.strategy == "group" and (weights.group_size or 0) < 1:
+        raise refused("group_size is missing")
+    if group.activation_use_clip and not (fours and stored == "int-quantized"):
+        raise refused("inputs are clipped for int-quantized weights of 4 bits only")
     if stored == "pack-quantized" and weights.type == "int":
-        if weights.num_bits not in (4, 8) or weights.strategy not in ("group", "channel") or inputs is not None:
+        if weights.num_bits not in (4, 8) or weights.strategy not in ("group", "channel"):
             raise refused("this is not read")
-        if weights.strategy == "group" and (weights.group_size or 0) < 1:
-            raise refused("group_size is missing")
-        return _Packed(weights, None, False)
+        if inputs is not None and not fours:
+            raise refused("this is not read")
+        return _Packed(weights, activation, False)
+    if fours and stored in ("int-quantized", "naive-quantized"):
+        if weights.strategy not in ("group", "channel") or not weights.symmetric:
+            raise refused("this is not read")
+        return _Pairs(weights, group.activation_use_clip)
     if (
         stored in ("int-quantized", "naive-quantized")
         and (weights.type, weights.num_bits) == ("int", 8)

@@ -9,6 +9,9 @@ What is stored for a projection [outputs, inputs]:
     W8A8_DYNAMIC   weight I8, weight_scale [outputs, 1]; weight_offset, all zeros
     W8A8_MIX       both: static for decoding on its own, dynamic where prompts run too, as they do here
     W4A4_DYNAMIC   as W8A8_DYNAMIC, with values of -8 to 7; inputs are rounded to 8 bits here, which is finer
+    W4A8_DYNAMIC   weight I8 [outputs / 2, inputs], two outputs to a byte, in older files [outputs, inputs];
+                   weight_scale [outputs, 1], and with a group_size weight_scale_second [outputs, groups], the factor
+                   of a group; scale_bias, which the vendor's product takes off again, and offsets, all zeros
     W8A16          weight I8, weight_scale and weight_offset [outputs, groups]: ``(weight + offset) * scale``
     W4A16          weight_packed I32 [outputs, inputs / 8], eight values + 8 each, the first in the lowest bits;
                    weight_scale [outputs, groups]; weight_shape
@@ -33,15 +36,16 @@ from torch import Tensor
 from kernels.loading import LoadError
 from kernels.models.config import ConfigError
 from kernels.models.names import is_projection
+from kernels.quantization.four_bits import four_by_eight, signed, stored_pairs
 from kernels.quantization.packed import FLOATS
 from kernels.quantization.scheme import Files, Scheme, Shapes, Stored
 from kernels.quantization.weights import Fp8Weight, GroupedWeight, Int8Weight, QuantizedWeight, StaticActivation
 
 __all__ = ["ModelSlim", "description_file", "read_description"]
 
-_STATIC, _PACKED, _MX = "W8A8", "W4A16", "W8A8_MXFP8"
+_STATIC, _PACKED, _MX, _PAIRS = "W8A8", "W4A16", "W8A8_MXFP8", "W4A8_DYNAMIC"
 _DYNAMIC = ("W8A8_DYNAMIC", "W8A8_MIX", "W4A4_DYNAMIC")
-_TYPES = ("FLOAT", _STATIC, *_DYNAMIC, "W8A16", _PACKED, _MX)
+_TYPES = ("FLOAT", _STATIC, *_DYNAMIC, _PAIRS, "W8A16", _PACKED, _MX)
 _MX_GROUP = 32
 _PREFIXES = (
     ("model.language_model.", "model."),
@@ -123,6 +127,8 @@ class ModelSlim(Scheme):
                 f"{module}.weight_scale": Stored(FLOATS, (self._grouped(module, shape),)),
                 f"{module}.weight_shape": Stored(("I64", "I32"), ((2,),), optional=True),
             }
+        if kind == _PAIRS:
+            return self._pairs(module, shape)
         found = {f"{module}.weight": Stored(("I8",), (shape,))}
         if kind == _STATIC:
             found[f"{module}.input_scale"] = Stored(FLOATS, ((1,), ()))
@@ -148,6 +154,13 @@ class ModelSlim(Scheme):
         if kind == _PACKED:
             values = files.read(f"{module}.weight_packed").contiguous().view(torch.uint8)
             return _in_groups(values, scales, None, shape[1], 4)
+        if kind == _PAIRS:
+            for tensor in ("weight_offset", "weight_offset_second"):
+                if files.has(f"{module}.{tensor}") and bool(files.read(f"{module}.{tensor}").any()):
+                    raise LoadError(f"{module}.{tensor} must be zeros, as weights of {kind} are symmetric, and is not")
+            if self._group:
+                scales = scales * _positive(files, f"{module}.weight_scale_second")
+            return four_by_eight(signed(f"{module}.weight", files.read(f"{module}.weight"), shape[0]), scales)
         values = files.read(f"{module}.weight")
         name = f"{module}.weight_offset"
         offsets = files.read(name).float().reshape(shape[0], -1) if files.has(name) else torch.zeros(1)
@@ -163,6 +176,19 @@ class ModelSlim(Scheme):
             raise LoadError(f"{name} must be whole numbers of -127 to 128, and is not; quantize the checkpoint again")
         unsigned = (values.to(torch.int16) + 128).to(torch.uint8)
         return _in_groups(unsigned, scales, zeros.to(torch.uint8), shape[1], 8)
+
+    def _pairs(self, module: str, shape: tuple[int, int]) -> dict[str, Stored]:
+        column, groups = ((shape[0], 1), (shape[0],)), (self._grouped(module, shape),)
+        found = {
+            f"{module}.weight": stored_pairs(shape),
+            f"{module}.weight_scale": Stored(FLOATS, column),
+            f"{module}.weight_offset": Stored(("I8", *FLOATS), column, optional=True),
+            f"{module}.scale_bias": Stored(FLOATS, (*column, (shape[0], 16)), optional=True),
+        }
+        if self._group:
+            found[f"{module}.weight_scale_second"] = Stored(FLOATS, groups)
+            found[f"{module}.weight_offset_second"] = Stored(("I8", *FLOATS), groups, optional=True)
+        return found
 
     def ignores(self, name: str, shapes: Collection[str]) -> bool:
         module, _, tensor = name.rpartition(".")

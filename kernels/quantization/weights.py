@@ -56,10 +56,12 @@ Activation: TypeAlias = StaticActivation | Literal["dynamic"] | None
 class QuantizedWeight(ABC):
     """A projection's weight. Fields that are tensors are all on one device.
 
-    ``dtype``: of the activations that it is multiplied with. The loader sets it.
+    ``dtype``: of the activations that it is multiplied with. The loader sets it. ``clip`` f32 of one element: before a
+    token is rounded its numbers are held within so much of its largest; None: all as they are.
     """
 
     dtype: torch.dtype = dataclasses.field(default=torch.bfloat16, kw_only=True)
+    clip: Tensor | None = dataclasses.field(default=None, kw_only=True)
 
     @property
     @abstractmethod

@@ -170,6 +170,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 19, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+}
+SPARSE: dict[str, tuple[str, dict[str, Any]]] = {  # with layers of experts
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 21}),
     "qwen3-moe": ("Qwen3Moe", EXPERTS),
     "qwen3-moe-some": ("Qwen3Moe", EXPERTS | {"mlp_only_layers": [0], "norm_topk_prob": True}),
@@ -196,7 +198,7 @@ class Reference:
         import torch
         import transformers
 
-        family, options = (FAMILIES | DIVISIBLE)[name]
+        family, options = (FAMILIES | SPARSE | DIVISIBLE)[name]
         torch.manual_seed(sum(name.encode()))
         config = getattr(transformers, f"{family}Config")(**COMMON | options)
         model = getattr(transformers, f"{family}ForCausalLM")(config).eval()

@@ -1,0 +1,45 @@
+"""Whole weights of 4 bits for inputs of 8 (W4A8), as Ascend's tools keep them: two outputs to a byte."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from kernels.loading import LoadError
+from kernels.quantization.packed import grouped
+from kernels.quantization.scheme import Stored
+from kernels.quantization.weights import GroupedWeight, Int8Weight
+
+__all__ = ["four_by_eight", "signed", "stored_pairs"]
+
+
+def stored_pairs(shape: tuple[int, int]) -> Stored:
+    """A weight [outputs, inputs] with two outputs to a byte, or, as other tools write it, one."""
+    outputs, inputs = shape
+    return Stored(("I8",), ((outputs // 2, inputs), shape) if outputs % 2 == 0 else (shape,))
+
+
+def signed(name: str, stored: Tensor, outputs: int) -> Tensor:
+    """The whole numbers int8 [outputs, inputs] of such a tensor: of a byte's two the first output is in its low half.
+    Raises LoadError, calling it ``name``."""
+    if stored.shape[0] == outputs:
+        if bool((stored < -8).any() or (stored > 7).any()):
+            raise LoadError(f"{name} must be whole numbers of -8 to 7, and is not; was it rounded to 4 bits?")
+        return stored
+    halves = torch.stack((stored & 15, (stored >> 4) & 15), 1).flatten(0, 1)
+    return (halves ^ 8) - 8
+
+
+def four_by_eight(values: Tensor, scales: Tensor, clip: Tensor | None = None) -> Int8Weight | GroupedWeight:
+    """``values`` int8 [outputs, inputs] of -8 to 7 and ``scales`` f32 [outputs, groups], for tokens that are rounded
+    one by one. ``clip``: see QuantizedWeight.
+
+    With a scale an output it is kept a byte a number: products of whole numbers are the same then, and every device has
+    kernels for them.
+    """
+    if scales.shape[1] == 1:
+        return Int8Weight(values, scales.flatten(), clip=clip)
+    unsigned = (values + 8).to(torch.uint8)
+    return dataclasses.replace(grouped(unsigned, scales, None, 4), activation="dynamic", clip=clip)
