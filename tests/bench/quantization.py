@@ -2,7 +2,8 @@
 
     python -m tests.bench quantization [--schemes int8 fp8] [--checkpoints gptq-4] [--shapes understudy 0.6b]
 
-``--schemes``: values of --quantization. ``--checkpoints``: layouts that the model in the box is written in first; see
+``--schemes``: values of --quantization, and w4a16 and w8a16 of shapes with made-up weights: GPTQ in groups of 128.
+``--checkpoints``: layouts that the model in the box is written in first; see
 ``CHECKPOINTS``, "all" for each. They are made by rounding alone, without calibration.
 
 First table: the model in the box under every scheme: perplexity of held-out documents (a seed that no training saw; the
@@ -45,6 +46,11 @@ SLOTS = 65
 GRAPH_ROWS = (1, 16)
 FLOATS = "bf16"
 ONLINE = ("int8", "fp8")
+MADE_UP: dict[str, dict[str, Any]] = {
+    f"w{bits}a16": {"quant_method": "gptq", "bits": bits, "group_size": 128, "desc_act": False, "sym": True}
+    for bits in (4, 8)
+}
+"""quantization_config of schemes that only checkpoints have."""
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -246,7 +252,7 @@ class _Process:
         self._process.wait()
 
 
-def _model(shape: str, directory: Path) -> tuple[str, str]:
+def _model(shape: str, scheme: str, directory: Path) -> tuple[str, str]:
     """Path and load format."""
     if shape == "understudy":
         return str(MODEL_DIR), "auto"
@@ -261,9 +267,12 @@ def _model(shape: str, directory: Path) -> tuple[str, str]:
             "rope_theta": 1000000.0,
             "torch_dtype": "bfloat16",
         }
-    (directory / shape).mkdir(exist_ok=True)
-    (directory / shape / "config.json").write_text(json.dumps(config))
-    return str(directory / shape), "dummy"
+    if scheme in MADE_UP:
+        config = config | {"quantization_config": MADE_UP[scheme]}
+    path = directory / f"{shape}-{scheme}"
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path), "dummy"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -271,7 +280,7 @@ def main(argv: list[str] | None = None) -> int:
         prog="quantization", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    parser.add_argument("--schemes", nargs="*", default=list(ONLINE), choices=ONLINE)
+    parser.add_argument("--schemes", nargs="*", default=list(ONLINE), choices=[*ONLINE, *MADE_UP])
     parser.add_argument("--checkpoints", nargs="*", default=[], choices=["all", *CHECKPOINTS])
     parser.add_argument("--shapes", nargs="*", default=["understudy", "0.6b"], choices=[*SHAPES, "understudy", "8b"])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
@@ -288,14 +297,16 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as directory:
         box = {name: write(name, Path(directory) / name) for name in layouts}
         if not given.skip_accuracy:
-            _scores([*schemes, *box], box, given.device)
+            _scores([*(scheme for scheme in schemes if scheme not in MADE_UP), *box], box, given.device)
         if given.shapes:
             points = "".join(f" tokens/s at batch {rows} | of bf16 |" for rows in given.rows)
             print(f"\n| model | scheme | weights, MB |{points}\n|---|---|---|{'---|---|' * len(given.rows)}")
         for shape in given.shapes:
-            path, load_format = _model(shape, Path(directory))
             also = box if shape == "understudy" else {}
-            _speed(shape, path, load_format, [*schemes, *also], also, given)
+            own = [scheme for scheme in schemes if shape != "understudy" or scheme not in MADE_UP]
+            places = {scheme: _model(shape, scheme, Path(directory)) for scheme in own}
+            places |= {scheme: (str(path), "auto") for scheme, path in also.items()}
+            _speed(shape, places, given)
     return 0
 
 
@@ -316,11 +327,14 @@ def _scores(schemes: list[str], box: dict[str, Path], device: str) -> None:
         )
 
 
-def _speed(
-    shape: str, path: str, load_format: str, schemes: list[str], box: dict[str, Path], given: argparse.Namespace
-) -> None:
-    common = {"what": "speed", "load_format": load_format, "device": given.device, "steps": given.steps}
-    sides = [_Process(scheme=scheme, path=str(box.get(scheme, path)), **common) for scheme in schemes]
+def _speed(shape: str, places: dict[str, tuple[str, str]], given: argparse.Namespace) -> None:
+    """``places``: path and load format of each scheme."""
+    common = {"what": "speed", "device": given.device, "steps": given.steps}
+    schemes = list(places)
+    sides = [
+        _Process(scheme=scheme, path=path, load_format=load_format, **common)
+        for scheme, (path, load_format) in places.items()
+    ]
     rates: dict[tuple[int, int], list[float]] = {}
     for _ in range(given.rounds):
         for rows in given.rows:

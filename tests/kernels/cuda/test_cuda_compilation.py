@@ -134,9 +134,9 @@ SHORT = {
     "products": products,
     "few tokens": few_tokens,
     "skinny": skinny_products,
-    "llama": lambda dtype: attend(dtype, *LLAMA, 64),
 }
 LONG = {
+    "llama": lambda dtype: attend(dtype, *LLAMA, 64),
     "eight bits": eight_bits,
     "groups": groups,
     "small": lambda dtype: attend(dtype, *SMALL, 16, (100,)),

@@ -1,0 +1,123 @@
+"""The models that a GPU is measured with, and the rows of its table: beside what a peer does and what is asked for."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["CONTEXT", "HEADER", "OFFLINE", "PAGE_SIZE", "SHAPES", "STEP_TOKENS", "Row", "write_model"]
+
+PAGE_SIZE = 64
+STEP_TOKENS = 16384
+CONTEXT = 8192
+OFFLINE = (64, 256, 512)
+SHAPES: dict[str, dict[str, Any]] = {
+    "8b": {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+    "0.6b": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    },
+}
+MODEL_TYPES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
+
+# vLLM 0.24.0, the better of its medians or visits, and what issue 6 asks for.
+PEER: dict[tuple[str, str], tuple[float, float, str]] = {
+    ("8b", "decode 128"): (4.86, 3.7, "ms"),
+    ("8b", "decode 4096"): (4.99, 0.0, "ms"),
+    ("0.6b", "decode 128"): (1.77, 0.9, "ms"),
+    ("0.6b", "decode 4096"): (1.80, 0.0, "ms"),
+    ("8b", "offline 64"): (6650, 7000, "tok/s"),
+    ("8b", "offline 256"): (9950, 10500, "tok/s"),
+    ("8b", "offline 512"): (10400, 11000, "tok/s"),
+    ("0.6b", "offline 64"): (19000, 25000, "tok/s"),
+    ("0.6b", "offline 256"): (28000, 36000, "tok/s"),
+    ("0.6b", "offline 512"): (31600, 40000, "tok/s"),
+    ("8b", "engine 64"): (6650, 7000, "tok/s"),
+    ("8b", "engine 256"): (9950, 10500, "tok/s"),
+    ("8b", "engine 512"): (10400, 11000, "tok/s"),
+    ("0.6b", "engine 64"): (19000, 25000, "tok/s"),
+    ("0.6b", "engine 256"): (28000, 36000, "tok/s"),
+    ("0.6b", "engine 512"): (31600, 40000, "tok/s"),
+    ("8b", "prefill"): (41300, 41300, "tok/s"),
+    ("0.6b", "prefill"): (334000, 0.0, "tok/s"),
+    ("8b", "online 1"): (202, 0.0, "tok/s"),
+    ("8b", "online 64"): (5190, 5190, "tok/s"),
+    ("8b", "online 64 TTFT p50"): (430, 430, "ms"),
+    ("8b", "online 256"): (7000, 7000, "tok/s"),
+    ("8b", "online 256 TTFT p50"): (570, 570, "ms"),
+    ("0.6b", "online 1"): (513, 0.0, "tok/s"),
+    ("0.6b", "online 64"): (14400, 16000, "tok/s"),
+    ("0.6b", "online 64 TTFT p50"): (81, 0.0, "ms"),
+    ("0.6b", "online 256"): (21900, 21000, "tok/s"),
+    ("0.6b", "online 256 TTFT p50"): (117, 0.0, "ms"),
+    ("8b", "start"): (72.0, 20.0, "s"),
+    ("0.6b", "start"): (69.0, 0.0, "s"),
+}
+
+
+HEADER = """
+| model | point | measured | vLLM 0.24.0 | times vLLM | goal | met |
+| --- | --- | --- | --- | --- | --- | --- |"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """``values``: of each repeat, in ms, s or tokens a second."""
+
+    model: str
+    point: str
+    values: tuple[float, ...]
+
+    def line(self) -> str:
+        peer, goal, unit = PEER.get(
+            (self.model, self.point), (0.0, 0.0, "ms" if self.point.endswith("p50") else "tok/s")
+        )
+        median = statistics.median(self.values)
+        digits = 2 if unit in ("ms", "s") else 0
+        faster = (peer / median if unit in ("ms", "s") else median / peer) if peer else 0.0
+        met = "" if not goal else "yes" if (median <= goal if unit in ("ms", "s") else median >= goal) else "no"
+        shown = ", ".join(f"{value:.{digits}f}" for value in self.values)
+        ratio = f"{faster:.2f}" if peer else ""
+        return f"| {self.model} | {self.point} | {shown} {unit} | {peer or ''} | {ratio} | {goal or ''} | {met} |"
+
+
+def write_model(name: str, directory: Path) -> Path:
+    """A directory with the shape's config.json and nothing else."""
+    config = SHAPES[name]
+    path = directory / name
+    path.mkdir(exist_ok=True)
+    kind = MODEL_TYPES[config["architectures"][0]]
+    (path / "config.json").write_text(json.dumps(config | {"model_type": kind, "dtype": "bfloat16"}))
+    return path

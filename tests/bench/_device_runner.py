@@ -1,0 +1,218 @@
+"""A GPU measured through a ModelRunner, driven as the scheduler drives it."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kernels.step import Admission, ModelInfo, RunnerConfig, SlotSampling, StepBatch
+from tests.bench._device_rows import CONTEXT, OFFLINE, PAGE_SIZE, STEP_TOKENS, Row, write_model
+
+if TYPE_CHECKING:
+    from kernels.answers import RunningStep
+    from kernels.runner import ModelRunner
+
+__all__ = ["measure"]
+
+
+class Requests:
+    """Plays the scheduler: prompts of one length, all handed over at once; decodes first, then prefills, two steps in
+    flight. Each sequence has its pages from the start, in an order that is not that of memory."""
+
+    def __init__(self, runner: ModelRunner, info: ModelInfo, count: int, prompt: int, output: int) -> None:
+        self.runner, self.prompt, self.output = runner, prompt, output
+        each = -(-(prompt + output + 2) // PAGE_SIZE)
+        if count * each >= info.num_pages:
+            raise SystemExit(f"the cache has {info.num_pages} pages and {count * each} are needed")
+        generator = np.random.default_rng(count)
+        order = generator.permutation(np.arange(1, info.num_pages, dtype=np.int32))[: count * each].reshape(count, each)
+        self.admissions = [
+            Admission(
+                slot=slot + 1,
+                generation=1,
+                tokens=generator.integers(0, info.vocab_size, prompt, dtype=np.int32).tobytes(),
+                prompt_length=prompt,
+                computed=0,
+                pages=order[slot].tobytes(),
+                sampling=SlotSampling(temperature=0.0),
+            )
+            for slot in range(count)
+        ]
+        self.left = np.full(count, prompt)  # of the prompt
+        self.made = np.zeros(count, dtype=np.int64)
+        self.number = 0
+
+    def batches(self) -> Iterator[StepBatch]:
+        released = np.empty(0, dtype=np.int32)
+        budget_each = STEP_TOKENS
+        admitted = 0
+        while True:
+            decoding = np.flatnonzero((self.left == 0) & (self.made < self.output))
+            budget = budget_each - len(decoding)
+            chunks: list[tuple[int, int]] = []
+            for slot in np.flatnonzero(self.left > 0).tolist():
+                if budget <= 0:
+                    break
+                chunks.append((slot, min(budget, int(self.left[slot]))))
+                budget -= chunks[-1][1]
+            if not len(decoding) and not chunks:
+                break
+            new = [self.admissions[slot] for slot, _ in chunks if slot >= admitted]
+            admitted += len(new)
+            slots = np.array([*decoding.tolist(), *(slot for slot, _ in chunks)], dtype=np.int32)
+            counts = np.array([1] * len(decoding) + [count for _, count in chunks], dtype=np.int32)
+            yield StepBatch(
+                number=self.number,
+                slots=(slots + 1).tobytes(),
+                generations=np.ones(len(slots), dtype=np.int32).tobytes(),
+                counts=counts.tobytes(),
+                admitted=tuple(new),
+                released=released.tobytes(),
+            )
+            self.number += 1
+            self.made[decoding] += 1
+            for slot, count in chunks:
+                self.left[slot] -= count
+                self.made[slot] += self.left[slot] == 0
+
+    def run(self) -> float:
+        """Seconds for all of it."""
+        running: deque[RunningStep] = deque()
+        begun = time.perf_counter()
+        produced = 0
+        for batch in self.batches():
+            running.append(self.runner.start(batch))
+            if len(running) > 1:
+                produced += self._take(running.popleft())
+        while running:
+            produced += self._take(running.popleft())
+        seconds = time.perf_counter() - begun
+        assert produced == len(self.left) * self.output, (produced, len(self.left) * self.output)
+        slots = np.arange(1, len(self.left) + 1, dtype=np.int32)
+        self.runner.run(StepBatch(number=self.number, slots=b"", generations=b"", counts=b"", released=slots.tobytes()))
+        return seconds
+
+    @staticmethod
+    def _take(step: RunningStep) -> int:
+        result = step.result()
+        assert not result.failed, result.failed
+        return len(result.tokens) // 4
+
+
+def load(path: Path, **options: Any) -> tuple[ModelRunner, ModelInfo]:
+    from kernels.runner import ModelRunner
+
+    config = RunnerConfig(
+        model_path=str(path),
+        device="cuda",
+        dtype="bfloat16",
+        load_format="dummy",
+        context_length=CONTEXT,
+        max_slots=513,
+        page_size=PAGE_SIZE,
+        max_step_tokens=STEP_TOKENS,
+        **options,
+    )
+    runner = ModelRunner(config)
+    return runner, runner.load()
+
+
+def decode(runner: ModelRunner, info: ModelInfo, prompt: int, repeats: int = 3) -> tuple[float, ...]:
+    """Milliseconds a token at batch 1: (256 tokens - 1 token) / 255."""
+    found = []
+    for _ in range(repeats):
+        whole = Requests(runner, info, 1, prompt, 256).run()
+        first = Requests(runner, info, 1, prompt, 1).run()
+        found.append((whole - first) / 255 * 1e3)
+    return tuple(found)
+
+
+def offline(runner: ModelRunner, info: ModelInfo, count: int, repeats: int = 2) -> tuple[float, ...]:
+    """Output tokens a second, 512 in and 256 out."""
+    return tuple(count * 256 / Requests(runner, info, count, 512, 256).run() for _ in range(repeats))
+
+
+def prefill(runner: ModelRunner, info: ModelInfo, repeats: int = 2) -> tuple[float, ...]:
+    """Prompt tokens a second, 32 prompts of 4096 tokens, 1 out."""
+    return tuple(32 * 4096 / Requests(runner, info, 32, 4096, 1).run() for _ in range(repeats))
+
+
+def profile(runner: ModelRunner, info: ModelInfo, count: int, prompt: int, output: int) -> str:
+    """The device's time by kernel."""
+    import torch
+    from torch.profiler import ProfilerActivity
+
+    requests = Requests(runner, info, count, prompt, output)
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as found:
+        seconds = requests.run()
+        torch.cuda.synchronize()
+    times: dict[str, tuple[float, int]] = {}
+    spans = []
+    for event in found.events():
+        total, calls = times.get(event.name, (0.0, 0))
+        times[event.name] = (total + event.device_time_total, calls + 1)
+        spans.append((event.time_range.start, event.time_range.end))
+    busy, reached = 0.0, 0.0
+    for begin, end in sorted(spans):
+        busy += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    lines = [f"{count} x {prompt} in, {output} out: {seconds * 1e3:.1f} ms, device busy {busy / 1e3:.1f} ms"]
+    for name, (total, calls) in sorted(times.items(), key=lambda item: -item[1][0])[:28]:
+        lines.append(f"{total / 1e3:10.2f} ms {calls:7d} {total / calls:9.2f} us  {name[:90]}")
+    return "\n".join(lines)
+
+
+def _launch_in_turn() -> None:
+    """The profiler and kernels that start before their predecessors end do not go together: they fail at a bad program
+    counter (driver 580, torch 2.11).
+    """
+    import kernels.platforms.cuda  # noqa: F401 - loads all that launch
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("kernels.cuda.") and hasattr(module, "overlapping"):
+            module.overlapping = lambda device: False  # type: ignore[attr-defined]
+
+
+def measure(
+    name: str, directory: Path, points: Sequence[str], profiles: Path | None, done: Callable[[list[Row]], None]
+) -> None:
+    """``done`` is given each row as it is there."""
+    path = write_model(name, directory)
+    if profiles is not None:
+        _launch_in_turn()
+    begun = time.perf_counter()
+    runner, info = load(path)
+    Requests(runner, info, 1, 128, 1).run()
+    took = time.perf_counter() - begun
+    print(f"{name}: loaded in {took:.1f} s ({info.load_seconds}), {info.num_pages} pages, graphs {info.graph_rows}")
+    Requests(runner, info, 64, 512, 16).run()  # compiles what is compiled at first use
+
+    def found(point: str, values: tuple[float, ...]) -> None:
+        row = Row(name, point, values)
+        print(row.line(), flush=True)
+        done([row])
+
+    if "decode" in points:
+        for prompt in (128, 4096):
+            found(f"decode {prompt}", decode(runner, info, prompt))
+    if "offline" in points:
+        for count in OFFLINE:
+            found(f"offline {count}", offline(runner, info, count))
+    if "prefill" in points:
+        found("prefill", prefill(runner, info))
+    if profiles is not None:
+        text = [profile(runner, info, *shape) for shape in ((1, 128, 32), (64, 512, 32), (512, 512, 32), (8, 4096, 1))]
+        (profiles / f"profile-{name}.txt").write_text("\n\n".join(text))
+    runner.close()
+    del runner
+    gc.collect()
+    import torch
+
+    torch.cuda.empty_cache()
