@@ -7,7 +7,8 @@ what a draft has is read from the files' headers, and what it must have is then 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -44,19 +45,31 @@ class DraftCheckpoint:
         """Whether there are no files of weights."""
         return self.load_format == "dummy"
 
+    @cached_property
+    def modules(self) -> frozenset[str]:
+        """What tensors are stored of, without ``model.`` before it."""
+        return frozenset(name.rpartition(".")[0].removeprefix("model.") for name in self._shapes)
+
     @property
-    def names(self) -> list[str]:
-        """What is stored, without ``model.`` before it."""
-        return [name.removeprefix("model.") for name in self._shapes]
+    def tensors(self) -> Collection[str]:
+        """All that is stored, by its names in the files."""
+        return self._shapes.keys()
 
     def has(self, name: str) -> bool:
         """Whether the tensor is there, with or without ``model.`` before its name."""
         return self.stored(name) in self._shapes
 
     def stored(self, name: str) -> str:
-        """The tensor's name in the files."""
+        """The tensor's name in the files; of a weight that is stored quantized the name that it would have."""
+        if name in self._shapes or name.rpartition(".")[0] in self._plain:
+            return name
         longer = f"model.{name}"
-        return longer if name not in self._shapes and longer in self._shapes else name
+        return longer if longer in self._shapes or name.rpartition(".")[0] in self.modules else name
+
+    @cached_property
+    def _plain(self) -> frozenset[str]:
+        """Modules that have no ``model.`` before their names."""
+        return frozenset(name.rpartition(".")[0] for name in self._shapes if not name.startswith("model."))
 
     def read(self, name: str) -> Tensor:
         """A tensor that is no weight, as it is stored. Raises LoadError when it is not there."""
@@ -126,7 +139,7 @@ class DraftWeights:
             context.platform.device,
             context.config.random_seed,
             lambda fraction: None,
-            draft_scheme(checkpoint.path, context.config, context.settings),
+            draft_scheme(checkpoint.path, context.config, context.settings, checkpoint.tensors),
         )
 
     @property

@@ -63,8 +63,8 @@ def _find(checkpoint: DraftCheckpoint) -> tuple[Layout, list[str]]:
         count = int(checkpoint.raw.get("num_nextn_predict_layers") or 1)
         return MIMO, [f"{MIMO.layers}.{index}" for index in range(count)]
     for layout in (DEEPSEEK, MIMO):
-        pattern = re.compile(rf"{layout.layers}\.(\d+)\.{layout.projection}\.weight")
-        found = sorted(int(match[1]) for name in checkpoint.names if (match := pattern.fullmatch(name)))
+        pattern = re.compile(rf"{layout.layers}\.(\d+)\.{layout.projection}")
+        found = sorted(int(match[1]) for name in checkpoint.modules if (match := pattern.fullmatch(name)))
         if found:
             return layout, [f"{layout.layers}.{index}" for index in found]
     raise LoadError(
@@ -81,7 +81,7 @@ class MtpHead(HeadModel):
         self.token_first = layout.token_first
         self.token_norm = self.norm(f"{prefix}.{layout.token_norm}.weight")
         self.state_norm = self.norm(f"{prefix}.{layout.state_norm}.weight")
-        self.projection = context.platform.make_linear(weights.take([f"{prefix}.{layout.projection}.weight"]), None)
+        self.projection = context.platform.make_projection(weights.projection([f"{prefix}.{layout.projection}"]), None)
         self.input_norm = self.norm(f"{prefix}.input_layernorm.weight")
         self.layer = HeadLayer(weights, prefix, context)
         self.last_norm = self.norm(f"{prefix}.{layout.last_norm}.weight")

@@ -12,7 +12,9 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections import defaultdict
+from pathlib import Path
 
 import msgspec
 
@@ -33,6 +35,9 @@ USES = {
     "npu_format_cast": "16-bit weights into the cube unit's tiles, at load",
     "npu_dynamic_quant": "rounds each token to int8, for projections in whole numbers (--quantization int8)",
     "npu_quant_matmul": "their products",
+    "npu_quantize": "rounds tokens by a scale found before, for projections of static W8A8 checkpoints",
+    "npu_convert_weight_to_int4pack": "weights of 4 bits in the device's packing, at load",
+    "npu_weight_quant_batchmatmul": "products with weights of 4 or 8 bits in groups, inputs in floats",
     "npu_top_k_top_p": "top-k and top-p (--sampling-backend ascend, the default where there is a kernel)",
 }
 """Where an operator is used, in words; one that is called and missing here ends the program."""
@@ -65,6 +70,36 @@ def main(arguments: list[str]) -> None:
             print(f"| `{name}` | {use} | {', '.join(found[name])} | {checked} | none yet |")
 
 
+def _quantized(target: Path) -> Path:
+    """The model in the box with attention in static W8A8 and the rest in W4A16."""
+    from app.understudy import MODEL_DIR
+    from tests.quantized import rewrite
+    from tests.quantized_words import int8_rows, packed
+
+    rows, group = int8_rows(0.05), packed(4, 64)
+    whole = {"type": "int", "symmetric": True}
+    static = {
+        "targets": ["re:.*self_attn.*"],
+        "format": "int-quantized",
+        "weights": whole | {"num_bits": 8, "strategy": "channel"},
+        "input_activations": whole | {"num_bits": 8, "strategy": "tensor", "dynamic": False},
+    }
+    groups = {
+        "targets": ["Linear"],
+        "format": "pack-quantized",
+        "weights": whole | {"num_bits": 4, "strategy": "group", "group_size": 64},
+    }
+    settings = {
+        "quant_method": "compressed-tensors",
+        "format": "mixed-precision",
+        "config_groups": {"group_0": static, "group_1": groups},
+        "ignore": ["lm_head"],
+    }
+    return rewrite(
+        MODEL_DIR, target, lambda module, weight: (rows if "attn" in module else group)(module, weight), settings
+    )
+
+
 def called(generation: str) -> dict[str, str]:
     """The npu operators that the engine's runner calls on this generation, and by what each is checked."""
     from kernels.npu.simulator.activate import activate
@@ -94,8 +129,9 @@ def called(generation: str) -> dict[str, str]:
         max_step_tokens=256,
         max_total_tokens=1024,
     )
-    with Listening():
+    with Listening(), tempfile.TemporaryDirectory() as scratch:
         ModelRunner(msgspec.structs.replace(config, quantization="int8")).load()  # which runs it, too
+        ModelRunner(msgspec.structs.replace(config, model_path=str(_quantized(Path(scratch))))).load()
         runner = ModelRunner(config)
         driver = Driver(runner, runner.load())
         driver.admit(1, range(20, 60), sampling=SlotSampling(temperature=0.8, top_k=20, top_p=0.9, seed=1))

@@ -248,7 +248,7 @@ def grouped(description, tensors):
         (called_float, LoadError, rf"{Q}\.weight is stored as I8, not as one of F16"),
         (moved, LoadError, rf"{Q}\.input_scale must be above 0"),
         (displaced, LoadError, rf"{Q}\.input_offset must be a whole number"),
-        (broken, LoadError, rf"{Q}\.deq_scale must be finite"),
+        (broken, LoadError, rf"{Q}\.deq_scale has scales that are not finite"),
         (grouped, ConfigError, "group_size must be a whole number, and is 'many'"),
     ],
 )
