@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels.cpu.program import Native, NativeWeight, NotNative
 
-__all__ = ["CpuLinear", "PackedLinear", "PlainLinear", "bf16_is_fast", "can_pack", "make_linear"]
+__all__ = ["CpuLinear", "PackedLinear", "PlainLinear", "TiedLinear", "bf16_is_fast", "can_pack", "make_linear"]
 
 SHARED_PACK_BYTES = 64 << 20
 """A weight that must also stay unpacked (tied embeddings) is packed as a second copy up to this size."""
@@ -60,7 +60,7 @@ class NativeLinear:
 class CpuLinear:
     """A linear layer that goes over to the native products once they are there.
 
-    ``shared``: someone else keeps the weight as it is.
+    ``shared``: its weight is needed as it is, too.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, shared: bool, native: Native | None) -> None:
@@ -83,6 +83,35 @@ class CpuLinear:
         if self._fits and not isinstance(self.call, NativeLinear):
             weight = self.call.weight
             self.call = NativeLinear(native, weight.to_dense() if weight.is_mkldnn else weight, self.call.bias)
+
+
+class TiedLinear(CpuLinear):
+    """A linear layer whose ``weight`` is looked up by its rows, too.
+
+    A large one is kept once: as it is, or, from the moment at which there are native products, as they want it.
+    """
+
+    def __init__(self, weight: Tensor, native: Native | None) -> None:
+        self.table: Tensor | None = weight
+        super().__init__(weight, None, True, native)
+        self._keep_one()
+
+    def adopt(self, native: Native) -> None:
+        super().adopt(native)
+        self._keep_one()
+
+    def _keep_one(self) -> None:
+        if self.table is not None and self.table.nbytes > SHARED_PACK_BYTES and isinstance(self.call, NativeLinear):
+            self.table = None
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """``ids`` int [tokens] -> [tokens, inputs], the bits of ``weight``."""
+        if self.table is None:
+            assert isinstance(self.call, NativeLinear)
+            return self.call.native.lookup(ids, self.call.weight)
+        if self.native is not None and self.native.recording:
+            return self.native.embed(self.table, len(ids))
+        return F.embedding(ids, self.table)
 
 
 def bf16_is_fast() -> bool:

@@ -101,6 +101,17 @@ class Native:
         self._call(op, Step(rows), table)
         return out
 
+    def lookup(self, ids: Tensor, weight: NativeWeight) -> Tensor:
+        """Rows ``ids`` int [tokens] of a weight, bit by bit; while recording, of the step's token ids. IndexError."""
+        rows, width = len(ids), weight.inputs
+        out = self._empty(rows, width)
+        op = Op(kind=_EMBED, a=weight.memory.data_ptr(), out=out.data_ptr(), stride_out=width, i0=width, i1=1)
+        given = ids.to(torch.int32).contiguous()
+        if rows and not 0 <= int(given.min()) <= int(given.max()) < weight.outputs:
+            raise IndexError(f"an id is not one of the {weight.outputs} rows; look up these alone")
+        self._call(op, Step(rows, given.data_ptr()), weight.memory)
+        return out
+
     def angles(self, frequencies: Tensor, scale: float, rows: int) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines of the step's positions. Only while recording."""
         dim = len(frequencies)

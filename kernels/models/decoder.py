@@ -28,7 +28,7 @@ from kernels.models.experts import SparseFeedForward, expert_shapes
 from kernels.models.source import TensorSource
 from kernels.parallel.group import Group
 from kernels.parallel.layers import VocabularyEmbedding, VocabularyHead, row_parallel
-from kernels.platforms.base import Norm, Platform
+from kernels.platforms.base import Linear, Norm, Platform
 
 __all__ = ["Decoder", "tensor_shapes"]
 
@@ -71,6 +71,19 @@ def _norm(name: str, source: TensorSource, platform: Platform, config: ModelConf
     """Of quantized checkpoints some norms have a bias."""
     norm, bias = platform.make_norm(source.take([f"{name}.weight"]), config.norm_eps), source.biases([name])
     return norm if bias is None else BiasedNorm(platform, norm, bias)
+
+
+def _embedding(
+    config: ModelConfig, source: TensorSource, platform: Platform, group: Group, fp32_head: bool
+) -> tuple[VocabularyEmbedding, Linear | None]:
+    """With the output layer where its weight is the same. Nothing else holds the table, which a platform may repack."""
+    table = source.take(["model.embed_tokens.weight"])
+    lookup, head = platform.make_lookup(table), None
+    if config.tied_embeddings and fp32_head:
+        head = platform.make_float_head(table, True)
+    elif config.tied_embeddings:
+        lookup, head = platform.make_tied(table)
+    return VocabularyEmbedding(group, lookup, len(table)), head
 
 
 class Attention:
@@ -182,17 +195,13 @@ class Decoder:
         self.platform = platform
         self.captures = tuple(captures)
         self.hidden_size = config.hidden_size
-        self.embeddings = VocabularyEmbedding(platform, group, source.take(["model.embed_tokens.weight"]))
+        self.embeddings, head = _embedding(config, source, platform, group, fp32_head)
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, dtype, platform)
         self.layers = [DecoderLayer(config, layer, source, platform, group) for layer in range(config.layers)]
         self.norm = _norm("model.norm", source, platform, config)
-        tied = self.embeddings.weight if config.tied_embeddings else None
-        if fp32_head:
-            head = platform.make_float_head(source.projection(["lm_head"]) if tied is None else tied, tied is not None)
-        elif tied is not None:
-            head = platform.make_linear(tied, None, shared=True)
-        else:
-            head = platform.make_projection(source.projection(["lm_head"]), None)
+        if head is None:
+            weight = source.projection(["lm_head"])
+            head = platform.make_float_head(weight, False) if fp32_head else platform.make_projection(weight, None)
         self.head = VocabularyHead(group, head)
 
     def forward(self, batch: ForwardBatch, caches: Sequence[Any]) -> Tensor:

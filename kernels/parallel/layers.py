@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.parallel.group import Group
-from kernels.platforms.base import Linear, Platform
+from kernels.platforms.base import Linear, Lookup, Platform
 from kernels.quantization.weights import Projection
 
 __all__ = ["VocabularyEmbedding", "VocabularyHead", "row_parallel"]
@@ -22,21 +21,21 @@ def row_parallel(platform: Platform, group: Group, weight: Projection, bias: Ten
 
 
 class VocabularyEmbedding:
-    """Rows of a table, of which each rank has as many: ``weight`` [vocab / size, hidden]."""
+    """Rows of a table, of which each rank has ``size``: ``lookup`` finds these, as ``Platform.embed`` does."""
 
-    def __init__(self, platform: Platform, group: Group, weight: Tensor) -> None:
-        self.platform = platform
+    def __init__(self, group: Group, lookup: Lookup, size: int) -> None:
         self.group = group
-        self.weight = weight
-        self.first = group.rank * len(weight)
+        self.lookup = lookup
+        self.size = size
+        self.first = group.rank * size
 
     def __call__(self, ids: Tensor) -> Tensor:
         """``ids`` int [tokens] -> [tokens, hidden], whole on every rank."""
         if self.group.size == 1:
-            return self.platform.embed(ids, self.weight)
+            return self.lookup(ids)
         row = ids - self.first
-        elsewhere = (row < 0) | (row >= len(self.weight))
-        found = F.embedding(row.masked_fill(elsewhere, 0), self.weight)
+        elsewhere = (row < 0) | (row >= self.size)
+        found = self.lookup(row.masked_fill(elsewhere, 0))
         return self.group.all_reduce(found.masked_fill(elsewhere.unsqueeze(1), 0))
 
 

@@ -13,7 +13,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,6 +35,7 @@ __all__ = [
     "Fetched",
     "Greedy",
     "Linear",
+    "Lookup",
     "Memory",
     "Norm",
     "Platform",
@@ -45,6 +46,9 @@ _log = logging.getLogger("troupe.kernels")
 
 Linear = Callable[[Tensor], Tensor]
 """``[tokens, inputs] -> [tokens, outputs]``, with the weight in the layout that the platform likes."""
+
+Lookup = Callable[[Tensor], Tensor]
+"""ids int [tokens] -> their rows [tokens, hidden] of a table."""
 
 Cut = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
 """``(logits, rows, row_max, temperature, top_k, top_p, largest_k)`` -> the values and ids that ``nucleus.cut`` finds.
@@ -294,6 +298,13 @@ class Platform(ABC):
     def make_linear(self, weight: Tensor, bias: Tensor | None, shared: bool = False) -> Linear:
         """``weight`` [outputs, inputs]. The platform may keep a packed copy and drop it, unless it is ``shared``."""
 
+    def make_tied(self, table: Tensor) -> tuple[Lookup, Linear]:
+        """Looks up rows of ``table`` [vocab, hidden], and the output layer of which it is the weight.
+
+        The platform may keep one copy for both, in a layout of its own.
+        """
+        return self.make_lookup(table), self.make_linear(table, None, shared=True)
+
     def make_projection(self, weight: Projection, bias: Tensor | None) -> Linear:
         """A linear layer of a weight of any kind, ``bias`` [outputs] in the model's dtype."""
         if isinstance(weight, Tensor):
@@ -405,6 +416,10 @@ class Platform(ABC):
     def add_bias(self, x: Tensor, bias: Tensor) -> Tensor:
         """``x`` [tokens, dim] + ``bias`` [dim]. Overwrites ``x``."""
         return x.add_(bias)
+
+    def make_lookup(self, table: Tensor) -> Lookup:
+        """``embed`` of ``table``."""
+        return partial(self.embed, table=table)
 
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
         """The rows ``ids`` int [tokens] of ``table`` [vocab, hidden]."""

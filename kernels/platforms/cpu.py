@@ -21,7 +21,7 @@ from kernels.batch import ForwardBatch
 from kernels.blocks import argmax, block_maxima
 from kernels.cpu.attention import SHORT, AttentionPlan, AttentionPlanner, paged_attention
 from kernels.cpu.host import has_tiles, host_memory, usable_cores
-from kernels.cpu.linear import CpuLinear, bf16_is_fast
+from kernels.cpu.linear import CpuLinear, TiedLinear, bf16_is_fast
 from kernels.cpu.narrow_cache import NarrowPages, NarrowPlan, compact
 from kernels.cpu.native.library import built, open_library, start_build
 from kernels.cpu.native_blocks import NativeBlocks
@@ -37,6 +37,7 @@ from kernels.platforms.base import (
     HostPass,
     Likeliest,
     Linear,
+    Lookup,
     Memory,
     Norm,
     Platform,
@@ -174,6 +175,11 @@ class CpuPlatform(Platform):
         linear = CpuLinear(weight, bias, shared, self._native)
         self._linears.add(linear)
         return linear
+
+    def make_tied(self, table: Tensor) -> tuple[Lookup, Linear]:
+        linear = TiedLinear(table, self._native)
+        self._linears.add(linear)
+        return linear.lookup, linear
 
     def make_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
         if isinstance(weight, Int8Weight) and weight.activation is not None:

@@ -56,7 +56,9 @@ class SharedEnds:
     def __init__(self, context: DrafterContext, weights: DraftWeights, token_map: bool) -> None:
         platform, target = context.platform, context.target
         table, head = weights.optional("embed_tokens.weight"), weights.optional("lm_head.weight")
-        self.embed = target.embeddings if table is None else VocabularyEmbedding(platform, context.group, table)
+        self.embed = target.embeddings
+        if table is not None:
+            self.embed = VocabularyEmbedding(context.group, platform.make_lookup(table), len(table))
         self.head = target.head if head is None else VocabularyHead(Group(), platform.make_linear(head, None))
         self.ids: Tensor | None = None
         if token_map and context.settings.token_map:

@@ -82,7 +82,7 @@ def head_rows(
     """
     rows = ids.to(context.platform.device)
     if whole.tied_embeddings and context.group.size == 1:
-        return model.embeddings.weight.index_select(0, rows)
+        return model.embeddings.lookup(rows)
     name = "model.embed_tokens.weight" if whole.tied_embeddings else "lm_head.weight"
     weights = open_weights(
         path,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import weakref
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 
 from app.understudy.drafts import DRAFTS, draft_path
 from kernels.cpu.host import has_tiles
-from kernels.cpu.linear import NativeLinear
+from kernels.cpu.linear import NativeLinear, TiedLinear
 from kernels.cpu.native import library
 from kernels.cpu.program import Program
 from kernels.models.config import read_config
@@ -125,6 +126,35 @@ def test_a_linear_layer_that_does_not_fit_stays_as_it_was(platform, generator):
     close(linear(x), x.float() @ weight.float().T)
 
 
+def test_a_large_tied_layer_is_kept_once(platform, generator, monkeypatch):
+    """Its rows are looked up where the products have put them, and are the bits that they were."""
+    table = torch.randn(83, 64, generator=generator).to(BF16)
+    table[7, :3] = torch.tensor([torch.nan, torch.inf, -0.0])
+    ids = torch.tensor([0, 82, 15, 16, 7, 31, 32, 7] * 5)
+    x, expected, held = torch.randn(3, 64, generator=generator).to(BF16), table[ids], weakref.ref(table)
+    logits = platform.make_linear(table, None)(x)
+    monkeypatch.setattr("kernels.cpu.linear.SHARED_PACK_BYTES", 0)
+    lookup, head = platform.make_tied(table)
+    del table
+    assert held() is None
+    assert torch.equal(lookup(ids).view(torch.int16), expected.view(torch.int16))
+    assert torch.equal(head(x).view(torch.int16), logits.view(torch.int16))
+    with pytest.raises(IndexError):
+        lookup(torch.tensor([83]))
+
+
+def test_a_tied_layer_gives_up_its_table_when_it_goes_over(platform, generator, monkeypatch):
+    monkeypatch.setattr("kernels.cpu.linear.SHARED_PACK_BYTES", 0)
+    table, ids = torch.randn(83, 64, generator=generator).to(BF16), torch.tensor([3, 70])
+    tied, expected, held = TiedLinear(table, None), table[ids], weakref.ref(table)
+    del table
+    assert torch.equal(tied.lookup(ids), expected)
+    assert held() is not None
+    tied.adopt(platform._native)
+    assert torch.equal(tied.lookup(ids), expected)
+    assert held() is None
+
+
 def test_norms(platform, plain, generator):
     x, residual = torch.randn(2, 20, 48, generator=generator).to(BF16)
     weight = torch.randn(48, generator=generator)
@@ -225,6 +255,15 @@ def test_a_program_computes_what_the_model_does(model, drive, prompts, monkeypat
     expected, _ = scored(drive(model, dtype="bfloat16"), texts)
     likely = expected > -8
     assert np.abs(found - expected)[likely].max() < 0.4
+
+
+def test_a_model_with_one_copy_of_a_tied_weight_computes_the_same(model, drive, prompts, monkeypatch):
+    texts = prompts(40, 5)
+    expected, _ = scored(drive(model, dtype="bfloat16"), texts)
+    monkeypatch.setattr("kernels.cpu.linear.SHARED_PACK_BYTES", 0)
+    found, programs = scored(drive(model, dtype="bfloat16"), texts)
+    assert programs == [0, 2, 2, 1, 2]
+    np.testing.assert_array_equal(found, expected)
 
 
 def generated(driver, prompts, steady):

@@ -60,6 +60,15 @@ inline void pack(const bf16* weight, int64_t outputs, int64_t inputs, bf16* pack
                     }
 }
 
+// Row `output` of a packed weight, as it was.
+inline void unpack(const bf16* packed, int64_t output, int64_t inputs, bf16* row) {
+    const bf16* from = packed + output / WIDE * WIDE * inputs + output % WIDE / TILE * TILE * DEPTH + output % TILE * 2;
+    const __m512i pairs = _mm512_mullo_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
+                                             _mm512_set1_epi32(TILE));
+    for (int64_t depth = 0; depth < inputs; depth += DEPTH, from += WIDE * DEPTH)
+        _mm512_storeu_si512(row + depth, _mm512_i32gather_epi32(pairs, from, 4));
+}
+
 struct Product {
     const bf16* x;
     const bf16* weight;

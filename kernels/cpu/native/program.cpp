@@ -45,7 +45,12 @@ T* at(void* base, int64_t row, int64_t stride) {
 }
 
 void embed(const Op& op, const Step& step, int64_t row) {
-    std::memcpy(at<bf16>(op.out, row, op.stride_out), at<bf16>(op.a, step.ids[row], op.i0), 2 * op.i0);
+    bf16* out = at<bf16>(op.out, row, op.stride_out);
+    if (op.i1) {
+        unpack(static_cast<bf16*>(op.a), step.ids[row], op.i0, out);
+    } else {
+        std::memcpy(out, at<bf16>(op.a, step.ids[row], op.i0), 2 * op.i0);
+    }
 }
 
 bf16 rounded(float x) {

@@ -7,7 +7,7 @@ namespace troupe {
 enum Kind : int64_t { EMBED, ANGLES, NORM, LINEAR, ROTARY, WRITE, ATTENTION, SILU, PREFILL, GREEDY, ADD, LINEAR8, GROUPED, BLOCKS };
 
 // Tensors are bf16 unless said otherwise, row-major, their rows (tokens) `stride` elements apart.
-//   EMBED      a table [vocab, i0] -> out
+//   EMBED      a table [vocab, i0] -> out; i1: whether it is packed as the weight of a LINEAR
 //   ANGLES     a frequencies float [i0], f0 scale -> out cosines, b sines [rows, i0]
 //   NORM       a x or null, b residual: residual += x; out = norm(residual) * c, c float [i1, i0]: i1 heads of i0, f0 eps
 //   LINEAR     a x, b packed weight, c bias or null -> out; i0 inputs, i1 outputs
