@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.cuda.decode import DecodeScratch, attend_decodes, split_count
+from kernels.cuda.narrow_cache import NarrowCache, scale_found, scale_queries
 from kernels.cuda.prefill import PrefillBlocks, attend_prefills, plan_prefills
 from kernels.cuda.verify import HEADER, attend_drafts, draft_splits
 from kernels.platforms.base import AttentionRows
@@ -105,24 +106,41 @@ def plan_guesses(
     return AttentionPlan(None, None, window, DraftRows(state, bits, tokens, columns * page_size))
 
 
-def attention(queries: Tensor, cache: Tensor, plan: AttentionPlan, scale: float, scratch: DecodeScratch) -> Tensor:
+def attention(
+    queries: Tensor, cache: Tensor | NarrowCache, plan: AttentionPlan, scale: float, scratch: DecodeScratch
+) -> Tensor:
     """``queries`` [tokens, heads, dim] -> [tokens, heads * dim]."""
+    if isinstance(cache, NarrowCache):
+        if cache.fixed is None:
+            return _attention(queries, cache.values, cache.scales, plan, scale, scratch).flatten(1)
+        found = _attention(scale_queries(queries, cache.fixed), cache.values, None, plan, scale, scratch)
+        return scale_found(found, cache.fixed).flatten(1)
+    return _attention(queries, cache, None, plan, scale, scratch).flatten(1)
+
+
+def _attention(
+    queries: Tensor,
+    cache: Tensor,
+    scales: Tensor | None,
+    plan: AttentionPlan,
+    scale: float,
+    scratch: DecodeScratch,
+) -> Tensor:
     tokens, heads, dim = queries.shape
     out = queries.new_empty((tokens, heads, dim))
     some = plan.decodes
     if some is not None:
         state = some.state
         asked = queries[: len(state)]
-        attend_decodes(
-            asked, cache, state[:, 1:], state[:, 0], plan.window, scale, some.splits, scratch, out[: len(state)]
-        )
+        found = out[: len(state)]
+        attend_decodes(asked, cache, state[:, 1:], state[:, 0], plan.window, scale, some.splits, scratch, found, scales)
     drafts = plan.drafts
     if drafts is not None:
         kv_heads = cache.shape[2]
         splits = draft_splits(len(drafts.state), drafts.tokens, heads // kv_heads, kv_heads, drafts.context)
         attend_drafts(
-            queries, cache, drafts.state, drafts.bits, drafts.tokens, plan.window, scale, splits, scratch, out
+            queries, cache, drafts.state, drafts.bits, drafts.tokens, plan.window, scale, splits, scratch, out, scales
         )
     if plan.prefills is not None:
-        attend_prefills(queries, cache, plan.prefills, plan.window, scale, out)
-    return out.view(tokens, heads * dim)
+        attend_prefills(queries, cache, plan.prefills, plan.window, scale, out, scales)
+    return out

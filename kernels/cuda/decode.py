@@ -35,6 +35,7 @@ def split_count(rows: int, kv_heads: int, context: int) -> int:
 def _decode(
     queries,
     cache,
+    scales,
     pages,
     lengths,
     out,
@@ -57,6 +58,7 @@ def _decode(
     precision: tl.constexpr,
     stages: tl.constexpr,
     few: tl.constexpr,
+    scaled: tl.constexpr,
     pdl: tl.constexpr,
 ):
     group: tl.constexpr = heads // kv_heads
@@ -96,17 +98,21 @@ def _decode(
                 line = (page.to(tl.int64) * 2 * kv_heads + kv_head) * page_size + position % page_size
             place = cache + line[:, None] * dim + at[None, :]
             if dim == dim_block:
-                k = tl.load(place)
-                v = tl.load(place + kv_heads * page_size * dim)
+                k = tl.load(place).to(q.dtype)
+                v = tl.load(place + kv_heads * page_size * dim).to(q.dtype)
             else:
-                k = tl.load(place, mask=(at < dim)[None, :], other=0.0)
-                v = tl.load(place + kv_heads * page_size * dim, mask=(at < dim)[None, :], other=0.0)
+                k = tl.load(place, mask=(at < dim)[None, :], other=0.0).to(q.dtype)
+                v = tl.load(place + kv_heads * page_size * dim, mask=(at < dim)[None, :], other=0.0).to(q.dtype)
             score = tl.dot(q, tl.trans(k), input_precision=precision) * scale
+            if scaled:
+                score = score * tl.load(scales + line).to(tl.float32)[None, :]
             score = tl.where(((position < length) & (position >= first))[None, :], score, -float("inf"))
             above = tl.maximum(top, tl.max(score, 1))
             weight = tl.exp2(score - above[:, None])
             shrink = tl.exp2(top - above)
             norm = norm * shrink + tl.sum(weight, 1)
+            if scaled:
+                weight = weight * tl.load(scales + line + kv_heads * page_size).to(tl.float32)[None, :]
             total = tl.dot(weight.to(v.dtype), v, total * shrink[:, None], input_precision=precision)
             top = above
         result = out + row * heads * dim + head[:, None] * dim + at[None, :]
@@ -198,20 +204,23 @@ def attend_decodes(
     splits: int,
     scratch: DecodeScratch,
     out: Tensor,
+    scales: Tensor | None = None,
 ) -> None:
     """``queries`` [rows, heads, dim], one a row, over ``lengths`` int32 [rows] cached tokens; ``out`` likewise, dense.
 
-    ``cache`` [pages, 2, kv_heads, page_size, dim]; ``pages`` int32 [rows, columns]; ``window``: tokens a query sees,
+    ``cache`` [pages, 2, kv_heads, page_size, dim], ``scales`` [pages, 2, kv_heads, page_size], each token's, where it
+    has any; ``pages`` int32 [rows, columns]; ``window``: tokens a query sees,
     0 for all. A row's length is at least 1.
     """
     rows, heads, dim = queries.shape
     _, _, kv_heads, page_size, _ = cache.shape
-    wide = cache.element_size() == 4
+    wide = queries.element_size() == 4
     partial, stats, arrived = scratch.room(rows, heads, kv_heads, dim, splits)
     pdl = overlapping(queries.device)
     _decode[(rows, kv_heads, splits)](
         queries,
         cache,
+        cache if scales is None else scales,
         pages,
         lengths,
         out,
@@ -234,6 +243,7 @@ def attend_decodes(
         "ieee" if wide else "tf32",
         2 if wide else 3,
         _FEW_PARTS,
+        scales is not None,
         pdl,
         num_warps=4,
         launch_pdl=pdl,

@@ -7,12 +7,15 @@ in a page lies in one piece.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.cuda.launch import overlapping
+from kernels.cuda.narrow_cache import NarrowCache
+from kernels.quantization.cache import most
 
 __all__ = ["place_heads"]
 
@@ -24,6 +27,8 @@ def _place_heads(
     cos,
     sin,
     cache,
+    scales,
+    offsets,
     index,
     eps,
     tokens,
@@ -34,6 +39,8 @@ def _place_heads(
     page_size: tl.constexpr,
     block: tl.constexpr,
     normed: tl.constexpr,
+    kept: tl.constexpr,
+    largest: tl.constexpr,
     pdl: tl.constexpr,
 ):
     half: tl.constexpr = dim // 2
@@ -73,9 +80,32 @@ def _place_heads(
         place = tl.load(index + token, mask=there, other=0)
         page, offset = place // page_size, place % page_size
         # Head `heads + h` is key head h: slot h of the page; values follow the keys in both.
-        to = cache + ((page * (2 * kv_heads) + (head - heads)) * page_size + offset)[:, None] * dim + at[None, :]
-        tl.store(to, low, mask=mask)
-        tl.store(to + half, high, mask=mask)
+        line = (page * (2 * kv_heads) + (head - heads)) * page_size + offset
+        to = cache + line[:, None] * dim + at[None, :]
+        if kept == 0:
+            tl.store(to, low.to(cache.dtype.element_ty), mask=mask)
+            tl.store(to + half, high.to(cache.dtype.element_ty), mask=mask)
+        else:
+            x, y = low.to(tl.float32), high.to(tl.float32)
+            if kept == 1:  # a scale for the token, not finite where one of its numbers is not
+                bits = tl.max(tl.maximum(tl.abs(x).to(tl.int32, bitcast=True), tl.abs(y).to(tl.int32, bitcast=True)), 1)
+                size = bits.to(tl.float32, bitcast=True) / largest  # compared so, a NaN is larger than infinity
+                size = tl.where(size < 1e-30, 1e-30, size).to(scales.dtype.element_ty)
+                tl.store(scales + line, size, mask=there)
+                x, y = x / size.to(tl.float32)[:, None], y / size.to(tl.float32)[:, None]
+            else:
+                own = (head - heads) * dim + at
+                x = x / tl.load(scales + own, mask=at < half, other=1.0)[None, :]
+                y = y / tl.load(scales + own + half, mask=at < half, other=1.0)[None, :]
+                x = x + tl.load(offsets + own, mask=at < half, other=0.0)[None, :]
+                y = y + tl.load(offsets + own + half, mask=at < half, other=0.0)[None, :]
+            x = tl.minimum(tl.maximum(x, -largest), largest)
+            y = tl.minimum(tl.maximum(y, -largest), largest)
+            if cache.dtype.element_ty == tl.int8:  # to the nearest, to even: all whole numbers are this far apart there
+                x = (x + 12582912.0) - 12582912.0
+                y = (y + 12582912.0) - 12582912.0
+            tl.store(to, x.to(cache.dtype.element_ty), mask=mask)
+            tl.store(to + half, y.to(cache.dtype.element_ty), mask=mask)
 
 
 def place_heads(
@@ -86,23 +116,35 @@ def place_heads(
     eps: float,
     cos: Tensor,
     sin: Tensor,
-    cache: Tensor,
+    cache: Tensor | NarrowCache,
     index: Tensor,
 ) -> None:
     """``qkv`` [tokens, heads + 2 * kv_heads, dim], its queries changed in place; ``cos``, ``sin`` [tokens, 1, dim].
 
     ``weight`` [heads + kv_heads, dim]: of the norm of each head, or None. ``index`` int64 [tokens]: page * page_size +
-    offset of each token. The first half of ``sin`` is negated. ``cache`` [pages, 2, kv_heads, page_size, dim].
+    offset of each token. The first half of ``sin`` is negated. ``cache`` [pages, 2, kv_heads, page_size, dim], or
+    a narrow one.
     """
     tokens, every, dim = qkv.shape
     block = 1 if tokens <= 64 else 8
     pdl = overlapping(qkv.device)
+    values, scales, offsets, kept = cache, None, None, 0
+    if isinstance(cache, NarrowCache):
+        values = cache.values
+        if cache.scales is not None:
+            scales, kept = cache.scales, 1
+        elif cache.fixed is not None:
+            scales, offsets, kept = cache.fixed.scales, cache.fixed.offsets, 2
+            offsets = torch.zeros_like(scales) if offsets is None else offsets
+    assert isinstance(values, Tensor)
     _place_heads[(triton.cdiv(tokens, block), every)](
         qkv,
         qkv if weight is None else weight,
         cos,
         sin,
-        cache,
+        values,
+        values if scales is None else scales,
+        values if offsets is None else offsets,
         index,
         eps,
         tokens,
@@ -110,9 +152,11 @@ def place_heads(
         kv_heads,
         dim,
         triton.next_power_of_2(dim // 2),
-        cache.shape[3],
+        values.shape[3],
         block,
         weight is not None,
+        kept,
+        most(values.dtype) if kept else 0.0,
         pdl,
         num_warps=1 if block == 1 else 4,
         launch_pdl=pdl,

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.cuda.narrow_cache import NarrowCache, bits
+
 __all__ = ["move_caches"]
 
 
@@ -43,13 +45,28 @@ def _move(
 
 
 def move_caches(
-    caches: Sequence[Tensor],
+    caches: Sequence[Tensor] | Sequence[NarrowCache],
     source: Tensor,
     target: Tensor,
     each: int,
     put: Callable[[npt.NDArray[np.int64]], Tensor],
 ) -> None:
     """``caches`` [pages, 2, kv_heads, page_size, dim] of one shape; ``source``, ``target`` int64 [rows * each]."""
+    whole = [cache for cache in caches if isinstance(cache, Tensor)]
+    narrow = [cache for cache in caches if isinstance(cache, NarrowCache)]
+    scales = [cache.scales.unsqueeze(-1) for cache in narrow if cache.scales is not None]
+    for parts in (whole, [bits(cache.values) for cache in narrow], scales):
+        if parts:
+            _move_parts(parts, source, target, each, put)
+
+
+def _move_parts(
+    caches: Sequence[Tensor],
+    source: Tensor,
+    target: Tensor,
+    each: int,
+    put: Callable[[npt.NDArray[np.int64]], Tensor],
+) -> None:
     _, both, kv_heads, page_size, dim = caches[0].shape
     pointers = put(np.array([cache.data_ptr() for cache in caches], dtype=np.int64))
     _move[(len(source) // each, both * kv_heads, len(caches))](

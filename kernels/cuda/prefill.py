@@ -57,6 +57,7 @@ def _stretch(
     norm,
     q,
     cache,
+    scales,
     table,
     query_position,
     kv_head,
@@ -73,6 +74,7 @@ def _stretch(
     masked: tl.constexpr,
     precision: tl.constexpr,
     stages: tl.constexpr,
+    scaled: tl.constexpr,
 ):
     """Key blocks ``begin .. end``."""
     at = tl.arange(0, dim_block)
@@ -87,12 +89,14 @@ def _stretch(
             line = (page * 2 * kv_heads + kv_head) * page_size + position % page_size
         place = cache + line[:, None] * dim + at[None, :]
         if dim == dim_block:
-            k = tl.load(place)
-            v = tl.load(place + kv_heads * page_size * dim)
+            k = tl.load(place).to(q.dtype)
+            v = tl.load(place + kv_heads * page_size * dim).to(q.dtype)
         else:
-            k = tl.load(place, mask=(at < dim)[None, :], other=0.0)
-            v = tl.load(place + kv_heads * page_size * dim, mask=(at < dim)[None, :], other=0.0)
+            k = tl.load(place, mask=(at < dim)[None, :], other=0.0).to(q.dtype)
+            v = tl.load(place + kv_heads * page_size * dim, mask=(at < dim)[None, :], other=0.0).to(q.dtype)
         score = tl.dot(q, tl.trans(k), input_precision=precision)
+        if scaled:
+            score = score * tl.load(scales + line).to(tl.float32)[None, :]
         if masked:
             seen = position[None, :] <= query_position[:, None]
             if window > 0:
@@ -104,6 +108,8 @@ def _stretch(
         weight = tl.exp2(score * scale - above[:, None])
         shrink = tl.exp2(top - above)
         norm = norm * shrink + tl.sum(weight, 1)
+        if scaled:
+            weight = weight * tl.load(scales + line + kv_heads * page_size).to(tl.float32)[None, :]
         total = tl.dot(weight.to(v.dtype), v, total * shrink[:, None], input_precision=precision)
         top = above
     return total, top, norm
@@ -113,6 +119,7 @@ def _stretch(
 def _prefill(
     queries,
     cache,
+    scales,
     pages,
     blocks,
     out,
@@ -129,6 +136,7 @@ def _prefill(
     block: tl.constexpr,
     precision: tl.constexpr,
     stages: tl.constexpr,
+    scaled: tl.constexpr,
 ):
     head = tl.program_id(0)
     which = tl.program_id(1)
@@ -155,30 +163,37 @@ def _prefill(
         whole = first
     last = (length + block - 1) // block
     total, top, norm = _stretch(
-        total, top, norm, q, cache, table, query_position, kv_head, first, whole, length, scale, window,
-        kv_heads, dim, dim_block, page_size, block, False, precision, stages,
+        total, top, norm, q, cache, scales, table, query_position, kv_head, first, whole, length, scale, window,
+        kv_heads, dim, dim_block, page_size, block, False, precision, stages, scaled,
     )  # fmt: skip
     total, top, norm = _stretch(
-        total, top, norm, q, cache, table, query_position, kv_head, whole, last, length, scale, window,
-        kv_heads, dim, dim_block, page_size, block, True, precision, stages,
+        total, top, norm, q, cache, scales, table, query_position, kv_head, whole, last, length, scale, window,
+        kv_heads, dim, dim_block, page_size, block, True, precision, stages, scaled,
     )  # fmt: skip
     result = out + token[:, None] * heads * dim + head * dim + at[None, :]
     tl.store(result, (total / norm[:, None]).to(out.dtype.element_ty), mask=mask)
 
 
 def attend_prefills(
-    queries: Tensor, cache: Tensor, plan: PrefillBlocks, window: int, scale: float, out: Tensor
+    queries: Tensor,
+    cache: Tensor,
+    plan: PrefillBlocks,
+    window: int,
+    scale: float,
+    out: Tensor,
+    scales: Tensor | None = None,
 ) -> None:
     """``queries`` [tokens, heads, dim], of which the plan's blocks are answered, into ``out`` likewise, dense.
 
-    ``cache`` [pages, 2, kv_heads, page_size, dim]; ``window``: tokens a query sees, 0 for all.
+    ``cache`` and ``scales``: as ``attend_decodes``. ``window``: tokens a query sees, 0 for all.
     """
     _, heads, dim = queries.shape
     _, _, kv_heads, page_size, _ = cache.shape
-    wide = cache.element_size() == 4
+    wide = queries.element_size() == 4
     _prefill[(heads, len(plan.blocks))](
         queries,
         cache,
+        cache if scales is None else scales,
         plan.pages,
         plan.blocks,
         out,
@@ -195,5 +210,6 @@ def attend_prefills(
         32 if wide else plan.query_block // 2,
         "ieee" if wide else "tf32",
         2 if wide else 3,
+        scales is not None,
         num_warps=8 if wide else 4,
     )

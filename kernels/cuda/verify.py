@@ -63,6 +63,7 @@ def _stretch(
     norm,
     q,
     cache,
+    scales,
     table,
     bits,
     root,
@@ -80,6 +81,7 @@ def _stretch(
     masked: tl.constexpr,
     precision: tl.constexpr,
     stages: tl.constexpr,
+    scaled: tl.constexpr,
 ):
     """Key blocks ``begin .. end``."""
     at = tl.arange(0, dim_block)
@@ -94,12 +96,14 @@ def _stretch(
             line = (page * 2 * kv_heads + kv_head) * page_size + position % page_size
         place = cache + line[:, None] * dim + at[None, :]
         if dim == dim_block:
-            k = tl.load(place)
-            v = tl.load(place + kv_heads * page_size * dim)
+            k = tl.load(place).to(q.dtype)
+            v = tl.load(place + kv_heads * page_size * dim).to(q.dtype)
         else:
-            k = tl.load(place, mask=(at < dim)[None, :], other=0.0)
-            v = tl.load(place + kv_heads * page_size * dim, mask=(at < dim)[None, :], other=0.0)
+            k = tl.load(place, mask=(at < dim)[None, :], other=0.0).to(q.dtype)
+            v = tl.load(place + kv_heads * page_size * dim, mask=(at < dim)[None, :], other=0.0).to(q.dtype)
         score = tl.dot(q, tl.trans(k), input_precision=precision) * scale
+        if scaled:
+            score = score * tl.load(scales + line).to(tl.float32)[None, :]
         if masked:
             node = position - root
             left = bits[:, None] >> tl.minimum(tl.maximum(node, 0), 63).to(tl.uint64)[None, :]
@@ -115,6 +119,8 @@ def _stretch(
         weight = tl.exp2(score - above[:, None])
         shrink = tl.exp2(top - above)
         norm = norm * shrink + tl.sum(weight, 1)
+        if scaled:
+            weight = weight * tl.load(scales + line + kv_heads * page_size).to(tl.float32)[None, :]
         total = tl.dot(weight.to(v.dtype), v, total * shrink[:, None], input_precision=precision)
         top = above
     return total, top, norm
@@ -124,6 +130,7 @@ def _stretch(
 def _drafts(
     queries,
     cache,
+    scales,
     state,
     bits,
     out,
@@ -148,6 +155,7 @@ def _drafts(
     tree: tl.constexpr,
     precision: tl.constexpr,
     stages: tl.constexpr,
+    scaled: tl.constexpr,
     pdl: tl.constexpr,
 ):
     group: tl.constexpr = heads // kv_heads
@@ -194,12 +202,12 @@ def _drafts(
             whole = tl.minimum(tl.maximum(root // block, begin), end)
         table = own + header
         total, top, norm = _stretch(
-            total, top, norm, q, cache, table, seen, root, kv_head, begin, whole, length, scale, window,
-            kv_heads, dim, dim_block, page_size, block, False, precision, stages,
+            total, top, norm, q, cache, scales, table, seen, root, kv_head, begin, whole, length, scale, window,
+            kv_heads, dim, dim_block, page_size, block, False, precision, stages, scaled,
         )  # fmt: skip
         total, top, norm = _stretch(
-            total, top, norm, q, cache, table, seen, root, kv_head, whole, end, length, scale, window,
-            kv_heads, dim, dim_block, page_size, block, True, precision, stages,
+            total, top, norm, q, cache, scales, table, seen, root, kv_head, whole, end, length, scale, window,
+            kv_heads, dim, dim_block, page_size, block, True, precision, stages, scaled,
         )  # fmt: skip
         result = out + place[:, None] * heads * dim + head[:, None] * dim + at[None, :]
         if used == 1:
@@ -269,13 +277,14 @@ def attend_drafts(
     splits: int,
     scratch: DecodeScratch,
     out: Tensor,
+    scales: Tensor | None = None,
 ) -> None:
     """``queries`` [tokens of the step, heads, dim], of which those of the rows are answered, into ``out``, dense.
 
     ``state`` int32 [rows, HEADER + columns], each row's numbers and pages; ``tokens``: the most of a row.
     ``bits`` int64 [rows, at least so many]: what each query sees from the row's root on (``DraftTree.bits``); None: all
     up to its own token, the rows' first ones being their roots.
-    ``cache`` [pages, 2, kv_heads, page_size, dim]; ``window``: tokens a query sees along its path, 0 for all.
+    ``cache`` and ``scales``: as ``attend_decodes``. ``window``: tokens a query sees along its path, 0 for all.
     """
     rows = len(state)
     total, heads, dim = queries.shape
@@ -283,13 +292,14 @@ def attend_drafts(
     group = heads // kv_heads
     each = _queries(group, tokens)
     blocks = triton.cdiv(tokens, each)
-    wide = cache.element_size() == 4
+    wide = queries.element_size() == 4
     partial, stats, _ = scratch.room(total, heads, kv_heads, dim, splits)
     pdl = overlapping(queries.device)
     block, dim_block = 32 if wide else 64, max(16, triton.next_power_of_2(dim))
     _drafts[(rows * blocks, kv_heads, splits)](
         queries,
         cache,
+        cache if scales is None else scales,
         state,
         state if bits is None else bits,
         out,
@@ -314,6 +324,7 @@ def attend_drafts(
         bits is not None,
         "ieee" if wide else "tf32",
         2 if wide else 3,
+        scales is not None,
         pdl,
         num_warps=4,
         launch_pdl=pdl,

@@ -22,13 +22,14 @@ from kernels.cuda.grouped import GroupedLinear, WideWeight
 from kernels.cuda.heads import place_heads
 from kernels.cuda.linear import CudaLinear
 from kernels.cuda.moving import move_caches
+from kernels.cuda.narrow_cache import NarrowCache
 from kernels.cuda.norms import CudaNorm
 from kernels.cuda.quantized import EightBitLinear
 from kernels.cuda.sampling import likeliest
 from kernels.device_memory import device_memory, step_memory
 from kernels.graph_sizes import graph_sizes
 from kernels.platforms.base import AttentionRows, Decodes, Fetched, Linear, Memory, Norm, Platform, PlatformError
-from kernels.quantization.cache import LayerScales
+from kernels.quantization.cache import LayerScales, narrow
 from kernels.quantization.weights import Fp8Weight, GroupedWeight, Int8Weight, Projection, QuantizedWeight
 from kernels.staging import Staging, fetch
 from kernels.step import RunnerConfig
@@ -121,7 +122,11 @@ class CudaPlatform(Platform):
         return dim
 
     def check_cache_dtype(self, dtype: torch.dtype) -> None:
-        raise PlatformError(f"a cache in {dtype} is not kept on this device; leave --kv-cache-dtype out")
+        if dtype not in (torch.int8, torch.bfloat16) and torch.cuda.get_device_capability(self.device) < (8, 9):
+            raise PlatformError(
+                f"{self.name} has no numbers of fp8, which need compute capability 8.9 (Ada, Hopper) or later: use "
+                "--kv-cache-dtype int8"
+            )
 
     def empty_host_state(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=self.device)
@@ -135,17 +140,35 @@ class CudaPlatform(Platform):
         head_dim: int,
         dtype: torch.dtype,
         scales: Sequence[LayerScales] | None = None,
-    ) -> list[Tensor]:
+    ) -> list[Tensor] | list[NarrowCache]:
         if page_size not in _PAGE_SIZES:
             sizes = ", ".join(map(str, _PAGE_SIZES))
             raise PlatformError(f"the attention reads pages of {sizes} tokens, not {page_size}; use --page-size 64")
         self._kv_heads = kv_heads
         shape = (pages, 2, kv_heads, page_size, self.cache_head_dim(head_dim))
-        return [torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(layers)]
+        kept = self.cache_dtype
 
-    def clear_pages(self, caches: list[Tensor], pages: list[int]) -> None:
+        def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+
+        if kept is None:
+            return [zeros(shape, dtype) for _ in range(layers)]
+        fixed: Sequence[LayerScales | None] = scales or [None] * layers
+        return [
+            NarrowCache(
+                zeros(shape, kept),
+                zeros(shape[:-1], self.scale_dtype) if narrow(kept) and layer is None else None,
+                layer,
+            )
+            for layer in fixed
+        ]
+
+    def clear_pages(self, caches: list[Tensor] | list[NarrowCache], pages: list[int]) -> None:
         for cache in caches:
-            cache[pages] = 0
+            if isinstance(cache, NarrowCache):
+                cache.clear(pages)
+            else:
+                cache[pages] = 0
 
     def make_linear(self, weight: Tensor, bias: Tensor | None, shared: bool = False) -> Linear:
         return CudaLinear(weight, bias, self._choices)
@@ -177,11 +200,18 @@ class CudaPlatform(Platform):
         return angles(positions, frequencies, scale, dtype)
 
     def place_heads(
-        self, qkv: Tensor, heads: int, norm: Norm | None, cos: Tensor, sin: Tensor, cache: Tensor, index: Tensor
+        self,
+        qkv: Tensor,
+        heads: int,
+        norm: Norm | None,
+        cos: Tensor,
+        sin: Tensor,
+        cache: Tensor | NarrowCache,
+        index: Tensor,
     ) -> Tensor:
         assert norm is None or isinstance(norm, CudaNorm)
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        place_heads(qkv, heads, cache.shape[2], weight, eps, cos, sin, cache, index)
+        place_heads(qkv, heads, (qkv.shape[1] - heads) // 2, weight, eps, cos, sin, cache, index)
         return qkv[:, :heads]
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
@@ -191,17 +221,23 @@ class CudaPlatform(Platform):
     def silu_and_mul(self, x: Tensor) -> Tensor:
         return swiglu(x)
 
-    def write_cache(self, cache: Tensor, index: Tensor, keys_values: Tensor) -> None:
+    def write_cache(self, cache: Tensor | NarrowCache, index: Tensor, keys_values: Tensor) -> None:
+        if isinstance(cache, NarrowCache):
+            return cache.write(index, keys_values)
         page_size = cache.shape[3]
         both = keys_values.unflatten(1, (2, -1))
         cache[index // page_size, :, :, index % page_size] = both
 
-    def move_cache(self, cache: Tensor, source: Tensor, target: Tensor) -> None:
+    def move_cache(self, cache: Tensor | NarrowCache, source: Tensor, target: Tensor) -> None:
+        if isinstance(cache, NarrowCache):
+            return cache.move(source, target)
         page_size = cache.shape[3]
         moved = cache[source // page_size, :, :, source % page_size]
         cache[target // page_size, :, :, target % page_size] = moved
 
-    def move_caches(self, caches: Sequence[Tensor], source: Tensor, target: Tensor, each: int) -> None:
+    def move_caches(
+        self, caches: Sequence[Tensor] | Sequence[NarrowCache], source: Tensor, target: Tensor, each: int
+    ) -> None:
         move_caches(caches, source, target, each, self.put)
 
     def plan_guesses(
@@ -218,7 +254,7 @@ class CudaPlatform(Platform):
     def plan_attention(self, rows: AttentionRows, window: int) -> AttentionPlan:
         return plan_attention(rows, window, self._kv_heads, self.put)
 
-    def attention(self, queries: Tensor, cache: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+    def attention(self, queries: Tensor, cache: Tensor | NarrowCache, plan: AttentionPlan, scale: float) -> Tensor:
         return attention(queries, cache, plan, scale, self._scratch)
 
     def capture_decodes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from kernels.npu.attention import (
 )
 from kernels.npu.errors import explain
 from kernels.npu.graphs import DecodeGraphs
+from kernels.npu.narrow_cache import ALIGNMENT, NarrowLayer, WidePart, attend_narrow, compact, narrow_layer
 from kernels.npu.native_attention import NativePart, native_attention, plan_native
 from kernels.npu.operators import NpuNorm, ascend_cut, make_linear, rotate, swiglu, write_cache
 from kernels.npu.quantized import NpuInt8Linear, NpuStaticLinear
@@ -41,6 +43,8 @@ from kernels.step import RunnerConfig
 
 __all__ = ["AttentionPlan", "NpuPlatform"]
 
+_log = logging.getLogger("troupe.kernels.npu")
+
 ASCEND, NATIVE = "ascend", "torch_native"
 _TREES = "trees"  # of the fused attention, a call with a mask
 _GIB = 1 << 30
@@ -50,7 +54,7 @@ _GIB = 1 << 30
 class AttentionPlan:
     """The calls that make up a step's attention, in the order of their tokens."""
 
-    parts: tuple[FusedPart | TreePart | NativePart, ...]
+    parts: tuple[FusedPart | TreePart | NativePart | WidePart, ...]
     rows: AttentionRows | None = None  # that it was made of; None in a graph
 
 
@@ -63,6 +67,7 @@ class NpuPlatform(Platform):
     collectives = "hccl"
     overlaps = True
     signed_sines = False
+    scale_dtype = torch.float32
     default_memory_fraction = 0.85
 
     def __init__(self, config: RunnerConfig) -> None:
@@ -142,10 +147,17 @@ class NpuPlatform(Platform):
         return ASCEND in (self._prefill, self._decode)
 
     def cache_head_dim(self, dim: int) -> int:
-        return padded_dim(dim) if self._fused else dim
+        wide = padded_dim(dim) if self._fused else dim
+        return -(-dim // ALIGNMENT) * ALIGNMENT if self.cache_dtype == torch.int8 else wide
 
     def check_cache_dtype(self, dtype: torch.dtype) -> None:
-        raise PlatformError(f"a cache in {dtype} is not kept on this device; leave --kv-cache-dtype out")
+        if dtype not in (torch.int8, torch.bfloat16):
+            raise PlatformError(f"NPUs have no operators for a cache in {dtype}; use --kv-cache-dtype int8")
+        if dtype == torch.int8:
+            _log.warning(
+                "Of a cache in int8 the fused attention reads decodes alone; for prompts, drafts and windows its pages "
+                "are turned into bfloat16 first."
+            )
 
     def empty_host_state(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=self.device)
@@ -159,7 +171,7 @@ class NpuPlatform(Platform):
         head_dim: int,
         dtype: torch.dtype,
         scales: Sequence[LayerScales] | None = None,
-    ) -> list[LayerCache]:
+    ) -> list[LayerCache] | list[NarrowLayer]:
         dim = self.cache_head_dim(head_dim)
         if self._fused:
             check_cache(pages, page_size, kv_heads, dim)
@@ -167,14 +179,22 @@ class NpuPlatform(Platform):
             if self._mask is None:
                 self._mask = causal_mask(self.device)
 
+        if self.cache_dtype == torch.int8:
+            fixed: Sequence[LayerScales | None] = scales or [None] * layers
+            return [narrow_layer(pages, page_size, kv_heads, dim, layer, self.device) for layer in fixed]
+        dtype = self.cache_dtype or dtype
+
         def zeros() -> Tensor:
             return torch.zeros((pages, page_size, kv_heads, dim), dtype=dtype, device=self.device)
 
         return [LayerCache(zeros(), zeros()) for _ in range(layers)]
 
-    def clear_pages(self, caches: list[LayerCache], pages: list[int]) -> None:
+    def clear_pages(self, caches: list[LayerCache] | list[NarrowLayer], pages: list[int]) -> None:
         index = self.put(np.array(pages))
         for cache in caches:
+            if isinstance(cache, NarrowLayer):
+                cache.clear(index)
+                continue
             cache.keys.index_fill_(0, index, 0)
             cache.values.index_fill_(0, index, 0)
 
@@ -199,11 +219,15 @@ class NpuPlatform(Platform):
     def silu_and_mul(self, x: Tensor) -> Tensor:
         return swiglu(x)
 
-    def write_cache(self, cache: LayerCache, index: Tensor, keys_values: Tensor) -> None:
+    def write_cache(self, cache: LayerCache | NarrowLayer, index: Tensor, keys_values: Tensor) -> None:
+        if isinstance(cache, NarrowLayer):
+            return cache.write(index, keys_values)
         half = keys_values.shape[1] // 2
         write_cache(keys_values[:, :half], keys_values[:, half:], cache.keys, cache.values, index)
 
-    def move_cache(self, cache: LayerCache, source: Tensor, target: Tensor) -> None:
+    def move_cache(self, cache: LayerCache | NarrowLayer, source: Tensor, target: Tensor) -> None:
+        if isinstance(cache, NarrowLayer):
+            return cache.move(source, target)
         for part in (cache.keys, cache.values):
             tokens = part.view(-1, *part.shape[2:])
             tokens.index_copy_(0, target, tokens.index_select(0, source))
@@ -216,11 +240,23 @@ class NpuPlatform(Platform):
         for low, high, kind in ((0, first, self._decode), (first, short, verify), (short, last, self._prefill)):
             if low == high:
                 continue
-            apart = kind == _TREES or (low == first and self.soc.splits_mixed_steps)
+            narrow = self.cache_dtype == torch.int8 and window == 0  # whose decodes are calls of their own
+            apart = kind == _TREES or (low == first and (self.soc.splits_mixed_steps or narrow))
             if calls and calls[-1][2] == kind and not apart:
                 low = calls.pop()[0]
             calls.append((low, high, kind))
-        return AttentionPlan(tuple(self._part(rows, *call, window) for call in calls), rows)
+        return AttentionPlan(tuple(self._narrow_part(rows, *call, window) for call in calls), rows)
+
+    def _narrow_part(
+        self, rows: AttentionRows, first: int, last: int, kind: str, window: int
+    ) -> FusedPart | TreePart | NativePart | WidePart:
+        """``_part``, of a cache of whole numbers over pages that are made floats of."""
+        read_so = kind == ASCEND and last <= rows.decodes and window == 0
+        if self.cache_dtype != torch.int8 or read_so:
+            return self._part(rows, first, last, kind, window)
+        rows, pages = compact(rows, first, last, self._config.page_size, self.put)
+        part = self._part(rows, first, last, kind, window)
+        return WidePart(part, pages)
 
     def _part(
         self, rows: AttentionRows, first: int, last: int, kind: str, window: int
@@ -232,16 +268,27 @@ class NpuPlatform(Platform):
         assert self._mask is not None, "make_cache comes first"
         return plan_part(rows, first, last, window, self._mask, self.put)
 
-    def attention(self, queries: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float) -> Tensor:
+    def attention(self, queries: Tensor, cache: LayerCache | NarrowLayer, plan: AttentionPlan, scale: float) -> Tensor:
         found = []
         for part in plan.parts:
+            held: LayerCache | NarrowLayer = cache
+            if isinstance(part, WidePart):
+                assert isinstance(cache, NarrowLayer)
+                dim, dtype = queries.shape[2], queries.dtype
+                if not isinstance(part.part, NativePart):
+                    dim, dtype = padded_dim(dim), torch.bfloat16
+                held = cache.widened(part.pages, dtype, dim)
+                part = part.part
             asked = queries[part.begin : part.end]
-            if isinstance(part, TreePart):
-                found.append(tree_attention(asked, cache, part, scale))
+            if isinstance(held, NarrowLayer):
+                assert isinstance(part, FusedPart)
+                found.append(attend_narrow(asked, held, part, scale))
+            elif isinstance(part, TreePart):
+                found.append(tree_attention(asked, held, part, scale))
             elif isinstance(part, FusedPart):
-                found.append(fused_attention(asked, cache, part, scale))
+                found.append(fused_attention(asked, held, part, scale))
             else:
-                found.append(native_attention(asked, cache, part, scale))
+                found.append(native_attention(asked, held, part, scale))
         return (found[0] if len(found) == 1 else torch.cat(found)).reshape(len(queries), -1)
 
     def capture_decodes(
@@ -259,6 +306,8 @@ class NpuPlatform(Platform):
         backend = self._decode if tokens == 1 else self._verify
         if config.disable_graphs or not self.captures or backend == NATIVE or self._mask is None:
             return None
+        if self.cache_dtype == torch.int8 and (tokens > 1 or any(windows)):
+            return None  # whose pages are made floats of, as many as there are
         most = config.graph_max_rows or self._default_graph_rows()
         sizes = graph_sizes(config.graph_rows, most, max_rows)
         if tokens > 1:  # each token of a row that is filled up has a slot of the dump page of its own
@@ -283,7 +332,8 @@ class NpuPlatform(Platform):
 
         def decode(batch: ForwardBatch) -> Tensor | None:
             plan = next(iter(batch.plans.values()))
-            pages = plan.parts[0].pages if len(plan.parts) == 1 else None
+            only = plan.parts[0] if len(plan.parts) == 1 else None
+            pages = None if only is None or isinstance(only, WidePart) else only.pages
             return graphs.run(batch, plan.rows, pages)
 
         return Decodes(tuple(graphs.sizes), decode) if graphs.sizes else None

@@ -156,7 +156,9 @@ def _read_file(path: str, name: str, model: ModelConfig, config: RunnerConfig) -
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))["kv_cache"]
         dtype, ranks = str(found["dtype"]), found["scaling_factor"]
-        by_rank = {int(rank): {int(layer): float(scale) for layer, scale in ranks[rank].items()} for rank in ranks}
+        by_rank = {
+            int(rank): {int(layer): float(scale) for layer, scale in layers.items()} for rank, layers in ranks.items()
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"--quantization-param-path {path} cannot be read ({error!r}); it must be a JSON object kv_cache with "

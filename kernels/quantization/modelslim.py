@@ -193,7 +193,7 @@ class ModelSlim(Scheme):
     def ignores(self, name: str, shapes: Collection[str]) -> bool:
         module, _, tensor = name.rpartition(".")
         if tensor.startswith("kv_cache_"):
-            return True  # the cache is not in int8
+            return True  # read by kernels.quantization.cache_scales
         static = ("input_scale", "input_offset", "quant_bias", "deq_scale")
         kind = self._types.get(f"{module}.weight")
         return (kind == _STATIC and tensor == "bias") or (kind == "W8A8_MIX" and tensor in static)

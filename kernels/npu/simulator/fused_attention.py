@@ -1,8 +1,8 @@
 """Fused inference attention, both versions (facts 2.1 to 2.4 and 2.8): layouts TND, BSND, BSH and BNSD, paged or not.
 
 Scores, softmax and the weighted sum are float32 here and the result is rounded once to the query's dtype; the device
-rounds its probabilities in between. Quantized caches, rope parts (latent attention), position shifts and shared
-prefixes are not simulated and say so.
+rounds its probabilities in between. Rope parts (latent attention), position shifts and shared prefixes are not
+simulated and say so, and of quantized caches all but int8 for one query a request.
 """
 
 from __future__ import annotations
@@ -50,6 +50,9 @@ class Attention:
     precise: int
     block_size: int
     lse: bool
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
+    modes: tuple[int, int] = (0, 0)
 
     # ---- rules: shapes, dtypes and host values ----
 
@@ -66,7 +69,11 @@ class Attention:
         contiguous(name, query=self.query, key=self.key, value=self.value, atten_mask=self.mask)
         contiguous(name, block_table=self.blocks)
         dtypes(name, (torch.float16, torch.bfloat16), query=self.query)
-        same_dtype(name, query=self.query, key=self.key, value=self.value)
+        if self.key.dtype == torch.int8:
+            self.check_whole_numbers()
+        else:
+            same_dtype(name, query=self.query, key=self.key, value=self.value)
+            self.need(self.key_scale is None, "key_antiquant_scale", "is for keys of int8")
         dims = {"TND": 3, "BSH": 3, "BSND": 4, "BNSD": 4}[self.layout]
         self.need(self.query.dim() == dims, "query", f"{self.layout} has {dims} dimensions, not {self.query.dim()}")
         self.need(0 < self.heads <= MOST_HEADS, "num_heads", f"{self.heads} must be 1 to {MOST_HEADS}")
@@ -89,6 +96,32 @@ class Attention:
         self.check_lengths()
         self.check_cache()
         self.check_mask()
+
+    def check_whole_numbers(self) -> None:
+        """Keys and values of int8 (vendor: "pseudo quantization", scales of keys and values apart), paged, for one
+        query a request. Modes 0, a scale for each number of each head, and 5, for each token and head,
+        beside the pages."""
+        name = self.operator
+        same_dtype(name, key=self.key, value=self.value)
+        self.need(self.layout in ("BSH", "BSND"), "input_layout", "int8 keys are simulated for BSH and BSND")
+        self.need(self.query_tokens() == 1, "query", "int8 keys of this layout are for one query a request (Q_S 1)")
+        self.need(self.blocks is not None, "block_table", "int8 keys are simulated in pages only")
+        rule = f"{self.modes} must be equal, 0 or 5: others are not simulated"
+        self.need(self.modes in ((0, 0), (5, 5)), "key_antiquant_mode", rule)
+        self.need(self.sparse == 0 and self.mask is None, "sparse_mode", "int8 keys with one query take no mask")
+        self.need(self.head_dim % 32 == 0, "query", f"head dim {self.head_dim} of int8 keys must be a multiple of 32")
+        pages, dim = self.key.shape[0], self.head_dim
+        per_token = (pages, self.kv_heads, self.block_size)
+        shapes: tuple[tuple[int, ...], ...] = (per_token,)
+        if self.modes == (0, 0):
+            shapes = ((1, self.kv_heads, 1, dim), (1, self.kv_heads, dim), (1, self.kv_heads * dim))
+        for argument, scale in (("key_antiquant_scale", self.key_scale), ("value_antiquant_scale", self.value_scale)):
+            self.need(scale is not None, argument, "int8 keys and values need it")
+            assert scale is not None
+            contiguous(name, **{argument: scale})
+            dtypes(name, (self.query.dtype if self.modes == (0, 0) else torch.float32,), **{argument: scale})
+            rule = f"must be one of {shapes}, is {tuple(scale.shape)}"
+            self.need(tuple(scale.shape) in shapes, argument, rule)
 
     def check_lengths(self) -> None:
         for argument, values in (("actual_seq_lengths", self.lengths), ("actual_seq_lengths_kv", self.kv_lengths)):
@@ -218,7 +251,8 @@ class Attention:
         for request, query in enumerate(rows):
             kv = self.kv_length(request)
             if keys is None or values is None:
-                key, value = self.paged(self.key, request, kv), self.paged(self.value, request, kv)
+                key = self.paged(self.key, request, kv, self.key_scale)
+                value = self.paged(self.value, request, kv, self.value_scale)
             else:
                 key, value = keys[request][:kv], values[request][:kv]
             out, lse = self.attend(query, key, value, request)
@@ -268,7 +302,7 @@ class Attention:
             return self.key.shape[{"BSND": 1, "BSH": 1, "BNSD": 2}[self.layout]]
         return self.kv_lengths[0] if len(self.kv_lengths) == 1 else self.kv_lengths[request]
 
-    def paged(self, cache: Tensor, request: int, length: int) -> Tensor:
+    def paged(self, cache: Tensor, request: int, length: int, scale: Tensor | None) -> Tensor:
         """[length, heads, dim] of a request. The device does not check page numbers; here a bad one raises."""
         assert self.blocks is not None
         pages = self.blocks[request, : -(-length // self.block_size)].long()
@@ -278,7 +312,12 @@ class Attention:
             self.need(low >= 0 and high < cache.shape[0], "block_table", rule)
         held = cache[pages]
         held = held.transpose(1, 2) if cache.dim() == 4 else held.unflatten(-1, (self.kv_heads, -1))
-        return held.reshape(-1, self.kv_heads, held.shape[-1])[:length]
+        found = held.reshape(-1, self.kv_heads, held.shape[-1])
+        if scale is not None:
+            paged = self.modes == (5, 5)
+            scales = scale[pages].transpose(1, 2).reshape(-1, self.kv_heads, 1) if paged else scale.float()
+            found = found.float() * scales.view(-1 if paged else 1, self.kv_heads, 1 if paged else self.head_dim)
+        return found[:length]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, request: int) -> tuple[Tensor, Tensor]:
         """[tokens, heads, value dim] and [tokens, heads] in float32. A row that sees nothing yields zeros."""

@@ -31,6 +31,10 @@ DEFAULTS_V1 = {
     "inner_precise": 0,
     "block_size": 0,
     "softmax_lse_flag": False,
+    "key_antiquant_scale": None,
+    "value_antiquant_scale": None,
+    "key_antiquant_mode": 0,
+    "value_antiquant_mode": 0,
 }
 IGNORED = frozenset({"workspace", "out"})
 SECOND_NAMES = {
@@ -73,6 +77,9 @@ def attention(operator: str, query: Tensor, key: Tensor, value: Tensor, options:
         precise=chosen["inner_precise"],
         block_size=chosen["block_size"],
         lse=chosen["softmax_lse_flag"],
+        key_scale=chosen["key_antiquant_scale"],
+        value_scale=chosen["value_antiquant_scale"],
+        modes=(chosen["key_antiquant_mode"], chosen["value_antiquant_mode"]),
     )
 
 

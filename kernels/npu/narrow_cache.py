@@ -1,0 +1,170 @@
+"""A cache of keys and values in whole numbers on the NPU.
+
+Decodes are read by npu_fused_infer_attention_score as they are kept: with scales of each token and key head, which lie
+beside the pages ("per token and head, managed by page attention", antiquant mode 5), or with a layer's (mode 0, for
+each number of each head). It takes such keys for one query a row only. Steps of more, and windows, have their pages
+made bfloat16 first. NPUs before A5 have no operators for numbers of fp8, and A5 takes them with scales of another
+layout, so there is no cache of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import torch_npu
+from torch import Tensor
+
+from kernels.npu.attention import FusedPart, LayerCache
+from kernels.npu.native_attention import NativePart
+from kernels.npu.tree_attention import TreePart
+from kernels.platforms.base import AttentionRows
+from kernels.quantization.cache import LayerScales, round_fixed, widen
+
+__all__ = ["ALIGNMENT", "NarrowLayer", "WidePart", "attend_narrow", "compact", "narrow_layer"]
+
+ALIGNMENT = 32
+"""Bytes that a head's numbers are a multiple of."""
+
+_CHANNEL, _TOKEN_AND_HEAD = 0, 5  # antiquant modes
+
+Put = Callable[[np.ndarray], Tensor]
+"""How an array gets to the device."""
+
+
+@dataclass(frozen=True, eq=False)
+class NarrowLayer:
+    """One layer's ``keys`` and ``values`` int8 [pages, page_size, kv_heads, dim], dim filled up with zeros; their
+    scales float32 [pages, kv_heads, page_size], or ``fixed`` of [2, kv_heads, dim]."""
+
+    keys: Tensor
+    values: Tensor
+    key_scales: Tensor | None
+    value_scales: Tensor | None
+    fixed: LayerScales | None
+
+    def write(self, index: Tensor, keys_values: Tensor) -> None:
+        """As ``Platform.write_cache``. Places must differ but in page 0."""
+        both = keys_values.unflatten(1, (2, -1))
+        heads, dim = both.shape[2:]
+        wide, page_size = self.keys.shape[3] - dim, self.keys.shape[1]
+        if self.fixed is not None:
+            whole = round_fixed(F.pad(both, (0, wide)), self.fixed, torch.int8)
+        else:
+            assert self.key_scales is not None
+            assert self.value_scales is not None
+            given = both if both.dtype in (torch.bfloat16, torch.float16) else both.to(torch.bfloat16)
+            whole, scales = torch_npu.npu_dynamic_quant(given.contiguous())
+            whole = F.pad(whole, (0, wide)) if wide else whole
+            head = torch.arange(heads, device=index.device)
+            place = ((index // page_size).unsqueeze(1) * heads + head) * page_size + (index % page_size).unsqueeze(1)
+            for held, new in zip((self.key_scales, self.value_scales), scales.unbind(1), strict=True):
+                held.view(-1).index_copy_(0, place.flatten(), new.reshape(-1))
+        keys, values = (part.contiguous() for part in whole.unbind(1))
+        torch_npu.npu_scatter_pa_kv_cache(keys, values, self.keys, self.values, index, cache_mode="Norm")
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """As ``Platform.move_cache``."""
+        for part in (self.keys, self.values):
+            tokens = part.view(-1, *part.shape[2:])
+            tokens.index_copy_(0, target, tokens.index_select(0, source))
+        page_size = self.keys.shape[1]
+        for scales in (self.key_scales, self.value_scales):
+            if scales is not None:
+                moved = scales[source // page_size, :, source % page_size]
+                scales[target // page_size, :, target % page_size] = moved
+
+    def clear(self, index: Tensor) -> None:
+        """As ``Platform.clear_pages``."""
+        for part in (self.keys, self.values, self.key_scales, self.value_scales):
+            if part is not None:
+                part.index_fill_(0, index, 0)
+
+    def widened(self, pages: Tensor, dtype: torch.dtype, dim: int) -> LayerCache:
+        """What ``pages`` int64 hold, with heads of ``dim``."""
+
+        def floats(part: Tensor, scales: Tensor | None, which: int) -> Tensor:
+            values = part.index_select(0, pages)
+            if scales is not None:
+                scales = scales.index_select(0, pages).transpose(1, 2)
+            fixed = self.fixed
+            if fixed is not None:
+                offsets = None if fixed.offsets is None else fixed.offsets[which]
+                fixed = LayerScales(fixed.scales[which], offsets)
+            found = widen(values, scales, fixed, dtype)
+            return F.pad(found, (0, dim - found.shape[-1])) if dim > found.shape[-1] else found.contiguous()
+
+        return LayerCache(floats(self.keys, self.key_scales, 0), floats(self.values, self.value_scales, 1))
+
+
+def narrow_layer(
+    pages: int, page_size: int, kv_heads: int, dim: int, fixed: LayerScales | None, device: torch.device
+) -> NarrowLayer:
+    """``dim``: as it is kept."""
+
+    def zeros() -> Tensor:
+        return torch.zeros((pages, page_size, kv_heads, dim), dtype=torch.int8, device=device)
+
+    if fixed is None:
+        keys, values = (torch.zeros((pages, kv_heads, page_size), device=device) for _ in range(2))
+        return NarrowLayer(zeros(), zeros(), keys, values, None)
+    wide = dim - fixed.scales.shape[-1]
+    scales = F.pad(fixed.scales, (0, wide), value=1.0).to(torch.bfloat16).float()  # the operator takes them so
+    offsets = None if fixed.offsets is None else F.pad(fixed.offsets, (0, wide))
+    return NarrowLayer(zeros(), zeros(), None, None, LayerScales(scales, offsets))
+
+
+@dataclass(frozen=True)
+class WidePart:
+    """``part`` over the ``pages`` int64 that it reads alone, one after the other."""
+
+    part: FusedPart | TreePart | NativePart
+    pages: Tensor
+
+
+def compact(rows: AttentionRows, first: int, last: int, page_size: int, put: Put) -> tuple[AttentionRows, Tensor]:
+    """``rows``, of which ``first .. last`` read each of their pages once, by its number among them; and these."""
+    lengths = rows.starts[first:last] + rows.counts[first:last]
+    read = np.zeros(rows.pages.shape, dtype=np.bool_)
+    read[first:last] = np.arange(rows.pages.shape[1]) < -(-lengths // page_size)[:, None]
+    pages, place = np.unique(rows.pages[read], return_inverse=True)
+    table = np.zeros_like(rows.pages)
+    table[read] = place
+    return replace(rows, pages=table), put(pages.astype(np.int64))
+
+
+def attend_narrow(queries: Tensor, cache: NarrowLayer, part: FusedPart, scale: float) -> Tensor:
+    """``queries`` [rows, heads, dim], one a row, over all of its tokens -> the same shape and dtype."""
+    rows, heads, dim = queries.shape
+    pages, page_size, kv_heads, wide = cache.keys.shape
+    given = F.pad(queries.to(torch.bfloat16), (0, wide - dim)) if dim < wide else queries.to(torch.bfloat16)
+    fixed, key_scales, value_scales, mode = cache.fixed, cache.key_scales, cache.value_scales, _TOKEN_AND_HEAD
+    if fixed is not None:
+        mode = _CHANNEL
+        key_scales, value_scales = (part.unsqueeze(0) for part in fixed.scales.to(torch.bfloat16).unbind(0))
+    # The lengths are given by name and as a list: only so can a captured call be fed new ones (see kernels.npu.graphs).
+    out, _ = torch_npu.npu_fused_infer_attention_score(
+        given.reshape(rows, 1, heads * wide),
+        cache.keys.view(pages, page_size, kv_heads * wide),
+        cache.values.view(pages, page_size, kv_heads * wide),
+        actual_seq_lengths_kv=part.lengths,
+        key_antiquant_scale=key_scales,
+        value_antiquant_scale=value_scales,
+        block_table=part.pages,
+        num_heads=heads,
+        num_key_value_heads=kv_heads,
+        scale=scale,
+        input_layout="BSH",
+        block_size=page_size,
+        inner_precise=1,
+        key_antiquant_mode=mode,
+        value_antiquant_mode=mode,
+    )
+    found: Tensor = out.view(rows, heads, wide)
+    if fixed is not None and fixed.offsets is not None:  # those of keys are the same in each product of a query
+        shift = (fixed.offsets[1] * fixed.scales[1]).repeat_interleave(heads // kv_heads, 0)
+        found = found.float() - shift
+    return found[..., :dim].to(queries.dtype)
