@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from kernels.fused_experts import Piece, pieces
 from kernels.gguf.checkpoint import GgufCheckpoint
 from kernels.gguf.header import is_gguf, read_header
 from kernels.models.names import is_projection
@@ -316,6 +317,12 @@ class _Checkpoint:
         self._directory = directory
         self._files: dict[str, safe_open] = {}
         self._file_of = self._read_names()
+        self._pieces: dict[str, Piece] = {}
+        for name in [name for name in self._file_of if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))]:
+            held = pieces(name, tuple(self._open(self._file_of[name]).get_slice(name).get_shape()))
+            self._pieces.update(held)
+            if held:
+                self._file_of.update(dict.fromkeys(held, self._file_of.pop(name)))
 
     def _read_names(self) -> dict[str, Path]:
         single, index = self._directory / "model.safetensors", self._directory / "model.safetensors.index.json"
@@ -359,16 +366,30 @@ class _Checkpoint:
         return self._files[path.name]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(self._open(path).get_slice(name).get_shape()) for name, path in self._file_of.items()}
+        return {name: self._header(name)[0] for name in self._file_of}
+
+    def _header(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Shape and dtype."""
+        piece = self._pieces.get(name)
+        found = self._open(self._file_of[name]).get_slice(name if piece is None else piece.stored)
+        return tuple(found.get_shape()) if piece is None else piece.shape, found.get_dtype()
+
+    def _part(self, name: str, part: Part | None) -> Tensor:
+        file, piece = self._open(self._file_of[name]), self._pieces.get(name)
+        found: Tensor
+        if piece is not None:
+            found = file.get_slice(piece.stored)[piece.index(part)][0]
+        else:
+            found = file.get_tensor(name) if part is None else file.get_slice(name)[part.index]
+        return found
 
     def read(self, name: str) -> Tensor:
         if name not in self._file_of:
             raise LoadError(f"the weights in {self._directory} have no tensor {name}; download the checkpoint again")
         try:
-            found: Tensor = self._open(self._file_of[name]).get_tensor(name)
+            return self._part(name, None)
         except (SafetensorError, OSError) as error:
             raise LoadError(f"{self._file_of[name]}: {name} cannot be read ({error}); download it again") from error
-        return found
 
     def has(self, name: str) -> bool:
         return name in self._file_of
@@ -380,12 +401,12 @@ class _Checkpoint:
         wrong = [f"{name} is missing" for name in expected if not self.has(name) and not expected[name].optional]
         for name, stored in expected.items():
             if self.has(name):
-                header = self._open(self._file_of[name]).get_slice(name)
-                if (shape := tuple(header.get_shape())) not in stored.shapes:
+                shape, dtype = self._header(name)
+                if shape not in stored.shapes:
                     wanted = " or ".join(str(list(each)) for each in stored.shapes)
                     wrong.append(f"{name} has shape {list(shape)}, {says} for {wanted}")
-                elif header.get_dtype() not in stored.dtypes:
-                    wrong.append(f"{name} is stored as {header.get_dtype()}, not as one of {', '.join(stored.dtypes)}")
+                elif dtype not in stored.dtypes:
+                    wrong.append(f"{name} is stored as {dtype}, not as one of {', '.join(stored.dtypes)}")
         layers = {name.split(".")[2] for name in shapes if name.startswith("model.layers.")}
         for name in self._file_of:
             parts = name.split(".")
@@ -405,8 +426,7 @@ class _Checkpoint:
             )
 
     def fill(self, name: str, target: Tensor, part: Part | None) -> None:
-        file = self._open(self._file_of[name])
         try:
-            target.copy_(file.get_tensor(name) if part is None else file.get_slice(name)[part.index])
+            target.copy_(self._part(name, part))
         except (SafetensorError, OSError) as error:
             raise LoadError(f"{self._file_of[name]}: {name} cannot be read ({error}); download it again") from error

@@ -7,9 +7,10 @@ import logging
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from kernels.layers.experts import ExpertsInTurn, choose
-from kernels.loading import LoadError
+from kernels.loading import LoadError, stored_shapes
 from kernels.models.config import ConfigError, parse_config, read_config
 from kernels.models.decoder import tensor_shapes
 from kernels.models.names import is_projection
@@ -87,6 +88,29 @@ def test_an_expert_that_is_missing_is_named(reference, drive):
     path = reference("parallel-moe").path
     with pytest.raises(LoadError, match=r"model\.layers\.0\.mlp\.experts\.7\.gate_proj\.weight is missing"):
         drive(path, config_overrides=json.dumps({"num_local_experts": 8}))
+
+
+def test_experts_may_be_kept_in_one_tensor_a_layer(reference, drive, tmp_path, prompts):
+    """As transformers has them in memory; two ranks read their parts of them, and they are quantized as others are."""
+    model, texts = reference("parallel-moe"), prompts(5, 23)
+    model.model.save_pretrained(tmp_path, save_original_format=False)
+    held = stored_shapes(tmp_path)
+    assert held["model.layers.0.mlp.experts.6.up_proj.weight"] == (32, 64)
+    assert "model.layers.0.mlp.experts.gate_up_proj" not in held
+    (told,), _ = run_ranks([{"model": str(tmp_path), "prompts": texts, "length": 40}])
+    assert told["tokens"] == [model.greedy(text, 40) for text in texts]
+    weights = [drive(path, quantization="int8").info.weight_bytes for path in (tmp_path, model.path)]
+    assert weights[0] == weights[1]
+
+
+def test_one_tensor_of_too_few_experts_is_told_by_their_names(reference, drive, tmp_path):
+    reference("parallel-moe").model.save_pretrained(tmp_path, save_original_format=False)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.2.mlp.experts.down_proj"
+    tensors[name] = tensors[name][:6].contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(LoadError, match=r"layers\.2\.mlp\.experts\.6\.down_proj\.weight is missing"):
+        drive(tmp_path)
 
 
 def test_half_precision_stays_close_and_runs_without_a_program(reference, drive, prompts, caplog):

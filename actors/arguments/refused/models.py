@@ -111,7 +111,7 @@ MODELS: tuple[Refusal, ...] = (
     ),
     *family(
         "Speculative decoding",
-        "models with experts are not built yet, so no draft has any",
+        "experts are run one way on each device, those of a draft too",
         _OUT,
         values={
             "speculative-moe-runner-backend draft-moe-backend": "auto",

@@ -66,7 +66,7 @@ PARALLELISM: tuple[Refusal, ...] = (
     ),
     *family(
         "Parallelism",
-        "mixture-of-experts models are not built yet",
+        "experts are run one way on each device, and models that share some are not built yet",
         _OUT,
         flags=("enable-flashinfer-allreduce-fusion", "disable-shared-experts-fusion"),
         values={"moe-runner-backend moe-backend": "auto", "flashinfer-mxfp4-moe-precision": "default"},

@@ -1,0 +1,54 @@
+"""Experts that a checkpoint keeps in one tensor a layer, as transformers has them in memory, by the names of each one.
+
+``experts.gate_up_proj`` [experts, 2 * inner, hidden] is gate's, then up's; ``experts.down_proj`` [experts, hidden,
+inner].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kernels.parallel.partition import Part
+
+__all__ = ["Piece", "pieces"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows ``begin`` to ``end`` of an expert in the tensor ``stored``; it has ``columns``."""
+
+    stored: str
+    expert: int
+    begin: int
+    end: int
+    columns: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.end - self.begin, self.columns
+
+    def index(self, part: Part | None) -> tuple[slice, slice, slice]:
+        """Of all of it, or of a part, with a dimension of one in front."""
+        rows, columns = slice(self.begin, self.end), slice(None)
+        if part is not None and part.dimension == 0:
+            rows = slice(self.begin + part.begin, self.begin + part.end)
+        elif part is not None:
+            columns = slice(part.begin, part.end)
+        return slice(self.expert, self.expert + 1), rows, columns
+
+
+def pieces(name: str, shape: tuple[int, ...]) -> dict[str, Piece]:
+    """The weights that a tensor holds, by the names that each would have alone; empty when it holds no experts."""
+    block, _, kind = name.rpartition(".")
+    if not block.endswith(".experts") or len(shape) != 3:
+        return {}
+    count, rows, columns = shape
+    if kind == "down_proj":
+        return {f"{block}.{e}.down_proj.weight": Piece(name, e, 0, rows, columns) for e in range(count)}
+    if kind != "gate_up_proj" or rows % 2:
+        return {}
+    found = {}
+    for e in range(count):
+        found[f"{block}.{e}.gate_proj.weight"] = Piece(name, e, 0, rows // 2, columns)
+        found[f"{block}.{e}.up_proj.weight"] = Piece(name, e, rows // 2, rows, columns)
+    return found
