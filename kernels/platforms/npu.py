@@ -17,6 +17,7 @@ from torch import Tensor
 from kernels.batch import ForwardBatch
 from kernels.device_memory import device_memory, step_memory
 from kernels.graph_sizes import graph_sizes
+from kernels.layers.experts import ExpertWeights
 from kernels.npu.attention import (
     FusedPart,
     LayerCache,
@@ -27,6 +28,7 @@ from kernels.npu.attention import (
     plan_part,
 )
 from kernels.npu.errors import explain
+from kernels.npu.experts import NpuExperts
 from kernels.npu.graphs import DecodeGraphs
 from kernels.npu.narrow_cache import ALIGNMENT, NarrowLayer, WidePart, attend_narrow, compact, narrow_layer
 from kernels.npu.native_attention import NativePart, native_attention, plan_native
@@ -209,6 +211,13 @@ class NpuPlatform(Platform):
         if isinstance(weight, Int8Weight | GroupedWeight) and fits_weight_only(weight):
             return NpuWeightOnlyLinear(weight, bias)
         return super().make_quantized(weight, bias)
+
+    def make_experts(
+        self, router: Tensor, bias: Tensor | None, experts: Sequence[ExpertWeights], chosen: int, normalized: bool
+    ) -> Linear:
+        if NpuExperts.fits(experts):
+            return NpuExperts(self.make_linear(router, bias, shared=True), experts, chosen, normalized)
+        return super().make_experts(router, bias, experts, chosen, normalized)
 
     def make_norm(self, weight: Tensor, eps: float) -> Norm:
         return NpuNorm(weight, eps)

@@ -1,9 +1,9 @@
 """The operators of torch_npu that the engine uses: `python -m tests.bench npu_operators` prints them as a table.
 
-The model in the box runs on a simulated A2, A3 and A5, each in a process of its own, and what it calls is what stands
-in the table. The column "checked by" says what each call was held against: the vendor's schema (always: the call goes
-through the real dispatcher), the vendor's meta function where there is one, the simulator's reference. Nothing here has
-been seen on hardware.
+The model in the box, and one of experts, run on a simulated A2, A3 and A5, each in a process of its own, and what they
+call is what stands in the table. The column "checked by" says what each call was held against: the vendor's schema
+(always: the call goes through the real dispatcher), the vendor's meta function where there is one, the simulator's
+reference. Nothing here has been seen on hardware.
 """
 
 from __future__ import annotations
@@ -38,9 +38,23 @@ USES = {
     "npu_quantize": "rounds tokens by a scale found before, for projections of static W8A8 checkpoints",
     "npu_convert_weight_to_int4pack": "weights of 4 bits in the device's packing, at load",
     "npu_weight_quant_batchmatmul": "products with weights of 4 or 8 bits in groups, inputs in floats",
+    "npu_moe_gating_top_k_softmax": "which experts a token takes, and their weights",
+    "npu_moe_init_routing_v2": "tokens in the order of their experts; for experts in whole numbers rounded to int8",
+    "npu_grouped_matmul": "the products of all experts in one",
     "npu_top_k_top_p": "top-k and top-p (--sampling-backend ascend, the default where there is a kernel)",
 }
 """Where an operator is used, in words; one that is called and missing here ends the program."""
+
+
+EXPERTS = json.dumps(
+    {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+    }
+)
+"""Makes the model in the box one of experts, with weights that are made up."""
 
 
 def main(arguments: list[str]) -> None:
@@ -132,6 +146,7 @@ def called(generation: str) -> dict[str, str]:
     with Listening(), tempfile.TemporaryDirectory() as scratch:
         ModelRunner(msgspec.structs.replace(config, quantization="int8")).load()  # which runs it, too
         ModelRunner(msgspec.structs.replace(config, model_path=str(_quantized(Path(scratch))))).load()
+        ModelRunner(msgspec.structs.replace(config, config_overrides=EXPERTS, load_format="dummy")).load()
         runner = ModelRunner(config)
         driver = Driver(runner, runner.load())
         driver.admit(1, range(20, 60), sampling=SlotSampling(temperature=0.8, top_k=20, top_p=0.9, seed=1))

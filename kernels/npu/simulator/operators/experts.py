@@ -1,0 +1,153 @@
+"""Layers of experts: who is chosen, tokens in the order of their experts, products by groups (facts 5.1 to 5.3)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.npu.simulator.constraints import contiguous, dtypes, require
+from kernels.npu.simulator.operators.reference import reference
+
+__all__: list[str] = []
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+_HALVES = (torch.float16, torch.bfloat16)
+_OUT = {5: torch.float16, 15: torch.bfloat16}
+"""``output_dtype``, by PyTorch's own numbers of its dtypes."""
+_MOST = 65535
+
+
+def _only(name: str, options: dict[str, Any], allowed: tuple[str, ...]) -> None:
+    """Everything that is given beside ``allowed`` is not simulated."""
+    for argument, value in options.items():
+        require(argument in allowed or value is None, name, argument, "is not simulated: leave it out")
+
+
+def gating_rules(x: Tensor, finished: Tensor | None = None, k: int = 1) -> None:
+    """Vendor: floats of two dimensions or three, k of up to 1024 and of up to the experts."""
+    name = "npu_moe_gating_top_k_softmax"
+    dtypes(name, _FLOATS, x=x)
+    require(x.dim() == 2, name, "x", f"must be [tokens, experts], has shape {tuple(x.shape)}")
+    require(finished is None, name, "finished", "is not simulated: leave it out")
+    require(1 <= k <= min(1024, x.shape[-1]), name, "k", f"must be 1 to {min(1024, x.shape[-1])}, is {k}")
+
+
+@reference("npu_moe_gating_top_k_softmax", rules=gating_rules)
+def npu_moe_gating_top_k_softmax(
+    x: Tensor, finished: Tensor | None = None, k: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights of a softmax over all experts in x's dtype, experts int32, and the row that each pair had when those of
+    all first choices come first, all [tokens, k]."""
+    weights, experts = x.float().softmax(-1).topk(k, -1)
+    rows = torch.arange(x.shape[0] * k, dtype=torch.int32).view(k, -1).t().contiguous()
+    return weights.to(x.dtype), experts.to(torch.int32), rows
+
+
+def routing_rules(x: Tensor, expert_idx: Tensor, **options: Any) -> None:
+    """Vendor and facts: experts int32 [tokens, k]; of its many forms those are simulated that drop nothing, count the
+    tokens of all experts, and round tokens to int8 (quant_mode 1) or not at all (-1)."""
+    name = "npu_moe_init_routing_v2"
+    dtypes(name, _FLOATS, x=x)
+    dtypes(name, (torch.int32,), expert_idx=expert_idx)
+    contiguous(name, x=x, expert_idx=expert_idx)
+    fits = x.dim() == 2 and expert_idx.dim() == 2 and len(expert_idx) == len(x)
+    require(fits, name, "expert_idx", f"must be [{len(x)}, k], has shape {tuple(expert_idx.shape)}")
+    count = options.get("expert_num", -1)
+    wanted = {
+        "active_num": (expert_idx.numel(), -1),
+        "expert_tokens_num_type": (1, 0),
+        "expert_tokens_num_flag": (True, False),
+        "active_expert_range": ([0, count], []),
+    }
+    for argument, (value, default) in wanted.items():
+        given = options.get(argument, default)
+        require(given == value, name, argument, f"{given} is not simulated: {value} is")
+    require(count >= 1, name, "expert_num", f"must be the number of experts, is {count}")
+    require(options.get("quant_mode", -1) in (-1, 1), name, "quant_mode", "must be -1 or 1: others are not simulated")
+    for argument, default in (("expert_capacity", -1), ("drop_pad_mode", 0), ("row_idx_type", 0)):
+        require(options.get(argument, default) == default, name, argument, f"is not simulated but for {default}")
+    _only(name, options, (*wanted, "expert_num", "quant_mode", "expert_capacity", "drop_pad_mode", "row_idx_type"))
+
+
+@reference("npu_moe_init_routing_v2", rules=routing_rules)
+def npu_moe_init_routing_v2(x: Tensor, expert_idx: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The tokens [tokens * k, hidden] in the order of their experts, where each pair's is, int32, tokens of each expert
+    int64, and with quant_mode 1 what each row was divided by."""
+    experts = expert_idx.flatten().long()
+    require(
+        bool((experts < options["expert_num"]).all()), "npu_moe_init_routing_v2", "expert_idx", "has no such expert"
+    )
+    order = experts.argsort(stable=True)
+    rows = x[order // expert_idx.shape[1]]
+    index = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order))).to(torch.int32)
+    counts = experts.bincount(minlength=options["expert_num"])
+    if options.get("quant_mode", -1) == -1:
+        return rows, index, counts, torch.full((len(rows),), float("nan"))
+    wide = rows.float()
+    scales = wide.abs().amax(-1) / 127
+    whole = torch.where(scales[:, None] > 0, wide / scales[:, None], 0.0).round().clamp(-128, 127)
+    return whole.to(torch.int8), index, counts, scales
+
+
+def grouped_rules(x: list[Tensor], weight: list[Tensor], **options: Any) -> None:
+    """Vendor and facts: one tensor each, [M, K] by [experts, K, N], dimensions below 65536, groups along M that a
+    device tensor int64 counts (type 1). int8 by int8 with scales float32 or bfloat16 [experts, N] and float32 [M],
+    given out in 16 bits; or 16-bit floats of one dtype."""
+    name = "npu_grouped_matmul"
+    require(len(x) == len(weight) == 1, name, "x", "lists of one tensor alone are simulated")
+    one, other = x[0], weight[0]
+    fits = one.dim() == 2 and other.dim() == 3 and one.shape[1] == other.shape[1]
+    require(fits, name, "weight", f"must be [experts, {one.shape[-1]}, N], has shape {tuple(other.shape)}")
+    require(max(other.shape[1:]) <= _MOST, name, "weight", f"has a dimension above {_MOST}: {tuple(other.shape)}")
+    contiguous(name, x=one)
+    for argument, value, default in (("split_item", 2, 0), ("group_type", 0, None), ("group_list_type", 1, 0)):
+        given = options.get(argument, default)
+        require(given == value, name, argument, f"{given} is not simulated: {value} is")
+    counts = options.get("group_list")
+    require(isinstance(counts, Tensor), name, "group_list", "is missing")
+    assert counts is not None
+    dtypes(name, (torch.int64,), group_list=counts)
+    each = f"must be [{len(other)}], has shape {tuple(counts.shape)}"
+    require(tuple(counts.shape) == (len(other),), name, "group_list", each)
+    _only(name, options, ("split_item", "group_type", "group_list_type", "group_list", *_SCALES, "act_type"))
+    require(options.get("act_type", 0) == 0, name, "act_type", "is not simulated: leave it out")
+    if one.dtype != torch.int8:
+        dtypes(name, _HALVES, x=one)
+        dtypes(name, (one.dtype,), weight=other)
+        for argument in _SCALES:
+            require(options.get(argument) is None, name, argument, "is for whole numbers")
+        return
+    dtypes(name, (torch.int8,), weight=other)
+    require(options.get("output_dtype") in _OUT, name, "output_dtype", "must be float16 or bfloat16")
+    shapes = {"scale": (len(other), other.shape[2]), "per_token_scale": (len(one),)}
+    for argument, shape in shapes.items():
+        given = options.get(argument)
+        fits = given is not None and len(given) == 1 and tuple(given[0].shape) == shape
+        require(fits, name, argument, f"must be one tensor of {list(shape)}")
+        dtypes(name, (torch.float32, torch.bfloat16)[: 2 if argument == "scale" else 1], **{argument: given[0]})
+
+
+_SCALES = ("scale", "per_token_scale", "output_dtype")
+
+
+@reference("npu_grouped_matmul", rules=grouped_rules)
+def npu_grouped_matmul(x: list[Tensor], weight: list[Tensor], **options: Any) -> list[Tensor]:
+    """Rows past the last group are left as they come: NaN here."""
+    one, other = x[0], weight[0]
+    whole = one.dtype == torch.int8
+    dtype = _OUT[options["output_dtype"]] if whole else one.dtype
+    out = torch.full((len(one), other.shape[2]), float("nan"), dtype=dtype)
+    begin = 0
+    for expert, count in enumerate(options["group_list"].tolist()):
+        here = slice(begin, begin + count)
+        begin += count
+        if not count:
+            continue
+        if whole:
+            sums = torch._int_mm(one[here], other[expert]).float() * options["scale"][0][expert].float()
+            out[here] = (sums * options["per_token_scale"][0][here, None]).to(dtype)
+        else:
+            out[here] = one[here] @ other[expert]
+    return [out]

@@ -1,0 +1,143 @@
+"""Layers of experts on simulated NPUs: grouped products give what experts one by one do, in graphs too."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+import torch_npu
+
+from kernels.layers.experts import ExpertsInTurn, ExpertWeights
+from kernels.npu.experts import NpuExperts
+from kernels.npu.simulator.constraints import ConstraintError
+from kernels.quantization.int8 import Int8Linear
+from kernels.quantization.weights import quantize_int8
+from kernels.step import SlotSampling
+from tests.modelslim import write
+
+BF16 = torch.bfloat16
+PAGE = 128
+OPTIONS = {"device": "npu", "page_size": PAGE, "max_step_tokens": 256, "max_total_tokens": 16 * PAGE}
+
+
+def weights(count, hidden, inner):
+    generator = torch.Generator().manual_seed(4)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator).div_(shape[-1] ** 0.5).to(BF16)
+
+    return random(count, hidden), [(random(2 * inner, hidden), random(hidden, inner)) for _ in range(count)]
+
+
+def gated(linear):
+    def run(x):
+        gate, up = linear(x).float().chunk(2, -1)
+        return (torch.nn.functional.silu(gate) * up).to(x.dtype)
+
+    return run
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["floats", "int8"])
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_grouped_products_are_those_of_experts_one_by_one(whole, normalized, tokens):
+    router, experts = weights(6, 64, 32)
+    x = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(tokens)).to(BF16)
+    given, linears = [], []
+    for gate_up, down in experts:
+        if whole:
+            first, second = quantize_int8(gate_up), quantize_int8(down)
+            linears.append((gated(Int8Linear(first, None)), Int8Linear(second, None)))
+            given.append(ExpertWeights(first.to(torch.device("npu")), None, second.to(torch.device("npu")), None))
+        else:
+            linears.append((gated(lambda x, w=gate_up: x @ w.t()), lambda x, w=down: x @ w.t()))
+            given.append(ExpertWeights(gate_up.npu(), None, down.npu(), None))
+    assert NpuExperts.fits(given)
+    onto = router.npu()
+    found = NpuExperts(lambda x: x @ onto.t(), given, 2, normalized)(x.npu())
+    expected = ExpertsInTurn(lambda x: x @ router.t(), linears, 2, normalized)(x)
+    torch.testing.assert_close(found.cpu(), expected, atol=2e-2, rtol=2e-2)
+
+
+def test_what_the_operators_do_not_take_is_run_one_by_one():
+    _, [(gate_up, down), *_] = weights(2, 64, 32)
+    bias = torch.zeros(64)
+    assert not NpuExperts.fits([ExpertWeights(gate_up, bias, down, None)])
+    assert not NpuExperts.fits([ExpertWeights(gate_up.float(), None, down.float(), None)])
+    assert not NpuExperts.fits([ExpertWeights(quantize_int8(gate_up), None, down, None)])
+    assert not NpuExperts.fits([ExpertWeights((gate_up, quantize_int8(gate_up)), None, down, None)])
+
+
+def scores(driver, prompt):
+    driver.admit(1, prompt, sampling=SlotSampling(temperature=0.0, prompt_logprobs=0))
+    return np.frombuffer(driver.step([(1, len(prompt))]).prompt_logprobs, np.float32)
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "qwen3-moe-some", "mixtral"])
+def test_graphs_say_what_eager_steps_say(name, reference, drive, prompts, simulator):
+    """And that is likely to the model in float32."""
+    model, (first, second) = reference(name), prompts(40, 9)
+    said = []
+    for graphs in (False, True):
+        driver = drive(model.path, dtype="bfloat16", disable_graphs=not graphs, **OPTIONS)
+        assert bool(driver.info.graph_rows) == graphs
+        for slot, prompt in enumerate((first, second), start=1):
+            driver.admit(slot, prompt)
+            driver.step([(slot, len(prompt))])
+        for _ in range(20):
+            assert not driver.step([(1, 1), (2, 1)]).failed
+        said.append(driver.tokens)
+    assert said[0] == said[1]
+    wide = model.logprobs(said[0][1])[39:-1]
+    chosen = wide.gather(1, torch.tensor(said[0][1][40:])[:, None])[:, 0]
+    assert (wide.amax(-1) - chosen).mean() < 0.3
+    assert simulator.engine.calls["npu.npu_grouped_matmul.default"] > 0
+
+
+@pytest.mark.parametrize("kind", ["int8", "W8A8_DYNAMIC", "W4A8_DYNAMIC"])
+def test_quantized_experts_are_in_graphs(kind, reference, drive, prompts, tmp_path):
+    source, (prompt,) = reference("parallel-moe").path, prompts(40)
+    path, flag = (source, "int8") if kind == "int8" else (write(source, tmp_path, lambda module: kind)[0], "")
+    drivers = [
+        drive(path, quantization=flag, dtype="bfloat16", page_size=PAGE),
+        drive(path, quantization=flag, dtype="bfloat16", **OPTIONS),
+    ]
+    assert drivers[1].info.graph_rows
+    on_cpu, found = (scores(driver, prompt) for driver in drivers)
+    assert np.abs(on_cpu - found).mean() < 0.4
+    assert len(drivers[1].generate(1, 50)) == 50
+
+
+def test_experts_that_run_one_by_one_leave_decodes_out_of_graphs(reference, drive, prompts, tmp_path, caplog):
+    path, _ = write(reference("parallel-moe").path, tmp_path, lambda module: "W4A8_DYNAMIC", group=16)
+    with caplog.at_level(logging.WARNING, "troupe.kernels"):
+        driver = drive(path, dtype="bfloat16", **OPTIONS)
+    assert sum("experts are run one by one" in record.message for record in caplog.records) == 1
+    assert not driver.info.graph_rows
+    (prompt,) = prompts(20)
+    driver.admit(1, prompt)
+    assert len(driver.generate(1, 30)) == 30
+
+
+def test_what_the_device_does_not_take():
+    x, weight = torch.ones(4, 32, dtype=BF16).npu(), torch.ones(3, 32, 16, dtype=BF16).npu()
+    counts = torch.tensor([1, 0, 3]).npu()
+    right = {"split_item": 2, "group_type": 0, "group_list_type": 1}
+    assert torch_npu.npu_grouped_matmul([x], [weight], group_list=counts, **right)[0].shape == (4, 16)
+    with pytest.raises(ConstraintError, match="group_list: must be int64"):
+        torch_npu.npu_grouped_matmul([x], [weight], group_list=counts.int(), **right)
+    with pytest.raises(ConstraintError, match=r"weight: must be \[experts, 32, N\]"):
+        torch_npu.npu_grouped_matmul([x], [weight.transpose(1, 2)], group_list=counts, **right)
+    with pytest.raises(ConstraintError, match="scale: must be one tensor of"):
+        torch_npu.npu_grouped_matmul(
+            [x.to(torch.int8)], [weight.to(torch.int8)], group_list=counts, output_dtype=BF16, **right
+        )
+    experts = torch.zeros(4, 2, dtype=torch.int32).npu()
+    with pytest.raises(ConstraintError, match="expert_idx: must be int32"):
+        torch_npu.npu_moe_init_routing_v2(x, experts.long(), active_num=8, expert_num=3)
+    with pytest.raises(ConstraintError, match="active_num: 7 is not simulated: 8 is"):
+        torch_npu.npu_moe_init_routing_v2(x, experts, active_num=7, expert_num=3)
+    with pytest.raises(ConstraintError, match="k: must be 1 to 3, is 4"):
+        torch_npu.npu_moe_gating_top_k_softmax(torch.ones(2, 3).npu(), None, 4)
