@@ -124,6 +124,12 @@ class WeightLoader:
             return whole
         return tuple(found) if others else first
 
+    def table(self, module: str) -> Tensor | QuantizedWeight:
+        """The weight of ``module``, of which rows are looked up; quantized where the scheme keeps it so."""
+        if self._scheme is None or not self._scheme.keeps_table(module):
+            return self.take([f"{module}.weight"])
+        return self._one(module, self._scheme)
+
     def biases(self, modules: Sequence[str]) -> Tensor | None:
         """The biases of the named modules, one after the other, zeros for one that has none; None: none has."""
         if not any(f"{module}.bias" in self._shapes for module in modules):

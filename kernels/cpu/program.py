@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kernels.batch import ForwardBatch
 from kernels.cpu.native.library import Library, Op, Step
-from kernels.cpu.native_blocks import NativeBlocks
+from kernels.cpu.native_blocks import NativeBlocks, NativeRows
 from kernels.cpu.native_grouped import NativeGrouped
 from kernels.cpu.native_int8 import NativeInt8
 from kernels.platforms.base import AttentionRows, DecodeTokens
@@ -101,11 +101,12 @@ class Native:
         self._call(op, Step(rows), table)
         return out
 
-    def lookup(self, ids: Tensor, weight: NativeWeight) -> Tensor:
+    def lookup(self, ids: Tensor, weight: NativeWeight | NativeRows) -> Tensor:
         """Rows ``ids`` int [tokens] of a weight, bit by bit; while recording, of the step's token ids. IndexError."""
         rows, width = len(ids), weight.inputs
         out = self._empty(rows, width)
-        op = Op(kind=_EMBED, a=weight.memory.data_ptr(), out=out.data_ptr(), stride_out=width, i0=width, i1=1)
+        op = Op(kind=_EMBED, a=weight.memory.data_ptr(), out=out.data_ptr(), stride_out=width, i0=width)
+        op.i1 = 2 if isinstance(weight, NativeRows) else 1
         given = ids.to(torch.int32).contiguous()
         if rows and not 0 <= int(given.min()) <= int(given.max()) < weight.outputs:
             raise IndexError(f"an id is not one of the {weight.outputs} rows; look up these alone")

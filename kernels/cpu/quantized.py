@@ -73,3 +73,8 @@ class CpuBlocksLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.native.linear_blocks(x, self._packed, self.bias)
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """``ids`` int [tokens] -> [tokens, inputs], rows of a weight of one type."""
+        (rows,) = self._packed.rows
+        return self.native.lookup(ids, rows)

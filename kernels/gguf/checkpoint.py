@@ -113,8 +113,7 @@ class GgufCheckpoint:
     def _tell(self, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme | None) -> None:
         kinds: Counter[str] = Counter()
         for name, shape in shapes.items():
-            kept = scheme is not None and name.endswith(("_proj.weight", "lm_head.weight"))
-            if len(shape) == 2 and not (kept and scheme.tensors(name.removesuffix(".weight"), (shape[0], shape[1]))):
+            if len(shape) == 2 and not (scheme is not None and _stays(name, (shape[0], shape[1]), scheme)):
                 kinds[self._kinds[self._header.tensors[foreign_name(name)].kind].name] += 1
         made = [f"{count} of {kind}" for kind, count in kinds.items() if kind not in ("F32", "F16", "BF16")]
         if made:
@@ -170,3 +169,11 @@ class GgufCheckpoint:
             if part is not None and part.dimension == 1:
                 values = part.of(values)
             target[begin - first : end - first].copy_(values)
+
+
+def _stays(name: str, shape: tuple[int, int], scheme: Scheme) -> bool:
+    """Whether a matrix is kept quantized."""
+    module = name.removesuffix(".weight")
+    if not name.endswith(("_proj.weight", "lm_head.weight")):
+        return scheme.keeps_table(module)
+    return scheme.tensors(module, shape) is not None

@@ -25,7 +25,7 @@ from kernels.layers.biased_norm import BiasedNorm
 from kernels.layers.rotary import RotaryEmbedding
 from kernels.models.config import ConfigError, ModelConfig
 from kernels.models.experts import SparseFeedForward, expert_shapes
-from kernels.models.source import TensorSource
+from kernels.models.source import ModelSource, TensorSource
 from kernels.parallel.group import Group
 from kernels.parallel.layers import VocabularyEmbedding, VocabularyHead, row_parallel
 from kernels.platforms.base import Linear, Norm, Platform
@@ -74,16 +74,21 @@ def _norm(name: str, source: TensorSource, platform: Platform, config: ModelConf
 
 
 def _embedding(
-    config: ModelConfig, source: TensorSource, platform: Platform, group: Group, fp32_head: bool
+    config: ModelConfig, source: ModelSource, platform: Platform, group: Group, fp32_head: bool
 ) -> tuple[VocabularyEmbedding, Linear | None]:
     """With the output layer where its weight is the same. Nothing else holds the table, which a platform may repack."""
-    table = source.take(["model.embed_tokens.weight"])
-    lookup, head = platform.make_lookup(table), None
+    head: Linear | None = None
     if config.tied_embeddings and fp32_head:
-        head = platform.make_float_head(table, True)
-    elif config.tied_embeddings:
+        floats = source.take(["model.embed_tokens.weight"])
+        return VocabularyEmbedding(group, platform.make_lookup(floats), len(floats)), platform.make_float_head(
+            floats, True
+        )
+    table = source.table("model.embed_tokens")
+    if config.tied_embeddings:
         lookup, head = platform.make_tied(table)
-    return VocabularyEmbedding(group, lookup, len(table)), head
+    else:
+        lookup = platform.make_lookup(table)
+    return VocabularyEmbedding(group, lookup, table.shape[0]), head
 
 
 class Attention:
@@ -179,7 +184,7 @@ class Decoder:
     def __init__(
         self,
         config: ModelConfig,
-        source: TensorSource,
+        source: ModelSource,
         platform: Platform,
         dtype: torch.dtype,
         group: Group,

@@ -7,9 +7,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kernels.quantization.weights import Projection
+from kernels.quantization.weights import Projection, QuantizedWeight
 
-__all__ = ["TensorSource"]
+__all__ = ["ModelSource", "TensorSource"]
 
 
 class TensorSource(Protocol):
@@ -25,4 +25,12 @@ class TensorSource(Protocol):
 
     def projection(self, modules: Sequence[str]) -> Projection:
         """The weights of the named modules, one after the other along their outputs, perhaps quantized."""
+        ...
+
+
+class ModelSource(TensorSource, Protocol):
+    """Of a whole model."""
+
+    def table(self, module: str) -> Tensor | QuantizedWeight:
+        """The weight of which rows are looked up, quantized where it is stored so and may stay."""
         ...

@@ -298,12 +298,20 @@ class Platform(ABC):
     def make_linear(self, weight: Tensor, bias: Tensor | None, shared: bool = False) -> Linear:
         """``weight`` [outputs, inputs]. The platform may keep a packed copy and drop it, unless it is ``shared``."""
 
-    def make_tied(self, table: Tensor) -> tuple[Lookup, Linear]:
+    def make_tied(self, table: Tensor | QuantizedWeight) -> tuple[Lookup, Linear]:
         """Looks up rows of ``table`` [vocab, hidden], and the output layer of which it is the weight.
 
         The platform may keep one copy for both, in a layout of its own.
         """
+        if isinstance(table, QuantizedWeight):
+            return self.make_tied(self._dense(table))
         return self.make_lookup(table), self.make_linear(table, None, shared=True)
+
+    def _dense(self, weight: QuantizedWeight) -> Tensor:
+        self._tell("the table of embeddings is dequantized to %s while it is loaded", weight.dtype)
+        dense = weight.dequantize(weight.dtype)
+        self.widened_bytes += dense.nbytes - weight.nbytes
+        return dense
 
     def make_projection(self, weight: Projection, bias: Tensor | None) -> Linear:
         """A linear layer of a weight of any kind, ``bias`` [outputs] in the model's dtype."""
@@ -417,8 +425,10 @@ class Platform(ABC):
         """``x`` [tokens, dim] + ``bias`` [dim]. Overwrites ``x``."""
         return x.add_(bias)
 
-    def make_lookup(self, table: Tensor) -> Lookup:
+    def make_lookup(self, table: Tensor | QuantizedWeight) -> Lookup:
         """``embed`` of ``table``."""
+        if isinstance(table, QuantizedWeight):
+            table = self._dense(table)
         return partial(self.embed, table=table)
 
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:

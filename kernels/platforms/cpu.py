@@ -176,7 +176,27 @@ class CpuPlatform(Platform):
         self._linears.add(linear)
         return linear
 
-    def make_tied(self, table: Tensor) -> tuple[Lookup, Linear]:
+    def make_lookup(self, table: Tensor | QuantizedWeight) -> Lookup:
+        blocks = self._blocks(table)
+        return super().make_lookup(table) if blocks is None else blocks.lookup
+
+    def _blocks(self, table: Tensor | QuantizedWeight) -> CpuBlocksLinear | None:
+        """Of a table in blocks, where there are native operators."""
+        if not isinstance(table, GgufWeight) or not NativeBlocks.fits(table):
+            return None
+        native = self._wait_for_native()
+        if native is None:
+            return None
+        linear = CpuBlocksLinear(table, None, native)
+        self.widened_bytes += linear.nbytes - table.nbytes
+        return linear
+
+    def make_tied(self, table: Tensor | QuantizedWeight) -> tuple[Lookup, Linear]:
+        blocks = self._blocks(table)
+        if blocks is not None:
+            return blocks.lookup, blocks
+        if isinstance(table, QuantizedWeight):
+            return super().make_tied(table)
         linear = TiedLinear(table, self._native)
         self._linears.add(linear)
         return linear.lookup, linear

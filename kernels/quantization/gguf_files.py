@@ -46,6 +46,9 @@ class GgufScheme(Scheme):
             return None
         return {f"{module}.weight": Stored(("U8",), ((shape[0], row),))}
 
+    def keeps_table(self, module: str) -> bool:
+        return self._kind(module) in KINDS
+
     def read(self, files: Files, module: str, shape: tuple[int, int]) -> QuantizedWeight:
         kind = self._kind(module)
         if kind in KINDS:

@@ -65,6 +65,10 @@ class Scheme(ABC):
     def read(self, files: Files, module: str, shape: tuple[int, int]) -> QuantizedWeight:
         """The whole weight of a module that has ``tensors``, on the host."""
 
+    def keeps_table(self, module: str) -> bool:
+        """Whether the table of embeddings is stored quantized and may stay so."""
+        return False
+
     def convert(self, module: str, weight: Tensor) -> QuantizedWeight | None:
         """A rank's part of a weight that is stored in floats, quantized now; None: it stays."""
         return None

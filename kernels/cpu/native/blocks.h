@@ -257,6 +257,34 @@ inline void multiply_blocks_chunk(void* context, int64_t chunk, int) {
     }
 }
 
+// call<LOW, HIGH>() for the layout's planes.
+template <class Call>
+inline void with_planes(const Layout& of, Call call) {
+    switch (10 * of.low + of.high) {
+        case 20: return call.template operator()<2, 0>();
+        case 21: return call.template operator()<2, 1>();
+        case 40: return call.template operator()<4, 0>();
+        case 41: return call.template operator()<4, 1>();
+        case 42: return call.template operator()<4, 2>();
+    }
+}
+
+// Output `output` of a packed weight -> bf16 [inputs]
+inline void unpack_blocks(const uint8_t* weight, int64_t output, int64_t inputs, bf16* out) {
+    BlockProduct p{{}, weight};
+    p.product.inputs = inputs;
+    const uint8_t* block = p.block(output / WIDE);
+    with_planes(p.layout(), [&]<int LOW, int HIGH>() {
+        alignas(64) bf16 wide[CELL];
+        const bf16* own = wide + output % WIDE / TILE * CELL / 2 + 2 * (output % TILE);
+        Factors by;
+        for (int64_t input = 0; input < inputs; input += DEPTH) {
+            widen_inputs<LOW, HIGH>(p, block, input, by, wide);
+            for (int64_t pair = 0; pair < TILE; pair++) std::memcpy(out + input + 2 * pair, own + pair * WIDE, 4);
+        }
+    });
+}
+
 inline void multiply_blocks(Team& team, BlockProduct p) {
     Product& of = p.product;
     const int64_t most = std::max<int64_t>(256, (1 << 19) / of.inputs / WIDE * WIDE);
@@ -264,13 +292,7 @@ inline void multiply_blocks(Team& team, BlockProduct p) {
     of.panel = ((of.rows + panels - 1) / panels + WIDE - 1) / WIDE * WIDE;
     of.chunk = std::max<int64_t>(1, std::min(all / (4 * team.size()), 1 + (1 << 17) / (WIDE * of.inputs)));
     const int64_t chunks = panels * ((all + of.chunk - 1) / of.chunk);
-    switch (10 * p.layout().low + p.layout().high) {
-        case 20: return team.each(chunks, multiply_blocks_chunk<2, 0>, &p);
-        case 21: return team.each(chunks, multiply_blocks_chunk<2, 1>, &p);
-        case 40: return team.each(chunks, multiply_blocks_chunk<4, 0>, &p);
-        case 41: return team.each(chunks, multiply_blocks_chunk<4, 1>, &p);
-        case 42: return team.each(chunks, multiply_blocks_chunk<4, 2>, &p);
-    }
+    with_planes(p.layout(), [&]<int LOW, int HIGH>() { team.each(chunks, multiply_blocks_chunk<LOW, HIGH>, &p); });
 }
 
 }  // namespace troupe

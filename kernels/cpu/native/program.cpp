@@ -46,7 +46,9 @@ T* at(void* base, int64_t row, int64_t stride) {
 
 void embed(const Op& op, const Step& step, int64_t row) {
     bf16* out = at<bf16>(op.out, row, op.stride_out);
-    if (op.i1) {
+    if (op.i1 == 2) {
+        unpack_blocks(static_cast<uint8_t*>(op.a), step.ids[row], op.i0, out);
+    } else if (op.i1) {
         unpack(static_cast<bf16*>(op.a), step.ids[row], op.i0, out);
     } else {
         std::memcpy(out, at<bf16>(op.a, step.ids[row], op.i0), 2 * op.i0);
