@@ -7,7 +7,7 @@ from torch import Tensor
 from kernels.batch import ForwardBatch
 from kernels.loaded_model import LoadedModel
 from kernels.platforms.base import Decodes
-from kernels.speculative.steady import SteadyChains
+from kernels.speculative.steady import HostTarget, SteadyChains
 from kernels.steady import SteadyDecodes
 
 __all__ = ["CapturedSteps"]
@@ -17,7 +17,8 @@ class CapturedSteps:
     """Of one model. Each is None where the platform gains nothing by it, or not all ranks could.
 
     ``decodes``: the model's part of steps of decodes. ``verifies``: the same of decodes that all have guesses.
-    ``steady`` and ``chains``: all of such a step, where the device is the host.
+    ``steady`` and ``chains``: all of such a step, where the device is the host. ``target``: what both run where there
+    are guesses.
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
@@ -26,6 +27,7 @@ class CapturedSteps:
         self.verifies: Decodes | None = None
         self.steady: SteadyDecodes | None = None
         self.chains: SteadyChains | None = None
+        self.target: HostTarget | None = None
         self.capture()
 
     def capture(self) -> None:
@@ -35,7 +37,7 @@ class CapturedSteps:
         windows, speculator = sorted(loaded.windows), loaded.speculator
         rows = config.max_slots - 1
         self.decodes = self._capture_decodes(rows)
-        self.verifies = self.steady = self.chains = None
+        self.verifies = self.steady = self.chains = self.target = None
         if speculator is None:
             likeliest = platform.capture_likeliest(
                 lambda batch: model.logits(model.forward(batch, caches)), windows, rows
@@ -48,17 +50,17 @@ class CapturedSteps:
         rows = min(rows, config.max_step_tokens // drafter.most_nodes)
         self.verifies = self._capture_decodes(rows, drafter.most_nodes, drafter.branches)
         drafter.capture(self._agree)
-        self.chains = SteadyChains.make(
-            platform,
-            model,
-            caches,
-            windows,
-            loaded.slots,
-            loaded.sampler,
-            speculator,
-            rows,
-            config.speculation.num_steps,
-        )
+        self.target = target = HostTarget.make(platform, model, caches, windows, rows * drafter.most_nodes)
+        if target is None:
+            return
+        self.steady = SteadyDecodes(loaded.slots, loaded.sampler, target.decode, rows)
+        drafts = drafter.host_drafts(loaded.slots, rows)
+        speculator.observer.settle_here(drafts, target.features.shape[1])
+        if drafts is not None and speculator.exact:
+            steps = config.speculation.num_steps
+            self.chains = SteadyChains(
+                platform, loaded.slots, loaded.sampler, speculator, drafts, target, caches, rows, steps
+            )
 
     def _capture_decodes(self, rows: int, tokens: int = 1, tree: bool = False) -> Decodes | None:
         loaded = self._loaded

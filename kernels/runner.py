@@ -117,7 +117,7 @@ class ModelRunner:
             answer.draft = time.perf_counter() - begun
         self._update_slots(batch, answer)
         steady, chains = self._captured.steady, self._captured.chains
-        if steady is not None and not answer.failed and steady.fits(batch):
+        if steady is not None and not (answer.failed or batch.drafts) and steady.fits(batch):
             result = self._run_steady(steady, batch, begun)
             if result is not None:
                 return result
@@ -151,13 +151,18 @@ class ModelRunner:
 
     def _run_steady(self, steady: SteadyDecodes, batch: StepBatch, begun: float) -> RunningStep | None:
         """None when a row is not finite: then nothing was done that is not done again."""
+        if steady.over:
+            return _of_no_use(batch)
         prepared = time.perf_counter()
         tokens, broken = steady.run()
         if broken.any():
             return None
         steady.keep(tokens)
+        if self._speculator is not None and self._captured.target is not None:
+            self._speculator.show_later(steady.slots, self._captured.target.features[: len(tokens)])
         ended = self._ended = time.perf_counter()
-        timing = StepTiming(prepare=prepared - begun, run=ended - prepared, graph_rows=len(tokens))
+        whole = ended - begun
+        timing = StepTiming(prepare=prepared - begun, run=ended - prepared, graph_rows=len(tokens), whole=whole)
         packed = tokens.astype(np.int32).tobytes()
         result = StepResult(batch.number, accepted=batch.counts, tokens=packed, timing=timing)
         return RunningStep(lambda: result, True)
@@ -165,12 +170,14 @@ class ModelRunner:
     def _run_chains(self, chains: SteadyChains, batch: StepBatch, begun: float, seen: float) -> RunningStep | None:
         """None when it is not for them: then nothing was done that is not done again. ``seen``: seconds that observing
         took."""
+        if chains.over:
+            return _of_no_use(batch)
         drafting = time.perf_counter()
-        drafted = chains.draft(batch)
-        if drafted is None:
+        trees = chains.draft(batch)
+        if trees is None:
             return None
         prepared = time.perf_counter()
-        found = chains.run(batch, *drafted)
+        found = chains.run(batch, trees)
         if found is None:
             return None
         ended = self._ended = time.perf_counter()
@@ -181,13 +188,12 @@ class ModelRunner:
             draft=seen + prepared - drafting,
             whole=ended - begun,
         )
-        drafts = found.drafted.tobytes()
         result = StepResult(
             batch.number,
             accepted=found.accepted.tobytes(),
             tokens=found.tokens.tobytes(),
-            drafted=drafts,
-            depths=drafts,
+            drafted=found.drafted.tobytes(),
+            depths=found.depths.tobytes(),
             timing=timing,
         )
         return RunningStep(lambda: result, True)
@@ -376,6 +382,12 @@ class ModelRunner:
 
     def _put(self, array: Longs) -> Tensor:
         return self._platform.put(array)
+
+
+def _of_no_use(batch: StepBatch) -> RunningStep:
+    """The step of decodes whose sequences are at their end: the first tokens there are stand for what nobody reads."""
+    result = StepResult(batch.number, accepted=batch.counts, tokens=bytes(len(batch.counts)))
+    return RunningStep(lambda: result, True)
 
 
 def _ints(data: bytes) -> Ints:

@@ -14,6 +14,8 @@ from kernels.step import Admission
 
 __all__ = ["SlotError", "SlotTable"]
 
+_NO_TARGET = 1 << 62
+
 SLACK = 2
 """Positions a sequence may run past its context: steps that were sent before its end was known."""
 
@@ -59,6 +61,10 @@ class SlotTable:
         self.generation: Ints = np.zeros(max_slots, dtype=np.int32)
         self.active = np.zeros(max_slots, dtype=bool)
         self.longest = longest
+        self._targets: Longs = np.full(max_slots, _NO_TARGET, dtype=np.int64)
+        self._stops: dict[int, tuple[frozenset[int], int]] = {}  # what ends a sequence, and from which position on
+        self._searched: Longs = np.zeros(max_slots, dtype=np.int64)  # positions where it was looked for
+        self._stopped = np.zeros(max_slots, dtype=bool)
         self.pages: Ints = np.zeros((max_slots, -(-(longest + guesses) // page_size)), dtype=np.int32)
         self.page_count: Longs = np.zeros(max_slots, dtype=np.int64)
 
@@ -71,6 +77,8 @@ class SlotTable:
         """Drop the slot's state. Its generation stays, so that late rows are told apart."""
         self.active[slot] = False
         self.known[slot] = self.computed[slot] = self.page_count[slot] = 0
+        self._targets[slot], self._stopped[slot] = _NO_TARGET, False
+        self._stops.pop(slot, None)
 
     def admit(self, admission: Admission) -> None:
         """A request takes a slot. Raises SlotError; the slot is then free."""
@@ -96,6 +104,13 @@ class SlotTable:
         self.prompt_length[slot] = admission.prompt_length
         self.prompt_logprobs[slot] = admission.sampling.prompt_logprobs
         self.active[slot] = True
+        self._targets[slot] = admission.target or _NO_TARGET
+        self._searched[slot] = len(tokens)
+        if admission.stop_ids:
+            self._stops[slot] = (
+                frozenset(admission.stop_ids),
+                admission.prompt_length + admission.sampling.min_tokens,
+            )
         try:
             self.grant(slot, pages)
         except SlotError:
@@ -113,6 +128,24 @@ class SlotTable:
             raise SlotError(f"page ids must be 1 to {self.num_pages - 1}")
         self.pages[slot, held : held + len(pages)] = pages
         self.page_count[slot] = held + len(pages)
+
+    def left(self, slots: Longs) -> Longs:
+        """How many tokens more each of the slots' sequences may have; 0 for one that is at its end.
+
+        What stops a sequence is looked for where the device is the host; elsewhere tokens are known here too late.
+        """
+        left: Longs = np.maximum(self._targets[slots] - self.known[slots], 0)
+        if self.here is None or not self._stops:
+            return left
+        for slot in slots.tolist():
+            known = int(self.known[slot])
+            if known > self._searched[slot] and slot in self._stops:
+                stops, first = self._stops[slot]
+                begin = max(first, int(self._searched[slot]))
+                self._stopped[slot] |= not stops.isdisjoint(self.here[slot, begin:known].tolist())
+                self._searched[slot] = known
+        left[self._stopped[slots]] = 0
+        return left
 
     def read(self, slots: Longs, positions: Longs, at: Tensor) -> Tensor:
         """The token ids int32 at ``positions`` int64 of ``slots``; ``at``: the positions on the device."""

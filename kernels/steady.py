@@ -50,6 +50,16 @@ class SteadyDecodes:
         room = np.minimum(state.page_count[slots] * state.page_size, state.tokens.shape[1] - 1)
         return bool((computed + 1 == known).all() and (known <= room).all())
 
+    @property
+    def slots(self) -> Longs:
+        """Those of the rows that fitted."""
+        return self._slots
+
+    @property
+    def over(self) -> bool:
+        """Whether their sequences are at their end, all of them: what comes of the step is of no use."""
+        return not self._state.left(self._slots).any()
+
     def run(self) -> tuple[Longs, Bools]:
         """Run the rows that fitted. -> their tokens int64 [rows], and which are not finite bool [rows].
 

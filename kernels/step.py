@@ -13,7 +13,8 @@ only says "run ``count`` tokens of this slot from where it stands":
 * a prefill chunk runs ``count`` prompt tokens; when the chunk reaches the last known token, one token is sampled;
 * a decode runs 1 token, the one sampled before, and samples the next. The scheduler need not have seen it;
 * a decode that may speculate also runs guesses of the runner's own after it, and produces 1 token and one more for each
-  guess in a row that is what is sampled anyway. Known and computed then grow by as many as it produces.
+  guess in a row that is what is sampled anyway. Known and computed then grow by as many as it produces;
+* of a sequence that is at its end, as its admission said, what a step produces counts for nothing: it need not be run.
 
 A slot that is given to another request gets a new *generation*. A row whose generation is not the slot's is a protocol
 error and is answered in ``StepResult.failed``.
@@ -72,6 +73,8 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
     pages: bytes  # int32: the slot's first pages, in order
     sampling: SlotSampling
     salt: bytes = b""  # of the prefix cache: what was learnt of one salt's requests is of no use to another's
+    target: int = 0  # tokens at which the sequence ends; 0: it is not told
+    stop_ids: tuple[int, ...] = ()  # what ends it behind `sampling.min_tokens` output tokens
 
 
 class StepBatch(msgspec.Struct, frozen=True, array_like=True):

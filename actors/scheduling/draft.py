@@ -170,6 +170,8 @@ def _admission(sequence: Sequence, pages: bytes) -> Admission:
         pages=pages,
         sampling=_sampling(sequence),
         salt=sequence.spec.salt,
+        target=sequence.target,
+        stop_ids=sequence.stop_ids,
     )
 
 

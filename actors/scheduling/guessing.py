@@ -23,6 +23,7 @@ class Guessing:
     def __init__(self, info: ModelInfo, adaptive: str | None) -> None:
         self._depth: int = info.speculative_depth
         self._nodes = info.speculative_levels
+        self._chains = info.speculative_nodes == info.speculative_depth + 1
         self._steps: AdaptiveSteps | None = None
         if adaptive is not None and self._depth:
             self._steps = AdaptiveSteps(self._nodes, msgspec.json.decode(adaptive, type=AdaptiveConfig))
@@ -38,7 +39,10 @@ class Guessing:
         Guesses take positions behind the last known token, so they need pages early.
         """
         rows = draft.decodes
-        wanted = [min(s.drafts, share) if s.target - s.known > 1 else 0 for s in rows]
+        wanted = []
+        for s in rows:
+            left = s.target - s.known - 1  # after the token that comes anyway
+            wanted.append(max(min(s.drafts, share, left if self._chains else s.drafts * left), 0))
         if self._steps is not None:
             wanted = self._adapt(self._steps, draft, wanted)
         if not any(wanted):

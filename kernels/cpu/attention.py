@@ -26,7 +26,7 @@ __all__ = ["SHORT", "AttentionPlan", "AttentionPlanner", "paged_attention"]
 QUERY_BLOCK = 256  # queries of a prefill row in one call
 GATHER_TOKENS = 1 << 15  # cached tokens copied for one decode call, at most
 SMALL_PAGES = 8  # rows of up to so many pages are not worth sorting apart
-SHORT = 16  # tokens up to which the end of a prompt is no prefill to the native operators, which lay out its values
+SHORT = 48  # tokens up to which the end of a prompt is no prefill to the native operators, which lay out its values
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,10 @@ from kernels.rows import ragged
 from kernels.slots import SlotTable
 from kernels.speculative.places import DraftPlaces
 
-__all__ = ["HostBlocks", "HostChains", "HostDrafts", "SeenHere", "places_of", "raw"]
+__all__ = ["GuessesHere", "HostBlocks", "HostChains", "HostDrafts", "Raw", "SeenHere", "places_of", "raw"]
+
+LONGEST = 128
+"""Tokens of a row up to which a prompt is seen as decodes are, a query after the other."""
 
 Longs = npt.NDArray[np.int64]
 Raw = npt.NDArray[np.int16]
@@ -29,16 +32,28 @@ Raw = npt.NDArray[np.int16]
 
 @dataclass(frozen=True)
 class SeenHere:
-    """What a step computed and accepted: of each row ``counts`` tokens from position ``starts`` on.
+    """What was computed: of each row ``counts`` tokens from position ``starts`` on.
 
-    ``features`` [tokens, n], as their bits, of which ``places`` int64 are those of the accepted tokens.
+    ``features`` [tokens, n], as their bits, of which ``places`` int64 are those of the rows' tokens; None for a drafter
+    that has no use for them.
     """
 
     slots: Longs
     starts: Longs
     counts: Longs
-    features: Raw
+    features: Raw | None
     places: Longs
+
+
+@dataclass(frozen=True)
+class GuessesHere:
+    """A tree for each row, as ``Drafts`` and ``DraftTree`` say; ``depths`` and what follows it None for chains."""
+
+    tokens: Longs
+    counts: Longs
+    parents: Longs | None = None
+    depths: Longs | None = None
+    bits: Longs | None = None
 
 
 class HostDrafts(ABC):
@@ -49,8 +64,16 @@ class HostDrafts(ABC):
         """As ``Drafter.observe``."""
 
     @abstractmethod
-    def draft(self, slots: Longs, roots: Longs, capacity: Longs, steps: int) -> Longs | None:
-        """The tokens that are guessed behind the ``roots``, int64 [rows, ``steps`` or fewer]."""
+    def draft(self, slots: Longs, roots: Longs, capacity: Longs, limits: Longs, steps: int) -> GuessesHere | None:
+        """What is guessed behind the ``roots``, up to ``limits`` nodes and ``steps`` levels of each row."""
+
+    @staticmethod
+    def chains(root_tokens: Longs, guesses: Longs, limits: Longs) -> GuessesHere:
+        """``guesses`` int64 [rows, n], each row's one after the other."""
+        width = min(guesses.shape[1], int(limits.max()))
+        tokens = np.empty((len(guesses), 1 + width), dtype=np.int64)
+        tokens[:, 0], tokens[:, 1:] = root_tokens, guesses[:, :width]
+        return GuessesHere(tokens, np.minimum(limits, width) + 1)
 
 
 def raw(tensor: Tensor) -> Raw:
@@ -144,21 +167,24 @@ class HostChains(HostDrafts):
         return cls(state, places, states, reached, first, ids, passes)
 
     def observe(self, seen: SeenHere) -> bool:
-        state, slots = self._state, seen.slots
-        starts = seen.starts + self._first
-        ends = starts + seen.counts
-        if self._first:
-            size = state.page_count[slots] * state.page_size
-            if (self._reached[slots] != starts).any() or (ends > size).any():
+        state, slots, starts, counts = self._state, seen.slots, seen.starts, seen.counts
+        ends = starts + counts
+        if self._first:  # it has no need of what the target found: it goes on from where it is
+            starts = self._reached[slots]
+            ends = np.minimum(ends + 1, state.page_count[slots] * state.page_size)
+            counts = ends - starts
+            if counts.min() < 1:
                 return False
-        owners, positions = np.repeat(slots, seen.counts), ragged(starts, seen.counts)
+        count = int(counts.sum())
+        if count > len(self._left) or counts.max() > LONGEST:
+            return False
+        owners, positions = np.repeat(slots, counts), ragged(starts, counts)
         assert state.here is not None
         ids = state.here[owners, positions + (1 - self._first)]
-        count = len(ids)
-        if not self._first:
+        if seen.features is not None:
             self._features[:count] = seen.features[seen.places]
         offsets = np.zeros(len(slots) + 1, dtype=np.int64)
-        np.cumsum(seen.counts, out=offsets[1:])
+        np.cumsum(counts, out=offsets[1:])
         pages = state.pages[slots, : int(ends.max() - 1) // state.page_size + 1]
         index = places_of(state.pages, owners, positions, state.page_size)
         self._observe(DecodeTokens(ids, positions, index, pages, ends, offsets))
@@ -166,7 +192,7 @@ class HostChains(HostDrafts):
         self._reached[slots] = ends
         return True
 
-    def draft(self, slots: Longs, roots: Longs, capacity: Longs, steps: int) -> Longs | None:
+    def draft(self, slots: Longs, roots: Longs, capacity: Longs, limits: Longs, steps: int) -> GuessesHere | None:
         starts = roots + self._first
         if (self._reached[slots] != starts).any():
             return None
@@ -189,7 +215,8 @@ class HostChains(HostDrafts):
             at = step - 1
             self._guess(DecodeTokens(ids, positions[at], index[at], table, lengths[at]))
             found[step] = self._target(self._tokens[:count])
-        return found.T
+        assert state.here is not None
+        return self.chains(state.here[slots, roots], found.T, limits)
 
     def _target(self, chosen: Longs) -> Longs:
         return chosen if self._ids is None else self._ids[chosen]
@@ -255,16 +282,18 @@ class HostBlocks(HostDrafts):
         return cls(state, places, block, nodes, mask, observing, seen, guessing, kept[0])
 
     def observe(self, seen: SeenHere) -> bool:
-        state = self._state
+        state, count = self._state, int(seen.counts.sum())
+        assert seen.features is not None
+        if count > len(self._features):
+            return False
         owners, positions = np.repeat(seen.slots, seen.counts), ragged(seen.starts, seen.counts)
-        count = len(owners)
         self._features[:count] = seen.features[seen.places]
         index = places_of(state.pages, owners, positions, state.page_size)
         pages = state.pages[owners, :1]  # nothing is attended
         self._observe(DecodeTokens(np.zeros(count, dtype=np.int32), positions, index, pages, positions))
         return True
 
-    def draft(self, slots: Longs, roots: Longs, capacity: Longs, steps: int) -> Longs | None:
+    def draft(self, slots: Longs, roots: Longs, capacity: Longs, limits: Longs, steps: int) -> GuessesHere | None:
         state, count, block = self._state, len(slots), self._block
         given = state.pages[slots, : int(roots.max() + steps) // state.page_size + 1]
         table = self._places.table(slots, roots, given, capacity, block)
@@ -277,4 +306,4 @@ class HostBlocks(HostDrafts):
         offsets = np.arange(count + 1) * block
         self._guess(DecodeTokens(ids.reshape(-1), positions, index, table, roots + block, offsets, bits))
         tokens: Longs = self._tokens[: count * block].reshape(count, block)[:, 1 : self._nodes]
-        return tokens
+        return self.chains(state.here[slots, roots], tokens, limits)

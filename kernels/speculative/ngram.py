@@ -13,7 +13,9 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kernels.slots import SlotTable
 from kernels.speculative.drafter import Drafter, DrafterContext, DraftRows, Drafts, Observation
+from kernels.speculative.host_drafts import GuessesHere, HostDrafts, SeenHere
 from kernels.speculative.settings import NgramSettings
 from kernels.speculative.tree import DraftTree
 from kernels.speculative.trie import Generation, NgramTrie, Sequence
@@ -25,6 +27,7 @@ CACHED = 1024
 """Tokens of a cached prefix that a new request tells the trie again: most were seen when they were computed."""
 
 Ints: TypeAlias = npt.NDArray[np.int32]
+Longs: TypeAlias = npt.NDArray[np.int64]
 
 Nodes: TypeAlias = tuple[list[int], list[int]]
 """Tokens and parents of a tree's nodes, parents first; the root is node 0 with parent -1."""
@@ -54,7 +57,7 @@ class NgramDrafter(Drafter):
         self._sequences[slot] = self._trie.open(admission.salt)
         self._prompts[slot] = tokens
         self._told[slot] = max(0, known - CACHED)
-        self._tell(slot, self._told[slot], tokens[self._told[slot] : known])
+        self.tell(slot, self._told[slot], tokens[self._told[slot] : known])
 
     def release(self, slot: int) -> None:
         sequence = self._sequences.pop(slot, None)
@@ -69,39 +72,74 @@ class NgramDrafter(Drafter):
         for slot, start, end, sampled in zip(
             seen.slots.tolist(), seen.starts.tolist(), ends, seen.sampled, strict=True
         ):
-            self._tell(slot, start, self._prompts[slot][start:end])
-            self._tell(slot, end - len(sampled), sampled)
+            self.tell(slot, start, self._prompts[slot][start:end])
+            self.tell(slot, end - len(sampled), sampled)
 
     def draft(self, rows: DraftRows) -> Drafts:
-        guesses = []
-        for slot, root, limit in zip(rows.slots.tolist(), rows.roots.tolist(), rows.limits.tolist(), strict=True):
+        found = self.guesses(rows.slots, rows.roots, rows.limits)
+        nodes = found.tokens.shape[1]
+        chain = np.arange(nodes) - 1
+        put = self._platform.put
+        if found.parents is None or found.depths is None or found.bits is None:
+            depths, shape = chain + 1, found.tokens.shape
+            bits = (np.int64(2) << depths) - 1
+            both = [put(np.broadcast_to(values, shape).copy()) for values in (chain, depths, bits)]
+            return Drafts(DraftTree(put(found.tokens), *both, True), found.counts)
+        tree = DraftTree(put(found.tokens), put(found.parents), put(found.depths), put(found.bits), False)
+        return Drafts(tree, found.counts)
+
+    def guesses(self, slots: Longs, roots: Longs, limits: Longs) -> GuessesHere:
+        """Trees of each slot's next tokens, of at most ``limits`` nodes beside the root."""
+        trees = []
+        for slot, root, limit in zip(slots.tolist(), roots.tolist(), limits.tolist(), strict=True):
             # A row that is not finite is not observed, and runs on until that is known: there is nothing to guess.
             nodes = min(int(limit) + 1, self.most_nodes) if self._told[slot] == root + 1 else 1
-            guesses.append(guess(self._trie, self._sequences[slot], self._last[slot], nodes, self._settings))
-        counts = np.array([len(tokens) for tokens, _ in guesses], dtype=np.int64)
-        shape = (len(guesses), int(counts.max(initial=1)))
-        tokens, depths, bits = (np.zeros(shape, dtype=np.int64) for _ in range(3))
-        parents = np.tile(np.arange(shape[1]) - 1, (shape[0], 1))  # of nodes that are not run: as in a chain
-        for row, (row_tokens, row_parents) in enumerate(guesses):
-            tokens[row, : len(row_tokens)] = row_tokens
-            parents[row, : len(row_parents)] = row_parents
-        bits[:, 0] = 1
-        every = np.arange(shape[0])
-        for node in range(1, shape[1]):
-            above = parents[:, node]
-            depths[:, node] = depths[every, above] + 1
-            bits[:, node] = bits[every, above] | np.left_shift(1, node, dtype=np.int64)
-        linear = bool((parents == np.arange(shape[1]) - 1).all())
-        put = self._platform.put
-        return Drafts(DraftTree(put(tokens), put(parents), put(depths), put(bits), linear), counts)
+            trees.append(guess(self._trie, self._sequences[slot], self._last[slot], nodes, self._settings))
+        counts = np.array([len(tokens) for tokens, _ in trees], dtype=np.int64)
+        width = int(counts.max(initial=1))
+        chain = list(range(-1, width - 1))
+        tokens = np.array([part + [0] * (width - len(part)) for part, _ in trees], dtype=np.int64).reshape(-1, width)
+        if all(parents == chain[: len(parents)] for _, parents in trees):
+            return GuessesHere(tokens, counts)
+        above = [parents + chain[len(parents) :] for _, parents in trees]  # nodes that are not run: as in a chain
+        depths, bits = [], []
+        for parents in above:
+            deep, seen = [0], [1]
+            for node, parent in enumerate(parents[1:], 1):
+                deep.append(deep[parent] + 1)
+                seen.append(seen[parent] | 1 << node)
+            depths.append(deep)
+            bits.append([mask - (mask >> 63 << 64) for mask in seen])  # 64 bits, the highest the sign
+        both = (np.array(values, dtype=np.int64) for values in (above, depths, bits))
+        return GuessesHere(tokens, counts, *both)
 
-    def _tell(self, slot: int, start: int, tokens: Ints) -> None:
+    def host_drafts(self, state: SlotTable, rows: int) -> HostDrafts | None:
+        return HostNgrams(self, state)
+
+    def tell(self, slot: int, start: int, tokens: Ints) -> None:
         """The slot's ``tokens`` from position ``start`` on; those known are passed over."""
         new = tokens[max(0, self._told[slot] - start) :].tolist()
         if new:
             self._trie.extend(self._sequences[slot], new)
             self._told[slot] += len(new)
             self._last[slot] = new[-1]
+
+
+class HostNgrams(HostDrafts):
+    """The same where all tokens are the host's anyway."""
+
+    def __init__(self, drafter: NgramDrafter, state: SlotTable) -> None:
+        self._drafter, self._state = drafter, state
+
+    def observe(self, seen: SeenHere) -> bool:
+        here = self._state.here
+        assert here is not None
+        for slot, start, count in zip(seen.slots.tolist(), seen.starts.tolist(), seen.counts.tolist(), strict=True):
+            self._drafter.tell(slot, start, here[slot, start : start + count + 1])
+        return True
+
+    def draft(self, slots: Longs, roots: Longs, capacity: Longs, limits: Longs, steps: int) -> GuessesHere | None:
+        return self._drafter.guesses(slots, roots, limits)
 
 
 def guess(trie: NgramTrie, sequence: Sequence, last: int, nodes: int, settings: NgramSettings) -> Nodes:

@@ -13,6 +13,8 @@ from kernels.platforms.base import Fetched, Platform
 from kernels.rows import StepRows, ragged
 from kernels.slots import SlotTable
 from kernels.speculative.drafter import Drafter, Observation
+from kernels.speculative.host_drafts import HostDrafts, Raw, SeenHere, raw
+from kernels.speculative.unseen import Unseen
 
 __all__ = ["Observer", "Run"]
 
@@ -65,6 +67,25 @@ class Observer:
     def __init__(self, drafter: Drafter, platform: Platform, slots: SlotTable) -> None:
         self._drafter, self._platform, self._slots = drafter, platform, slots
         self._backlog: list[_Seen] = []
+        self._here: HostDrafts | None = None
+        self._unseen: Unseen | None = None
+
+    def settle_here(self, drafts: HostDrafts | None, width: int) -> None:
+        """Nothing is waiting. The device is the host, features are bf16 and ``width`` wide: decodes wait in one place,
+        and ``drafts`` see what they can."""
+        self._here = drafts
+        self._unseen = Unseen(self._slots, width if self._drafter.features else 0)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether decodes may be shown ``later``: ``settle_here`` was called."""
+        return self._unseen is not None
+
+    def later(self, slots: Longs, generations: Ints, positions: Longs, features: Raw | None) -> None:
+        """Decodes that are not to be seen yet."""
+        assert self._unseen is not None
+        if not self._unseen.add(slots, generations, positions, features if self._drafter.features else None):
+            self.flush()
 
     def add(self, run: Run, rows: Longs, counts: Longs, paths: Longs | None) -> None:
         """``rows`` of the run computed ``counts`` [all rows] tokens each, and in those that verified guesses they are
@@ -90,19 +111,10 @@ class Observer:
             )
         )
 
-    def show(
-        self,
-        slots: Longs,
-        generations: Ints,
-        starts: Longs,
-        counts: Longs,
-        features: Tensor | None,
-        places: Longs,
-    ) -> None:
-        """See decodes at once, each of which reached its last token, and what was kept before."""
-        reached, nothing = np.ones(len(slots), dtype=bool), (np.empty(0, dtype=np.int32),) * len(slots)
-        self._backlog.append(_Seen(slots, generations, starts, counts, reached, features, places, nothing))
+    def show(self, seen: SeenHere, generations: Ints) -> None:
+        """See at once decodes that each reached what was the last token, and what was kept; after ``settle_here``."""
         self.flush()
+        self._see(seen, generations, np.ones(len(seen.slots), dtype=bool))
 
     def keep(self) -> None:
         """What was added last is seen later, unless it is a lot, or there is much of it."""
@@ -111,6 +123,10 @@ class Observer:
             return
         if len(self._backlog) >= BACKLOG or (last.counts > 1).any():
             self.flush()
+        elif self._unseen is not None:
+            self._backlog.pop()
+            features = None if last.features is None else raw(last.features)[last.places]
+            self.later(last.slots, last.generations, last.starts, features)
         elif last.features is not None:  # the next step may overwrite them
             mine = last.features.index_select(0, self._platform.put(last.places))
             places = np.arange(len(last.places))
@@ -121,6 +137,15 @@ class Observer:
     def flush(self) -> None:
         """Let the drafter see everything of requests that are there still."""
         backlog, self._backlog = self._backlog, []
+        if self._unseen is not None:
+            kept = self._unseen.take()
+            if kept is not None:
+                self._see(kept, self._slots.generation[kept.slots], np.ones(len(kept.slots), dtype=bool))
+            for seen in backlog:
+                features = None if seen.features is None else raw(seen.features)
+                here = SeenHere(seen.slots, seen.starts, seen.counts, features, seen.places)
+                self._see(here, seen.generations, seen.reached)
+            return
         if not backlog:
             return
         if len(backlog) == 1 and self._show_alone(backlog[0]):
@@ -168,6 +193,24 @@ class Observer:
         sampled = seen.sampled if self._drafter.needs_host_tokens else None
         self._show(seen.slots, seen.starts, counts, seen.reached, self._features([seen], seen.places), sampled)
         return True
+
+    def _see(self, seen: SeenHere, generations: Ints, reached: Bools) -> None:
+        """On the host: the rows of requests that are there still."""
+        state = self._slots
+        alive = state.active[seen.slots] & (state.generation[seen.slots] == generations)
+        if not alive.all():
+            places = seen.places[np.repeat(alive, seen.counts)]
+            seen = SeenHere(seen.slots[alive], seen.starts[alive], seen.counts[alive], seen.features, places)
+            reached = reached[alive]
+        if not len(seen.slots) or (self._here is not None and self._here.observe(seen)):
+            return
+        order = np.argsort((seen.counts > 1).astype(np.int8) + (seen.counts > SHORT), kind="stable")
+        first, counts = np.cumsum(seen.counts) - seen.counts, seen.counts[order]
+        features: Tensor | None = None
+        if seen.features is not None:
+            chosen = seen.features[seen.places[ragged(first[order], counts)]]
+            features = torch.from_numpy(chosen).view(torch.bfloat16)
+        self._show(seen.slots[order], seen.starts[order], counts, reached[order], features, None)
 
     def _features(self, backlog: list[_Seen], places: Longs) -> Tensor | None:
         held = [seen.features for seen in backlog if seen.features is not None]

@@ -20,6 +20,7 @@ from kernels.rows import StepRows, ragged
 from kernels.sampling import Sampled, Sampler
 from kernels.slots import SlotTable
 from kernels.speculative.drafter import Drafter, DraftRows, Drafts
+from kernels.speculative.host_drafts import Raw, raw
 from kernels.speculative.observing import Observer, Run
 from kernels.speculative.samples import Samples, Verified
 from kernels.speculative.settings import SpeculativeSettings
@@ -77,12 +78,18 @@ class Speculator:
         """Whether all of them may have guesses."""
         return bool(self._wants[slots].all())
 
-    def show(
-        self, slots: Longs, generations: Ints, starts: Longs, counts: Longs, features: Tensor, places: Longs
-    ) -> None:
-        """Let the drafter see tokens of which the host has counted all: as an Observation's, of those of the slots that
-        are there still. ``places`` int64: theirs among the ``features``."""
-        self._observer.show(slots, generations, starts, counts, features if self.drafter.features else None, places)
+    @property
+    def observer(self) -> Observer:
+        return self._observer
+
+    def show_later(self, slots: Longs, features: Raw) -> None:
+        """A token of each slot was computed, and no guess was verified; where the device is the host."""
+        wants = self._wants[slots]
+        if not wants.all():
+            slots, features = slots[wants], features[wants]
+        if len(slots):
+            state = self._slots
+            self._observer.later(slots, state.generation[slots], state.computed[slots] - 1, features)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -109,6 +116,12 @@ class Speculator:
         sound = state.active[step.slots] & (state.generation[step.slots] == run.generations)
         counts = step.counts
         paths: Longs | None = None
+        if later and self._observer.keeps and step.decodes == len(step.rows):
+            kept = np.flatnonzero(sound & self._wants[step.slots])
+            features = None if run.features is None else raw(run.features)[kept]
+            if len(kept):
+                self._observer.later(step.slots[kept], run.generations[kept], step.starts[kept], features)
+            return
         if run.outcome is not None:
             outcome: Longs = run.outcome()[0].numpy()
             accepted, depths, paths = np.abs(outcome[:, 0]), outcome[:, 1], outcome[:, 2:]
@@ -145,7 +158,8 @@ class Speculator:
         known = state.known[slots]
         limits = np.minimum(most[head], state.page_count[slots] * state.page_size - known)
         limits = np.minimum(limits, self.drafter.most_nodes - 1)
-        limits = np.where((step.starts[head] + 1 == known) & self._wants[slots], limits, 0)
+        wants = (step.starts[head] + 1 == known) & self._wants[slots] & (state.left(slots) > 1)
+        limits = np.where(wants, limits, 0)
         chosen = np.flatnonzero(limits > 0)
         if not len(chosen):
             return step
@@ -369,7 +383,7 @@ class Speculator:
         if verified is not None:
             outcome = self._platform.fetch([verified.outcome])
             rows, places, sampled = verified.rows, verified.places, verified.sampled
-        if self.drafter.needs_host_tokens and sampled is not None:
+        if self.drafter.needs_host_tokens and not self._observer.keeps and sampled is not None:
             tokens = self._platform.fetch([sampled.tokens])
         self._last = Run(
             step,

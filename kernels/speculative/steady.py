@@ -1,4 +1,4 @@
-"""Steps of nothing but greedy rows that all verify chains of guesses, where the device is the host.
+"""Steps of nothing but greedy decodes, some of which verify guesses, where the device is the host.
 
 As ``kernels.steady`` does for plain decodes: one call drafts or verifies, and what is around it is numpy's. What such a
 step accepts is known at once; the drafter observes it before the next step, as always.
@@ -20,69 +20,36 @@ from kernels.platforms.base import DecodeTokens, HostPass, Platform
 from kernels.rows import ragged
 from kernels.sampling import Sampler
 from kernels.slots import SlotTable
-from kernels.speculative.host_drafts import HostDrafts, SeenHere, places_of, raw
+from kernels.speculative.host_drafts import GuessesHere, HostDrafts, Raw, SeenHere, places_of, raw
 from kernels.speculative.speculator import Speculator
 from kernels.step import StepBatch
 
-__all__ = ["Chained", "SteadyChains"]
+__all__ = ["Chained", "HostTarget", "SteadyChains"]
 
 _ONE = np.ones(1, dtype=np.int32).tobytes()
 
+Bools = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Chained:
-    """``tokens`` int32 [accepted]: all rows', one after the other. ``accepted``, ``drafted`` int32 [rows]."""
+class HostTarget:
+    """The model in one call, which leaves of each token ``features`` [tokens, n], as their bits, the likeliest next one
+    in ``tokens`` and in ``broken`` whether its logits are not to be used."""
 
-    tokens: npt.NDArray[np.int32]
-    accepted: npt.NDArray[np.int32]
-    drafted: npt.NDArray[np.int32]
-
-
-class SteadyChains:
-    """``verify``: the call, which leaves ``result`` (what the model returned), ``tokens`` and ``broken`` of each token.
-
-    For up to ``max_rows`` rows.
-    """
-
-    def __init__(
-        self,
-        state: SlotTable,
-        sampler: Sampler,
-        speculator: Speculator,
-        drafts: HostDrafts,
-        verify: HostPass,
-        features: Tensor,
-        tokens: Tensor,
-        broken: Tensor,
-        max_rows: int,
-        steps: int,
-    ) -> None:
-        self._state, self._sampler, self._speculator = state, sampler, speculator
-        self._drafts, self._verify, self._max_rows, self._steps = drafts, verify, max_rows, steps
-        self._features, self._raw_features = features, raw(features)
-        self._tokens, self._broken = tokens.numpy(), broken.numpy()
-        self._rows: tuple[bytes, bytes] | None = None  # slots and generations that were found fit
-        self._slots: Longs = np.zeros(0, dtype=np.int64)
-        self._seen: tuple[SeenHere, npt.NDArray[np.int32]] | None = None  # not observed yet, with its generations
+    run: HostPass
+    features: Raw
+    tokens: Longs
+    broken: Bools
 
     @classmethod
     def make(
-        cls,
-        platform: Platform,
-        model: Decoder,
-        caches: list[object],
-        windows: Sequence[int],
-        state: SlotTable,
-        sampler: Sampler,
-        speculator: Speculator,
-        max_rows: int,
-        steps: int,
-    ) -> SteadyChains | None:
-        """None where the platform, the drafter or its settings have no use for it."""
-        greedy, drafter = platform.greedy, speculator.drafter
-        if greedy is None or not speculator.exact or drafter.depth < drafter.most_nodes - 1:
+        cls, platform: Platform, model: Decoder, caches: list[object], windows: Sequence[int], tokens: int
+    ) -> HostTarget | None:
+        """For up to so many ``tokens``; None where the platform makes no such calls."""
+        greedy = platform.greedy
+        if greedy is None:
             return None
         kept: list[Tensor] = []
 
@@ -92,23 +59,58 @@ class SteadyChains:
             kept.extend((features, *greedy(model.logits(hidden))))
             return result
 
-        verify = platform.capture_pass(whole, windows, max_rows * drafter.most_nodes)
-        if verify is None or kept[0].dtype != torch.bfloat16:
+        run = platform.capture_pass(whole, windows, tokens)
+        if run is None or kept[0].dtype != torch.bfloat16:
             return None
-        drafts = drafter.host_drafts(state, max_rows)
-        if drafts is None:
-            return None
-        return cls(state, sampler, speculator, drafts, verify, *kept, max_rows, steps)
+        features, likeliest, broken = kept
+        return cls(run, raw(features), likeliest.numpy(), broken.numpy())
+
+    def decode(self, rows: DecodeTokens) -> tuple[Longs, Bools]:
+        """A platform's ``Likeliest``."""
+        self.run(rows)
+        count = len(rows.ids)
+        return self.tokens[:count], self.broken[:count]
+
+
+@dataclass(frozen=True)
+class Chained:
+    """``tokens`` int32 [accepted]: all rows', one after the other. ``accepted``, ``drafted`` (guesses verified) and
+    ``depths`` (the longest path of them) int32 [rows]."""
+
+    tokens: Ints
+    accepted: Ints
+    drafted: Ints
+    depths: Ints
+
+
+class SteadyChains:
+    """For up to ``max_rows`` rows. ``steps``: levels that are drafted."""
+
+    def __init__(
+        self,
+        platform: Platform,
+        state: SlotTable,
+        sampler: Sampler,
+        speculator: Speculator,
+        drafts: HostDrafts,
+        target: HostTarget,
+        caches: list[object],
+        max_rows: int,
+        steps: int,
+    ) -> None:
+        self._platform, self._state, self._sampler, self._speculator = platform, state, sampler, speculator
+        self._drafts, self._target, self._caches, self._max_rows, self._steps = drafts, target, caches, max_rows, steps
+        drafter = speculator.drafter
+        self._depth, self._most, self._linear = drafter.depth, drafter.most_nodes - 1, not drafter.branches
+        self._rows: tuple[bytes, bytes] | None = None  # slots and generations that were found fit
+        self._slots: Longs = np.zeros(0, dtype=np.int64)
+        self._seen: tuple[SeenHere, Ints] | None = None  # not observed yet, with its generations
 
     def settle(self) -> None:
         """Let the drafter see what the last step accepted."""
-        if self._seen is None:
-            return
-        (seen, generations), self._seen = self._seen, None
-        state = self._state
-        alive = state.active[seen.slots] & (state.generation[seen.slots] == generations)
-        if not alive.all() or not self._drafts.observe(seen):
-            self._speculator.show(seen.slots, generations, seen.starts, seen.counts, self._features, seen.places)
+        if self._seen is not None:
+            seen, self._seen = self._seen, None
+            self._speculator.observer.show(*seen)
 
     def fits(self, batch: StepBatch) -> bool:
         """Whether its rows, releases, admissions and grants done, are such."""
@@ -124,57 +126,118 @@ class SteadyChains:
             self._slots, self._rows = slots.astype(np.int64), (batch.slots, batch.generations)
         slots = self._slots
         known, room = state.known[slots], state.page_count[slots] * state.page_size
-        fits = (state.computed[slots] + 1 == known) & (known < room) & (known < state.longest)
+        fits = (state.computed[slots] + 1 == known) & (known <= room) & (known < state.longest)
         return bool(fits.all()) and self._speculator.wanted(slots)
 
-    def draft(self, batch: StepBatch) -> tuple[Longs, Longs] | None:
-        """-> the rows' chains, roots first, int64 [rows, nodes], and how many nodes of each are verified; None where
-        a row has no guesses."""
-        state, slots = self._state, self._slots
-        assert state.here is not None
-        known, capacity = state.known[slots], state.page_count[slots] * state.page_size
-        limits = np.minimum(np.frombuffer(batch.drafts, dtype=np.int32), capacity - known)
-        limits = np.minimum(limits, self._speculator.drafter.most_nodes - 1)
-        if limits.min() < 1:
-            return None
-        steps = min(batch.levels or self._steps, self._steps, int(limits.max()))
-        found = self._drafts.draft(slots, known - 1, capacity, steps)
-        if found is None:
-            return None
-        width = min(found.shape[1], int(limits.max()))
-        chains = np.empty((len(slots), 1 + width), dtype=np.int64)
-        chains[:, 0] = state.here[slots, known - 1]
-        chains[:, 1:] = found[:, :width]
-        return chains, np.minimum(limits, width).astype(np.int64) + 1
+    @property
+    def over(self) -> bool:
+        """Whether the sequences of the rows that fitted are at their end, all of them: what comes of the step is of no
+        use."""
+        return not self._state.left(self._slots).any()
 
-    def run(self, batch: StepBatch, chains: Longs, counts: Longs) -> Chained | None:
-        """Verify the chains. None when a row is not finite: then nothing was done that is not done again."""
+    def draft(self, batch: StepBatch) -> GuessesHere | None:
+        """Trees of all rows, of the root alone where nothing is to be guessed; None where that is not for this."""
         state, slots = self._state, self._slots
         assert state.here is not None
-        rows, width = chains.shape
+        known, capacity, left = state.known[slots], state.page_count[slots] * state.page_size, state.left(slots) - 1
+        limits = np.minimum(np.frombuffer(batch.drafts, dtype=np.int32), capacity - known)
+        limits = np.minimum(limits, np.minimum(left, self._most) if self._linear else np.where(left > 0, self._most, 0))
+        some = np.flatnonzero(limits > 0)
+        roots = known - 1
+        if not len(some):
+            return GuessesHere(state.here[slots, roots][:, None].astype(np.int64), np.ones(len(slots), dtype=np.int64))
+        steps = min(batch.levels or self._steps, self._steps)
+        if self._linear:
+            steps = min(steps, int(limits.max()))
+        if len(some) == len(slots):
+            return self._drafts.draft(slots, roots, capacity, limits, steps)
+        found = self._drafts.draft(slots[some], roots[some], capacity[some], limits[some], steps)
+        return None if found is None else _spread(found, some, state.here[slots, roots])
+
+    def run(self, batch: StepBatch, trees: GuessesHere) -> Chained | None:
+        """Verify them. None when a row is not finite: then nothing was done that is not done again."""
+        state, slots, counts, target = self._state, self._slots, trees.counts, self._target
+        assert state.here is not None
+        rows, width = trees.tokens.shape
         roots = state.known[slots] - 1
         offsets = np.zeros(rows + 1, dtype=np.int64)
         np.cumsum(counts, out=offsets[1:])
         total = int(offsets[-1])
         levels = np.arange(width)
         run = levels < counts[:, None]
-        ids = chains[run].astype(np.int32)
-        positions = (roots[:, None] + levels)[run]
-        index = places_of(state.pages, np.repeat(slots, counts), positions, state.page_size)
+        ids = trees.tokens[run].astype(np.int32)
+        places = (roots[:, None] + levels)[run]
+        index = places_of(state.pages, np.repeat(slots, counts), places, state.page_size)
+        positions = places if trees.depths is None else (roots[:, None] + trees.depths)[run]
         lengths = roots + counts
         pages = state.pages[slots, : int(lengths.max() - 1) // state.page_size + 1]
-        self._verify(DecodeTokens(ids, positions, index, pages, lengths, offsets))
-        if self._broken[:total].any():
+        target.run(DecodeTokens(ids, positions, index, pages, lengths, offsets, trees.bits))
+        if target.broken[:total].any():
             return None
         after = np.zeros((rows, width), dtype=np.int64)
-        after[run] = self._tokens[:total]
-        right = (chains[:, 1:] == after[:, :-1]) & run[:, 1:]
-        accepted = np.logical_and.accumulate(right, axis=1).sum(1) + 1
-        state.here[slots[:, None], roots[:, None] + 1 + levels] = after
+        after[run] = target.tokens[:total]
+        if trees.parents is None:
+            right = (trees.tokens[:, 1:] == after[:, :-1]) & run[:, 1:]
+            accepted = np.logical_and.accumulate(right, axis=1).sum(1) + 1
+            kept = ragged(offsets[:-1], accepted)
+            said, depths = after, counts - 1
+        else:
+            paths = _walk(trees, after, self._depth)
+            accepted = np.array([len(path) for path in paths], dtype=np.int64)
+            kept = np.repeat(offsets[:-1], accepted) + np.concatenate(paths)
+            said = np.zeros((rows, int(accepted.max())), dtype=np.int64)
+            said[np.arange(said.shape[1]) < accepted[:, None]] = target.tokens[kept]
+            self._move(index, kept, ragged(offsets[:-1], accepted))
+            assert trees.depths is not None
+            depths = np.where(run, trees.depths, 0).max(1)
+        there = np.arange(said.shape[1])
+        state.here[slots[:, None], roots[:, None] + 1 + there] = said
         state.known[slots] += accepted
         state.computed[slots] += accepted
-        seen = SeenHere(slots, roots, accepted, self._raw_features, ragged(offsets[:-1], accepted))
+        features = target.features if self._speculator.drafter.features else None
+        seen = SeenHere(slots, roots, accepted, features, kept)
         self._seen = seen, np.frombuffer(batch.generations, dtype=np.int32)
-        self._speculator.drafter.judged(slots.tolist(), (accepted - 1).tolist(), (counts - 1).tolist())
-        tokens = after[levels < accepted[:, None]].astype(np.int32)
-        return Chained(tokens, accepted.astype(np.int32), (counts - 1).astype(np.int32))
+        self._speculator.drafter.judged(slots.tolist(), (accepted - 1).tolist(), depths.tolist())
+        tokens = said[there < accepted[:, None]].astype(np.int32)
+        return Chained(tokens, accepted.astype(np.int32), (counts - 1).astype(np.int32), depths.astype(np.int32))
+
+    def _move(self, index: Longs, kept: Longs, consecutive: Longs) -> None:
+        """Bring the keys and values of accepted nodes to the positions that follow one another."""
+        astray = kept != consecutive
+        if astray.any():
+            source, into = torch.from_numpy(index[kept[astray]]), torch.from_numpy(index[consecutive[astray]])
+            self._platform.move_caches(self._caches, source, into, len(source))
+
+
+def _walk(trees: GuessesHere, after: Longs, depth: int) -> list[list[int]]:
+    """The nodes of each row's tree that are right, the root first; ``after`` [rows, nodes]: what follows each."""
+    assert trees.parents is not None
+    found = []
+    for parents, tokens, count, said in zip(
+        trees.parents.tolist(), trees.tokens.tolist(), trees.counts.tolist(), after.tolist(), strict=True
+    ):
+        at, path = 0, [0]
+        for node in range(1, count):  # parents come first, and of children with the same token the first counts
+            if parents[node] == at and tokens[node] == said[at] and len(path) <= depth:
+                at = node
+                path.append(node)
+        found.append(path)
+    return found
+
+
+def _spread(trees: GuessesHere, rows: Longs, roots: Ints) -> GuessesHere:
+    """``trees`` as those of ``rows`` among more, of which the others have their root alone: a token of ``roots``."""
+
+    def all_rows(part: Longs | None, root: Longs | int) -> Longs | None:
+        if part is None:
+            return None
+        whole = np.zeros((len(roots), part.shape[1]), dtype=np.int64)
+        whole[:, 0] = root
+        whole[rows] = part
+        return whole
+
+    tokens = all_rows(trees.tokens, roots.astype(np.int64))
+    assert tokens is not None
+    counts = np.ones(len(roots), dtype=np.int64)
+    counts[rows] = trees.counts
+    return GuessesHere(tokens, counts, all_rows(trees.parents, -1), all_rows(trees.depths, 0), all_rows(trees.bits, 1))

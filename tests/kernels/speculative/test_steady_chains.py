@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -11,7 +12,9 @@ import torch
 from app.understudy import MODEL_DIR
 from app.understudy.drafts import draft_arguments
 from kernels.speculative.settings import SpeculativeSettings
+from kernels.speculative.unseen import MOST
 from kernels.step import SlotSampling
+from tests.kernels.conftest import ints
 from tests.kernels.speculative.oracles import run_mixed
 from tests.kernels.speculative.test_lossless_runner import truth
 
@@ -31,6 +34,7 @@ def said():
 def guessing(drive, algorithm):
     """A driver with the draft in the box, and the rows of the steps of chains that it ran."""
     found = {name.removeprefix("speculative_"): value for name, value in draft_arguments(algorithm).items()}
+    found.setdefault("num_draft_tokens", 12)
     steps = found.pop("num_steps", found["num_draft_tokens"] - 1)
     found["topk"] = found.pop("eagle_topk", 1)
     driver = drive(MODEL_DIR, speculation=SpeculativeSettings(algorithm, num_steps=steps, **found), **OPTIONS)
@@ -39,15 +43,15 @@ def guessing(drive, algorithm):
         pytest.skip("this processor has no native operators, or they are not compiled yet")
     rows, run = [], chains.run
 
-    def spy(batch, drafted, counts):
-        rows.append(len(counts))
-        return run(batch, drafted, counts)
+    def spy(batch, trees):
+        rows.append(len(trees.counts))
+        return run(batch, trees)
 
     chains.run = spy
     return driver, rows
 
 
-@pytest.mark.parametrize("algorithm", ["DFLASH", "EAGLE", "EAGLE3", "MTP", "STANDALONE"])
+@pytest.mark.parametrize("algorithm", ["DFLASH", "EAGLE", "EAGLE3", "MTP", "STANDALONE", "NGRAM"])
 def test_chains_change_nothing(algorithm, drive, said):
     driver, rows = guessing(drive, algorithm)
     if not said:
@@ -58,6 +62,99 @@ def test_chains_change_nothing(algorithm, drive, said):
     assert set(rows) >= {1, 2}
     drafted, _ = np.array(told).T
     assert drafted.mean() > 0.5  # a draft that sees the wrong tokens guesses none
+
+
+@pytest.mark.parametrize("algorithm", ["DFLASH", "EAGLE3", "STANDALONE", "NGRAM"])
+def test_steps_without_guesses_cost_what_they_cost_others_and_are_seen_later(algorithm, drive):
+    """More of them than wait to be seen, for two requests that begin and pause apart; then guesses are right again."""
+    driver, rows = guessing(drive, algorithm)
+    steady, plain = driver.runner._captured.steady, []
+    run = steady.run
+    steady.run = lambda: plain.append(len(steady.slots)) or run()
+    driver.admit(1, ASKED[0])
+    driver.step([(1, driver.pending(1))])
+    for _ in range(MOST + 5):
+        driver.step([(1, 1)])
+    driver.admit(2, ASKED[1])
+    driver.step([(1, 1), (2, driver.pending(2))])
+    for _ in range(7):
+        driver.step([(1, 1), (2, 1)])
+    assert plain == [1] * (MOST + 5) + [2] * 7
+    assert not rows
+    known = [list(driver.tokens[slot]) for slot in (1, 2)]
+    accepted = guess_on(driver, 12)
+    assert rows == [2] * 12
+    said = truth(drive, MODEL_DIR, ASKED[:2], GREEDY[:2], 300, **OPTIONS)[0]
+    for slot in (1, 2):
+        assert driver.tokens[slot] == said[slot - 1][: len(driver.tokens[slot])]
+        driver.release(slot)
+    for slot, tokens in enumerate(known, 1):  # as if all of it were a prompt, which is seen at once
+        driver.admit(slot, tokens[:-1])
+        driver.step([(slot, driver.pending(slot))])
+    at_once = guess_on(driver, 12)
+    assert np.mean(at_once) > 1.4
+    assert np.mean(accepted) > 1 + 0.8 * (np.mean(at_once) - 1)
+
+
+def guess_on(driver, steps):
+    """What two slots accept."""
+    return [ints(driver.step([(1, 1), (2, 1)], {1: 4, 2: 4}).accepted) for _ in range(steps)]
+
+
+def test_a_row_without_guesses_runs_among_others_that_have_some(drive):
+    driver, rows = guessing(drive, "EAGLE")
+    for slot in (1, 2):
+        driver.admit(slot, ASKED[slot])
+        driver.step([(slot, driver.pending(slot))])
+    result = driver.step([(1, 1), (2, 1)], {2: 3})
+    assert rows == [2]
+    assert ints(result.drafted) == [0, 3]
+    assert ints(result.accepted)[0] == 1
+
+
+def ending(driver, **end):
+    """The request that is admitted next ends so."""
+    driver._admitted[-1] = msgspec.structs.replace(driver._admitted[-1], **end)
+
+
+@pytest.mark.parametrize("algorithm", ["DFLASH", "NGRAM"])
+def test_nothing_is_run_behind_the_end(algorithm, drive):
+    driver, rows = guessing(drive, algorithm)
+    prompt = ASKED[0]
+    driver.admit(1, prompt)
+    said = driver.generate(1, len(prompt) + 12)[len(prompt) :]
+    driver.release(1)
+    plain, run = [], driver.runner._captured.steady.run
+    driver.runner._captured.steady.run = lambda: plain.append(1) or run()
+    last = next(place for place in range(3, 12) if said[place] not in said[:place])
+
+    driver.admit(1, prompt)
+    ending(driver, stop_ids=(said[last],))
+    while said[last] not in driver.tokens[1][len(prompt) :]:
+        driver.step([(1, driver.pending(1))], {1: 7} if driver.pending(1) == 1 else None)
+    seen = len(rows)
+    for drafts in ({1: 7}, None):
+        result = driver.step([(1, 1)], drafts)
+        assert ints(result.accepted) == [1]
+        assert not result.failed
+    assert len(rows) == seen
+    assert not plain
+    driver.release(1)
+
+    driver.admit(1, prompt, sampling=SlotSampling(temperature=0.0, min_tokens=12, stop_ids=()))
+    ending(driver, stop_ids=(said[last],), target=len(prompt) + 12)
+    drafted = []
+    while len(driver.tokens[1]) < len(prompt) + 12:
+        left = len(prompt) + 12 - len(driver.tokens[1])
+        result = driver.step([(1, driver.pending(1))], {1: 7} if driver.pending(1) == 1 else None)
+        drafted.append((ints(result.drafted) or [0])[0])
+        if algorithm != "NGRAM":
+            assert drafted[-1] < left
+    assert driver.tokens[1][len(prompt) : len(prompt) + 12] == said  # a stop token that comes early is none
+    assert max(drafted) > 1
+    seen = len(rows)
+    driver.step([(1, 1)], {1: 7})
+    assert len(rows) == seen
 
 
 def test_sampled_rows_are_not_theirs(drive):
