@@ -49,6 +49,7 @@ class Answer:
     ``places`` int64 [sampled]: where a row verified guesses, the level of each of its entries; as many of them count as
     ``outcome`` int64 [rows verified, 2 ..] says first, which is less than 0 in a row that is not finite; the second is
     the level that was to be reached. ``verified_rows`` int64 [rows verified], ``guesses`` int64 of each.
+    ``likeliest`` int32 [sampled]: in place of ``sampled``, tokens, and -1 in a row that is not finite.
     ``chunk_rows`` int64 [chunks]: rows that sampled nothing; ``chunks_broken`` bool [chunks]: which are not finite.
     """
 
@@ -60,6 +61,7 @@ class Answer:
     sampled_rows: npt.NDArray[np.int64] | None = None
     chunk_rows: npt.NDArray[np.int64] | None = None
     chunks_broken: Tensor | None = None
+    likeliest: Tensor | None = None
     places: npt.NDArray[np.int64] | None = None
     outcome: Tensor | None = None
     verified_rows: npt.NDArray[np.int64] | None = None
@@ -69,7 +71,7 @@ class Answer:
 
     def tensors(self) -> list[Tensor]:
         """What ``pack`` wants from the device."""
-        found: list[Tensor] = []
+        found: list[Tensor] = [] if self.likeliest is None else [self.likeliest]
         if self.sampled is not None:
             sampled = self.sampled
             wanted = (sampled.tokens, sampled.broken, sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
@@ -89,6 +91,11 @@ class Answer:
         tokens = logprobs = top_counts = top_ids = top_logprobs = b""
         broken: list[RowError] = []
         outcome = None if self.outcome is None else next(host).numpy()
+        if self.likeliest is not None and self.sampled_rows is not None:
+            ids = next(host).numpy()
+            broken += self._broken(self.sampled_rows[ids < 0])
+            accepted[self.sampled_rows[ids >= 0]] = 1
+            tokens = ids[ids >= 0].tobytes()
         if self.sampled is not None and self.sampled_rows is not None:
             ids = next(host).numpy().astype(np.int32)
             kept = ~next(host).numpy()

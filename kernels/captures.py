@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kernels.batch import ForwardBatch
 from kernels.loaded_model import LoadedModel
-from kernels.platforms.base import Decodes
+from kernels.platforms.base import Decodes, Steps
 from kernels.speculative.steady import HostTarget, SteadyChains
 from kernels.steady import SteadyDecodes
 
@@ -17,8 +17,9 @@ class CapturedSteps:
     """Of one model. Each is None where the platform gains nothing by it, or not all ranks could.
 
     ``decodes``: the model's part of steps of decodes. ``verifies``: the same of decodes that all have guesses.
-    ``steady`` and ``chains``: all of such a step, where the device is the host. ``target``: what both run where there
-    are guesses.
+    ``steady`` and ``chains``: all of such a step, where the device is the host. ``steps``: all of a step of decodes,
+    whatever is sampled then; there are no ``decodes`` beside them. ``target``: what ``steady`` and ``chains`` both run
+    where there are guesses.
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
@@ -27,8 +28,15 @@ class CapturedSteps:
         self.verifies: Decodes | None = None
         self.steady: SteadyDecodes | None = None
         self.chains: SteadyChains | None = None
+        self.steps: Steps | None = None
         self.target: HostTarget | None = None
         self.capture()
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The numbers of rows that decodes were prepared for."""
+        held = self.steps or self.decodes
+        return held.rows if held is not None else ()
 
     def capture(self) -> None:
         """Prepare them, the drafter's own among them; again, once the platform has better operators."""
@@ -36,8 +44,9 @@ class CapturedSteps:
         config, platform, model, caches = loaded.config, loaded.platform, loaded.model, loaded.caches
         windows, speculator = sorted(loaded.windows), loaded.speculator
         rows = config.max_slots - 1
-        self.decodes = self._capture_decodes(rows)
         self.verifies = self.steady = self.chains = self.target = None
+        self.steps = self._capture_steps(rows) if speculator is None and loaded.group.size == 1 else None
+        self.decodes = self._capture_decodes(rows) if self.steps is None else None
         if speculator is None:
             likeliest = platform.capture_likeliest(
                 lambda batch: model.logits(model.forward(batch, caches)), windows, rows
@@ -72,6 +81,16 @@ class CapturedSteps:
         return loaded.platform.capture_decodes(
             forward, sorted(loaded.windows), rows, loaded.slots.pages.shape[1], self._agree, tokens, tree
         )
+
+    def _capture_steps(self, rows: int) -> Steps | None:
+        loaded = self._loaded
+        model, caches, slots = loaded.model, loaded.caches, loaded.slots
+
+        def forward(batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+            hidden = model.split(model.forward(batch, caches))[0]
+            return hidden, model.logits(hidden)
+
+        return loaded.platform.capture_steps(forward, slots.tokens, sorted(loaded.windows), rows, slots.pages.shape[1])
 
     def _agree(self, could: bool) -> bool:
         """Whether all ranks could."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.answers import Answer, PromptScores
 from kernels.models.decoder import Decoder
-from kernels.platforms.base import Platform
+from kernels.platforms.base import Platform, StepFound
 from kernels.rows import StepRows
 from kernels.sampling import Sampler
 from kernels.slots import SlotTable
@@ -40,6 +40,24 @@ class StepOutputs:
         self._slots = slots
         self._caches = caches
         self._speculator = speculator
+
+    def likeliest(self, step: StepRows, found: StepFound, answer: Answer) -> bool:
+        """Whether what a prepared step found is all that its rows want: each its likeliest next token."""
+        state = self._slots
+        grows = (step.starts + 1 == state.known[step.slots]).all()
+        if not grows or not self._sampler.plain(tuple(step.slots.tolist())):
+            return False
+        state.computed[step.slots] += 1
+        state.grew(step.slots)
+        answer.likeliest, answer.sampled_rows = found.likeliest, step.rows
+        return True
+
+    def rest(self, step: StepRows, found: StepFound, answer: Answer) -> None:
+        """What rows of a prepared step want beside: see ``read``."""
+        self._slots.computed[step.slots] += 1
+        self._score_prompts(step, found.hidden, answer)
+        self._test_chunks(step, found.hidden, answer)
+        self._sample(step, found.hidden, answer, found.logits)
 
     def read(self, step: StepRows, result: Tensor, cache_index: Tensor, answer: Answer) -> None:
         """``result``: what the model returned; ``cache_index`` int64 [tokens]: where keys and values were put."""
@@ -78,8 +96,8 @@ class StepOutputs:
             last = hidden.index_select(0, self._platform.put(step.offsets[short] + step.counts[short] - 1))
             answer.chunk_rows, answer.chunks_broken = step.rows[short], ~last.isfinite().all(-1)
 
-    def _sample(self, step: StepRows, hidden: Tensor, answer: Answer) -> None:
-        """Rows that reached their last known token get the next one."""
+    def _sample(self, step: StepRows, hidden: Tensor, answer: Answer, logits: Tensor | None = None) -> None:
+        """Rows that reached their last known token get the next one. ``logits``: of ``hidden``, if they were made."""
         state = self._slots
         reached = np.flatnonzero(step.starts + step.counts == state.known[step.slots])
         if not len(reached):
@@ -87,10 +105,12 @@ class StepOutputs:
         slots = step.slots[reached]
         lengths = state.known[slots]
         last = step.offsets[reached] + step.counts[reached] - 1
-        chosen = hidden if len(reached) == len(hidden) else hidden.index_select(0, self._platform.put(last))
+        chosen = hidden if logits is None else logits
+        if len(reached) < len(hidden):
+            chosen = chosen.index_select(0, self._platform.put(last))
         at_slots, at = self._platform.put(slots), self._platform.put(lengths)
         sampled = self._sampler.sample(
-            self._model.logits(chosen),
+            self._model.logits(chosen) if logits is None else chosen,
             at_slots,
             at,
             state.tokens,

@@ -20,7 +20,7 @@ from kernels.batch import ForwardBatch
 from kernels.captures import CapturedSteps
 from kernels.loaded_model import Phases, load_model, open_model
 from kernels.parallel.group import Group, join_group
-from kernels.platforms.base import AttentionRows, Fetched
+from kernels.platforms.base import AttentionRows, Fetched, Steps, StepTokens
 from kernels.platforms.select import select_platform
 from kernels.rows import StepRows
 from kernels.slots import SlotError
@@ -78,10 +78,7 @@ class ModelRunner:
         self._captured = CapturedSteps(loaded)
         clock.end("warmup")
         self._progress("warmup", 1.0)
-        decodes = self._captured.decodes
-        return msgspec.structs.replace(
-            loaded.info, load_seconds=clock.seconds, graph_rows=decodes.rows if decodes is not None else ()
-        )
+        return msgspec.structs.replace(loaded.info, load_seconds=clock.seconds, graph_rows=self._captured.rows)
 
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> StepResult:
@@ -132,6 +129,10 @@ class ModelRunner:
         if self._speculator is not None and batch.drafts:
             step = self._draft(self._speculator, step, batch, answer)
         writes = self._writes(step)
+        if self._captured.steps is not None and step.decodes == len(step.slots):
+            running = self._run_step(self._captured.steps, step, batch, writes, answer, begun)
+            if running is not None:
+                return running
         forward = self._forward_batch(step, writes.pages)
         self._unsettled.begin(writes)
         prepared = time.perf_counter()
@@ -148,6 +149,21 @@ class ModelRunner:
         if self._speculator is not None:
             self._speculator.ahead()
         return running
+
+    def _run_step(
+        self, steps: Steps, step: StepRows, batch: StepBatch, writes: StepWrites, answer: Answer, begun: float
+    ) -> RunningStep | None:
+        """None when none that was prepared fits."""
+        grows = step.starts + 1 == self._slots.known[step.slots]
+        found = steps.run(StepTokens(step.slots, step.starts + 1, grows, writes.pages))
+        if found is None:
+            return None
+        self._unsettled.begin(writes)
+        prepared = time.perf_counter()
+        answer.graph_rows = len(step.slots)
+        if not self._outputs.likeliest(step, found, answer):
+            self._outputs.rest(step, found, answer)
+        return self._running(batch.number, answer, writes, begun, prepared)
 
     def _run_steady(self, steady: SteadyDecodes, batch: StepBatch, begun: float) -> RunningStep | None:
         """None when a row is not finite: then nothing was done that is not done again."""

@@ -161,6 +161,10 @@ class SlotTable:
             self.tokens[at_slots, at] = tokens.to(torch.int32)
         self.known[slots] += 1
 
+    def grew(self, slots: Longs) -> None:
+        """The device wrote one token more of each."""
+        self.known[slots] += 1
+
     def write(self, slots: Longs, positions: Longs, tokens: Tensor) -> None:
         """``tokens`` int [rows, n] at ``positions ..`` of each slot, which are not yet known."""
         if self.here is not None:

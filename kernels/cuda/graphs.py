@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,18 +24,13 @@ from kernels.cuda.verify import HEADER
 from kernels.platforms.base import AttentionRows
 from kernels.speculative.tree import chain_bits
 
-__all__ = ["DecodeGraphs", "capture_guesses"]
+__all__ = ["DecodeGraphs", "Put", "capture_each", "capture_guesses"]
 
 _log = logging.getLogger("troupe.kernels.cuda")
 
 Put = Callable[[npt.NDArray[np.generic]], Tensor]
 """How an array gets to the device."""
-
-
-@dataclass(frozen=True)
-class _Graph:
-    graph: torch.cuda.CUDAGraph
-    hidden: Tensor
+Result = TypeVar("Result")
 
 
 class DecodeGraphs:
@@ -67,8 +61,8 @@ class DecodeGraphs:
     ) -> None:
         rows, header = max(sizes), 1 if tokens == 1 and not tree else HEADER
         most = rows * tokens
-        self._forward, self._windows, self._kv_heads, self._page_size = forward, windows, kv_heads, page_size
-        self._device, self._padded, self._agree, self._put = device, padded, agree, put
+        self._windows, self._kv_heads, self._page_size = windows, kv_heads, page_size
+        self._device, self._padded, self._put = device, padded, put
         self._tokens, self._tree, self._header = tokens, tree, header
         self._token_ids = torch.zeros(most, dtype=torch.int32, device=device)
         self._positions = torch.zeros(most, dtype=torch.int64, device=device)
@@ -83,8 +77,7 @@ class DecodeGraphs:
             self._nothing[:, 1] = tokens
         self._state[:, : header + 1] = self._nothing
         self._bits = torch.ones((rows, tokens), dtype=torch.int64, device=device)
-        self._graphs: dict[int, _Graph] = {}
-        self._capture(sorted(sizes, reverse=True))
+        self._graphs = capture_each(sorted(sizes, reverse=True), lambda size: forward(self._batch(size)), device, agree)
         self.sizes = sorted(self._graphs)
 
     def run(self, batch: ForwardBatch, plan: AttentionPlan) -> Tensor | None:
@@ -129,9 +122,9 @@ class DecodeGraphs:
             self._state[count:size, : self._header + 1].copy_(self._nothing[count:size])
         if self._tree:
             self._fill_bits(rows, size)
-        graph = self._graphs[size]
-        graph.graph.replay()
-        return graph.hidden[:whole] if places is None else graph.hidden.index_select(0, places)
+        replay, hidden = self._graphs[size]
+        replay()
+        return hidden[:whole] if places is None else hidden.index_select(0, places)
 
     def _places(self, rows: AttentionRows) -> Tensor:
         """Where the batch's tokens stand among those of rows that all have as many."""
@@ -178,39 +171,47 @@ class DecodeGraphs:
             states=None if self._states is None else self._states[:tokens],
         )
 
-    def _capture(self, sizes: Sequence[int]) -> None:
-        """What cannot be captured runs without a graph, and the log says so."""
-        if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
-            _log.warning("CUDA_LAUNCH_BLOCKING=1 forbids graphs: decodes run without.")
-            return
-        pool = None
-        for size in sizes:
-            batch = self._batch(size)
-            graph = torch.cuda.CUDAGraph()
-            failure: RuntimeError | None = None
-            try:
-                self._forward(batch)  # kernels are compiled and communicators made at first use: not while capturing
-                torch.cuda.synchronize(self._device)
-                with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                    hidden = self._forward(batch)
-            except RuntimeError as error:
-                failure = error
-            if not self._agree(failure is None):
-                self._explain(size, failure or RuntimeError("another rank could not"))
-                return
-            pool = pool or graph.pool()
-            self._graphs[size] = _Graph(graph, hidden)
 
-    def _explain(self, size: int, error: RuntimeError) -> None:
-        first: BaseException = error  # ending a capture that failed fails again: what came before it is the cause
-        while first.__context__ is not None:
-            first = first.__context__
-        cause = str(first).strip().splitlines()[0] if str(first).strip() else type(first).__name__
-        left = f"graphs of {sorted(self._graphs)} rows are used" if self._graphs else "all decodes run without a graph"
-        hint = "--disable-cuda-graph silences this"
-        if isinstance(first, torch.OutOfMemoryError):
-            hint = "lower --mem-fraction-static or --cuda-graph-max-bs"
-        _log.warning("The decode of %d rows could not be captured into a graph (%s); %s. %s", size, cause, left, hint)
+def capture_each(
+    sizes: Sequence[int], run: Callable[[int], Result], device: torch.device, agree: Callable[[bool], bool]
+) -> dict[int, tuple[Callable[[], None], Result]]:
+    """``run`` of each size as a graph, in one memory pool: what replays it, and what it returned, which is overwritten.
+
+    What cannot be captured runs without a graph, and the log says so. ``agree``: as ``DecodeGraphs`` says.
+    """
+    if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
+        _log.warning("CUDA_LAUNCH_BLOCKING=1 forbids graphs: decodes run without.")
+        return {}
+    pool = None
+    graphs: dict[int, tuple[Callable[[], None], Result]] = {}
+    for size in sizes:
+        graph = torch.cuda.CUDAGraph()
+        failure: RuntimeError | None = None
+        try:
+            run(size)  # kernels are compiled and communicators made at first use: not while capturing
+            torch.cuda.synchronize(device)
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                found = run(size)
+        except RuntimeError as error:
+            failure = error
+        if not agree(failure is None):
+            _explain(size, sorted(graphs), failure or RuntimeError("another rank could not"))
+            break
+        pool = pool or graph.pool()
+        graphs[size] = graph.replay, found
+    return graphs
+
+
+def _explain(size: int, captured: list[int], error: RuntimeError) -> None:
+    first: BaseException = error  # ending a capture that failed fails again: what came before it is the cause
+    while first.__context__ is not None:
+        first = first.__context__
+    cause = str(first).strip().splitlines()[0] if str(first).strip() else type(first).__name__
+    left = f"graphs of {captured} rows are used" if captured else "all decodes run without a graph"
+    hint = "--disable-cuda-graph silences this"
+    if isinstance(first, torch.OutOfMemoryError):
+        hint = "lower --mem-fraction-static or --cuda-graph-max-bs"
+    _log.warning("The decode of %d rows could not be captured into a graph (%s); %s. %s", size, cause, left, hint)
 
 
 def capture_guesses(run: Callable[[], None], pool: Any, device: torch.device) -> tuple[Any, Callable[[], None] | None]:

@@ -40,6 +40,9 @@ __all__ = [
     "Norm",
     "Platform",
     "PlatformError",
+    "StepFound",
+    "StepTokens",
+    "Steps",
 ]
 
 _log = logging.getLogger("troupe.kernels")
@@ -125,6 +128,38 @@ class Decodes:
     rows: tuple[int, ...]
     run: Callable[[ForwardBatch], Tensor | None]
     prompts: int = 0
+
+
+@dataclass(frozen=True)
+class StepTokens:
+    """A step of decodes of one token a row, on the host; the tokens themselves the device knows."""
+
+    slots: npt.NDArray[np.int64]  # [rows]
+    lengths: npt.NDArray[np.int64]  # [rows], tokens that each row's sees, itself included
+    grows: npt.NDArray[np.bool_]  # [rows], whether it is the last that is known of its row
+    pages: npt.NDArray[np.int32]  # [rows, columns]
+
+
+@dataclass(frozen=True)
+class StepFound:
+    """``hidden`` [rows, hidden] and ``logits`` [rows, vocab] of a step. ``likeliest`` int32 [rows]: the likeliest next
+    token of each, or -1 where its logits are not to be used; rows that grow have it, or 0, in the table of tokens.
+    """
+
+    hidden: Tensor
+    logits: Tensor
+    likeliest: Tensor
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Whole steps of decodes that were prepared beforehand. ``rows``: the numbers of rows they were prepared for.
+
+    ``run``: None when none that was prepared fits. What it gives is overwritten by the next call.
+    """
+
+    rows: tuple[int, ...]
+    run: Callable[[StepTokens], StepFound | None]
 
 
 @dataclass(frozen=True)
@@ -231,6 +266,21 @@ class Platform(ABC):
         ``windows``: those of the batches' plans. ``columns``: pages a sequence may have. Page 0 is written to.
         ``agree``: whether all ranks that run the model together could do what this one could, or could not; to be asked
         after each one that is prepared, because a step that is prepared on some ranks only would hang.
+        """
+        return None
+
+    def capture_steps(
+        self,
+        forward: Callable[[ForwardBatch], tuple[Tensor, Tensor]],
+        table: Tensor,
+        windows: Sequence[int],
+        max_rows: int,
+        columns: int,
+    ) -> Steps | None:
+        """Prepare whole steps of decodes, from the tokens that the device knows to those that it finds, where it gains
+        by it: instead of ``capture_decodes``, for a model that one rank runs.
+
+        ``forward``: to hidden states and logits. ``table`` int32 [slots, positions]: tokens by slot; row 0 is nobody's.
         """
         return None
 

@@ -26,9 +26,20 @@ from kernels.cuda.narrow_cache import NarrowCache
 from kernels.cuda.norms import CudaNorm
 from kernels.cuda.quantized import EightBitLinear
 from kernels.cuda.sampling import likeliest
+from kernels.cuda.steps import StepGraphs
 from kernels.device_memory import device_memory, step_memory
 from kernels.graph_sizes import graph_sizes
-from kernels.platforms.base import AttentionRows, Decodes, Fetched, Linear, Memory, Norm, Platform, PlatformError
+from kernels.platforms.base import (
+    AttentionRows,
+    Decodes,
+    Fetched,
+    Linear,
+    Memory,
+    Norm,
+    Platform,
+    PlatformError,
+    Steps,
+)
 from kernels.quantization.cache import LayerScales, narrow
 from kernels.quantization.weights import Fp8Weight, GroupedWeight, Int8Weight, Projection, QuantizedWeight
 from kernels.staging import Staging, fetch
@@ -185,9 +196,11 @@ class CudaPlatform(Platform):
 
     def _quantized(self, weight: Projection, bias: Tensor | None, gated: bool) -> Linear | None:
         """None where there is no kernel for it."""
+        if isinstance(weight, QuantizedWeight) and weight.clip is not None:
+            return None
         if isinstance(weight, Int8Weight) and weight.activation is None:
             weight = weight.grouped()
-        if isinstance(weight, GroupedWeight) and GroupedLinear.fits(weight):
+        if isinstance(weight, GroupedWeight) and weight.activation is None and GroupedLinear.fits(weight):
             return GroupedLinear(weight, bias, self._wide, self._choices, gated)
         if isinstance(weight, Int8Weight | Fp8Weight) and EightBitLinear.fits(weight, self.device):
             return EightBitLinear(weight, bias, self._choices, gated)
@@ -271,8 +284,7 @@ class CudaPlatform(Platform):
         config = self._config
         if config.disable_graphs or not self.captures:
             return None
-        most = config.graph_max_rows or self._default_graph_rows()
-        sizes = graph_sizes(config.graph_rows, most if tokens == 1 else max(_DRAFTING_ROWS, most // tokens), max_rows)
+        sizes = self._graph_sizes(tokens, max_rows)
         if not sizes:
             return None
         graphs = DecodeGraphs(
@@ -293,6 +305,36 @@ class CudaPlatform(Platform):
         if not graphs.sizes:
             return None
         return Decodes(tuple(graphs.sizes), lambda batch: graphs.run(batch, next(iter(batch.plans.values()))))
+
+    def capture_steps(
+        self,
+        forward: Callable[[ForwardBatch], tuple[Tensor, Tensor]],
+        table: Tensor,
+        windows: Sequence[int],
+        max_rows: int,
+        columns: int,
+    ) -> Steps | None:
+        config = self._config
+        sizes = [] if config.disable_graphs or not self.captures else self._graph_sizes(1, max_rows)
+        if not sizes:
+            return None
+        graphs = StepGraphs(
+            forward,
+            table,
+            windows,
+            sizes,
+            self._kv_heads,
+            columns,
+            config.page_size,
+            not config.disable_graph_padding,
+            self.put,
+        )
+        return Steps(tuple(graphs.sizes), graphs.run) if graphs.sizes else None
+
+    def _graph_sizes(self, tokens: int, max_rows: int) -> list[int]:
+        config = self._config
+        most = config.graph_max_rows or self._default_graph_rows()
+        return graph_sizes(config.graph_rows, most if tokens == 1 else max(_DRAFTING_ROWS, most // tokens), max_rows)
 
     def _default_graph_rows(self) -> int:
         """Graphs take memory and time to capture: fewer on small devices."""

@@ -22,6 +22,7 @@ from kernels.cuda.numbers import PLAIN
 from kernels.cuda.quantized import EightBitLinear
 from kernels.cuda.sampling import likeliest
 from kernels.cuda.skinny import Form, Tiles
+from kernels.cuda.steps import enter, leave
 from kernels.platforms.base import AttentionRows
 from kernels.quantization.weights import Fp8Weight, GroupedWeight, Int8Weight
 from tests.kernels.cuda.compiled import SHARED, compiling, empty, put
@@ -43,6 +44,10 @@ def smalls(dtype):
     swiglu(empty(5, 2 * 3072, dtype=dtype))
     angles(empty(5, dtype=torch.int64), empty(128, dtype=FP32), 1.0, dtype)
     likeliest(empty(5, 151936, dtype=dtype))
+    state, table = empty(5, 3 + 129, dtype=torch.int32), empty(65, 8196, dtype=torch.int32)
+    tokens, positions = empty(5, dtype=torch.int32), empty(5, dtype=torch.int64)
+    enter(state, table, 64, tokens, positions, positions)
+    leave(state, table, positions, empty(5, dtype=torch.bool), tokens)
     for (heads, kv_heads, dim), normed in ((LLAMA, False), (QWEN, True), (SMALL, False)):
         weight = empty(heads + kv_heads, dim, dtype=dtype) if normed else None
         for tokens in (16, 100):

@@ -1,0 +1,200 @@
+"""Whole steps of decodes in CUDA graphs: a small copy goes in, one graph runs, one small copy comes out.
+
+What a step brings are numbers of rows: slots, lengths, pages. The graph finds their tokens in the table by slot, runs
+the model and its output layer, and writes the likeliest tokens back to the table, where the next step finds them. Rows
+that are sampled otherwise overwrite theirs: the logits are among what a step gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.batch import ForwardBatch
+from kernels.cuda.attention import AttentionPlan, DecodeRows
+from kernels.cuda.decode import split_count
+from kernels.cuda.graphs import Put, capture_each
+from kernels.cuda.launch import overlapping
+from kernels.cuda.sampling import likeliest
+from kernels.platforms.base import StepFound, StepTokens
+
+__all__ = ["StepGraphs"]
+
+_HEADER = 3
+"""Numbers of a row before its pages: its slot, whether it grows, and its tokens in the cache."""
+_BLOCK = 64
+
+
+@triton.jit(do_not_specialize=["rows", "state_stride", "table_stride"])
+def _enter(
+    state,
+    table,
+    tokens,
+    positions,
+    index,
+    rows,
+    state_stride,
+    table_stride,
+    header: tl.constexpr,
+    page_size: tl.constexpr,
+    block: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """Each row's last token, its position, and its place in the cache."""
+    row = tl.program_id(0) * block + tl.arange(0, block)
+    there = row < rows
+    own = state + row.to(tl.int64) * state_stride
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
+    slot = tl.load(own, mask=there, other=0).to(tl.int64)
+    position = tl.load(own + 2, mask=there, other=1) - 1
+    page = tl.load(own + header + position // page_size, mask=there, other=0).to(tl.int64)
+    tl.store(tokens + row, tl.load(table + slot * table_stride + position, mask=there, other=0), mask=there)
+    tl.store(positions + row, position.to(tl.int64), mask=there)
+    tl.store(index + row, page * page_size + position % page_size, mask=there)
+
+
+@triton.jit(do_not_specialize=["rows", "state_stride", "table_stride"])
+def _leave(
+    state,
+    table,
+    tokens,
+    broken,
+    found,
+    rows,
+    state_stride,
+    table_stride,
+    block: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """The next token of rows that grow to the table; those of others to row 0."""
+    row = tl.program_id(0) * block + tl.arange(0, block)
+    there = row < rows
+    own = state + row.to(tl.int64) * state_stride
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
+    slot = (tl.load(own, mask=there, other=0) * tl.load(own + 1, mask=there, other=0)).to(tl.int64)
+    length = tl.load(own + 2, mask=there, other=0)
+    token = tl.load(tokens + row, mask=there, other=0).to(tl.int32)
+    fails = tl.load(broken + row, mask=there, other=0) != 0
+    tl.store(table + slot * table_stride + length, token, mask=there)
+    tl.store(found + row, tl.where(fails, -1, token), mask=there)
+
+
+def enter(state: Tensor, table: Tensor, page_size: int, tokens: Tensor, positions: Tensor, index: Tensor) -> None:
+    """``state`` int32 [rows, 3 + columns]; ``table`` int32 [slots, positions]. ``tokens`` int32, ``positions`` and
+    ``index`` int64 [rows] are written: see ``ForwardBatch``.
+    """
+    rows, pdl = len(state), overlapping(state.device)
+    _enter[(triton.cdiv(rows, _BLOCK),)](
+        state,
+        table,
+        tokens,
+        positions,
+        index,
+        rows,
+        state.stride(0),
+        table.stride(0),
+        _HEADER,
+        page_size,
+        _BLOCK,
+        pdl,
+        num_warps=2,
+        launch_pdl=pdl,
+    )
+
+
+def leave(state: Tensor, table: Tensor, tokens: Tensor, broken: Tensor, found: Tensor) -> None:
+    """``tokens`` int64 and ``broken`` bool [rows], of ``likeliest``, to ``found`` int32 [rows] and to the table."""
+    rows, pdl = len(state), overlapping(state.device)
+    _leave[(triton.cdiv(rows, _BLOCK),)](
+        state,
+        table,
+        tokens,
+        broken.view(torch.int8),
+        found,
+        rows,
+        state.stride(0),
+        table.stride(0),
+        _BLOCK,
+        pdl,
+        num_warps=2,
+        launch_pdl=pdl,
+    )
+
+
+@dataclass(frozen=True)
+class _Step:
+    replay: Callable[[], None]
+    found: StepFound
+
+
+class StepGraphs:
+    """Captures steps of ``sizes`` rows, the largest first. ``columns``: pages a sequence may have. ``padded``: whether
+    a step may use a graph of more rows than it has. The rest is as ``Platform.capture_steps`` says.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[ForwardBatch], tuple[Tensor, Tensor]],
+        table: Tensor,
+        windows: Sequence[int],
+        sizes: Sequence[int],
+        kv_heads: int,
+        columns: int,
+        page_size: int,
+        padded: bool,
+        put: Put,
+    ) -> None:
+        rows, device = max(sizes), table.device
+        self._forward, self._table, self._windows = forward, table, windows
+        self._kv_heads, self._page_size, self._padded, self._put = kv_heads, page_size, padded, put
+        self._state = torch.zeros((rows, _HEADER + columns), dtype=torch.int32, device=device)
+        self._state[:, 2] = 1  # a token in the cache
+        self._tokens = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._positions, self._index = torch.zeros((2, rows), dtype=torch.int64, device=device)
+        self._logits: Tensor | None = None
+        captured = capture_each(sorted(sizes, reverse=True), self._run, device, lambda could: could)
+        self._steps = {size: _Step(replay, found) for size, (replay, found) in captured.items()}
+        self.sizes = sorted(self._steps)
+
+    def run(self, given: StepTokens) -> StepFound | None:
+        """What the step gives; None when no graph fits it."""
+        count = len(given.slots)
+        size = next((size for size in self.sizes if size >= count), 0)
+        if not size or (size > count and not self._padded):
+            return None
+        state = np.zeros((size, _HEADER + given.pages.shape[1]), dtype=np.int32)
+        state[count:, 2] = 1  # rows that there are not see a token of the dump page
+        state[:count, 0], state[:count, 1], state[:count, 2] = given.slots, given.grows, given.lengths
+        state[:count, _HEADER:] = given.pages
+        self._state[:size, : state.shape[1]].copy_(self._put(state))
+        step = self._steps[size]
+        step.replay()
+        found = step.found
+        return StepFound(found.hidden[:count], found.logits[:count], found.likeliest[:count])
+
+    def _run(self, size: int) -> StepFound:
+        state, context = self._state[:size], (self._state.shape[1] - _HEADER) * self._page_size
+        tokens, positions, index = self._tokens[:size], self._positions[:size], self._index[:size]
+        enter(state, self._table, self._page_size, tokens, positions, index)
+        decodes = DecodeRows(state[:, 2:], split_count(size, self._kv_heads, context))
+        plans = {window: AttentionPlan(decodes, None, window) for window in self._windows}
+        hidden, logits = self._forward(ForwardBatch(tokens, positions, index, plans))
+        found = torch.empty(size, dtype=torch.int32, device=state.device)
+        leave(state, self._table, *likeliest(logits), found)
+        if self._logits is None:  # the largest step comes first
+            self._logits = torch.empty_like(logits)
+        # In a place that all graphs share: what each keeps of its own, no other can use.
+        kept = self._logits[:size]
+        kept.copy_(logits)
+        return StepFound(hidden, kept, found)

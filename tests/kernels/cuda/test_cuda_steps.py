@@ -1,0 +1,93 @@
+"""Whole steps of decodes on a GPU, or by Triton's interpreter, where a graph is run again and not replayed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.cuda import steps
+from kernels.cuda.attention import attention
+from kernels.cuda.decode import DecodeScratch
+from kernels.cuda.steps import StepGraphs
+from kernels.platforms.base import StepTokens
+
+PAGE, COLUMNS, HEADS, DIM, VOCAB = 16, 6, 2, 16, 97
+
+
+def again(sizes, run, device, agree):
+    """As ``capture_each`` where there are no graphs."""
+    found = {}
+    for size in sizes:
+        held = run(size)
+
+        def replay(size=size, held=held):
+            new = run(size)
+            for name in ("hidden", "logits", "likeliest"):
+                getattr(held, name).copy_(getattr(new, name))
+
+        found[size] = replay, held
+    return found
+
+
+@pytest.fixture
+def made(device, monkeypatch):
+    if device.type == "cpu":
+        monkeypatch.setattr(steps, "capture_each", again)
+    torch.manual_seed(2)
+    cache = torch.randn(40, 2, HEADS, PAGE, DIM).to(device)
+    words, head = torch.randn(VOCAB, HEADS * DIM).to(device), torch.randn(VOCAB, HEADS * DIM).to(device)
+    scratch = DecodeScratch(device)
+
+    def forward(batch):
+        queries = (words[batch.token_ids.long()] + batch.positions[:, None]).view(-1, HEADS, DIM)
+        index = batch.cache_index
+        cache[index // PAGE, :, :, index % PAGE] = torch.stack((queries, -queries), 1)
+        hidden = attention(queries, cache, batch.plans[0], 0.2, scratch)
+        logits = hidden @ head.T
+        logits[:, 3] += torch.where(batch.positions == 41, torch.nan, 0.0)
+        return hidden, logits
+
+    table = torch.randint(VOCAB, (6, PAGE * COLUMNS), dtype=torch.int32).to(device)
+    graphs = StepGraphs(
+        forward, table, [0], [2, 4], HEADS, COLUMNS, PAGE, True, lambda array: torch.from_numpy(array.copy()).to(device)
+    )
+    return graphs, table, cache, words
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_a_step_reads_the_table_and_writes_to_it(made, count):
+    graphs, table, cache, words = made
+    assert graphs.sizes == [2, 4]
+    slots, lengths = np.array([5, 2, 1, 3])[:count], np.array([17, 42, 33, 90])[:count]
+    grows = np.array([True, True, False, True])[:count]
+    pages = 1 + np.arange(4 * COLUMNS, dtype=np.int32).reshape(4, COLUMNS)[:count, : (max(lengths) - 1) // PAGE + 1]
+    before, kept = table.clone(), cache.clone()
+    found = graphs.run(StepTokens(slots, lengths, grows, pages))
+    assert found is not None
+    after, written = table.clone(), cache.clone()
+    logits, likeliest = found.logits.clone(), found.likeliest.tolist()
+
+    cache.copy_(kept)
+    for row in range(count):
+        alone = StepTokens(slots[row : row + 1], lengths[row : row + 1], grows[row : row + 1], pages[row : row + 1])
+        own = graphs.run(alone)
+        assert own is not None
+        torch.testing.assert_close(own.logits[0], logits[row], equal_nan=True)
+        page, offset = int(pages[row, (lengths[row] - 1) // PAGE]), (lengths[row] - 1) % PAGE
+        token = before[slots[row], lengths[row] - 1].long()
+        wanted = (words[token] + (lengths[row] - 1)).view(HEADS, DIM)
+        torch.testing.assert_close(written[page, :, :, offset], torch.stack((wanted, -wanted)))
+        table.copy_(before)
+    broken = [length == 42 for length in lengths]
+    assert likeliest == [-1 if fails else int(row.argmax()) for row, fails in zip(logits.cpu(), broken, strict=True)]
+    for row in range(count):
+        if grows[row]:
+            before[slots[row], lengths[row]] = max(0, likeliest[row])
+    assert torch.equal(after[1:], before[1:])
+
+
+def test_a_step_that_no_graph_fits(made):
+    graphs = made[0]
+    slots = np.array([1, 2, 3, 4, 5])
+    assert graphs.run(StepTokens(slots, slots, slots > 0, np.ones((5, 1), dtype=np.int32))) is None

@@ -1,0 +1,131 @@
+"""Steps that a device prepares from its own table of tokens, on a CPU that stands in for it, against those that it does
+not prepare."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import kernels.runner
+from kernels.batch import ForwardBatch
+from kernels.platforms.base import AttentionRows, StepFound, Steps
+from kernels.platforms.cpu import CpuPlatform
+from kernels.step import SlotSampling
+from tests.kernels.parity import traffic
+
+
+class Preparing(CpuPlatform):
+    """``capture_steps`` without a graph."""
+
+    prepared = 0
+    told_to_grow = 0
+
+    def capture_likeliest(self, *args, **options):
+        return None
+
+    def capture_steps(self, forward, table, windows, max_rows, columns):
+        def run(given):
+            if len(given.slots) > 4:
+                return None
+            self.prepared += 1
+            self.told_to_grow += int(given.grows.sum())
+            slots, at = torch.from_numpy(given.slots), torch.from_numpy(given.lengths) - 1
+            size = self.page_size
+            page = given.pages[np.arange(len(given.slots)), (given.lengths - 1) // size].astype(np.int64)
+            index = torch.from_numpy(page * size + (given.lengths - 1) % size)
+            rows = AttentionRows(given.lengths - 1, np.ones_like(given.lengths), given.pages, len(given.slots))
+            plans = {window: self.plan_attention(rows, window) for window in windows}
+            hidden, logits = forward(ForwardBatch(table[slots, at], at, index, plans))
+            broken = ~logits.isfinite().all(-1)
+            likeliest = logits.argmax(-1).masked_fill(broken, 0).to(torch.int32)
+            grows = torch.from_numpy(given.grows)
+            table[slots[grows], at[grows] + 1] = likeliest[grows]
+            return StepFound(hidden, logits, likeliest.masked_fill(broken, -1))
+
+        return Steps((1, 2, 4), run)
+
+
+@pytest.fixture
+def prepared(drive, monkeypatch):
+    """A driver whose platform prepares steps."""
+
+    def make(path, **options):
+        made = []
+
+        def select(config):
+            platform = Preparing(config.threads, config.tp_size)
+            platform.page_size = config.page_size
+            made.append(platform)
+            return platform
+
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels.runner, "select_platform", select)
+            driver = drive(path, **options)
+        return driver, made[0]
+
+    return make
+
+
+OPTIONS = {"page_size": 16, "max_step_tokens": 256, "dtype": "float32"}
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen3"])
+def test_mixed_traffic_is_the_same(name, prepared, drive, prompts, reference):
+    path = reference(name).path
+    driver, platform = prepared(path, **OPTIONS)
+    assert driver.info.graph_rows == (1, 2, 4)
+    assert traffic(driver, prompts) == traffic(drive(path, **OPTIONS), prompts)
+    assert platform.prepared > 0
+
+
+def test_rows_that_are_sampled_or_scored_are_the_same(prepared, drive, prompts, reference):
+    path = reference("qwen3").path
+    found = []
+    driver, platform = prepared(path, **OPTIONS)
+    for one in (driver, drive(path, **OPTIONS)):
+        for slot, prompt in enumerate(prompts(5, 40, 9), start=1):
+            sampling = SlotSampling(temperature=0.0 if slot == 1 else 0.8, seed=7, logprobs=2 if slot == 3 else -1)
+            one.admit(slot, prompt, sampling=sampling)
+            one.step([(slot, len(prompt))])
+        results = [one.step([(slot, 1) for slot in (1, 2, 3)]) for _ in range(8)]
+        found.append([(result.tokens, result.top_ids, result.accepted) for result in results])
+        found[-1].append(
+            [np.nan_to_num(np.frombuffer(result.logprobs, np.float32)).round(3).tolist() for result in results]
+        )
+    assert found[0] == found[1]
+    assert platform.prepared == 8
+
+
+def test_prompts_that_go_in_a_token_at_a_time_keep_what_is_known(prepared, drive, prompts, reference):
+    path = reference("llama2").path
+    (prompt,) = prompts(6)
+    driver, platform = prepared(path, **OPTIONS)
+    found = []
+    for one in (driver, drive(path, **OPTIONS)):
+        one.admit(1, prompt)
+        for _ in range(5):
+            assert one.step([(1, 1)]).tokens == b""
+        found.append(one.generate(1, len(prompt) + 6))
+    assert found[0] == found[1]
+    assert platform.prepared == 5 + 6
+    assert platform.told_to_grow == 6
+
+
+def test_a_row_that_is_not_finite_fails_alone(prepared, prompts, reference):
+    driver, _ = prepared(reference("llama2").path, **OPTIONS)
+    for slot, prompt in enumerate(prompts(5, 40), start=1):
+        driver.admit(slot, prompt)
+        driver.step([(slot, len(prompt))])
+    head = driver.runner._model.head
+
+    def spoilt(hidden):
+        logits = head(hidden)
+        logits[0] = torch.nan
+        return logits
+
+    driver.runner._model.head = spoilt
+    result = driver.step([(1, 1), (2, 1)])
+    assert [error.slot for error in result.failed] == [1]
+    assert np.frombuffer(result.accepted, np.int32).tolist() == [0, 1]
+    assert len(result.tokens) == 4
