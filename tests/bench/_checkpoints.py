@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from app.understudy import MODEL_DIR
+from kernels.gguf.blocks import KINDS
 
-__all__ = ["CHECKPOINTS", "write"]
+__all__ = ["CHECKPOINTS", "limit_of", "made_up_gguf", "write"]
 
 _GROUP = 64
 
@@ -63,11 +64,80 @@ def _modelslim(target: Path) -> Path:
 
 def _gguf(kind: str) -> Callable[[Path], Path]:
     def make(target: Path) -> Path:
-        from tests.gguf_writer import write_gguf
+        from tests.llama_server import write_as
 
-        return write_gguf(MODEL_DIR, target.with_suffix(".gguf"), kind)
+        return write_as(kind, target.parent)
 
     return make
+
+
+def made_up_gguf(config: Mapping[str, Any], mix: str, file: Path) -> Path:
+    """A file of a Qwen3 of ``config``'s sizes, any codes and small scales in it, with the types that llama-quantize
+    gives its matrices for ``mix``."""
+    import gguf
+    import numpy as np
+
+    most, more = _MIXES[mix]
+    generator = np.random.default_rng(1)
+    writer = gguf.GGUFWriter(file, "qwen3")
+    layers, hidden, inner, dim = (
+        config[name] for name in ("num_hidden_layers", "hidden_size", "intermediate_size", "head_dim")
+    )
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(layers)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_key_length(dim)
+    writer.add_value_length(dim)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+
+    def matrix(name: str, rows: int, columns: int, kind: str) -> None:
+        number = gguf.GGMLQuantizationType[kind]
+        block, size = gguf.GGML_QUANT_SIZES[number]
+        data = generator.integers(0, 256, (rows, columns // block, size), np.uint8)
+        halves = next((found.halves for found in KINDS.values() if found.name == kind), (0,))
+        for at in halves:
+            data[:, :, at : at + 2] = np.frombuffer(np.float16(2e-4).tobytes(), np.uint8)
+        writer.add_tensor(f"{name}.weight", data.reshape(rows, -1), raw_dtype=number)
+
+    def norm(name: str, size: int) -> None:
+        writer.add_tensor(f"{name}.weight", np.ones(size, np.float32))
+
+    matrix("token_embd", config["vocab_size"], hidden, "Q6_K" if "K" in mix else most)
+    norm("output_norm", hidden)
+    for layer in range(layers):
+        prefix = f"blk.{layer}"
+        high = more if layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2 else most
+        for name, size in {"attn_norm": hidden, "ffn_norm": hidden, "attn_q_norm": dim, "attn_k_norm": dim}.items():
+            norm(f"{prefix}.{name}", size)
+        matrix(f"{prefix}.attn_q", heads * dim, hidden, most)
+        matrix(f"{prefix}.attn_k", kv_heads * dim, hidden, most)
+        matrix(f"{prefix}.attn_v", kv_heads * dim, hidden, high)
+        matrix(f"{prefix}.attn_output", hidden, heads * dim, most)
+        matrix(f"{prefix}.ffn_gate", inner, hidden, most)
+        matrix(f"{prefix}.ffn_up", inner, hidden, most)
+        matrix(f"{prefix}.ffn_down", hidden, inner, high)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+_MIXES = {
+    "Q8_0": ("Q8_0", "Q8_0"),
+    "Q4_0": ("Q4_0", "Q4_0"),
+    "Q3_K_M": ("Q3_K", "Q5_K"),
+    "Q4_K_M": ("Q4_K", "Q6_K"),
+    "Q5_K_M": ("Q5_K", "Q6_K"),
+    "Q6_K": ("Q6_K", "Q6_K"),
+    "IQ4_XS": ("IQ4_XS", "Q5_K"),
+}
+"""The type of most matrices, and that of values and down projections in some layers."""
 
 
 CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
@@ -82,8 +152,29 @@ CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
     "modelslim-w8a8": _modelslim,
     "gguf-q8": _gguf("Q8_0"),
     "gguf-q4": _gguf("Q4_0"),
+    "gguf-q6_k": _gguf("Q6_K"),
+    "gguf-q5_k_m": _gguf("Q5_K_M"),
+    "gguf-q4_k_m": _gguf("Q4_K_M"),
+    "gguf-iq4_xs": _gguf("IQ4_XS"),
+    "gguf-q3_k_m": _gguf("Q3_K_M"),
+    "gguf-q2_k": _gguf("Q2_K"),
 }
-"""Groups of 64 where there are groups."""
+"""Groups of 64 where there are groups. Of GGUF the mixtures need llama-quantize on the PATH."""
+
+_BITS = {
+    **dict.fromkeys(("awq-4", "gptq-4", "gptq-act-order", "compressed-w4a16-4", "gguf-q4", "gguf-q4_k_m"), 4),
+    "gguf-iq4_xs": 4,
+    "gguf-q5_k_m": 5,
+    "gguf-q3_k_m": 3,
+    "gguf-q2_k": 2,
+}
+"""Of most weights, where they are not 6 to 8."""
+
+
+def limit_of(name: str) -> float | None:
+    """By how many percent perplexity may be worse; None: there is no limit for so few bits."""
+    bits = _BITS.get(name, 8)
+    return None if bits < 4 else 5.0 if bits < 6 else 1.0
 
 
 def write(name: str, target: Path) -> Path:
