@@ -7,9 +7,10 @@ groups of 128), compressed-w8a8, and gguf-q4_k_m and the like. ``--checkpoints``
 written in first; see ``CHECKPOINTS``, "all" for each. They are made by rounding alone, without calibration.
 
 First table: the model in the box under every scheme: perplexity of held-out documents (a seed that no training saw; the
-parts that training counts), the share of the held-out capital questions answered rightly, and how much worse the
-perplexity is than that of bf16 and may be at most: 1 % at 6 to 8 bits, 5 % at 4 and 5. Second: bytes of weights, and tokens a second of decodes at batch 1 and 16, schemes in
-turns in one process each; ``0.6b`` is a Qwen3 shape with made-up weights. ``--device``: cpu or cuda.
+parts that training counts), how much worse it is than that of bf16 and may be at most (1 % at 6 to 8 bits, 5 % at 4 and
+5), and the share of the held-out capital questions answered rightly. Second: bytes of weights, and tokens a second of
+decodes at batch 1 and 16, schemes in turns in one process each; ``0.6b`` is a Qwen3 shape with made-up weights.
+``--device``: cpu or cuda.
 """
 
 from __future__ import annotations
