@@ -164,7 +164,7 @@ def _model(engine: Engine) -> dict[str, Samples]:
     phases = {(phase,): seconds for phase, seconds in info.load_seconds.items()}
     if engine.start_seconds is not None:
         phases["total",] = engine.start_seconds
-    labels = (engine.model_name, info.architecture, info.dtype, info.device, _version())
+    labels = (engine.model_name, info.architecture, info.dtype, info.cache_dtype, info.device, _version())
     return {
         "troupe_start_seconds": phases,
         "troupe_model_info": {labels: 1.0},

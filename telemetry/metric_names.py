@@ -165,6 +165,7 @@ _PROCESS = (
         "model",
         "architecture",
         "dtype",
+        "cache_dtype",
         "device",
         "version",
     ),

@@ -106,7 +106,7 @@ async def test_an_engines_metrics_tell_what_it_did(
     assert number("troupe_actor_up", actor="worker-0") == 1
     assert number("troupe_cache_queried_tokens_total") == 11
     assert number("troupe_start_seconds", phase="total") > number("troupe_start_seconds", phase="weights") > 0
-    assert number("troupe_model_info", device="cpu", dtype="float32") == 1
+    assert number("troupe_model_info", device="cpu", dtype="float32", cache_dtype="float32") == 1
     assert number("troupe_process_resident_memory_bytes", process="worker-0") > 2**20
     assert number("troupe_tasks") > 3
     assert number("vllm:generation_tokens_total") == number("troupe_generated_tokens_total")

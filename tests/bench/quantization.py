@@ -1,6 +1,7 @@
 """What quantization costs in accuracy and gains in bytes and speed, in process, without a server.
 
     python -m tests.bench quantization [--schemes int8 fp8] [--checkpoints gptq-4] [--shapes understudy 0.6b]
+                                            [--caches int8 fp8_e4m3 fp8_e4m3:none]
 
 ``--schemes``: values of --quantization, and of shapes with made-up weights checkpoints, too: w4a16 and w8a16 (GPTQ in
 groups of 128), compressed-w8a8, and gguf-q4_k_m and the like. ``--checkpoints``: layouts that the model in the box is
@@ -11,6 +12,9 @@ parts that training counts), how much worse it is than that of bf16 and may be a
 5), and the share of the held-out capital questions answered rightly. Second: bytes of weights, and tokens a second of
 decodes at batch 1 and 16, schemes in turns in one process each; ``0.6b`` is a Qwen3 shape with made-up weights.
 ``--device``: cpu or cuda.
+
+``--caches``: values of --kv-cache-dtype, with ":none" by scale 1.0 and else by a scale for each token and head: the
+same of the model in the box, with bytes of a token in the cache and decodes behind a long prompt.
 """
 
 from __future__ import annotations
@@ -47,6 +51,8 @@ SLOTS = 65
 GRAPH_ROWS = (1, 16)
 FLOATS = "bf16"
 ONLINE = ("int8", "fp8")
+CACHES = ("int8", "fp8_e4m3", "fp8_e4m3:none", "fp8_e5m2", "fp8_e5m2:none")
+LONG = 3584
 MADE_UP: dict[str, dict[str, Any]] = {
     f"w{bits}a16": {"quant_method": "gptq", "bits": bits, "group_size": 128, "desc_act": False, "sym": True}
     for bits in (4, 8)
@@ -85,7 +91,9 @@ LLAMA_8B: dict[str, Any] = {
 class _Engine:
     """A model runner in this process, and the scheduler's part in words."""
 
-    def __init__(self, path: str, scheme: str, device: str, load_format: str = "auto") -> None:
+    def __init__(
+        self, path: str, scheme: str, device: str, load_format: str = "auto", cache: str = "", context: int = CONTEXT
+    ) -> None:
         from kernels.runner import ModelRunner
         from kernels.step import RunnerConfig
 
@@ -96,16 +104,18 @@ class _Engine:
                 load_format=load_format,
                 dtype="bfloat16",
                 quantization=scheme if scheme in ONLINE else "",
+                kv_cache_dtype=cache.partition(":")[0],
+                kv_cache_quant_method=cache.partition(":")[2],
                 max_total_tokens=SLOTS * CONTEXT,
                 max_slots=SLOTS,
-                context_length=CONTEXT,
+                context_length=context,
                 page_size=64,
                 max_step_tokens=8192,
                 graph_rows=GRAPH_ROWS,
             )
         )
         self.info = self.runner.load()
-        self.number = 0
+        self.number, self.context = 0, context
 
     def step(self, slots: list[int], counts: list[int], admitted: list[Any] | None = None, released: Any = ()) -> Any:
         from kernels.step import StepBatch
@@ -131,7 +141,7 @@ class _Engine:
         from kernels.step import Admission, SlotSampling
 
         self.generation = self.number + 1
-        pages = CONTEXT // self.info.page_size
+        pages = self.context // self.info.page_size
         return [
             Admission(
                 slot,
@@ -169,12 +179,12 @@ class _Engine:
             counts = [1] * len(slots)
         return found
 
-    def decode(self, rows: int, steps: int) -> float:
-        """Tokens a second of decodes of so many rows, of the median step."""
+    def decode(self, rows: int, steps: int, held: int = 128) -> float:
+        """Tokens a second of decodes of so many rows behind ``held`` tokens each, of the median step."""
         rng = random.Random(rows)
-        prompts = [[rng.randrange(3, 4000) for _ in range(128)] for _ in range(rows)]
+        prompts = [[rng.randrange(3, 4000) for _ in range(held)] for _ in range(rows)]
         slots = list(range(1, rows + 1))
-        self.step(slots, [128] * rows, self.admissions(prompts), range(1, SLOTS))
+        self.step(slots, [held] * rows, self.admissions(prompts), range(1, SLOTS))
         times = []
         for _ in range(steps):
             begun = time.perf_counter()
@@ -195,11 +205,11 @@ def _held_out(tokenizer: Any) -> Iterator[tuple[list[int], list[bool]]]:
         yield tokens[: CONTEXT - 2], counts[: CONTEXT - 2]
 
 
-def _accuracy(scheme: str, path: str, device: str) -> dict[str, float]:
+def _accuracy(scheme: str, path: str, device: str, cache: str) -> dict[str, float]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
-    engine = _Engine(path, scheme, device)
+    engine = _Engine(path, scheme, device, cache=cache)
     total, number = 0.0, 0
     for tokens, counts in _held_out(tokenizer.backend_tokenizer):
         learnt = np.array(counts[1:])
@@ -230,12 +240,14 @@ def _child(task: dict[str, Any]) -> None:
 
         build()
     if task["what"] == "accuracy":
-        print(json.dumps(_accuracy(task["scheme"], task["path"], task["device"])), flush=True)
+        print(json.dumps(_accuracy(task["scheme"], task["path"], task["device"], task.get("cache", ""))), flush=True)
         return
-    engine = _Engine(task["path"], task["scheme"], task["device"], task["load_format"])
-    print(json.dumps({"bytes": engine.info.weight_bytes}), flush=True)
+    cache, context = task.get("cache", ""), task.get("context", CONTEXT)
+    engine = _Engine(task["path"], task["scheme"], task["device"], task["load_format"], cache, context)
+    print(json.dumps({"bytes": engine.info.weight_bytes, "token": engine.info.cache_token_bytes}), flush=True)
     for line in sys.stdin:
-        print(json.dumps({"rate": engine.decode(int(line), task["steps"])}), flush=True)
+        rows, held = map(int, line.split())
+        print(json.dumps({"rate": engine.decode(rows, task["steps"], held)}), flush=True)
 
 
 class _Process:
@@ -254,9 +266,9 @@ class _Process:
         found: dict[str, float] = json.loads(line)
         return found
 
-    def decode(self, rows: int) -> float:
+    def decode(self, rows: int, held: int = 128) -> float:
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{rows}\n")
+        self._process.stdin.write(f"{rows} {held}\n")
         self._process.stdin.flush()
         return self._answer()["rate"]
 
@@ -300,6 +312,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--checkpoints", nargs="*", default=[], choices=["all", *CHECKPOINTS])
     parser.add_argument("--shapes", nargs="*", default=["understudy", "0.6b"], choices=[*SHAPES, "understudy", "8b"])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--caches", nargs="*", default=[], choices=CACHES)
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 16])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40)
@@ -323,6 +336,10 @@ def main(argv: list[str] | None = None) -> int:
             places = {scheme: _model(shape, scheme, Path(directory)) for scheme in own}
             places |= {scheme: (str(path), "auto") for scheme, path in also.items()}
             _speed(shape, places, given)
+    if given.caches:
+        if not given.skip_accuracy:
+            _cache_scores(given.caches, given.device)
+        _cache_speed(given)
     return 0
 
 
@@ -343,6 +360,45 @@ def _scores(schemes: list[str], box: dict[str, Path], device: str) -> None:
             f"({share:.1f} %) |",
             flush=True,
         )
+
+
+def _cache_scores(caches: list[str], device: str) -> None:
+    print("\n| cache | perplexity | worse by | capital questions right |\n|---|---|---|---|")
+    base = 0.0
+    for cache in ["", *caches]:
+        process = _Process(what="accuracy", scheme=FLOATS, path=str(MODEL_DIR), device=device, cache=cache)
+        process.close()
+        found = process.first
+        base = base or found["perplexity"]
+        share = 100 * found["right"] / found["asked"]
+        print(
+            f"| {cache or FLOATS} | {found['perplexity']:.4f} | {100 * (found['perplexity'] / base - 1):+.2f} % | "
+            f"{found['right']} of {found['asked']} ({share:.1f} %) |",
+            flush=True,
+        )
+
+
+def _cache_speed(given: argparse.Namespace) -> None:
+    """Decodes of the model in the box, caches in turns."""
+    points = [*((rows, 128) for rows in given.rows), (1, LONG)]
+    heads = "".join(f" tokens/s at batch {rows}, {held} tokens | of bf16 |" for rows, held in points)
+    print(f"\n| cache | bytes of a token |{heads}\n|---|---|{'---|---|' * len(points)}")
+    names = ["", *given.caches]
+    common = {"what": "speed", "scheme": FLOATS, "path": str(MODEL_DIR), "load_format": "auto", "device": given.device}
+    sides = [_Process(cache=cache, steps=given.steps, context=LONG + 256, **common) for cache in names]
+    rates: dict[tuple[int, int, int], list[float]] = {}
+    for _ in range(given.rounds):
+        for rows, held in points:
+            for at, side in enumerate(sides):
+                rates.setdefault((at, rows, held), []).append(side.decode(rows, held))
+    for at, (cache, side) in enumerate(zip(names, sides, strict=True)):
+        cells = ""
+        for rows, held in points:
+            pairs = zip(rates[at, rows, held], rates[0, rows, held], strict=True)
+            against = statistics.median(mine / theirs for mine, theirs in pairs)
+            cells += f" {statistics.median(rates[at, rows, held]):.0f} | {against:.2f} |"
+        print(f"| {cache or FLOATS} | {side.first['token']:.0f} |{cells}", flush=True)
+        side.close()
 
 
 def _speed(shape: str, places: dict[str, tuple[str, str]], given: argparse.Namespace) -> None:
