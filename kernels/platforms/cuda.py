@@ -17,6 +17,7 @@ from kernels.cuda.attention import AttentionPlan, attention, plan_attention, pla
 from kernels.cuda.choosing import Choices
 from kernels.cuda.decode import DecodeScratch
 from kernels.cuda.errors import explain
+from kernels.cuda.experts import CudaExperts
 from kernels.cuda.graphs import DecodeGraphs, capture_guesses
 from kernels.cuda.grouped import GroupedLinear, WideWeight
 from kernels.cuda.heads import place_heads
@@ -29,6 +30,7 @@ from kernels.cuda.sampling import likeliest
 from kernels.cuda.steps import StepGraphs
 from kernels.device_memory import device_memory, step_memory
 from kernels.graph_sizes import graph_sizes
+from kernels.layers.experts import ExpertWeights
 from kernels.platforms.base import (
     AttentionRows,
     Decodes,
@@ -205,6 +207,13 @@ class CudaPlatform(Platform):
         if isinstance(weight, Int8Weight | Fp8Weight) and EightBitLinear.fits(weight, self.device):
             return EightBitLinear(weight, bias, self._choices, gated)
         return None
+
+    def make_experts(
+        self, router: Tensor, bias: Tensor | None, experts: Sequence[ExpertWeights], chosen: int, normalized: bool
+    ) -> Linear:
+        if CudaExperts.fits(experts, torch.cuda.get_device_capability(self.device)):
+            return CudaExperts(self.make_linear(router, bias), experts, chosen, normalized)
+        return super().make_experts(router, bias, experts, chosen, normalized)
 
     def make_norm(self, weight: Tensor, eps: float) -> Norm:
         return CudaNorm(weight, eps)

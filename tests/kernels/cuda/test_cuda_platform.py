@@ -11,7 +11,7 @@ import torch
 from kernels.cuda.errors import DeviceError, explain
 from kernels.platforms.base import PlatformError
 from kernels.step import SlotSampling
-from tests.kernels.conftest import FAMILIES
+from tests.kernels.conftest import FAMILIES, SPARSE
 from tests.kernels.parity import half_precision, scored, traffic
 
 OPTIONS = {"device": "cuda", "page_size": 16, "max_step_tokens": 256}
@@ -20,7 +20,7 @@ on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
 @on_a_gpu
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *SPARSE])
 @pytest.mark.parametrize("chunks", [[181], [7, 140, 1, 1, 12, 20]], ids=["whole", "chunked"])
 def test_float32_logits_match_at_every_position(name, chunks, reference, drive, prompts):
     model = reference(name)
@@ -44,7 +44,7 @@ def test_bfloat16_logits_are_as_close_as_those_of_transformers(name, reference, 
 
 @on_a_gpu
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *SPARSE])
 def test_float32_greedy_tokens_match_in_mixed_traffic(name, graphs, reference, drive, prompts):
     model = reference(name)
     driver = drive(model.path, disable_graphs=not graphs, graph_rows=(1, 4, 8) if graphs else (), **OPTIONS)
