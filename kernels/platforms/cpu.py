@@ -23,7 +23,7 @@ from kernels.cpu.attention import SHORT, AttentionPlan, AttentionPlanner, paged_
 from kernels.cpu.host import has_tiles, host_memory, usable_cores
 from kernels.cpu.linear import CpuLinear, TiedLinear, bf16_is_fast
 from kernels.cpu.narrow_cache import NarrowPages, NarrowPlan, compact
-from kernels.cpu.native.library import built, open_library, start_build
+from kernels.cpu.native.library import Awaited, built, open_library, start_build
 from kernels.cpu.native_blocks import NativeBlocks
 from kernels.cpu.native_grouped import NativeGrouped
 from kernels.cpu.norm import CpuNorm
@@ -83,7 +83,7 @@ class CpuPlatform(Platform):
         self._native_threads = threads or max(1, usable_cores() // ranks)
         self._native: Native | None = None
         self._native_attention = True  # whether all caches fit it: one plan serves a model and its draft
-        self._building: subprocess.Popen[bytes] | None = None
+        self._building: subprocess.Popen[bytes] | Awaited | None = None
         self._linears: weakref.WeakSet[CpuLinear | CpuInt8Linear] = weakref.WeakSet()
 
     def bind_thread(self) -> None:

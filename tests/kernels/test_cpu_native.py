@@ -399,6 +399,24 @@ class _Build:
         return 0 if self.done else None
 
 
+def test_who_comes_second_waits_for_the_build_of_the_first(monkeypatch, tmp_path):
+    """A compiler that takes until it is told to end, in the place of the real one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    gate, compiler = tmp_path / "gate", tmp_path / "g++"
+    os.mkfifo(gate)
+    compiler.write_text(f"#!/bin/sh\necho begun >> {tmp_path}/told\nread word < {gate}\n")
+    compiler.chmod(0o755)
+    monkeypatch.setattr(library, "COMPILERS", (str(compiler),))
+    first, second = library.start_build(), library.start_build()
+    assert first.poll() is second.poll() is None
+    gate.write_text("end\n")
+    assert second.wait() == 0
+    assert first.wait() == second.poll() == 0
+    assert (tmp_path / "told").read_text() == "begun\n"
+    assert library.built() is not None
+    assert library.start_build().poll() == 0  # there it is
+
+
 def test_nothing_is_compiled_where_it_cannot_run(model, drive, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("kernels.platforms.cpu.has_tiles", lambda: False)

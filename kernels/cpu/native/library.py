@@ -7,14 +7,16 @@ are compiled, the CPU platform does the same with PyTorch's operators.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
+import weakref
 from pathlib import Path
 
-__all__ = ["BuildError", "Library", "Op", "Step", "build", "built", "open_library", "start_build"]
+__all__ = ["Awaited", "BuildError", "Library", "Op", "Step", "build", "built", "open_library", "start_build"]
 
 HERE = Path(__file__).parent
 FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC", "-pthread", "-march=sapphirerapids", "-fno-math-errno")
@@ -132,10 +134,32 @@ def build() -> Path:
     return found
 
 
-def start_build() -> subprocess.Popen[bytes] | None:
+class Awaited:
+    """A build by another process: it is over when the lock on the folder is free. ``folder``: open; taken over."""
+
+    def __init__(self, folder: int) -> None:
+        self._folder = folder
+        weakref.finalize(self, os.close, folder)
+
+    def poll(self) -> int | None:
+        """None while it is under way."""
+        try:
+            fcntl.flock(self._folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return None
+        fcntl.flock(self._folder, fcntl.LOCK_UN)
+        return 0
+
+    def wait(self) -> int:
+        fcntl.flock(self._folder, fcntl.LOCK_SH)
+        fcntl.flock(self._folder, fcntl.LOCK_UN)
+        return 0
+
+
+def start_build() -> subprocess.Popen[bytes] | Awaited | None:
     """Start to compile the library beside other work; None without a compiler or a folder to write to.
 
-    Whoever comes second compiles too, and the last one to finish stands: both are the same.
+    Whoever comes second waits for the first: on two cores every worker of many would compile for minutes.
     """
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
@@ -145,18 +169,36 @@ def start_build() -> subprocess.Popen[bytes] | None:
         return None
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor, scratch = tempfile.mkstemp(dir=folder, prefix="building-")
-        os.close(descriptor)
+        lock = os.open(folder, os.O_RDONLY)
     except OSError:
         return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return Awaited(lock)
+    except OSError:
+        pass  # a file system without locks: whoever comes second compiles too, and both are the same
+    if built() is not None:  # by now
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        return Awaited(lock)
+    try:
+        return _compile(compiler, folder, lock)
+    except OSError:
+        return None
+    finally:
+        os.close(lock)  # the build has it
+
+
+def _compile(compiler: str, folder: Path, lock: int) -> subprocess.Popen[bytes]:
+    """Compile in a process that holds the lock until it ends. Raises OSError."""
+    descriptor, scratch = tempfile.mkstemp(dir=folder, prefix="building-")
+    os.close(descriptor)
     source = str(HERE / "program.cpp")
     # In a shell, so that nobody need wait for it: what is compiled stands at once under its name, whole.
     script = 'nice "$@" && chmod 755 "$0" && mv -f "$0" "${0%/*}/' + NAME + '" || rm -f "$0"'
     command = ("/bin/sh", "-c", script, scratch, compiler, *FLAGS, "-o", scratch, source)
-    try:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    except OSError:
-        return None
+    null = subprocess.DEVNULL
+    return subprocess.Popen(command, stdin=null, stdout=null, stderr=null, pass_fds=(lock,))
 
 
 def _folder() -> Path | None:
