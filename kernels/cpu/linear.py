@@ -53,8 +53,8 @@ class NativeLinear:
         self.weight = NativeWeight(native, weight)
         self.bias = bias
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.native.linear(x, self.weight, self.bias)
+    def __call__(self, x: Tensor, gated: bool = False) -> Tensor:
+        return self.native.linear(x, self.weight, self.bias, gated)
 
 
 class CpuLinear:
@@ -76,6 +76,12 @@ class CpuLinear:
         if self.native is not None and self.native.recording and not isinstance(self.call, NativeLinear):
             raise NotNative("a linear layer's shape")
         return self.call(x)
+
+    def gated(self, x: Tensor) -> Tensor | None:
+        """``silu(gates) * others`` of the outputs' halves in one operator; None: there is none."""
+        if isinstance(self.call, NativeLinear) and Native.fits_gated(self.call.weight.outputs):
+            return self.call(x, gated=True)
+        return None
 
     def adopt(self, native: Native) -> None:
         """Compute by ``native`` from now on, where it can."""

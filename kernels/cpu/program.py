@@ -152,9 +152,14 @@ class Native:
     def fits_linear(weight: Tensor) -> bool:
         return weight.shape[1] % 32 == 0
 
-    def linear(self, x: Tensor, weight: NativeWeight, bias: Tensor | None) -> Tensor:
+    @staticmethod
+    def fits_gated(outputs: int) -> bool:
+        return outputs % 64 == 0
+
+    def linear(self, x: Tensor, weight: NativeWeight, bias: Tensor | None, gated: bool = False) -> Tensor:
+        """``gated``: the weight's outputs are gates and as many others; the result is ``silu(gates) * others``."""
         rows = len(x)
-        out = self._empty(rows, weight.outputs)
+        out = self._empty(rows, weight.outputs // 2 if gated else weight.outputs)
         op = Op(
             kind=_LINEAR,
             a=x.data_ptr(),
@@ -162,16 +167,17 @@ class Native:
             c=None if bias is None else bias.data_ptr(),
             out=out.data_ptr(),
             stride_a=x.stride(0),
-            stride_out=weight.outputs,
+            stride_out=out.shape[1],
             i0=weight.inputs,
             i1=weight.outputs,
+            gated=gated,
         )
         self._call(op, Step(rows), weight.memory, bias)
         return out
 
-    def linear_int8(self, x: Tensor, weight: NativeInt8, bias: Tensor | None) -> Tensor:
+    def linear_int8(self, x: Tensor, weight: NativeInt8, bias: Tensor | None, gated: bool = False) -> Tensor:
         """As ``linear``, of tokens that are rounded to whole numbers."""
-        out = self._empty(len(x), weight.outputs)
+        out = self._empty(len(x), weight.outputs // 2 if gated else weight.outputs)
         op = Op(
             kind=_LINEAR8,
             a=x.data_ptr(),
@@ -179,11 +185,12 @@ class Native:
             c=None if bias is None else bias.data_ptr(),
             out=out.data_ptr(),
             stride_a=x.stride(0),
-            stride_out=weight.outputs,
+            stride_out=out.shape[1],
             i0=weight.inputs,
             i1=weight.outputs,
             i2=weight.offset,
             f0=weight.scale,
+            gated=gated,
         )
         self._call(op, Step(len(x)), weight.memory, bias)
         return out

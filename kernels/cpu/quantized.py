@@ -35,6 +35,12 @@ class CpuInt8Linear:
         assert self._plain is not None
         return self._plain(x)
 
+    def gated(self, x: Tensor) -> Tensor | None:
+        """As CpuLinear's."""
+        if self.native is None or self._packed is None or not Native.fits_gated(self._packed.outputs):
+            return None
+        return self.native.linear_int8(x, self._packed, self.bias, gated=True)
+
     def adopt(self, native: Native) -> None:
         """Compute by ``native`` from now on, where it can."""
         self.native = native

@@ -257,6 +257,15 @@ class CpuPlatform(Platform):
 
         return run
 
+    def make_gated_projection(self, weight: Projection, bias: Tensor | None) -> Linear:
+        linear = self.make_projection(weight, bias)
+
+        def gated(x: Tensor) -> Tensor:
+            out = linear.gated(x) if isinstance(linear, (CpuLinear, CpuInt8Linear)) else None
+            return self.silu_and_mul(linear(x)) if out is None else out
+
+        return gated
+
     def make_norm(self, weight: Tensor, eps: float) -> Norm:
         return CpuNorm(weight, eps, self._native_for)
 

@@ -21,6 +21,7 @@ from kernels.models.config import read_config
 from kernels.models.decoder import tensor_shapes
 from kernels.platforms.base import AttentionRows
 from kernels.platforms.cpu import CpuPlatform
+from kernels.quantization.weights import quantize_int8
 from kernels.speculative.settings import SpeculativeSettings
 from kernels.steady import SteadyDecodes
 from kernels.step import SlotSampling
@@ -116,6 +117,26 @@ def test_a_large_linear_layer(platform, plain, generator):
     close(whole, plain.make_linear(weight.float(), None)(x.float()))
     for row in (0, 255, 256, 1099):
         assert torch.equal(linear(x[row : row + 1]), whole[row : row + 1])  # the same bits alone
+
+
+@pytest.mark.parametrize("rows", [1, 17, 63, 129, 161, 700])
+@pytest.mark.parametrize("kind", ["bf16", "int8"])
+def test_gated_layers_are_their_operators_one_by_one(rows, kind, platform, generator):
+    x = torch.randn(rows, 1088, generator=generator).to(BF16)  # several slices, the last a short one
+    weight = torch.randn(192, 1088, generator=generator).to(BF16) / 8
+    bias = torch.randn(192, generator=generator).to(BF16)
+    given = weight if kind == "bf16" else quantize_int8(weight)
+    found = platform.make_gated_projection(given, bias)(x)
+    expected = platform.silu_and_mul(platform.make_projection(given, bias)(x))
+    assert found.shape == (rows, 96)
+    assert torch.equal(found, expected)
+
+
+def test_a_gated_layer_that_does_not_fit_runs_one_by_one(platform, generator):
+    x, weight = torch.randn(5, 64, generator=generator).to(BF16), torch.randn(96, 64, generator=generator).to(BF16)
+    wide = x.float() @ weight.float().T
+    found = platform.make_gated_projection(weight, None)(x)
+    close(found, torch.nn.functional.silu(wide[:, :48]) * wide[:, 48:])
 
 
 def test_a_linear_layer_that_does_not_fit_stays_as_it_was(platform, generator):

@@ -83,11 +83,12 @@ inline void pack_blocks(const Blocks& from, int64_t first, int64_t outputs, int6
         }
 }
 
-struct BlockProduct {
-    Product product;  // without a weight
-    const uint8_t* weight;
+struct BlockProduct : Product {
+    int64_t panel = 0;  // rows of one
     const Layout& layout() const { return *reinterpret_cast<const Layout*>(weight); }
-    const uint8_t* block(int64_t block) const { return weight + sizeof(Layout) + block * layout().block(product.inputs); }
+    const uint8_t* part(int64_t block) const {
+        return reinterpret_cast<const uint8_t*>(weight) + sizeof(Layout) + block * layout().block(inputs());
+    }
 };
 
 // Scales and zeros of the four quarters, each for the two inputs of a pair.
@@ -183,11 +184,10 @@ inline void widen_inputs(const BlockProduct& p, const uint8_t* block, int64_t in
 
 // Up to 32 rows: what is widened meets its tokens at once.
 template <int LOW, int HIGH>
-inline void multiply_few(const BlockProduct& p, const uint8_t* block, int64_t row, int64_t rows, float* sums) {
+inline void multiply_widened(const BlockProduct& p, const uint8_t* block, int64_t row, int64_t rows, float* sums) {
     alignas(64) bf16 wide[2][CELL];
-    const Product& of = p.product;
-    const bf16 *x = of.x + row * of.stride_x, *second = x + TILE * of.stride_x;
-    const int64_t more = std::max<int64_t>(rows - TILE, 0), step = 2 * of.stride_x;
+    const char *x = p.x + row * p.stride_x, *second = x + TILE * p.stride_x;
+    const int64_t more = std::max<int64_t>(rows - TILE, 0), inputs = p.inputs();
     configure(static_cast<int>(std::min(rows, TILE)), static_cast<int>(more));
     _tile_zero(0);
     _tile_zero(1);
@@ -197,17 +197,17 @@ inline void multiply_few(const BlockProduct& p, const uint8_t* block, int64_t ro
     }
     Factors by;
     widen_inputs<LOW, HIGH>(p, block, 0, by, wide[0]);
-    for (int64_t input = 0, turn = 0; input < of.inputs; input += DEPTH, turn ^= 1) {
+    for (int64_t input = 0, turn = 0; input < inputs; input += DEPTH, turn ^= 1, x += LINE, second += LINE) {
         // What was stored just now would be waited for: the next is widened first.
-        if (input + DEPTH < of.inputs) widen_inputs<LOW, HIGH>(p, block, input + DEPTH, by, wide[turn ^ 1]);
+        if (input + DEPTH < inputs) widen_inputs<LOW, HIGH>(p, block, input + DEPTH, by, wide[turn ^ 1]);
         written();
-        _tile_loadd(4, x + input, step);
+        _tile_loadd(4, x, p.stride_x);
         _tile_loadd(6, wide[turn], 64);
         _tile_loadd(7, wide[turn] + 512, 64);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
         if (more) {
-            _tile_loadd(5, second + input, step);
+            _tile_loadd(5, second, p.stride_x);
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }
@@ -225,34 +225,36 @@ inline thread_local std::vector<bf16> widened;  // a block's weights, where many
 template <int LOW, int HIGH>
 inline void multiply_blocks_chunk(void* context, int64_t chunk, int) {
     const BlockProduct& p = *static_cast<const BlockProduct*>(context);
-    const Product& of = p.product;
-    const int64_t all = blocks(of.outputs), each = (all + of.chunk - 1) / of.chunk;
-    const int64_t panel = chunk / each * of.panel, first = chunk % each * of.chunk;
-    const int64_t end = std::min(panel + of.panel, of.rows);
+    const int64_t inputs = p.inputs(), all = blocks(p.outputs), each = (all + p.chunk - 1) / p.chunk;
+    const int64_t panel = chunk / each * p.panel, first = chunk % each * p.chunk;
+    const int64_t end = std::min(panel + p.panel, p.rows);
     alignas(64) float sums[2][WIDE * WIDE];
     bf16* wide = nullptr;
     if (end - panel > WIDE) {
-        if (static_cast<int64_t>(widened.size()) < WIDE * (of.inputs + 1)) widened.resize(WIDE * (of.inputs + 1));
+        if (static_cast<int64_t>(widened.size()) < WIDE * (inputs + 1)) widened.resize(WIDE * (inputs + 1));
         wide = widened.data() + (64 - reinterpret_cast<uintptr_t>(widened.data()) % 64) % 64 / 2;
     }
-    for (int64_t block = first; block < std::min(first + of.chunk, all); block++) {
-        const uint8_t* weight = p.block(block);
+    for (int64_t block = first; block < std::min(first + p.chunk, all); block++) {
+        const uint8_t* weight = p.part(block);
         if (end - panel <= WIDE) {
-            multiply_few<LOW, HIGH>(p, weight, panel, end - panel, sums[0]);
-            finish(of, {sums[0], panel, end - panel, block * WIDE}, 0, end - panel);
+            multiply_widened<LOW, HIGH>(p, weight, panel, end - panel, sums[0]);
+            finish<Product>(p, {sums[0], nullptr, panel, end - panel, block * WIDE}, 0, end - panel);
             continue;
         }
         Factors by;
-        for (int64_t input = 0; input < of.inputs; input += DEPTH)
+        for (int64_t input = 0; input < inputs; input += DEPTH)
             widen_inputs<LOW, HIGH>(p, weight, input, by, wide + input * WIDE);
         written();
-        Product alone = of;  // of these outputs
-        alone.weight = wide, alone.outputs -= block * WIDE, alone.out += block * WIDE;
+        Product alone = p;  // of these outputs
+        alone.weight = reinterpret_cast<const char*>(wide), alone.outputs -= block * WIDE, alone.out += block * WIDE;
         if (alone.bias) alone.bias += block * WIDE;
-        Pending pending;
+        Pending<float> pending;
         Ahead nothing;
-        for (int64_t row = panel, turn = 0; row < end; row += WIDE, turn ^= 1)
-            pending = multiply_block(alone, 0, row, std::min(WIDE, end - row), sums[turn], pending, nothing);
+        for (int64_t row = panel, turn = 0; row < end; row += WIDE, turn ^= 1) {
+            const int64_t rows = std::min(WIDE, end - row);
+            multiply_block(alone, 0, row, rows, sums[turn], pending, nothing);
+            pending = {sums[turn], nullptr, row, rows, 0};
+        }
         finish(alone, pending, 0, pending.rows);
     }
 }
@@ -271,9 +273,9 @@ inline void with_planes(const Layout& of, Call call) {
 
 // Output `output` of a packed weight -> bf16 [inputs]
 inline void unpack_blocks(const uint8_t* weight, int64_t output, int64_t inputs, bf16* out) {
-    BlockProduct p{{}, weight};
-    p.product.inputs = inputs;
-    const uint8_t* block = p.block(output / WIDE);
+    BlockProduct p{};
+    p.weight = reinterpret_cast<const char*>(weight), p.lines = inputs / DEPTH;
+    const uint8_t* block = p.part(output / WIDE);
     with_planes(p.layout(), [&]<int LOW, int HIGH>() {
         alignas(64) bf16 wide[CELL];
         const bf16* own = wide + output % WIDE / TILE * CELL / 2 + 2 * (output % TILE);
@@ -285,13 +287,12 @@ inline void unpack_blocks(const uint8_t* weight, int64_t output, int64_t inputs,
     });
 }
 
-inline void multiply_blocks(Team& team, BlockProduct p) {
-    Product& of = p.product;
-    const int64_t most = std::max<int64_t>(256, (1 << 19) / of.inputs / WIDE * WIDE);
-    const int64_t panels = (of.rows + most - 1) / most, all = blocks(of.outputs);
-    of.panel = ((of.rows + panels - 1) / panels + WIDE - 1) / WIDE * WIDE;
-    of.chunk = std::max<int64_t>(1, std::min(all / (4 * team.size()), 1 + (1 << 17) / (WIDE * of.inputs)));
-    const int64_t chunks = panels * ((all + of.chunk - 1) / of.chunk);
+inline void multiply(Team& team, BlockProduct p) {
+    const int64_t most = std::max<int64_t>(256, (1 << 19) / p.inputs() / WIDE * WIDE);
+    const int64_t panels = (p.rows + most - 1) / most, all = blocks(p.outputs);
+    p.panel = ((p.rows + panels - 1) / panels + WIDE - 1) / WIDE * WIDE;
+    p.chunk = std::max<int64_t>(1, std::min(all / (4 * team.size()), 1 + (1 << 17) / (WIDE * p.inputs())));
+    const int64_t chunks = panels * ((all + p.chunk - 1) / p.chunk);
     with_planes(p.layout(), [&]<int LOW, int HIGH>() { team.each(chunks, multiply_blocks_chunk<LOW, HIGH>, &p); });
 }
 

@@ -7,6 +7,8 @@
 
 namespace troupe {
 
+constexpr int64_t PANEL = 256;  // tokens that a block's weights are made bf16 for at once
+
 // Inputs that are made bf16 at a time: they divide a group.
 inline int64_t stride_of(int64_t group) { return group % 128 == 0 ? 128 : group % 64 == 0 ? 64 : 32; }
 
@@ -53,17 +55,14 @@ inline void pack_grouped(const uint8_t* values, const float* scales, const uint8
             }
 }
 
-struct Grouped {
-    const bf16* x;
-    const uint8_t* weight;
-    const bf16* bias;
-    bf16* out;
+struct Grouped : Product {
     const int64_t* order;  // of the inputs, null: as they come
     std::vector<bf16>* ordered;
-    int64_t rows, inputs, outputs, stride_x, stride_out, group, bits, chunk;
-    int64_t groups() const { return inputs / group; }
+    int64_t group, bits;
+
+    int64_t groups() const { return inputs() / group; }
     const float* scales(int64_t block, int64_t each) const {
-        return reinterpret_cast<const float*>(weight + grouped_values(outputs, inputs, bits)) + (block * groups() + each) * WIDE;
+        return reinterpret_cast<const float*>(weight + grouped_values(outputs, inputs(), bits)) + (block * groups() + each) * WIDE;
     }
     const uint8_t* zeros(int64_t block, int64_t each) const {
         return reinterpret_cast<const uint8_t*>(scales(blocks(outputs), 0)) + (block * groups() + each) * WIDE;
@@ -161,9 +160,11 @@ inline void multiply_grouped_block(const Grouped& p, int64_t block, int64_t row,
     alignas(64) bf16 wide[2][128 * WIDE];
     const __m512i values = _mm512_load_si512(table.values);
     const int64_t step = stride_of(p.group), bytes = step * WIDE * p.bits / 8;
-    const uint8_t* weight = p.weight + block * WIDE * p.inputs * p.bits / 8;
+    const int64_t inputs = p.inputs(), stride = p.stride_x / sizeof(bf16);
+    const bf16* x = reinterpret_cast<const bf16*>(p.x) + row * stride;
+    const uint8_t* weight = reinterpret_cast<const uint8_t*>(p.weight) + block * WIDE * inputs * p.bits / 8;
     std::memset(sums, 0, rows * WIDE * sizeof(float));
-    for (int64_t input = 0, turn = 0; input < p.inputs; input += step, turn ^= 1, weight += bytes) {
+    for (int64_t input = 0, turn = 0; input < inputs; input += step, turn ^= 1, weight += bytes) {
         const uint8_t* zero = p.zeros(block, input / p.group);
         const __m512i zeros[2] = {zeros_of(zero), zeros_of(zero + TILE)};
         for (int64_t line = 0; line < bytes; line += 64)
@@ -174,8 +175,9 @@ inline void multiply_grouped_block(const Grouped& p, int64_t block, int64_t row,
             else
                 widen8(weight + depth * WIDE, zeros, wide[turn] + depth * WIDE);
         }
+        written();
         for (int64_t i = 0; i < rows; i += WIDE)
-            add_products(p.x + (row + i) * p.stride_x + input, p.stride_x, std::min(WIDE, rows - i), wide[turn],
+            add_products(x + i * stride + input, stride, std::min(WIDE, rows - i), wide[turn],
                          step / DEPTH, p.scales(block, input / p.group), sums + i * WIDE);
     }
 }
@@ -186,27 +188,29 @@ inline void multiply_grouped_chunk(void* context, int64_t chunk, int) {
     const int64_t panel = chunk / each * PANEL, first = chunk % each * p.chunk;
     const int64_t rows = std::min(PANEL, p.rows - panel);
     alignas(64) float sums[PANEL * WIDE];
-    const Product out = {p.x, nullptr, p.bias, p.out, p.rows, p.inputs, p.outputs, p.stride_x, p.stride_out, 1};
     for (int64_t block = first; block < std::min(first + p.chunk, all); block++) {
         multiply_grouped_block(p, block, panel, rows, sums);
-        finish(out, {sums, panel, rows, block * WIDE}, 0, rows);
+        finish<Product>(p, {sums, nullptr, panel, rows, block * WIDE}, 0, rows);
     }
 }
 
 inline void order_chunk(void* context, int64_t chunk, int) {
     const Grouped& p = *static_cast<const Grouped*>(context);
-    for (int64_t row = 8 * chunk; row < std::min(p.rows, 8 * chunk + 8); row++)
-        for (int64_t i = 0; i < p.inputs; i++) (*p.ordered)[row * p.inputs + i] = p.x[row * p.stride_x + p.order[i]];
+    const int64_t inputs = p.inputs();
+    for (int64_t row = 8 * chunk; row < std::min(p.rows, 8 * chunk + 8); row++) {
+        const bf16* x = reinterpret_cast<const bf16*>(p.x + row * p.stride_x);
+        for (int64_t i = 0; i < inputs; i++) (*p.ordered)[row * inputs + i] = x[p.order[i]];
+    }
 }
 
 inline void multiply(Team& team, Grouped p) {
     if (p.order) {
-        if (static_cast<int64_t>(p.ordered->size()) < p.rows * p.inputs) p.ordered->resize(p.rows * p.inputs);
+        if (static_cast<int64_t>(p.ordered->size()) < p.rows * p.inputs()) p.ordered->resize(p.rows * p.inputs());
         team.each((p.rows + 7) / 8, order_chunk, &p);
-        p.x = p.ordered->data(), p.stride_x = p.inputs;
+        p.x = reinterpret_cast<const char*>(p.ordered->data()), p.stride_x = p.inputs() * sizeof(bf16);
     }
     const int64_t all = blocks(p.outputs), panels = (p.rows + PANEL - 1) / PANEL;
-    p.chunk = std::max<int64_t>(1, std::min(all / (4 * team.size()), 1 + (1 << 17) / (WIDE * p.inputs)));
+    p.chunk = std::max<int64_t>(1, std::min(all / (4 * team.size()), 1 + (1 << 17) / (WIDE * p.inputs())));
     team.each(panels * ((all + p.chunk - 1) / p.chunk), multiply_grouped_chunk, &p);
 }
 

@@ -45,6 +45,7 @@ class Op(ctypes.Structure):
         ("i2", ctypes.c_int64),
         ("i3", ctypes.c_int64),
         ("i4", ctypes.c_int64),
+        ("gated", ctypes.c_int64),
         ("f0", ctypes.c_double),
     )
 

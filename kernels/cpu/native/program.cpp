@@ -17,8 +17,9 @@
 namespace troupe {
 
 struct Engine {
-    explicit Engine(int threads) : team(threads), scores(team.size()), spaces(team.size()) {}
+    explicit Engine(int threads) : team(threads), panels(team.size()), scores(team.size()), spaces(team.size()) {}
     Team team;
+    std::vector<Panel> panels;
     std::vector<Scratch<float>> scores;
     std::vector<Workspace> spaces;
     Scratch<bf16> laid_out;
@@ -112,15 +113,11 @@ void write(const Op& op, const Step& step, int64_t row) {
     std::memcpy(at<bf16>(op.out, step.index[row], op.i0), at<bf16>(op.a, row, op.stride_a), 2 * op.i0);
 }
 
-void silu(const Op& op, const Step&, int64_t row) {
+void silu_and_mul(const Op& op, const Step&, int64_t row) {
     const bf16* gate = at<bf16>(op.a, row, op.stride_a);
     bf16* out = at<bf16>(op.out, row, op.stride_out);
-    const __m512 one = _mm512_set1_ps(1.0f), zero = _mm512_setzero_ps();
-    for (int64_t i = 0; i < op.i0; i += 16) {
-        __m512 x = load(gate + i);
-        __m512 value = _mm512_div_ps(x, _mm512_add_ps(one, exp(_mm512_sub_ps(zero, x))));
-        store(out + i, _mm512_mul_ps(value, load(gate + op.i0 + i)));
-    }
+    for (int64_t i = 0; i < op.i0; i += 16)
+        store(out + i, _mm512_mul_ps(silu(load(gate + i)), load(gate + op.i0 + i)));
 }
 
 void add(const Op& op, const Step&, int64_t row) {
@@ -159,30 +156,24 @@ void greedy(const Op& op, const Step&, int64_t row) {
     static_cast<uint8_t*>(op.b)[row] = failed;
 }
 
+// `bytes`: of an input.
+Operands operands(Engine& engine, const Op& op, const Step& step, int64_t bytes) {
+    return {static_cast<char*>(op.a), op.stride_a * static_cast<int64_t>(sizeof(bf16)), static_cast<char*>(op.b),
+            static_cast<bf16*>(op.c), static_cast<bf16*>(op.out), op.stride_out, step.rows, op.i0 * bytes / LINE, op.i1,
+            op.gated != 0, &engine.panels};
+}
+
 void run(Engine& engine, const Op& op, const Step& step) {
     Rows rows = {&op, &step, nullptr, 1};
     switch (op.kind) {
-        case LINEAR:
-            multiply(engine.team, {static_cast<bf16*>(op.a), static_cast<bf16*>(op.b), static_cast<bf16*>(op.c),
-                                   static_cast<bf16*>(op.out), step.rows, op.i0, op.i1, op.stride_a, op.stride_out, 1});
-            return;
+        case LINEAR: return multiply(engine.team, Product{operands(engine, op, step, sizeof(bf16))});
         case LINEAR8:
-            multiply(engine.team, Product8{static_cast<bf16*>(op.a), static_cast<int8_t*>(op.b), static_cast<bf16*>(op.c),
-                                           static_cast<bf16*>(op.out), &engine.tokens, step.rows, op.i0, op.i1,
-                                           op.stride_a, op.stride_out, 1, static_cast<float>(op.f0), op.i2});
-            return;
+            return multiply(engine.team, Product8{operands(engine, op, step, sizeof(int8_t)), static_cast<bf16*>(op.a),
+                                                  op.stride_a, &engine.tokens, static_cast<float>(op.f0), op.i2});
         case GROUPED:
-            multiply(engine.team, Grouped{static_cast<bf16*>(op.a), static_cast<uint8_t*>(op.b), static_cast<bf16*>(op.c),
-                                          static_cast<bf16*>(op.out), reinterpret_cast<const int64_t*>(op.i4),
-                                          &engine.ordered, step.rows, op.i0, op.i1, op.stride_a, op.stride_out, op.i2,
-                                          op.i3, 1});
-            return;
-        case BLOCKS:
-            multiply_blocks(engine.team, {{static_cast<bf16*>(op.a), nullptr, static_cast<bf16*>(op.c),
-                                           static_cast<bf16*>(op.out), step.rows, op.i0, op.i1, op.stride_a,
-                                           op.stride_out, 1},
-                                          static_cast<uint8_t*>(op.b)});
-            return;
+            return multiply(engine.team, Grouped{{operands(engine, op, step, sizeof(bf16))},
+                                                 reinterpret_cast<const int64_t*>(op.i4), &engine.ordered, op.i2, op.i3});
+        case BLOCKS: return multiply(engine.team, BlockProduct{{operands(engine, op, step, sizeof(bf16))}});
         case ATTENTION: return attention(engine.team, engine.scores, op, step);
         case PREFILL: return prefill(engine.team, engine.spaces, engine.laid_out, op, step.rows);
         case EMBED: rows.call = embed; break;
@@ -190,7 +181,7 @@ void run(Engine& engine, const Op& op, const Step& step) {
         case NORM: rows.call = norm; break;
         case ROTARY: rows.call = rotary; break;
         case WRITE: rows.call = write; break;
-        case SILU: rows.call = silu; break;
+        case SILU: rows.call = silu_and_mul; break;
         case GREEDY: rows.call = greedy; break;
         case ADD: rows.call = add; break;
         default: return;

@@ -10,7 +10,8 @@ enum Kind : int64_t { EMBED, ANGLES, NORM, LINEAR, ROTARY, WRITE, ATTENTION, SIL
 //   EMBED      a table [vocab, i0] -> out; i1: whether it is packed as the weight of a LINEAR
 //   ANGLES     a frequencies float [i0], f0 scale -> out cosines, b sines [rows, i0]
 //   NORM       a x or null, b residual: residual += x; out = norm(residual) * c, c float [i1, i0]: i1 heads of i0, f0 eps
-//   LINEAR     a x, b packed weight, c bias or null -> out; i0 inputs, i1 outputs
+//   LINEAR     a x, b packed weight, c bias or null -> out; i0 inputs, i1 outputs; gated: those are gates and as many
+//              others, out is silu(gate) * other, i1 a multiple of 64
 //   LINEAR8    as LINEAR with b a weight of int8 (whole.h); f0 scale of every token, 0: each its own; i2 offset
 //   GROUPED    as LINEAR with b a weight of groups (grouped.h); i2 inputs of a group, i3 bits, i4 address of the inputs'
 //              order int64 [i0], 0: as they come
@@ -26,7 +27,7 @@ struct Op {
     int64_t kind;
     void *a, *b, *c, *out;
     int64_t stride_a, stride_b, stride_out;
-    int64_t i0, i1, i2, i3, i4;
+    int64_t i0, i1, i2, i3, i4, gated;
     double f0;
 };
 

@@ -8,10 +8,9 @@ namespace troupe {
 
 using bf16 = uint16_t;
 
-inline __m512 load(const bf16* x) {
-    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
-}
+inline __m512 widen(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
+
+inline __m512 load(const bf16* x) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))); }
 
 inline void store(bf16* out, __m512 x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
@@ -21,10 +20,7 @@ inline void store(bf16* out, __m512 x, __mmask16 mask) {
     _mm256_mask_storeu_epi16(out, mask, reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
 }
 
-inline __m512 load(const bf16* x, __mmask16 mask) {
-    __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, x));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
-}
+inline __m512 load(const bf16* x, __mmask16 mask) { return widen(_mm256_maskz_loadu_epi16(mask, x)); }
 
 constexpr float LOG2_E = 1.44269504f;
 
@@ -45,5 +41,10 @@ inline __m512 exp2(__m512 x) {
 }
 
 inline __m512 exp(__m512 x) { return exp2(_mm512_mul_ps(x, _mm512_set1_ps(LOG2_E))); }
+
+// x * sigmoid(x)
+inline __m512 silu(__m512 x) {
+    return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), exp(_mm512_sub_ps(_mm512_setzero_ps(), x))));
+}
 
 }  // namespace troupe

@@ -1,0 +1,341 @@
+// Products of tokens with packed weights on AMX, of any kind of numbers that the tiles multiply. A row's result is the
+// same bits whatever the rows around it.
+//
+// A kind of product says what its numbers are: `Sum`, what tiles add up in; `upper()` and `lower()`, the products of the
+// first and the second tile of tokens (4, 5) with both of weights (6, 7); and `Rounded(product, output)`, which rounds
+// sums of 32 outputs from `output` on to bf16.
+//
+// Few rows: weights pass by once, and each of their blocks meets all rows. Many rows go in panels, whose tokens are laid
+// out as tiles in a core's second cache. Of a block's weights as many lines as the first cache holds then meet all rows
+// of the panel, one after another, which add to their sums; tokens are loaded past the first cache, which they would only
+// sweep. Threads take panels, and of the last ones ranges of their outputs.
+#pragma once
+#include <sys/mman.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <vector>
+
+#include "team.h"
+#include "tiles.h"
+#include "vectors.h"
+
+namespace troupe {
+
+constexpr int64_t FEW = 128;              // rows that are not worth a panel
+constexpr int64_t SLICE = 16;             // lines of a block's outputs that stay in a first cache: 32 kB
+constexpr int64_t TOKENS = 1152 << 10;    // bytes of a panel's tokens: what a second cache holds while weights pass by
+constexpr int64_t MOST = 576;             // rows of a panel
+
+// One thread's memory for a panel, in large pages: its tiles lie pages apart for no page table to be in the way.
+class Panel {
+  public:
+    char* reserve(int64_t bytes) {
+        constexpr int64_t page = 2 << 20;
+        bytes = (bytes + page - 1) / page * page;
+        if (bytes > size_) {
+            memory_.reset(static_cast<char*>(std::aligned_alloc(page, bytes)));
+            size_ = bytes;
+            madvise(memory_.get(), bytes, MADV_HUGEPAGE);
+        }
+        return memory_.get();
+    }
+
+  private:
+    struct Free {
+        void operator()(char* memory) const { std::free(memory); }
+    };
+    std::unique_ptr<char, Free> memory_;
+    int64_t size_ = 0;
+};
+
+// What all kinds of products know. `gated`: outputs are gates and as many others, of which silu(gate) * other results.
+struct Operands {
+    const char* x;
+    int64_t stride_x;  // bytes from one token to the next
+    const char* weight;
+    const bf16* bias;
+    bf16* out;
+    int64_t stride_out, rows, lines, outputs;
+    bool gated;
+    std::vector<Panel>* panels;  // by thread
+    int64_t chunk = 1;           // blocks of outputs, gates' or all
+    bool past = false;           // whether results are written past the caches
+
+    int64_t wide() const { return gated ? outputs / 2 : outputs; }  // of the result
+    const char* block(int64_t output) const { return weight + output * LINE * lines; }
+};
+
+// Sums [rows][32] of a block that are still to be rounded and stored.
+template <class Sum>
+struct Pending {
+    const Sum *sums = nullptr, *gates = nullptr;
+    int64_t row = 0, rows = 0, output = 0;
+};
+
+// Weight that is wanted after this one: a core that waits for memory at the start of each block spends half its time so.
+struct Ahead {
+    const char* from = nullptr;
+    int64_t lines = 0;  // at each step
+
+    void fetch() {
+        for (int64_t line = 0; line < lines; line++, from += LINE) _mm_prefetch(from, _MM_HINT_T1);
+    }
+};
+
+// Lines of 32 bf16: silu(gate) * other, as of a product that was stored.
+inline __m512i gated(__m512i gate, __m512i other) {
+    const auto low = [](__m512i line) { return _mm512_castsi512_si256(line); };
+    const auto high = [](__m512i line) { return _mm512_extracti64x4_epi64(line, 1); };
+    const __m512 first = _mm512_mul_ps(silu(widen(low(gate))), widen(low(other)));
+    const __m512 second = _mm512_mul_ps(silu(widen(high(gate))), widen(high(other)));
+    return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second, first));
+}
+
+// Rows `begin` to `end` of it.
+template <class P>
+void finish(const P& p, const Pending<typename P::Sum>& of, int64_t begin, int64_t end) {
+    const int64_t left = p.wide() - of.output;
+    const __mmask32 mask = left >= WIDE ? ~0u : (1u << left) - 1;
+    bf16* out = p.out + (of.row + begin) * p.stride_out + of.output;
+    const auto put = [&](const auto& line) {
+        for (int64_t i = begin; i < end; i++, out += p.stride_out) {
+            if (p.past && left >= WIDE) {
+                _mm512_stream_si512(reinterpret_cast<__m512i*>(out), line(i));
+            } else {
+                _mm512_mask_storeu_epi16(out, mask, line(i));
+            }
+        }
+    };
+    const typename P::Rounded rounded(p, of.output);
+    if (of.gates) {
+        const typename P::Rounded other(p, of.output + p.wide());
+        put([&](int64_t i) {
+            return gated(rounded(of.gates + i * WIDE, of.row + i), other(of.sums + i * WIDE, of.row + i));
+        });
+    } else {
+        put([&](int64_t i) { return rounded(of.sums + i * WIDE, of.row + i); });
+    }
+}
+
+// Products of up to 32 rows with one block. `before`: what is finished meanwhile, by vectors beside the tiles.
+template <class P>
+void multiply_block(const P& p, int64_t output, int64_t row, int64_t rows, typename P::Sum* sums,
+                    const Pending<typename P::Sum>& before, Ahead& ahead) {
+    const char *weight = p.block(output), *x = p.x + row * p.stride_x;
+    if (rows > TILE) {
+        configure(TILE, static_cast<int>(rows - TILE));
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        const char* second = x + TILE * p.stride_x;
+        const int64_t each = (before.rows + p.lines - 1) / p.lines;
+        for (int64_t line = 0, done = 0; line < p.lines; line++, weight += LINES) {
+            if (done < before.rows) {
+                const int64_t end = std::min(done + each, before.rows);
+                finish(p, before, done, end);
+                done = end;
+            }
+            _tile_loadd(4, x + line * LINE, p.stride_x);
+            _tile_loadd(6, weight, LINE);
+            _tile_loadd(7, weight + TILE * LINE, LINE);
+            _tile_loadd(5, second + line * LINE, p.stride_x);
+            P::upper();
+            ahead.fetch();
+            P::lower();
+        }
+        _tile_stored(2, sums + TILE * WIDE, 2 * LINE);
+        _tile_stored(3, sums + TILE * WIDE + TILE, 2 * LINE);
+    } else {
+        finish(p, before, 0, before.rows);
+        configure(static_cast<int>(rows), 0);
+        _tile_zero(0);
+        _tile_zero(1);
+        for (int64_t line = 0; line < p.lines; line++, weight += LINES) {
+            for (int64_t i = 0; i < LINES; i += LINE) _mm_prefetch(weight + 4 * LINES + i, _MM_HINT_T0);
+            _tile_loadd(4, x + line * LINE, p.stride_x);
+            _tile_loadd(6, weight, LINE);
+            _tile_loadd(7, weight + TILE * LINE, LINE);
+            P::upper();
+        }
+    }
+    _tile_stored(0, sums, 2 * LINE);
+    _tile_stored(1, sums + TILE, 2 * LINE);
+}
+
+template <class P>
+void multiply_few(void* context, int64_t chunk, int) {
+    const P& p = *static_cast<const P*>(context);
+    const int64_t all = blocks(p.wide()), first = chunk * p.chunk, end = std::min(first + p.chunk, all);
+    const int64_t each = (WIDE + blocks(p.rows) - 1) / blocks(p.rows);
+    alignas(64) typename P::Sum sums[2][2][WIDE * WIDE];
+    Pending<typename P::Sum> pending;
+    int turn = 0;
+    for (int64_t block = first; block < end; block++) {
+        const int64_t output = block * WIDE;
+        Ahead ahead = {p.block(output + (p.gated ? p.wide() : WIDE)), each};
+        for (int64_t row = 0; row < p.rows; row += WIDE, turn ^= 1) {
+            const int64_t rows = std::min(WIDE, p.rows - row);
+            multiply_block(p, output, row, rows, sums[turn][0], pending, ahead);
+            pending = {sums[turn][0], nullptr, row, rows, output};
+            if (!p.gated) continue;
+            Ahead next = {p.block(output + WIDE) + (ahead.from - p.block(output + p.wide())), each};
+            multiply_block(p, output + p.wide(), row, rows, sums[turn][1], {}, next);
+            pending = {sums[turn][1], sums[turn][0], row, rows, output};
+        }
+    }
+    finish(p, pending, 0, pending.rows);
+}
+
+// A product's panels, which threads take and share the last of.
+template <class P>
+struct Panels {
+    struct alignas(64) Turn {
+        std::atomic<int64_t> next{0}, threads{0};  // the first range that nobody took; who takes them
+    };
+    const P* p;
+    int64_t count;
+    std::vector<Turn> turns{static_cast<size_t>(count)};
+    std::atomic<int64_t> begun{0};
+
+    int64_t ranges() const { return (blocks(p->wide()) + p->chunk - 1) / p->chunk; }
+    int64_t row(int64_t panel) const { return panel * blocks(p->rows) / count * WIDE; }
+
+    // The next panel that has something to do; -1: none.
+    int64_t take() {
+        if (const int64_t panel = begun.fetch_add(1); panel < count) return panel;
+        for (int64_t panel = 0; panel < count; panel++)
+            if (turns[panel].next.load() + 1 < ranges()) return panel;  // one range is not worth laying out tokens
+        return -1;
+    }
+};
+
+// Tokens [rows][lines] -> tiles [32 rows][line][row][64 bytes], zeros behind the last.
+inline void lay_out(const char* x, int64_t stride, int64_t rows, int64_t lines, char* tiles) {
+    for (int64_t row = 0; row < blocks(rows) * WIDE; row++) {
+        char* to = tiles + row / WIDE * lines * LINES + row % WIDE * LINE;
+        for (int64_t line = 0; line < lines; line++)
+            _mm512_store_si512(to + line * LINES, row < rows ? _mm512_loadu_si512(x + row * stride + line * LINE)
+                                                             : _mm512_setzero_si512());
+    }
+    written();
+}
+
+// `lines` more of the products of 32 rows and a block: what `sums` has is added to, unless `first`. `next`: sums that
+// are wanted after these.
+template <class P>
+void add_lines(const P& p, const char* tokens, const char* weight, int64_t lines, bool first, typename P::Sum* sums,
+               const void* next, const Pending<typename P::Sum>& before, Ahead& ahead) {
+    if (first) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    } else {
+        _tile_loadd(0, sums, 2 * LINE);
+        _tile_loadd(1, sums + TILE, 2 * LINE);
+        _tile_loadd(2, sums + TILE * WIDE, 2 * LINE);
+        _tile_loadd(3, sums + TILE * WIDE + TILE, 2 * LINE);
+    }
+    const int64_t each = (before.rows + lines - 1) / lines, sooner = (2 * WIDE + lines - 1) / lines * LINE;
+    const char* coming = static_cast<const char*>(next);
+    for (int64_t line = 0, done = 0; line < lines; line++, tokens += LINES, weight += LINES) {
+        _tile_stream_loadd(4, tokens, LINE);
+        _tile_loadd(6, weight, LINE);
+        _tile_loadd(7, weight + TILE * LINE, LINE);
+        _tile_stream_loadd(5, tokens + TILE * LINE, LINE);
+        P::upper();
+        ahead.fetch();
+        for (int64_t i = 0; i < sooner; i += LINE) _mm_prefetch(coming + i, _MM_HINT_T0);
+        coming += sooner;
+        if (done < before.rows) {
+            const int64_t end = std::min(done + each, before.rows);
+            finish(p, before, done, end);
+            done = end;
+        }
+        P::lower();
+    }
+    _tile_stored(0, sums, 2 * LINE);
+    _tile_stored(1, sums + TILE, 2 * LINE);
+    _tile_stored(2, sums + TILE * WIDE, 2 * LINE);
+    _tile_stored(3, sums + TILE * WIDE + TILE, 2 * LINE);
+}
+
+// A block of weights and all rows of a panel. The sums of the last 32 rows are left pending.
+template <class P>
+void multiply_panel(const P& p, int64_t output, int64_t row, int64_t rows, const char* tokens, typename P::Sum* sums,
+                    const typename P::Sum* gates, int64_t result, bool gate, Pending<typename P::Sum>& pending,
+                    Ahead& ahead) {
+    const int64_t slices = (p.lines + SLICE - 1) / SLICE, each = (p.lines + slices - 1) / slices, count = blocks(rows);
+    for (int64_t line = 0; line < p.lines; line += each)
+        for (int64_t i = 0; i < count; i++) {
+            typename P::Sum* own = sums + i * WIDE * WIDE;
+            const typename P::Sum* next = sums + (i + 1 < count ? i + 1 : 0) * WIDE * WIDE;
+            add_lines(p, tokens + (i * p.lines + line) * LINES, p.block(output) + line * LINES,
+                      std::min(each, p.lines - line), line == 0, own, next, pending, ahead);
+            pending = {};
+            if (line + each >= p.lines && !gate)
+                pending = {own, gates ? gates + i * WIDE * WIDE : nullptr, row + i * WIDE,
+                           std::min(WIDE, rows - i * WIDE), result};
+        }
+}
+
+template <class P>
+void multiply_panels(void* context, int64_t, int thread) {
+    Panels<P>& panels = *static_cast<Panels<P>*>(context);
+    const P& p = *panels.p;
+    const int64_t all = blocks(p.wide());
+    for (int64_t panel; (panel = panels.take()) >= 0;) {
+        auto& turn = panels.turns[panel];
+        turn.threads.fetch_add(1);
+        const int64_t row = panels.row(panel), rows = std::min(p.rows, panels.row(panel + 1)) - row, count = blocks(rows);
+        const int64_t size = count * WIDE * WIDE * sizeof(typename P::Sum), bytes = count * p.lines * LINES;
+        char* tokens = (*p.panels)[thread].reserve(bytes + 2 * size);
+        auto* gates = reinterpret_cast<typename P::Sum*>(tokens + bytes);
+        auto* sums = reinterpret_cast<typename P::Sum*>(tokens + bytes + size);
+        lay_out(p.x + row * p.stride_x, p.stride_x, rows, p.lines, tokens);
+        configure(TILE, TILE);
+        Pending<typename P::Sum> pending;
+        for (int64_t range; (range = turn.next.fetch_add(1)) * p.chunk < all;) {
+            const int64_t end = std::min((range + 1) * p.chunk, all);
+            for (int64_t block = range * p.chunk; block < end; block++) {
+                // Threads that share a panel take the ranges between this one and the next.
+                const int64_t later = block + 1 < end ? block + 1 : (range + turn.threads.load()) * p.chunk;
+                const int64_t output = block * WIDE;
+                Ahead ahead = {p.block(p.gated ? output + p.wide() : later * WIDE), (WIDE + count - 1) / count};
+                if (p.gated) {
+                    multiply_panel(p, output, row, rows, tokens, gates, gates, output, true, pending, ahead);
+                    ahead.from = p.block(later * WIDE);
+                    multiply_panel(p, output + p.wide(), row, rows, tokens, sums, gates, output, false, pending, ahead);
+                } else {
+                    multiply_panel<P>(p, output, row, rows, tokens, sums, nullptr, output, false, pending, ahead);
+                }
+            }
+        }
+        finish(p, pending, 0, pending.rows);
+        if (p.past) _mm_sfence();
+    }
+}
+
+template <class P>
+void multiply_all(Team& team, P p) {
+    const int64_t all = blocks(p.wide());
+    if (p.rows < FEW) {
+        // A chunk is worth its claim, yet there are enough to share: at least 64 kB of weight.
+        p.chunk = std::max<int64_t>(1, std::min(all / (4 * team.size()), 1 + (1 << 17) / (LINES * p.lines)));
+        team.each((all + p.chunk - 1) / p.chunk, multiply_few<P>, &p);
+        return;
+    }
+    // What is more than the second cache holds comes back from memory, and need not be read before it is written.
+    p.past = p.rows * p.wide() > 1 << 20 && p.stride_out % WIDE == 0 && reinterpret_cast<uintptr_t>(p.out) % LINE == 0;
+    // Three blocks of rows at least, of which panels that are as long as one another have two: what is pending of one
+    // is finished beside the other.
+    const int64_t held = TOKENS / (LINES * p.lines), most = std::clamp<int64_t>(held, 3, MOST / WIDE);
+    Panels<P> panels = {&p, (blocks(p.rows) + most - 1) / most};
+    p.chunk = std::max<int64_t>(1, all / (8 * team.size()));
+    team.each(team.size(), multiply_panels<P>, &panels);
+}
+
+}  // namespace troupe
