@@ -24,7 +24,9 @@
 namespace troupe {
 
 constexpr int64_t FEW = 128;              // rows that are not worth a panel
-constexpr int64_t SLICE = 16;             // lines of a block's outputs that stay in a first cache: 32 kB
+constexpr int64_t SLICE = 12;              // lines of a block's outputs that stay in a first cache, beside what passes by: 24 kB
+constexpr int64_t LONG = 16;               // the same where many rows come by, so that sums are fetched less often
+constexpr int64_t MANY = 12;               // blocks of rows
 constexpr int64_t TOKENS = 1152 << 10;    // bytes of a panel's tokens: what a second cache holds while weights pass by
 constexpr int64_t MOST = 576;             // rows of a panel
 
@@ -263,24 +265,33 @@ void add_lines(const P& p, const char* tokens, const char* weight, int64_t lines
     _tile_stored(3, sums + TILE * WIDE + TILE, 2 * LINE);
 }
 
-// A block of weights and all rows of a panel. The sums of the last 32 rows are left pending.
+// Part of a panel's work: a block of weights and all rows. The sums of the last 32 rows are left pending.
 template <class P>
-void multiply_panel(const P& p, int64_t output, int64_t row, int64_t rows, const char* tokens, typename P::Sum* sums,
-                    const typename P::Sum* gates, int64_t result, bool gate, Pending<typename P::Sum>& pending,
-                    Ahead& ahead) {
-    const int64_t slices = (p.lines + SLICE - 1) / SLICE, each = (p.lines + slices - 1) / slices, count = blocks(rows);
-    for (int64_t line = 0; line < p.lines; line += each)
-        for (int64_t i = 0; i < count; i++) {
-            typename P::Sum* own = sums + i * WIDE * WIDE;
-            const typename P::Sum* next = sums + (i + 1 < count ? i + 1 : 0) * WIDE * WIDE;
-            add_lines(p, tokens + (i * p.lines + line) * LINES, p.block(output) + line * LINES,
-                      std::min(each, p.lines - line), line == 0, own, next, pending, ahead);
-            pending = {};
-            if (line + each >= p.lines && !gate)
-                pending = {own, gates ? gates + i * WIDE * WIDE : nullptr, row + i * WIDE,
-                           std::min(WIDE, rows - i * WIDE), result};
+struct Passing {
+    const P& p;
+    int64_t row, rows;
+    const char* tokens;
+    Pending<typename P::Sum> pending;
+
+    // Outputs from `output` on; `next`: those that come after them. `last`: their sums are to be stored, with those of
+    // their gates, if they have any.
+    void multiply(int64_t output, int64_t next, typename P::Sum* to, bool last, const typename P::Sum* of_gates) {
+        const int64_t count = blocks(rows), size = WIDE * WIDE, most = count < MANY ? SLICE : LONG;
+        const int64_t slices = (p.lines + most - 1) / most, each = (p.lines + slices - 1) / slices;
+        for (int64_t line = 0; line < p.lines; line += each) {
+            const char* weight = p.block(output) + line * LINES;
+            Ahead ahead = {line + each < p.lines ? weight + each * LINES : p.block(next), (WIDE + count - 1) / count};
+            for (int64_t i = 0; i < count; i++) {
+                add_lines(p, tokens + (i * p.lines + line) * LINES, weight, std::min(each, p.lines - line), line == 0,
+                          to + i * size, to + (i + 1 < count ? i + 1 : 0) * size, pending, ahead);
+                pending = {};
+                if (last && line + each >= p.lines)
+                    pending = {to + i * size, of_gates ? of_gates + i * size : nullptr, row + i * WIDE,
+                               std::min(WIDE, rows - i * WIDE), output - (of_gates ? p.wide() : 0)};
+            }
         }
-}
+    }
+};
 
 template <class P>
 void multiply_panels(void* context, int64_t, int thread) {
@@ -297,24 +308,18 @@ void multiply_panels(void* context, int64_t, int thread) {
         auto* sums = reinterpret_cast<typename P::Sum*>(tokens + bytes + size);
         lay_out(p.x + row * p.stride_x, p.stride_x, rows, p.lines, tokens);
         configure(TILE, TILE);
-        Pending<typename P::Sum> pending;
+        Passing<P> passing = {p, row, rows, tokens, {}};
         for (int64_t range; (range = turn.next.fetch_add(1)) * p.chunk < all;) {
             const int64_t end = std::min((range + 1) * p.chunk, all);
             for (int64_t block = range * p.chunk; block < end; block++) {
                 // Threads that share a panel take the ranges between this one and the next.
-                const int64_t later = block + 1 < end ? block + 1 : (range + turn.threads.load()) * p.chunk;
-                const int64_t output = block * WIDE;
-                Ahead ahead = {p.block(p.gated ? output + p.wide() : later * WIDE), (WIDE + count - 1) / count};
-                if (p.gated) {
-                    multiply_panel(p, output, row, rows, tokens, gates, gates, output, true, pending, ahead);
-                    ahead.from = p.block(later * WIDE);
-                    multiply_panel(p, output + p.wide(), row, rows, tokens, sums, gates, output, false, pending, ahead);
-                } else {
-                    multiply_panel<P>(p, output, row, rows, tokens, sums, nullptr, output, false, pending, ahead);
-                }
+                const int64_t later = (block + 1 < end ? block + 1 : (range + turn.threads.load()) * p.chunk) * WIDE;
+                const int64_t output = block * WIDE, other = output + p.wide();
+                if (p.gated) passing.multiply(output, other, gates, false, nullptr);
+                passing.multiply(p.gated ? other : output, later, sums, true, p.gated ? gates : nullptr);
             }
         }
-        finish(p, pending, 0, pending.rows);
+        finish(p, passing.pending, 0, passing.pending.rows);
         if (p.past) _mm_sfence();
     }
 }
