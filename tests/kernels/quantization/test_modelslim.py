@@ -194,11 +194,13 @@ def test_keys_may_have_the_prefixes_of_larger_models(prefix, made, drive):
     assert np.abs(scores(drive(checkpoint)) - scores(drive(floats))).mean() < 0.1
 
 
-def test_scales_of_the_cache_are_left_alone(made, drive):
+def test_scales_of_a_cache_of_keys_alone_are_refused(made, drive):
     def edit(description, tensors):
         tensors["model.layers.0.self_attn.k_proj.kv_cache_scale"] = torch.ones(12)
 
-    drive(made("W8A8_DYNAMIC", edit=edit)[0])
+    path = made("W8A8_DYNAMIC", edit=edit)[0]
+    with pytest.raises(LoadError, match=r"model\.layers\.0\.self_attn\.v_proj\.kv_cache_scale"):
+        drive(path)
 
 
 def unknown(description, tensors):
