@@ -1,31 +1,47 @@
-"""A cache of keys and values in fewer bits, on the CPU: floats are made of the pages that a step reads."""
+"""A cache of keys and values in fewer bits, on the CPU: floats are made of the pages that a step reads.
+
+Each layer's in turn, in memory that they share and that the system gives as it is written: the pages that a step reads,
+each once, as they are without.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.cpu.attention import AttentionPlan
+from kernels.cpu.attention import AttentionPlan, AttentionPlanner
+from kernels.cpu.kept_pages import kept_pages
+from kernels.cpu.program import Native
 from kernels.platforms.base import AttentionRows
 from kernels.quantization.cache import LayerScales, round_fixed, round_tokens, widen
 
-__all__ = ["NarrowPages", "NarrowPlan", "compact"]
+__all__ = ["NarrowPages", "NarrowPlan"]
 
 
 @dataclass(frozen=True, eq=False)
 class NarrowPages:
     """One layer. ``values`` [pages, page_size, 2, kv_heads, dim]; ``scales`` [pages, page_size, 2, kv_heads], each
-    token's, or ``fixed``, or neither where 16 bits are kept."""
+    token's, or ``fixed``, or neither where 16 bits are kept. ``room``: as ``values``, for what native operators widen.
+    """
 
     values: Tensor
     scales: Tensor | None
     fixed: LayerScales | None
+    room: Tensor
 
-    def write(self, index: Tensor, keys_values: Tensor) -> None:
+    @property
+    def native(self) -> bool:
+        """Whether native operators know its numbers."""
+        return self.values.element_size() == 1 and self.values.shape[-1] % 16 == 0
+
+    def write(self, index: Tensor, keys_values: Tensor, native: Native | None) -> None:
         """As ``Platform.write_cache``."""
+        if native is not None and self.native:
+            return native.write_narrow(self.values, self.scales, self.fixed, index, keys_values)
         both, kept = keys_values.unflatten(1, (2, -1)), self.values.dtype
         if self.scales is not None:
             both, scales = round_tokens(both, kept, self.scales.dtype)
@@ -48,8 +64,12 @@ class NarrowPages:
         if self.scales is not None:
             self.scales[pages] = 0
 
-    def widened(self, pages: Tensor, dtype: torch.dtype) -> Tensor:
-        """What ``pages`` int64 hold: [pages, page_size, 2, kv_heads, dim]."""
+    def widened(self, pages: Tensor, dtype: torch.dtype, native: Native | None = None) -> Tensor:
+        """What ``pages`` int64 hold: [pages, page_size, 2, kv_heads, dim]. While recording those of a step, as many as
+        there may be."""
+        if native is not None and self.native and dtype == self.room.dtype:
+            native.widen(self.values, self.scales, self.fixed, pages, self.room)
+            return self.room if native.recording else self.room[: len(pages)]
         values = _bits(self.values).index_select(0, pages).view(self.values.dtype)
         scales = None if self.scales is None else self.scales.index_select(0, pages)
         return widen(values, scales, self.fixed, dtype)
@@ -61,25 +81,25 @@ class NarrowPages:
 
 @dataclass(frozen=True)
 class NarrowPlan:
-    """``plan``: over the ``pages`` int64 that a step reads, one after the other."""
+    """Of ``rows`` of a step. ``native``: for native operators."""
 
-    plan: AttentionPlan
-    pages: Tensor
+    planner: AttentionPlanner
+    rows: AttentionRows
+    window: int
+    native: bool
 
-
-def compact(rows: AttentionRows, window: int, page_size: int) -> tuple[AttentionRows, Tensor]:
-    """``rows`` over the pages that they read alone, each once, and these."""
-    lengths, first = rows.starts + rows.counts, rows.starts.copy()
-    if rows.tree is not None and rows.roots is not None:
-        first[rows.decodes : rows.decodes + rows.verifies] = rows.roots
-    column = np.arange(rows.pages.shape[1])
-    read = column < -(-lengths // page_size)[:, None]
-    if window:
-        read &= column >= (np.maximum(first + 1 - window, 0) // page_size)[:, None]
-    pages, place = np.unique(rows.pages[read], return_inverse=True)
-    table = np.zeros_like(rows.pages)
-    table[read] = place
-    return replace(rows, pages=table), torch.from_numpy(pages.astype(np.int64))
+    @cached_property
+    def over_pages(self) -> tuple[AttentionPlan, Tensor]:
+        """The plan over the pages int64 that the rows read, one after the other, and these."""
+        rows, first = self.rows, None
+        if self.window:
+            first = rows.starts.copy()
+            if rows.tree is not None and rows.roots is not None:
+                first[rows.decodes : rows.decodes + rows.verifies] = rows.roots
+            first = np.maximum(first + 1 - self.window, 0)
+        table, pages = kept_pages(rows.pages, rows.starts + rows.counts, self.planner.page_size, first)
+        plan = self.planner.plan(replace(rows, pages=table), self.window, self.native)
+        return plan, torch.from_numpy(pages)
 
 
 def _bits(values: Tensor) -> Tensor:

@@ -22,16 +22,19 @@ import torch
 from torch import Tensor
 
 from kernels.batch import ForwardBatch
+from kernels.cpu.kept_pages import kept_pages
 from kernels.cpu.native.library import Library, Op, Step
 from kernels.cpu.native_blocks import NativeBlocks, NativeRows
 from kernels.cpu.native_grouped import NativeGrouped
 from kernels.cpu.native_int8 import NativeInt8
 from kernels.platforms.base import AttentionRows, DecodeTokens
+from kernels.quantization.cache import LayerScales
 
 __all__ = ["Native", "NativeWeight", "NotNative", "Program", "step_of"]
 
 _EMBED, _ANGLES, _NORM, _LINEAR, _ROTARY, _WRITE, _ATTENTION, _SILU, _PREFILL, _GREEDY, _ADD = range(11)
-_LINEAR8, _GROUPED, _BLOCKS = 11, 12, 13
+_LINEAR8, _GROUPED, _BLOCKS, _WRITE_NARROW, _WIDEN = range(11, 16)
+_NARROW = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 _MANY_ROWS = 64  # whose outputs an allocator would give back to the system
 _HEAD_DIMS = (32, 64, 96, 128, 256)
 
@@ -259,6 +262,37 @@ class Native:
         op = Op(kind=_WRITE, a=keys_values.data_ptr(), out=cache.data_ptr(), stride_a=keys_values.stride(0), i0=width)
         self._call(op, Step(len(keys_values), index=index.data_ptr()), cache)
 
+    def write_narrow(
+        self, values: Tensor, scales: Tensor | None, fixed: LayerScales | None, index: Tensor, keys_values: Tensor
+    ) -> None:
+        """``write`` to a cache of 8 bits; its dimension must be a multiple of 16. ``scales``, or else ``fixed``."""
+        op = Op(
+            kind=_WRITE_NARROW,
+            a=keys_values.data_ptr(),
+            out=values.data_ptr(),
+            stride_a=keys_values.stride(0),
+            i0=keys_values.shape[2],
+            i1=keys_values.shape[1],
+            i2=_NARROW[values.dtype],
+        )
+        self._call(_scaled(op, scales, fixed), Step(len(keys_values), index=index.data_ptr()), values, scales)
+
+    def widen(
+        self, values: Tensor, scales: Tensor | None, fixed: LayerScales | None, pages: Tensor, out: Tensor
+    ) -> None:
+        """What ``pages`` int64 of a cache of 8 bits hold, one after the other; while recording, the step's."""
+        op = Op(
+            kind=_WIDEN,
+            a=values.data_ptr(),
+            out=out.data_ptr(),
+            i0=values.shape[4],
+            i1=values.shape[2] * values.shape[3],
+            i2=_NARROW[values.dtype],
+            i3=values.shape[1],
+        )
+        step = Step(kept=pages.data_ptr(), kept_count=len(pages))
+        self._call(_scaled(op, scales, fixed), step, values, scales, out)
+
     @staticmethod
     def fits_attention(page_size: int, dim: int) -> bool:
         return page_size % 16 == 0 and dim in _HEAD_DIMS
@@ -412,11 +446,14 @@ class Program:
     out: Tensor
     states: Tensor | None
     kept: list[object]
+    page_size: int = 0  # of a cache of 8 bits, whose pages it widens; 0: none
 
     @classmethod
     def of(cls, native: Native, recording: _Recording, out: Tensor, states: Tensor | None) -> Program:
         """``states``: where those of a batch were while it was recorded."""
-        return cls(native, (Op * len(recording.ops))(*recording.ops), len(recording.ops), out, states, recording.kept)
+        ops = recording.ops
+        size = next((op.i3 for op in ops if op.kind == _WIDEN), 0)
+        return cls(native, (Op * len(ops))(*ops), len(ops), out, states, recording.kept, size)
 
     def run_decodes(self, rows: DecodeTokens) -> None:
         """What the recorded operators leave behind is the result."""
@@ -436,7 +473,9 @@ class Program:
             step.offsets = rows.offsets.ctypes.data
         if rows.bits is not None:
             step.bits, step.bits_stride = rows.bits.ctypes.data, rows.bits.shape[1]
+        held = self._keep(step, pages, rows.lengths)
         self.native.run(self.ops, self.count, step)
+        del held
 
     def run(self, batch: ForwardBatch, rows: AttentionRows) -> Tensor | None:
         count = len(batch.token_ids)
@@ -450,9 +489,27 @@ class Program:
         step.ids = ids.data_ptr()
         step.positions = batch.positions.data_ptr()
         step.index = batch.cache_index.data_ptr()
+        pages = self._keep(step, rows.pages, rows.starts + rows.counts)
         self.native.run(self.ops, self.count, step)
-        del held
+        del held, pages
         return self.out[:count]
+
+    def _keep(self, step: Step, pages: npt.NDArray[np.int32], lengths: npt.NDArray[np.int64]) -> object:
+        """Tell which pages are to be widened; returns what must live until they were."""
+        if not self.page_size:
+            return None
+        table, kept = kept_pages(pages, lengths, self.page_size)
+        step.pages, step.kept, step.kept_count = table.ctypes.data, kept.ctypes.data, len(kept)
+        return table, kept
+
+
+def _scaled(op: Op, scales: Tensor | None, fixed: LayerScales | None) -> Op:
+    if scales is not None:
+        op.b = scales.data_ptr()
+    elif fixed is not None:
+        op.c = fixed.scales.data_ptr()
+        op.i4 = 0 if fixed.offsets is None else fixed.offsets.data_ptr()
+    return op
 
 
 def step_of(rows: AttentionRows, count: int) -> tuple[Step, object]:

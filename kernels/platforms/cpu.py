@@ -22,7 +22,7 @@ from kernels.blocks import argmax, block_maxima
 from kernels.cpu.attention import SHORT, AttentionPlan, AttentionPlanner, paged_attention
 from kernels.cpu.host import has_tiles, host_memory, usable_cores
 from kernels.cpu.linear import CpuLinear, TiedLinear, bf16_is_fast
-from kernels.cpu.narrow_cache import NarrowPages, NarrowPlan, compact
+from kernels.cpu.narrow_cache import NarrowPages, NarrowPlan
 from kernels.cpu.native.library import Awaited, built, open_library, start_build
 from kernels.cpu.native_blocks import NativeBlocks
 from kernels.cpu.native_grouped import NativeGrouped
@@ -53,8 +53,6 @@ _log = logging.getLogger("troupe.kernels")
 
 _LARGE_PAGE = 1 << 15
 """Bytes of one layer's page of the cache from which on large pages of the system are worth the memory they round up."""
-
-_PAGE_0 = np.zeros((1, 1), dtype=np.int32)
 
 
 class CpuPlatform(Platform):
@@ -155,11 +153,13 @@ class CpuPlatform(Platform):
         if kept is None:
             return [_zeros(shape, dtype) for _ in range(layers)]
         fixed: Sequence[LayerScales | None] = scales or [None] * layers
+        room = _zeros(shape, dtype)
         return [
             NarrowPages(
                 _zeros(shape, kept),
                 _zeros(shape[:-1], self.scale_dtype) if narrow(kept) and layer is None else None,
                 layer,
+                room,
             )
             for layer in fixed
         ]
@@ -320,9 +320,7 @@ class CpuPlatform(Platform):
 
     def write_cache(self, cache: Tensor | NarrowPages, index: Tensor, keys_values: Tensor) -> None:
         if isinstance(cache, NarrowPages):
-            if self._native is not None and self._native.recording:
-                raise NotNative("a cache of its own type")
-            return cache.write(index, keys_values)
+            return cache.write(index, keys_values, self._native_for(keys_values.dtype, cache.native))
         native = self._native_for(keys_values.dtype, True)
         if native is not None:
             return native.write(cache, index, keys_values)
@@ -339,15 +337,16 @@ class CpuPlatform(Platform):
         native = self._native is not None and self._native_attention
         if self.cache_dtype is None:
             return self._planner.plan(rows, window, native)
-        rows, pages = compact(rows, window, self._planner.page_size)
-        return NarrowPlan(self._planner.plan(rows, window, native), pages)
+        return NarrowPlan(self._planner, rows, window, native)
 
     def attention(
         self, queries: Tensor, cache: Tensor | NarrowPages, plan: AttentionPlan | NarrowPlan, scale: float
     ) -> Tensor:
         if isinstance(cache, NarrowPages):
             assert isinstance(plan, NarrowPlan)
-            cache, plan = cache.widened(plan.pages, queries.dtype), plan.plan
+            whole, pages = plan.over_pages
+            native = self._native_for(queries.dtype, self._native_attention and cache.native)
+            cache, plan = cache.widened(pages, queries.dtype, native), whole
         assert isinstance(plan, AttentionPlan)
         return paged_attention(queries, cache, plan, scale, self._native_for(queries.dtype, self._native_attention))
 
@@ -413,8 +412,9 @@ class CpuPlatform(Platform):
         if native is None or self._ranks > 1:
             return None
         zeros = torch.zeros(tokens, dtype=torch.int64)
-        nothing = AttentionRows(np.zeros(tokens, np.int64), np.ones(tokens, np.int64), _PAGE_0, tokens)
-        plans = {window: AttentionPlan((), (), nothing, window) for window in windows}
+        pages = np.zeros((tokens, 1), dtype=np.int32)
+        nothing = AttentionRows(np.zeros(tokens, np.int64), np.ones(tokens, np.int64), pages, tokens)
+        plans = {window: self.plan_attention(nothing, window) for window in windows}
         try:
             with native.record(tokens) as recording:
                 out = forward(ForwardBatch(zeros, zeros, zeros, plans, held))

@@ -9,6 +9,7 @@
 #include "blocks.h"
 #include "grouped.h"
 #include "matrix.h"
+#include "narrow.h"
 #include "prefill.h"
 #include "program.h"
 #include "team.h"
@@ -174,6 +175,7 @@ void run(Engine& engine, const Op& op, const Step& step) {
             return multiply(engine.team, Grouped{{operands(engine, op, step, sizeof(bf16))},
                                                  reinterpret_cast<const int64_t*>(op.i4), &engine.ordered, op.i2, op.i3});
         case BLOCKS: return multiply(engine.team, BlockProduct{{operands(engine, op, step, sizeof(bf16))}});
+        case WIDEN: return widen_pages(engine.team, op, step);
         case ATTENTION: return attention(engine.team, engine.scores, op, step);
         case PREFILL: return prefill(engine.team, engine.spaces, engine.laid_out, op, step.rows);
         case EMBED: rows.call = embed; break;
@@ -181,6 +183,7 @@ void run(Engine& engine, const Op& op, const Step& step) {
         case NORM: rows.call = norm; break;
         case ROTARY: rows.call = rotary; break;
         case WRITE: rows.call = write; break;
+        case WRITE_NARROW: rows.call = write_narrow; break;
         case SILU: rows.call = silu_and_mul; break;
         case GREEDY: rows.call = greedy; break;
         case ADD: rows.call = add; break;

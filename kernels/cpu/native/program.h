@@ -4,7 +4,8 @@
 
 namespace troupe {
 
-enum Kind : int64_t { EMBED, ANGLES, NORM, LINEAR, ROTARY, WRITE, ATTENTION, SILU, PREFILL, GREEDY, ADD, LINEAR8, GROUPED, BLOCKS };
+enum Kind : int64_t { EMBED, ANGLES, NORM, LINEAR, ROTARY, WRITE, ATTENTION, SILU, PREFILL, GREEDY, ADD, LINEAR8, GROUPED, BLOCKS,
+                      WRITE_NARROW, WIDEN };
 
 // Tensors are bf16 unless said otherwise, row-major, their rows (tokens) `stride` elements apart.
 //   EMBED      a table [vocab, i0] -> out; i1: whether it is packed as the weight of a LINEAR
@@ -18,6 +19,9 @@ enum Kind : int64_t { EMBED, ANGLES, NORM, LINEAR, ROTARY, WRITE, ATTENTION, SIL
 //   BLOCKS     as LINEAR with b a weight in blocks (blocks.h)
 //   ROTARY     a x, b cosines, c sines -> out; i0 dim, i1 heads
 //   WRITE      a keys and values -> out cache; i0 elements of a token
+//   WRITE_NARROW  a keys and values -> out cache of 8 bits (narrow.h); i0 dim, i1 heads of a token, i2 its numbers; b scales
+//              of tokens, or c float [i1, i0] of all, with i4 the address of their offsets or 0
+//   WIDEN      a such a cache, with b or c and i4 -> out the step's `kept` pages, i3 tokens each, one after the other
 //   ATTENTION  a queries, b cache [pages, i4, 2, i2, i0] -> out; i0 dim, i1 heads, i2 kv heads, i3 window, f0 scale
 //   SILU       a gate | up [rows, 2 * i0] -> out [rows, i0]
 //   PREFILL    as ATTENTION for the rows of one request, which stand from position stride_b on; c its pages int32
@@ -48,6 +52,8 @@ struct Step {
     const int64_t* roots;
     const uint64_t* bits;
     int64_t bits_stride;
+    const int64_t* kept;  // pages that WIDEN lays out; `pages` are then their numbers among these
+    int64_t kept_count;
 };
 
 }  // namespace troupe

@@ -219,3 +219,83 @@ def test_narrow_caches_are_refused_where_a_device_has_none(reference, drive, mon
     monkeypatch.setattr(CpuPlatform, "check_cache_dtype", refuse)
     with pytest.raises(PlatformError, match="no such numbers here"):
         drive(reference("qwen3").path, kv_cache_dtype="fp8_e4m3")
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("fixed", [False, True])
+def test_native_operators_round_and_widen_as_torch_does(name, fixed, generator):
+    """Every number of 8 bits, what lies between them, and what is not finite."""
+    both = []
+    for found in (CpuPlatform(threads=1), CpuPlatform(threads=2)):
+        found.cache_dtype = CACHE_DTYPES[name]
+        both.append(found)
+    native = both[1]
+    try:
+        build()
+    except Exception as error:
+        pytest.skip(f"no native operators: {error}")
+    native.dtype("bfloat16", None)
+    if native._native is None:
+        pytest.skip("no AMX")
+    kv_heads, dim = 3, 64
+    layers = None
+    if fixed:
+        offsets = torch.randint(-9, 9, (2, kv_heads, dim), generator=generator).float() if name == "int8" else None
+        layers = [LayerScales(torch.rand(2, kv_heads, dim, generator=generator) + 0.5, offsets)]
+    numbers = torch.randn(64, 2 * kv_heads, dim, generator=generator) * torch.logspace(-6, 6, 64).view(-1, 1, 1)
+    numbers[40, 2, 5], numbers[41, 4, 6] = torch.nan, torch.inf
+    numbers = numbers.bfloat16()
+    caches = []
+    for platform in both:
+        (cache,) = platform.make_cache(1, 6, 16, kv_heads, dim, torch.bfloat16, layers)
+        platform.write_cache(cache, torch.arange(16, 80), numbers)
+        caches.append(cache)
+    ours, theirs = (cache.values.view(torch.int8) for cache in reversed(caches))
+    different = (ours != theirs).view(96, -1)
+    if not fixed:
+        different[[56, 57]] = False  # tokens that are not finite: their scales say so
+        sound = torch.ones(96, dtype=torch.bool)
+        sound[[56, 57]] = False
+        assert torch.equal(caches[0].scales.view(96, 2, 3)[sound], caches[1].scales.view(96, 2, 3)[sound])
+    assert different.float().mean() < 2e-3  # ties, of fp8 that is rounded twice
+    pages = torch.tensor([4, 1, 2, 3])
+    wide = caches[1].widened(pages, torch.bfloat16, native._native)
+    expected = caches[1].widened(pages, torch.bfloat16)
+    torch.testing.assert_close(wide, expected, rtol=0, atol=0, equal_nan=True)
+    if not fixed:
+        assert expected.view(64, 2, 3, 64)[56:58].isfinite().logical_not().any(-1).sum() == 2
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8_e4m3"])
+def test_programs_say_what_steps_say(name, drive, prompts, monkeypatch):
+    """Decodes in recorded programs, and each operator by itself; greedy and sampled, a window's too."""
+    from app.understudy import MODEL_DIR
+
+    try:
+        build()
+    except Exception as error:
+        pytest.skip(f"no native operators: {error}")
+    said, recorded = [], []
+    record = CpuPlatform._record
+
+    def watched(self, *args):
+        recorded.append(record(self, *args) if not said else None)
+        return recorded[-1]
+
+    monkeypatch.setattr(CpuPlatform, "_record", watched)
+    for _ in range(2):
+        driver = drive(MODEL_DIR, dtype="bfloat16", kv_cache_dtype=name, max_slots=5)
+        if driver.runner._platform._native is None:
+            pytest.skip("no AMX")
+        for slot, prompt in enumerate(prompts(70, 20, 33), start=1):
+            sampling = SlotSampling(temperature=0.0) if slot < 3 else SlotSampling(temperature=0.8, seed=5)
+            driver.admit(slot, prompt, sampling=sampling)
+            driver.step([(slot, len(prompt))])
+        for _ in range(20):
+            assert not driver.step([(slot, 1) for slot in (1, 2, 3)]).failed
+        driver.release(3)
+        for _ in range(10):
+            driver.step([(1, 1), (2, 1)])
+        said.append([driver.tokens[1], driver.tokens[2]])
+    assert recorded[0] is not None
+    assert said[0] == said[1]
