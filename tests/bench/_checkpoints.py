@@ -17,7 +17,7 @@ _GROUP = 64
 def _words(layout: str) -> Callable[[Path], Path]:
     def make(target: Path) -> Path:
         from tests.quantized import fp8_blocks, rewrite
-        from tests.quantized_words import awq, gptq, int8_rows, packed
+        from tests.quantized_words import awq, four_bit_bytes, gptq, int8_rows, packed
 
         bits = int(layout[-1]) if layout[-1].isdigit() else 4
         common: dict[str, Any] = {"bits": bits, "group_size": _GROUP}
@@ -37,6 +37,8 @@ def _words(layout: str) -> Callable[[Path], Path]:
             change, settings = gptq(bits, _GROUP), gptq_4
         elif layout == "compressed-w8a8":
             change, settings = int8_rows(), _compressed("int-quantized", rows, tokens)
+        elif layout == "compressed-w4a8":
+            change, settings = four_bit_bytes(_GROUP), _compressed("int-quantized", group | {"num_bits": 4}, tokens)
         else:
             change, settings = packed(bits, _GROUP), _compressed("pack-quantized", group, None)
         return rewrite(MODEL_DIR, target, change, settings)
@@ -56,10 +58,13 @@ def _compressed(kind: str, weights: dict[str, Any], inputs: dict[str, Any] | Non
     }
 
 
-def _modelslim(target: Path) -> Path:
-    from tests.modelslim import write as write_modelslim
+def _modelslim(kind: str, group: int = 0) -> Callable[[Path], Path]:
+    def make(target: Path) -> Path:
+        from tests.modelslim import write as write_modelslim
 
-    return write_modelslim(MODEL_DIR, target, lambda module: "W8A8_DYNAMIC")[0]
+        return write_modelslim(MODEL_DIR, target, lambda module: kind, group=group)[0]
+
+    return make
 
 
 def _gguf(kind: str) -> Callable[[Path], Path]:
@@ -149,7 +154,9 @@ CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
     "gptq-act-order": _words("gptq-act-order"),
     "compressed-w4a16-4": _words("compressed-w4a16-4"),
     "compressed-w8a8": _words("compressed-w8a8"),
-    "modelslim-w8a8": _modelslim,
+    "compressed-w4a8": _words("compressed-w4a8"),
+    "modelslim-w8a8": _modelslim("W8A8_DYNAMIC"),
+    "modelslim-w4a8": _modelslim("W4A8_DYNAMIC", _GROUP),
     "gguf-q8": _gguf("Q8_0"),
     "gguf-q4": _gguf("Q4_0"),
     "gguf-q6_k": _gguf("Q6_K"),
@@ -163,7 +170,7 @@ CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
 
 _BITS = {
     **dict.fromkeys(("awq-4", "gptq-4", "gptq-act-order", "compressed-w4a16-4", "gguf-q4", "gguf-q4_k_m"), 4),
-    "gguf-iq4_xs": 4,
+    **dict.fromkeys(("compressed-w4a8", "modelslim-w4a8", "gguf-iq4_xs"), 4),
     "gguf-q5_k_m": 5,
     "gguf-q3_k_m": 3,
     "gguf-q2_k": 2,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 import numpy as np
@@ -13,12 +14,16 @@ from kernels.layers.experts import ExpertsInTurn, ExpertWeights
 from kernels.npu.experts import NpuExperts
 from kernels.npu.simulator.constraints import ConstraintError
 from kernels.quantization.int8 import Int8Linear
+from kernels.quantization.packed import grouped
 from kernels.quantization.weights import quantize_int8
 from kernels.step import SlotSampling
 from tests.modelslim import write
+from tests.quantized import rewrite
+from tests.quantized_words import Rounded, awq
 
 BF16 = torch.bfloat16
 PAGE = 128
+SHAPES = ((64, 64), (64, 32))
 OPTIONS = {"device": "npu", "page_size": PAGE, "max_step_tokens": 256, "max_total_tokens": 16 * PAGE}
 
 
@@ -66,7 +71,12 @@ def test_what_the_operators_do_not_take_is_run_one_by_one():
     bias = torch.zeros(64)
     assert not NpuExperts.fits([ExpertWeights(gate_up, bias, down, None)])
     assert not NpuExperts.fits([ExpertWeights(gate_up.float(), None, down.float(), None)])
-    assert not NpuExperts.fits([ExpertWeights(quantize_int8(gate_up), None, down, None)])
+    whole = quantize_int8(gate_up)
+    assert not NpuExperts.fits([ExpertWeights(whole, None, down, None), ExpertWeights(gate_up, None, down, None)])
+    halves = [grouped(torch.zeros(*shape, dtype=torch.uint8), torch.ones(shape[0], 4), None, 4) for shape in SHAPES]
+    assert not NpuExperts.fits([ExpertWeights(halves[0], None, halves[1], None)])  # groups of 16 and of 8
+    ordered = dataclasses.replace(rounded("4", gate_up), order=torch.arange(64))
+    assert not NpuExperts.fits([ExpertWeights(ordered, None, rounded("4", down), None)])
     assert not NpuExperts.fits([ExpertWeights((gate_up, quantize_int8(gate_up)), None, down, None)])
 
 
@@ -94,6 +104,59 @@ def test_graphs_say_what_eager_steps_say(name, reference, drive, prompts, simula
     chosen = wide.gather(1, torch.tensor(said[0][1][40:])[:, None])[:, 0]
     assert (wide.amax(-1) - chosen).mean() < 0.3
     assert simulator.engine.calls["npu.npu_grouped_matmul.default"] > 0
+
+
+def test_gate_and_down_may_be_of_other_kinds(reference, drive, prompts, tmp_path):
+    source, (prompt,) = reference("parallel-moe").path, prompts(40)
+    for number, floats in enumerate((("down_proj",), ("gate_proj", "up_proj"))):
+        kinds = dict.fromkeys(floats, "FLOAT")
+        path, _ = write(
+            source,
+            tmp_path / str(number),
+            lambda module, kinds=kinds: kinds.get(module.rpartition(".")[2], "W8A8_DYNAMIC"),
+        )
+        drivers = [drive(path, dtype="bfloat16", page_size=PAGE), drive(path, dtype="bfloat16", **OPTIONS)]
+        assert drivers[1].info.graph_rows
+        on_cpu, found = (scores(driver, prompt) for driver in drivers)
+        assert np.abs(on_cpu - found).mean() < 0.4
+
+
+def rounded(kind, weight):
+    """In 4 bits, with zeros or not, in groups of 32 or not; or in 8."""
+    if kind == "int8":
+        return dataclasses.replace(quantize_int8(weight), activation=None)
+    group = 32 if "groups" in kind else weight.shape[1]
+    found = Rounded.of(weight.float(), 4, group, symmetric="zeros" not in kind)
+    zeros = found.zeros.to(torch.uint8) if "zeros" in kind else None
+    return grouped(found.values.to(torch.uint8), found.scales, zeros, 4)
+
+
+@pytest.mark.parametrize("kind", ["4", "4 zeros", "4 groups", "4 groups zeros", "int8"])
+def test_weights_that_are_made_floats_on_the_way(kind):
+    router, experts = weights(6, 64, 64)
+    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(3)).to(BF16)
+    given, linears = [], []
+    for pair in experts:
+        narrow = [rounded(kind, weight) for weight in pair]
+        dense = [weight.dequantize(BF16) for weight in narrow]
+        linears.append((gated(lambda x, w=dense[0]: x @ w.t()), lambda x, w=dense[1]: x @ w.t()))
+        given.append(ExpertWeights(narrow[0].to(torch.device("npu")), None, narrow[1].to(torch.device("npu")), None))
+    assert NpuExperts.fits(given)
+    onto = router.npu()
+    found = NpuExperts(lambda x: x @ onto.t(), given, 2, True)(x.npu())
+    expected = ExpertsInTurn(lambda x: x @ router.t(), linears, 2, True)(x)
+    torch.testing.assert_close(found.cpu(), expected, atol=3e-2, rtol=3e-2)
+
+
+def test_words_of_four_bits_are_in_graphs(reference, drive, prompts, tmp_path):
+    source, (prompt,) = reference("parallel-moe").path, prompts(40)
+    settings = {"quant_method": "awq", "bits": 4, "group_size": 32, "modules_to_not_convert": ["gate"]}
+    path = rewrite(source, tmp_path, awq(4, 32), settings)
+    drivers = [drive(path, dtype="bfloat16", page_size=PAGE), drive(path, dtype="bfloat16", **OPTIONS)]
+    assert drivers[1].info.graph_rows
+    on_cpu, found = (scores(driver, prompt) for driver in drivers)
+    assert np.abs(on_cpu - found).mean() < 0.4
+    assert len(drivers[1].generate(1, 50)) == 50
 
 
 @pytest.mark.parametrize("kind", ["int8", "W8A8_DYNAMIC", "W4A8_DYNAMIC"])

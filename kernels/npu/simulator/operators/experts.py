@@ -94,7 +94,9 @@ def npu_moe_init_routing_v2(x: Tensor, expert_idx: Tensor, **options: Any) -> tu
 def grouped_rules(x: list[Tensor], weight: list[Tensor], **options: Any) -> None:
     """Vendor and facts: one tensor each, [M, K] by [experts, K, N], dimensions below 65536, groups along M that a
     device tensor int64 counts (type 1). int8 by int8 with scales float32 or bfloat16 [experts, N] and float32 [M],
-    given out in 16 bits; or 16-bit floats of one dtype."""
+    given out in 16 bits; or 16-bit floats of one dtype; or 16-bit floats by int8, or by eight int4 along N to an int32,
+    whose scales and offsets are in x's dtype: [experts, N], or of int4 [experts, K / group, N] with groups that 32
+    divides."""
     name = "npu_grouped_matmul"
     require(len(x) == len(weight) == 1, name, "x", "lists of one tensor alone are simulated")
     one, other = x[0], weight[0]
@@ -111,13 +113,18 @@ def grouped_rules(x: list[Tensor], weight: list[Tensor], **options: Any) -> None
     dtypes(name, (torch.int64,), group_list=counts)
     each = f"must be [{len(other)}], has shape {tuple(counts.shape)}"
     require(tuple(counts.shape) == (len(other),), name, "group_list", each)
-    _only(name, options, ("split_item", "group_type", "group_list_type", "group_list", *_SCALES, "act_type"))
+    others = ("split_item", "group_type", "group_list_type", "group_list", "act_type")
+    _only(name, options, (*others, *_SCALES, *_FACTORS))
     require(options.get("act_type", 0) == 0, name, "act_type", "is not simulated: leave it out")
     if one.dtype != torch.int8:
         dtypes(name, _HALVES, x=one)
-        dtypes(name, (one.dtype,), weight=other)
         for argument in _SCALES:
             require(options.get(argument) is None, name, argument, "is for whole numbers")
+        if other.dtype in (torch.int8, torch.int32):
+            return factor_rules(one, other, options)
+        dtypes(name, (one.dtype,), weight=other)
+        for argument in _FACTORS:
+            require(options.get(argument) is None, name, argument, "is for weights in whole numbers")
         return
     dtypes(name, (torch.int8,), weight=other)
     require(options.get("output_dtype") in _OUT, name, "output_dtype", "must be float16 or bfloat16")
@@ -129,7 +136,29 @@ def grouped_rules(x: list[Tensor], weight: list[Tensor], **options: Any) -> None
         dtypes(name, (torch.float32, torch.bfloat16)[: 2 if argument == "scale" else 1], **{argument: given[0]})
 
 
+def factor_rules(x: Tensor, weight: Tensor, options: dict[str, Any]) -> None:
+    """Of what makes floats of whole weights on the way."""
+    name, packed = "npu_grouped_matmul", weight.dtype == torch.int32
+    contiguous(name, weight=weight)
+    experts, inputs, columns = weight.shape
+    outputs = columns * (8 if packed else 1)
+    first = None
+    for argument in _FACTORS:
+        given = options.get(argument)
+        require(given is not None and len(given) == 1, name, argument, "must be one tensor: pass zeros as offsets")
+        assert given is not None
+        shape = tuple(given[0].shape)
+        groups = inputs // shape[1] if packed and len(shape) == 3 and shape[1] and not inputs % shape[1] else 0
+        fits = shape == (experts, outputs) or (
+            groups % 32 == 0 and shape == (experts, inputs // (groups or 1), outputs)
+        )
+        require(fits and first in (None, shape), name, argument, f"of shape {shape} does not fit the weight")
+        dtypes(name, (x.dtype,), **{argument: given[0]})
+        first = shape
+
+
 _SCALES = ("scale", "per_token_scale", "output_dtype")
+_FACTORS = ("antiquant_scale", "antiquant_offset")
 
 
 @reference("npu_grouped_matmul", rules=grouped_rules)
@@ -138,6 +167,8 @@ def npu_grouped_matmul(x: list[Tensor], weight: list[Tensor], **options: Any) ->
     one, other = x[0], weight[0]
     whole = one.dtype == torch.int8
     dtype = _OUT[options["output_dtype"]] if whole else one.dtype
+    if not whole and other.dtype in (torch.int8, torch.int32):
+        other = _floats(other, *(options[name][0] for name in _FACTORS)).to(dtype)
     out = torch.full((len(one), other.shape[2]), float("nan"), dtype=dtype)
     begin = 0
     for expert, count in enumerate(options["group_list"].tolist()):
@@ -151,3 +182,15 @@ def npu_grouped_matmul(x: list[Tensor], weight: list[Tensor], **options: Any) ->
         else:
             out[here] = one[here] @ other[expert]
     return [out]
+
+
+def _floats(weight: Tensor, factors: Tensor, offsets: Tensor) -> Tensor:
+    if weight.dtype == torch.int32:
+        nibbles = ((weight[..., None] >> (4 * torch.arange(8))) & 15).flatten(2)
+        weight = torch.where(nibbles > 7, nibbles - 16, nibbles)
+
+    def wide(values: Tensor) -> Tensor:
+        rows = values.float() if values.dim() == 3 else values.float()[:, None]
+        return rows.repeat_interleave(weight.shape[1] // rows.shape[1], 1)
+
+    return (weight.float() + wide(offsets)) * wide(factors)
