@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -63,6 +64,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--keep", type=Path)
     given = parser.parse_args(arguments)
     points = given.only.split(",")
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("troupe.kernels.cuda").setLevel(logging.INFO)  # which products were chosen
     if "checks" in points and not checks(given.tests):
         sys.exit("a check failed: nothing is measured")
     rows = _kept(given.keep)

@@ -90,9 +90,9 @@ def test_groups_that_do_not_fit(device, dtype):
     fits = [
         GroupedLinear.fits(grouped(64, inputs, bits, group, False, kind))
         for inputs, bits, group, kind in (
-            (256, 4, 16, dtype),  # of no whole stretch
-            (576, 4, 192, dtype),  # across tiles
-            (320, 4, 64, dtype),
+            (256, 4, 8, dtype),  # of no whole stretch
+            (288, 4, 96, dtype),  # of no whole tile
+            (576, 4, 192, dtype),
             (256, 4, 64, torch.float32),
         )
     ]
