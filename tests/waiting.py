@@ -6,7 +6,7 @@ from collections.abc import Callable
 __all__ = ["until"]
 
 
-async def until(condition: Callable[[], object], what: str = "it did not come true", seconds: float = 60.0) -> None:
+async def until(condition: Callable[[], object], what: str = "it did not come true", seconds: float = 180.0) -> None:
     """Return when ``condition`` is true; fail with ``what`` when it is not within ``seconds``."""
     try:
         async with asyncio.timeout(seconds):

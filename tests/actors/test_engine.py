@@ -31,6 +31,7 @@ from actors.requests import (
 from actors.streams import RequestStream, merge
 from tests import engines
 from tests.tiny_model import make_tiny_model
+from tests.waiting import until
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
@@ -321,7 +322,7 @@ async def test_two_engines_in_one_loop_and_nothing_is_left(tiny_model: Path, tmp
     with pytest.raises(EngineFailed):
         async for _ in abandoned:
             pass
-    await asyncio.sleep(0.05)
+    await until(lambda: footprint() == before, "something is left of them")
     assert footprint() == before
 
 

@@ -23,32 +23,33 @@ async def test_health_names_what_stands_still(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A worker that is stopped, and then a scheduler that waits for ever: each is named, reported and replaced."""
-    async with breakable(tiny_model, monkeypatch, soft_watchdog_timeout=0.5, watchdog_timeout=2.5) as rig:
+    async with breakable(tiny_model, monkeypatch, soft_watchdog_timeout=0.5, watchdog_timeout=4.0) as rig:
         engine = rig.engine
         expected = (await rig.read("Once upon", PARAMS)).tokens
         reading, task = rig.start("Once upon", PARAMS)
         await until(lambda: reading.count > 0, "it does not decode")
         os.kill(rig.worker_pid, signal.SIGSTOP)
-        await until(lambda: not engine.health().ok, "health does not see a stopped worker")
-        assert engine.health().reason.startswith("Actor worker-0 has been busy with Step for ")
+        busy = "Actor worker-0 has been busy with Step for "
+        await until(lambda: engine.health().reason.startswith(busy), "health does not see a stopped worker")
         assert engine.health().step_age > 0.5
         await until(lambda: engine.vitals.worker is None, "the watchdog does not end it")
         assert engine.health().reason == "No worker is ready; one is being restarted."
         await task
         assert reading.tokens == expected
-        assert engine.health().ok
+        await until(lambda: engine.health().ok, "it stays unwell")
 
         rig.plan.add(Fault("queue", "hang"))
         reading, task = rig.start("Once upon", PARAMS)
-        await until(lambda: not engine.health().ok, "health does not see a scheduler that hangs")
-        assert engine.health().reason.startswith("Actor scheduler has been busy with Submit for ")
+        busy = "Actor scheduler has been busy with Submit for "
+        await until(lambda: engine.health().reason.startswith(busy), "health does not see a scheduler that hangs")
         await task
         assert reading.tokens == expected
         await rig.rest()
     stalls = [record.getMessage() for record in caplog.records if record.getMessage().startswith("stall:")]
-    assert [stall.split()[2] for stall in stalls] == ["worker-0", "scheduler"]
+    assert {"worker-0", "scheduler"} <= {stall.split()[2] for stall in stalls}  # on a busy machine others may be slow
     deaths = [record.getMessage() for record in caplog.records if " died: " in record.getMessage()]
-    assert ["over the watchdog's 2.5 s" in death or "got no answer" in death for death in deaths] == [True, True]
+    assert len(deaths) >= 2
+    assert all("over the watchdog's 4 s" in death or "got no answer" in death for death in deaths)
 
 
 async def test_a_tokenizer_whose_thread_hangs_is_replaced(
@@ -70,8 +71,8 @@ async def test_a_tokenizer_whose_thread_hangs_is_replaced(
         monkeypatch.setattr(codec, "encode", hang)
         try:
             reading, task = rig.start("again and again and " * 60, PARAMS)
-            await until(lambda: not rig.engine.health().ok, "health does not see it")
-            assert rig.engine.health().reason.startswith("Actor tokenizer-0 has been busy with Encode for ")
+            busy = "Actor tokenizer-0 has been busy with Encode for "
+            await until(lambda: rig.engine.health().reason.startswith(busy), "health does not see it")
             await task
             assert reading.error is None
             assert reading.count == PARAMS.max_tokens
@@ -95,8 +96,8 @@ async def test_health_sees_work_that_nobody_does(tiny_model: Path, monkeypatch: 
         scheduler = rig.engine._system._cells["scheduler"].incarnation._actor  # type: ignore[union-attr]
         monkeypatch.setattr(type(scheduler._planner), "can_send", False)
         reading, task = rig.start("Once upon", PARAMS)
-        await until(lambda: not rig.engine.health().ok, "health does not see it")
-        assert rig.engine.health().reason.startswith("0 sequences run and 1 wait, but no step has ended for ")
+        idle = "0 sequences run and 1 wait, but no step has ended for "
+        await until(lambda: rig.engine.health().reason.startswith(idle), "health does not see it")
         assert reading.count == 0
         await reading.stream.aclose()
         await task

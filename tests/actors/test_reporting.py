@@ -31,7 +31,7 @@ async def take(engine: Engine, params: SamplingParams = PARAMS) -> None:
 
 async def quiet(engine: Engine) -> None:
     """Return when nothing runs and the device owes nothing, so that two readings are of one moment."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             load = engine.vitals.scheduler
             if load is not None and load.running == load.waiting == 0 and engine.vitals.oldest_step_sent is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from actors.engine import Engine
 from actors.requests import EngineFailed, SamplingParams
 from actors.streams import RequestStream, merge
 from tests import engines
+from tests.addresses import held_address
 
 GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
@@ -27,7 +27,7 @@ small_engine = partial(engines.small_engine, device="cpu", standby_worker=False)
 
 
 async def read_out(stream: RequestStream) -> list[int]:
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(300):
         return list(merge([delta async for delta in stream]).token_ids)
 
 
@@ -44,12 +44,6 @@ def listeners(pid: int) -> list[str]:
     """host:port of the sockets on which a process lets others find it."""
     sockets = psutil.Process(pid).net_connections()
     return [f"{one.laddr.ip}:{one.laddr.port}" for one in sockets if one.status == psutil.CONN_LISTEN]
-
-
-def free_address() -> str:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{found.getsockname()[1]}"
 
 
 async def killed_in_a_stream(engine: Engine, rank: int, kill: signal.Signals) -> list[int]:
@@ -120,14 +114,18 @@ async def test_a_worker_that_hangs_ends_the_collective_of_the_other(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("actors.configuration.OP_TIMEOUT", 3.0)
-    address = free_address()
-    async with small_engine(tiny_model, tp=2, dist_init_addr=address, standby_worker=True) as engine:
+    with held_address() as address:
+        await outlives_a_hung_rank(tiny_model, address)
+    assert "rank 0 of 2: a collective failed" in caplog.text
+
+
+async def outlives_a_hung_rank(model: Path, address: str) -> None:
+    async with small_engine(model, tp=2, dist_init_addr=address, standby_worker=True) as engine:
         listening = [place for pid in pids(engine) for place in listeners(pid)]
         assert address in listening
         assert all(place.startswith("127.0.0.1:") for place in listening)
         expected = await read_out(engine.generate("Once upon", LONG))
         assert await killed_in_a_stream(engine, 1, signal.SIGSTOP) == expected
-    assert "rank 0 of 2: a collective failed" in caplog.text
 
 
 async def test_what_cannot_be_divided_is_said_at_the_start(tiny_model: Path) -> None:

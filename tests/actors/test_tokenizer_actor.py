@@ -22,7 +22,7 @@ async def encode_all(codec: TextCodec, prompts: list[str], **options: object) ->
     actor = Tokenizer(codec, **options)  # type: ignore[arg-type]
     async with ActorSystem() as system:
         ref = await system.spawn(lambda: actor, name="tokenizer")
-        replies = await asyncio.gather(*(ref.ask(Encode(prompt=p), timeout=10) for p in prompts))
+        replies = await asyncio.gather(*(ref.ask(Encode(prompt=p), timeout=60) for p in prompts))
     return [r.token_ids for r in replies], actor.trips
 
 
@@ -61,7 +61,7 @@ async def test_a_bad_text_fails_alone(codec: TextCodec) -> None:
     bad = Encode(prompt="\ud800" * (INLINE_CHARS + 1))
     async with ActorSystem() as system:
         ref = await system.spawn(lambda: Tokenizer(codec), name="tokenizer")
-        results = await asyncio.gather(*(ref.ask(m, timeout=10) for m in (good, bad, good)), return_exceptions=True)
+        results = await asyncio.gather(*(ref.ask(m, timeout=60) for m in (good, bad, good)), return_exceptions=True)
         assert isinstance(results[1], InvalidRequest)
         first, last = results[0], results[2]
         assert isinstance(first, Encoded)
@@ -74,16 +74,16 @@ async def test_decoding(codec: TextCodec) -> None:
     async with ActorSystem() as system:
         ref = await system.spawn(lambda: Tokenizer(codec), name="tokenizer")
         ids = codec.encode("café 🎭")
-        assert await ref.ask(Decode(token_ids=ids), timeout=10) == "café 🎭"
-        assert len(await ref.ask(DecodeTokens(token_ids=ids), timeout=10)) == len(ids)
+        assert await ref.ask(Decode(token_ids=ids), timeout=60) == "café 🎭"
+        assert len(await ref.ask(DecodeTokens(token_ids=ids), timeout=60)) == len(ids)
 
 
 async def test_a_crash_answers_what_waited_and_the_next_life_encodes(codec: TextCodec) -> None:
     async with ActorSystem() as system:
         ref = await system.spawn(lambda: Tokenizer(codec, batch_timeout=30.0), name="tokenizer")
-        waiting = asyncio.create_task(ref.ask(Encode(prompt="the fox"), timeout=10))
+        waiting = asyncio.create_task(ref.ask(Encode(prompt="the fox"), timeout=60))
         await asyncio.sleep(0.01)
         system.crash_actor(ref, RuntimeError("injected"))
         with pytest.raises(ActorDied):
             await waiting
-        assert await ref.ask(Decode(token_ids=codec.encode("fox")), timeout=10) == "fox"
+        assert await ref.ask(Decode(token_ids=codec.encode("fox")), timeout=60) == "fox"

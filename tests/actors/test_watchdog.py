@@ -77,13 +77,13 @@ async def test_an_actor_over_its_time_is_replaced(system: ActorSystem) -> None:
     with pytest.raises(ActorDied, match=r"handled Wait for .* over the watchdog's 0.05 s"):
         await ref.ask(Wait(for_ever=True), timeout=30.0)
     await until(lambda: system.describe()[0].incarnation == 1)
-    assert await ref.ask(Wait(for_ever=False), timeout=10.0) == "done"
+    assert await ref.ask(Wait(for_ever=False), timeout=60.0) == "done"
     system.request_stop()
 
 
 async def test_an_idle_actor_is_never_too_old(system: ActorSystem, caplog: pytest.LogCaptureFixture) -> None:
     ref = await waiter(system)
-    assert await ref.ask(Wait(for_ever=False), timeout=10.0) == "done"
+    assert await ref.ask(Wait(for_ever=False), timeout=60.0) == "done"
     Watchdog(system, soft=0.0, hard=0.0).look()
     assert reports(caplog) == []
     assert system.describe()[0].incarnation == 0
@@ -94,7 +94,7 @@ async def test_a_child_says_where_its_threads_stand(system: ActorSystem, caplog:
     ref = await system.spawn_process(
         ChildProtocol, name="worker", target="runtime_child_actors:ChildActor", config=Settings(), supervision=QUICK
     )
-    assert await ref.ask(Ping(), timeout=10.0)
+    assert await ref.ask(Ping(), timeout=60.0)
     with caplog.at_level(logging.WARNING):
         system.tell_stacks("worker")
         await until(lambda: any("stands here" in record.getMessage() for record in caplog.records))

@@ -57,7 +57,7 @@ async def test_a_step_is_prepared_while_another_runs(monkeypatch: pytest.MonkeyP
     device = Device(done=False)
     worker = worker_on(device, monkeypatch)
     answers = [worker.step(step(number)) for number in (1, 2)]
-    assert await asyncio.to_thread(device.second.wait, 10)
+    assert await asyncio.to_thread(device.second.wait, 60)
     assert device.started == [1, 2]
     assert not answers[0].done()
     device.may_end.set()
@@ -68,7 +68,7 @@ async def test_a_step_tells_how_long_it_waited_for_its_start(monkeypatch: pytest
     worker = worker_on(Device(done=True), monkeypatch)
     gate = threading.Event()
     assert worker._thread is not None
-    worker._thread.submit(gate.wait, 10)
+    worker._thread.submit(gate.wait, 60)
     answer = worker.step(step(1))
     begun = time.monotonic()
     await asyncio.sleep(0.05)

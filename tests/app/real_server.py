@@ -27,12 +27,12 @@ class RealServer:
                 command, stdout=out, stderr=out, cwd=ROOT, env={**os.environ, **(environment or {})}
             )
 
-    def wait_ready(self, limit: float = 120.0) -> None:
+    def wait_ready(self, limit: float = 300.0) -> None:
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self.log.read_text()
             try:
-                if httpx.get(f"{self.url}/ready", timeout=5).status_code == 200:
+                if httpx.get(f"{self.url}/ready", timeout=30).status_code == 200:
                     return
             except httpx.TransportError:
                 pass
@@ -43,7 +43,7 @@ class RealServer:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
-                self.process.wait(30)
+                self.process.wait(120)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()

@@ -95,7 +95,7 @@ async def running(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Running]:
 async def stream(server: Running) -> "asyncio.Task[str]":
     async def read() -> str:
         async with httpx.AsyncClient(trust_env=False) as client:
-            return (await client.get(server.url, timeout=20)).text
+            return (await client.get(server.url, timeout=60)).text
 
     task = asyncio.create_task(read())
     await asyncio.wait_for(server.application.streaming.wait(), 20)
@@ -108,7 +108,7 @@ async def test_a_signal_drains_and_nothing_is_cut(running: Running) -> None:
     await asyncio.wait_for(running.application.draining.wait(), 20)
     assert not running.task.done()
     running.application.let_go.set()
-    assert await asyncio.wait_for(running.task, 20) is True
+    assert await asyncio.wait_for(running.task, 60) is True
     assert await reader == "firstlast"
     assert running.application.drains == [None]
     assert running.application.closed
@@ -118,7 +118,7 @@ async def test_a_second_signal_ends_the_draining(running: Running) -> None:
     reader = await stream(running)
     running.signal()
     running.signal()
-    assert await asyncio.wait_for(running.task, 20) is True
+    assert await asyncio.wait_for(running.task, 60) is True
     assert await reader == "firstlast"
     assert running.application.drains[-1] == 0
     assert running.application.closed
@@ -126,7 +126,7 @@ async def test_a_second_signal_ends_the_draining(running: Running) -> None:
 
 async def test_a_failed_engine_ends_the_server(running: Running) -> None:
     running.application.failed.set()
-    assert await asyncio.wait_for(running.task, 20) is False
+    assert await asyncio.wait_for(running.task, 60) is False
     assert running.application.drains == []
     assert running.application.closed
 
@@ -138,7 +138,7 @@ async def test_a_draining_that_fails_still_stops(running: Running, monkeypatch: 
     monkeypatch.setattr(running.application, "drain", broken)
     await asyncio.sleep(0)
     running.signal()
-    assert await asyncio.wait_for(running.task, 20) is True
+    assert await asyncio.wait_for(running.task, 60) is True
     assert running.application.closed
 
 
@@ -157,7 +157,7 @@ async def test_a_client_that_has_gone_keeps_no_connection(running: Running, requ
     """Its socket is closed at once, not when the time to wait for its next request is over."""
     running.application.let_go.set()
     reader, writer = await asyncio.open_connection("127.0.0.1", int(running.url.rpartition(":")[2]))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         for _ in range(requests):
             writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
             await reader.readuntil(b"\r\n0\r\n\r\n")
@@ -170,7 +170,7 @@ async def test_hypercorn_is_left_as_it_was(running: Running) -> None:
     running.application.idle.set()
     await asyncio.sleep(0)
     running.signal()
-    await asyncio.wait_for(running.task, 20)
+    await asyncio.wait_for(running.task, 60)
     assert hypercorn.asyncio.run.TCPServer is TCPServer
     assert hypercorn.protocol.H11Protocol is H11Protocol
     assert hypercorn.protocol.h11.HTTPStream is HTTPStream
@@ -260,7 +260,7 @@ async def test_a_crowd_is_read_a_few_connections_a_turn(running: Running, monkey
         for each in sockets:
             each.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         loop.call_soon(count)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await all_read.wait()
         assert max(turns.count(number) for number in turns) <= READS_A_TURN
         running.application.let_go.set()

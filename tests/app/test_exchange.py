@@ -47,7 +47,7 @@ async def test_a_cancellation_is_not_lost_in_a_comment_that_is_being_written(eng
         await comment
 
     handler = asyncio.create_task(handle())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await writing.wait()
         news.set()
         await waits.wait()

@@ -41,7 +41,7 @@ async def test_a_worker_that_keeps_dying_ends_the_process_with_an_error(tmp_path
 async def kill_workers(server: RealServer) -> None:
     """Each as soon as it runs steps, until the server ends."""
     killed: set[int] = set()
-    async with httpx.AsyncClient(base_url=server.url, timeout=10) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
         while server.process.poll() is None:
             try:
                 told = (await client.get("/server_info")).json()
@@ -59,7 +59,7 @@ def test_sigterm_ends_a_stream_that_stands_still_at_the_deadline(tmp_path: Path,
     """Its worker is stopped and does not even hear of the end; the client is told, and the exit is an orderly one."""
     options = ["--dtype", "float32", "--cpu-threads", "1", "--max-total-tokens", "4096", "--shutdown-timeout", "1"]
     with running(tmp_path / "log", str(tiny_model), *options) as server:
-        worker = httpx.get(f"{server.url}/server_info", timeout=10).json()["workers"][0]["pid"]
+        worker = httpx.get(f"{server.url}/server_info", timeout=60).json()["workers"][0]["pid"]
         os.kill(worker, signal.SIGSTOP)
         body = {"prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:

@@ -46,7 +46,7 @@ async def test_requests_while_loading_are_told_to_come_back(application, engine)
 
 async def test_the_lifespan_does_not_wait_for_loading(application, engine):
     engine.status = EngineStatus(phase="starting", progress=0.0, stage="weights")
-    async with asyncio.timeout(2), application.test_app() as running:
+    async with asyncio.timeout(60), application.test_app() as running:
         response = await running.test_client().get("/ready")
         assert response.status_code == 503
         engine.status = EngineStatus(phase="ready", progress=1.0, stage="ready")
@@ -57,7 +57,7 @@ async def test_the_lifespan_does_not_wait_for_loading(application, engine):
 async def test_a_failed_start_is_told_everywhere(application, engine):
     engine.start_error = "weights are missing"
     async with application.test_app():
-        await asyncio.wait_for(application.failed.wait(), 5)
+        await asyncio.wait_for(application.failed.wait(), 60)
         assert application.exit_code == 1
         response, told = await get(application, "/ready")
         assert (response.status_code, told["error"]) == (503, "weights are missing")

@@ -23,7 +23,7 @@ SMALL = ("--dtype", "float32", "--cpu-threads", "1", "--max-total-tokens", "1638
 LONG = {"prompt": [5, 6, 7], "max_tokens": 500, "ignore_eos": True, "stream": True}
 
 
-def until(condition: Callable[[], object], what: str, seconds: float = 30.0) -> None:
+def until(condition: Callable[[], object], what: str, seconds: float = 180.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, what
@@ -60,7 +60,7 @@ def loaded(log: Path, model: Path, *arguments: str, streams: int = 12) -> Iterat
         readers = [Reader(server) for _ in range(streams)]
 
         def live() -> int:
-            told = httpx.get(f"{server.url}/server_info", timeout=10).json()
+            told = httpx.get(f"{server.url}/server_info", timeout=60).json()
             return int(told["requests"]["live"]) if told["scheduler"]["running"] else 0
 
         until(lambda: live() == streams, "the streams have not all come")
@@ -145,7 +145,7 @@ def test_an_engine_that_gives_up_tells_every_stream_and_exits_with_three(tmp_pat
 
         def exited() -> bool:
             try:
-                workers = httpx.get(f"{server.url}/server_info", timeout=10).json()["workers"]
+                workers = httpx.get(f"{server.url}/server_info", timeout=60).json()["workers"]
             except httpx.TransportError:
                 return server.process.poll() is not None
             for worker in workers:

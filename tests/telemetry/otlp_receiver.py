@@ -80,7 +80,7 @@ class Collector:
 
     def wait(self, condition: Callable[[], object], what: str) -> None:
         """Block until it is so; for use in a thread."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             if condition():
                 return

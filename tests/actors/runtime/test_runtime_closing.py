@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from runtime_child_actors import Block, ChildActor, ChildProtocol, Multiply, Settings, Sleep
 
 from actors.runtime import ActorDied, ActorRef, ActorSystem, Backoff, Supervision
+from tests.waiting import until
 
 TARGET = "runtime_child_actors:ChildActor"
 
@@ -45,8 +46,8 @@ def surroundings() -> dict[str, Any]:
 async def warm(system: ActorSystem) -> tuple[ActorRef[ChildProtocol], ActorRef[ChildProtocol]]:
     local = await system.spawn(lambda: ChildActor(Settings(factor=2)), name="local")
     remote = await system.spawn_process(ChildProtocol, name="remote", target=TARGET, config=Settings(factor=3))
-    assert await local.ask(Multiply(2), timeout=10) == 4
-    assert await remote.ask(Multiply(2), timeout=10) == 6
+    assert await local.ask(Multiply(2), timeout=60) == 4
+    assert await remote.ask(Multiply(2), timeout=60) == 6
     return local, remote
 
 
@@ -90,8 +91,7 @@ async def while_a_child_is_restarted() -> None:
             ChildProtocol, name="remote", target=TARGET, config=Settings(), supervision=slow
         )
         system.crash_actor(ref, RuntimeError("test"))
-        await asyncio.sleep(0.1)
-        assert system.describe()[0].state == "restarting"
+        await until(lambda: system.describe()[0].state == "restarting", "it does not wait for its restart")
 
 
 async def by_an_error() -> None:
@@ -157,6 +157,10 @@ async def a_spawn_is_cancelled() -> None:
     ],
 )
 async def test_closing_leaves_nothing_behind(use: Callable[[], Awaitable[None]]) -> None:
+    await until(
+        lambda: not any(thread.name.startswith("troupe-") for thread in threading.enumerate()),
+        "the threads of another test's engine go on",
+    )
     before = surroundings()
     await use()
     await asyncio.sleep(0)
@@ -189,7 +193,7 @@ def test_in_another_thread_with_either_loop_and_when_the_loop_just_ends(uvloop: 
     descriptors = psutil.Process().num_fds()
     thread = threading.Thread(target=run)
     thread.start()
-    thread.join(30)
+    thread.join(120)
     assert not thread.is_alive()
     assert failures == []
     assert pids[1] is not None

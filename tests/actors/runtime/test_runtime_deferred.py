@@ -43,8 +43,8 @@ class Clerk(Actor[Desk]):
 async def test_answers_come_in_the_order_of_their_fulfilment_and_others_are_handled_meanwhile() -> None:
     async with ActorSystem() as system:
         ref = await system.spawn(Clerk, name="clerk")
-        first = asyncio.create_task(ref.ask(Promise(number=1), timeout=5))
-        second = asyncio.create_task(ref.ask(Promise(number=2), timeout=5))
+        first = asyncio.create_task(ref.ask(Promise(number=1), timeout=60))
+        second = asyncio.create_task(ref.ask(Promise(number=2), timeout=60))
         await asyncio.sleep(0.001)
         await ref.tell(Keep(number=2))
         assert await second == 4
@@ -56,7 +56,7 @@ async def test_answers_come_in_the_order_of_their_fulfilment_and_others_are_hand
 async def test_a_request_error_goes_to_the_asker_and_the_actor_lives() -> None:
     async with ActorSystem() as system:
         ref = await system.spawn(Clerk, name="clerk")
-        task = asyncio.create_task(ref.ask(Promise(number=1), timeout=5))
+        task = asyncio.create_task(ref.ask(Promise(number=1), timeout=60))
         await asyncio.sleep(0.001)
         await ref.tell(Keep(number=1, error="request"))
         with pytest.raises(RequestError, match="no"):
@@ -67,12 +67,12 @@ async def test_a_request_error_goes_to_the_asker_and_the_actor_lives() -> None:
 async def test_any_other_error_is_a_crash_that_answers_everything_unfinished() -> None:
     async with ActorSystem() as system:
         ref = await system.spawn(Clerk, name="clerk")
-        tasks = [asyncio.create_task(ref.ask(Promise(number=n), timeout=5)) for n in (1, 2)]
+        tasks = [asyncio.create_task(ref.ask(Promise(number=n), timeout=60)) for n in (1, 2)]
         await asyncio.sleep(0.001)
         await ref.tell(Keep(number=1, error="crash"))
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(result, ActorDied) for result in results)
-        task = asyncio.create_task(ref.ask(Promise(number=3), timeout=5))
+        task = asyncio.create_task(ref.ask(Promise(number=3), timeout=60))
         await asyncio.sleep(0.2)
         await ref.tell(Keep(number=3))
         assert await task == 6
@@ -104,8 +104,8 @@ async def test_a_base_exception_is_a_crash_of_its_actor_alone() -> None:
         fragile = await system.spawn(Fragile, name="fragile")
         sturdy = await system.spawn(Clerk, name="sturdy")
         with pytest.raises(ActorDied):
-            await fragile.ask(Keep(number=1), timeout=5)
-        waiting = asyncio.create_task(sturdy.ask(Promise(number=1), timeout=5))
+            await fragile.ask(Keep(number=1), timeout=60)
+        waiting = asyncio.create_task(sturdy.ask(Promise(number=1), timeout=60))
         await asyncio.sleep(0.2)
         await sturdy.tell(Keep(number=1))
         assert await waiting == 2

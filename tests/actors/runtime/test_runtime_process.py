@@ -76,20 +76,20 @@ async def spawn(system: ActorSystem, settings: Settings | None = None, **options
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
-    for _ in range(1000):
+    for _ in range(6000):
         if condition():
             return
         await asyncio.sleep(0.01)
-    raise AssertionError("it did not come true in ten seconds")
+    raise AssertionError("it did not come true in a minute")
 
 
 async def test_messages_config_environment_and_trace_reach_the_child(system: ActorSystem) -> None:
     ref = await spawn(system, Settings(factor=3), environment={"TROUPE_TEST": "only there"})
-    assert await ref.ask(Multiply(14), timeout=10) == 42
-    rows = await ref.ask(Step(7, b"\x00\x01\x02"), timeout=10)
+    assert await ref.ask(Multiply(14), timeout=60) == 42
+    rows = await ref.ask(Step(7, b"\x00\x01\x02"), timeout=60)
     assert (rows.number, rows.tokens) == (7, b"\x02\x01\x00")
     token = current_traceparent.set("00-0123456789abcdef0123456789abcdef-0123456789abcdef-01")
-    facts = await ref.ask(Inspect(), timeout=10)
+    facts = await ref.ask(Inspect(), timeout=60)
     current_traceparent.reset(token)
     assert facts.traceparent == "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
     assert facts.pid == system.describe()[0].pid != os.getpid()
@@ -104,21 +104,21 @@ async def test_the_child_inherits_nothing_but_its_socket_and_stderr(system: Acto
     secret = os.open(tmp_path / "secret", os.O_CREAT | os.O_RDWR)
     os.set_inheritable(secret, True)
     ref = await spawn(system)
-    facts = await ref.ask(Inspect(), timeout=10)
+    facts = await ref.ask(Inspect(), timeout=60)
     os.close(secret)
     assert not [name for name in facts.descriptors if "secret" in name]
 
 
 async def test_what_the_child_starts_does_not_hold_the_link_open(system: ActorSystem) -> None:
     ref = await spawn(system)
-    assert "socket:" not in await ref.ask(Offspring(), timeout=10)
+    assert "socket:" not in await ref.ask(Offspring(), timeout=60)
 
 
 async def test_several_incarnations_keep_their_number(system: ActorSystem) -> None:
     ref = await spawn(system)
     with pytest.raises(ActorDied):
-        await ref.ask(Raise(), timeout=10)
-    assert (await ref.ask(Inspect(), timeout=10)).incarnation == 1
+        await ref.ask(Raise(), timeout=60)
+    assert (await ref.ask(Inspect(), timeout=60)).incarnation == 1
 
 
 @pytest.mark.parametrize(
@@ -137,11 +137,11 @@ async def test_every_death_fails_the_ask_with_its_cause_and_is_restarted(
 ) -> None:
     ref = await spawn(system)
     with pytest.raises(ActorDied, match=words) as died:
-        await ref.ask(message, timeout=10)
+        await ref.ask(message, timeout=60)
     cause = died.value.cause
     assert isinstance(cause, ChildCrash)
     assert cause.returncode == returncode
-    assert await ref.ask(Multiply(2), timeout=10) == 2
+    assert await ref.ask(Multiply(2), timeout=60) == 2
 
 
 async def test_a_killed_child_fails_all_asks_on_their_way_at_once(system: ActorSystem) -> None:
@@ -155,13 +155,13 @@ async def test_a_killed_child_fails_all_asks_on_their_way_at_once(system: ActorS
         with pytest.raises(ActorDied, match="killed by SIGKILL"):
             await ask
     assert not os.path.exists(f"/proc/{pid}"), "reaped"
-    assert await ref.ask(Multiply(1), timeout=10) == 1
+    assert await ref.ask(Multiply(1), timeout=60) == 1
 
 
 async def test_request_errors_come_back_as_themselves(system: ActorSystem) -> None:
     ref = await spawn(system)
     with pytest.raises(BadPrompt, match="too long") as bad:
-        await ref.ask(Raise(bad_request=True), timeout=10)
+        await ref.ask(Raise(bad_request=True), timeout=60)
     assert bad.value.param == "prompt"
     assert system.describe()[0].incarnation == 0
 
@@ -171,11 +171,11 @@ async def test_control_overtakes_data_on_its_way(system: ActorSystem) -> None:
     order: list[str] = []
 
     async def ask(message: Any, name: str) -> None:
-        await ref.ask(message, timeout=10)
+        await ref.ask(message, timeout=60)
         order.append(name)
 
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(ask(Sleep(0.5), "data 1"))
+        tasks.create_task(ask(Sleep(2.0), "data 1"))
         for number in (2, 3, 4):
             tasks.create_task(ask(Multiply(number), f"data {number}"))
         await asyncio.sleep(0.05)
@@ -185,14 +185,14 @@ async def test_control_overtakes_data_on_its_way(system: ActorSystem) -> None:
 
 async def test_the_window_bounds_what_is_under_way_and_the_mailbox_the_rest(system: ActorSystem) -> None:
     ref = await spawn(system, window=2, capacity=3)
-    ask = asyncio.create_task(ref.ask(Sleep(1.0), timeout=10))
+    ask = asyncio.create_task(ref.ask(Sleep(2.0), timeout=60))
     await asyncio.sleep(0.05)
     tells = [asyncio.create_task(ref.tell(Count(str(number)))) for number in range(6)]
     await asyncio.sleep(0.05)
     assert sum(tell.done() for tell in tells) == 4  # one under way, three in the mailbox
     await ask
     await asyncio.gather(*tells)
-    assert await ref.ask(Counted(), timeout=10) == ["0", "1", "2", "3", "4", "5"]
+    assert await ref.ask(Counted(), timeout=60) == ["0", "1", "2", "3", "4", "5"]
 
 
 async def test_told_messages_that_were_not_begun_survive_a_death(system: ActorSystem) -> None:
@@ -206,7 +206,7 @@ async def test_told_messages_that_were_not_begun_survive_a_death(system: ActorSy
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(ActorDied):
         await sleeping
-    assert await ref.ask(Counted(), timeout=10) == [str(number) for number in range(20)]
+    assert await ref.ask(Counted(), timeout=60) == [str(number) for number in range(20)]
 
 
 async def test_poison_kills_two_incarnations_and_is_set_apart(system: ActorSystem, tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ async def test_poison_kills_two_incarnations_and_is_set_apart(system: ActorSyste
     counted = None
     while counted is None:
         try:
-            counted = await ref.ask(Counted(), timeout=10)
+            counted = await ref.ask(Counted(), timeout=60)
         except ActorDied:  # asked while the poison was in hand
             continue
     assert counted == ["behind it"]
@@ -229,14 +229,14 @@ async def test_timeouts_deadlines_and_late_replies(system: ActorSystem) -> None:
     with pytest.raises(AskTimeout):
         await ref.ask(Sleep(0.2), timeout=0.1)
     await ref.tell(Count("expired"), deadline=time.monotonic() + 0.01)
-    assert await ref.ask(Counted(), timeout=10) == []
+    assert await ref.ask(Counted(), timeout=60) == []
     assert system.late_replies == 1
     assert system.dead_letters == 1
 
 
 async def test_unknown_messages_are_refused(system: ActorSystem, caplog: pytest.LogCaptureFixture) -> None:
     early = await spawn(system, wait=False)
-    before_it_is_known = asyncio.create_task(early.ask(Missing(), timeout=10))
+    before_it_is_known = asyncio.create_task(early.ask(Missing(), timeout=60))
     with pytest.raises(UnknownMessage, match="Missing"):
         await before_it_is_known
     with pytest.raises(UnknownMessage):
@@ -248,30 +248,30 @@ async def test_unknown_messages_are_refused(system: ActorSystem, caplog: pytest.
 
 async def test_frames_have_a_limit_on_both_ways(system: ActorSystem) -> None:
     ref = await spawn(system, frame_limit=100_000)
-    assert len(await ref.ask(Large(90_000), timeout=10)) == 90_000
+    assert len(await ref.ask(Large(90_000), timeout=60)) == 90_000
     with pytest.raises(MessageTooLarge, match="message of"):
-        await ref.ask(Step(1, b"x" * 100_000), timeout=10)
+        await ref.ask(Step(1, b"x" * 100_000), timeout=60)
     with pytest.raises(MessageTooLarge, match="reply of"):
-        await ref.ask(Large(100_000), timeout=10)
+        await ref.ask(Large(100_000), timeout=60)
     assert system.describe()[0].incarnation == 0
 
 
 async def test_large_frames_pass_in_pieces(system: ActorSystem) -> None:
     ref = await spawn(system)
     sizes = [5_000_000, 10, 3_000_000, 100]
-    replies = await asyncio.gather(*(ref.ask(Large(size), timeout=20) for size in sizes))
+    replies = await asyncio.gather(*(ref.ask(Large(size), timeout=60) for size in sizes))
     assert [len(reply) for reply in replies] == sizes
-    rows = await ref.ask(Step(1, b"ab" * 2_000_000), timeout=20)
+    rows = await ref.ask(Step(1, b"ab" * 2_000_000), timeout=60)
     assert rows.tokens == b"ba" * 2_000_000
-    assert await ref.ask(Multiply(1), timeout=10) == 1
+    assert await ref.ask(Multiply(1), timeout=60) == 1
 
 
 async def test_events_and_logs_come_from_the_child(system: ActorSystem, caplog: pytest.LogCaptureFixture) -> None:
     told: list[Progress] = []
     ref = await spawn(system, events=told.append, events_type=Progress)
     with caplog.at_level(logging.INFO, logger="troupe"):
-        await ref.ask(Speak("hello"), timeout=10)
-        await ref.ask(Speak("from a thread", from_thread=True), timeout=10)
+        await ref.ask(Speak("hello"), timeout=60)
+        await ref.ask(Speak("from a thread", from_thread=True), timeout=60)
         await eventually(lambda: len(told) == 2)
     assert told == [Progress("hello"), Progress("from a thread")]
     (first, *_) = [record for record in caplog.records if record.name == "troupe.child"]
@@ -286,7 +286,7 @@ async def test_a_burst_of_records_is_cut_and_counted(
 ) -> None:
     with caplog.at_level(logging.INFO, logger="troupe"):
         ref = await spawn(system, heartbeat=0.02)
-        await ref.ask(Chatter(20_000, from_thread=from_thread), timeout=20)
+        await ref.ask(Chatter(20_000, from_thread=from_thread), timeout=60)
         await eventually(lambda: "log records of this process were dropped" in caplog.text)
     lines = [record.getMessage() for record in caplog.records if record.name == "troupe.child"]
     chatter = [line for line in lines if line.startswith("chatter")]
@@ -301,7 +301,7 @@ async def test_what_other_libraries_say_in_a_child_comes_too(
 ) -> None:
     ref = await spawn(system)
     with caplog.at_level(logging.WARNING, logger="troupe"):
-        await ref.ask(Chatter(0), timeout=10)
+        await ref.ask(Chatter(0), timeout=60)
     found = {record.name: record.getMessage() for record in caplog.records}
     assert found["troupe.libraries.some.library"] == "from a library"
     assert "UserWarning: deprecated thing" in found["troupe.libraries.py.warnings"]
@@ -312,8 +312,8 @@ async def test_a_record_larger_than_any_frame_breaks_no_link(
 ) -> None:
     with caplog.at_level(logging.INFO, logger="troupe"):
         ref = await spawn(system)
-        await ref.ask(Chatter(1, text="x" * 3_000_000), timeout=10)
-        await ref.ask(Multiply(1), timeout=10)
+        await ref.ask(Chatter(1, text="x" * 3_000_000), timeout=60)
+        await ref.ask(Multiply(1), timeout=60)
     (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("chatter 0 x")]
     assert len(line) < 40_000
 
@@ -321,7 +321,7 @@ async def test_a_record_larger_than_any_frame_breaks_no_link(
 async def test_a_death_tells_its_first_cause(system: ActorSystem) -> None:
     ref = await spawn(system)
     with pytest.raises(ActorDied) as caught:
-        await ref.ask(Chain(), timeout=10)
+        await ref.ask(Chain(), timeout=60)
     assert isinstance(caught.value.cause, ChildCrash)
     assert caught.value.cause.reason == "RuntimeError: the step failed (first cause: OSError: the cable was pulled)"
 
@@ -393,20 +393,20 @@ async def test_a_stopped_process_is_killed(system: ActorSystem) -> None:
 
 
 async def test_a_silent_loop_is_found_by_its_heartbeat(system: ActorSystem) -> None:
-    ref = await spawn(system, heartbeat=0.05, heartbeat_timeout=1.5)
+    ref = await spawn(system, heartbeat=0.05, heartbeat_timeout=3.0)
     await asyncio.sleep(0.3)
     assert system.describe()[0].incarnation == 0
     age = system.describe()[0].heartbeat_age
     assert age is not None
-    assert age < 1.5
+    assert age < 3.0
     with pytest.raises(ActorDied, match="no heartbeat"):
         await ref.ask(Block(60), timeout=30)
-    assert await ref.ask(Multiply(1), timeout=10) == 1
+    assert await ref.ask(Multiply(1), timeout=60) == 1
 
 
 async def test_a_child_may_stop_itself(system: ActorSystem) -> None:
     ref = await spawn(system)
-    await ref.ask(Leave(), timeout=10)
+    await ref.ask(Leave(), timeout=60)
     await eventually(lambda: not ref.is_alive())
     assert not system.failed.is_set()
 
@@ -420,7 +420,7 @@ async def test_a_group_of_children_restarts_as_one(system: ActorSystem) -> None:
         assert status.pid is not None
         os.kill(status.pid, signal.SIGKILL)
     await eventually(lambda: len(restarted) == 2)
-    assert [(await ref.ask(Inspect(), timeout=10)).incarnation for ref in refs] == [1, 1]
+    assert [(await ref.ask(Inspect(), timeout=60)).incarnation for ref in refs] == [1, 1]
     assert restarted == ["worker-0", "worker-1"]
 
 
@@ -428,7 +428,7 @@ async def test_past_the_intensity_the_system_fails_with_the_cause(system: ActorS
     ref = await spawn(system, supervision=Supervision(max_restarts=1, backoff=Backoff(first=0.01)))
     for _ in range(2):
         with pytest.raises(ActorDied):
-            await ref.ask(Exit(code=7), timeout=10)
+            await ref.ask(Exit(code=7), timeout=60)
     assert str(await asyncio.wait_for(system.failed.wait(), 10)) == "exited with code 7"
 
 

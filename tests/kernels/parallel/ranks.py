@@ -7,7 +7,6 @@ import tests.simulated_npu  # noqa: F401 - where torch_npu is installed, NPUs co
 # isort: split
 import json
 import os
-import socket
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -19,6 +18,7 @@ import msgspec
 from kernels.runner import ModelRunner
 from kernels.speculative.settings import SpeculativeSettings
 from kernels.step import RunnerConfig, SlotSampling
+from tests.addresses import held_address
 from tests.kernels.conftest import Driver, ints
 
 __all__ = ["run_ranks"]
@@ -27,21 +27,13 @@ PATIENCE = 500
 """Seconds until ranks that have not ended are a failure."""
 
 
-def take_address(stack: ExitStack) -> str:
-    """A free address, bound until the stack is closed: nobody else is given it, and rank 0 may listen there."""
-    held = stack.enter_context(socket.socket())
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("127.0.0.1", 0))
-    return f"127.0.0.1:{held.getsockname()[1]}"
-
-
 def run_ranks(jobs: list[dict[str, Any]], size: int = 2) -> list[list[dict[str, Any]]]:
     """What each rank says of each job: [rank][job]. A job: ``model``, ``prompts``, ``length``, ``sampling``,
     ``options`` of RunnerConfig, its ``speculation``, and what differs by rank; the prompts decode together until each
     has ``length`` tokens.
     """
     with ExitStack() as stack:
-        given = [job | {"rendezvous": take_address(stack)} for job in jobs]
+        given = [job | {"rendezvous": stack.enter_context(held_address())} for job in jobs]
         ranks = []
         for rank in range(size):
             environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ASCEND_RT_VISIBLE_DEVICES": str(rank)}
