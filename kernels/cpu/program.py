@@ -33,7 +33,7 @@ from kernels.quantization.cache import LayerScales
 __all__ = ["Native", "NativeWeight", "NotNative", "Program", "step_of"]
 
 _EMBED, _ANGLES, _NORM, _LINEAR, _ROTARY, _WRITE, _ATTENTION, _SILU, _PREFILL, _GREEDY, _ADD = range(11)
-_LINEAR8, _GROUPED, _BLOCKS, _WRITE_NARROW, _WIDEN = range(11, 16)
+_LINEAR8, _GROUPED, _BLOCKS, _WRITE_NARROW, _WIDEN, _SETTLE = range(11, 17)
 _NARROW = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 _MANY_ROWS = 64  # whose outputs an allocator would give back to the system
 _HEAD_DIMS = (32, 64, 96, 128, 256)
@@ -389,6 +389,18 @@ class Native:
     @staticmethod
     def fits_silu(x: Tensor) -> bool:
         return x.shape[1] % 32 == 0
+
+    @staticmethod
+    def fits_settle(x: Tensor) -> bool:
+        return x.shape[1] % 16 == 0
+
+    def settle(self, x: Tensor) -> Tensor:
+        """Each token of ``x`` rounded to 255 steps up to its largest."""
+        rows, width = x.shape
+        out = self._empty(rows, width)
+        op = Op(kind=_SETTLE, a=x.data_ptr(), out=out.data_ptr(), stride_a=x.stride(0), stride_out=width, i0=width)
+        self._call(op, Step(rows))
+        return out
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         rows, inner = x.shape[0], x.shape[1] // 2

@@ -404,8 +404,13 @@ class Platform(ABC):
                 "to floats: no device has a kernel for both",
                 weight.bits,
             )
-            return self.chain(settle_tokens, self.make_quantized(dataclasses.replace(weight, activation=None), bias))
+            narrow_linear = self.make_quantized(dataclasses.replace(weight, activation=None), bias)
+            return lambda x: narrow_linear(self.settle(x))
         return self.make_quantized(weight, bias)
+
+    def settle(self, x: Tensor) -> Tensor:
+        """``settle_tokens``."""
+        return settle_tokens(x)
 
     def chain(self, first: Linear, then: Linear) -> Linear:
         """``then(first(x))``, where ``first`` is of torch's operators."""

@@ -249,6 +249,10 @@ class CpuPlatform(Platform):
     ) -> Linear:
         return self.chain(lambda x: x, super().make_experts(router, bias, experts, chosen, normalized))
 
+    def settle(self, x: Tensor) -> Tensor:
+        native = self._native_for(x.dtype, Native.fits_settle(x))
+        return super().settle(x) if native is None else native.settle(x)
+
     def chain(self, first: Linear, then: Linear) -> Linear:
         def run(x: Tensor) -> Tensor:
             if self._native is not None and self._native.recording:

@@ -3,6 +3,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <cfloat>
 #include <cmath>
 
 #include "attention.h"
@@ -114,6 +115,25 @@ void write(const Op& op, const Step& step, int64_t row) {
     std::memcpy(at<bf16>(op.out, step.index[row], op.i0), at<bf16>(op.a, row, op.stride_a), 2 * op.i0);
 }
 
+void settle(const Op& op, const Step&, int64_t row) {
+    const bf16* x = at<bf16>(op.a, row, op.stride_a);
+    bf16* out = at<bf16>(op.out, row, op.stride_out);
+    __m512i bits = _mm512_setzero_si512();  // of absolute values: a NaN's are more than infinity's
+    for (int64_t i = 0; i < op.i0; i += 16)
+        bits = _mm512_max_epu32(bits, _mm512_castps_si512(_mm512_abs_ps(load(x + i))));
+    const uint32_t most = _mm512_reduce_max_epu32(bits);
+    float scale;
+    std::memcpy(&scale, &most, sizeof scale);
+    scale /= 127.0f;
+    if (scale < FLT_MIN) scale = FLT_MIN;
+    const __m512 wide = _mm512_set1_ps(scale);
+    for (int64_t i = 0; i < op.i0; i += 16) {
+        const __m512 share = _mm512_div_ps(load(x + i), wide);
+        const __m512 whole = _mm512_roundscale_ps(share, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        store(out + i, _mm512_mul_ps(whole, wide));
+    }
+}
+
 void silu_and_mul(const Op& op, const Step&, int64_t row) {
     const bf16* gate = at<bf16>(op.a, row, op.stride_a);
     bf16* out = at<bf16>(op.out, row, op.stride_out);
@@ -185,6 +205,7 @@ void run(Engine& engine, const Op& op, const Step& step) {
         case WRITE: rows.call = write; break;
         case WRITE_NARROW: rows.call = write_narrow; break;
         case SILU: rows.call = silu_and_mul; break;
+        case SETTLE: rows.call = settle; break;
         case GREEDY: rows.call = greedy; break;
         case ADD: rows.call = add; break;
         default: return;

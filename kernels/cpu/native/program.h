@@ -5,7 +5,7 @@
 namespace troupe {
 
 enum Kind : int64_t { EMBED, ANGLES, NORM, LINEAR, ROTARY, WRITE, ATTENTION, SILU, PREFILL, GREEDY, ADD, LINEAR8, GROUPED, BLOCKS,
-                      WRITE_NARROW, WIDEN };
+                      WRITE_NARROW, WIDEN, SETTLE };
 
 // Tensors are bf16 unless said otherwise, row-major, their rows (tokens) `stride` elements apart.
 //   EMBED      a table [vocab, i0] -> out; i1: whether it is packed as the weight of a LINEAR
@@ -23,6 +23,7 @@ enum Kind : int64_t { EMBED, ANGLES, NORM, LINEAR, ROTARY, WRITE, ATTENTION, SIL
 //              of tokens, or c float [i1, i0] of all, with i4 the address of their offsets or 0
 //   WIDEN      a such a cache, with b or c and i4 -> out the step's `kept` pages, i3 tokens each, one after the other
 //   ATTENTION  a queries, b cache [pages, i4, 2, i2, i0] -> out; i0 dim, i1 heads, i2 kv heads, i3 window, f0 scale
+//   SETTLE     a x -> out, each row rounded to whole shares of its largest over 127; i0 elements of a row, a multiple of 16
 //   SILU       a gate | up [rows, 2 * i0] -> out [rows, i0]
 //   PREFILL    as ATTENTION for the rows of one request, which stand from position stride_b on; c its pages int32
 //   ADD        a x, b y or null -> out = x + y; i0 elements of a row

@@ -16,7 +16,9 @@ from kernels.cpu.native import library
 from kernels.cpu.program import Native
 from kernels.platforms.cpu import CpuPlatform
 from kernels.quantization.packed import grouped
+from kernels.quantization.tokens import settle_tokens
 from kernels.quantization.weights import quantize_int8
+from tests.modelslim import write
 from tests.quantized import rewrite
 from tests.quantized_words import Rounded, gptq
 
@@ -118,9 +120,24 @@ def test_what_is_counted_is_what_is_in_memory(platform):
     assert weight.nbytes + platform.widened_bytes == linear.nbytes
 
 
-def test_decodes_of_4_bits_run_as_one_program(drive, monkeypatch, tmp_path):
-    settings = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}
-    path = rewrite(MODEL_DIR, tmp_path / "q", gptq(4, 32, shuffled=True), settings)
+def test_tokens_are_rounded_as_by_torch(platform):
+    x = torch.randn(70, 96, generator=torch.Generator().manual_seed(8)).bfloat16()
+    x[3], x[4, 7], x[5, 2], x[6, 95] = 0, float("nan"), float("inf"), 1e-38
+    wide = torch.empty(70, 128, dtype=torch.bfloat16)
+    wide[:, :96] = x
+    assert isinstance(platform._native, Native)
+    for given in (x, wide[:, :96], x[:1]):
+        torch.testing.assert_close(platform.settle(given), settle_tokens(given), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("layout", ["gptq", "modelslim"])
+def test_decodes_of_4_bits_run_as_one_program(layout, drive, monkeypatch, tmp_path):
+    """With inputs in floats, and with those that are rounded to 8 bits."""
+    if layout == "gptq":
+        settings = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}
+        path = rewrite(MODEL_DIR, tmp_path / "q", gptq(4, 32, shuffled=True), settings)
+    else:
+        path, _ = write(MODEL_DIR, tmp_path, lambda module: "W4A8_DYNAMIC", group=32)
     prompt = list(range(40, 72))
     quantized = drive(path, dtype="bfloat16")
     calls = []
