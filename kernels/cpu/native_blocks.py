@@ -13,8 +13,10 @@ from kernels.quantization.gguf_weight import BlockRows, GgufWeight
 
 __all__ = ["NativeBlocks", "NativeRows"]
 
-_PLANES = {2: (2, 0), 3: (2, 1), 4: (4, 0), 5: (4, 1), 6: (4, 2)}
-"""Bits of a code -> those in its two planes."""
+_PLANES = {2: (2, 0), 3: (2, 1), 4: (4, 0), 5: (4, 1), 6: (6, 0)}
+"""Bits of a code -> those in its planes."""
+_IMPLIED = 64
+"""What codes of 6 bits are more by than they are, where they are read."""
 _TABLE = 32
 _CHUNK = 1 << 24
 """Codes that are opened at a time."""
@@ -83,7 +85,7 @@ def _layout(kind: Kind) -> _Layout:
     low, high = _PLANES[kind.bits]
     layout = _Layout(low, high, kind.block, kind.group, kind.zeros)
     if kind.bits == 6:
-        layout.offset = -kind.values[0]
+        layout.offset = _IMPLIED - kind.values[0]
     else:
         layout.table[:] = [float(kind.values[at % len(kind.values)]) for at in range(_TABLE)]
     return layout

@@ -12,9 +12,10 @@ namespace troupe {
 constexpr int64_t QUARTER = 8;          // outputs whose two inputs of a pair fill a vector of 32 bits each
 constexpr int64_t CELL = WIDE * DEPTH;  // weights of 32 outputs and 32 inputs
 
-// How codes are kept: the head of a packed weight. `low` bits of each in one plane, 2 or 4, `high` more in another, 0 to
-// 2. `super` inputs share a scale (and a zero) in float16; with `group` below it, whole scales (and zeros) of groups
-// multiply these. `table`: what a code of up to 5 bits stands for; one of 6 is `offset` more than that.
+// How codes are kept: the head of a packed weight. `low` bits of each in one plane, 2 or 4, and `high` more, 0 or 1, in
+// another; or `low` 6. `super` inputs share a scale (and a zero) in float16; with `group` below it, whole scales (and
+// zeros) of groups multiply these. `table`: what a code of up to 5 bits stands for. One of 6 bits is read as 64 and
+// itself, which is `offset` more than what it stands for.
 struct alignas(64) Layout {
     int64_t low, high, super, group, zeros, offset;
     float table[32];
@@ -28,7 +29,8 @@ struct alignas(64) Layout {
 
 // Bytes of a packed weight: its head, then [block of 32 outputs][super]: 32 float16 scales (and zeros), int8 scales
 // [group][32] (and uint8 zeros), then cells. Of a cell: [quarter] of low codes, lane `2 * output + input % 2`, pair i of
-// 16 in bits low * i; then high bits, of pair i from bit `high * i + low` on, rolled, of 1 bit two quarters to a vector.
+// 16 in bits low * i; then high bits, of pair i in bit `i + low`, rolled, two quarters to a vector. Of 6 bits three vectors
+// a quarter: pair 5j + i of vector j from bit 17 + 6i on, rolled, and two bits of pair 15 in what is left, from bit 15 on.
 inline int64_t packed_blocks(const Layout& of, int64_t outputs, int64_t inputs) {
     return sizeof(Layout) + blocks(outputs) * of.block(inputs);
 }
@@ -51,10 +53,16 @@ inline void pack_cell(const Layout& of, const uint8_t* codes, int64_t inputs, in
         for (int64_t input = 0; input < DEPTH; input++) {
             const uint32_t code = codes[output * inputs + input];
             const int64_t quarter = output / QUARTER, lane = 2 * (output % QUARTER) + input % 2, pair = input / 2;
+            if (of.low == 6) {
+                uint32_t* to = out + quarter * 3 * TILE + lane;
+                if (pair < 15) to[pair / 5 * TILE] |= std::rotl(code, static_cast<int>(17 + 6 * (pair % 5)));
+                for (int64_t j = 0; pair == 15 && j < 3; j++) to[j * TILE] |= (code >> 2 * j & 3) << 15;
+                continue;
+            }
             out[(quarter * vectors + pair / each) * TILE + lane] |= (code & ((1u << of.low) - 1)) << of.low * (pair % each);
             if (!of.high) continue;
-            const int64_t shared = of.high == 1 ? quarter / 2 : quarter, more = of.high == 1 ? 16 * (quarter % 2) : 0;
-            high[shared * TILE + lane] |= std::rotl(code >> of.low, static_cast<int>(of.high * pair + of.low + more));
+            const int64_t more = 16 * (quarter % 2);
+            high[quarter / 2 * TILE + lane] |= std::rotl(code >> of.low, static_cast<int>(pair + of.low + more));
         }
 }
 
@@ -131,7 +139,7 @@ inline void factors_of(const Layout& of, const uint8_t* part, int64_t group, Fac
 template <int LOW, int HIGH>
 inline void widen_pairs(const Layout& of, const uint8_t* cell, int64_t eight, const Factors& by, bf16* out) {
     constexpr int64_t VECTORS = LOW / 2;  // of a quarter's low codes
-    const __m512i select = _mm512_set1_epi32((1 << LOW) - 1), all = _mm512_set1_epi32((1 << (LOW + HIGH)) - 1);
+    const __m512i select = _mm512_set1_epi32((1 << LOW) - 1);
     const __m512 first = _mm512_loadu_ps(of.table), second = _mm512_loadu_ps(of.table + TILE);
     const uint8_t* plane = cell + 4 * VECTORS * 64;
     for (int64_t half = 0; half < 2; half++) {
@@ -141,8 +149,8 @@ inline void widen_pairs(const Layout& of, const uint8_t* cell, int64_t eight, co
             low[side] = _mm512_loadu_si512(cell + (LOW == 4 ? 2 * quarter + eight : quarter) * 64);
             if (LOW == 2) low[side] = _mm512_srlv_epi32(low[side], _mm512_set1_epi32(16 * eight));
             if (HIGH == 0) continue;
-            high[side] = _mm512_loadu_si512(plane + (HIGH == 1 ? half : quarter) * 64);
-            high[side] = _mm512_rorv_epi32(high[side], _mm512_set1_epi32(8 * HIGH * eight + (HIGH == 1 ? 16 * side : 0)));
+            high[side] = _mm512_loadu_si512(plane + half * 64);
+            high[side] = _mm512_rorv_epi32(high[side], _mm512_set1_epi32(8 * eight + 16 * side));
         }
         bf16* to = out + half * CELL / 2 + 8 * eight * WIDE;
         for (int64_t pair = 0; pair < 8; pair++, to += WIDE) {
@@ -153,10 +161,7 @@ inline void widen_pairs(const Layout& of, const uint8_t* cell, int64_t eight, co
                     value = _mm512_permutexvar_ps(low[side], first);  // takes four bits
                 } else {
                     const __m512i code = _mm512_ternarylogic_epi32(select, low[side], high[side], 0xca);
-                    if constexpr (LOW + HIGH < 6)
-                        value = _mm512_permutex2var_ps(first, code, second);  // five
-                    else
-                        value = _mm512_cvtepi32_ps(_mm512_and_si512(code, all));
+                    value = _mm512_permutex2var_ps(first, code, second);  // five
                     high[side] = _mm512_ror_epi32(high[side], HIGH);
                 }
                 low[side] = _mm512_srli_epi32(low[side], LOW);
@@ -164,6 +169,36 @@ inline void widen_pairs(const Layout& of, const uint8_t* cell, int64_t eight, co
             }
             _mm512_store_si512(to, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(made[1], made[0])));
         }
+    }
+}
+
+// A cell of codes of 6 bits, of groups of 16 inputs. A code in the highest bits of a float's fraction is 64 and itself.
+inline void widen_six(const uint8_t* cell, const Factors by[2], bf16* out) {
+    const __m512i mask = _mm512_set1_epi32(63 << 17), sixty_four = _mm512_castps_si512(_mm512_set1_ps(64.0f));
+    const __m512i two = _mm512_set1_epi32(3 << 17), four = _mm512_set1_epi32(15 << 17);
+    for (int64_t half = 0; half < 2; half++) {
+        __m512i codes[2][3], last[2];
+        for (int64_t side = 0; side < 2; side++) {
+            __m512i* of = codes[side];
+            for (int64_t j = 0; j < 3; j++) of[j] = _mm512_loadu_si512(cell + (3 * (2 * half + side) + j) * 64);
+            last[side] = _mm512_ternarylogic_epi32(two, _mm512_rol_epi32(of[0], 2), _mm512_rol_epi32(of[1], 4), 0xca);
+            last[side] = _mm512_ternarylogic_epi32(four, last[side], _mm512_rol_epi32(of[2], 6), 0xca);
+        }
+        const auto put = [&](int64_t pair, __m512i first, __m512i second) {
+            const __m512 *scales = by[pair / 8].scales + 2 * half, *zeros = by[pair / 8].zeros + 2 * half;
+            const auto made = [&](__m512i code, int64_t side) {
+                const __m512i value = _mm512_ternarylogic_epi32(code, mask, sixty_four, 0xea);  // code & mask | 64
+                return _mm512_fmsub_ps(_mm512_castsi512_ps(value), scales[side], zeros[side]);
+            };
+            _mm512_store_si512(out + half * CELL / 2 + pair * WIDE,
+                               reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(made(second, 1), made(first, 0))));
+        };
+        for (int64_t j = 0; j < 3; j++)
+            for (int64_t i = 0; i < 5; i++) {
+                put(5 * j + i, codes[0][j], codes[1][j]);
+                for (int64_t side = 0; side < 2; side++) codes[side][j] = _mm512_ror_epi32(codes[side][j], 6);
+            }
+        put(15, last[0], last[1]);
     }
 }
 
@@ -176,6 +211,11 @@ inline void widen_inputs(const BlockProduct& p, const uint8_t* block, int64_t in
     const uint8_t* cell = part + of.factors() + at / DEPTH * of.cell();
     for (int64_t line = 0; line < of.cell(); line += 64)
         _mm_prefetch(reinterpret_cast<const char*>(cell + 8192 + line), _MM_HINT_T1);
+    if constexpr (LOW == 6) {
+        Factors both[2];
+        for (int64_t i = 0; i < 2; i++) factors_of(of, part, at / of.group + i, both[i]);
+        return widen_six(cell, both, out);
+    }
     if (at % of.group == 0) factors_of(of, part, at / of.group, by);
     widen_pairs<LOW, HIGH>(of, cell, 0, by, out);
     if (of.group < DEPTH) factors_of(of, part, at / of.group + 1, by);
@@ -267,7 +307,7 @@ inline void with_planes(const Layout& of, Call call) {
         case 21: return call.template operator()<2, 1>();
         case 40: return call.template operator()<4, 0>();
         case 41: return call.template operator()<4, 1>();
-        case 42: return call.template operator()<4, 2>();
+        case 60: return call.template operator()<6, 0>();
     }
 }
 
