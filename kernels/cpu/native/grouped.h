@@ -7,6 +7,7 @@
 
 namespace troupe {
 
+constexpr int64_t AHEAD = 1024;  // bytes of weights that are fetched before they are wanted; the processor sees to more
 constexpr int64_t PANEL = 256;  // tokens that a block's weights are made bf16 for at once
 
 // Inputs that are made bf16 at a time: they divide a group.
@@ -22,7 +23,8 @@ inline int64_t packed_grouped(int64_t outputs, int64_t inputs, int64_t group, in
 }
 
 // values uint8 [outputs, inputs], scales float and zeros uint8 [outputs, groups] -> [block of 32 outputs][32 inputs][half
-// of 16][pair of inputs][output][2], as `pack`. Of 4 bits, four pairs share their bytes: pair i is in bits 4i of 16.
+// of 16][pair of inputs][output][2], as `pack`, with two pairs side by side: [two pairs][output][pair][2]. Of 4 bits, four
+// pairs share their bytes: pair i is in bits 4i of 16.
 inline void pack_grouped(const uint8_t* values, const float* scales, const uint8_t* zeros, int64_t outputs,
                          int64_t inputs, int64_t group, int64_t bits, uint8_t* packed) {
     const int64_t groups = inputs / group;
@@ -32,15 +34,17 @@ inline void pack_grouped(const uint8_t* values, const float* scales, const uint8
     for (int64_t block = 0; block < blocks(outputs); block++)
         for (int64_t depth = 0; depth < inputs; depth += DEPTH)
             for (int64_t half = 0; half < 2; half++)
-                for (int64_t pair = 0; pair < TILE; pair += bits == 4 ? 4 : 1)
+                for (int64_t pair = 0; pair < TILE; pair += bits == 4 ? 4 : 2)
                     for (int64_t lane = 0; lane < WIDE; lane++) {
-                        const int64_t output = block * WIDE + half * TILE + lane / 2, input = depth + 2 * pair + lane % 2;
+                        const int64_t output = block * WIDE + half * TILE + lane / 2, input = depth + 2 * pair;
                         if (bits == 8) {
-                            *packed++ = static_cast<uint8_t>(value(output, input));
+                            for (int64_t i = 0; i < 2; i++)
+                                *packed++ = static_cast<uint8_t>(value(output, input + 2 * (lane % 2) + i));
                             continue;
                         }
                         uint16_t all = 0;
-                        for (int64_t i = 0; i < 4; i++) all |= static_cast<uint16_t>(value(output, input + 2 * i) << 4 * i);
+                        for (int64_t i = 0; i < 4; i++)
+                            all |= static_cast<uint16_t>(value(output, input + lane % 2 + 2 * i) << 4 * i);
                         std::memcpy(packed, &all, 2);
                         packed += 2;
                     }
@@ -105,15 +109,31 @@ inline void widen4(const uint8_t* weight, __m512i table, const __m512i zeros[2],
         }
 }
 
+// A byte below the bits of 2^23 is a float's last bits, one below those of 2^15 its last but eight: the difference to
+// that power of two and zero is exact, and its upper half all there is of it.
 inline void widen8(const uint8_t* weight, const __m512i zeros[2], bf16* out) {
-    for (int64_t half = 0; half < 2; half++)
-        for (int64_t pair = 0; pair < TILE; pair++, weight += 32, out += 32) {
-            const __m512i all = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(weight)));
-            const __m512i value = _mm512_sub_epi16(all, zeros[half]);
-            const __m512 first = _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm512_castsi512_si256(value)));
-            const __m512 second = _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm512_extracti64x4_epi64(value, 1)));
-            _mm512_store_si512(out, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second, first)));
+    const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u)), byte = _mm512_set1_epi32(0xff);
+    const __m512i first = _mm512_set1_epi32(0x4b000000), second = _mm512_set1_epi32(0x47000000);
+    for (int64_t half = 0; half < 2; half++) {
+        const __m512 zero = _mm512_cvtepi32_ps(_mm512_and_si512(zeros[half], byte));
+        const __m512 even = _mm512_add_ps(zero, _mm512_castsi512_ps(first));
+        const __m512 odd = _mm512_add_ps(zero, _mm512_castsi512_ps(second));
+        for (int64_t pairs = 0; pairs < TILE; pairs += 2, weight += 64, out += 64) {
+            const __m512i all = _mm512_loadu_si512(weight);
+            const auto put = [&](int64_t pair, __m512i of) {
+                // (of & byte) | first, (of & byte << 8) | second
+                const __m512i one = _mm512_ternarylogic_epi32(of, byte, first, 0xea);
+                const __m512i other = _mm512_ternarylogic_epi32(of, _mm512_slli_epi32(byte, 8), second, 0xea);
+                const __m512i low = _mm512_castps_si512(_mm512_sub_ps(_mm512_castsi512_ps(one), even));
+                const __m512i high = _mm512_castps_si512(_mm512_sub_ps(_mm512_castsi512_ps(other), odd));
+                // high & upper | low >> 16
+                const __m512i both = _mm512_ternarylogic_epi32(high, upper, _mm512_srli_epi32(low, 16), 0xea);
+                _mm512_store_si512(out + 32 * pair, both);
+            };
+            put(0, all);
+            put(1, _mm512_srli_epi32(all, 16));
         }
+    }
 }
 
 // sums += scale * (x . weight), of up to 32 rows, `depths` times 32 inputs and 32 outputs.
@@ -155,30 +175,37 @@ inline void add_products(const bf16* x, int64_t stride, int64_t rows, const bf16
     }
 }
 
-inline void multiply_grouped_block(const Grouped& p, int64_t block, int64_t row, int64_t rows, float* sums) {
+// Inputs from `input` on as bf16, as many as are made so at a time.
+inline void widen(const Grouped& p, int64_t block, int64_t input, bf16* out) {
     static const Table table;
-    alignas(64) bf16 wide[2][128 * WIDE];
     const __m512i values = _mm512_load_si512(table.values);
     const int64_t step = stride_of(p.group), bytes = step * WIDE * p.bits / 8;
-    const int64_t inputs = p.inputs(), stride = p.stride_x / sizeof(bf16);
+    const auto* weight = reinterpret_cast<const uint8_t*>(p.weight) + (block * p.inputs() + input) * WIDE * p.bits / 8;
+    const uint8_t* zero = p.zeros(block, input / p.group);
+    const __m512i zeros[2] = {zeros_of(zero), zeros_of(zero + TILE)};
+    for (int64_t line = 0; line < bytes; line += LINE)
+        _mm_prefetch(reinterpret_cast<const char*>(weight + AHEAD + line), _MM_HINT_T0);
+    for (int64_t depth = 0; depth < step; depth += DEPTH, out += DEPTH * WIDE) {
+        if (p.bits == 4)
+            widen4(weight + depth * WIDE / 2, values, zeros, out);
+        else
+            widen8(weight + depth * WIDE, zeros, out);
+    }
+}
+
+inline void multiply_grouped_block(const Grouped& p, int64_t block, int64_t row, int64_t rows, float* sums) {
+    alignas(64) bf16 wide[2][128 * WIDE];
+    const int64_t inputs = p.inputs(), stride = p.stride_x / sizeof(bf16), step = stride_of(p.group);
     const bf16* x = reinterpret_cast<const bf16*>(p.x) + row * stride;
-    const uint8_t* weight = reinterpret_cast<const uint8_t*>(p.weight) + block * WIDE * inputs * p.bits / 8;
     std::memset(sums, 0, rows * WIDE * sizeof(float));
-    for (int64_t input = 0, turn = 0; input < inputs; input += step, turn ^= 1, weight += bytes) {
-        const uint8_t* zero = p.zeros(block, input / p.group);
-        const __m512i zeros[2] = {zeros_of(zero), zeros_of(zero + TILE)};
-        for (int64_t line = 0; line < bytes; line += 64)
-            _mm_prefetch(reinterpret_cast<const char*>(weight + 2 * bytes + line), _MM_HINT_T0);
-        for (int64_t depth = 0; depth < step; depth += DEPTH) {
-            if (p.bits == 4)
-                widen4(weight + depth * WIDE / 2, values, zeros, wide[turn] + depth * WIDE);
-            else
-                widen8(weight + depth * WIDE, zeros, wide[turn] + depth * WIDE);
-        }
+    widen(p, block, 0, wide[0]);
+    for (int64_t input = 0, turn = 0; input < inputs; input += step, turn ^= 1) {
+        // What was stored just now would be waited for: the next is widened first.
+        if (input + step < inputs) widen(p, block, input + step, wide[turn ^ 1]);
         written();
         for (int64_t i = 0; i < rows; i += WIDE)
-            add_products(x + i * stride + input, stride, std::min(WIDE, rows - i), wide[turn],
-                         step / DEPTH, p.scales(block, input / p.group), sums + i * WIDE);
+            add_products(x + i * stride + input, stride, std::min(WIDE, rows - i), wide[turn], step / DEPTH,
+                         p.scales(block, input / p.group), sums + i * WIDE);
     }
 }
 

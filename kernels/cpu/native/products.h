@@ -156,7 +156,7 @@ void multiply_block(const P& p, int64_t output, int64_t row, int64_t rows, typen
         _tile_zero(0);
         _tile_zero(1);
         for (int64_t line = 0; line < p.lines; line++, weight += LINES) {
-            for (int64_t i = 0; i < LINES; i += LINE) _mm_prefetch(weight + 4 * LINES + i, _MM_HINT_T0);
+            for (int64_t i = 0; i < LINES; i += LINE) _mm_prefetch(weight + LINES + i, _MM_HINT_T0);
             _tile_loadd(4, x + line * LINE, p.stride_x);
             _tile_loadd(6, weight, LINE);
             _tile_loadd(7, weight + TILE * LINE, LINE);
