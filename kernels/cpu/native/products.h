@@ -23,12 +23,12 @@
 
 namespace troupe {
 
-constexpr int64_t FEW = 128;              // rows that are not worth a panel
-constexpr int64_t SLICE = 12;              // lines of a block's outputs that stay in a first cache, beside what passes by: 24 kB
-constexpr int64_t LONG = 16;               // the same where many rows come by, so that sums are fetched less often
-constexpr int64_t MANY = 12;               // blocks of rows
-constexpr int64_t TOKENS = 1152 << 10;    // bytes of a panel's tokens: what a second cache holds while weights pass by
-constexpr int64_t MOST = 576;             // rows of a panel
+constexpr int64_t FEW = 128;             // rows that are not worth a panel
+constexpr int64_t SLICE = 12;            // lines of a block's outputs that a first cache holds beside what passes by: 24 kB
+constexpr int64_t LONG = 16;             // the same where many rows come by, so that sums are fetched less often
+constexpr int64_t MANY = 12;             // blocks of rows
+constexpr int64_t TOKENS = 1152 << 10;   // bytes of a panel's tokens: what a second cache holds while weights pass by
+constexpr int64_t MOST = 576;            // rows of a panel
 
 // One thread's memory for a panel, in large pages: its tiles lie pages apart for no page table to be in the way.
 class Panel {
