@@ -33,7 +33,7 @@ from kernels.quantization.cache import LayerScales
 __all__ = ["Native", "NativeWeight", "NotNative", "Program", "step_of"]
 
 _EMBED, _ANGLES, _NORM, _LINEAR, _ROTARY, _WRITE, _ATTENTION, _SILU, _PREFILL, _GREEDY, _ADD = range(11)
-_LINEAR8, _GROUPED, _BLOCKS, _WRITE_NARROW, _WIDEN, _SETTLE = range(11, 17)
+_LINEAR8, _GROUPED, _BLOCKS, _WRITE_NARROW, _WIDEN, _SETTLE, _PLACE = range(11, 18)
 _NARROW = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 _MANY_ROWS = 64  # whose outputs an allocator would give back to the system
 _HEAD_DIMS = (32, 64, 96, 128, 256)
@@ -292,6 +292,43 @@ class Native:
         )
         step = Step(kept=pages.data_ptr(), kept_count=len(pages))
         self._call(_scaled(op, scales, fixed), step, values, scales, out)
+
+    @staticmethod
+    def fits_place(dim: int) -> bool:
+        return dim in _HEAD_DIMS
+
+    def place(
+        self,
+        qkv: Tensor,
+        heads: int,
+        norm: tuple[Tensor, float] | None,
+        cos: Tensor,
+        sin: Tensor,
+        cache: Tensor,
+        index: Tensor,
+    ) -> None:
+        """Norm and rotate the queries of ``qkv`` [rows, heads + 2 * kv_heads, dim] in place, and the keys on their way
+        to the cache, where values follow them; while recording to the step's index.
+
+        ``norm``: its weight float32 [heads + kv_heads, dim] and eps.
+        """
+        rows, every, dim = qkv.shape
+        kv_heads = (every - heads) // 2
+        weight, eps = norm or (None, 0.0)
+        op = Op(
+            kind=_PLACE,
+            a=qkv.data_ptr(),
+            b=cos.data_ptr(),
+            c=sin.data_ptr(),
+            out=cache.data_ptr(),
+            stride_a=qkv.stride(0),
+            i0=dim,
+            i1=heads + kv_heads,
+            i2=kv_heads,
+            i4=0 if weight is None else weight.data_ptr(),
+            f0=eps,
+        )
+        self._call(op, Step(rows, index=index.data_ptr()), cache, weight)
 
     @staticmethod
     def fits_attention(page_size: int, dim: int) -> bool:

@@ -322,6 +322,25 @@ class CpuPlatform(Platform):
         broken = ~blocks.amax(-1).isfinite()
         return argmax(wide, torch.arange(len(wide)), blocks).masked_fill_(broken, 0), broken
 
+    def place_heads(
+        self,
+        qkv: Tensor,
+        heads: int,
+        norm: Norm | None,
+        cos: Tensor,
+        sin: Tensor,
+        cache: Tensor | NarrowPages,
+        index: Tensor,
+    ) -> Tensor:
+        if isinstance(cache, NarrowPages) or not (norm is None or isinstance(norm, CpuNorm)):
+            return super().place_heads(qkv, heads, norm, cos, sin, cache, index)
+        native = self._native_for(qkv.dtype, Native.fits_place(qkv.shape[2]))
+        if native is None:
+            return super().place_heads(qkv, heads, norm, cos, sin, cache, index)
+        weight = None if norm is None else (norm.plain, norm.eps)
+        native.place(qkv, heads, weight, cos, sin, cache, index)
+        return qkv[:, :heads]
+
     def write_cache(self, cache: Tensor | NarrowPages, index: Tensor, keys_values: Tensor) -> None:
         if isinstance(cache, NarrowPages):
             return cache.write(index, keys_values, self._native_for(keys_values.dtype, cache.native))

@@ -16,10 +16,10 @@ from app.understudy.drafts import DRAFTS, draft_path
 from kernels.cpu.host import has_tiles
 from kernels.cpu.linear import NativeLinear, TiedLinear
 from kernels.cpu.native import library
-from kernels.cpu.program import Program
+from kernels.cpu.program import Native, Program
 from kernels.models.config import read_config
 from kernels.models.decoder import tensor_shapes
-from kernels.platforms.base import AttentionRows
+from kernels.platforms.base import AttentionRows, Platform
 from kernels.platforms.cpu import CpuPlatform
 from kernels.quantization.weights import quantize_int8
 from kernels.speculative.settings import SpeculativeSettings
@@ -197,6 +197,23 @@ def test_rotary_and_silu(platform, plain, generator):
     close(found[:, 2:7], expected)
     x = (torch.randn(20, 128, generator=generator) * 20).to(BF16)
     close(platform.silu_and_mul(x.clone()), plain.silu_and_mul(x.float()))
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("dim", [32, 96, 256])
+def test_heads_are_placed_as_by_one_operator_after_another(dim, normed, platform, generator, monkeypatch):
+    """To the bit, in queries and cache."""
+    qkv = torch.randn(20, 5 + 2 * 2, dim, generator=generator).to(BF16)
+    cos, sin = torch.randn(2, 20, 1, dim, generator=generator).to(BF16)
+    index = torch.randperm(8 * 16, generator=generator)[:20]
+    norm = platform.make_norm(torch.randn(7, dim, generator=generator), 0.1) if normed else None
+    expected, found = platform.make_cache(2, 8, 16, 2, dim, BF16)
+    apart = Platform.place_heads(platform, qkv.clone(), 5, norm, cos, sin, expected, index)
+    monkeypatch.delattr(Native, "rotary")
+    queries = platform.place_heads(qkv, 5, norm, cos, sin, found, index)
+    assert torch.equal(queries, apart)
+    assert torch.equal(found, expected)
+    assert found.count_nonzero() > 0
 
 
 @pytest.mark.parametrize("window", [0, 40, 170])

@@ -111,6 +111,47 @@ void rotary(const Op& op, const Step&, int64_t row) {
         }
 }
 
+inline __m512 as_stored(__m512 x) {
+    const __m512i wide = _mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+
+void place(const Op& op, const Step& step, int64_t row) {
+    const int64_t dim = op.i0, half = dim / 2, heads = op.i1, kv_heads = op.i2;
+    bf16 *x = at<bf16>(op.a, row, op.stride_a), *cached = at<bf16>(op.out, step.index[row], 2 * kv_heads * dim);
+    const float* weight = reinterpret_cast<const float*>(op.i4);
+    alignas(64) float cos[256], sin[256], part[256];
+    for (int64_t i = 0; i < dim; i += 16) {
+        _mm512_store_ps(cos + i, load(at<bf16>(op.b, row, dim) + i));
+        _mm512_store_ps(sin + i, load(at<bf16>(op.c, row, dim) + i));
+    }
+    for (int64_t head = 0; head < heads; head++, x += dim) {
+        __m512 squares = _mm512_setzero_ps();
+        for (int64_t i = 0; i < dim; i += 16) {
+            const __m512 value = load(x + i);
+            _mm512_store_ps(part + i, value);
+            squares = _mm512_fmadd_ps(value, value, squares);
+        }
+        if (weight) {
+            const float mean = _mm512_reduce_add_ps(squares) / static_cast<float>(dim);
+            const __m512 factor = _mm512_set1_ps(1.0f / std::sqrt(mean + static_cast<float>(op.f0)));
+            for (int64_t i = 0; i < dim; i += 16) {
+                const __m512 scaled = _mm512_mul_ps(_mm512_load_ps(part + i), factor);
+                _mm512_store_ps(part + i, as_stored(_mm512_mul_ps(scaled, _mm512_loadu_ps(weight + i))));
+            }
+            weight += dim;
+        }
+        bf16* out = head < heads - kv_heads ? x : cached + (head - heads + kv_heads) * dim;
+        for (int64_t i = 0; i < half; i += 16) {
+            const __m512 low = _mm512_load_ps(part + i), high = _mm512_load_ps(part + half + i);
+            store(out + i, _mm512_fmadd_ps(low, _mm512_load_ps(cos + i), _mm512_mul_ps(high, _mm512_load_ps(sin + i))));
+            store(out + half + i, _mm512_fmadd_ps(high, _mm512_load_ps(cos + half + i),
+                                                  _mm512_mul_ps(low, _mm512_load_ps(sin + half + i))));
+        }
+    }
+    std::memcpy(cached + kv_heads * dim, x, 2 * kv_heads * dim);
+}
+
 void write(const Op& op, const Step& step, int64_t row) {
     std::memcpy(at<bf16>(op.out, step.index[row], op.i0), at<bf16>(op.a, row, op.stride_a), 2 * op.i0);
 }
@@ -203,6 +244,7 @@ void run(Engine& engine, const Op& op, const Step& step) {
         case NORM: rows.call = norm; break;
         case ROTARY: rows.call = rotary; break;
         case WRITE: rows.call = write; break;
+        case PLACE: rows.call = place; break;
         case WRITE_NARROW: rows.call = write_narrow; break;
         case SILU: rows.call = silu_and_mul; break;
         case SETTLE: rows.call = settle; break;

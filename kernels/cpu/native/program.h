@@ -5,7 +5,7 @@
 namespace troupe {
 
 enum Kind : int64_t { EMBED, ANGLES, NORM, LINEAR, ROTARY, WRITE, ATTENTION, SILU, PREFILL, GREEDY, ADD, LINEAR8, GROUPED, BLOCKS,
-                      WRITE_NARROW, WIDEN, SETTLE };
+                      WRITE_NARROW, WIDEN, SETTLE, PLACE };
 
 // Tensors are bf16 unless said otherwise, row-major, their rows (tokens) `stride` elements apart.
 //   EMBED      a table [vocab, i0] -> out; i1: whether it is packed as the weight of a LINEAR
@@ -18,6 +18,8 @@ enum Kind : int64_t { EMBED, ANGLES, NORM, LINEAR, ROTARY, WRITE, ATTENTION, SIL
 //              order int64 [i0], 0: as they come
 //   BLOCKS     as LINEAR with b a weight in blocks (blocks.h)
 //   ROTARY     a x, b cosines, c sines -> out; i0 dim, i1 heads
+//   PLACE      a queries, keys and values: NORM and ROTARY of the first two, in one pass, and WRITE; b cosines, c sines, out
+//              cache; i0 dim, i1 heads of queries and keys, i2 kv heads, i4 address of the norm's weight or 0, f0 eps
 //   WRITE      a keys and values -> out cache; i0 elements of a token
 //   WRITE_NARROW  a keys and values -> out cache of 8 bits (narrow.h); i0 dim, i1 heads of a token, i2 its numbers; b scales
 //              of tokens, or c float [i1, i0] of all, with i4 the address of their offsets or 0
