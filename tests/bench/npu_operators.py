@@ -33,7 +33,7 @@ USES = {
     "npu_swiglu": "activation of the feed-forward layers",
     "npu_scatter_pa_kv_cache": "keys and values into the pages of the cache",
     "npu_format_cast": "16-bit weights into the cube unit's tiles, at load",
-    "npu_dynamic_quant": "rounds tokens to int8, for projections (--quantization int8) and caches (--kv-cache-dtype int8)",
+    "npu_dynamic_quant": "rounds tokens to int8, for projections and caches in whole numbers",
     "npu_quant_matmul": "their products",
     "npu_quantize": "rounds tokens by a scale found before, for projections of static W8A8 checkpoints",
     "npu_convert_weight_to_int4pack": "weights of 4 bits in the device's packing, at load",
