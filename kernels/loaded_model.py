@@ -143,6 +143,7 @@ def load_model(
 
     rehearsal = Rehearsal(config, platform, model, sampler, windows)
     reserved = _step_memory(opened, config, platform, rehearsal, guesses)
+    spare = drafter.spare_bytes if drafter is not None else 0
     memory = platform.memory()
     scales = opened.cache.scales
     token_bytes = part.layers * platform.cache_bytes(part.kv_heads, part.head_dim, dtype, scales is not None)
@@ -151,8 +152,8 @@ def load_model(
             config,
             token_bytes,
             opened.context,
-            weight_bytes + draft_bytes,
-            Memory(memory.total, max(0, memory.free - reserved)),
+            weight_bytes + draft_bytes + spare,
+            Memory(memory.total, max(0, memory.free - reserved - spare)),
             platform.default_memory_fraction,
             platform.default_cache_tokens,
             drafter.cache_bytes if drafter is not None else 0,
@@ -190,6 +191,7 @@ def load_model(
         speculative_nodes=drafter.most_nodes if drafter is not None else 1,
         speculative_depth=drafter.depth if drafter is not None else 0,
         speculative_levels=drafter.levels(speculation) if drafter is not None and speculation is not None else (0,),
+        speculative_tokens=platform.verified_tokens if drafter is not None and drafter.stepwise else 0,
         draft_parameters=drafter.parameters if drafter is not None else 0,
         draft_weight_bytes=draft_bytes,
     )

@@ -198,6 +198,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     speculative_nodes: int = 1  # most tokens that a row runs to verify guesses, its own last token among them; 1: off
     speculative_depth: int = 0  # most guesses that a row accepts in a step
     speculative_levels: tuple[int, ...] = (0,)  # guesses that a row verifies of a draft of so many levels
+    speculative_tokens: int = 0  # that the rows of a step are to verify together, at most; 0: as many as there are
     draft_parameters: int = 0
     draft_weight_bytes: int = 0
     cache_dtype: str = ""

@@ -23,6 +23,7 @@ class Guessing:
     def __init__(self, info: ModelInfo, adaptive: str | None) -> None:
         self._depth: int = info.speculative_depth
         self._nodes = info.speculative_levels
+        self._tokens: int = info.speculative_tokens
         self._chains = info.speculative_nodes == info.speculative_depth + 1
         self._steps: AdaptiveSteps | None = None
         if adaptive is not None and self._depth:
@@ -34,11 +35,14 @@ class Guessing:
 
     def allow(self, draft: Draft, share: int, spare: int, page_size: int) -> None:
         """Give each decode of the draft as many guesses as its request wants, that could still be of use to it, that
-        are ``share`` at most, and that there are pages for. ``spare``: pages that nobody else needs soon.
+        are ``share`` at most, that the worker gains by in so large a batch, and that there are pages for. ``spare``:
+        pages that nobody else needs soon.
 
         Guesses take positions behind the last known token, so they need pages early.
         """
         rows = draft.decodes
+        if self._tokens:
+            share = min(share, max(self._tokens // len(rows) - 1, 0))
         wanted = []
         for s in rows:
             left = s.target - s.known - 1  # after the token that comes anyway

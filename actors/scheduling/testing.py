@@ -31,6 +31,7 @@ def model_info(
     vocab_size: int = 32000,
     speculative_nodes: int = 1,
     speculative_depth: int = 0,
+    speculative_tokens: int = 0,
 ) -> ModelInfo:
     """A runner's description with nothing in it but the sizes."""
     return ModelInfo(
@@ -48,6 +49,7 @@ def model_info(
         load_seconds={},
         speculative_nodes=speculative_nodes,
         speculative_depth=speculative_depth,
+        speculative_tokens=speculative_tokens,
         speculative_levels=tuple(
             [-(-(speculative_nodes - 1) * level // max(1, speculative_depth)) for level in range(speculative_depth + 1)]
         ),

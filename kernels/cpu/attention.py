@@ -190,11 +190,17 @@ class AttentionPlanner:
 def _with_short(rows: AttentionRows) -> AttentionRows:
     """Prefills of a few tokens are causal as a chain of drafts is."""
     first = rows.decodes + rows.verifies
-    if first == len(rows.starts) or rows.counts[first] > SHORT or rows.tree is not None:
+    if first == len(rows.starts) or rows.counts[first] > SHORT or rows.roots is not None:
         return rows
     longer = np.flatnonzero(rows.counts[first:] > SHORT)
     short = int(longer[0]) if len(longer) else len(rows.starts) - first
-    return replace(rows, verifies=rows.verifies + short)
+    tree = rows.tree
+    if tree is not None:  # so that a prompt's tokens are the same whoever runs beside it
+        nodes = max(tree.shape[1], int(rows.counts[first : first + short].max()))
+        chains = chain_bits(nodes, tree.device).repeat(rows.verifies + short, 1)
+        chains[: rows.verifies, : tree.shape[1]] = tree[: rows.verifies]
+        tree = chains
+    return replace(rows, verifies=rows.verifies + short, tree=tree)
 
 
 def paged_attention(

@@ -191,6 +191,9 @@ class Platform(ABC):
     runs. ``signed_sines``: whether ``rotary`` wants the sines of the first half negated. ``cut``: the device's own
     kernel for top-k and top-p, where it has one. ``greedy``: its own for rows that want the likeliest token.
 
+    ``verified_tokens``: of the decodes of a step and their guesses together, so many that more are not worth what they
+    take; 0: that is not known.
+
     ``widened_bytes``: what quantized weights that were dequantized take more than they did.
 
     ``cache_dtype``: what caches are made in from now on; None: the model's. ``scale_dtype``: of a token's scale in one
@@ -208,6 +211,7 @@ class Platform(ABC):
     cut: Cut | None = None
     greedy: Greedy | None = None
     widened_bytes: int = 0
+    verified_tokens: int = 0
     cache_dtype: torch.dtype | None = None
     scale_dtype: torch.dtype = SCALE
     captures: bool = True

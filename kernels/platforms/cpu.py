@@ -72,6 +72,7 @@ class CpuPlatform(Platform):
     collectives = "gloo"
     default_memory_fraction = 0.25
     default_cache_tokens = 40960
+    verified_tokens = 64  # four tiles of rows: up to there tokens cost less than one each, and from there on as much
 
     def __init__(self, threads: int = 0, ranks: int = 1) -> None:
         self.device = torch.device("cpu")

@@ -154,6 +154,7 @@ class DflashDrafter(Drafter):
         self.parameters, self.weight_bytes = self._model.parameters, self._model.weight_bytes
         model = self._model.config
         self.cache_bytes = model.layers * context.platform.cache_bytes(model.kv_heads, model.head_dim, context.dtype)
+        self.spare_bytes = self._places.spare_tokens * self.cache_bytes
         self.most_nodes = min(block, settings.num_draft_tokens)
         self.depth = self.most_nodes - 1
 

@@ -116,15 +116,18 @@ class Drafter(ABC):
 
     ``features``: whether it is made from the target's hidden states. Which layers' it is, is asked before the target is
     made (``captured_layers``).
+    ``stepwise``: whether each level takes a pass of the draft, so that shallow trees take less.
     ``depth``: the longest path of its trees, the root not counted. ``most_nodes``: of a row's tree, the root counted.
-    ``cache_bytes``: a token's, over all caches.
+    ``cache_bytes``: a token's, over all caches. ``spare_bytes``: of what its caches have beside the target's pages.
     """
 
     features: bool = False
     needs_host_tokens: bool = False
+    stepwise: bool = False
     parameters: int = 0
     weight_bytes: int = 0
     cache_bytes: int = 0
+    spare_bytes: int = 0
     depth: int
     most_nodes: int
 

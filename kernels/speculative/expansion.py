@@ -82,6 +82,11 @@ class Expansion:
         config, dtype = self._model.config, self._context.dtype
         return config.layers * self._platform.cache_bytes(config.kv_heads, config.head_dim, dtype)
 
+    @property
+    def spare_bytes(self) -> int:
+        """As ``Drafter.spare_bytes``, of the caches."""
+        return self._places.spare_tokens * self.cache_bytes
+
     def make_caches(self, pages: int) -> list[Any]:
         """As ``Drafter.make_caches``."""
         config, context = self._model.config, self._context

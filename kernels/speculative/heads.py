@@ -131,6 +131,7 @@ class HeadDrafter(Drafter):
     """
 
     features = True
+    stepwise = True
 
     def __init__(self, context: DrafterContext, model: HeadModel) -> None:
         self._model, self._context = model, context
@@ -140,6 +141,7 @@ class HeadDrafter(Drafter):
         self.depth, self.most_nodes = context.settings.num_steps, context.settings.num_draft_tokens
         shape = (context.config.max_slots, model.width)
         self._states = torch.zeros(shape, dtype=context.dtype, device=context.platform.device)
+        self.spare_bytes = self._expansion.spare_bytes
         self._observed = np.full(context.config.max_slots, -1, dtype=np.int64)  # positions, of which the last's is kept
         self._ahead: AheadPasses | None = None
 

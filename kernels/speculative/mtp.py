@@ -134,6 +134,7 @@ class MtpDrafter(Drafter):
     """One head run again and again, or with ``settings.multi_layer`` a head for each step."""
 
     features = True
+    stepwise = True
 
     def __init__(self, context: DrafterContext) -> None:
         settings = context.settings
@@ -142,7 +143,7 @@ class MtpDrafter(Drafter):
         model = MtpModel(context, checkpoint, settings.num_steps if several else 1)
         self._drafter: Drafter = MultiHeads(context, model.heads) if several else HeadDrafter(context, model.heads[0])
         self.parameters, self.weight_bytes = model.weights.parameters, model.weights.weight_bytes
-        self.cache_bytes = self._drafter.cache_bytes
+        self.cache_bytes, self.spare_bytes = self._drafter.cache_bytes, self._drafter.spare_bytes
         self.depth, self.most_nodes = self._drafter.depth, self._drafter.most_nodes
 
     def make_caches(self, pages: int) -> list[Any]:

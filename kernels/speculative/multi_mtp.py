@@ -37,6 +37,7 @@ class MultiHeads(Drafter):
     """
 
     features = True
+    stepwise = True
 
     def __init__(self, context: DrafterContext, heads: Sequence[HeadModel]) -> None:
         if context.settings.topk > 1:

@@ -34,6 +34,11 @@ class DraftPlaces:
         self._begin = pages
         return pages + self._spare * self._slots
 
+    @property
+    def spare_tokens(self) -> int:
+        """Places that a cache has beside those of the target's pages."""
+        return self._spare * self._slots * self._page_size
+
     def table(self, slots: Longs, roots: Longs, given: Ints, capacity: Longs, places: int) -> Ints:
         """int32 [rows, columns]: the pages of ``places`` guesses and of all before them.
 

@@ -90,6 +90,8 @@ class StandaloneDrafter(Drafter):
     ``_states`` [max_slots, hidden]: what the last of them left.
     """
 
+    stepwise = True
+
     def __init__(self, context: DrafterContext) -> None:
         settings, slots = context.settings, context.config.max_slots
         self._platform = context.platform
@@ -103,6 +105,7 @@ class StandaloneDrafter(Drafter):
         self.depth = settings.num_steps
         self.most_nodes = settings.num_draft_tokens
         self.cache_bytes = self._expansion.cache_bytes
+        self.spare_bytes = self._expansion.spare_bytes
 
     def make_caches(self, pages: int) -> list[Any]:
         return self._expansion.make_caches(pages)

@@ -10,8 +10,8 @@ from tests.actors.scheduling.stage import VOCAB, Stage, says, spec, unpack
 class Guessing(Stage):
     """A stage whose worker accepts ``accepts`` of the guesses that it may."""
 
-    def __init__(self, *, nodes=4, depth=3, accepts=lambda most: most, seconds=None, **config):
-        self.nodes, self.depth, self.accepts, self.seconds = nodes, depth, accepts, seconds
+    def __init__(self, *, nodes=4, depth=3, accepts=lambda most: most, seconds=None, together=0, **config):
+        self.nodes, self.depth, self.accepts, self.seconds, self.together = nodes, depth, accepts, seconds, together
         super().__init__(**config)
 
     def lose_worker(self):
@@ -22,6 +22,7 @@ class Guessing(Stage):
             vocab_size=VOCAB,
             speculative_nodes=self.nodes,
             speculative_depth=self.depth,
+            speculative_tokens=self.together,
         )
         super().lose_worker()
         self.runner = SimulatedRunner(
@@ -60,6 +61,19 @@ def test_no_guess_is_made_behind_the_last_token():
         drafts.append(unpack(batch.drafts))
     assert drafts == [[], [1]]
     assert stage.tokens(1) == says(range(5), 3)
+
+
+@pytest.mark.parametrize(("requests", "most"), [(1, 7), (2, 7), (4, 3), (8, 1), (12, 0)])
+def test_large_batches_guess_less_where_the_worker_says_so(requests, most):
+    stage = Guessing(nodes=8, depth=7, together=16, max_running=12, step_tokens=256, pages=200)
+    stage.submit(*(spec(n, range(n * 3, n * 3 + 2), max_tokens=30) for n in range(requests)))
+    drafts = []
+    while (batch := stage.step()) is not None:
+        if len(unpack(batch.slots)) == requests:
+            drafts += unpack(batch.drafts)
+    assert max(drafts, default=0) == most
+    for n in range(requests):
+        assert stage.tokens(n) == says(range(n * 3, n * 3 + 2), 30)
 
 
 def test_guesses_take_no_page_that_a_sequence_needs():

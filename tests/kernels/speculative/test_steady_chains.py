@@ -59,7 +59,7 @@ def test_chains_change_nothing(algorithm, drive, said):
     told = []
     found, _ = run_mixed(driver, ASKED, GREEDY, said[0], LENGTH, told=told)
     assert found == [tokens[:LENGTH] for tokens in said[0]]
-    assert set(rows) >= {1, 2}
+    assert min(rows) == 1 < max(rows)
     drafted, _ = np.array(told).T
     assert drafted.mean() > 0.5  # a draft that sees the wrong tokens guesses none
 
