@@ -13,7 +13,7 @@ from kernels.quantization.gguf_weight import BlockRows, GgufWeight
 
 __all__ = ["NativeBlocks", "NativeRows"]
 
-_PLANES = {2: (2, 0), 3: (2, 1), 4: (4, 0), 5: (4, 1), 6: (6, 0)}
+_PLANES = {2: (2, 0), 3: (2, 1), 4: (4, 0), 5: (5, 0), 6: (6, 0)}
 """Bits of a code -> those in its planes."""
 _IMPLIED = 64
 """What codes of 6 bits are more by than they are, where they are read."""

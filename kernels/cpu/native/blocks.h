@@ -12,8 +12,8 @@ namespace troupe {
 constexpr int64_t QUARTER = 8;          // outputs whose two inputs of a pair fill a vector of 32 bits each
 constexpr int64_t CELL = WIDE * DEPTH;  // weights of 32 outputs and 32 inputs
 
-// How codes are kept: the head of a packed weight. `low` bits of each in one plane, 2 or 4, and `high` more, 0 or 1, in
-// another; or `low` 6. `super` inputs share a scale (and a zero) in float16; with `group` below it, whole scales (and
+// How codes are kept: the head of a packed weight. `low` bits of each, 2 and 4 to 6, and of 2 perhaps `high` 1 in another
+// plane. `super` inputs share a scale (and a zero) in float16; with `group` below it, whole scales (and
 // zeros) of groups multiply these. `table`: what a code of up to 5 bits stands for. One of 6 bits is read as 64 and
 // itself, which is `offset` more than what it stands for.
 struct alignas(64) Layout {
@@ -30,7 +30,9 @@ struct alignas(64) Layout {
 // Bytes of a packed weight: its head, then [block of 32 outputs][super]: 32 float16 scales (and zeros), int8 scales
 // [group][32] (and uint8 zeros), then cells. Of a cell: [quarter] of low codes, lane `2 * output + input % 2`, pair i of
 // 16 in bits low * i; then high bits, of pair i in bit `i + low`, rolled, two quarters to a vector. Of 6 bits three vectors
-// a quarter: pair 5j + i of vector j from bit 17 + 6i on, rolled, and two bits of pair 15 in what is left, from bit 15 on.
+// a quarter: pair 5j + i of vector j from bit 17 + 6i on, rolled, and two bits of pair 15 in what is left, from bit 15 on. Of 5 bits
+// two vectors a quarter and one for two: pair 6j + i of vector j from bit 5i on; in half of the third pairs 12 to 14; of
+// pair 15 two bits each at the end of the first two, and one at the end of that half.
 inline int64_t packed_blocks(const Layout& of, int64_t outputs, int64_t inputs) {
     return sizeof(Layout) + blocks(outputs) * of.block(inputs);
 }
@@ -53,6 +55,14 @@ inline void pack_cell(const Layout& of, const uint8_t* codes, int64_t inputs, in
         for (int64_t input = 0; input < DEPTH; input++) {
             const uint32_t code = codes[output * inputs + input];
             const int64_t quarter = output / QUARTER, lane = 2 * (output % QUARTER) + input % 2, pair = input / 2;
+            if (of.low == 5) {
+                uint32_t* third = out + (5 * (quarter / 2) + 4) * TILE + lane;
+                uint32_t* to = out + (5 * (quarter / 2) + 2 * (quarter % 2)) * TILE + lane;
+                if (pair < 12) to[pair / 6 * TILE] |= code << 5 * (pair % 6);
+                else if (pair < 15) *third |= code << (16 * (quarter % 2) + 5 * (pair - 12));
+                else to[0] |= code << 30, to[TILE] |= code >> 2 << 30, *third |= code >> 4 << (16 * (quarter % 2) + 15);
+                continue;
+            }
             if (of.low == 6) {
                 uint32_t* to = out + quarter * 3 * TILE + lane;
                 if (pair < 15) to[pair / 5 * TILE] |= std::rotl(code, static_cast<int>(17 + 6 * (pair % 5)));
@@ -202,6 +212,36 @@ inline void widen_six(const uint8_t* cell, const Factors by[2], bf16* out) {
     }
 }
 
+// A cell of codes of 5 bits, all of one group.
+inline void widen_five(const Layout& of, const uint8_t* cell, const Factors& by, bf16* out) {
+    const __m512 first = _mm512_loadu_ps(of.table), second = _mm512_loadu_ps(of.table + TILE);
+    const __m512i two = _mm512_set1_epi32(3), four = _mm512_set1_epi32(15);
+    for (int64_t half = 0; half < 2; half++, cell += 5 * 64) {
+        __m512i codes[2][3], last[2];
+        for (int64_t side = 0; side < 2; side++) {
+            __m512i* own = codes[side];
+            for (int64_t j = 0; j < 2; j++) own[j] = _mm512_loadu_si512(cell + (2 * side + j) * 64);
+            own[2] = _mm512_srlv_epi32(_mm512_loadu_si512(cell + 4 * 64), _mm512_set1_epi32(16 * side));
+            last[side] = _mm512_ternarylogic_epi32(two, _mm512_srli_epi32(own[0], 30), _mm512_srli_epi32(own[1], 28), 0xca);
+            last[side] = _mm512_ternarylogic_epi32(four, last[side], _mm512_srli_epi32(own[2], 11), 0xca);
+        }
+        const auto put = [&](int64_t pair, __m512i one, __m512i other) {
+            const auto made = [&](__m512i code, int64_t side) {  // the lookup takes five bits
+                const __m512 value = _mm512_permutex2var_ps(first, code, second);
+                return _mm512_fmsub_ps(value, by.scales[2 * half + side], by.zeros[2 * half + side]);
+            };
+            _mm512_store_si512(out + half * CELL / 2 + pair * WIDE,
+                               reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(made(other, 1), made(one, 0))));
+        };
+        for (int64_t j = 0; j < 3; j++)
+            for (int64_t i = 0; i < (j < 2 ? 6 : 3); i++) {
+                put(6 * j + i, codes[0][j], codes[1][j]);
+                for (int64_t side = 0; side < 2; side++) codes[side][j] = _mm512_srli_epi32(codes[side][j], 5);
+            }
+        put(15, last[0], last[1]);
+    }
+}
+
 // 32 inputs from `input` on of a block -> bf16 in the order of matrix.h. `by`: of the group that they are in, or begin.
 template <int LOW, int HIGH>
 inline void widen_inputs(const BlockProduct& p, const uint8_t* block, int64_t input, Factors& by, bf16* out) {
@@ -214,12 +254,17 @@ inline void widen_inputs(const BlockProduct& p, const uint8_t* block, int64_t in
     if constexpr (LOW == 6) {
         Factors both[2];
         for (int64_t i = 0; i < 2; i++) factors_of(of, part, at / of.group + i, both[i]);
-        return widen_six(cell, both, out);
+        widen_six(cell, both, out);
+    } else {
+        if (at % of.group == 0) factors_of(of, part, at / of.group, by);
+        if constexpr (LOW == 5) {
+            widen_five(of, cell, by, out);
+        } else {
+            widen_pairs<LOW, HIGH>(of, cell, 0, by, out);
+            if (of.group < DEPTH) factors_of(of, part, at / of.group + 1, by);
+            widen_pairs<LOW, HIGH>(of, cell, 1, by, out);
+        }
     }
-    if (at % of.group == 0) factors_of(of, part, at / of.group, by);
-    widen_pairs<LOW, HIGH>(of, cell, 0, by, out);
-    if (of.group < DEPTH) factors_of(of, part, at / of.group + 1, by);
-    widen_pairs<LOW, HIGH>(of, cell, 1, by, out);
 }
 
 // Up to 32 rows: what is widened meets its tokens at once.
@@ -306,7 +351,7 @@ inline void with_planes(const Layout& of, Call call) {
         case 20: return call.template operator()<2, 0>();
         case 21: return call.template operator()<2, 1>();
         case 40: return call.template operator()<4, 0>();
-        case 41: return call.template operator()<4, 1>();
+        case 50: return call.template operator()<5, 0>();
         case 60: return call.template operator()<6, 0>();
     }
 }
