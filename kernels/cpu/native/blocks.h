@@ -28,11 +28,11 @@ struct alignas(64) Layout {
 };
 
 // Bytes of a packed weight: its head, then [block of 32 outputs][super]: 32 float16 scales (and zeros), int8 scales
-// [group][32] (and uint8 zeros), then cells. Of a cell: [quarter] of low codes, lane `2 * output + input % 2`, pair i of
-// 16 in bits low * i; then high bits, of pair i in bit `i + low`, rolled, two quarters to a vector. Of 6 bits three vectors
-// a quarter: pair 5j + i of vector j from bit 17 + 6i on, rolled, and two bits of pair 15 in what is left, from bit 15 on. Of 5 bits
-// two vectors a quarter and one for two: pair 6j + i of vector j from bit 5i on; in half of the third pairs 12 to 14; of
-// pair 15 two bits each at the end of the first two, and one at the end of that half.
+// [group][32] (and uint8 zeros), then cells. Of a cell: quarter by quarter vectors whose lane is `2 * output + input % 2`.
+//   2 and 4 bits: pair i of 16 in bits low * i; then high bits, of pair i in bit `i + low`, rolled, two quarters a vector
+//   5 bits: two vectors each and one for both of two quarters: pair 6j + i of vector j from bit 5i on; in a half of the shared
+//     one pairs 12 to 14; of pair 15 two bits at the end of each own vector, and one at the end of that half
+//   6 bits: pair 5j + i of vector j of 3 from bit 17 + 6i on, rolled, and two bits of pair 15 in what is left, from 15 on
 inline int64_t packed_blocks(const Layout& of, int64_t outputs, int64_t inputs) {
     return sizeof(Layout) + blocks(outputs) * of.block(inputs);
 }
