@@ -10,6 +10,8 @@ import torch
 
 from kernels.cuda.errors import DeviceError, explain
 from kernels.platforms.base import PlatformError
+from kernels.platforms.cuda import CudaPlatform
+from kernels.quantization.weights import GroupedWeight, Int8Weight
 from kernels.step import SlotSampling
 from tests.kernels.conftest import FAMILIES, SPARSE
 from tests.kernels.parity import half_precision, scored, traffic
@@ -17,6 +19,16 @@ from tests.kernels.parity import half_precision, scored, traffic
 OPTIONS = {"device": "cuda", "page_size": 16, "max_step_tokens": 256}
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+def test_weights_whose_inputs_are_rounded_first_have_no_product_of_their_own():
+    """But behind that: the platform's own way to a gated one would leave it out."""
+    platform = CudaPlatform.__new__(CudaPlatform)
+    words = torch.zeros(64, 128, dtype=torch.uint8)
+    grouped = GroupedWeight(words, torch.ones(64, 8), None, 32, 4, activation="dynamic")
+    clipped = Int8Weight(torch.zeros(64, 256, dtype=torch.int8), torch.ones(64), clip=torch.ones(1))
+    for weight in (grouped, clipped):
+        assert platform._quantized(weight, None, gated=True) is None
 
 
 @on_a_gpu
