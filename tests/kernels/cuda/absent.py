@@ -1,0 +1,88 @@
+"""A GPU platform without a GPU: tensors have no memory, kernels are compiled and not launched, graphs are not replayed.
+
+A model can be loaded on it, steps can be captured and run: whatever reads a number back to the host, which no graph may
+hold, fails, since there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import kernels.cuda.graphs
+import kernels.cuda.steps
+import kernels.platforms.cuda
+from kernels.cuda.decode import DecodeScratch
+from kernels.cuda.grouped import WideWeight
+from kernels.platforms.base import Memory
+from kernels.platforms.cuda import CudaPlatform
+from kernels.step import RunnerConfig
+
+__all__ = ["install"]
+
+META = torch.device("meta")
+
+
+class _EveryWay:
+    """In place of ``Choices``: all ways are taken, so that all are compiled."""
+
+    def run(self, shape: object, ways: Mapping[str, Callable[[], Tensor]]) -> Tensor:
+        first, *_ = [way() for way in ways.values()]
+        return first
+
+
+class _Absent(CudaPlatform):
+    def __init__(self, config: RunnerConfig) -> None:
+        self.device, self.name = META, "no GPU"
+        self.greedy = kernels.platforms.cuda.likeliest
+        self._config, self._kv_heads, self._pool = config, 1, None
+        self._scratch, self._wide = DecodeScratch(META), WideWeight(META)
+        self._choices: Any = _EveryWay()
+
+    def bind_thread(self) -> None:
+        return None
+
+    def put(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array.copy()).to(META)
+
+    def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        kinds = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        return lambda: [torch.zeros(shape, dtype=dtype) for shape, dtype in kinds]
+
+    def memory(self) -> Memory:
+        return Memory(1 << 40, 1 << 40)
+
+    def step_memory(self, step: Callable[[], None]) -> int:
+        step()
+        return 0
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let cuda be this platform. -> what is captured and replayed from then on."""
+    told: list[str] = []
+
+    def capture_each(sizes: Sequence[int], run: Callable[[int], Any], *_: object) -> dict[int, Any]:
+        return {size: (lambda: told.append("replayed"), run(size)) for size in sizes}
+
+    def capture_guesses(run: Callable[[], None], pool: Any, _: object) -> tuple[Any, Callable[[], None]]:
+        run()
+        told.append("guesses")
+        return pool, lambda: told.append("guessed")
+
+    own = torch.Generator
+
+    class Generator:  # of a device that has none
+        def __new__(cls, device: object = None) -> Any:
+            return own()
+
+    monkeypatch.setattr(kernels.cuda.graphs, "capture_each", capture_each)
+    monkeypatch.setattr(kernels.cuda.steps, "capture_each", capture_each)
+    monkeypatch.setattr(kernels.platforms.cuda, "capture_guesses", capture_guesses)
+    monkeypatch.setattr(kernels.platforms.cuda, "CudaPlatform", _Absent)
+    monkeypatch.setattr(torch, "Generator", Generator)
+    return told

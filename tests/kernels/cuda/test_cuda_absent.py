@@ -1,0 +1,82 @@
+"""Models are loaded, captured and run down to the machine code of their kernels where there is no GPU."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+import triton
+
+from kernels.speculative.settings import SpeculativeSettings
+from tests.bench.device_speculative import Decoding, write_draft
+from tests.kernels.cuda.absent import install
+from tests.kernels.cuda.compiled import SHARED, compiling
+
+pytestmark = [
+    pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted, not compiled"),
+    pytest.mark.long,
+]
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 40000,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def drive(monkeypatch, tmp_path, drive):
+    """A runner of made-up weights, and what it captured."""
+
+    def make(**options):
+        path = tmp_path / "model"
+        path.mkdir()
+        (path / "config.json").write_text(json.dumps(CONFIG))
+        told = install(monkeypatch)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+        options = {"load_format": "dummy", "dtype": "bfloat16", "max_total_tokens": 1 << 15, "page_size": 64} | options
+        return drive(path, device="cuda", context_length=4096, graph_rows=(1, 4), **options), told
+
+    return make
+
+
+def test_whole_steps_are_captured(monkeypatch, tmp_path, drive):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    with compiling(monkeypatch, 90) as found:
+        driver, told = drive()
+        assert driver.info.graph_rows == (1, 4)
+        for slot in (1, 2, 3):
+            driver.admit(slot, range(1, 40 * slot))
+            driver.step([(slot, 40 * slot - 1)])
+        for _ in range(3):
+            driver.step([(1, 1), (2, 1), (3, 1)])
+    assert told == ["replayed"] * 3
+    assert {"_vector", "_skinny", "_decode", "_prefill", "_enter", "_leave"} <= {kernel.kernel for kernel in found}
+    assert all(kernel.shared <= SHARED[90] for kernel in found)
+
+
+@pytest.mark.parametrize(("topk", "nodes"), [(4, 16), (1, 4)])
+def test_guesses_are_captured(topk, nodes, monkeypatch, tmp_path, drive):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    draft = write_draft(CONFIG, tmp_path)
+    settings = SpeculativeSettings("EAGLE3", str(draft), 3, topk, nodes, load_format="dummy", fixed_acceptance=3.0)
+    with compiling(monkeypatch, 90) as found:
+        driver, told = drive(speculation=settings, max_step_tokens=2048)
+        decoding = Decoding(driver.runner, driver.info, 2)
+        for _ in range(3):
+            decoding.runner.start(decoding._batch(1, drafts=True)).result()
+    assert Counter(told)["guesses"] > 0
+    assert Counter(told)["guessed"] > 0
+    assert "_drafts" in {kernel.kernel for kernel in found}
