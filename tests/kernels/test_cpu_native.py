@@ -238,6 +238,25 @@ def test_attention(window, heads, kv_heads, dim, platform, plain, generator):
     close(found, expected)
 
 
+@pytest.mark.parametrize("direction", [1, -1])
+def test_attention_to_scores_that_are_far_apart(direction, platform, plain, generator):
+    """They grow, or fall, by far more than what a float's exponent holds relative to the first."""
+    shape = (1, 41, 16, 2, 64)
+    (cache,), (expected_cache,) = platform.make_cache(*shape, BF16), plain.make_cache(*shape, torch.float32)
+    keys_values = torch.randn(600, 4, 64, generator=generator).to(BF16)
+    keys_values[:, :2, 0] = direction * torch.linspace(-40, 40, 600).to(BF16).unsqueeze(1)
+    index = torch.arange(16, 616)
+    platform.write_cache(cache, index, keys_values)
+    plain.write_cache(expected_cache, index, keys_values.float())
+    pages = np.tile(np.arange(1, 40, dtype=np.int32), (3, 1))
+    rows = AttentionRows(np.array([599, 590, 200]), np.array([1, 7, 400]), pages, decodes=1, verifies=1)
+    queries = torch.randn(408, 4, 64, generator=generator).to(BF16)
+    queries[:, :, 0] = 8
+    found = platform.attention(queries, cache, platform.plan_attention(rows, 0), 1.0)
+    expected = plain.attention(queries.float(), expected_cache, plain.plan_attention(rows, 0), 1.0)
+    torch.testing.assert_close(found.float(), expected, atol=3e-2, rtol=2e-2)
+
+
 @pytest.mark.parametrize("vocab", [211, 4096])
 def test_greedy(vocab, platform, plain, generator):
     logits = torch.randn(40, vocab, generator=generator).to(BF16)
