@@ -17,7 +17,6 @@ import json
 import mmap
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -152,36 +151,6 @@ def _child(path: str, load_format: str, threads: int, clock: str) -> None:
         print(steps.decode(int(size), int(count)) if what == "decode" else steps.prefill(int(size)), flush=True)
 
 
-class _Checkout:
-    """A child process that runs one checkout's code."""
-
-    def __init__(self, root: Path, path: str, load_format: str, threads: int, clock: str) -> None:
-        command = [sys.executable, "-P", str(Path(__file__)), "--child", path, load_format, str(threads), clock]
-        environment = os.environ | {"PYTHONPATH": str(root), "OMP_WAIT_POLICY": "PASSIVE"}
-        self._process = subprocess.Popen(
-            command, cwd=root, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self.weight_bytes = int(self._answer())
-
-    def _answer(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            sys.exit("a measured process died; its error stands above")
-        return line
-
-    def ask(self, what: str, size: int, count: int = 0) -> float:
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{what} {size} {count}\n")
-        self._process.stdin.flush()
-        return float(self._answer())
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
-
-
 def _models(names: list[str], directory: Path) -> list[tuple[str, str, str]]:
     """Name, path and load format of each."""
     found = []
@@ -206,8 +175,10 @@ def _models(names: list[str], directory: Path) -> list[tuple[str, str, str]]:
 
 def _measure(name: str, path: str, load_format: str, arguments: argparse.Namespace, memory: float) -> None:
     """``memory``: bytes a second that all threads read."""
+    from tests.bench._checkout import Checkout  # which another checkout may not have
+
     roots = [ROOT] if arguments.against is None else [ROOT, arguments.against.resolve()]
-    sides = [_Checkout(root, path, load_format, arguments.threads, arguments.clock) for root in roots]
+    sides = [Checkout(root, __file__, path, load_format, arguments.threads, arguments.clock) for root in roots]
     points = [("decode", rows) for rows in arguments.rows] + [("prefill", tokens) for tokens in arguments.prefill]
     for what, size in points:
         times: list[list[float]] = [[] for _ in sides]

@@ -13,8 +13,7 @@
 #include <sys/mman.h>
 
 #include <atomic>
-#include <cstdlib>
-#include <memory>
+#include <new>
 #include <vector>
 
 #include "team.h"
@@ -30,25 +29,30 @@ constexpr int64_t MANY = 12;             // blocks of rows
 constexpr int64_t TOKENS = 1152 << 10;   // bytes of a panel's tokens: what a second cache holds while weights pass by
 constexpr int64_t MOST = 576;            // rows of a panel
 
-// One thread's memory for a panel, in large pages: its tiles lie pages apart for no page table to be in the way.
+// One thread's memory for a panel, in a large page if the system has one: of its own, for the allocator's may have been
+// written to before, in small ones.
 class Panel {
   public:
+    Panel() = default;
+    Panel(const Panel&) = delete;
+    ~Panel() {
+        if (size_) munmap(memory_, size_);
+    }
+
     char* reserve(int64_t bytes) {
         constexpr int64_t page = 2 << 20;
-        bytes = (bytes + page - 1) / page * page;
-        if (bytes > size_) {
-            memory_.reset(static_cast<char*>(std::aligned_alloc(page, bytes)));
-            size_ = bytes;
-            madvise(memory_.get(), bytes, MADV_HUGEPAGE);
+        if (bytes + page > size_) {
+            if (size_) munmap(memory_, size_);
+            size_ = (bytes + 2 * page - 1) / page * page;
+            memory_ = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+            if (memory_ == MAP_FAILED) size_ = 0, throw std::bad_alloc();
+            madvise(memory_, size_, MADV_HUGEPAGE);
         }
-        return memory_.get();
+        return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory_) + page - 1) / page * page);
     }
 
   private:
-    struct Free {
-        void operator()(char* memory) const { std::free(memory); }
-    };
-    std::unique_ptr<char, Free> memory_;
+    void* memory_ = nullptr;
     int64_t size_ = 0;
 };
 

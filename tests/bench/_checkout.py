@@ -1,0 +1,41 @@
+"""A child process that measures with one checkout's code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+__all__ = ["Checkout"]
+
+
+class Checkout:
+    """``script`` of this checkout, run with the modules of the one at ``root``. It prints a line of what it has, then
+    answers each line of its input by a number."""
+
+    def __init__(self, root: Path, script: str, *point: object) -> None:
+        command = [sys.executable, "-P", script, "--child", *map(str, point)]
+        environment = os.environ | {"PYTHONPATH": str(root), "OMP_WAIT_POLICY": "PASSIVE"}
+        self._process = subprocess.Popen(
+            command, cwd=root, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.weight_bytes = int(self._answer())
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            sys.exit("a measured process died; its error stands above")
+        return line
+
+    def ask(self, *question: object) -> float:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{' '.join(map(str, question))}\n")
+        self._process.stdin.flush()
+        return float(self._answer())
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
