@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kernels.cpu.large_pages import empty_large
 from kernels.cpu.native.library import Library
 from kernels.quantization.weights import GroupedWeight
 
@@ -23,7 +24,7 @@ class NativeGrouped:
         self.group, self.bits = weight.group, weight.bits
         self.order = None if weight.order is None else weight.order.contiguous()
         sizes = self.outputs, self.inputs, self.group, int(self.bits)
-        self.memory = torch.empty(library.packed_grouped(*sizes), dtype=torch.uint8)
+        self.memory = empty_large(library.packed_grouped(*sizes), torch.uint8)
         values, scales = weight.unpacked().contiguous(), weight.scales.float().contiguous()
         zeros = None if weight.zeros is None else weight.zeros.contiguous()
         library.pack_grouped(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kernels.cpu.large_pages import empty_large
 from kernels.cpu.native.library import Library
 from kernels.quantization.weights import Int8Weight, StaticActivation
 
@@ -20,7 +21,7 @@ class NativeInt8:
 
     def __init__(self, library: Library, weight: Int8Weight) -> None:
         self.outputs, self.inputs = weight.shape
-        self.memory = torch.empty(library.packed8(self.outputs, self.inputs), dtype=torch.int8)
+        self.memory = empty_large(library.packed8(self.outputs, self.inputs), torch.int8)
         self.scale, self.offset = 0.0, 0
         if isinstance(weight.activation, StaticActivation):
             self.scale = float(weight.activation.scale)

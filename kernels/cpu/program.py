@@ -23,6 +23,7 @@ from torch import Tensor
 
 from kernels.batch import ForwardBatch
 from kernels.cpu.kept_pages import kept_pages
+from kernels.cpu.large_pages import empty_large
 from kernels.cpu.native.library import Library, Op, Step
 from kernels.cpu.native_blocks import NativeBlocks, NativeRows
 from kernels.cpu.native_grouped import NativeGrouped
@@ -48,7 +49,7 @@ class NativeWeight:
 
     def __init__(self, native: Native, weight: Tensor) -> None:
         self.outputs, self.inputs = weight.shape
-        self.memory = torch.empty(native.library.packed(self.outputs, self.inputs), dtype=torch.bfloat16)
+        self.memory = empty_large(native.library.packed(self.outputs, self.inputs), torch.bfloat16)
         source = weight.contiguous()
         native.library.pack(source.data_ptr(), self.outputs, self.inputs, self.memory.data_ptr())
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kernels.cpu.host import has_tiles
+from kernels.cpu.large_pages import LARGE_PAGE, empty_large
 from kernels.cpu.native import library
 from kernels.cpu.program import Native, NativeWeight
 from kernels.platforms.cpu import CpuPlatform
@@ -39,6 +40,16 @@ def test_caches_of_large_pages_ask_for_large_pages(heads, large):
     assert cache[3].all()
 
 
+def test_what_fills_no_large_page_comes_from_the_allocator():
+    small = empty_large(100, torch.bfloat16)
+    assert small.shape == (100,)
+    assert small.dtype == torch.bfloat16
+    large = empty_large(LARGE_PAGE + 3, torch.int8)
+    large[-1] = 7
+    assert large.data_ptr() % LARGE_PAGE == 0
+    assert large.nbytes == LARGE_PAGE + 3
+
+
 @pytest.mark.skipif(not has_tiles() or not any(map(shutil.which, library.COMPILERS)), reason="no native operators")
 def test_packed_weights_ask_for_large_pages(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -47,3 +58,4 @@ def test_packed_weights_ask_for_large_pages(tmp_path, monkeypatch):
     assert opened is not None
     weight = NativeWeight(Native(opened, 1), torch.zeros(2048, 1024, dtype=torch.bfloat16))
     assert asks(weight.memory.data_ptr() + weight.memory.nbytes // 2)
+    assert weight.memory.data_ptr() % LARGE_PAGE == 0  # all of it fills large pages
