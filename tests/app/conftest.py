@@ -268,7 +268,7 @@ def until() -> Callable[[Callable[[], object]], Awaitable[None]]:
     """Wait for a condition, or fail after a while."""
 
     async def wait(condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(180):
             while True:
                 if condition():
                     return
