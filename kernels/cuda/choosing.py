@@ -20,11 +20,12 @@ Shape: TypeAlias = tuple[str | int | torch.dtype, ...]
 _ROUNDS = 7
 _FLUSHED = 256 << 20  # bytes: several times what the L2 cache holds
 _MARGIN = 0.03  # by which a way must be quicker than the first
+_ROUNDING = 0.1  # of a product's norm: more than inputs of 8 bits differ by from inputs of 16
 
 
 class Choices:
-    """Of one device. The first of the ways to make a product is what is taken where they are about as quick, and where
-    nothing can be measured, within the capture of a graph.
+    """Of one device. The first of the ways to make a product is what is taken where they are about as quick, where
+    another says something else, and where nothing can be measured, within the capture of a graph.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -41,6 +42,8 @@ class Choices:
         return ways[chosen]()
 
     def _quickest(self, shape: Shape, ways: Mapping[str, Callable[[], Tensor]]) -> str:
+        same = agreeing(shape, {name: way() for name, way in ways.items()})
+        ways = {name: ways[name] for name in same}
         taken: dict[str, list[float]] = {name: [] for name in ways}
         flushed = torch.empty(_FLUSHED, dtype=torch.uint8, device=self._device)
         marks = []
@@ -54,9 +57,23 @@ class Choices:
                 end.record()
                 marks.append((name, begin, end))
         torch.cuda.synchronize(self._device)
-        for name, begin, end in marks[len(ways) :]:  # the first round compiles
+        for name, begin, end in marks[len(ways) :]:
             taken[name].append(begin.elapsed_time(end) * 1e3)
         return choose(shape, {name: statistics.median(times) for name, times in taken.items()})
+
+
+def agreeing(shape: Shape, products: Mapping[str, Tensor]) -> list[str]:
+    """Those whose product is the first's, but for rounding. The others are told of: they are wrong here."""
+    name, product = next(iter(products.items()))
+    first = product.float()
+    if not bool(first.isfinite().all()):
+        return [name]
+    limit = _ROUNDING * first.norm()
+    found = [other for other, product in products.items() if bool((product.float() - first).norm() <= limit)]
+    if wrong := [other for other in products if other not in found]:
+        told = " x ".join(map(str, shape))
+        _log.warning("Product %s: %s differs from %s and is not taken.", told, ", ".join(wrong), name)
+    return found
 
 
 def choose(shape: Shape, times: Mapping[str, float]) -> str:

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from kernels.cuda import packing, skinny
-from kernels.cuda.choosing import choose
 from kernels.cuda.grouped import GroupedLinear, WideWeight
 from kernels.cuda.numbers import BYTES, EIGHTHS, PLAIN
 from kernels.cuda.skinny import Form, Tiles
@@ -123,8 +122,3 @@ def test_weights_with_a_scale_for_each_output(kind, count, gated, device, dtype)
             activated(product) if gated else product,
         )
     assert not arrived.any()
-
-
-def test_the_quickest_way_is_chosen_by_more_than_noise():
-    assert choose(("plain", 16), {"cuBLAS": 10.0, "skinny": 9.8}) == "cuBLAS"
-    assert choose(("plain", 16), {"cuBLAS": 10.0, "narrow": 9.5, "skinny": 9.0}) == "skinny"

@@ -1,0 +1,32 @@
+"""Which product of a GPU is taken, by what they say and how long they take."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from kernels.cuda.choosing import agreeing, choose
+
+
+def test_the_first_is_left_for_what_is_clearly_quicker():
+    assert choose(("plain", 16), {"cuBLAS": 10.0, "skinny": 9.8}) == "cuBLAS"
+    assert choose(("plain", 16), {"cuBLAS": 10.0, "narrow": 9.5, "skinny": 9.0}) == "skinny"
+
+
+def test_a_product_that_differs_is_not_taken(caplog):
+    torch.manual_seed(0)
+    right = torch.randn(4, 64)
+    products = {"cuBLAS": right, "rounded": right * (1 + 0.03 * torch.randn(4, 64)), "wrong": right.flip(0)}
+    with caplog.at_level(logging.WARNING):
+        assert agreeing(("plain", 16, 64), products) == ["cuBLAS", "rounded"]
+    assert "Product plain x 16 x 64: wrong differs from cuBLAS and is not taken." in caplog.text
+    caplog.clear()
+    products["wrong"] = torch.full((4, 64), torch.nan)
+    assert agreeing(("plain", 16, 64), products) == ["cuBLAS", "rounded"]
+    assert "wrong" in caplog.text
+
+
+def test_nothing_is_told_of_products_that_cannot_be_compared(caplog):
+    assert agreeing(("plain",), {"cuBLAS": torch.full((2,), torch.inf), "skinny": torch.ones(2)}) == ["cuBLAS"]
+    assert not caplog.records
