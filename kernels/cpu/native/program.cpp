@@ -280,8 +280,9 @@ int64_t troupe_packed(int64_t outputs, int64_t inputs) { return blocks(outputs) 
 // `packed`: memory that is written to for the first time. Large pages, where it has room for them, are read faster.
 static void in_large_pages(void* packed, int64_t bytes) {
     const uintptr_t page = sysconf(_SC_PAGESIZE), begin = (reinterpret_cast<uintptr_t>(packed) + page - 1) / page * page;
-    constexpr uintptr_t large = 2 << 20;  // the last one would be mostly empty
-    const uintptr_t end = (reinterpret_cast<uintptr_t>(packed) + bytes) / large * large;
+    uintptr_t end = reinterpret_cast<uintptr_t>(packed) + bytes;
+    constexpr uintptr_t large = 2 << 20;
+    if (begin % large == 0) end = end / large * large;  // memory of its own, whose last one would be mostly empty
     if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 }
 
