@@ -159,8 +159,10 @@ void multiply_block(const P& p, int64_t output, int64_t row, int64_t rows, typen
         configure(static_cast<int>(rows), 0);
         _tile_zero(0);
         _tile_zero(1);
+        // The processor itself sees what comes, but not before a block has begun, and a short one is soon over.
+        const int64_t sooner = p.lines < 24 ? 4 * LINES : LINES;
         for (int64_t line = 0; line < p.lines; line++, weight += LINES) {
-            for (int64_t i = 0; i < LINES; i += LINE) _mm_prefetch(weight + LINES + i, _MM_HINT_T0);
+            for (int64_t i = 0; i < LINES; i += LINE) _mm_prefetch(weight + sooner + i, _MM_HINT_T0);
             _tile_loadd(4, x + line * LINE, p.stride_x);
             _tile_loadd(6, weight, LINE);
             _tile_loadd(7, weight + TILE * LINE, LINE);
