@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kernels.batch import ForwardBatch
 from kernels.loaded_model import LoadedModel
-from kernels.platforms.base import Decodes, Steps
+from kernels.platforms.prepared import Decodes, Steps
 from kernels.speculative.steady import HostTarget, SteadyChains
 from kernels.steady import SteadyDecodes
 

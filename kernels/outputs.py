@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kernels.answers import Answer, PromptScores
 from kernels.models.decoder import Decoder
-from kernels.platforms.base import Platform, StepFound
+from kernels.platforms.base import Platform
+from kernels.platforms.prepared import StepFound
 from kernels.rows import StepRows
 from kernels.sampling import Sampler
 from kernels.slots import SlotTable

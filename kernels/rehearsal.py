@@ -9,7 +9,8 @@ import numpy.typing as npt
 
 from kernels.batch import ForwardBatch
 from kernels.models.decoder import Decoder
-from kernels.platforms.base import AttentionRows, Platform
+from kernels.platforms.base import Platform
+from kernels.platforms.rows import AttentionRows
 from kernels.sampling import Sampler
 from kernels.slots import SlotTable
 from kernels.step import RunnerConfig

@@ -20,7 +20,9 @@ from kernels.batch import ForwardBatch
 from kernels.captures import CapturedSteps
 from kernels.loaded_model import Phases, load_model, open_model
 from kernels.parallel.group import Group, join_group
-from kernels.platforms.base import AttentionRows, Fetched, Steps, StepTokens
+from kernels.platforms.base import Fetched
+from kernels.platforms.prepared import Steps
+from kernels.platforms.rows import AttentionRows, StepTokens
 from kernels.platforms.select import select_platform
 from kernels.rows import StepRows
 from kernels.slots import SlotError

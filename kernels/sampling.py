@@ -20,7 +20,7 @@ from kernels.edits import BatchEdits, Put, SlotEdits
 from kernels.noise import keys_at, race, race_over_all, seed_key, uniform
 from kernels.nucleus import cut, outside
 from kernels.penalties import penalise
-from kernels.platforms.base import Cut, Greedy
+from kernels.platforms.operators import Cut, Greedy
 from kernels.step import SlotSampling
 
 __all__ = ["Noise", "Sampled", "Sampler"]

@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kernels.platforms.base import DecodeTokens, Likeliest
+from kernels.platforms.prepared import Likeliest
+from kernels.platforms.rows import DecodeTokens
 from kernels.sampling import Sampler
 from kernels.slots import SlotTable
 from kernels.step import StepBatch

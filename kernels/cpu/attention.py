@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.cpu.program import Native, step_of
-from kernels.platforms.base import AttentionRows
+from kernels.platforms.rows import AttentionRows
 from kernels.speculative.tree import MOST_NODES, chain_bits, unpack_bits, within_window
 
 Longs = npt.NDArray[np.int64]

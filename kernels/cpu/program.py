@@ -28,7 +28,7 @@ from kernels.cpu.native.library import Library, Op, Step
 from kernels.cpu.native_blocks import NativeBlocks, NativeRows
 from kernels.cpu.native_grouped import NativeGrouped
 from kernels.cpu.native_int8 import NativeInt8
-from kernels.platforms.base import AttentionRows, DecodeTokens
+from kernels.platforms.rows import AttentionRows, DecodeTokens
 from kernels.quantization.cache import LayerScales
 
 __all__ = ["Native", "NativeWeight", "NotNative", "Program", "step_of"]

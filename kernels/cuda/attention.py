@@ -14,7 +14,7 @@ from kernels.cuda.decode import DecodeScratch, attend_decodes, split_count
 from kernels.cuda.narrow_cache import NarrowCache, scale_found, scale_queries
 from kernels.cuda.prefill import PrefillBlocks, attend_prefills, plan_prefills
 from kernels.cuda.verify import HEADER, attend_drafts, draft_splits
-from kernels.platforms.base import AttentionRows
+from kernels.platforms.rows import AttentionRows
 
 __all__ = ["AttentionPlan", "DecodeRows", "DraftRows", "attention", "plan_attention", "plan_guesses"]
 

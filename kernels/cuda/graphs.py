@@ -21,7 +21,7 @@ from kernels.batch import ForwardBatch
 from kernels.cuda.attention import AttentionPlan, DecodeRows, DraftRows
 from kernels.cuda.decode import split_count
 from kernels.cuda.verify import HEADER
-from kernels.platforms.base import AttentionRows
+from kernels.platforms.rows import AttentionRows
 from kernels.speculative.tree import chain_bits
 
 __all__ = ["DecodeGraphs", "Put", "capture_each", "capture_guesses"]

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.cuda.launch import roomy
-from kernels.platforms.base import AttentionRows
+from kernels.platforms.rows import AttentionRows
 
 __all__ = ["PrefillBlocks", "attend_prefills", "plan_prefills"]
 

@@ -23,7 +23,8 @@ from kernels.cuda.decode import split_count
 from kernels.cuda.graphs import Put, capture_each
 from kernels.cuda.launch import overlapping
 from kernels.cuda.sampling import likeliest
-from kernels.platforms.base import StepFound, StepTokens
+from kernels.platforms.prepared import StepFound
+from kernels.platforms.rows import StepTokens
 
 __all__ = ["StepGraphs"]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kernels.platforms.base import Norm, Platform
+from kernels.platforms.base import Platform
+from kernels.platforms.operators import Norm
 
 __all__ = ["BiasedNorm"]
 

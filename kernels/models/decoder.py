@@ -28,7 +28,8 @@ from kernels.models.experts import SparseFeedForward, expert_shapes
 from kernels.models.source import ModelSource, TensorSource
 from kernels.parallel.group import Group
 from kernels.parallel.layers import VocabularyEmbedding, VocabularyHead, row_parallel
-from kernels.platforms.base import Linear, Norm, Platform
+from kernels.platforms.base import Platform
+from kernels.platforms.operators import Linear, Norm
 
 __all__ = ["Decoder", "tensor_shapes"]
 

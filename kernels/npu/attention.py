@@ -23,7 +23,8 @@ import torch.nn.functional as F
 import torch_npu
 from torch import Tensor
 
-from kernels.platforms.base import AttentionRows, PlatformError
+from kernels.platforms.base import PlatformError
+from kernels.platforms.rows import AttentionRows
 
 __all__ = [
     "DIMS",

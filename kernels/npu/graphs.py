@@ -24,7 +24,7 @@ from kernels.batch import ForwardBatch
 from kernels.npu.attention import FusedPart
 from kernels.npu.errors import first_code
 from kernels.npu.tree_attention import TreePart, hidden_keys, mask_keys
-from kernels.platforms.base import AttentionRows
+from kernels.platforms.rows import AttentionRows
 from kernels.speculative.tree import chain_bits
 
 __all__ = ["DecodeGraphs"]

@@ -21,7 +21,7 @@ from torch import Tensor
 from kernels.npu.attention import FusedPart, LayerCache
 from kernels.npu.native_attention import NativePart
 from kernels.npu.tree_attention import TreePart
-from kernels.platforms.base import AttentionRows
+from kernels.platforms.rows import AttentionRows
 from kernels.quantization.cache import LayerScales, round_fixed, widen
 
 __all__ = ["ALIGNMENT", "NarrowLayer", "WidePart", "attend_narrow", "compact", "narrow_layer"]

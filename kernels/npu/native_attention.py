@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.npu.attention import LayerCache
 from kernels.npu.tree_attention import hidden_keys, mask_keys
-from kernels.platforms.base import AttentionRows
+from kernels.platforms.rows import AttentionRows
 
 Put = Callable[[np.ndarray], Tensor]
 """How an array gets to the device."""

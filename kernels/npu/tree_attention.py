@@ -18,7 +18,7 @@ import torch_npu
 from torch import Tensor
 
 from kernels.npu.attention import LayerCache
-from kernels.platforms.base import AttentionRows
+from kernels.platforms.rows import AttentionRows
 from kernels.speculative.tree import MOST_NODES, unpack_bits, within_window
 
 __all__ = ["TreePart", "hidden_keys", "mask_keys", "plan_trees", "tree_attention"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from kernels.parallel.group import Group
-from kernels.platforms.base import Linear, Lookup, Platform
+from kernels.platforms.base import Platform
+from kernels.platforms.operators import Linear, Lookup
 from kernels.quantization.weights import Projection
 
 __all__ = ["VocabularyEmbedding", "VocabularyHead", "row_parallel"]

@@ -30,19 +30,10 @@ from kernels.cpu.norm import CpuNorm
 from kernels.cpu.program import Native, NotNative, Program
 from kernels.cpu.quantized import CpuBlocksLinear, CpuGroupedLinear, CpuInt8Linear
 from kernels.layers.experts import ExpertWeights
-from kernels.platforms.base import (
-    AttentionRows,
-    Decodes,
-    DecodeTokens,
-    HostPass,
-    Likeliest,
-    Linear,
-    Lookup,
-    Memory,
-    Norm,
-    Platform,
-    PlatformError,
-)
+from kernels.platforms.base import Memory, Platform, PlatformError
+from kernels.platforms.operators import Linear, Lookup, Norm
+from kernels.platforms.prepared import Decodes, HostPass, Likeliest
+from kernels.platforms.rows import AttentionRows, DecodeTokens
 from kernels.quantization.cache import LayerScales, narrow
 from kernels.quantization.gguf_weight import GgufWeight
 from kernels.quantization.weights import GroupedWeight, Int8Weight, Projection, QuantizedWeight

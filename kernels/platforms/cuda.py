@@ -31,17 +31,10 @@ from kernels.cuda.steps import StepGraphs
 from kernels.device_memory import device_memory, step_memory
 from kernels.graph_sizes import graph_sizes
 from kernels.layers.experts import ExpertWeights
-from kernels.platforms.base import (
-    AttentionRows,
-    Decodes,
-    Fetched,
-    Linear,
-    Memory,
-    Norm,
-    Platform,
-    PlatformError,
-    Steps,
-)
+from kernels.platforms.base import Fetched, Memory, Platform, PlatformError
+from kernels.platforms.operators import Linear, Norm
+from kernels.platforms.prepared import Decodes, Steps
+from kernels.platforms.rows import AttentionRows
 from kernels.quantization.cache import LayerScales, narrow
 from kernels.quantization.weights import Fp8Weight, GroupedWeight, Int8Weight, Projection, QuantizedWeight
 from kernels.staging import Staging, fetch

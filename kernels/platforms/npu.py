@@ -37,7 +37,10 @@ from kernels.npu.quantized import NpuInt8Linear, NpuStaticLinear
 from kernels.npu.soc import soc_of
 from kernels.npu.tree_attention import TreePart, plan_trees, tree_attention
 from kernels.npu.weight_only import NpuWeightOnlyLinear, fits_weight_only
-from kernels.platforms.base import AttentionRows, Decodes, Fetched, Linear, Memory, Norm, Platform, PlatformError
+from kernels.platforms.base import Fetched, Memory, Platform, PlatformError
+from kernels.platforms.operators import Linear, Norm
+from kernels.platforms.prepared import Decodes
+from kernels.platforms.rows import AttentionRows
 from kernels.quantization.cache import LayerScales
 from kernels.quantization.weights import GroupedWeight, Int8Weight, QuantizedWeight
 from kernels.staging import Staging, fetch

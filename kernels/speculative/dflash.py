@@ -23,7 +23,8 @@ from kernels.batch import ForwardBatch
 from kernels.layers.rotary import RotaryEmbedding
 from kernels.models.config import ConfigError, ModelConfig
 from kernels.models.decoder import DecoderLayer
-from kernels.platforms.base import AttentionRows, Decodes
+from kernels.platforms.prepared import Decodes
+from kernels.platforms.rows import AttentionRows
 from kernels.slots import SlotTable
 from kernels.speculative.checkpoint import DraftCheckpoint, DraftWeights, layer_shapes, need_same_hidden_size
 from kernels.speculative.drafter import Drafter, DrafterContext, DraftRows, Drafts, Observation

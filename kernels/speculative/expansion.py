@@ -17,7 +17,8 @@ from torch import Tensor
 
 from kernels.batch import ForwardBatch
 from kernels.models.config import ConfigError, ModelConfig
-from kernels.platforms.base import AttentionRows, Decodes
+from kernels.platforms.prepared import Decodes
+from kernels.platforms.rows import AttentionRows
 from kernels.slots import SlotTable
 from kernels.speculative.ahead import AheadModel, AheadPasses
 from kernels.speculative.drafter import DrafterContext, DraftRows, Drafts, Observation

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.noise import clocks, keys_at
-from kernels.platforms.base import Greedy
+from kernels.platforms.operators import Greedy
 from kernels.sampling import Noise
 
 __all__ = ["Guesses"]

@@ -22,7 +22,8 @@ from kernels.models.config import ModelConfig
 from kernels.models.decoder import Attention, FeedForward
 from kernels.parallel.group import Group
 from kernels.parallel.layers import VocabularyEmbedding, VocabularyHead
-from kernels.platforms.base import Norm, Platform
+from kernels.platforms.base import Platform
+from kernels.platforms.operators import Norm
 from kernels.slots import SlotTable
 from kernels.speculative.ahead import AheadPasses
 from kernels.speculative.checkpoint import DraftCheckpoint, DraftWeights

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from kernels.batch import ForwardBatch
-from kernels.platforms.base import DecodeTokens, HostPass, Platform
+from kernels.platforms.base import Platform
+from kernels.platforms.prepared import HostPass
+from kernels.platforms.rows import DecodeTokens
 from kernels.rows import ragged
 from kernels.slots import SlotTable
 from kernels.speculative.places import DraftPlaces

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.batch import ForwardBatch
 from kernels.models.config import ConfigError
-from kernels.platforms.base import AttentionRows
+from kernels.platforms.rows import AttentionRows
 from kernels.speculative.drafter import Drafter, DrafterContext, DraftRows, Drafts, Observation
 from kernels.speculative.expansion import observed_rows
 from kernels.speculative.guesses import Guesses

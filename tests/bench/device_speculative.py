@@ -171,7 +171,7 @@ def _times(name: str, runner: ModelRunner, shapes: tuple[tuple[int, bool], ...])
     import torch
 
     from kernels.batch import ForwardBatch
-    from kernels.platforms.base import AttentionRows
+    from kernels.platforms.rows import AttentionRows
     from kernels.speculative.tree import chain_bits
 
     platform, model = runner._platform, runner._model

@@ -19,8 +19,9 @@ from kernels.cpu.native import library
 from kernels.cpu.program import Native, Program
 from kernels.models.config import read_config
 from kernels.models.decoder import tensor_shapes
-from kernels.platforms.base import AttentionRows, Platform
+from kernels.platforms.base import Platform
 from kernels.platforms.cpu import CpuPlatform
+from kernels.platforms.rows import AttentionRows
 from kernels.quantization.weights import quantize_int8
 from kernels.speculative.settings import SpeculativeSettings
 from kernels.steady import SteadyDecodes

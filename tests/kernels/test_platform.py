@@ -14,8 +14,9 @@ from kernels.cpu import host
 from kernels.cpu.linear import PackedLinear, PlainLinear, can_pack
 from kernels.environment import worker_environment
 from kernels.models.config import ModelConfig, RopeConfig
-from kernels.platforms.base import AttentionRows, Memory
+from kernels.platforms.base import Memory
 from kernels.platforms.cpu import CpuPlatform
+from kernels.platforms.rows import AttentionRows
 from kernels.sizing import CacheSizeError, cache_pages
 from kernels.step import RunnerConfig
 

@@ -9,8 +9,9 @@ import torch
 
 import kernels.runner
 from kernels.batch import ForwardBatch
-from kernels.platforms.base import AttentionRows, StepFound, Steps
 from kernels.platforms.cpu import CpuPlatform
+from kernels.platforms.prepared import StepFound, Steps
+from kernels.platforms.rows import AttentionRows
 from kernels.step import SlotSampling
 from tests.kernels.parity import traffic
 

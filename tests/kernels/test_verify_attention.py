@@ -11,8 +11,8 @@ import torch
 
 from kernels.cpu.host import has_tiles
 from kernels.cpu.native import library
-from kernels.platforms.base import AttentionRows
 from kernels.platforms.cpu import CpuPlatform
+from kernels.platforms.rows import AttentionRows
 from tests.kernels.verifying import made
 
 BF16 = torch.bfloat16

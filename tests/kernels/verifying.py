@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.platforms.base import AttentionRows, Platform
+from kernels.platforms.base import Platform
+from kernels.platforms.rows import AttentionRows
 from kernels.speculative.tree import tree_of
 
 __all__ = ["Case", "made", "tree_parents"]

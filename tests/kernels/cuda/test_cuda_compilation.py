@@ -23,7 +23,7 @@ from kernels.cuda.quantized import EightBitLinear
 from kernels.cuda.sampling import likeliest
 from kernels.cuda.skinny import Form, Tiles
 from kernels.cuda.steps import enter, leave
-from kernels.platforms.base import AttentionRows
+from kernels.platforms.rows import AttentionRows
 from kernels.quantization.weights import Fp8Weight, GroupedWeight, Int8Weight
 from tests.kernels.cuda.compiled import SHARED, compiling, empty, put
 

@@ -19,7 +19,7 @@ from kernels.cuda.heads import place_heads
 from kernels.cuda.linear import CudaLinear
 from kernels.cuda.norms import CudaNorm
 from kernels.cuda.sampling import likeliest
-from kernels.platforms.base import AttentionRows
+from kernels.platforms.rows import AttentionRows
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -12,7 +12,7 @@ from kernels.cuda.decode import DecodeScratch
 from kernels.cuda.heads import place_heads
 from kernels.cuda.moving import move_caches
 from kernels.cuda.narrow_cache import NarrowCache
-from kernels.platforms.base import AttentionRows
+from kernels.platforms.rows import AttentionRows
 from kernels.quantization.cache import CACHE_DTYPES, SCALE, LayerScales
 from tests.kernels.cuda.compiled import SHARED, compiling, empty, put
 

@@ -10,7 +10,7 @@ from kernels.cuda import steps
 from kernels.cuda.attention import attention
 from kernels.cuda.decode import DecodeScratch
 from kernels.cuda.steps import StepGraphs
-from kernels.platforms.base import StepTokens
+from kernels.platforms.rows import StepTokens
 
 PAGE, COLUMNS, HEADS, DIM, VOCAB = 16, 6, 2, 16, 97
 

@@ -12,8 +12,9 @@ from kernels.npu.attention import FusedPart
 from kernels.npu.narrow_cache import NarrowLayer, WidePart, narrow_layer
 from kernels.npu.simulator.constraints import ConstraintError
 from kernels.npu.simulator.fused_attention import Attention
-from kernels.platforms.base import AttentionRows, PlatformError
+from kernels.platforms.base import PlatformError
 from kernels.platforms.npu import NpuPlatform
+from kernels.platforms.rows import AttentionRows
 from kernels.quantization.cache import LayerScales
 from kernels.step import RunnerConfig
 from tests.kernels.verifying import made

@@ -16,8 +16,9 @@ from kernels.npu.attention import check_cache, padded_dim
 from kernels.npu.errors import DeviceError, explain
 from kernels.npu.soc import Soc, soc_of
 from kernels.nucleus import cut
-from kernels.platforms.base import AttentionRows, PlatformError
+from kernels.platforms.base import PlatformError
 from kernels.platforms.npu import NpuPlatform
+from kernels.platforms.rows import AttentionRows
 from kernels.platforms.select import select_platform
 from kernels.sizing import CacheSizeError
 from kernels.step import RunnerConfig, SlotSampling

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from kernels.batch import ForwardBatch
-from kernels.platforms.base import AttentionRows
 from kernels.platforms.cpu import CpuPlatform
+from kernels.platforms.rows import AttentionRows
 
 
 class Paged:

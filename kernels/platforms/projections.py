@@ -1,0 +1,187 @@
+"""Linear layers, tables and experts of weights of any kind, made of what a device has kernels for."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import cached_property, partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.layers.experts import ExpertsInTurn, ExpertWeights
+from kernels.platforms.operators import Linear, Lookup
+from kernels.quantization.tokens import clip_tokens, settle_tokens
+from kernels.quantization.weights import GroupedWeight, Projection, QuantizedWeight
+
+__all__ = ["Projections"]
+
+_log = logging.getLogger("troupe.kernels")
+
+
+class Projections(ABC):
+    """What a platform makes of weights. ``widened_bytes``: what quantized weights that were dequantized take more than
+    they did. ``captures``: whether what was made so far may be captured; an operator that reads something back may not.
+    """
+
+    device: torch.device
+    widened_bytes: int = 0
+    captures: bool = True
+
+    @abstractmethod
+    def make_linear(self, weight: Tensor, bias: Tensor | None, shared: bool = False) -> Linear:
+        """``weight`` [outputs, inputs]. The platform may keep a packed copy and drop it, unless it is ``shared``."""
+
+    @abstractmethod
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        """``silu(gate) * up`` of ``x`` [tokens, 2 * n] = gate | up -> [tokens, n]. May overwrite ``x``."""
+
+    def make_tied(self, table: Tensor | QuantizedWeight) -> tuple[Lookup, Linear]:
+        """Looks up rows of ``table`` [vocab, hidden], and the output layer of which it is the weight.
+
+        The platform may keep one copy for both, in a layout of its own.
+        """
+        if isinstance(table, QuantizedWeight):
+            return self.make_tied(self._dense(table))
+        return self.make_lookup(table), self.make_linear(table, None, shared=True)
+
+    def make_lookup(self, table: Tensor | QuantizedWeight) -> Lookup:
+        """``embed`` of ``table``."""
+        if isinstance(table, QuantizedWeight):
+            table = self._dense(table)
+        return partial(self.embed, table=table)
+
+    def embed(self, ids: Tensor, table: Tensor) -> Tensor:
+        """The rows ``ids`` int [tokens] of ``table`` [vocab, hidden]."""
+        return F.embedding(ids, table)
+
+    def _dense(self, weight: QuantizedWeight) -> Tensor:
+        self._tell("the table of embeddings is dequantized to %s while it is loaded", weight.dtype)
+        dense = weight.dequantize(weight.dtype)
+        self.widened_bytes += dense.nbytes - weight.nbytes
+        return dense
+
+    def make_projection(self, weight: Projection, bias: Tensor | None) -> Linear:
+        """A linear layer of a weight of any kind, ``bias`` [outputs] in the model's dtype."""
+        if isinstance(weight, Tensor):
+            return self.make_linear(weight, bias)
+        if isinstance(weight, QuantizedWeight):
+            return self._make_of_rounded(weight, bias)
+        rows = [piece.shape[0] for piece in weight]
+        biases = [None] * len(rows) if bias is None else bias.split(rows)
+        pieces = [self.make_projection(piece, part) for piece, part in zip(weight, biases, strict=True)]
+
+        def side_by_side(x: Tensor) -> Tensor:
+            out = self.empty_rows(len(x), sum(rows), x.dtype)
+            begin = 0
+            for size, piece in zip(rows, pieces, strict=True):
+                self.add_rows(piece(x), None, out[:, begin : begin + size])
+                begin += size
+            return out
+
+        return side_by_side
+
+    def make_float_head(self, weight: Projection, shared: bool) -> Linear:
+        """``[rows, inputs] -> float32 [rows, outputs]``, all in float32. ``shared``: others hold the weight too."""
+        pieces = weight if isinstance(weight, tuple) else (weight,)
+        wide = torch.cat(
+            [part.float() if isinstance(part, Tensor) else part.dequantize(torch.float32) for part in pieces]
+        )
+        self.widened_bytes += wide.nbytes - (0 if shared else sum(part.nbytes for part in pieces))
+        return lambda x: F.linear(x.float(), wide)
+
+    def _make_of_rounded(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
+        """``make_quantized``, after what no device has a kernel for."""
+        clip = weight.clip
+        if clip is not None:
+            linear = self._make_of_rounded(dataclasses.replace(weight, clip=None), bias)
+            return self.chain(lambda x: clip_tokens(x, clip), linear)
+        if isinstance(weight, GroupedWeight) and weight.activation is not None:
+            self._tell(
+                "weights of %d bits in groups are multiplied with inputs that are rounded to 8 bits and brought back "
+                "to floats: no device has a kernel for both",
+                weight.bits,
+            )
+            narrow_linear = self.make_quantized(dataclasses.replace(weight, activation=None), bias)
+            return lambda x: narrow_linear(self.settle(x))
+        return self.make_quantized(weight, bias)
+
+    def settle(self, x: Tensor) -> Tensor:
+        """``settle_tokens``."""
+        return settle_tokens(x)
+
+    def chain(self, first: Linear, then: Linear) -> Linear:
+        """``then(first(x))``, where ``first`` is of torch's operators."""
+        return lambda x: then(first(x))
+
+    def make_gated(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """``silu(gate(x)) * up(x)``; ``weight`` [2 * outputs, inputs] is gate's, then up's."""
+        linear = self.make_linear(weight, bias)
+        return lambda x: self.silu_and_mul(linear(x))
+
+    def make_gated_projection(self, weight: Projection, bias: Tensor | None) -> Linear:
+        """``make_gated`` of a weight of any kind."""
+        if isinstance(weight, Tensor):
+            return self.make_gated(weight, bias)
+        linear = self.make_projection(weight, bias)
+        return lambda x: self.silu_and_mul(linear(x))
+
+    def make_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
+        """A linear layer that rounds its input as the weight's ``activation`` says, where the device has kernels for
+        it; else the weight is dequantized once, and the log says so."""
+        return self.make_dequantized(weight, bias, "there is no kernel for it on this device")
+
+    def make_dequantized(self, weight: QuantizedWeight, bias: Tensor | None, reason: str) -> Linear:
+        """A linear layer of what the weight's values stand for; its input is not rounded."""
+        kind = type(weight).__name__
+        self._tell("%s is dequantized to %s while it is loaded: %s", kind, weight.dtype, reason)
+        constant = weight.constant()
+        if constant is not None:
+            bias = constant.to(weight.dtype) if bias is None else (bias.float() + constant).to(weight.dtype)
+        dense = weight.dequantize(weight.dtype)
+        self.widened_bytes += dense.nbytes - weight.nbytes
+        return self.make_linear(dense, bias)
+
+    def make_experts(
+        self, router: Tensor, bias: Tensor | None, experts: Sequence[ExpertWeights], chosen: int, normalized: bool
+    ) -> Linear:
+        """A layer of experts, of which each token takes ``chosen``: [tokens, hidden] -> [tokens, hidden].
+
+        ``router`` [experts, hidden] and ``bias`` [experts] give a logit for each. ``normalized``: the weights of those
+        that are chosen add up to one.
+        """
+        self.captures = False
+        self._tell("experts are run one by one, as the host is told which are chosen: decodes are not captured")
+        made = [
+            (
+                self.make_gated_projection(expert.gate_up, expert.gate_up_bias),
+                self.make_projection(expert.down, expert.down_bias),
+            )
+            for expert in experts
+        ]
+        return ExpertsInTurn(self.make_linear(router, bias), made, chosen, normalized)
+
+    def empty_rows(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        """[rows, width] for ``add_rows`` to write to."""
+        return torch.empty((rows, width), dtype=dtype, device=self.device)
+
+    def add_rows(self, x: Tensor, y: Tensor | None, out: Tensor) -> None:
+        """``out`` = ``x`` + ``y``, or a copy of ``x``, all [tokens, width]; ``out`` may be columns of a wider one."""
+        if y is None:
+            out.copy_(x)
+        else:
+            torch.add(x, y, out=out)
+
+    def _tell(self, message: str, *values: object) -> None:
+        """Log a fallback, once."""
+        if (message, *values) not in self._told:
+            self._told.add((message, *values))
+            _log.warning(message, *values)
+
+    @cached_property
+    def _told(self) -> set[tuple[object, ...]]:
+        """Fallbacks that were logged."""
+        return set()
