@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels.cpu.program import Native, step_of
+from kernels.cpu.operators import Native
+from kernels.cpu.program import step_of
 from kernels.platforms.rows import AttentionRows
 from kernels.speculative.tree import MOST_NODES, chain_bits, unpack_bits, within_window
 

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.cpu.program import Native, NativeWeight, NotNative
+from kernels.cpu.operators import Native, NativeWeight
+from kernels.cpu.recording import NotNative
 
 __all__ = ["CpuLinear", "PackedLinear", "PlainLinear", "TiedLinear", "bf16_is_fast", "can_pack", "make_linear"]
 

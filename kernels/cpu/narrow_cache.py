@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.cpu.attention import AttentionPlan, AttentionPlanner
 from kernels.cpu.kept_pages import kept_pages
-from kernels.cpu.program import Native
+from kernels.cpu.operators import Native
 from kernels.platforms.rows import AttentionRows
 from kernels.quantization.cache import LayerScales, round_fixed, round_tokens, widen
 

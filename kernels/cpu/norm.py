@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernels.cpu.program import Native
+from kernels.cpu.operators import Native
 
 __all__ = ["CpuNorm"]
 

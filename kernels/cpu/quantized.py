@@ -7,7 +7,8 @@ from torch import Tensor
 from kernels.cpu.native_blocks import NativeBlocks
 from kernels.cpu.native_grouped import NativeGrouped
 from kernels.cpu.native_int8 import NativeInt8
-from kernels.cpu.program import Native, NotNative
+from kernels.cpu.operators import Native
+from kernels.cpu.recording import NotNative
 from kernels.quantization.gguf_weight import GgufWeight
 from kernels.quantization.int8 import Int8Linear
 from kernels.quantization.weights import GroupedWeight, Int8Weight

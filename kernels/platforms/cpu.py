@@ -27,8 +27,10 @@ from kernels.cpu.native.library import Awaited, built, open_library, start_build
 from kernels.cpu.native_blocks import NativeBlocks
 from kernels.cpu.native_grouped import NativeGrouped
 from kernels.cpu.norm import CpuNorm
-from kernels.cpu.program import Native, NotNative, Program
+from kernels.cpu.operators import Native
+from kernels.cpu.program import Program
 from kernels.cpu.quantized import CpuBlocksLinear, CpuGroupedLinear, CpuInt8Linear
+from kernels.cpu.recording import NotNative
 from kernels.layers.experts import ExpertWeights
 from kernels.platforms.base import Memory, Platform, PlatformError
 from kernels.platforms.operators import Linear, Lookup, Norm

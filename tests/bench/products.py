@@ -35,7 +35,7 @@ class _Products:
         from kernels.cpu.native.library import open_library
         from kernels.cpu.native_grouped import NativeGrouped
         from kernels.cpu.native_int8 import NativeInt8
-        from kernels.cpu.program import Native, NativeWeight
+        from kernels.cpu.operators import Native, NativeWeight
         from kernels.quantization.weights import GroupedWeight, quantize_int8
 
         library = open_library()

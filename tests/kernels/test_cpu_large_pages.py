@@ -12,7 +12,7 @@ import torch
 from kernels.cpu.host import has_tiles
 from kernels.cpu.large_pages import LARGE_PAGE, empty_large
 from kernels.cpu.native import library
-from kernels.cpu.program import Native, NativeWeight
+from kernels.cpu.operators import Native, NativeWeight
 from kernels.platforms.cpu import CpuPlatform
 
 pytestmark = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="a system without large pages")

@@ -16,7 +16,8 @@ from app.understudy.drafts import DRAFTS, draft_path
 from kernels.cpu.host import has_tiles
 from kernels.cpu.linear import NativeLinear, TiedLinear
 from kernels.cpu.native import library
-from kernels.cpu.program import Native, Program
+from kernels.cpu.operators import Native
+from kernels.cpu.program import Program
 from kernels.models.config import read_config
 from kernels.models.decoder import tensor_shapes
 from kernels.platforms.base import Platform

@@ -11,7 +11,7 @@ import torch
 
 from kernels.cpu.host import has_tiles
 from kernels.cpu.native import library
-from kernels.cpu.program import Native
+from kernels.cpu.operators import Native
 from kernels.cpu.quantized import CpuBlocksLinear
 from kernels.gguf.blocks import KINDS
 from kernels.gguf.checkpoint import GgufCheckpoint

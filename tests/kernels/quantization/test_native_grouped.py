@@ -13,7 +13,7 @@ from app.understudy import MODEL_DIR
 from kernels.cpu.host import has_tiles
 from kernels.cpu.linear import NativeLinear
 from kernels.cpu.native import library
-from kernels.cpu.program import Native
+from kernels.cpu.operators import Native
 from kernels.platforms.cpu import CpuPlatform
 from kernels.quantization.packed import grouped
 from kernels.quantization.tokens import settle_tokens

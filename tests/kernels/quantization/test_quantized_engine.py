@@ -13,7 +13,7 @@ from app.understudy import MODEL_DIR
 from kernels import loaded_model
 from kernels.cpu.host import has_tiles
 from kernels.cpu.native.library import build
-from kernels.cpu.program import Native
+from kernels.cpu.operators import Native
 from kernels.loading import LoadError
 from kernels.models.config import ConfigError
 from kernels.platforms.cpu import CpuPlatform

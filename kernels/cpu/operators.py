@@ -1,0 +1,401 @@
+"""The native operators and what each of them takes."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kernels.cpu.large_pages import empty_large
+from kernels.cpu.native.library import Op, Step
+from kernels.cpu.native_blocks import NativeBlocks, NativeRows
+from kernels.cpu.native_grouped import NativeGrouped
+from kernels.cpu.native_int8 import NativeInt8
+from kernels.cpu.recording import Engine
+from kernels.quantization.cache import LayerScales
+
+__all__ = ["WIDEN", "Native", "NativeWeight"]
+
+_EMBED, _ANGLES, _NORM, _LINEAR, _ROTARY, _WRITE, _ATTENTION, _SILU, _PREFILL, _GREEDY, _ADD = range(11)
+_LINEAR8, _GROUPED, _BLOCKS, _WRITE_NARROW, WIDEN, _SETTLE, _PLACE = range(11, 18)
+_NARROW = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
+_HEAD_DIMS = (32, 64, 96, 128, 256)
+
+
+class NativeWeight:
+    """A weight in the layout of the native products."""
+
+    def __init__(self, native: Native, weight: Tensor) -> None:
+        self.outputs, self.inputs = weight.shape
+        self.memory = empty_large(native.library.packed(self.outputs, self.inputs), torch.bfloat16)
+        source = weight.contiguous()
+        native.library.pack(source.data_ptr(), self.outputs, self.inputs, self.memory.data_ptr())
+
+
+class Native(Engine):
+    """The native operators, on ``threads`` threads. bf16 tensors whose last dimension is contiguous.
+
+    An operator that does not fit its arguments must not be called: see the ``fits`` of each.
+    """
+
+    def embed(self, table: Tensor, rows: int) -> Tensor:
+        """Of the step's token ids. Only while recording."""
+        width = table.shape[1]
+        out = self._empty(rows, width)
+        op = Op(kind=_EMBED, a=table.data_ptr(), out=out.data_ptr(), stride_out=width, i0=width)
+        self._call(op, Step(rows), table)
+        return out
+
+    def lookup(self, ids: Tensor, weight: NativeWeight | NativeRows) -> Tensor:
+        """Rows ``ids`` int [tokens] of a weight, bit by bit; while recording, of the step's token ids. IndexError."""
+        rows, width = len(ids), weight.inputs
+        out = self._empty(rows, width)
+        op = Op(kind=_EMBED, a=weight.memory.data_ptr(), out=out.data_ptr(), stride_out=width, i0=width)
+        op.i1 = 2 if isinstance(weight, NativeRows) else 1
+        given = ids.to(torch.int32).contiguous()
+        if rows and not 0 <= int(given.min()) <= int(given.max()) < weight.outputs:
+            raise IndexError(f"an id is not one of the {weight.outputs} rows; look up these alone")
+        self._call(op, Step(rows, given.data_ptr()), weight.memory)
+        return out
+
+    def angles(self, frequencies: Tensor, scale: float, rows: int) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines of the step's positions. Only while recording."""
+        dim = len(frequencies)
+        cos, sin = self._empty(rows, dim), self._empty(rows, dim)
+        op = Op(kind=_ANGLES, a=frequencies.data_ptr(), b=sin.data_ptr(), out=cos.data_ptr(), i0=dim, f0=scale)
+        self._call(op, Step(rows), frequencies)
+        return cos.view(rows, 1, dim), sin.view(rows, 1, dim)
+
+    @staticmethod
+    def fits_norm(weight: Tensor) -> bool:
+        return weight.shape[-1] % 16 == 0
+
+    def norm(self, x: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """The norm of ``residual`` [rows, dim] or [rows, heads, dim], to which ``x`` is added first.
+
+        ``weight`` float32 [dim] or [heads, dim].
+        """
+        rows, dim = len(residual), weight.shape[-1]
+        out = self._empty(rows, weight.numel())
+        op = Op(
+            kind=_NORM,
+            a=None if x is None else x.data_ptr(),
+            b=residual.data_ptr(),
+            c=weight.data_ptr(),
+            out=out.data_ptr(),
+            stride_a=0 if x is None else x.stride(0),
+            stride_b=residual.stride(0),
+            stride_out=weight.numel(),
+            i0=dim,
+            i1=weight.numel() // dim,
+            f0=eps,
+        )
+        self._call(op, Step(rows), weight)
+        return out.view(residual.shape)
+
+    @staticmethod
+    def fits_linear(weight: Tensor) -> bool:
+        return weight.shape[1] % 32 == 0
+
+    @staticmethod
+    def fits_gated(outputs: int) -> bool:
+        return outputs % 64 == 0
+
+    def linear(self, x: Tensor, weight: NativeWeight, bias: Tensor | None, gated: bool = False) -> Tensor:
+        """``gated``: the weight's outputs are gates and as many others; the result is ``silu(gates) * others``."""
+        rows = len(x)
+        out = self._empty(rows, weight.outputs // 2 if gated else weight.outputs)
+        op = Op(
+            kind=_LINEAR,
+            a=x.data_ptr(),
+            b=weight.memory.data_ptr(),
+            c=None if bias is None else bias.data_ptr(),
+            out=out.data_ptr(),
+            stride_a=x.stride(0),
+            stride_out=out.shape[1],
+            i0=weight.inputs,
+            i1=weight.outputs,
+            gated=gated,
+        )
+        self._call(op, Step(rows), weight.memory, bias)
+        return out
+
+    def linear_int8(self, x: Tensor, weight: NativeInt8, bias: Tensor | None, gated: bool = False) -> Tensor:
+        """As ``linear``, of tokens that are rounded to whole numbers."""
+        out = self._empty(len(x), weight.outputs // 2 if gated else weight.outputs)
+        op = Op(
+            kind=_LINEAR8,
+            a=x.data_ptr(),
+            b=weight.memory.data_ptr(),
+            c=None if bias is None else bias.data_ptr(),
+            out=out.data_ptr(),
+            stride_a=x.stride(0),
+            stride_out=out.shape[1],
+            i0=weight.inputs,
+            i1=weight.outputs,
+            i2=weight.offset,
+            f0=weight.scale,
+            gated=gated,
+        )
+        self._call(op, Step(len(x)), weight.memory, bias)
+        return out
+
+    def linear_grouped(self, x: Tensor, weight: NativeGrouped, bias: Tensor | None) -> Tensor:
+        """As ``linear``, with a weight of whole numbers of which groups share a scale."""
+        out = self._empty(len(x), weight.outputs)
+        op = Op(
+            kind=_GROUPED,
+            a=x.data_ptr(),
+            b=weight.memory.data_ptr(),
+            c=None if bias is None else bias.data_ptr(),
+            out=out.data_ptr(),
+            stride_a=x.stride(0),
+            stride_out=weight.outputs,
+            i0=weight.inputs,
+            i1=weight.outputs,
+            i2=weight.group,
+            i3=weight.bits,
+            i4=0 if weight.order is None else weight.order.data_ptr(),
+        )
+        self._call(op, Step(len(x)), weight.memory, bias, weight.order)
+        return out
+
+    def linear_blocks(self, x: Tensor, weight: NativeBlocks, bias: Tensor | None) -> Tensor:
+        """As ``linear``, with a weight in blocks."""
+        out = self._empty(len(x), weight.outputs)
+        for rows in weight.rows:
+            op = Op(
+                kind=_BLOCKS,
+                a=x.data_ptr(),
+                b=rows.memory.data_ptr(),
+                c=None if bias is None else bias[rows.first :].data_ptr(),
+                out=out[:, rows.first :].data_ptr(),
+                stride_a=x.stride(0),
+                stride_out=weight.outputs,
+                i0=rows.inputs,
+                i1=rows.outputs,
+            )
+            self._call(op, Step(len(x)), rows.memory, bias)
+        return out
+
+    @staticmethod
+    def fits_rotary(x: Tensor) -> bool:
+        return x.shape[-1] % 32 == 0
+
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
+        """``x`` and ``out`` [rows, heads, dim] with their heads one after the other."""
+        rows, heads, dim = x.shape
+        op = Op(
+            kind=_ROTARY,
+            a=x.data_ptr(),
+            b=cos.data_ptr(),
+            c=sin.data_ptr(),
+            out=out.data_ptr(),
+            stride_a=x.stride(0),
+            stride_out=out.stride(0),
+            i0=dim,
+            i1=heads,
+        )
+        self._call(op, Step(rows))
+
+    def write(self, cache: Tensor, index: Tensor, keys_values: Tensor) -> None:
+        """``keys_values`` [rows, 2 * kv_heads, dim] to ``index`` int64; while recording, to the step's."""
+        width = math.prod(keys_values.shape[1:])
+        op = Op(kind=_WRITE, a=keys_values.data_ptr(), out=cache.data_ptr(), stride_a=keys_values.stride(0), i0=width)
+        self._call(op, Step(len(keys_values), index=index.data_ptr()), cache)
+
+    def write_narrow(
+        self, values: Tensor, scales: Tensor | None, fixed: LayerScales | None, index: Tensor, keys_values: Tensor
+    ) -> None:
+        """``write`` to a cache of 8 bits; its dimension must be a multiple of 16. ``scales``, or else ``fixed``."""
+        op = Op(
+            kind=_WRITE_NARROW,
+            a=keys_values.data_ptr(),
+            out=values.data_ptr(),
+            stride_a=keys_values.stride(0),
+            i0=keys_values.shape[2],
+            i1=keys_values.shape[1],
+            i2=_NARROW[values.dtype],
+        )
+        self._call(_scaled(op, scales, fixed), Step(len(keys_values), index=index.data_ptr()), values, scales)
+
+    def widen(
+        self, values: Tensor, scales: Tensor | None, fixed: LayerScales | None, pages: Tensor, out: Tensor
+    ) -> None:
+        """What ``pages`` int64 of a cache of 8 bits hold, one after the other; while recording, the step's."""
+        op = Op(
+            kind=WIDEN,
+            a=values.data_ptr(),
+            out=out.data_ptr(),
+            i0=values.shape[4],
+            i1=values.shape[2] * values.shape[3],
+            i2=_NARROW[values.dtype],
+            i3=values.shape[1],
+        )
+        step = Step(kept=pages.data_ptr(), kept_count=len(pages))
+        self._call(_scaled(op, scales, fixed), step, values, scales, out)
+
+    @staticmethod
+    def fits_place(dim: int) -> bool:
+        return dim in _HEAD_DIMS
+
+    def place(
+        self,
+        qkv: Tensor,
+        heads: int,
+        norm: tuple[Tensor, float] | None,
+        cos: Tensor,
+        sin: Tensor,
+        cache: Tensor,
+        index: Tensor,
+    ) -> None:
+        """Norm and rotate the queries of ``qkv`` [rows, heads + 2 * kv_heads, dim] in place, and the keys on their way
+        to the cache, where values follow them; while recording to the step's index.
+
+        ``norm``: its weight float32 [heads + kv_heads, dim] and eps.
+        """
+        rows, every, dim = qkv.shape
+        kv_heads = (every - heads) // 2
+        weight, eps = norm or (None, 0.0)
+        op = Op(
+            kind=_PLACE,
+            a=qkv.data_ptr(),
+            b=cos.data_ptr(),
+            c=sin.data_ptr(),
+            out=cache.data_ptr(),
+            stride_a=qkv.stride(0),
+            i0=dim,
+            i1=heads + kv_heads,
+            i2=kv_heads,
+            i4=0 if weight is None else weight.data_ptr(),
+            f0=eps,
+        )
+        self._call(op, Step(rows, index=index.data_ptr()), cache, weight)
+
+    @staticmethod
+    def fits_attention(page_size: int, dim: int) -> bool:
+        return page_size % 16 == 0 and dim in _HEAD_DIMS
+
+    def attention(self, queries: Tensor, cache: Tensor, step: Step, window: int, scale: float, out: Tensor) -> None:
+        """``queries`` [rows, heads, dim] over the pages of ``step``; ``out`` [rows, heads * dim]."""
+        _, heads, dim = queries.shape
+        op = Op(
+            kind=_ATTENTION,
+            a=queries.data_ptr(),
+            b=cache.data_ptr(),
+            out=out.data_ptr(),
+            stride_a=queries.stride(0),
+            stride_out=out.stride(0),
+            i0=dim,
+            i1=heads,
+            i2=cache.shape[3],
+            i3=window,
+            i4=cache.shape[1],
+            f0=scale,
+        )
+        self._call(op, step, cache)
+
+    def prefill(
+        self,
+        queries: Tensor,
+        cache: Tensor,
+        pages: npt.NDArray[np.int32],
+        start: int,
+        window: int,
+        scale: float,
+        out: Tensor,
+    ) -> None:
+        """``queries`` [tokens, heads, dim] of one row at positions from ``start`` on, whose pages are ``pages``."""
+        tokens, heads, dim = queries.shape
+        op = Op(
+            kind=_PREFILL,
+            a=queries.data_ptr(),
+            b=cache.data_ptr(),
+            c=pages.ctypes.data,
+            out=out.data_ptr(),
+            stride_a=queries.stride(0),
+            stride_b=start,
+            stride_out=out.stride(0),
+            i0=dim,
+            i1=heads,
+            i2=cache.shape[3],
+            i3=window,
+            i4=cache.shape[1],
+            f0=scale,
+        )
+        self._call(op, Step(tokens))
+
+    @staticmethod
+    def fits_add(width: int) -> bool:
+        return width % 16 == 0
+
+    def empty_rows(self, rows: int, width: int) -> Tensor:
+        """Where the results of ``add`` go."""
+        return self._empty(rows, width)
+
+    def add(self, x: Tensor, y: Tensor | None, out: Tensor) -> None:
+        """``out`` [rows, width] = ``x`` + ``y``, or a copy of ``x``."""
+        op = Op(
+            kind=_ADD,
+            a=x.data_ptr(),
+            b=None if y is None else y.data_ptr(),
+            out=out.data_ptr(),
+            stride_a=x.stride(0),
+            stride_b=0 if y is None else y.stride(0),
+            stride_out=out.stride(0),
+            i0=x.shape[1],
+        )
+        self._call(op, Step(len(x)))
+
+    def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The likeliest ids int64 [rows] of ``logits`` [rows, vocab], and whether a row's are not to be used."""
+        tokens, broken = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits), dtype=torch.bool)
+        op = Op(
+            kind=_GREEDY,
+            a=logits.data_ptr(),
+            b=broken.data_ptr(),
+            out=tokens.data_ptr(),
+            stride_a=logits.stride(0),
+            i0=logits.shape[1],
+        )
+        self._call(op, Step(len(logits)), tokens, broken)
+        return tokens, broken
+
+    def empty_attention(self, queries: Tensor) -> Tensor:
+        """Where the result of ``attention`` goes."""
+        return self._empty(len(queries), queries.shape[1] * queries.shape[2])
+
+    @staticmethod
+    def fits_silu(x: Tensor) -> bool:
+        return x.shape[1] % 32 == 0
+
+    @staticmethod
+    def fits_settle(x: Tensor) -> bool:
+        return x.shape[1] % 16 == 0
+
+    def settle(self, x: Tensor) -> Tensor:
+        """Each token of ``x`` rounded to 255 steps up to its largest."""
+        rows, width = x.shape
+        out = self._empty(rows, width)
+        op = Op(kind=_SETTLE, a=x.data_ptr(), out=out.data_ptr(), stride_a=x.stride(0), stride_out=width, i0=width)
+        self._call(op, Step(rows))
+        return out
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        rows, inner = x.shape[0], x.shape[1] // 2
+        out = self._empty(rows, inner)
+        op = Op(kind=_SILU, a=x.data_ptr(), out=out.data_ptr(), stride_a=x.stride(0), stride_out=inner, i0=inner)
+        self._call(op, Step(rows))
+        return out
+
+
+def _scaled(op: Op, scales: Tensor | None, fixed: LayerScales | None) -> Op:
+    if scales is not None:
+        op.b = scales.data_ptr()
+    elif fixed is not None:
+        op.c = fixed.scales.data_ptr()
+        op.i4 = 0 if fixed.offsets is None else fixed.offsets.data_ptr()
+    return op
