@@ -4,7 +4,6 @@ A checkpoint's tensors are compared with what the model expects before anything 
 so that one error names everything that is wrong. Weights are then read one by one straight into their fused place, of a
 tensor that is divided over several ranks only this rank's part. Where a scheme says that a projection is stored
 quantized, its tensors take the place of the weight (kernels.quantization.scheme).
-Pickled checkpoints (``pytorch_model.bin``) are refused: unpickling runs code.
 """
 
 from __future__ import annotations
@@ -13,48 +12,25 @@ import dataclasses
 import json
 import logging
 import math
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kernels.fused_experts import Piece, pieces
+from kernels.dummy_weights import DummyWeights
 from kernels.gguf.checkpoint import GgufCheckpoint
 from kernels.gguf.header import is_gguf, read_header
-from kernels.models.names import is_projection
+from kernels.load_error import LoadError
 from kernels.parallel.partition import Part
 from kernels.quantization.gguf_weight import GgufWeight
-from kernels.quantization.scheme import Files, Scheme, Shapes, Stored
+from kernels.quantization.scheme import Files, Scheme, Shapes
 from kernels.quantization.weights import PartError, Projection, QuantizedWeight
+from kernels.safetensors_checkpoint import SafetensorsCheckpoint, expected_tensors
 
-__all__ = ["LoadError", "WeightLoader", "open_weights", "read_tensor", "stored_shapes"]
+__all__ = ["WeightLoader", "open_weights", "read_tensor", "stored_shapes"]
 
 _log = logging.getLogger("troupe.kernels")
-
-FLOATS = ("F16", "BF16", "F32", "F64")
-
-DTYPES = {
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "U64": torch.uint64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-}
-"""Those that are read, by their names in safetensors."""
-
-
-class LoadError(RuntimeError):
-    """The weights cannot be loaded; the message says what to do."""
-
 
 Parts = Mapping[str, Part]
 
@@ -245,11 +221,11 @@ def open_weights(
         file.check(shapes, scheme)
         return WeightLoader(file.fill, shapes, parts, dtype, device, progress, scheme, file)
     if load_format == "dummy":
-        dummy = _Dummy(seed, shapes, _expected(shapes, scheme))
+        dummy = DummyWeights(seed, shapes, expected_tensors(shapes, scheme))
         return WeightLoader(dummy.fill, shapes, parts, dtype, device, progress, scheme, dummy)
     if load_format not in ("auto", "safetensors"):
         raise LoadError(f"load format {load_format!r} is not supported; use auto, safetensors, gguf or dummy")
-    checkpoint = _Checkpoint(Path(model_path))
+    checkpoint = SafetensorsCheckpoint(Path(model_path))
     checkpoint.check(shapes, scheme)
     return WeightLoader(checkpoint.fill, shapes, parts, dtype, device, progress, scheme, checkpoint)
 
@@ -259,7 +235,7 @@ def stored_shapes(model_path: str | Path) -> dict[str, tuple[int, ...]]:
     or GgufError."""
     if is_gguf(model_path):
         return GgufCheckpoint(read_header(model_path)).shapes()
-    return _Checkpoint(Path(model_path)).shapes()
+    return SafetensorsCheckpoint(Path(model_path)).shapes()
 
 
 def read_tensor(model_path: str | Path, name: str) -> Tensor:
@@ -267,172 +243,4 @@ def read_tensor(model_path: str | Path, name: str) -> Tensor:
     GgufError."""
     if is_gguf(model_path):
         return GgufCheckpoint(read_header(model_path)).floats(name)
-    return _Checkpoint(Path(model_path)).read(name)
-
-
-def _expected(shapes: Shapes, scheme: Scheme | None) -> dict[str, Stored]:
-    """What files of ``scheme`` must hold for a model of ``shapes``."""
-    found: dict[str, Stored] = {}
-    for name, shape in shapes.items():
-        stored = None
-        if scheme is not None and is_projection(name) and len(shape) == 2:
-            stored = scheme.tensors(name.removesuffix(".weight"), (shape[0], shape[1]))
-        found.update({name: Stored(FLOATS, (shape,))} if stored is None else stored)
-    return found
-
-
-class _Dummy:
-    """Weights from a seed and each tensor's name: the same whatever the order. Norms are ones, biases zeros."""
-
-    def __init__(self, seed: int, shapes: Shapes, stored: Mapping[str, Stored]) -> None:
-        self._seed = seed
-        self._shapes = shapes
-        self._stored = stored
-
-    def has(self, name: str) -> bool:
-        return name in self._stored and not self._stored[name].optional
-
-    def read(self, name: str) -> Tensor:
-        """Of a quantized projection: any whole numbers, and scales that are small."""
-        stored = self._stored[name]
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
-        shape, dtype = stored.shapes[0], DTYPES[stored.dtypes[0]]
-        if dtype.is_floating_point and dtype.itemsize > 1:
-            return torch.rand(shape, generator=generator).mul_(1e-3).add_(1e-3).to(dtype)
-        whole = torch.randint(0, 112, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8, generator=generator)
-        return whole.view(dtype)
-
-    def fill(self, name: str, target: Tensor, part: Part | None) -> None:
-        if name.endswith("norm.weight"):
-            target.fill_(1.0)
-        elif name.endswith(".bias"):
-            target.zero_()
-        else:
-            seed = zlib.crc32(f"{self._seed} {name}".encode())  # the CPU's generator takes 32 bits of a seed
-            generator = torch.Generator(target.device).manual_seed(seed)
-            whole = target if part is None else target.new_empty(self._shapes[name])
-            whole.normal_(0.0, 0.02, generator=generator)
-            if part is not None:
-                target.copy_(part.of(whole))
-
-
-class _Checkpoint:
-    """The safetensors files of one directory."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._files: dict[str, safe_open] = {}
-        self._file_of = self._read_names()
-        self._pieces: dict[str, Piece] = {}
-        for name in [name for name in self._file_of if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))]:
-            held = pieces(name, tuple(self._open(self._file_of[name]).get_slice(name).get_shape()))
-            self._pieces.update(held)
-            if held:
-                self._file_of.update(dict.fromkeys(held, self._file_of.pop(name)))
-
-    def _read_names(self) -> dict[str, Path]:
-        single, index = self._directory / "model.safetensors", self._directory / "model.safetensors.index.json"
-        if single.is_file():
-            return dict.fromkeys(self._open(single).keys(), single)
-        if not index.is_file():
-            raise LoadError(self._nothing_to_load())
-        try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            names = {str(name): str(file) for name, file in weight_map.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise LoadError(f"{index} cannot be read ({error!r}); download the checkpoint again") from error
-        for file in sorted(set(names.values())):
-            if Path(file).name != file:
-                raise LoadError(f"{index} names a file outside its directory: {file!r}")
-            if not (self._directory / file).is_file():
-                raise LoadError(f"{self._directory / file} is missing; download the checkpoint again")
-        held = {file: set(self._open(self._directory / file).keys()) for file in set(names.values())}
-        # A tensor the index promises but its file lacks counts as missing.
-        return {name: self._directory / file for name, file in names.items() if name in held[file]}
-
-    def _nothing_to_load(self) -> str:
-        if not self._directory.is_dir():
-            return f"{self._directory} is not a directory; give the directory of a Hugging Face checkpoint"
-        if list(self._directory.glob("*.bin")) or list(self._directory.glob("*.pth")):
-            return (
-                f"{self._directory} holds pickled weights only, which are not loaded because they can run code; "
-                "convert them to safetensors (transformers: from_pretrained, then save_pretrained)"
-            )
-        return (
-            f"{self._directory} has neither model.safetensors nor model.safetensors.index.json; download the weights, "
-            "or start with --load-format dummy for made-up ones"
-        )
-
-    def _open(self, path: Path) -> safe_open:
-        if path.name not in self._files:
-            try:
-                self._files[path.name] = safe_open(path, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise LoadError(f"{path} is not a whole safetensors file ({error}); download it again") from error
-        return self._files[path.name]
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: self._header(name)[0] for name in self._file_of}
-
-    def _header(self, name: str) -> tuple[tuple[int, ...], str]:
-        """Shape and dtype."""
-        piece = self._pieces.get(name)
-        found = self._open(self._file_of[name]).get_slice(name if piece is None else piece.stored)
-        return tuple(found.get_shape()) if piece is None else piece.shape, found.get_dtype()
-
-    def _part(self, name: str, part: Part | None) -> Tensor:
-        file, piece = self._open(self._file_of[name]), self._pieces.get(name)
-        found: Tensor
-        if piece is not None:
-            found = file.get_slice(piece.stored)[piece.index(part)][0]
-        else:
-            found = file.get_tensor(name) if part is None else file.get_slice(name)[part.index]
-        return found
-
-    def read(self, name: str) -> Tensor:
-        if name not in self._file_of:
-            raise LoadError(f"the weights in {self._directory} have no tensor {name}; download the checkpoint again")
-        try:
-            return self._part(name, None)
-        except (SafetensorError, OSError) as error:
-            raise LoadError(f"{self._file_of[name]}: {name} cannot be read ({error}); download it again") from error
-
-    def has(self, name: str) -> bool:
-        return name in self._file_of
-
-    def check(self, shapes: Shapes, scheme: Scheme | None = None) -> None:
-        """Compare with what the model, and its scheme, expect."""
-        expected = _expected(shapes, scheme)
-        says = "config.json asks" if scheme is None else f"config.json ({scheme.name}) asks"
-        wrong = [f"{name} is missing" for name in expected if not self.has(name) and not expected[name].optional]
-        for name, stored in expected.items():
-            if self.has(name):
-                shape, dtype = self._header(name)
-                if shape not in stored.shapes:
-                    wanted = " or ".join(str(list(each)) for each in stored.shapes)
-                    wrong.append(f"{name} has shape {list(shape)}, {says} for {wanted}")
-                elif dtype not in stored.dtypes:
-                    wrong.append(f"{name} is stored as {dtype}, not as one of {', '.join(stored.dtypes)}")
-        layers = {name.split(".")[2] for name in shapes if name.startswith("model.layers.")}
-        for name in self._file_of:
-            parts = name.split(".")
-            if (
-                name.startswith("model.layers.")
-                and parts[2] in layers
-                and name not in expected
-                and parts[-1] != "inv_freq"
-                and not (scheme is not None and scheme.ignores(name, shapes))
-            ):
-                wrong.append(f"{name} is in the checkpoint and not in the model")
-        if wrong:
-            more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
-            raise LoadError(
-                f"the weights in {self._directory} do not fit its config.json: {'; '.join(wrong[:8])}{more}. "
-                "Check that both come from one model and that the download is whole"
-            )
-
-    def fill(self, name: str, target: Tensor, part: Part | None) -> None:
-        try:
-            target.copy_(self._part(name, part))
-        except (SafetensorError, OSError) as error:
-            raise LoadError(f"{self._file_of[name]}: {name} cannot be read ({error}); download it again") from error
+    return SafetensorsCheckpoint(Path(model_path)).read(name)

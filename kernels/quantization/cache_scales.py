@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from kernels.gguf.header import is_gguf
-from kernels.loading import LoadError, read_tensor, stored_shapes
+from kernels.load_error import LoadError
+from kernels.loading import read_tensor, stored_shapes
 from kernels.models.config import ConfigError, ModelConfig, read_merged
 from kernels.platforms.base import Platform, PlatformError
 from kernels.quantization.cache import CACHE_DTYPES, LayerScales, narrow

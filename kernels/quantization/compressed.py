@@ -30,7 +30,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from kernels.loading import LoadError
+from kernels.load_error import LoadError
 from kernels.models.config import ConfigError
 from kernels.quantization.four_bits import four_by_eight, signed, stored_pairs
 from kernels.quantization.gptq import order_of

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from kernels.loading import LoadError
+from kernels.load_error import LoadError
 from kernels.quantization.packed import grouped
 from kernels.quantization.scheme import Stored
 from kernels.quantization.weights import GroupedWeight, Int8Weight

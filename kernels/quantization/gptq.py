@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.loading import LoadError
+from kernels.load_error import LoadError
 from kernels.models.config import ConfigError
 from kernels.quantization.packed import FLOATS, WholeBits, bits_of, group_of, grouped, groups_of, stored_words, unpack
 from kernels.quantization.scheme import Files, Scheme, Stored

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.loading import LoadError
+from kernels.load_error import LoadError
 from kernels.models.config import ConfigError
 from kernels.models.names import is_projection
 from kernels.quantization.four_bits import four_by_eight, signed, stored_pairs

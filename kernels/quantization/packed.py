@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kernels.loading import LoadError
+from kernels.load_error import LoadError
 from kernels.models.config import ConfigError
 from kernels.quantization.scheme import Stored
 from kernels.quantization.weights import GroupedWeight

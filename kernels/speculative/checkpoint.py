@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from kernels.loading import LoadError, WeightLoader, open_weights, read_tensor, stored_shapes
+from kernels.load_error import LoadError
+from kernels.loading import WeightLoader, open_weights, read_tensor, stored_shapes
 from kernels.models.config import ConfigError, ModelConfig, parse_config, read_json
 from kernels.models.decoder import tensor_shapes
 from kernels.parallel.partition import local_config, tensor_parts

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kernels.batch import ForwardBatch
-from kernels.loading import LoadError
+from kernels.load_error import LoadError
 from kernels.models.config import ConfigError, ModelConfig
 from kernels.speculative.checkpoint import DraftCheckpoint, DraftWeights, layer_shapes, need_same_hidden_size
 from kernels.speculative.drafter import DrafterContext

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from kernels.batch import ForwardBatch
-from kernels.loading import LoadError
+from kernels.load_error import LoadError
 from kernels.models.config import ConfigError, ModelConfig
 from kernels.slots import SlotTable
 from kernels.speculative.checkpoint import DraftCheckpoint, DraftWeights, layer_shapes, need_same_hidden_size

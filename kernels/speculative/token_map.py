@@ -15,7 +15,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from kernels.loading import LoadError, open_weights
+from kernels.load_error import LoadError
+from kernels.loading import open_weights
 from kernels.models.config import ModelConfig
 from kernels.models.decoder import Decoder
 from kernels.speculative.drafter import DrafterContext

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kernels.layers.experts import ExpertsInTurn, choose
-from kernels.loading import LoadError, stored_shapes
+from kernels.load_error import LoadError
+from kernels.loading import stored_shapes
 from kernels.models.config import ConfigError, parse_config, read_config
 from kernels.models.decoder import tensor_shapes
 from kernels.models.names import is_projection

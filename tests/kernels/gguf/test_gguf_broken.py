@@ -14,7 +14,7 @@ import pytest
 from kernels.gguf.checkpoint import GgufCheckpoint
 from kernels.gguf.description import describe
 from kernels.gguf.header import GgufError, read_header
-from kernels.loading import LoadError
+from kernels.load_error import LoadError
 from kernels.models.config import ConfigError, parse_config
 from kernels.models.decoder import tensor_shapes
 from tests.gguf_writer import write_gguf

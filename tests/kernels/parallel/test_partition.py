@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import loading
+from kernels import safetensors_checkpoint
 from kernels.loading import open_weights
 from kernels.models.config import read_config
 from kernels.models.decoder import tensor_shapes
@@ -36,8 +36,10 @@ def test_parts_make_up_the_whole(name, size, load_format, reference, monkeypatch
     path = str(reference(name).path)
     config = read_config(path)
     shapes = tensor_shapes(config)
-    real, read = loading.safe_open, set()
-    monkeypatch.setattr(loading, "safe_open", lambda *args, **options: Recording(real(*args, **options), read))
+    real, read = safetensors_checkpoint.safe_open, set()
+    monkeypatch.setattr(
+        safetensors_checkpoint, "safe_open", lambda *args, **options: Recording(real(*args, **options), read)
+    )
 
     def weights(parts):
         loader = open_weights(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kernels.loading import LoadError
+from kernels.load_error import LoadError
 from kernels.models.config import ConfigError, read_config
 from kernels.platforms.base import PlatformError
 from kernels.platforms.cpu import CpuPlatform

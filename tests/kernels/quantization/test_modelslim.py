@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from app.understudy import MODEL_DIR
-from kernels.loading import LoadError
+from kernels.load_error import LoadError
 from kernels.models.config import ConfigError, read_config
 from kernels.models.decoder import tensor_shapes
 from kernels.parallel.partition import Part

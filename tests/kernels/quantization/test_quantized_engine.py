@@ -14,7 +14,7 @@ from kernels import loaded_model
 from kernels.cpu.host import has_tiles
 from kernels.cpu.native.library import build
 from kernels.cpu.operators import Native
-from kernels.loading import LoadError
+from kernels.load_error import LoadError
 from kernels.models.config import ConfigError
 from kernels.platforms.cpu import CpuPlatform
 from kernels.quantization.int8 import Int8Linear

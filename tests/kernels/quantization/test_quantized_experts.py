@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kernels.loading import LoadError
+from kernels.load_error import LoadError
 from kernels.models.config import ConfigError
 from kernels.platforms.cpu import CpuPlatform
 from kernels.quantization.four_bits import four_by_eight

@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kernels.loading import LoadError, open_weights
+from kernels.load_error import LoadError
+from kernels.loading import open_weights
 from kernels.models.config import ConfigError, read_config
 from kernels.models.decoder import tensor_shapes
 from kernels.parallel.partition import Part

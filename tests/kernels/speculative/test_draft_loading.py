@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kernels.loading import LoadError
+from kernels.load_error import LoadError
 from kernels.models.config import ConfigError, read_config
 from kernels.speculative.eagle import EagleDrafter
 from kernels.speculative.eagle3 import Eagle3Drafter, default_layers

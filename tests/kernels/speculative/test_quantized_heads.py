@@ -7,7 +7,7 @@ import json
 import pytest
 from safetensors.torch import load_file, save_file
 
-from kernels.loading import LoadError
+from kernels.load_error import LoadError
 from kernels.speculative.mtp import MtpDrafter
 from kernels.speculative.settings import SpeculativeSettings
 from tests.kernels.speculative.drafting import HIDDEN, Drafting, make_target, seeded, write

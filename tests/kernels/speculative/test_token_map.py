@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kernels.loading import LoadError
+from kernels.load_error import LoadError
 from kernels.speculative.eagle import EagleDrafter
 from kernels.speculative.settings import SpeculativeSettings
 from kernels.speculative.token_map import read_token_map
