@@ -59,7 +59,8 @@ class Reading:
         except AssertionError:
             raise
         except Exception as error:
-            self.error = error
+            self.error = error.with_traceback(None)  # its frames keep the request
+            error.__context__ = None
         return self
 
     @property
