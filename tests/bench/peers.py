@@ -7,8 +7,8 @@
 DIR holds, for each NAME of ``--model``, a folder NAME as Hugging Face has them and, for llama.cpp, NAME-bf16.gguf.
 An engine whose program is neither given nor found on PATH is left out. A point is ``concurrency:input:output tokens``,
 run as ``tests.bench serving`` does. Each engine is started once and timed to its first answer; then the engines take
-turns, round by round, each warmed up at each point before it counts. Who has no turn is held (SIGSTOP): some engines
-keep a core busy for a while after their last answer. ``--apart`` has one server at a time instead, for models that do
+turns, round by round, each warmed up at each point before it counts. Who has no turn is held (SIGSTOP): idle servers
+beside it took up to a sixth of the machine from one. ``--apart`` has one server at a time instead, for models that do
 not fit into memory three times.
 
 Every measurement is added to the file of ``--results``, so that short quiet windows add up, and the table shows the
