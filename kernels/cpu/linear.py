@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.cpu.native_experts import ExpertProduct
 from kernels.cpu.operators import Native, NativeWeight
 from kernels.cpu.recording import NotNative
 
@@ -83,6 +84,13 @@ class CpuLinear:
         if isinstance(self.call, NativeLinear) and Native.fits_gated(self.call.weight.outputs):
             return self.call(x, gated=True)
         return None
+
+    def product(self, gated: bool) -> ExpertProduct | None:
+        """Of an expert; None: there is no native one."""
+        if not isinstance(self.call, NativeLinear):
+            return None
+        weight = self.call.weight
+        return ExpertProduct(weight, self.call.bias, gated=gated and Native.fits_gated(weight.outputs))
 
     def adopt(self, native: Native) -> None:
         """Compute by ``native`` from now on, where it can."""

@@ -9,30 +9,22 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.cpu.large_pages import empty_large
 from kernels.cpu.native.library import Op, Step
 from kernels.cpu.native_blocks import NativeBlocks, NativeRows
+from kernels.cpu.native_experts import ExpertTable
 from kernels.cpu.native_grouped import NativeGrouped
 from kernels.cpu.native_int8 import NativeInt8
+from kernels.cpu.products import NativeWeight, Products, products
 from kernels.cpu.recording import Engine
 from kernels.quantization.cache import LayerScales
 
 __all__ = ["WIDEN", "Native", "NativeWeight"]
 
-_EMBED, _ANGLES, _NORM, _LINEAR, _ROTARY, _WRITE, _ATTENTION, _SILU, _PREFILL, _GREEDY, _ADD = range(11)
-_LINEAR8, _GROUPED, _BLOCKS, _WRITE_NARROW, WIDEN, _SETTLE, _PLACE = range(11, 18)
+_EMBED, _ANGLES, _NORM = range(3)
+_ROTARY, _WRITE, _ATTENTION, _SILU, _PREFILL, _GREEDY, _ADD = range(4, 11)
+_WRITE_NARROW, WIDEN, _SETTLE, _PLACE, _EXPERTS = range(14, 19)
 _NARROW = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 _HEAD_DIMS = (32, 64, 96, 128, 256)
-
-
-class NativeWeight:
-    """A weight in the layout of the native products."""
-
-    def __init__(self, native: Native, weight: Tensor) -> None:
-        self.outputs, self.inputs = weight.shape
-        self.memory = empty_large(native.library.packed(self.outputs, self.inputs), torch.bfloat16)
-        source = weight.contiguous()
-        native.library.pack(source.data_ptr(), self.outputs, self.inputs, self.memory.data_ptr())
 
 
 class Native(Engine):
@@ -106,79 +98,52 @@ class Native(Engine):
 
     def linear(self, x: Tensor, weight: NativeWeight, bias: Tensor | None, gated: bool = False) -> Tensor:
         """``gated``: the weight's outputs are gates and as many others; the result is ``silu(gates) * others``."""
-        rows = len(x)
-        out = self._empty(rows, weight.outputs // 2 if gated else weight.outputs)
-        op = Op(
-            kind=_LINEAR,
-            a=x.data_ptr(),
-            b=weight.memory.data_ptr(),
-            c=None if bias is None else bias.data_ptr(),
-            out=out.data_ptr(),
-            stride_a=x.stride(0),
-            stride_out=out.shape[1],
-            i0=weight.inputs,
-            i1=weight.outputs,
-            gated=gated,
-        )
-        self._call(op, Step(rows), weight.memory, bias)
-        return out
+        return self._multiply(x, weight.outputs // 2 if gated else weight.outputs, products(weight, bias, gated))
 
     def linear_int8(self, x: Tensor, weight: NativeInt8, bias: Tensor | None, gated: bool = False) -> Tensor:
         """As ``linear``, of tokens that are rounded to whole numbers."""
-        out = self._empty(len(x), weight.outputs // 2 if gated else weight.outputs)
-        op = Op(
-            kind=_LINEAR8,
-            a=x.data_ptr(),
-            b=weight.memory.data_ptr(),
-            c=None if bias is None else bias.data_ptr(),
-            out=out.data_ptr(),
-            stride_a=x.stride(0),
-            stride_out=out.shape[1],
-            i0=weight.inputs,
-            i1=weight.outputs,
-            i2=weight.offset,
-            f0=weight.scale,
-            gated=gated,
-        )
-        self._call(op, Step(len(x)), weight.memory, bias)
-        return out
+        return self._multiply(x, weight.outputs // 2 if gated else weight.outputs, products(weight, bias, gated))
 
     def linear_grouped(self, x: Tensor, weight: NativeGrouped, bias: Tensor | None) -> Tensor:
         """As ``linear``, with a weight of whole numbers of which groups share a scale."""
-        out = self._empty(len(x), weight.outputs)
-        op = Op(
-            kind=_GROUPED,
-            a=x.data_ptr(),
-            b=weight.memory.data_ptr(),
-            c=None if bias is None else bias.data_ptr(),
-            out=out.data_ptr(),
-            stride_a=x.stride(0),
-            stride_out=weight.outputs,
-            i0=weight.inputs,
-            i1=weight.outputs,
-            i2=weight.group,
-            i3=weight.bits,
-            i4=0 if weight.order is None else weight.order.data_ptr(),
-        )
-        self._call(op, Step(len(x)), weight.memory, bias, weight.order)
-        return out
+        return self._multiply(x, weight.outputs, products(weight, bias))
 
     def linear_blocks(self, x: Tensor, weight: NativeBlocks, bias: Tensor | None) -> Tensor:
         """As ``linear``, with a weight in blocks."""
-        out = self._empty(len(x), weight.outputs)
-        for rows in weight.rows:
-            op = Op(
-                kind=_BLOCKS,
-                a=x.data_ptr(),
-                b=rows.memory.data_ptr(),
-                c=None if bias is None else bias[rows.first :].data_ptr(),
-                out=out[:, rows.first :].data_ptr(),
-                stride_a=x.stride(0),
-                stride_out=weight.outputs,
-                i0=rows.inputs,
-                i1=rows.outputs,
-            )
-            self._call(op, Step(len(x)), rows.memory, bias)
+        return self._multiply(x, weight.outputs, products(weight, bias))
+
+    def _multiply(self, x: Tensor, width: int, found: Products) -> Tensor:
+        out = self._empty(len(x), width)
+        for op, first, kept in found:
+            op.a, op.stride_a = x.data_ptr(), x.stride(0)
+            op.out, op.stride_out = out[:, first:].data_ptr(), width
+            self._call(op, Step(len(x)), *kept)
+        return out
+
+    @staticmethod
+    def fits_experts(x: Tensor) -> bool:
+        return x.shape[1] % 16 == 0 and x.dtype == torch.bfloat16
+
+    def experts(self, x: Tensor, logits: Tensor, table: ExpertTable, chosen: int, normalized: bool) -> Tensor:
+        """A layer of experts, of which each token takes the ``chosen`` likeliest by ``logits`` [rows, experts]."""
+        rows, width = x.shape
+        out = self._empty(rows, width)
+        op = Op(
+            kind=_EXPERTS,
+            a=x.data_ptr(),
+            b=logits.data_ptr(),
+            c=table.address,
+            out=out.data_ptr(),
+            stride_a=x.stride(0),
+            stride_b=logits.stride(0),
+            stride_out=width,
+            i0=width,
+            i1=logits.shape[1],
+            i2=chosen,
+            i3=table.inner,
+            i4=normalized,
+        )
+        self._call(op, Step(rows), table)
         return out
 
     @staticmethod

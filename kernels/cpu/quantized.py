@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kernels.cpu.native_blocks import NativeBlocks
+from kernels.cpu.native_experts import ExpertProduct
 from kernels.cpu.native_grouped import NativeGrouped
 from kernels.cpu.native_int8 import NativeInt8
 from kernels.cpu.operators import Native
@@ -42,6 +43,12 @@ class CpuInt8Linear:
             return None
         return self.native.linear_int8(x, self._packed, self.bias, gated=True)
 
+    def product(self, gated: bool) -> ExpertProduct | None:
+        """As CpuLinear's."""
+        if self._packed is None:
+            return None
+        return ExpertProduct(self._packed, self.bias, gated=gated and Native.fits_gated(self._packed.outputs))
+
     def adopt(self, native: Native) -> None:
         """Compute by ``native`` from now on, where it can."""
         self.native = native
@@ -65,6 +72,10 @@ class CpuGroupedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         return self.native.linear_grouped(x, self._packed, self.bias)
 
+    def product(self, gated: bool) -> ExpertProduct:
+        """As CpuLinear's."""
+        return ExpertProduct(self._packed, self.bias)
+
 
 class CpuBlocksLinear:
     """Native products with the blocks of GGUF files."""
@@ -80,6 +91,10 @@ class CpuBlocksLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.native.linear_blocks(x, self._packed, self.bias)
+
+    def product(self, gated: bool) -> ExpertProduct:
+        """As CpuLinear's."""
+        return ExpertProduct(self._packed, self.bias)
 
     def lookup(self, ids: Tensor) -> Tensor:
         """``ids`` int [tokens] -> [tokens, inputs], rows of a weight of one type."""

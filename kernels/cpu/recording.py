@@ -56,7 +56,7 @@ class Engine:
     def run(self, ops: Any, count: int, step: Step) -> None:
         self.library.run(self._engine, ops, count, step)
 
-    def _call(self, op: Op, step: Step, *kept: Tensor | None) -> None:
+    def _call(self, op: Op, step: Step, *kept: object) -> None:
         if self._recording is not None:
             self._recording.add(op, kept)
         else:
@@ -97,7 +97,7 @@ class Recording:
         self._arena = _Arena()
         self.kept.append(self._arena)
 
-    def add(self, op: Op, kept: tuple[Tensor | None, ...]) -> None:
+    def add(self, op: Op, kept: tuple[object, ...]) -> None:
         self.ops.append(op)
         self.kept.extend(kept)
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from kernels.batch import ForwardBatch
 from kernels.blocks import argmax, block_maxima
 from kernels.cpu.attention import SHORT, AttentionPlan, AttentionPlanner, paged_attention
+from kernels.cpu.experts import CpuExperts
 from kernels.cpu.host import has_tiles, host_memory, usable_cores
 from kernels.cpu.linear import CpuLinear, TiedLinear, bf16_is_fast
 from kernels.cpu.narrow_cache import NarrowPages, NarrowPlan
@@ -31,7 +32,7 @@ from kernels.cpu.operators import Native
 from kernels.cpu.program import Program
 from kernels.cpu.quantized import CpuBlocksLinear, CpuGroupedLinear, CpuInt8Linear
 from kernels.cpu.recording import NotNative
-from kernels.layers.experts import ExpertWeights
+from kernels.layers.experts import ExpertsInTurn, ExpertWeights
 from kernels.platforms.base import Memory, Platform, PlatformError
 from kernels.platforms.operators import Linear, Lookup, Norm
 from kernels.platforms.prepared import Decodes, HostPass, Likeliest
@@ -241,7 +242,20 @@ class CpuPlatform(Platform):
     def make_experts(
         self, router: Tensor, bias: Tensor | None, experts: Sequence[ExpertWeights], chosen: int, normalized: bool
     ) -> Linear:
-        return self.chain(lambda x: x, super().make_experts(router, bias, experts, chosen, normalized))
+        linears = [
+            (
+                self.make_projection(expert.gate_up, expert.gate_up_bias),
+                self.make_projection(expert.down, expert.down_bias),
+            )
+            for expert in experts
+        ]
+        in_turn = ExpertsInTurn(
+            self.make_linear(router, bias), [(self._gated(up), down) for up, down in linears], chosen, normalized
+        )
+        return CpuExperts(in_turn, linears, lambda: self._native, self._tell_in_turn)
+
+    def _tell_in_turn(self) -> None:
+        self._tell("experts are run one by one by torch's operators: decodes are no program")
 
     def settle(self, x: Tensor) -> Tensor:
         native = self._native_for(x.dtype, Native.fits_settle(x))
@@ -256,8 +270,9 @@ class CpuPlatform(Platform):
         return run
 
     def make_gated_projection(self, weight: Projection, bias: Tensor | None) -> Linear:
-        linear = self.make_projection(weight, bias)
+        return self._gated(self.make_projection(weight, bias))
 
+    def _gated(self, linear: Linear) -> Linear:
         def gated(x: Tensor) -> Tensor:
             out = linear.gated(x) if isinstance(linear, (CpuLinear, CpuInt8Linear)) else None
             return self.silu_and_mul(linear(x)) if out is None else out

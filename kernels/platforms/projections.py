@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
@@ -17,9 +18,20 @@ from kernels.platforms.operators import Linear, Lookup
 from kernels.quantization.tokens import clip_tokens, settle_tokens
 from kernels.quantization.weights import GroupedWeight, Projection, QuantizedWeight
 
-__all__ = ["Projections"]
+__all__ = ["Projections", "Settled"]
 
 _log = logging.getLogger("troupe.kernels")
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A linear layer whose tokens are rounded to 8 bits, and brought back to floats, by ``settle`` first."""
+
+    linear: Linear
+    settle: Linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.linear(self.settle(x))
 
 
 class Projections(ABC):
@@ -105,8 +117,7 @@ class Projections(ABC):
                 "to floats: no device has a kernel for both",
                 weight.bits,
             )
-            narrow_linear = self.make_quantized(dataclasses.replace(weight, activation=None), bias)
-            return lambda x: narrow_linear(self.settle(x))
+            return Settled(self.make_quantized(dataclasses.replace(weight, activation=None), bias), self.settle)
         return self.make_quantized(weight, bias)
 
     def settle(self, x: Tensor) -> Tensor:

@@ -1,12 +1,13 @@
 """What the CPU platform takes for a step, in process, without a server.
 
-    python -m tests.bench cpu [--models tiny understudy 0.6b] [--against CHECKOUT] [--rounds 5]
+    python -m tests.bench cpu [--models tiny understudy 0.6b moe] [--against CHECKOUT] [--rounds 5]
 
 Milliseconds of a decode step at 1, 8 and 32 rows (contexts of 128 tokens and longer), prompt tokens a second of
 prefill chunks, and the bytes of weights that a decode step reads a second, beside what this machine's memory gives in
-the same run to one thread and to all. ``tiny`` and ``0.6b`` are Qwen3 shapes with made-up weights; ``understudy`` is
-the model in the box. ``--against``: another checkout of Troupe, measured in turns with this one; the ratio is old time
-over new. ``--clock cpu`` counts processor time of all threads, which neighbours on a shared machine disturb less.
+the same run to one thread and to all. ``tiny`` and ``0.6b`` are Qwen3 shapes with made-up weights, ``moe`` is one of
+Qwen3-MoE whose tokens take 4 of 32 experts; ``understudy`` is the model in the box. ``--against``: another checkout of
+Troupe, measured in turns with this one; the ratio is old time over new. ``--clock cpu`` counts processor time of all
+threads, which neighbours on a shared machine disturb less.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-__all__ = ["main"]
+__all__ = ["SHAPES", "described", "main"]
 
 ROOT = Path(__file__).resolve().parents[2]
 DECODES = (1, 8, 32)
@@ -49,7 +50,35 @@ SHAPES: dict[str, dict[str, int]] = {
         "intermediate_size": 3072,
         "vocab_size": 151936,
     },
+    "moe": {
+        "hidden_size": 768,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "intermediate_size": 2048,
+        "vocab_size": 8192,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 384,
+    },
 }
+
+
+def described(shape: str) -> dict[str, Any]:
+    """The config.json of one of ``SHAPES``."""
+    sizes = SHAPES[shape]
+    sparse = "num_experts" in sizes
+    return sizes | {
+        "architectures": ["Qwen3MoeForCausalLM" if sparse else "Qwen3ForCausalLM"],
+        "model_type": "qwen3_moe" if sparse else "qwen3",
+        "norm_topk_prob": True,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "torch_dtype": "bfloat16",
+    }
 
 
 class _Steps:
@@ -158,17 +187,8 @@ def _models(names: list[str], directory: Path) -> list[tuple[str, str, str]]:
         if name not in SHAPES:
             found.append((name, str(ROOT / "app" / "understudy" / "model"), "auto"))
             continue
-        config = SHAPES[name] | {
-            "architectures": ["Qwen3ForCausalLM"],
-            "model_type": "qwen3",
-            "tie_word_embeddings": True,
-            "max_position_embeddings": 40960,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 1000000.0,
-            "torch_dtype": "bfloat16",
-        }
         (directory / name).mkdir()
-        (directory / name / "config.json").write_text(json.dumps(config))
+        (directory / name / "config.json").write_text(json.dumps(described(name)))
         found.append((name, str(directory / name), "dummy"))
     return found
 
@@ -186,13 +206,15 @@ def _measure(name: str, path: str, load_format: str, arguments: argparse.Namespa
             for side in (range(len(sides)), reversed(range(len(sides))))[turn % 2]:
                 times[side].append(sides[side].ask(what, size, arguments.steps))
         new = statistics.median(times[0])
-        rate = sides[0].weight_bytes / new / 1e6 if what == "decode" else size / new * 1e3
+        sparse = "num_experts" in SHAPES.get(name, {})  # a step reads some of its weights
+        by_bytes = what == "decode" and not sparse
+        rate = sides[0].weight_bytes / new / 1e6 if by_bytes else size / new * 1e3
         ratios = [old / now for now, old in zip(times[0], times[-1], strict=True)]
         against = f" {statistics.median(times[1]):.2f} | {statistics.median(ratios):.2f} |" if len(sides) > 1 else ""
-        unit = "GB/s" if what == "decode" else "tokens/s"
-        if what == "decode" and sides[0].weight_bytes > _CACHED:
+        unit = "GB/s" if by_bytes else "tokens/s"
+        if by_bytes and sides[0].weight_bytes > _CACHED:
             unit += f", {1e11 * rate / memory:.0f} % of memory's"
-        print(f"| {name} | {what} {size} | {new:.2f} | {rate:.{1 if what == 'decode' else 0}f} {unit} |{against}")
+        print(f"| {name} | {what} {size} | {new:.2f} | {rate:.{1 if by_bytes else 0}f} {unit} |{against}")
     for side in sides:
         side.close()
 

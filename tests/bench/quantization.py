@@ -39,7 +39,7 @@ from app.understudy.corpus import documents
 from app.understudy.evaluate import CAPITALS, LIMIT
 from app.understudy.examination import questions
 from tests.bench._checkpoints import CHECKPOINTS, limit_of, made_up_gguf, write
-from tests.bench.cpu import SHAPES
+from tests.bench.cpu import SHAPES, described
 
 __all__ = ["main"]
 
@@ -284,15 +284,7 @@ def _model(shape: str, scheme: str, directory: Path) -> tuple[str, str]:
         return str(MODEL_DIR), "auto"
     config = LLAMA_8B
     if shape in SHAPES:
-        config = SHAPES[shape] | {
-            "architectures": ["Qwen3ForCausalLM"],
-            "model_type": "qwen3",
-            "tie_word_embeddings": True,
-            "max_position_embeddings": 40960,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 1000000.0,
-            "torch_dtype": "bfloat16",
-        }
+        config = described(shape)
     if scheme in FILES:
         return str(made_up_gguf(config, FILES[scheme], directory / f"{shape}-{scheme}.gguf")), "auto"
     if scheme in MADE_UP:

@@ -372,12 +372,16 @@ inline void unpack_blocks(const uint8_t* weight, int64_t output, int64_t inputs,
     });
 }
 
-inline void multiply(Team& team, BlockProduct p) {
+inline int64_t divide(BlockProduct& p, int threads) {
     const int64_t most = std::max<int64_t>(256, (1 << 19) / p.inputs() / WIDE * WIDE);
     const int64_t panels = (p.rows + most - 1) / most, all = blocks(p.outputs);
     p.panel = ((p.rows + panels - 1) / panels + WIDE - 1) / WIDE * WIDE;
-    p.chunk = std::max<int64_t>(1, std::min(all / (4 * team.size()), 1 + (1 << 17) / (WIDE * p.inputs())));
-    const int64_t chunks = panels * ((all + p.chunk - 1) / p.chunk);
+    p.chunk = std::max<int64_t>(1, std::min(all / (4 * threads), 1 + (1 << 17) / (WIDE * p.inputs())));
+    return panels * ((all + p.chunk - 1) / p.chunk);
+}
+
+inline void multiply(Team& team, BlockProduct p) {
+    const int64_t chunks = divide(p, team.size());
     with_planes(p.layout(), [&]<int LOW, int HIGH>() { team.each(chunks, multiply_blocks_chunk<LOW, HIGH>, &p); });
 }
 

@@ -221,13 +221,22 @@ inline void multiply_grouped_chunk(void* context, int64_t chunk, int) {
     }
 }
 
+// A token's inputs as the weight has them -> to [inputs]
+inline void order_inputs(const Grouped& p, int64_t row, bf16* to) {
+    const bf16* x = reinterpret_cast<const bf16*>(p.x + row * p.stride_x);
+    for (int64_t i = 0; i < p.inputs(); i++) to[i] = x[p.order[i]];
+}
+
 inline void order_chunk(void* context, int64_t chunk, int) {
     const Grouped& p = *static_cast<const Grouped*>(context);
-    const int64_t inputs = p.inputs();
-    for (int64_t row = 8 * chunk; row < std::min(p.rows, 8 * chunk + 8); row++) {
-        const bf16* x = reinterpret_cast<const bf16*>(p.x + row * p.stride_x);
-        for (int64_t i = 0; i < inputs; i++) (*p.ordered)[row * inputs + i] = x[p.order[i]];
-    }
+    for (int64_t row = 8 * chunk; row < std::min(p.rows, 8 * chunk + 8); row++)
+        order_inputs(p, row, p.ordered->data() + row * p.inputs());
+}
+
+inline int64_t divide(Grouped& p, int threads) {
+    const int64_t all = blocks(p.outputs), panels = (p.rows + PANEL - 1) / PANEL;
+    p.chunk = std::max<int64_t>(1, std::min(all / (4 * threads), 1 + (1 << 17) / (WIDE * p.inputs())));
+    return panels * ((all + p.chunk - 1) / p.chunk);
 }
 
 inline void multiply(Team& team, Grouped p) {
@@ -236,9 +245,7 @@ inline void multiply(Team& team, Grouped p) {
         team.each((p.rows + 7) / 8, order_chunk, &p);
         p.x = reinterpret_cast<const char*>(p.ordered->data()), p.stride_x = p.inputs() * sizeof(bf16);
     }
-    const int64_t all = blocks(p.outputs), panels = (p.rows + PANEL - 1) / PANEL;
-    p.chunk = std::max<int64_t>(1, std::min(all / (4 * team.size()), 1 + (1 << 17) / (WIDE * p.inputs())));
-    team.each(panels * ((all + p.chunk - 1) / p.chunk), multiply_grouped_chunk, &p);
+    team.each(divide(p, team.size()), multiply_grouped_chunk, &p);
 }
 
 }  // namespace troupe

@@ -330,15 +330,20 @@ void multiply_panels(void* context, int64_t, int thread) {
     }
 }
 
+// Chunks of a product of few rows: each is worth its claim, yet there are enough to share: at least 64 kB of weight.
+inline int64_t divide(Operands& p, int threads) {
+    const int64_t all = blocks(p.wide());
+    p.chunk = std::max<int64_t>(1, std::min(all / (4 * threads), 1 + (1 << 17) / (LINES * p.lines)));
+    return (all + p.chunk - 1) / p.chunk;
+}
+
 template <class P>
 void multiply_all(Team& team, P p) {
-    const int64_t all = blocks(p.wide());
     if (p.rows < FEW) {
-        // A chunk is worth its claim, yet there are enough to share: at least 64 kB of weight.
-        p.chunk = std::max<int64_t>(1, std::min(all / (4 * team.size()), 1 + (1 << 17) / (LINES * p.lines)));
-        team.each((all + p.chunk - 1) / p.chunk, multiply_few<P>, &p);
+        team.each(divide(p, team.size()), multiply_few<P>, &p);
         return;
     }
+    const int64_t all = blocks(p.wide());
     // What is more than the second cache holds comes back from memory, and need not be read before it is written.
     p.past = p.rows * p.wide() > 1 << 20 && p.stride_out % WIDE == 0 && reinterpret_cast<uintptr_t>(p.out) % LINE == 0;
     // Three blocks of rows at least, of which panels that are as long as one another have two: what is pending of one

@@ -3,16 +3,17 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <cfloat>
 #include <cmath>
 
 #include "attention.h"
 #include "blocks.h"
+#include "experts.h"
 #include "grouped.h"
 #include "matrix.h"
 #include "narrow.h"
 #include "prefill.h"
 #include "program.h"
+#include "rows.h"
 #include "team.h"
 #include "whole.h"
 
@@ -27,6 +28,7 @@ struct Engine {
     Scratch<bf16> laid_out;
     Tokens8 tokens;
     std::vector<bf16> ordered;
+    Experts experts;
 };
 
 struct Rows {
@@ -157,29 +159,11 @@ void write(const Op& op, const Step& step, int64_t row) {
 }
 
 void settle(const Op& op, const Step&, int64_t row) {
-    const bf16* x = at<bf16>(op.a, row, op.stride_a);
-    bf16* out = at<bf16>(op.out, row, op.stride_out);
-    __m512i bits = _mm512_setzero_si512();  // of absolute values: a NaN's are more than infinity's
-    for (int64_t i = 0; i < op.i0; i += 16)
-        bits = _mm512_max_epu32(bits, _mm512_castps_si512(_mm512_abs_ps(load(x + i))));
-    const uint32_t most = _mm512_reduce_max_epu32(bits);
-    float scale;
-    std::memcpy(&scale, &most, sizeof scale);
-    scale /= 127.0f;
-    if (scale < FLT_MIN) scale = FLT_MIN;
-    const __m512 wide = _mm512_set1_ps(scale);
-    for (int64_t i = 0; i < op.i0; i += 16) {
-        const __m512 share = _mm512_div_ps(load(x + i), wide);
-        const __m512 whole = _mm512_roundscale_ps(share, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-        store(out + i, _mm512_mul_ps(whole, wide));
-    }
+    settle_row(at<bf16>(op.a, row, op.stride_a), at<bf16>(op.out, row, op.stride_out), op.i0);
 }
 
 void silu_and_mul(const Op& op, const Step&, int64_t row) {
-    const bf16* gate = at<bf16>(op.a, row, op.stride_a);
-    bf16* out = at<bf16>(op.out, row, op.stride_out);
-    for (int64_t i = 0; i < op.i0; i += 16)
-        store(out + i, _mm512_mul_ps(silu(load(gate + i)), load(gate + op.i0 + i)));
+    silu_row(at<bf16>(op.a, row, op.stride_a), at<bf16>(op.out, row, op.stride_out), op.i0);
 }
 
 void add(const Op& op, const Step&, int64_t row) {
@@ -236,6 +220,7 @@ void run(Engine& engine, const Op& op, const Step& step) {
             return multiply(engine.team, Grouped{{operands(engine, op, step, sizeof(bf16))},
                                                  reinterpret_cast<const int64_t*>(op.i4), &engine.ordered, op.i2, op.i3});
         case BLOCKS: return multiply(engine.team, BlockProduct{{operands(engine, op, step, sizeof(bf16))}});
+        case EXPERTS: return run_experts({engine.team, engine.panels, engine.experts, op, step});
         case WIDEN: return widen_pages(engine.team, op, step);
         case ATTENTION: return attention(engine.team, engine.scores, op, step);
         case PREFILL: return prefill(engine.team, engine.spaces, engine.laid_out, op, step.rows);

@@ -5,7 +5,7 @@
 namespace troupe {
 
 enum Kind : int64_t { EMBED, ANGLES, NORM, LINEAR, ROTARY, WRITE, ATTENTION, SILU, PREFILL, GREEDY, ADD, LINEAR8, GROUPED, BLOCKS,
-                      WRITE_NARROW, WIDEN, SETTLE, PLACE };
+                      WRITE_NARROW, WIDEN, SETTLE, PLACE, EXPERTS };
 
 // Tensors are bf16 unless said otherwise, row-major, their rows (tokens) `stride` elements apart.
 //   EMBED      a table [vocab, i0] -> out; i1: whether it is packed as the weight of a LINEAR
@@ -29,6 +29,8 @@ enum Kind : int64_t { EMBED, ANGLES, NORM, LINEAR, ROTARY, WRITE, ATTENTION, SIL
 //   SILU       a gate | up [rows, 2 * i0] -> out [rows, i0]
 //   PREFILL    as ATTENTION for the rows of one request, which stand from position stride_b on; c its pages int32
 //   ADD        a x, b y or null -> out = x + y; i0 elements of a row
+//   EXPERTS    a x, b logits of a router, c Expert[i1] (experts.h) -> out; i0 elements of a row, i2 experts that a row takes, i3
+//              inner dimension, i4: whether their weights add up to one
 //   GREEDY     a logits [rows, i0] -> out int64 [rows] the likeliest ids, b bool [rows]: a NaN, +inf or nothing but -inf
 struct Op {
     int64_t kind;

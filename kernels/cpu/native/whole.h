@@ -25,6 +25,11 @@ inline void pack8(const int8_t* weight, const float* scales, const int32_t* corr
 struct Tokens8 {
     std::vector<int8_t> values;
     std::vector<float> scales;
+
+    void reserve(int64_t rows, int64_t inputs) {
+        if (static_cast<int64_t>(values.size()) < rows * inputs) values.resize(rows * inputs);
+        if (static_cast<int64_t>(scales.size()) < rows) scales.resize(rows);
+    }
 };
 
 struct Product8 : Operands {
@@ -33,6 +38,7 @@ struct Product8 : Operands {
     Tokens8* tokens;
     float scale;  // of every token; 0: each token's own
     int64_t offset;
+    int64_t first = 0;  // of its tokens among `tokens`
     using Sum = int32_t;
 
     int64_t inputs() const { return lines * LINE; }
@@ -54,7 +60,7 @@ struct Product8 : Operands {
         __m512 bias[2], scales[2];
         __m512i correction[2];
 
-        Rounded(const Product8& p, int64_t output) : of_tokens(p.tokens->scales.data()) {
+        Rounded(const Product8& p, int64_t output) : of_tokens(p.tokens->scales.data() + p.first) {
             for (int64_t half = 0; half < 2; half++) {
                 const int64_t at = output + half * TILE, left = std::max<int64_t>(0, p.outputs - at);
                 const __mmask16 mask = left >= TILE ? 0xffff : static_cast<__mmask16>((1 << left) - 1);
@@ -86,13 +92,13 @@ inline void round_token(const Product8& p, int64_t row) {
     const float scale = p.scale == 0 ? std::max(most / 127.0f, 1.17549435e-38f) : p.scale;
     const __m512 by = _mm512_set1_ps(scale), far = _mm512_set1_ps(1e9f), below = _mm512_set1_ps(-1e9f);
     const __m512i offset = _mm512_set1_epi32(static_cast<int>(p.offset));
-    int8_t* out = p.tokens->values.data() + row * inputs;
+    int8_t* out = p.tokens->values.data() + (p.first + row) * inputs;
     for (int64_t i = 0; i < inputs; i += 16) {
         const __m512 value = _mm512_max_ps(_mm512_min_ps(_mm512_div_ps(load(x + i), by), far), below);
         const __m512i whole = _mm512_add_epi32(_mm512_cvtps_epi32(value), offset);
         _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), _mm512_cvtsepi32_epi8(whole));
     }
-    p.tokens->scales[row] = std::isfinite(most) ? scale : most;
+    p.tokens->scales[p.first + row] = std::isfinite(most) ? scale : most;
 }
 
 inline void round_chunk(void* context, int64_t chunk, int) {
@@ -101,8 +107,7 @@ inline void round_chunk(void* context, int64_t chunk, int) {
 }
 
 inline void multiply(Team& team, Product8 p) {
-    if (static_cast<int64_t>(p.tokens->values.size()) < p.rows * p.inputs()) p.tokens->values.resize(p.rows * p.inputs());
-    if (static_cast<int64_t>(p.tokens->scales.size()) < p.rows) p.tokens->scales.resize(p.rows);
+    p.tokens->reserve(p.rows, p.inputs());
     team.each((p.rows + 7) / 8, round_chunk, &p);
     p.x = reinterpret_cast<const char*>(p.tokens->values.data()), p.stride_x = p.inputs();
     multiply_all(team, p);

@@ -1,0 +1,73 @@
+"""Layers of experts on the CPU: one native operator, where there are native products with all weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from kernels.cpu.linear import CpuLinear
+from kernels.cpu.native_experts import ExpertProduct, ExpertTable
+from kernels.cpu.operators import Native
+from kernels.cpu.quantized import CpuBlocksLinear, CpuGroupedLinear, CpuInt8Linear
+from kernels.cpu.recording import NotNative
+from kernels.layers.experts import ExpertsInTurn
+from kernels.platforms.operators import Linear
+from kernels.platforms.projections import Settled
+
+__all__ = ["CpuExperts"]
+
+_NATIVE = (CpuLinear, CpuInt8Linear, CpuGroupedLinear, CpuBlocksLinear)
+
+
+class CpuExperts:
+    """[tokens, hidden] -> [tokens, hidden]. ``linears``: (gate and up, down) of each expert, as linear layers;
+    ``in_turn``: the same layer, experts one by one. ``native``: the operators, once they are there. ``tell``: called
+    once when only ``in_turn`` can run it.
+    """
+
+    def __init__(
+        self,
+        in_turn: ExpertsInTurn,
+        linears: Sequence[tuple[Linear, Linear]],
+        native: Callable[[], Native | None],
+        tell: Callable[[], None],
+    ) -> None:
+        self.in_turn = in_turn
+        self._linears = tuple(linears)
+        self._native = native
+        self._tell = tell
+        self._table: ExpertTable | None = None
+        self._told = False
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Raises NotNative while operators are recorded, if there is none for this layer."""
+        native, layer = self._native(), self.in_turn
+        fits = native is not None and Native.fits_experts(x)
+        if fits and self._table is None:
+            self._table = self._tabled()
+        if native is not None and fits and self._table is not None:
+            return native.experts(x, layer.router(x), self._table, layer.chosen, layer.normalized)
+        if native is not None and native.recording:
+            raise NotNative("a layer of experts")
+        if not self._told:
+            self._told = True
+            self._tell()
+        return layer(x)
+
+    def _tabled(self) -> ExpertTable | None:
+        found: list[tuple[ExpertProduct, ExpertProduct]] = []
+        for up, down in self._linears:
+            first, second = _product(up, True), _product(down, False)
+            if first is None or second is None:
+                return None
+            found.append((first, second))
+        return ExpertTable(found)
+
+
+def _product(linear: Linear, gated: bool) -> ExpertProduct | None:
+    if isinstance(linear, Settled):
+        found = _product(linear.linear, gated)
+        return None if found is None else dataclasses.replace(found, settled=True)
+    return linear.product(gated) if isinstance(linear, _NATIVE) else None

@@ -1,0 +1,32 @@
+// Rows of numbers, one by one.
+#pragma once
+#include <cfloat>
+
+#include "vectors.h"
+
+namespace troupe {
+
+// Round to whole shares of the row's largest over 127; `x` may be `out`.
+inline void settle_row(const bf16* x, bf16* out, int64_t size) {
+    __m512i bits = _mm512_setzero_si512();  // of absolute values: a NaN's are more than infinity's
+    for (int64_t i = 0; i < size; i += 16)
+        bits = _mm512_max_epu32(bits, _mm512_castps_si512(_mm512_abs_ps(load(x + i))));
+    const uint32_t most = _mm512_reduce_max_epu32(bits);
+    float scale;
+    std::memcpy(&scale, &most, sizeof scale);
+    scale /= 127.0f;
+    if (scale < FLT_MIN) scale = FLT_MIN;
+    const __m512 wide = _mm512_set1_ps(scale);
+    for (int64_t i = 0; i < size; i += 16) {
+        const __m512 share = _mm512_div_ps(load(x + i), wide);
+        const __m512 whole = _mm512_roundscale_ps(share, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        store(out + i, _mm512_mul_ps(whole, wide));
+    }
+}
+
+// silu(gate) * other of gates and `size` others after them.
+inline void silu_row(const bf16* gate, bf16* out, int64_t size) {
+    for (int64_t i = 0; i < size; i += 16) store(out + i, _mm512_mul_ps(silu(load(gate + i)), load(gate + size + i)));
+}
+
+}  // namespace troupe

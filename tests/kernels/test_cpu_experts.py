@@ -1,0 +1,164 @@
+"""Layers of experts by the CPU's native operator, beside experts one by one by torch's."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+
+import pytest
+import torch
+
+from kernels.cpu.host import has_tiles
+from kernels.cpu.native import library
+from kernels.layers.experts import ExpertWeights
+from kernels.platforms.cpu import CpuPlatform
+from kernels.quantization.gguf_weight import BlockRows, GgufWeight
+from kernels.quantization.weights import GroupedWeight, quantize_int8
+
+pytestmark = [
+    pytest.mark.skipif(not has_tiles(), reason="the processor has no AMX"),
+    pytest.mark.skipif(not any(map(shutil.which, library.COMPILERS)), reason="no C++ compiler"),
+]
+
+HIDDEN, INNER, COUNT, CHOSEN = 256, 64, 9, 3
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    library.build()
+
+
+@pytest.fixture
+def platform():
+    platform = CpuPlatform(2)
+    platform.dtype("bfloat16", None)
+    return platform
+
+
+def grouped(weight, bits=4, **more):
+    outputs, inputs = weight.shape
+    generator = torch.Generator().manual_seed(outputs)
+    values = torch.randint(0, 256, (outputs, inputs * bits // 8), dtype=torch.uint8, generator=generator)
+    scales = torch.rand(outputs, inputs // 32, generator=generator) / (1 << bits) / inputs**0.5
+    return GroupedWeight(values, 4 * scales, None, 32, bits, **more)
+
+
+def shuffled(weight):
+    return grouped(weight, order=torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(3)))
+
+
+def blocks(weight):
+    from gguf import constants, quants
+
+    from kernels.gguf.blocks import KINDS
+
+    kinds = ("Q4_K", "Q5_1") if weight.shape[1] % 256 == 0 else ("Q4_1",)  # of which pieces may differ
+    pieces = []
+    for kind, part in zip(kinds, weight.float().chunk(len(kinds)), strict=True):
+        number = constants.GGMLQuantizationType[kind]
+        if kind == "Q4_K":
+            data = torch.randint(0, 48, (len(part), part.shape[1] // 256 * 144), dtype=torch.uint8)
+        else:
+            data = torch.from_numpy(quants.quantize(part.numpy(), number))
+        pieces.append(BlockRows(KINDS[number], data.view(len(part), -1, KINDS[number].size)))
+    return GgufWeight(tuple(pieces))
+
+
+KINDS = {
+    "floats": lambda weight: weight,
+    "int8": quantize_int8,
+    "4 bits": grouped,
+    "8 bits": lambda weight: grouped(weight, 8),
+    "act-order": shuffled,
+    "4 by 8": lambda weight: grouped(weight, activation="dynamic"),
+    "blocks": blocks,
+    "mixed": None,
+}
+
+
+def layer_of(platform, kind, normalized=True, biased=False):
+    generator = torch.Generator().manual_seed(7)
+
+    def random(*shape):
+        return (torch.randn(*shape, generator=generator) / shape[-1] ** 0.5).to(BF16)
+
+    experts = []
+    for number in range(COUNT):
+        form = KINDS[kind] or list(KINDS.values())[number % (len(KINDS) - 1)]
+        biases = (random(2 * INNER), random(HIDDEN)) if biased else (None, None)
+        experts.append(
+            ExpertWeights(form(random(2 * INNER, HIDDEN)), biases[0], form(random(HIDDEN, INNER)), biases[1])
+        )
+    return platform.make_experts(random(COUNT, HIDDEN), None, experts, CHOSEN, normalized)
+
+
+def tokens_of(layer, count):
+    """Tokens whose experts no rounding of their logits leaves open."""
+    x = torch.randn(2 * count + 4, HIDDEN, generator=torch.Generator().manual_seed(count)).to(BF16)
+    logits = layer.in_turn.router(x).sort(-1, descending=True).values
+    return x[logits[:, CHOSEN - 1] != logits[:, CHOSEN]][:count]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_operator_gives_what_experts_one_by_one_give(kind, platform, monkeypatch):
+    layer = layer_of(platform, kind, normalized=kind != "int8", biased=kind in ("floats", "4 bits"))
+    for count in (1, 5, 40, 500):
+        x = tokens_of(layer, count)
+        found, expected = layer(x), layer.in_turn(x)
+        assert (found - expected).float().norm() < 2e-3 * expected.float().norm()
+        part = slice(0, min(3, count))
+        assert torch.equal(layer(x[part]), found[part])  # whatever the tokens beside it
+    monkeypatch.setattr(layer, "in_turn", None)
+    with pytest.raises(AttributeError):  # of the router: nothing else is taken from it
+        layer(x)
+
+
+def test_a_token_that_is_not_finite_leaves_the_others_alone(platform):
+    layer = layer_of(platform, "floats")
+    x = tokens_of(layer, 6)
+    expected = layer(x)
+    for wrong in (float("nan"), float("inf")):
+        broken = x.clone()
+        broken[2, 5] = wrong
+        found = layer(broken)
+        assert not found[2].isfinite().all()
+        assert torch.equal(found[[0, 1, 3, 4, 5]], expected[[0, 1, 3, 4, 5]])
+
+
+def test_of_experts_that_are_as_likely_the_first_are_taken(platform):
+    layer = layer_of(platform, "floats")
+    logits = torch.tensor([[0.0, 2.0, 2.0, 1.0, 1.0, -9.0, float("-inf"), 1.0, 1.0]], dtype=BF16)
+    layer.in_turn.router = lambda x: logits.expand(len(x), -1).contiguous()
+    x = torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(1)).to(BF16)
+    found = layer(x)
+    shares = logits.float().softmax(-1)[0, [1, 2, 3]]
+    expected = sum(
+        down(up(x)).float() * share
+        for (up, down), share in zip(layer.in_turn.experts[1:4], shares / shares.sum(), strict=True)
+    )
+    torch.testing.assert_close(found.float(), expected, atol=1e-2, rtol=1e-2)
+
+
+def test_a_model_of_experts_decodes_by_a_program(reference, drive, prompts, caplog, monkeypatch):
+    texts = prompts(40, 11)
+
+    def run(**options):
+        driver = drive(reference("parallel-moe").path, **{"dtype": "bfloat16"} | options)
+        for slot, text in enumerate(texts, start=1):
+            driver.admit(slot, text)
+        assert not driver.step([(slot, len(text)) for slot, text in enumerate(texts, start=1)]).failed
+        for _ in range(20):
+            assert not driver.step([(slot, 1) for slot in range(1, len(texts) + 1)]).failed
+        return driver
+
+    with caplog.at_level(logging.WARNING, "troupe.kernels"):
+        programs = run()
+        assert programs.info.graph_rows
+        assert not caplog.records
+        run(dtype="float32")
+    assert sum("experts are run one by one" in record.message for record in caplog.records) == 1
+    monkeypatch.setattr(CpuPlatform, "_record", lambda *arguments: None)
+    alone = run()
+    assert not alone.info.graph_rows
+    assert alone.tokens == programs.tokens
