@@ -97,7 +97,8 @@ class Guessing:
             if sequence.track is not None and accepted[row]:
                 steps.judged(sequence.track, int(accepted[row]) - 1, int(depths[row]))
         if flight.counts[-1] == 1 and len(flight.samples) == flight.decodes:
-            steps.timed(flight.adapted, int(depths.max()), int(drafted.sum()), result.timing.whole)
+            right = int((accepted - 1).clip(min=0)[depths > 0].sum())
+            steps.timed(flight.adapted, int(depths.max()), int(drafted.sum()), result.timing.whole, right)
 
 
 def wants(sequence: Sequence, info: ModelInfo) -> int:

@@ -3,14 +3,14 @@
 A step of a batch costs ``plain + per_level * levels + per_node * nodes`` seconds: what a step without guesses costs at
 that batch size, each pass of the draft, and each guess that is verified. A request's k-th guess is accepted with a
 probability that is learnt as it goes. The plan of a step is the one that promises the most tokens a second, and plain
-decoding where none promises more. Rows that do not guess are probed now and then, so seldom that it hardly costs.
+decoding where none promises more. Rows that do not guess are probed now and then: of each request twice as seldom
+after every probe that changed nothing, and of all never more than a small share of the time pays for.
 
 Pure: no clock, no torch. One plan is made for all ranks of a model, for measured times differ between them.
 """
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Annotated
@@ -26,17 +26,23 @@ PRIOR = 0.6
 LEAST_GAIN = 1.02
 """Guessing must promise this much over plain decoding: promises are noisy, and plain decoding keeps its word."""
 PROBING = 0.005
-"""Share of the time that probes may take."""
+"""Share of the time that guessing may lose by probes."""
+DEBT = 4.0
+"""Plain steps of time that may be lost and not yet made up for; as many are lent to begin with."""
 REFRESH = 32
 """Steps with guesses between two without, which tell what a plain one costs now."""
-RETHINK = 16
-"""Steps after which a batch that does not guess is thought over, though nothing was learnt of its requests."""
+SOONEST = 8
+"""Steps between two probes of a request, at first; in between a batch that does not guess is not thought over."""
+LATEST = 256
+"""The same at last. All are powers of two, so that requests are probed in the same steps."""
+FORLORN = 0.1
+"""A first guess's chance at which a request is probed ever more seldom even while there is time to lose."""
 STREAK = 4
-"""Probes in a row after one that was accepted."""
+"""Probes in a row after one that was accepted, while there is time to lose."""
 TRIALS = 3
 """Steps with guesses whose cost is believed, whatever it is."""
-OUTLIER = 4.0
-"""Times of what was expected above which a step's seconds say something about the machine, not about the step."""
+SURPRISE = 0.3
+"""Share of what was expected by which a step's seconds are believed to be more or less: others use the machine, too."""
 
 Reals = npt.NDArray[np.float64]
 
@@ -46,7 +52,7 @@ class AdaptiveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``candidate_steps``: how many levels may be drafted, empty for any; none at all is always possible. ``ema_alpha``:
     the weight of a new outcome. ``warmup_batches``: steps without guesses that a batch size begins with, to learn their
-    cost. ``zero_step_probe_interval``: steps between probes of rows that do not guess; 0: by what a probe costs.
+    cost. ``zero_step_probe_interval``: steps between probes of rows that do not guess; 0: by what probes cost and find.
     """
 
     candidate_steps: tuple[Annotated[int, msgspec.Meta(ge=0, le=63)], ...] = ()
@@ -58,11 +64,12 @@ class AdaptiveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Track:
     """What is known of one request. ``hits`` [levels]: chances of each guess, given that those before it were right."""
 
-    __slots__ = ("eager", "hits")
+    __slots__ = ("eager", "hits", "interval")
 
-    def __init__(self, hits: Reals) -> None:
+    def __init__(self, hits: Reals, interval: int) -> None:
         self.hits = hits
         self.eager = 0  # probes to make at once
+        self.interval = interval  # steps between others
 
 
 class _Cost:
@@ -84,17 +91,23 @@ class _Cost:
             if self.seen <= TRIALS and not self.guesses:  # what runs for the first time is slow
                 self.plain = min(seconds, self.plain or seconds)
                 self.per_level, self.per_node = 0.1 * self.plain, 0.03 * self.plain
-            self.plain += (min(seconds, OUTLIER * self.plain) - self.plain) * 2 * weight
+            self.plain += _bounded(seconds - self.plain, SURPRISE * self.plain) * 2 * weight
         elif self.seen:
             self.guesses += 1
             self.deepest = max(self.deepest, levels)
-            expected = self.plain + self.per_level * levels + self.per_node * nodes
+            expected = self.expected(levels, nodes)
+            error = seconds - expected
             if self.guesses > TRIALS:
-                seconds = min(seconds, OUTLIER * expected)
-            error = (seconds - expected) * max(2 * weight, 1 / self.guesses) / (levels**2 + nodes**2)
+                error = 2 * weight * _bounded(error, SURPRISE * expected)
+            elif error > 0:  # of the first few the quickest is believed most
+                error /= self.guesses
+            error /= levels**2 + nodes**2
             # Normalized least mean squares: what cannot be told apart is blamed by its share.
             self.per_level = max(0.0, self.per_level + error * levels)
             self.per_node = max(0.0, self.per_node + error * nodes)
+
+    def expected(self, levels: int, nodes: int) -> float:
+        return self.plain + self.per_level * levels + self.per_node * nodes
 
 
 class AdaptiveSteps:
@@ -111,11 +124,13 @@ class AdaptiveSteps:
         self._steps = 0
         self._guessing = 0  # steps with guesses since the last without
         self._idle: _Cost | None = None  # where no row guessed, and nothing was learnt of any since
+        self._interval = SOONEST  # a new request's
+        self._credit = DEBT  # plain steps of time that may be lost
 
     def track(self) -> Track:
         """A new request: it is expected to do as others did."""
         self._idle = None
-        return Track(self._prior.copy())
+        return Track(self._prior.copy(), self._interval)
 
     def choose(self, tracks: Sequence[Track]) -> list[int]:
         """Levels to draft for each row of the next step, 0 for none."""
@@ -125,19 +140,32 @@ class AdaptiveSteps:
         if not self._levels or cost.seen < self._config.warmup_batches or self._guessing >= REFRESH:
             self._guessing = 0
             return [0] * rows
-        probe = self._levels[0]
-        due = self._steps % self._interval(cost, rows, probe) == 0
-        if self._idle is cost and not due and self._steps % RETHINK:
+        fixed = self._config.zero_step_probe_interval
+        if self._idle is cost and self._steps % (fixed or SOONEST):
             return [0] * rows
         chances = np.cumprod(np.stack([track.hits for track in tracks]), axis=1)
         chosen = self._best(cost, chances)
         for row, track in enumerate(tracks):
-            if not chosen[row] and (due or track.eager):
-                track.eager = max(0, track.eager - 1)
-                chosen[row] = probe
+            if chosen[row]:
+                track.interval = SOONEST
+            elif cost.guesses < TRIALS or (
+                self._steps % fixed == 0 if fixed else self._credit > 0 and self._due(track)
+            ):
+                chosen[row] = self._levels[0]
         self._guessing = self._guessing + 1 if all(chosen) else 0
         self._idle = None if any(chosen) else cost
         return chosen
+
+    def _due(self, track: Track) -> bool:
+        """Whether a request that does not guess is to be probed."""
+        if track.eager:
+            track.eager -= 1
+            return True
+        if self._steps % track.interval:
+            return False
+        cheap = self._credit > DEBT / 2 and track.hits[0] > FORLORN
+        track.interval = self._interval = SOONEST if cheap else min(2 * track.interval, LATEST)
+        return True
 
     def judged(self, track: Track, accepted: int, levels: int) -> None:
         """Of the ``levels`` that were drafted of a request the first ``accepted`` were right."""
@@ -146,7 +174,7 @@ class AdaptiveSteps:
         self._idle = None
         alpha = self._config.ema_alpha
         if accepted and levels == self._levels[0] and track.hits[0] < PRIOR:
-            track.eager = STREAK
+            track.eager, track.interval, self._interval = STREAK, SOONEST, SOONEST
         for hits, weight in ((track.hits, alpha), (self._prior, alpha / 4)):
             reached = min(accepted + 1, levels)
             right = np.arange(reached) < accepted
@@ -154,23 +182,23 @@ class AdaptiveSteps:
             # What was not tried is slowly expected to be like the last that was.
             hits[levels:] += weight / 4 * (hits[levels - 1] - hits[levels:])
 
-    def timed(self, rows: int, levels: int, nodes: int, seconds: float) -> None:
+    def timed(self, rows: int, levels: int, nodes: int, seconds: float, accepted: int) -> None:
         """A step of ``rows`` decodes and nothing else took ``seconds``: the deepest draft had ``levels``, and
-        ``nodes`` guesses were verified in all.
+        ``nodes`` guesses were verified in all, of which ``accepted`` were right.
         """
-        if rows and seconds > 0:
-            self._cost(rows).learn(levels, nodes, seconds, self._config.ema_alpha)
+        if not rows or seconds <= 0:
+            return
+        cost = self._cost(rows)
+        cost.learn(levels, nodes, seconds, self._config.ema_alpha)
+        gain = PROBING
+        if nodes and cost.plain:
+            gain = 1 + accepted / rows - cost.expected(levels, nodes) / cost.plain
+            if cost.guesses <= TRIALS:
+                gain = max(gain, -1.0)
+        self._credit = min(max(self._credit + gain, -DEBT), DEBT)
 
     def _cost(self, rows: int) -> _Cost:
         return self._costs.setdefault(rows.bit_length(), _Cost())
-
-    def _interval(self, cost: _Cost, rows: int, probe: int) -> int:
-        """Steps between probes of all rows that do not guess."""
-        fixed = self._config.zero_step_probe_interval
-        if fixed:
-            return fixed
-        extra = cost.per_level * probe + cost.per_node * rows * int(self._nodes[probe])
-        return min(max(math.ceil(extra / (PROBING * cost.plain)), 8), 1024)
 
     def _best(self, cost: _Cost, chances: Reals) -> list[int]:
         """The plan of the most tokens a second. ``chances`` [rows, levels]: that so many guesses are accepted."""
@@ -188,8 +216,12 @@ class AdaptiveSteps:
                 levels = np.array([max((0, *(n for n in self._levels if n <= level))) for level in levels.tolist()])
             taken = np.arange(most) < levels[:, None]
             tokens = rows + float((chances[:, :most] * taken).sum())
-            seconds = cost.plain + cost.per_level * int(levels.max()) + cost.per_node * int(self._nodes[levels].sum())
+            seconds = cost.expected(int(levels.max()), int(self._nodes[levels].sum()))
             if tokens / seconds > least:
                 best, least = levels, tokens / seconds
                 rate = least
         return [int(level) for level in best]
+
+
+def _bounded(value: float, most: float) -> float:
+    return min(max(value, -most), most)

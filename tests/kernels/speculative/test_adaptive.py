@@ -22,6 +22,7 @@ class World:
         self.seconds = 0.0
         self.tokens = 0
         self.levels: list[list[int]] = []
+        self.stalls = 0.0  # share of the steps that seem to take ten times as long
 
     def run(self, steps: int) -> float:
         """Tokens a second of a row, over so many steps."""
@@ -35,15 +36,18 @@ class World:
         levels = [self.policy] * rows if isinstance(self.policy, int) else self.policy.choose(self.tracks)
         self.levels.append(levels)
         cost = PLAIN + LEVEL * max(levels) + self.node * sum(levels)
+        right = 0
         for row, level in enumerate(levels):
             accepted = 0
             while accepted < level and self.random.random() < self.chances[row]:
                 accepted += 1
             self.tokens += 1 + accepted
+            right += accepted
             if not isinstance(self.policy, int):
                 self.policy.judged(self.tracks[row], accepted, level)
         if not isinstance(self.policy, int):
-            self.policy.timed(rows, max(levels), sum(levels), cost)
+            slow = 10 if self.stalls and self.random.random() < self.stalls else 1
+            self.policy.timed(rows, max(levels), sum(levels), slow * cost, right)
         self.seconds += cost
 
 
@@ -57,6 +61,18 @@ def test_hostile_requests_cost_next_to_nothing(rows: int, node: float) -> None:
     world = World(chain(), [0.02] * rows, node=node)
     assert world.run(1000) * PLAIN > 0.97
     assert sum(map(any, world.levels[100:])) > 0  # they are probed all the same
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_guesses_that_are_right_and_do_not_pay_are_hardly_made(rows: int) -> None:
+    """Half of the probes are right: none of them is to lead to many others."""
+    policy = chain()
+    for _ in range(5):
+        World(policy, [0.5] * rows, node=0.5 / rows).run(96)
+    worlds = [World(policy, [0.5] * rows, node=0.5 / rows) for _ in range(20)]
+    assert sum(world.run(96) for world in worlds) / 20 * PLAIN > 0.99
+    assert sum(any(levels) for world in worlds for levels in world.levels) > 0
+    assert World(policy, [0.95] * rows, node=0.5 / rows).run(400) > 1.15
 
 
 @pytest.mark.parametrize("chance", [0.3, 0.6, 0.9])
@@ -111,9 +127,28 @@ def test_one_slow_step_does_not_turn_the_plan() -> None:
     policy = chain()
     world = World(policy, [0.9])
     world.run(200)
-    policy.timed(1, 0, 0, 1000.0)
-    policy.timed(1, 6, 6, 1000.0)
+    policy.timed(1, 0, 0, 1000.0, 0)
+    policy.timed(1, 6, 6, 1000.0, 6)
     assert World(policy, [0.9]).run(200) > 1.8
+
+
+def test_first_steps_that_are_slow_are_forgotten() -> None:
+    policy = chain()
+    world = World(policy, [0.9])
+    while policy.choose([policy.track()]) == [0]:
+        policy.timed(1, 0, 0, PLAIN, 0)
+    policy.timed(1, 1, 1, 30 * PLAIN, 1)
+    assert world.run(300) > 1.8
+
+
+def test_a_machine_that_stalls_now_and_then_is_no_reason_to_guess() -> None:
+    """What a step costs is not what it costs when others use the machine."""
+    world = World(chain(), [0.5], node=0.5)
+    world.stalls = 0.08
+    world.run(200)
+    world.run(1500)
+    levels = [levels[0] for levels in world.levels[200:]]
+    assert sum(map(bool, levels)) < 0.06 * len(levels)
 
 
 def test_the_settings_have_their_effect() -> None:
@@ -152,13 +187,13 @@ def test_a_tree_counts_all_its_nodes() -> None:
     track = wide.track()
     for _ in range(10):
         wide.choose([track])
-        wide.timed(1, 0, 0, 1.0)
+        wide.timed(1, 0, 0, 1.0, 0)
     for _ in range(50):
         (levels,) = wide.choose([track])
         world_nodes.append(levels)
         wide.judged(track, levels, levels)
         nodes = (0, 4, 20, 36)[levels]
-        wide.timed(1, levels, nodes, 1.0 + 0.5 * nodes)
+        wide.timed(1, levels, nodes, 1.0 + 0.5 * nodes, levels)
     assert sum(world_nodes[20:]) < 10  # every guess is right, and still costs more than it brings
 
 
