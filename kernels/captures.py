@@ -79,7 +79,14 @@ class CapturedSteps:
             return model.forward(batch, caches)
 
         return loaded.platform.capture_decodes(
-            forward, sorted(loaded.windows), rows, loaded.slots.pages.shape[1], self._agree, tokens, tree
+            forward,
+            sorted(loaded.windows),
+            rows,
+            loaded.slots.pages.shape[1],
+            self._agree,
+            tokens,
+            tree,
+            prompts=loaded.config.max_step_tokens,
         )
 
     def _capture_steps(self, rows: int) -> Steps | None:

@@ -22,7 +22,7 @@ from kernels.speculative.tree import MOST_NODES, chain_bits, unpack_bits, within
 
 Longs = npt.NDArray[np.int64]
 
-__all__ = ["SHORT", "AttentionPlan", "AttentionPlanner", "paged_attention"]
+__all__ = ["SHORT", "AttentionPlan", "AttentionPlanner", "paged_attention", "with_short"]
 
 QUERY_BLOCK = 256  # queries of a prefill row in one call
 GATHER_TOKENS = 1 << 15  # cached tokens copied for one decode call, at most
@@ -81,7 +81,7 @@ class AttentionPlanner:
     def plan(self, rows: AttentionRows, window: int, native: bool = False) -> AttentionPlan:
         """``window``: how many tokens a query sees, itself included; 0 for all. ``native``: for native operators."""
         if native:
-            return AttentionPlan((), (), _with_short(rows), window)
+            return AttentionPlan((), (), with_short(rows), window)
         groups = self._groups(rows, np.arange(rows.decodes), window)
         drafts = rows.counts[rows.decodes : rows.decodes + rows.verifies]
         for count in np.unique(drafts):
@@ -188,8 +188,8 @@ class AttentionPlanner:
         return triangle[:queries, first : first + keys]
 
 
-def _with_short(rows: AttentionRows) -> AttentionRows:
-    """Prefills of a few tokens are causal as a chain of drafts is."""
+def with_short(rows: AttentionRows) -> AttentionRows:
+    """Prefills of a few tokens become drafts: they are causal as a chain of these is."""
     first = rows.decodes + rows.verifies
     if first == len(rows.starts) or rows.counts[first] > SHORT or rows.roots is not None:
         return rows
@@ -226,20 +226,9 @@ def paged_attention(
 
 def _native_attention(queries: Tensor, cache: Tensor, plan: AttentionPlan, scale: float, native: Native) -> Tensor:
     out = native.empty_attention(queries)
-    rows = plan.rows
-    short = rows.decodes + rows.verifies
-    begin = len(queries)
-    if not native.recording:
-        begin = rows.decodes + int(rows.counts[rows.decodes : short].sum())
-    if begin:
-        step, held = step_of(rows, short)
-        native.attention(queries[:begin], cache, step, plan.window, scale, out)
-        del held
-    for row in range(short, len(rows.starts)):
-        part = slice(begin, begin + int(rows.counts[row]))
-        pages = np.ascontiguousarray(rows.pages[row])
-        native.prefill(queries[part], cache, pages, int(rows.starts[row]), plan.window, scale, out[part])
-        begin = part.stop
+    step, held = step_of(plan.rows)
+    native.attention(queries, cache, step, plan.window, scale, out)
+    del held
     return out
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,8 +19,8 @@ from kernels.quantization.cache import LayerScales
 __all__ = ["WIDEN", "Native", "NativeWeight"]
 
 _EMBED, _ANGLES, _NORM = range(3)
-_ROTARY, _WRITE, _ATTENTION, _SILU, _PREFILL, _GREEDY, _ADD = range(4, 11)
-_WRITE_NARROW, WIDEN, _SETTLE, _PLACE, _EXPERTS = range(14, 19)
+_ROTARY, _WRITE, _ATTENTION, _SILU, _EXPERTS, _GREEDY, _ADD = range(4, 11)
+_WRITE_NARROW, WIDEN, _SETTLE, _PLACE = range(14, 18)
 _NARROW = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 _HEAD_DIMS = (32, 64, 96, 128, 256)
 
@@ -262,36 +260,6 @@ class Native(Engine):
             f0=scale,
         )
         self._call(op, step, cache)
-
-    def prefill(
-        self,
-        queries: Tensor,
-        cache: Tensor,
-        pages: npt.NDArray[np.int32],
-        start: int,
-        window: int,
-        scale: float,
-        out: Tensor,
-    ) -> None:
-        """``queries`` [tokens, heads, dim] of one row at positions from ``start`` on, whose pages are ``pages``."""
-        tokens, heads, dim = queries.shape
-        op = Op(
-            kind=_PREFILL,
-            a=queries.data_ptr(),
-            b=cache.data_ptr(),
-            c=pages.ctypes.data,
-            out=out.data_ptr(),
-            stride_a=queries.stride(0),
-            stride_b=start,
-            stride_out=out.stride(0),
-            i0=dim,
-            i1=heads,
-            i2=cache.shape[3],
-            i3=window,
-            i4=cache.shape[1],
-            f0=scale,
-        )
-        self._call(op, Step(tokens))
 
     @staticmethod
     def fits_add(width: int) -> bool:

@@ -25,7 +25,7 @@ __all__ = ["Program", "step_of"]
 
 @dataclass(frozen=True)
 class Program:
-    """A recorded forward pass of decodes and drafts. ``out`` [tokens, hidden]: its result, overwritten by the next
+    """A recorded forward pass. ``out`` [tokens, hidden]: its result, overwritten by the next
     step."""
 
     native: Native
@@ -67,11 +67,11 @@ class Program:
 
     def run(self, batch: ForwardBatch, rows: AttentionRows) -> Tensor | None:
         count = len(batch.token_ids)
-        if count > len(self.out) or rows.decodes + rows.verifies < len(rows.starts):
+        if count > len(self.out):
             return None
         if self.states is not None and batch.states is not None:
             self.states[:count].copy_(batch.states)
-        step, held = step_of(rows, len(rows.starts))
+        step, held = step_of(rows)
         ids = batch.token_ids if batch.token_ids.dtype == torch.int32 else batch.token_ids.to(torch.int32)
         step.rows = count
         step.ids = ids.data_ptr()
@@ -91,9 +91,9 @@ class Program:
         return table, kept
 
 
-def step_of(rows: AttentionRows, count: int) -> tuple[Step, object]:
-    """What attention needs to know of the first ``count`` rows, decodes and drafts; and what must live until it ran."""
-    lengths = rows.starts[:count] + rows.counts[:count]
+def step_of(rows: AttentionRows) -> tuple[Step, object]:
+    """What attention needs to know of the rows; and what must live until it ran."""
+    count, lengths = len(rows.starts), rows.starts + rows.counts
     pages = np.ascontiguousarray(rows.pages)
     step = Step(
         count,
@@ -102,11 +102,12 @@ def step_of(rows: AttentionRows, count: int) -> tuple[Step, object]:
         lengths=lengths.ctypes.data,
         sequences=count,
         decodes=rows.decodes,
+        prompts=count - rows.decodes - rows.verifies,
     )
     if count <= rows.decodes:
         return step, (lengths, pages)
     offsets = np.zeros(count + 1, dtype=np.int64)
-    np.cumsum(rows.counts[:count], out=offsets[1:])
+    np.cumsum(rows.counts, out=offsets[1:])
     step.offsets = offsets.ctypes.data
     tree, roots = rows.tree, rows.roots
     if tree is not None:

@@ -118,11 +118,13 @@ class Platform(Projections):
         tokens: int = 1,
         tree: bool = False,
         states: Tensor | None = None,
+        prompts: int = 0,
     ) -> Decodes | None:
         """Prepare ``forward`` for steps of up to ``max_rows`` rows of decodes, or of drafts of up to ``tokens`` each,
         where the device gains by it.
 
         ``tree``: whether drafts may be trees. ``states`` [any, width]: such as the batches have, when they have them.
+        ``prompts``: tokens of a step that are worth preparing for where the device takes chunks of prompts as well.
         ``windows``: those of the batches' plans. ``columns``: pages a sequence may have. Page 0 is written to.
         ``agree``: whether all ranks that run the model together could do what this one could, or could not; to be asked
         after each one that is prepared, because a step that is prepared on some ranks only would hang.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kernels.batch import ForwardBatch
 from kernels.blocks import argmax, block_maxima
-from kernels.cpu.attention import SHORT, AttentionPlan, AttentionPlanner, paged_attention
+from kernels.cpu.attention import AttentionPlan, AttentionPlanner, paged_attention, with_short
 from kernels.cpu.experts import CpuExperts
 from kernels.cpu.host import has_tiles, host_memory, usable_cores
 from kernels.cpu.linear import CpuLinear, TiedLinear, bf16_is_fast
@@ -392,19 +392,20 @@ class CpuPlatform(Platform):
         tokens: int = 1,
         tree: bool = False,
         states: Tensor | None = None,
+        prompts: int = 0,
     ) -> Decodes | None:
-        """Record them as a program of native operators, for drafts of any kind. Ranks that run a model together have
-        collectives between their operators, which no program has."""
-        most = max_rows * tokens
+        """Record them as a program of native operators, for drafts of any kind and chunks of prompts. Ranks that run a
+        model together have collectives between their operators, which no program has."""
+        most = max(max_rows * tokens, prompts)
         held = None if states is None else states.new_zeros(most, states.shape[1])
         program = self._record(forward, windows, most, held)
         if program is None:
             return None
 
         def decode(batch: ForwardBatch) -> Tensor | None:
-            return program.run(batch, next(iter(batch.plans.values())).rows)
+            return program.run(batch, with_short(next(iter(batch.plans.values())).rows))
 
-        return Decodes((max_rows,), decode, SHORT)
+        return Decodes((max_rows,), decode, most)
 
     def capture_likeliest(
         self, forward: Callable[[ForwardBatch], Tensor], windows: Sequence[int], max_rows: int

@@ -282,6 +282,7 @@ class CudaPlatform(Platform):
         tokens: int = 1,
         tree: bool = False,
         states: Tensor | None = None,
+        prompts: int = 0,
     ) -> Decodes | None:
         config = self._config
         if config.disable_graphs or not self.captures:

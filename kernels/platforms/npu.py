@@ -313,6 +313,7 @@ class NpuPlatform(Platform):
         tokens: int = 1,
         tree: bool = False,
         states: Tensor | None = None,
+        prompts: int = 0,
     ) -> Decodes | None:
         config = self._config
         backend = self._decode if tokens == 1 else self._verify

@@ -20,7 +20,7 @@ class Decodes:
     """Steps that were prepared beforehand. ``rows``: the numbers of rows they were prepared for.
 
     ``run``: [tokens, hidden] of a batch of decodes and drafts, of up to the tokens a row that it was prepared for; None
-    when it fits nothing that was prepared. The result is overwritten by the next call. ``prompts``: the ends of prompts
+    when it fits nothing that was prepared. The result is overwritten by the next call. ``prompts``: chunks of prompts
     fit as well, up to so many tokens of each.
     """
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 BF16 = torch.bfloat16
-TOKENS, HEADS, KV_HEADS, DIM = 5, 4, 2, 32
+TOKENS, PROMPTS, HEADS, KV_HEADS, DIM = 5, 160, 4, 2, 32
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,7 +35,7 @@ def compiled(tmp_path_factory):
 @pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
 @pytest.mark.parametrize("window", [0, 40])
 def test_a_program_serves_any_drafts_that_fit_it(trees, window):
-    """Rows of any lengths, decodes among them, to the bit; prefills, and more tokens than it has room for, not."""
+    """Rows of any lengths, decodes and prompts among them, to the bit; more tokens than it has room for, not."""
     generator = torch.Generator().manual_seed(3)
     platform = CpuPlatform(threads=1)
     platform.dtype("bfloat16", None)
@@ -61,14 +61,16 @@ def test_a_program_serves_any_drafts_that_fit_it(trees, window):
         tokens=TOKENS,
         tree=trees,
         states=torch.zeros(1, width, dtype=BF16),
+        prompts=PROMPTS,
     )
     assert program is not None
-    for counts in ([5, 5, 5, 5], [1, 1, 4, 2], [3], [1, 5, 5]):
+    for counts in ([5, 5, 5, 5], [1, 1, 4, 2], [3], [1, 5, 5], [1, 5, 30, SHORT + 1, 64], [3, PROMPTS - 3]):
         decodes = next((row for row, count in enumerate(counts) if count > 1), len(counts))
         case = made(
             platform, generator, dtype=BF16, heads=HEADS, kv_heads=KV_HEADS, dim=DIM, page_size=16, window=window,
             trees=trees, decodes=tuple(7 + 30 * row for row in range(decodes)),
-            drafts=tuple((31 * row, count) for row, count in enumerate(counts[decodes:])),
+            drafts=tuple((31 * row, count) for row, count in enumerate(counts[decodes:]) if count <= TOKENS),
+            prefills=tuple((31 * row, count) for row, count in enumerate(counts[decodes:]) if count > TOKENS),
         )  # fmt: skip
         rows, tokens = case.rows, sum(counts)
         cache[: len(case.cache)] = case.cache
@@ -87,9 +89,5 @@ def test_a_program_serves_any_drafts_that_fit_it(trees, window):
         found = found.clone()
         assert torch.equal(batch.states, states)  # the program has its own
         assert torch.equal(found, forward(batch))
-    long = dataclasses.replace(rows, counts=np.array([1, 5, SHORT + 1]))
-    for other in (dataclasses.replace(long, verifies=0), dataclasses.replace(long, decodes=0, verifies=1)):
-        plans = {window: platform.plan_attention(other, window)}
-        assert program.run(dataclasses.replace(batch, plans=plans)) is None
-    many = torch.zeros(4 * TOKENS + 1, dtype=torch.int64)
+    many = torch.zeros(PROMPTS + 1, dtype=torch.int64)
     assert program.run(dataclasses.replace(batch, token_ids=many)) is None

@@ -309,9 +309,10 @@ inline void attend_chunk(void* context, int64_t chunk, int thread) {
 
 inline void attention(Team& team, std::vector<Scratch<float>>& spaces, const Op& op, const Step& step) {
     int64_t split = 1;
-    while (step.sequences * split < 2 * team.size() && op.i2 % (2 * split) == 0) split *= 2;
+    const int64_t sequences = step.sequences - step.prompts;
+    while (sequences * split < 2 * team.size() && op.i2 % (2 * split) == 0) split *= 2;
     Attending task = {&op, &step, &spaces, split};
-    team.each(step.sequences * split, attend_chunk, &task);
+    team.each(sequences * split, attend_chunk, &task);
 }
 
 }  // namespace troupe

@@ -67,6 +67,7 @@ class Step(ctypes.Structure):
         ("roots", ctypes.c_void_p),
         ("bits", ctypes.c_void_p),
         ("bits_stride", ctypes.c_int64),
+        ("prompts", ctypes.c_int64),
         ("kept", ctypes.c_void_p),
         ("kept_count", ctypes.c_int64),
     )

@@ -21,7 +21,8 @@ struct Workspace {
 struct Prefilling {
     const Op* op;
     const int32_t* pages;
-    int64_t start, count;
+    int64_t begin;         // the first of its queries in the step
+    int64_t start, count;  // that one's position, and how many there are
     int64_t first_block;  // of 32 tokens, the first that any query sees
     int64_t blocks;       // from there on
     int64_t head, heads;  // kv heads that are laid out at a time
@@ -231,7 +232,7 @@ inline void prefill_chunk(void* context, int64_t chunk, int thread) {
         bf16* out = halves + h * QUERIES * dim;
         for (int64_t d = 0; d < dim; d += DEPTH)
             for (int64_t q = 0; q < QUERIES; q++, out += DEPTH) {
-                const bf16* from = static_cast<const bf16*>(op.a) + (query + q) * op.stride_a + (heads + h) * dim + d;
+                const bf16* from = static_cast<const bf16*>(op.a) + (task.begin + query + q) * op.stride_a + (heads + h) * dim + d;
                 _mm512_store_si512(out, q < queries ? _mm512_loadu_si512(from) : _mm512_setzero_si512());
             }
         for (int64_t q = 0; q < QUERIES; q++) of.power[q] = UNSEEN;
@@ -260,7 +261,7 @@ inline void prefill_chunk(void* context, int64_t chunk, int thread) {
     for (int64_t h = 0; h < group; h++) {
         const Asking of = asking(h);
         for (int64_t q = 0; q < queries; q++) {
-            bf16* out = static_cast<bf16*>(op.out) + (query + q) * op.stride_out + (heads + h) * dim;
+            bf16* out = static_cast<bf16*>(op.out) + (task.begin + query + q) * op.stride_out + (heads + h) * dim;
             const __m512 scale = _mm512_set1_ps(1 / _mm512_reduce_add_ps(_mm512_load_ps(of.whole + q * TILE)));
             for (const float *sums = of.sums + q * dim, *end = sums + dim; sums < end; sums += DEPTH, out += DEPTH) {
                 const __m512 first = _mm512_mul_ps(_mm512_load_ps(sums), scale);
@@ -271,13 +272,16 @@ inline void prefill_chunk(void* context, int64_t chunk, int thread) {
     }
 }
 
-// `space`: memory to reuse, because memory that is new to a process is dear.
-inline void prefill(Team& team, std::vector<Workspace>& spaces, Scratch<bf16>& space, const Op& op, int64_t count) {
-    const int64_t start = op.stride_b, first = op.i3 ? std::max<int64_t>(0, start + 1 - op.i3) / DEPTH : 0;
+// The chunk of a prompt that is a step's sequence. `space`: memory to reuse, because memory that is new to a process is
+// dear.
+inline void prefill(Team& team, std::vector<Workspace>& spaces, Scratch<bf16>& space, const Op& op, const Step& step,
+                    int64_t sequence) {
+    const int64_t begin = step.offsets[sequence], count = step.offsets[sequence + 1] - begin;
+    const int64_t start = step.lengths[sequence] - count, first = op.i3 ? std::max<int64_t>(0, start + 1 - op.i3) / DEPTH : 0;
     const int64_t blocks = (start + count + DEPTH - 1) / DEPTH - first, each = blocks * op.i0 * DEPTH;
     const int64_t most = std::clamp<int64_t>(LAID_OUT / each, 1, op.i2);  // kv heads at a time
     bf16* keys = space.of(2 * most * each);
-    Prefilling task = {&op, static_cast<const int32_t*>(op.c), start, count, first, blocks, 0, 0, keys,
+    Prefilling task = {&op, step.pages + sequence * step.pages_stride, begin, start, count, first, blocks, 0, 0, keys,
                        keys + most * each, &spaces};
     for (; task.head < op.i2; task.head += task.heads) {
         task.heads = std::min(most, op.i2 - task.head);

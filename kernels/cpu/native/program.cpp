@@ -222,8 +222,11 @@ void run(Engine& engine, const Op& op, const Step& step) {
         case BLOCKS: return multiply(engine.team, BlockProduct{{operands(engine, op, step, sizeof(bf16))}});
         case EXPERTS: return run_experts({engine.team, engine.panels, engine.experts, op, step});
         case WIDEN: return widen_pages(engine.team, op, step);
-        case ATTENTION: return attention(engine.team, engine.scores, op, step);
-        case PREFILL: return prefill(engine.team, engine.spaces, engine.laid_out, op, step.rows);
+        case ATTENTION:
+            attention(engine.team, engine.scores, op, step);
+            for (int64_t sequence = step.sequences - step.prompts; sequence < step.sequences; sequence++)
+                prefill(engine.team, engine.spaces, engine.laid_out, op, step, sequence);
+            return;
         case EMBED: rows.call = embed; break;
         case ANGLES: rows.call = angles; break;
         case NORM: rows.call = norm; break;

@@ -4,8 +4,8 @@
 
 namespace troupe {
 
-enum Kind : int64_t { EMBED, ANGLES, NORM, LINEAR, ROTARY, WRITE, ATTENTION, SILU, PREFILL, GREEDY, ADD, LINEAR8, GROUPED, BLOCKS,
-                      WRITE_NARROW, WIDEN, SETTLE, PLACE, EXPERTS };
+enum Kind : int64_t { EMBED, ANGLES, NORM, LINEAR, ROTARY, WRITE, ATTENTION, SILU, EXPERTS, GREEDY, ADD, LINEAR8, GROUPED, BLOCKS,
+                      WRITE_NARROW, WIDEN, SETTLE, PLACE };
 
 // Tensors are bf16 unless said otherwise, row-major, their rows (tokens) `stride` elements apart.
 //   EMBED      a table [vocab, i0] -> out; i1: whether it is packed as the weight of a LINEAR
@@ -27,7 +27,6 @@ enum Kind : int64_t { EMBED, ANGLES, NORM, LINEAR, ROTARY, WRITE, ATTENTION, SIL
 //   ATTENTION  a queries, b cache [pages, i4, 2, i2, i0] -> out; i0 dim, i1 heads, i2 kv heads, i3 window, f0 scale
 //   SETTLE     a x -> out, each row rounded to whole shares of its largest over 127; i0 elements of a row, a multiple of 16
 //   SILU       a gate | up [rows, 2 * i0] -> out [rows, i0]
-//   PREFILL    as ATTENTION for the rows of one request, which stand from position stride_b on; c its pages int32
 //   ADD        a x, b y or null -> out = x + y; i0 elements of a row
 //   EXPERTS    a x, b logits of a router, c Expert[i1] (experts.h) -> out; i0 elements of a row, i2 experts that a row takes, i3
 //              inner dimension, i4: whether their weights add up to one
@@ -43,7 +42,8 @@ struct Op {
 // One step's inputs. ATTENTION alone knows `sequences`: row r of `pages` holds the page ids of sequence r, `lengths` its
 // tokens in the cache, the step's included. The step's rows `offsets[r] .. offsets[r + 1]` are its queries (null: one
 // each). Behind the first `decodes`, drafts may be trees: `bits` of each query [.., bits_stride] say what it sees from
-// position `roots[r - decodes]` on, of which it sees all before (null: from its first query's position on).
+// position `roots[r - decodes]` on, of which it sees all before (null: from its first query's position on). The last
+// `prompts` sequences are chunks of prompts, which are attended to in blocks.
 struct Step {
     int64_t rows;
     const int32_t* ids;
@@ -57,6 +57,7 @@ struct Step {
     const int64_t* roots;
     const uint64_t* bits;
     int64_t bits_stride;
+    int64_t prompts;
     const int64_t* kept;  // pages that WIDEN lays out; `pages` are then their numbers among these
     int64_t kept_count;
 };
