@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels.cpu.operators import Native
+from kernels.cpu.operators import Kept, Native
 from kernels.cpu.program import step_of
 from kernels.platforms.rows import AttentionRows
 from kernels.speculative.tree import MOST_NODES, chain_bits, unpack_bits, within_window
 
 Longs = npt.NDArray[np.int64]
 
-__all__ = ["SHORT", "AttentionPlan", "AttentionPlanner", "paged_attention", "with_short"]
+__all__ = ["SHORT", "AttentionPlan", "AttentionPlanner", "native_attention", "paged_attention", "with_short"]
 
 QUERY_BLOCK = 256  # queries of a prefill row in one call
 GATHER_TOKENS = 1 << 15  # cached tokens copied for one decode call, at most
@@ -204,12 +204,8 @@ def with_short(rows: AttentionRows) -> AttentionRows:
     return replace(rows, verifies=rows.verifies + short, tree=tree)
 
 
-def paged_attention(
-    queries: Tensor, cache: Tensor, plan: AttentionPlan, scale: float, native: Native | None = None
-) -> Tensor:
+def paged_attention(queries: Tensor, cache: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
     """``queries`` [tokens, heads, dim], ``cache`` [pages, page_size, 2, kv_heads, dim] -> [tokens, heads * dim]."""
-    if native is not None:
-        return _native_attention(queries, cache, plan, scale, native)
     tokens, heads, dim = queries.shape
     kv_heads = cache.shape[3]
     grouped = queries.view(tokens, kv_heads, heads // kv_heads, dim)
@@ -224,7 +220,10 @@ def paged_attention(
     return out.view(tokens, heads * dim)
 
 
-def _native_attention(queries: Tensor, cache: Tensor, plan: AttentionPlan, scale: float, native: Native) -> Tensor:
+def native_attention(
+    queries: Tensor, cache: Tensor | Kept, plan: AttentionPlan, scale: float, native: Native
+) -> Tensor:
+    """``paged_attention`` by native operators, whose plan it is."""
     out = native.empty_attention(queries)
     step, held = step_of(plan.rows)
     native.attention(queries, cache, step, plan.window, scale, out)

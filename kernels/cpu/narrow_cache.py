@@ -1,8 +1,5 @@
-"""A cache of keys and values in fewer bits, on the CPU: floats are made of the pages that a step reads.
-
-Each layer's in turn, in memory that they share and that the system gives as it is written: the pages that a step reads,
-each once, as they are without.
-"""
+"""A cache of keys and values in fewer bits, on the CPU: native operators attend to it as it is. Else floats are made of
+the pages that a step reads, each once, one layer after another."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from torch import Tensor
 
 from kernels.cpu.attention import AttentionPlan, AttentionPlanner
 from kernels.cpu.kept_pages import kept_pages
-from kernels.cpu.operators import Native
+from kernels.cpu.operators import Kept, Native
 from kernels.platforms.rows import AttentionRows
 from kernels.quantization.cache import LayerScales, round_fixed, round_tokens, widen
 
@@ -25,29 +22,34 @@ __all__ = ["NarrowPages", "NarrowPlan"]
 @dataclass(frozen=True, eq=False)
 class NarrowPages:
     """One layer. ``values`` [pages, page_size, 2, kv_heads, dim]; ``scales`` [pages, page_size, 2, kv_heads], each
-    token's, or ``fixed``, or neither where 16 bits are kept. ``room``: as ``values``, for what native operators widen.
+    token's, or ``fixed``, or neither where 16 bits are kept.
     """
 
     values: Tensor
     scales: Tensor | None
     fixed: LayerScales | None
-    room: Tensor
 
-    @property
-    def native(self) -> bool:
-        """Whether native operators know its numbers."""
-        return self.values.element_size() == 1 and self.values.shape[-1] % 16 == 0
+    @cached_property
+    def kept(self) -> Kept | None:
+        """The same for native operators; None: they do not know its numbers."""
+        if self.values.element_size() > 1 or self.values.shape[-1] % 32:
+            return None
+        by_head = None
+        if self.fixed is not None and self.fixed.offsets is None:
+            first = self.fixed.scales[..., :1]
+            by_head = first.squeeze(-1).contiguous() if bool((self.fixed.scales == first).all()) else None
+        return Kept(self.values, self.scales, self.fixed, by_head)
 
     def write(self, index: Tensor, keys_values: Tensor, native: Native | None) -> None:
         """As ``Platform.write_cache``."""
-        if native is not None and self.native:
-            return native.write_narrow(self.values, self.scales, self.fixed, index, keys_values)
+        if native is not None and self.kept is not None:
+            return native.write_narrow(self.kept, index, keys_values)
         both, kept = keys_values.unflatten(1, (2, -1)), self.values.dtype
         if self.scales is not None:
             both, scales = round_tokens(both, kept, self.scales.dtype)
             self.scales.view(-1, *self.scales.shape[2:]).index_copy_(0, index, scales)
         else:
-            both = both.to(kept) if self.fixed is None else round_fixed(both, self.fixed, kept)
+            both = both.to(kept) if self.fixed is None else round_fixed(both, self.fixed, kept, marked=True)
         self._tokens.index_copy_(0, index, _bits(both))
 
     def move(self, source: Tensor, target: Tensor) -> None:
@@ -64,12 +66,8 @@ class NarrowPages:
         if self.scales is not None:
             self.scales[pages] = 0
 
-    def widened(self, pages: Tensor, dtype: torch.dtype, native: Native | None = None) -> Tensor:
-        """What ``pages`` int64 hold: [pages, page_size, 2, kv_heads, dim]. While recording those of a step, as many as
-        there may be."""
-        if native is not None and self.native and dtype == self.room.dtype:
-            native.widen(self.values, self.scales, self.fixed, pages, self.room)
-            return self.room if native.recording else self.room[: len(pages)]
+    def widened(self, pages: Tensor, dtype: torch.dtype) -> Tensor:
+        """What ``pages`` int64 hold: [pages, page_size, 2, kv_heads, dim]."""
         values = _bits(self.values).index_select(0, pages).view(self.values.dtype)
         scales = None if self.scales is None else self.scales.index_select(0, pages)
         return widen(values, scales, self.fixed, dtype)
@@ -81,12 +79,11 @@ class NarrowPages:
 
 @dataclass(frozen=True)
 class NarrowPlan:
-    """Of ``rows`` of a step. ``native``: for native operators."""
+    """Of ``rows`` of a step, for those who attend to floats made of its pages."""
 
     planner: AttentionPlanner
     rows: AttentionRows
     window: int
-    native: bool
 
     @cached_property
     def over_pages(self) -> tuple[AttentionPlan, Tensor]:
@@ -98,7 +95,7 @@ class NarrowPlan:
                 first[rows.decodes : rows.decodes + rows.verifies] = rows.roots
             first = np.maximum(first + 1 - self.window, 0)
         table, pages = kept_pages(rows.pages, rows.starts + rows.counts, self.planner.page_size, first)
-        plan = self.planner.plan(replace(rows, pages=table), self.window, self.native)
+        plan = self.planner.plan(replace(rows, pages=table), self.window)
         return plan, torch.from_numpy(pages)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,13 +17,25 @@ from kernels.cpu.products import NativeWeight, Products, products
 from kernels.cpu.recording import Engine
 from kernels.quantization.cache import LayerScales
 
-__all__ = ["WIDEN", "Native", "NativeWeight"]
+__all__ = ["Kept", "Native", "NativeWeight"]
 
 _EMBED, _ANGLES, _NORM = range(3)
 _ROTARY, _WRITE, _ATTENTION, _SILU, _EXPERTS, _GREEDY, _ADD = range(4, 11)
-_WRITE_NARROW, WIDEN, _SETTLE, _PLACE = range(14, 18)
-_NARROW = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
+_WRITE_NARROW, _SETTLE, _PLACE = range(14, 17)
+_NARROW = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}
 _HEAD_DIMS = (32, 64, 96, 128, 256)
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """A layer's keys and values of 8 bits. ``values`` [pages, page_size, 2, kv_heads, dim]; ``scales`` bf16 [pages,
+    page_size, 2, kv_heads], each token's, or ``fixed``; ``by_head`` f32 [2, kv_heads]: where all dims share one.
+    """
+
+    values: Tensor
+    scales: Tensor | None
+    fixed: LayerScales | None
+    by_head: Tensor | None
 
 
 class Native(Engine):
@@ -170,36 +183,17 @@ class Native(Engine):
         op = Op(kind=_WRITE, a=keys_values.data_ptr(), out=cache.data_ptr(), stride_a=keys_values.stride(0), i0=width)
         self._call(op, Step(len(keys_values), index=index.data_ptr()), cache)
 
-    def write_narrow(
-        self, values: Tensor, scales: Tensor | None, fixed: LayerScales | None, index: Tensor, keys_values: Tensor
-    ) -> None:
-        """``write`` to a cache of 8 bits; its dimension must be a multiple of 16. ``scales``, or else ``fixed``."""
+    def write_narrow(self, cache: Kept, index: Tensor, keys_values: Tensor) -> None:
+        """``write`` to a cache of 8 bits; its dimension must be a multiple of 32."""
         op = Op(
             kind=_WRITE_NARROW,
             a=keys_values.data_ptr(),
-            out=values.data_ptr(),
+            out=cache.values.data_ptr(),
             stride_a=keys_values.stride(0),
             i0=keys_values.shape[2],
             i1=keys_values.shape[1],
-            i2=_NARROW[values.dtype],
         )
-        self._call(_scaled(op, scales, fixed), Step(len(keys_values), index=index.data_ptr()), values, scales)
-
-    def widen(
-        self, values: Tensor, scales: Tensor | None, fixed: LayerScales | None, pages: Tensor, out: Tensor
-    ) -> None:
-        """What ``pages`` int64 of a cache of 8 bits hold, one after the other; while recording, the step's."""
-        op = Op(
-            kind=WIDEN,
-            a=values.data_ptr(),
-            out=out.data_ptr(),
-            i0=values.shape[4],
-            i1=values.shape[2] * values.shape[3],
-            i2=_NARROW[values.dtype],
-            i3=values.shape[1],
-        )
-        step = Step(kept=pages.data_ptr(), kept_count=len(pages))
-        self._call(_scaled(op, scales, fixed), step, values, scales, out)
+        self._call(_of(op, cache), Step(len(keys_values), index=index.data_ptr()), *_held(cache))
 
     @staticmethod
     def fits_place(dim: int) -> bool:
@@ -212,7 +206,7 @@ class Native(Engine):
         norm: tuple[Tensor, float] | None,
         cos: Tensor,
         sin: Tensor,
-        cache: Tensor,
+        cache: Tensor | Kept,
         index: Tensor,
     ) -> None:
         """Norm and rotate the queries of ``qkv`` [rows, heads + 2 * kv_heads, dim] in place, and the keys on their way
@@ -228,7 +222,7 @@ class Native(Engine):
             a=qkv.data_ptr(),
             b=cos.data_ptr(),
             c=sin.data_ptr(),
-            out=cache.data_ptr(),
+            out=_values(cache).data_ptr(),
             stride_a=qkv.stride(0),
             i0=dim,
             i1=heads + kv_heads,
@@ -236,30 +230,33 @@ class Native(Engine):
             i4=0 if weight is None else weight.data_ptr(),
             f0=eps,
         )
-        self._call(op, Step(rows, index=index.data_ptr()), cache, weight)
+        self._call(_of(op, cache), Step(rows, index=index.data_ptr()), *_held(cache), weight)
 
     @staticmethod
     def fits_attention(page_size: int, dim: int) -> bool:
         return page_size % 16 == 0 and dim in _HEAD_DIMS
 
-    def attention(self, queries: Tensor, cache: Tensor, step: Step, window: int, scale: float, out: Tensor) -> None:
+    def attention(
+        self, queries: Tensor, cache: Tensor | Kept, step: Step, window: int, scale: float, out: Tensor
+    ) -> None:
         """``queries`` [rows, heads, dim] over the pages of ``step``; ``out`` [rows, heads * dim]."""
         _, heads, dim = queries.shape
+        _, page_size, _, kv_heads, _ = _values(cache).shape
         op = Op(
             kind=_ATTENTION,
             a=queries.data_ptr(),
-            b=cache.data_ptr(),
+            b=_values(cache).data_ptr(),
             out=out.data_ptr(),
             stride_a=queries.stride(0),
             stride_out=out.stride(0),
             i0=dim,
             i1=heads,
-            i2=cache.shape[3],
+            i2=kv_heads,
             i3=window,
-            i4=cache.shape[1],
+            i4=page_size,
             f0=scale,
         )
-        self._call(op, step, cache)
+        self._call(_of(op, cache), step, *_held(cache))
 
     @staticmethod
     def fits_add(width: int) -> bool:
@@ -325,10 +322,22 @@ class Native(Engine):
         return out
 
 
-def _scaled(op: Op, scales: Tensor | None, fixed: LayerScales | None) -> Op:
-    if scales is not None:
-        op.b = scales.data_ptr()
-    elif fixed is not None:
-        op.c = fixed.scales.data_ptr()
-        op.i4 = 0 if fixed.offsets is None else fixed.offsets.data_ptr()
+def _values(cache: Tensor | Kept) -> Tensor:
+    return cache.values if isinstance(cache, Kept) else cache
+
+
+def _held(cache: Tensor | Kept) -> tuple[Tensor | None, ...]:
+    """What a program needs for good."""
+    if not isinstance(cache, Kept):
+        return (cache,)
+    fixed = (None, None) if cache.fixed is None else (cache.fixed.scales, cache.fixed.offsets)
+    return cache.values, cache.scales, cache.by_head, *fixed
+
+
+def _of(op: Op, cache: Tensor | Kept) -> Op:
+    """The operator, told what it must know of a cache of 8 bits."""
+    if isinstance(cache, Kept):
+        op.narrow = _NARROW[cache.values.dtype]
+        parts = (None if part is None else part.data_ptr() for part in _held(cache))
+        _, op.scales, op.by_head, op.fixed, op.offsets = parts
     return op

@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from kernels.batch import ForwardBatch
-from kernels.cpu.kept_pages import kept_pages
 from kernels.cpu.native.library import Op, Step
-from kernels.cpu.operators import WIDEN, Native
+from kernels.cpu.operators import Native
 from kernels.cpu.recording import Recording
 from kernels.platforms.rows import AttentionRows, DecodeTokens
 
@@ -34,14 +32,12 @@ class Program:
     out: Tensor
     states: Tensor | None
     kept: list[object]
-    page_size: int = 0  # of a cache of 8 bits, whose pages it widens; 0: none
 
     @classmethod
     def of(cls, native: Native, recording: Recording, out: Tensor, states: Tensor | None) -> Program:
         """``states``: where those of a batch were while it was recorded."""
         ops = recording.ops
-        size = next((op.i3 for op in ops if op.kind == WIDEN), 0)
-        return cls(native, (Op * len(ops))(*ops), len(ops), out, states, recording.kept, size)
+        return cls(native, (Op * len(ops))(*ops), len(ops), out, states, recording.kept)
 
     def run_decodes(self, rows: DecodeTokens) -> None:
         """What the recorded operators leave behind is the result."""
@@ -61,9 +57,7 @@ class Program:
             step.offsets = rows.offsets.ctypes.data
         if rows.bits is not None:
             step.bits, step.bits_stride = rows.bits.ctypes.data, rows.bits.shape[1]
-        held = self._keep(step, pages, rows.lengths)
         self.native.run(self.ops, self.count, step)
-        del held
 
     def run(self, batch: ForwardBatch, rows: AttentionRows) -> Tensor | None:
         count = len(batch.token_ids)
@@ -77,18 +71,9 @@ class Program:
         step.ids = ids.data_ptr()
         step.positions = batch.positions.data_ptr()
         step.index = batch.cache_index.data_ptr()
-        pages = self._keep(step, rows.pages, rows.starts + rows.counts)
         self.native.run(self.ops, self.count, step)
-        del held, pages
+        del held
         return self.out[:count]
-
-    def _keep(self, step: Step, pages: npt.NDArray[np.int32], lengths: npt.NDArray[np.int64]) -> object:
-        """Tell which pages are to be widened; returns what must live until they were."""
-        if not self.page_size:
-            return None
-        table, kept = kept_pages(pages, lengths, self.page_size)
-        step.pages, step.kept, step.kept_count = table.ctypes.data, kept.ctypes.data, len(kept)
-        return table, kept
 
 
 def step_of(rows: AttentionRows) -> tuple[Step, object]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kernels.batch import ForwardBatch
 from kernels.blocks import argmax, block_maxima
-from kernels.cpu.attention import AttentionPlan, AttentionPlanner, paged_attention, with_short
+from kernels.cpu.attention import AttentionPlan, AttentionPlanner, native_attention, paged_attention, with_short
 from kernels.cpu.experts import CpuExperts
 from kernels.cpu.host import has_tiles, host_memory, usable_cores
 from kernels.cpu.linear import CpuLinear, TiedLinear, bf16_is_fast
@@ -148,16 +148,16 @@ class CpuPlatform(Platform):
         if kept is None:
             return [_zeros(shape, dtype) for _ in range(layers)]
         fixed: Sequence[LayerScales | None] = scales or [None] * layers
-        room = _zeros(shape, dtype)
-        return [
+        found = [
             NarrowPages(
                 _zeros(shape, kept),
                 _zeros(shape[:-1], self.scale_dtype) if narrow(kept) and layer is None else None,
                 layer,
-                room,
             )
             for layer in fixed
         ]
+        self._native_attention &= found[0].kept is not None
+        return found
 
     def clear_pages(self, caches: list[Tensor] | list[NarrowPages], pages: list[int]) -> None:
         for cache in caches:
@@ -341,18 +341,19 @@ class CpuPlatform(Platform):
         cache: Tensor | NarrowPages,
         index: Tensor,
     ) -> Tensor:
-        if isinstance(cache, NarrowPages) or not (norm is None or isinstance(norm, CpuNorm)):
+        kept = cache.kept if isinstance(cache, NarrowPages) else cache
+        if kept is None or not (norm is None or isinstance(norm, CpuNorm)):
             return super().place_heads(qkv, heads, norm, cos, sin, cache, index)
         native = self._native_for(qkv.dtype, Native.fits_place(qkv.shape[2]))
         if native is None:
             return super().place_heads(qkv, heads, norm, cos, sin, cache, index)
         weight = None if norm is None else (norm.plain, norm.eps)
-        native.place(qkv, heads, weight, cos, sin, cache, index)
+        native.place(qkv, heads, weight, cos, sin, kept, index)
         return qkv[:, :heads]
 
     def write_cache(self, cache: Tensor | NarrowPages, index: Tensor, keys_values: Tensor) -> None:
         if isinstance(cache, NarrowPages):
-            return cache.write(index, keys_values, self._native_for(keys_values.dtype, cache.native))
+            return cache.write(index, keys_values, self._native_for(keys_values.dtype, cache.kept is not None))
         native = self._native_for(keys_values.dtype, True)
         if native is not None:
             return native.write(cache, index, keys_values)
@@ -367,20 +368,24 @@ class CpuPlatform(Platform):
     def plan_attention(self, rows: AttentionRows, window: int) -> AttentionPlan | NarrowPlan:
         assert self._planner is not None, "make_cache comes first"
         native = self._native is not None and self._native_attention
-        if self.cache_dtype is None:
+        if self.cache_dtype is None or native:
             return self._planner.plan(rows, window, native)
-        return NarrowPlan(self._planner, rows, window, native)
+        return NarrowPlan(self._planner, rows, window)
 
     def attention(
         self, queries: Tensor, cache: Tensor | NarrowPages, plan: AttentionPlan | NarrowPlan, scale: float
     ) -> Tensor:
-        if isinstance(cache, NarrowPages):
-            assert isinstance(plan, NarrowPlan)
-            whole, pages = plan.over_pages
-            native = self._native_for(queries.dtype, self._native_attention and cache.native)
-            cache, plan = cache.widened(pages, queries.dtype, native), whole
-        assert isinstance(plan, AttentionPlan)
-        return paged_attention(queries, cache, plan, scale, self._native_for(queries.dtype, self._native_attention))
+        native = self._native_for(queries.dtype, self._native_attention)
+        if isinstance(plan, NarrowPlan):
+            assert isinstance(cache, NarrowPages)
+            plan, pages = plan.over_pages
+            return paged_attention(queries, cache.widened(pages, queries.dtype), plan, scale)
+        if native is None:
+            assert isinstance(cache, Tensor)
+            return paged_attention(queries, cache, plan, scale)
+        kept = cache.kept if isinstance(cache, NarrowPages) else cache
+        assert kept is not None
+        return native_attention(queries, kept, plan, scale, native)
 
     def capture_decodes(
         self,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["CACHE_DTYPES", "SCALE", "LayerScales", "most", "narrow", "round_fixed", "round_tokens", "widen"]
+__all__ = ["CACHE_DTYPES", "NONE", "SCALE", "LayerScales", "most", "narrow", "round_fixed", "round_tokens", "widen"]
 
 CACHE_DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -26,6 +26,9 @@ CACHE_DTYPES = {
 SCALE = torch.bfloat16
 """Of a token's scale where a platform has no need of another: it is rounded before it is used, so that its few bits
 cost no precision."""
+
+NONE = -128
+"""What no number is rounded to in int8: one that is not finite, where no scale can say so."""
 
 _TINY = torch.finfo(torch.bfloat16).tiny
 
@@ -65,10 +68,15 @@ def round_tokens(x: Tensor, dtype: torch.dtype, scale_dtype: torch.dtype = SCALE
     return _rounded(wide / scales.float().unsqueeze(-1), dtype), scales
 
 
-def round_fixed(x: Tensor, fixed: LayerScales, dtype: torch.dtype) -> Tensor:
-    """``x`` [..., 2, kv_heads, dim] -> the same in ``dtype``; what is too large becomes the largest."""
+def round_fixed(x: Tensor, fixed: LayerScales, dtype: torch.dtype, marked: bool = False) -> Tensor:
+    """``x`` [..., 2, kv_heads, dim] -> the same in ``dtype``; what is too large becomes the largest. ``marked``: what
+    is not finite becomes NaN, or ``NONE`` among whole numbers; else int8 has 0 for a NaN, and infinity is too large."""
     wide = x.float() / fixed.scales
-    return _rounded(wide if fixed.offsets is None else wide + fixed.offsets, dtype)
+    found = _rounded(wide if fixed.offsets is None else wide + fixed.offsets, dtype)
+    if not marked:
+        return found
+    none = torch.tensor(NONE if dtype == torch.int8 else torch.nan).to(dtype).view(torch.int8)
+    return torch.where(x.isfinite(), found.view(torch.int8), none).view(dtype)
 
 
 def _rounded(wide: Tensor, dtype: torch.dtype) -> Tensor:
@@ -87,6 +95,8 @@ def widen(values: Tensor, scales: Tensor | None, fixed: LayerScales | None, dtyp
     if scales is not None:
         return wide.mul_(scales.float().unsqueeze(-1)).to(dtype)
     assert fixed is not None
+    if values.dtype == torch.int8:
+        wide.masked_fill_(values == NONE, torch.nan)
     if fixed.offsets is not None:
         wide -= fixed.offsets
     return wide.mul_(fixed.scales).to(dtype)

@@ -11,7 +11,7 @@ First table: the model in the box under every scheme: perplexity of held-out doc
 parts that training counts), how much worse it is than that of bf16 and may be at most (1 % at 6 to 8 bits, 5 % at 4 and
 5), and the share of the held-out capital questions answered rightly. Second: bytes of weights, and tokens a second of
 decodes at batch 1 and 16, schemes in turns in one process each; ``0.6b`` is a Qwen3 shape with made-up weights.
-``--device``: cpu or cuda.
+``--device``: cpu or cuda. ``--clock cpu`` counts processor time of all threads, which neighbours disturb less.
 
 ``--caches``: values of --kv-cache-dtype, with ":none" by scale 1.0 and else by a scale for each token and head: the
 same of the model in the box, with bytes of a token in the cache and decodes behind a long prompt.
@@ -92,7 +92,15 @@ class _Engine:
     """A model runner in this process, and the scheduler's part in words."""
 
     def __init__(
-        self, path: str, scheme: str, device: str, load_format: str = "auto", cache: str = "", context: int = CONTEXT
+        self,
+        path: str,
+        scheme: str,
+        device: str,
+        load_format: str = "auto",
+        cache: str = "",
+        context: int = CONTEXT,
+        threads: int = 0,
+        clock: str = "wall",
     ) -> None:
         from kernels.runner import ModelRunner
         from kernels.step import RunnerConfig
@@ -112,8 +120,10 @@ class _Engine:
                 page_size=64,
                 max_step_tokens=8192,
                 graph_rows=GRAPH_ROWS,
+                threads=threads,
             )
         )
+        self.now = time.process_time if clock == "cpu" else time.perf_counter
         self.info = self.runner.load()
         self.number, self.context = 0, context
 
@@ -187,9 +197,9 @@ class _Engine:
         self.step(slots, [held] * rows, self.admissions(prompts), range(1, SLOTS))
         times = []
         for _ in range(steps):
-            begun = time.perf_counter()
+            begun = self.now()
             self.step(slots, [1] * rows)
-            times.append(time.perf_counter() - begun)
+            times.append(self.now() - begun)
         return rows / statistics.median(times[4:])
 
 
@@ -243,7 +253,8 @@ def _child(task: dict[str, Any]) -> None:
         print(json.dumps(_accuracy(task["scheme"], task["path"], task["device"], task.get("cache", ""))), flush=True)
         return
     cache, context = task.get("cache", ""), task.get("context", CONTEXT)
-    engine = _Engine(task["path"], task["scheme"], task["device"], task["load_format"], cache, context)
+    how = task["threads"], task["clock"]
+    engine = _Engine(task["path"], task["scheme"], task["device"], task["load_format"], cache, context, *how)
     print(json.dumps({"bytes": engine.info.weight_bytes, "token": engine.info.cache_token_bytes}), flush=True)
     for line in sys.stdin:
         rows, held = map(int, line.split())
@@ -308,6 +319,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 16])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--threads", type=int, default=0, help="of the CPU's operators; 0: one a core")
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--skip-accuracy", action="store_true")
     given = parser.parse_args(argv)
     if given.child:
@@ -376,8 +389,8 @@ def _cache_speed(given: argparse.Namespace) -> None:
     heads = "".join(f" tokens/s at batch {rows}, {held} tokens | of bf16 |" for rows, held in points)
     print(f"\n| cache | bytes of a token |{heads}\n|---|---|{'---|---|' * len(points)}")
     names = ["", *given.caches]
-    common = {"what": "speed", "scheme": FLOATS, "path": str(MODEL_DIR), "load_format": "auto", "device": given.device}
-    sides = [_Process(cache=cache, steps=given.steps, context=LONG + 256, **common) for cache in names]
+    common = _common(given) | {"scheme": FLOATS, "path": str(MODEL_DIR), "load_format": "auto"}
+    sides = [_Process(cache=cache, context=LONG + 256, **common) for cache in names]
     rates: dict[tuple[int, int, int], list[float]] = {}
     for _ in range(given.rounds):
         for rows, held in points:
@@ -393,12 +406,17 @@ def _cache_speed(given: argparse.Namespace) -> None:
         side.close()
 
 
+def _common(given: argparse.Namespace) -> dict[str, Any]:
+    """What all tasks of a run that measures speed share."""
+    names = "device", "steps", "threads", "clock"
+    return {"what": "speed"} | {name: getattr(given, name) for name in names}
+
+
 def _speed(shape: str, places: dict[str, tuple[str, str]], given: argparse.Namespace) -> None:
     """``places``: path and load format of each scheme."""
-    common = {"what": "speed", "device": given.device, "steps": given.steps}
     schemes = list(places)
     sides = [
-        _Process(scheme=scheme, path=path, load_format=load_format, **common)
+        _Process(scheme=scheme, path=path, load_format=load_format, **_common(given))
         for scheme, (path, load_format) in places.items()
     ]
     rates: dict[tuple[int, int], list[float]] = {}

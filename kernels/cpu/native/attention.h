@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "matrix.h"
+#include "narrow.h"
 #include "program.h"
 
 namespace troupe {
@@ -40,13 +41,12 @@ class Scratch {
 
 struct Cached {
     const bf16* keys;     // of the first of some kv heads, in page 0
-    int64_t token, page;  // elements from one token to the next, and from one page to the next
+    int64_t token;        // elements from one token to the next
     const int32_t* pages;
     int64_t page_size;
 
-    const bf16* at(int64_t position) const {
-        return keys + pages[position / page_size] * page + position % page_size * token;
-    }
+    const bf16* at(int64_t position) const { return keys + place(position) * token; }
+    int64_t place(int64_t position) const { return pages[position / page_size] * page_size + position % page_size; }
 };
 
 // What the queries of one row see.
@@ -76,8 +76,8 @@ struct Seen {
 
 // sums [COLUMNS][dim], from vector `vector` on: adds weight * value of `tokens` tokens. weights [token][16]. Keys come by
 // themselves, for the processor runs ahead in each of sixteen tokens; values come sooner where the next ones are fetched.
-template <int VECTORS, int COLUMNS>
-void add_values(const bf16* value, int64_t token, int64_t tokens, const float* weights, float* sums, int64_t dim,
+template <int VECTORS, int COLUMNS, class T>
+void add_values(const T* value, int64_t token, int64_t tokens, const float* weights, float* sums, int64_t dim,
                 int64_t vector) {
     __m512 added[COLUMNS][VECTORS];
     sums += vector * TILE;
@@ -100,11 +100,12 @@ void add_values(const bf16* value, int64_t token, int64_t tokens, const float* w
 inline int64_t padded(int64_t columns) { return columns <= 4 ? columns : (columns + 3) / 4 * 4; }
 
 // A converted value serves as many columns as registers can sum: few columns over much of the head, or many over a part.
-inline void all_values(const bf16* value, int64_t token, int64_t tokens, const float* weights, float* sums, int64_t dim,
+template <class T>
+void all_values(const T* value, int64_t token, int64_t tokens, const float* weights, float* sums, int64_t dim,
                        int64_t columns) {
     auto all = [&]<int VECTORS, int COLUMNS>() {
         for (int64_t vector = 0; vector < dim / TILE; vector += VECTORS)
-            add_values<VECTORS, COLUMNS>(value, token, tokens, weights, sums, dim, vector);
+            add_values<VECTORS, COLUMNS, T>(value, token, tokens, weights, sums, dim, vector);
     };
     auto few = [&]<int COLUMNS>() {
         if (dim % (8 * TILE) == 0) return all.template operator()<COLUMNS == 4 ? 4 : 8, COLUMNS>();
@@ -144,11 +145,15 @@ struct Columns {
 constexpr float UNSEEN = -1e30f;
 constexpr float FAR = 60;  // powers of two that weights may come to
 
-// Scores [16 tokens][16 columns] to weights, in place. `seen`: of each token, by which columns; null: all by all.
-inline void weigh(Columns& of, float* scores, int64_t tokens, const __mmask16* seen, float factor, int64_t dim) {
+// Scores [16 tokens][16 columns] to weights, in place. `seen`: of each token, by which columns; null: all by all. What
+// scores, besides the factor, and weights of a token are multiplied by: `scale_of`(token, 0), (token, 1).
+template <class Scale>
+void weigh(Columns& of, float* scores, int64_t tokens, const __mmask16* seen, float factor, int64_t dim, const Scale& scale_of) {
     __m512 rest[TILE], n[TILE], most = _mm512_set1_ps(UNSEEN);
     for (int64_t i = 0; i < tokens; i++) {
-        const __m512 x = _mm512_mul_ps(_mm512_load_ps(scores + i * TILE), _mm512_set1_ps(factor));
+        __m512 by = _mm512_set1_ps(factor);
+        if constexpr (Scale::some) by = _mm512_mul_ps(by, scale_of(i, 0));
+        const __m512 x = _mm512_mul_ps(_mm512_load_ps(scores + i * TILE), by);
         n[i] = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
         rest[i] = _mm512_sub_ps(x, n[i]);
         most = seen ? _mm512_mask_max_ps(most, seen[i], most, n[i]) : _mm512_max_ps(most, n[i]);
@@ -172,6 +177,7 @@ inline void weigh(Columns& of, float* scores, int64_t tokens, const __mmask16* s
         __m512 weight = _mm512_scalef_ps(exp2_near(rest[i]), _mm512_sub_ps(n[i], power));
         if (seen) weight = _mm512_maskz_mov_ps(seen[i], weight);
         whole = _mm512_add_ps(whole, weight);
+        if constexpr (Scale::some) weight = _mm512_maskz_mul_ps(seen ? seen[i] : 0xffff, weight, scale_of(i, 1));
         _mm512_store_ps(scores + i * TILE, weight);
     }
     _mm512_store_ps(of.whole, whole);
@@ -194,6 +200,24 @@ inline void configure_columns(int64_t columns) {
     _tile_loadconfig(&config);
 }
 
+// Keys and values as they lie in a cache of bf16.
+struct Plain {
+    static constexpr bool some = false;
+};
+
+// Scales of a tile's columns, of keys and values of 8 bits.
+struct Scaled {
+    static constexpr bool some = true;
+    const Sixteen& of;
+    int64_t turn, low, head;
+    __mmask16 heads;
+    __m512i spread;  // of each column its head, in the upper half
+
+    __m512 operator()(int64_t i, int64_t part) const {
+        return of.scales(turn, low + i, part, head, heads, spread);
+    }
+};
+
 // Some kv heads of one row, from `head` on.
 inline void attend(const Attending& task, int64_t row, int64_t head, int64_t heads, int thread) {
     const Op& op = *task.op;
@@ -205,14 +229,17 @@ inline void attend(const Attending& task, int64_t row, int64_t head, int64_t hea
     const int64_t together = wide < TILE ? TILE / wide : 1;  // heads of a tile
     const int64_t parts = (wide + TILE - 1) / TILE;  // tiles of a head
     const int64_t tiles = (heads + together - 1) / together * parts;
-    const Cached cached = {static_cast<const bf16*>(op.b) + head * dim, token, op.i4 * token,
-                           step.pages + row * step.pages_stride, op.i4};
+    const Cached cached = {static_cast<const bf16*>(op.b) + head * dim, token, step.pages + row * step.pages_stride, op.i4};
 
     std::vector<Columns> all(tiles);
     const int64_t asked_each = dim / 2 * each, sums_each = padded(each) * dim;
-    float* space = (*task.spaces)[thread].of(2 * TILE * TILE + heads * parts * (asked_each + sums_each));
+    const int64_t narrow = op.narrow ? Sixteen::size(heads, dim) / 2 : 0;
+    float* space = (*task.spaces)[thread].of(2 * TILE * TILE + narrow + heads * parts * (asked_each + sums_each));
     float* scores = space;
     space += 2 * TILE * TILE;
+    const Kept kept(op, op.b, dim, kv_heads);
+    Sixteen made(kept, head, heads, reinterpret_cast<bf16*>(space));
+    space += narrow;
     std::memset(space, 0, heads * parts * (asked_each + sums_each) * sizeof(float));
     int64_t first = seen.end, latest = 0;
     uint64_t any = 0;
@@ -243,10 +270,20 @@ inline void attend(const Attending& task, int64_t row, int64_t head, int64_t hea
     }
     const int64_t end = std::min(seen.end, seen.root + 64 - __builtin_clzll(any | 1));
 
+    alignas(64) int32_t heads_of[TILE] = {};
+    for (int64_t c = 0; c < together * each; c++) heads_of[c] = static_cast<int32_t>(c / each << 16);
+    const __m512i spread = _mm512_load_si512(heads_of);
     configure_columns(each);
     const float factor = static_cast<float>(op.f0) * LOG2_E;
+    const int64_t line = op.narrow ? made.token() : token;
+    if (op.narrow) made.widen(cached.place(first / TILE * TILE));
     for (int64_t position = first / TILE * TILE; position < end; position += TILE) {
-        const bf16* keys = cached.at(position);
+        const int64_t turn = made.turn();
+        const bf16* keys = op.narrow ? made.keys(turn) : cached.at(position);
+        if (op.narrow) {  // what was stored just now would be waited for: the next are made first
+            if (position + TILE < end) made.widen(cached.place(position + TILE));
+            written();
+        }
         const int64_t low = std::max<int64_t>(0, first - position), high = std::min(TILE, end - position);
         const bool plain = position >= latest && position + high <= seen.root;
         for (Columns& of : all) {
@@ -257,7 +294,7 @@ inline void attend(const Attending& task, int64_t row, int64_t head, int64_t hea
                 if (h % 2) {
                     _tile_zero(1);
                     for (int64_t depth = 0; depth < dim; depth += DEPTH) {
-                        _tile_loadd(5, key + depth, 2 * token);
+                        _tile_loadd(5, key + depth, 2 * line);
                         _tile_loadd(7, asked + depth / 2 * each, 4 * each);
                         _tile_dpbf16ps(1, 5, 7);
                     }
@@ -265,7 +302,7 @@ inline void attend(const Attending& task, int64_t row, int64_t head, int64_t hea
                 } else {
                     _tile_zero(0);
                     for (int64_t depth = 0; depth < dim; depth += DEPTH) {
-                        _tile_loadd(4, key + depth, 2 * token);
+                        _tile_loadd(4, key + depth, 2 * line);
                         _tile_loadd(6, asked + depth / 2 * each, 4 * each);
                         _tile_dpbf16ps(0, 4, 6);
                     }
@@ -281,10 +318,21 @@ inline void attend(const Attending& task, int64_t row, int64_t head, int64_t hea
                     masks[i] |= static_cast<__mmask16>(sees << c);
                 }
             }
-            weigh(of, scores + low * TILE, high - low, plain ? nullptr : masks + low, factor, dim);
-            for (int64_t h = 0; h < of.heads; h++)
-                all_values(keys + low * token + kv_heads * dim + (of.head + h) * dim, token, high - low,
-                           scores + low * TILE + h * of.count, of.sums + h * sums_each, dim, of.count);
+            const __mmask16* seen_by = plain ? nullptr : masks + low;
+            if (op.narrow) {
+                const Scaled scaled = {made, turn, low, of.head, static_cast<__mmask16>((1 << of.heads) - 1), spread};
+                weigh(of, scores + low * TILE, high - low, seen_by, factor, dim, scaled);
+            } else {
+                weigh(of, scores + low * TILE, high - low, seen_by, factor, dim, Plain());
+            }
+            const auto add = [&](const auto* values, int64_t line) {
+                for (int64_t h = 0; h < of.heads; h++)
+                    all_values(values + low * line + (of.head + h) * dim, line, high - low,
+                               scores + low * TILE + h * of.count, of.sums + h * sums_each, dim, of.count);
+            };
+            if (!op.narrow) add(keys + kv_heads * dim, token);
+            else if (made.whole()) add(made.whole_values(turn), token);
+            else add(made.values(turn), line);
         }
     }
 

@@ -47,6 +47,11 @@ class Op(ctypes.Structure):
         ("i4", ctypes.c_int64),
         ("gated", ctypes.c_int64),
         ("f0", ctypes.c_double),
+        ("narrow", ctypes.c_int64),
+        ("scales", ctypes.c_void_p),
+        ("fixed", ctypes.c_void_p),
+        ("offsets", ctypes.c_void_p),
+        ("by_head", ctypes.c_void_p),
     )
 
 
@@ -68,8 +73,6 @@ class Step(ctypes.Structure):
         ("bits", ctypes.c_void_p),
         ("bits_stride", ctypes.c_int64),
         ("prompts", ctypes.c_int64),
-        ("kept", ctypes.c_void_p),
-        ("kept_count", ctypes.c_int64),
     )
 
 

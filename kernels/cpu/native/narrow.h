@@ -1,18 +1,18 @@
-// Keys and values of 8 bits: rounded as they are written to the cache, made bf16 page by page before they are attended to.
+// Keys and values of 8 bits: rounded as they are written to the cache, made bf16 in a core's cache as they are attended to.
 #pragma once
 #include <bit>
 #include <cmath>
 
 #include "program.h"
-#include "team.h"
 #include "vectors.h"
 
 namespace troupe {
 
-enum Narrow : int64_t { WHOLE, E4M3, E5M2 };
+enum Narrow : int64_t { PLAIN, WHOLE, E4M3, E5M2 };  // bf16, int8 and floats of 8 bits
 
-constexpr float LARGEST[] = {127.0f, 448.0f, 57344.0f};
+constexpr float LARGEST[] = {0.0f, 127.0f, 448.0f, 57344.0f};
 constexpr float LEAST_SCALE = 0x1p-126f;
+constexpr uint8_t NONE = 0x80;  // among whole numbers whose scales were found before: of what was not finite
 
 inline float wide(bf16 x) { return std::bit_cast<float>(static_cast<uint32_t>(x) << 16); }
 
@@ -52,68 +52,192 @@ inline void narrow(uint8_t* out, __m512 x, int64_t kind) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(out), bytes);
 }
 
-// WRITE_NARROW, one token.
-inline void write_narrow(const Op& op, const Step& step, int64_t row) {
-    const bf16* x = static_cast<const bf16*>(op.a) + row * op.stride_a;
-    const int64_t place = step.index[row] * op.i1, dim = op.i0;
-    const float* fixed = static_cast<const float*>(op.c);
-    const float* offsets = reinterpret_cast<const float*>(op.i4);
-    for (int64_t head = 0; head < op.i1; head++, x += dim) {
-        uint8_t* out = static_cast<uint8_t*>(op.out) + (place + head) * dim;
-        if (op.b) {
+// A cache of 8 bits: [token][head of keys, then of values][dim].
+struct Kept {
+    uint8_t* values;
+    bf16* scales;                   // [token][head], or null
+    const float *fixed, *offsets;   // of all tokens, [head][dim], or null: offsets where they are 0, both where scales are
+    const float* by_head;           // fixed [head], where they are the same for all of a head's dims, and no offsets
+    int64_t kind, dim, heads;
+
+    Kept(const Op& op, void* values, int64_t dim, int64_t kv_heads)
+        : values(static_cast<uint8_t*>(values)), scales(static_cast<bf16*>(op.scales)),
+          fixed(static_cast<const float*>(op.fixed)), offsets(static_cast<const float*>(op.offsets)),
+          by_head(static_cast<const float*>(op.by_head)), kind(op.narrow), dim(dim), heads(2 * kv_heads) {}
+
+    // Stores x [dim] of a head of token `place`.
+    void store(int64_t place, int64_t head, const bf16* x) const {
+        const int64_t at = place * heads + head;
+        uint8_t* out = values + at * dim;
+        if (scales) {
             __m512i bits = _mm512_setzero_si512();  // compared so, a NaN is larger than infinity
             for (int64_t i = 0; i < dim; i += 16)
                 bits = _mm512_max_epu32(bits, _mm512_and_si512(_mm512_castps_si512(load(x + i)), _mm512_set1_epi32(0x7fffffff)));
-            const float size = std::bit_cast<float>(_mm512_reduce_max_epu32(bits)) / LARGEST[op.i2];
+            const float size = std::bit_cast<float>(_mm512_reduce_max_epu32(bits)) / LARGEST[kind];
             const __m128bh nearest = _mm_cvtneps_pbh(_mm_set_ss(size < LEAST_SCALE ? LEAST_SCALE : size));
-            const bf16 scale = static_cast<bf16>(_mm_cvtsi128_si32(reinterpret_cast<__m128i>(nearest)));
-            static_cast<bf16*>(op.b)[place + head] = scale;
-            const __m512 divisor = _mm512_set1_ps(wide(scale));
-            for (int64_t i = 0; i < dim; i += 16) narrow(out + i, _mm512_div_ps(load(x + i), divisor), op.i2);
-        } else {
-            for (int64_t i = 0; i < dim; i += 16) {
-                __m512 value = _mm512_div_ps(load(x + i), _mm512_loadu_ps(fixed + head * dim + i));
-                if (offsets) value = _mm512_add_ps(value, _mm512_loadu_ps(offsets + head * dim + i));
-                narrow(out + i, value, op.i2);
-            }
+            scales[at] = static_cast<bf16>(_mm_cvtsi128_si32(reinterpret_cast<__m128i>(nearest)));
+            const __m512 divisor = _mm512_set1_ps(wide(scales[at]));
+            for (int64_t i = 0; i < dim; i += 16) narrow(out + i, _mm512_div_ps(load(x + i), divisor), kind);
+            return;
+        }
+        for (int64_t i = 0; i < dim; i += 16) {
+            __m512 value = load(x + i);
+            const __mmask16 broken = _mm512_fpclass_ps_mask(value, 0x99);  // infinities and NaNs, of which no scale tells
+            value = _mm512_div_ps(value, _mm512_loadu_ps(fixed + head * dim + i));
+            if (offsets) value = _mm512_add_ps(value, _mm512_loadu_ps(offsets + head * dim + i));
+            narrow(out + i, _mm512_mask_mov_ps(value, broken, _mm512_set1_ps(NAN)), kind);
+            if (kind == WHOLE) _mm_mask_storeu_epi8(out + i, broken, _mm_set1_epi8(static_cast<char>(NONE)));
         }
     }
-}
 
-struct Pages {
-    const Op* op;
-    const Step* step;
+    // 16 dims from `i` on of a head of token `place`, as they were but for rounding.
+    __m512 at(int64_t place, int64_t head, int64_t i) const {
+        const uint8_t* x = values + (place * heads + head) * dim + i;
+        __m512 value = widen(x, kind);
+        if (scales) return _mm512_mul_ps(value, _mm512_set1_ps(wide(scales[place * heads + head])));
+        if (kind == WHOLE) {
+            const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x));
+            const __mmask16 broken = _mm_cmpeq_epi8_mask(raw, _mm_set1_epi8(static_cast<char>(NONE)));
+            value = _mm512_mask_mov_ps(value, broken, _mm512_set1_ps(NAN));
+        }
+        if (offsets) value = _mm512_sub_ps(value, _mm512_loadu_ps(offsets + head * dim + i));
+        return _mm512_mul_ps(value, _mm512_loadu_ps(fixed + head * dim + i));
+    }
+
+    // The same of 32 dims as bf16.
+    __m512i line(int64_t place, int64_t head, int64_t i) const {
+        return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(at(place, head, i + 16), at(place, head, i)));
+    }
 };
 
-inline void widen_page(void* context, int64_t page, int) {
-    const Op& op = *static_cast<const Pages*>(context)->op;
-    const int64_t dim = op.i0, heads = op.i1, each = op.i3 * heads;
-    const int64_t first = static_cast<const Pages*>(context)->step->kept[page] * each;
-    const uint8_t* x = static_cast<const uint8_t*>(op.a) + first * dim;
-    bf16* out = static_cast<bf16*>(op.out) + page * each * dim;
-    const bf16* scales = op.b ? static_cast<const bf16*>(op.b) + first : nullptr;
-    const float* fixed = static_cast<const float*>(op.c);
-    const float* offsets = reinterpret_cast<const float*>(op.i4);
-    for (int64_t line = 0; line < each; line++, x += dim, out += dim) {
-        const int64_t own = line % heads * dim;
-        const __m512 scale = _mm512_set1_ps(scales ? wide(scales[line]) : 1.0f);
-        for (int64_t i = 0; i < dim; i += 16) {
-            __m512 value = widen(x + i, op.i2);
-            if (scales) {
-                value = _mm512_mul_ps(value, scale);
-            } else {
-                if (offsets) value = _mm512_sub_ps(value, _mm512_loadu_ps(offsets + own + i));
-                value = _mm512_mul_ps(value, _mm512_loadu_ps(fixed + own + i));
-            }
-            store(out + i, value);
-        }
-    }
+// WRITE_NARROW, one token.
+inline void write_narrow(const Op& op, const Step& step, int64_t row) {
+    const bf16* x = static_cast<const bf16*>(op.a) + row * op.stride_a;
+    const Kept kept(op, op.out, op.i0, op.i1 / 2);
+    for (int64_t head = 0; head < op.i1; head++, x += op.i0) kept.store(step.index[row], head, x);
 }
 
-// WIDEN
-inline void widen_pages(Team& team, const Op& op, const Step& step) {
-    Pages pages = {&op, &step};
-    team.each(step.kept_count, widen_page, &pages);
-}
+// All magnitudes of 8 bits, of which each is a bf16: its bytes.
+struct alignas(64) Magnitudes {
+    uint8_t upper[128], lower[128];
+
+    explicit Magnitudes(int64_t kind) {
+        for (int i = 0; i < 128; i++) {
+            alignas(64) uint8_t code[16] = {static_cast<uint8_t>(i)};
+            const uint32_t bits = std::bit_cast<uint32_t>(_mm512_cvtss_f32(widen(code, kind)));
+            upper[i] = static_cast<uint8_t>(bits >> 24), lower[i] = static_cast<uint8_t>(bits >> 16);
+        }
+    }
+};
+
+// Numbers of 8 bits to bf16, without their scales, which is exact.
+class Widening {
+  public:
+    explicit Widening(const Kept& kept) : whole_(kept.kind == WHOLE), broken_(whole_ && !kept.scales) {
+        if (!kept.kind) return;
+        static const Magnitudes all[] = {Magnitudes(WHOLE), Magnitudes(E4M3), Magnitudes(E5M2)};
+        const Magnitudes& of = all[kept.kind - WHOLE];
+        for (int64_t i = 0; i < 2; i++)
+            upper_[i] = _mm512_load_si512(of.upper + 64 * i), lower_[i] = _mm512_load_si512(of.lower + 64 * i);
+    }
+
+    // `count`: a multiple of 32.
+    void run(const uint8_t* from, int64_t count, bf16* to) const {
+        if (!whole_) return all<false, false>(from, count, to);
+        broken_ ? all<true, true>(from, count, to) : all<true, false>(from, count, to);
+    }
+
+  private:
+    template <bool WHOLE_NUMBERS, bool BROKEN>
+    void all(const uint8_t* from, int64_t count, bf16* to) const {
+        const __m512i halves = _mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0), sign = _mm512_set1_epi8(static_cast<char>(0x80));
+        const __m512i upper[2] = {upper_[0], upper_[1]}, lower[2] = {lower_[0], lower_[1]};
+        const auto part = [&](__m512i x, __m512i& low, __m512i& high) {
+            x = _mm512_permutexvar_epi64(halves, x);
+            const __m512i size = WHOLE_NUMBERS ? _mm512_abs_epi8(x) : x;
+            high = _mm512_permutex2var_epi8(upper[0], size, upper[1]);  // takes seven bits
+            low = _mm512_permutex2var_epi8(lower[0], size, lower[1]);
+            high = _mm512_ternarylogic_epi32(high, x, sign, 0xf8);  // high | x & sign
+            if (BROKEN) {
+                const __mmask64 none = _mm512_cmpeq_epi8_mask(x, sign);
+                high = _mm512_mask_mov_epi8(high, none, _mm512_set1_epi8(0x7f));
+                low = _mm512_mask_mov_epi8(low, none, _mm512_set1_epi8(static_cast<char>(0xc0)));
+            }
+        };
+        __m512i low, high;
+        for (; count >= 64; count -= 64, from += 64, to += 64) {
+            part(_mm512_loadu_si512(from), low, high);
+            _mm512_storeu_si512(to, _mm512_unpacklo_epi8(low, high));
+            _mm512_storeu_si512(to + 32, _mm512_unpackhi_epi8(low, high));
+        }
+        if (!count) return;
+        part(_mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))), low, high);
+        _mm512_storeu_si512(to, _mm512_unpacklo_epi8(low, high));
+    }
+
+    __m512i upper_[2], lower_[2];
+    bool whole_, broken_;
+};
+
+// Sixteen tokens at a time as attention wants them: some kv heads' keys and values as bf16, values of whole numbers as
+// they are, and what scores and weights are to be multiplied by.
+class Sixteen {
+  public:
+    // `memory`: `size` elements.
+    Sixteen(const Kept& kept, int64_t head, int64_t heads, bf16* memory)
+        : kept_(kept), widening_(kept), head_(head), heads_(heads), memory_(memory) {}
+
+    static int64_t size(int64_t heads, int64_t dim) { return 2 * 16 * 2 * heads * dim; }
+    bool whole() const { return kept_.kind == WHOLE && kept_.scales; }  // whether values stay as they are
+    int64_t token() const { return 2 * heads_ * kept_.dim; }            // elements from one to the next
+    int64_t turn() const { return turn_; }
+    const bf16* keys(int64_t turn) const { return memory_ + turn * 16 * token(); }
+    const bf16* values(int64_t turn) const { return keys(turn) + heads_ * kept_.dim; }
+    const int8_t* whole_values(int64_t turn) const {
+        return reinterpret_cast<int8_t*>(kept_.values) + (places_[turn] * kept_.heads + kept_.heads / 2 + head_) * kept_.dim;
+    }
+
+    // Takes 16 tokens from `place` on, in the half of the memory that those before do not have.
+    void widen(int64_t place) {
+        turn_ ^= 1;
+        places_[turn_] = place;
+        bf16* out = memory_ + turn_ * 16 * token();
+        const int64_t dim = kept_.dim, all = kept_.heads / 2;
+        const bool exact = kept_.scales || kept_.by_head;
+        if (exact && heads_ == all && !whole()) return widening_.run(kept_.values + place * kept_.heads * dim, 16 * token(), out);
+        for (int64_t i = 0; i < 16; i++, place++)
+            for (int64_t part = 0; part < 2; part++, out += heads_ * dim) {
+                const int64_t head = part * all + head_;
+                if (part && whole()) continue;
+                if (exact) {
+                    widening_.run(kept_.values + (place * kept_.heads + head) * dim, heads_ * dim, out);
+                } else {
+                    for (int64_t h = 0; h < heads_; h++)
+                        for (int64_t d = 0; d < dim; d += 32)
+                            _mm512_storeu_si512(out + h * dim + d, kept_.line(place, head + h, d));
+                }
+            }
+    }
+
+    // Of keys (part 0) or values (1) of token `i` of `turn`: scales of columns, whose heads, `heads` of them from `head`
+    // on, are in `spread`, in the upper halves.
+    __m512 scales(int64_t turn, int64_t i, int64_t part, int64_t head, __mmask16 heads, __m512i spread) const {
+        const int64_t from = part * (kept_.heads / 2) + head_ + head;
+        if (kept_.scales) {
+            const bf16* all = kept_.scales + (places_[turn] + i) * kept_.heads + from;
+            const __m512i words = _mm512_castsi256_si512(_mm256_maskz_loadu_epi16(heads, all));
+            return _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, spread, words));
+        }
+        if (!kept_.by_head) return _mm512_set1_ps(1.0f);
+        return _mm512_permutexvar_ps(_mm512_srli_epi32(spread, 16), _mm512_maskz_loadu_ps(heads, kept_.by_head + from));
+    }
+
+  private:
+    const Kept& kept_;
+    Widening widening_;
+    int64_t head_, heads_;
+    bf16* memory_;
+    int64_t places_[2] = {}, turn_ = 1;
+};
 
 }  // namespace troupe

@@ -59,19 +59,21 @@ inline void lay_out_chunk(void* context, int64_t block, int) {
     const Prefilling& task = *static_cast<const Prefilling*>(context);
     const int64_t dim = task.op->i0, kv_heads = task.op->i2, token = 2 * kv_heads * dim;
     const int64_t position = (task.first_block + block) * DEPTH, tokens = std::min(DEPTH, task.start + task.count - position);
-    const Cached cached = {static_cast<const bf16*>(task.op->b) + task.head * dim, token, task.op->i4 * token, task.pages,
-                           task.op->i4};
-    const bf16* rows[DEPTH];
-    for (int64_t i = 0; i < tokens; i++) rows[i] = cached.at(position + i);
-    auto line = [&](int64_t i, int64_t from) {
-        return i < tokens ? _mm512_loadu_si512(rows[i] + from) : _mm512_setzero_si512();
+    const Cached cached = {static_cast<const bf16*>(task.op->b) + task.head * dim, token, task.pages, task.op->i4};
+    const Kept kept(*task.op, task.op->b, dim, kv_heads);
+    int64_t places[DEPTH];
+    for (int64_t i = 0; i < tokens; i++) places[i] = cached.place(position + i);
+    auto line = [&](int64_t i, int64_t head, int64_t d) {
+        if (i >= tokens) return _mm512_setzero_si512();
+        if (task.op->narrow) return kept.line(places[i], task.head + head, d);
+        return _mm512_loadu_si512(cached.keys + places[i] * token + head * dim + d);
     };
     for (int64_t head = 0; head < task.heads; head++) {
         bf16* keys = task.keys + (head * task.blocks + block) * dim * DEPTH;
         for (int64_t d = 0; d < dim; d += DEPTH)
             for (int64_t half = 0; half < 2; half++, keys += TILE * DEPTH) {
                 __m512i part[TILE];
-                for (int64_t i = 0; i < TILE; i++) part[i] = line(half * TILE + i, head * dim + d);
+                for (int64_t i = 0; i < TILE; i++) part[i] = line(half * TILE + i, head, d);
                 transpose(part);
                 for (int64_t i = 0; i < TILE; i++) _mm512_store_si512(keys + i * DEPTH, part[i]);
             }
@@ -83,8 +85,7 @@ inline void lay_out_chunk(void* context, int64_t block, int) {
         bf16* values = task.values + (head * task.blocks + block) * dim * DEPTH;
         for (int64_t pair = 0; pair < TILE; pair++, values += DEPTH)
             for (int64_t d = 0; d < dim; d += DEPTH) {
-                const int64_t from = (kv_heads + head) * dim + d;
-                const __m512i even = line(2 * pair, from), odd = line(2 * pair + 1, from);
+                const __m512i even = line(2 * pair, kv_heads + head, d), odd = line(2 * pair + 1, kv_heads + head, d);
                 _mm512_store_si512(values + d * DEPTH, _mm512_permutex2var_epi16(even, low, odd));
                 _mm512_store_si512(values + (d + TILE) * DEPTH, _mm512_permutex2var_epi16(even, high, odd));
             }

@@ -120,7 +120,9 @@ inline __m512 as_stored(__m512 x) {
 
 void place(const Op& op, const Step& step, int64_t row) {
     const int64_t dim = op.i0, half = dim / 2, heads = op.i1, kv_heads = op.i2;
+    const Kept kept(op, op.out, dim, kv_heads);
     bf16 *x = at<bf16>(op.a, row, op.stride_a), *cached = at<bf16>(op.out, step.index[row], 2 * kv_heads * dim);
+    alignas(64) bf16 key[256];
     const float* weight = reinterpret_cast<const float*>(op.i4);
     alignas(64) float cos[256], sin[256], part[256];
     for (int64_t i = 0; i < dim; i += 16) {
@@ -143,15 +145,18 @@ void place(const Op& op, const Step& step, int64_t row) {
             }
             weight += dim;
         }
-        bf16* out = head < heads - kv_heads ? x : cached + (head - heads + kv_heads) * dim;
+        const int64_t kept_head = head - heads + kv_heads;
+        bf16* out = kept_head < 0 ? x : op.narrow ? key : cached + kept_head * dim;
         for (int64_t i = 0; i < half; i += 16) {
             const __m512 low = _mm512_load_ps(part + i), high = _mm512_load_ps(part + half + i);
             store(out + i, _mm512_fmadd_ps(low, _mm512_load_ps(cos + i), _mm512_mul_ps(high, _mm512_load_ps(sin + i))));
             store(out + half + i, _mm512_fmadd_ps(high, _mm512_load_ps(cos + half + i),
                                                   _mm512_mul_ps(low, _mm512_load_ps(sin + half + i))));
         }
+        if (op.narrow && kept_head >= 0) kept.store(step.index[row], kept_head, key);
     }
-    std::memcpy(cached + kv_heads * dim, x, 2 * kv_heads * dim);
+    if (!op.narrow) std::memcpy(cached + kv_heads * dim, x, 2 * kv_heads * dim);
+    for (int64_t head = 0; op.narrow && head < kv_heads; head++) kept.store(step.index[row], kv_heads + head, x + head * dim);
 }
 
 void write(const Op& op, const Step& step, int64_t row) {
@@ -221,7 +226,6 @@ void run(Engine& engine, const Op& op, const Step& step) {
                                                  reinterpret_cast<const int64_t*>(op.i4), &engine.ordered, op.i2, op.i3});
         case BLOCKS: return multiply(engine.team, BlockProduct{{operands(engine, op, step, sizeof(bf16))}});
         case EXPERTS: return run_experts({engine.team, engine.panels, engine.experts, op, step});
-        case WIDEN: return widen_pages(engine.team, op, step);
         case ATTENTION:
             attention(engine.team, engine.scores, op, step);
             for (int64_t sequence = step.sequences - step.prompts; sequence < step.sequences; sequence++)

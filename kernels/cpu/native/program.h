@@ -5,7 +5,7 @@
 namespace troupe {
 
 enum Kind : int64_t { EMBED, ANGLES, NORM, LINEAR, ROTARY, WRITE, ATTENTION, SILU, EXPERTS, GREEDY, ADD, LINEAR8, GROUPED, BLOCKS,
-                      WRITE_NARROW, WIDEN, SETTLE, PLACE };
+                      WRITE_NARROW, SETTLE, PLACE };
 
 // Tensors are bf16 unless said otherwise, row-major, their rows (tokens) `stride` elements apart.
 //   EMBED      a table [vocab, i0] -> out; i1: whether it is packed as the weight of a LINEAR
@@ -21,9 +21,7 @@ enum Kind : int64_t { EMBED, ANGLES, NORM, LINEAR, ROTARY, WRITE, ATTENTION, SIL
 //   PLACE      a queries, keys and values: NORM and ROTARY of the first two, in one pass, and WRITE; b cosines, c sines, out
 //              cache; i0 dim, i1 heads of queries and keys, i2 kv heads, i4 address of the norm's weight or 0, f0 eps
 //   WRITE      a keys and values -> out cache; i0 elements of a token
-//   WRITE_NARROW  a keys and values -> out cache of 8 bits (narrow.h); i0 dim, i1 heads of a token, i2 its numbers; b scales
-//              of tokens, or c float [i1, i0] of all, with i4 the address of their offsets or 0
-//   WIDEN      a such a cache, with b or c and i4 -> out the step's `kept` pages, i3 tokens each, one after the other
+//   WRITE_NARROW  a keys and values -> out cache of 8 bits (narrow.h); i0 dim, i1 heads of a token
 //   ATTENTION  a queries, b cache [pages, i4, 2, i2, i0] -> out; i0 dim, i1 heads, i2 kv heads, i3 window, f0 scale
 //   SETTLE     a x -> out, each row rounded to whole shares of its largest over 127; i0 elements of a row, a multiple of 16
 //   SILU       a gate | up [rows, 2 * i0] -> out [rows, i0]
@@ -31,12 +29,17 @@ enum Kind : int64_t { EMBED, ANGLES, NORM, LINEAR, ROTARY, WRITE, ATTENTION, SIL
 //   EXPERTS    a x, b logits of a router, c Expert[i1] (experts.h) -> out; i0 elements of a row, i2 experts that a row takes, i3
 //              inner dimension, i4: whether their weights add up to one
 //   GREEDY     a logits [rows, i0] -> out int64 [rows] the likeliest ids, b bool [rows]: a NaN, +inf or nothing but -inf
+// PLACE, WRITE_NARROW and ATTENTION know caches of 8 bits: `narrow` says of which numbers (0: bf16). `scales` bf16
+// [pages, tokens, 2, kv heads], or `fixed` float [2, kv heads, dim] with `offsets` or null; `by_head` float [2, kv heads] where
+// these are the same for all dims.
 struct Op {
     int64_t kind;
     void *a, *b, *c, *out;
     int64_t stride_a, stride_b, stride_out;
     int64_t i0, i1, i2, i3, i4, gated;
     double f0;
+    int64_t narrow;
+    void *scales, *fixed, *offsets, *by_head;
 };
 
 // One step's inputs. ATTENTION alone knows `sequences`: row r of `pages` holds the page ids of sequence r, `lengths` its
@@ -58,8 +61,6 @@ struct Step {
     const uint64_t* bits;
     int64_t bits_stride;
     int64_t prompts;
-    const int64_t* kept;  // pages that WIDEN lays out; `pages` are then their numbers among these
-    int64_t kept_count;
 };
 
 }  // namespace troupe

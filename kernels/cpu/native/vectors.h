@@ -12,6 +12,10 @@ inline __m512 widen(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_m
 
 inline __m512 load(const bf16* x) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))); }
 
+inline __m512 load(const int8_t* x) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))));
+}
+
 inline void store(bf16* out, __m512 x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
 }

@@ -10,6 +10,7 @@ from kernels.cpu.narrow_cache import NarrowPages
 from kernels.cpu.native.library import build
 from kernels.platforms.base import PlatformError
 from kernels.platforms.cpu import CpuPlatform
+from kernels.platforms.rows import AttentionRows
 from kernels.quantization.cache import CACHE_DTYPES, LayerScales, round_fixed, round_tokens, widen
 from kernels.speculative.settings import SpeculativeSettings
 from kernels.step import SlotSampling
@@ -223,7 +224,7 @@ def test_narrow_caches_are_refused_where_a_device_has_none(reference, drive, mon
 
 @pytest.mark.parametrize("name", ["int8", "fp8_e4m3", "fp8_e5m2"])
 @pytest.mark.parametrize("fixed", [False, True])
-def test_native_operators_round_and_widen_as_torch_does(name, fixed, generator):
+def test_native_operators_round_as_torch_does(name, fixed, generator):
     """Every number of 8 bits, what lies between them, and what is not finite."""
     both = []
     for found in (CpuPlatform(threads=1), CpuPlatform(threads=2)):
@@ -258,12 +259,57 @@ def test_native_operators_round_and_widen_as_torch_does(name, fixed, generator):
         sound[[56, 57]] = False
         assert torch.equal(caches[0].scales.view(96, 2, 3)[sound], caches[1].scales.view(96, 2, 3)[sound])
     assert different.float().mean() < 2e-3  # ties, of fp8 that is rounded twice
-    pages = torch.tensor([4, 1, 2, 3])
-    wide = caches[1].widened(pages, torch.bfloat16, native._native)
-    expected = caches[1].widened(pages, torch.bfloat16)
-    torch.testing.assert_close(wide, expected, rtol=0, atol=0, equal_nan=True)
-    if not fixed:
-        assert expected.view(64, 2, 3, 64)[56:58].isfinite().logical_not().any(-1).sum() == 2
+    read = caches[1].widened(torch.tensor([1, 2, 3, 4]), torch.bfloat16).view(64, 2, 3, 64)
+    assert read[:40].isfinite().all()
+    assert not read[40, 0, 2, 5].isfinite()
+    assert not read[41, 1, 1, 6].isfinite()
+    assert read[40, 0, :2].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("scales", ["tokens", "heads", "dims", "offsets"])
+def test_native_attention_reads_what_torch_widens(name, scales, generator):
+    """Decodes, drafts and prompts, several heads in a tile and one; what is not finite spoils its own row alone."""
+    dtype = CACHE_DTYPES[name]
+    if scales == "offsets" and name != "int8":
+        pytest.skip("floats have no offsets")
+    try:
+        build()
+    except Exception as error:
+        pytest.skip(f"no native operators: {error}")
+    for heads, kv_heads, dim in ((6, 2, 64), (3, 3, 96), (20, 1, 32)):
+        native, plain = CpuPlatform(threads=2), CpuPlatform(threads=1)
+        native.dtype("bfloat16", None)
+        if native._native is None:
+            pytest.skip("no AMX")
+        native.cache_dtype = dtype
+        fixed = None
+        if scales != "tokens":
+            factors = torch.rand(2, kv_heads, 1 if scales == "heads" else dim, generator=generator) + 0.5
+            offsets = torch.randint(-9, 9, (2, kv_heads, dim), generator=generator).float()
+            factors = factors.expand(2, kv_heads, dim).contiguous() / 20
+            fixed = [LayerScales(factors, offsets if scales == "offsets" else None)]
+        (cache,) = native.make_cache(1, 40, 16, kv_heads, dim, torch.bfloat16, fixed)
+        assert (cache.kept.by_head is not None) == (scales == "heads")
+        (wide,) = plain.make_cache(1, 40, 16, kv_heads, dim, torch.float32)
+        starts, counts = np.array([0, 130, 17, 40, 90]), np.array([1, 1, 7, 60, 1])
+        order = [0, 1, 4, 2, 3]
+        rows = AttentionRows(starts[order], counts[order], np.zeros((5, 9), np.int32), decodes=3, verifies=1)
+        free = iter(torch.randperm(39, generator=generator).add(1).tolist())
+        for row, length in enumerate(starts[order] + counts[order]):
+            rows.pages[row, : -(-length // 16)] = [next(free) for _ in range(-(-length // 16))]
+            index = torch.from_numpy(rows.pages[row, np.arange(length) // 16] * np.int64(16) + np.arange(length) % 16)
+            keys_values = torch.randn(length, 2 * kv_heads, dim, generator=generator).bfloat16()
+            if row == 2:
+                keys_values[33, kv_heads, 1] = torch.inf
+            native.write_cache(cache, index, keys_values)
+        wide.copy_(cache.widened(torch.arange(40), torch.float32))
+        queries = torch.randn(int(counts.sum()), heads, dim, generator=generator).bfloat16()
+        found = native.attention(queries, cache, native.plan_attention(rows, 0), 0.2).float()
+        expected = plain.attention(queries.float(), wide, plain.plan_attention(rows, 0), 0.2)
+        assert not found[2].isfinite().all()
+        found[2] = expected[2] = 0
+        torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8_e4m3"])
