@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy.typing as npt
@@ -31,6 +32,7 @@ from kernels.cuda.steps import StepGraphs
 from kernels.device_memory import device_memory, step_memory
 from kernels.graph_sizes import graph_sizes
 from kernels.layers.experts import ExpertWeights
+from kernels.layers.stacked_experts import refusal
 from kernels.platforms.base import Fetched, Memory, Platform, PlatformError
 from kernels.platforms.operators import Linear, Norm
 from kernels.platforms.prepared import Decodes, Steps
@@ -204,9 +206,12 @@ class CudaPlatform(Platform):
     def make_experts(
         self, router: Tensor, bias: Tensor | None, experts: Sequence[ExpertWeights], chosen: int, normalized: bool
     ) -> Linear:
-        if CudaExperts.fits(experts, torch.cuda.get_device_capability(self.device)):
-            return CudaExperts(self.make_linear(router, bias), experts, chosen, normalized)
-        return super().make_experts(router, bias, experts, chosen, normalized)
+        kind = partial(CudaExperts.kind, capability=torch.cuda.get_device_capability(self.device))
+        experts = self._stackable(experts, kind)
+        reason = refusal(experts, kind)
+        if reason is not None:
+            return self._in_turn(router, bias, experts, chosen, normalized, reason)
+        return CudaExperts(self.make_linear(router, bias), experts, chosen, normalized)
 
     def make_norm(self, weight: Tensor, eps: float) -> Norm:
         return CudaNorm(weight, eps)

@@ -18,6 +18,7 @@ from kernels.batch import ForwardBatch
 from kernels.device_memory import device_memory, step_memory
 from kernels.graph_sizes import graph_sizes
 from kernels.layers.experts import ExpertWeights
+from kernels.layers.stacked_experts import refusal
 from kernels.npu.attention import (
     FusedPart,
     LayerCache,
@@ -218,9 +219,11 @@ class NpuPlatform(Platform):
     def make_experts(
         self, router: Tensor, bias: Tensor | None, experts: Sequence[ExpertWeights], chosen: int, normalized: bool
     ) -> Linear:
-        if NpuExperts.fits(experts):
-            return NpuExperts(self.make_linear(router, bias, shared=True), experts, chosen, normalized)
-        return super().make_experts(router, bias, experts, chosen, normalized)
+        experts = self._stackable(experts, NpuExperts.kind)
+        reason = refusal(experts, NpuExperts.kind)
+        if reason is not None:
+            return self._in_turn(router, bias, experts, chosen, normalized, reason)
+        return NpuExperts(self.make_linear(router, bias, shared=True), experts, chosen, normalized, self.soc)
 
     def make_norm(self, weight: Tensor, eps: float) -> Norm:
         return NpuNorm(weight, eps)

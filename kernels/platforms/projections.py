@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.layers.experts import ExpertsInTurn, ExpertWeights
+from kernels.layers.stacked_experts import may_be_dense
 from kernels.platforms.operators import Linear, Lookup
 from kernels.quantization.tokens import clip_tokens, settle_tokens
 from kernels.quantization.weights import GroupedWeight, Projection, QuantizedWeight
@@ -164,8 +165,21 @@ class Projections(ABC):
         ``router`` [experts, hidden] and ``bias`` [experts] give a logit for each. ``normalized``: the weights of those
         that are chosen add up to one.
         """
+        return self._in_turn(router, bias, experts, chosen, normalized, "there is no kernel for all at once")
+
+    def _in_turn(
+        self,
+        router: Tensor,
+        bias: Tensor | None,
+        experts: Sequence[ExpertWeights],
+        chosen: int,
+        normalized: bool,
+        reason: str,
+    ) -> ExpertsInTurn:
         self.captures = False
-        self._tell("experts are run one by one, as the host is told which are chosen: decodes are not captured")
+        self._tell(
+            "experts are run one by one (%s), as the host is told which are chosen: decodes are not captured", reason
+        )
         made = [
             (
                 self.make_gated_projection(expert.gate_up, expert.gate_up_bias),
@@ -174,6 +188,27 @@ class Projections(ABC):
             for expert in experts
         ]
         return ExpertsInTurn(self.make_linear(router, bias), made, chosen, normalized)
+
+    def _stackable(
+        self, experts: Sequence[ExpertWeights], kind: Callable[[Tensor | QuantizedWeight], object]
+    ) -> list[ExpertWeights]:
+        """Those with weights of no ``kind`` in floats, so that all can be multiplied at once."""
+
+        def floats(weight: Projection) -> Projection:
+            if not isinstance(weight, QuantizedWeight) or kind(weight) is not None or not may_be_dense(weight):
+                return weight
+            self._tell(
+                "experts in %s are dequantized to %s while they are loaded: no kernel of all experts takes them",
+                type(weight).__name__,
+                weight.dtype,
+            )
+            dense = weight.dequantize(weight.dtype)
+            self.widened_bytes += dense.nbytes - weight.nbytes
+            return dense
+
+        return [
+            dataclasses.replace(expert, gate_up=floats(expert.gate_up), down=floats(expert.down)) for expert in experts
+        ]
 
     def empty_rows(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
         """[rows, width] for ``add_rows`` to write to."""

@@ -11,20 +11,31 @@ import torch
 import torch_npu
 
 from kernels.layers.experts import ExpertsInTurn, ExpertWeights
+from kernels.layers.stacked_experts import refusal
 from kernels.npu.experts import NpuExperts
+from kernels.npu.operators import FRACTAL_NZ
 from kernels.npu.simulator.constraints import ConstraintError
+from kernels.npu.soc import Soc
 from kernels.quantization.int8 import Int8Linear
 from kernels.quantization.packed import grouped
-from kernels.quantization.weights import quantize_int8
+from kernels.quantization.tokens import clip_tokens, settle_tokens
+from kernels.quantization.weights import StaticActivation, quantize_int8
 from kernels.step import SlotSampling
 from tests.modelslim import write
-from tests.quantized import rewrite
-from tests.quantized_words import Rounded, awq
+from tests.quantized import fp8_blocks, rewrite
+from tests.quantized_words import Rounded, awq, gptq
 
 BF16 = torch.bfloat16
+A3 = Soc("A3", "Ascend910_9391")
 PAGE = 128
 SHAPES = ((64, 64), (64, 32))
+FP8 = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+GPTQ = {"quant_method": "gptq", "bits": 8, "group_size": 16, "desc_act": False, "sym": False}
 OPTIONS = {"device": "npu", "page_size": PAGE, "max_step_tokens": 256, "max_total_tokens": 16 * PAGE}
+
+
+def refused(experts):
+    return refusal(experts, NpuExperts.kind)
 
 
 def weights(count, hidden, inner):
@@ -59,9 +70,9 @@ def test_grouped_products_are_those_of_experts_one_by_one(whole, normalized, tok
         else:
             linears.append((gated(lambda x, w=gate_up: x @ w.t()), lambda x, w=down: x @ w.t()))
             given.append(ExpertWeights(gate_up.npu(), None, down.npu(), None))
-    assert NpuExperts.fits(given)
+    assert refused(given) is None
     onto = router.npu()
-    found = NpuExperts(lambda x: x @ onto.t(), given, 2, normalized)(x.npu())
+    found = NpuExperts(lambda x: x @ onto.t(), given, 2, normalized, A3)(x.npu())
     expected = ExpertsInTurn(lambda x: x @ router.t(), linears, 2, normalized)(x)
     torch.testing.assert_close(found.cpu(), expected, atol=2e-2, rtol=2e-2)
 
@@ -69,15 +80,30 @@ def test_grouped_products_are_those_of_experts_one_by_one(whole, normalized, tok
 def test_what_the_operators_do_not_take_is_run_one_by_one():
     _, [(gate_up, down), *_] = weights(2, 64, 32)
     bias = torch.zeros(64)
-    assert not NpuExperts.fits([ExpertWeights(gate_up, bias, down, None)])
-    assert not NpuExperts.fits([ExpertWeights(gate_up.float(), None, down.float(), None)])
+    assert refused([ExpertWeights(gate_up, bias, down, None)]) == "they have biases"
+    assert "no kernel takes float32" in refused([ExpertWeights(gate_up.float(), None, down.float(), None)])
     whole = quantize_int8(gate_up)
-    assert not NpuExperts.fits([ExpertWeights(whole, None, down, None), ExpertWeights(gate_up, None, down, None)])
+    mixed = [ExpertWeights(whole, None, down, None), ExpertWeights(gate_up, None, down, None)]
+    assert refused(mixed) == "they are of different kinds"
     halves = [grouped(torch.zeros(*shape, dtype=torch.uint8), torch.ones(shape[0], 4), None, 4) for shape in SHAPES]
-    assert not NpuExperts.fits([ExpertWeights(halves[0], None, halves[1], None)])  # groups of 16 and of 8
-    ordered = dataclasses.replace(rounded("4", gate_up), order=torch.arange(64))
-    assert not NpuExperts.fits([ExpertWeights(ordered, None, rounded("4", down), None)])
-    assert not NpuExperts.fits([ExpertWeights((gate_up, quantize_int8(gate_up)), None, down, None)])
+    assert "no kernel takes GroupedWeight" in refused([ExpertWeights(halves[0], None, halves[1], None)])  # of 16 and 8
+    assert "gates are of" in refused([ExpertWeights((gate_up, quantize_int8(gate_up)), None, down, None)])
+    static = dataclasses.replace(whole, activation=StaticActivation(torch.ones(1)))
+    assert "scales found before" in refused([ExpertWeights(static, None, down, None)])
+
+
+def test_weights_are_in_tiles_where_the_device_keeps_them():
+    """Floats and int8 by int8; of others the vendor does not say that they may be."""
+    router, experts = weights(3, 64, 32)
+    for kind, tiled in ((None, True), (quantize_int8, True), (lambda weight: rounded("int8", weight), False)):
+        given = []
+        for pair in experts:
+            first, second = pair if kind is None else map(kind, pair)
+            given.append(ExpertWeights(first.to("npu"), None, second.to("npu"), None))
+        for soc, kept in ((A3, tiled), (Soc("A5", "Ascend950"), False)):
+            layer = NpuExperts(lambda x: x @ router.npu().t(), given, 2, True, soc)
+            formats = {torch_npu.get_npu_format(stack.values) for stack in (layer.gate_up, layer.down)}
+            assert formats == {FRACTAL_NZ if kept else 2}
 
 
 def scores(driver, prompt):
@@ -122,16 +148,29 @@ def test_gate_and_down_may_be_of_other_kinds(reference, drive, prompts, tmp_path
 
 
 def rounded(kind, weight):
-    """In 4 bits, with zeros or not, in groups of 32 or not; or in 8."""
+    """In 4 bits, with zeros or not, in groups of 32 or not; or in 8. "by 8": of tokens that are rounded to 8 bits."""
     if kind == "int8":
         return dataclasses.replace(quantize_int8(weight), activation=None)
+    if kind == "int8 clipped":
+        return dataclasses.replace(quantize_int8(weight), clip=torch.tensor([0.9]))
     group = 32 if "groups" in kind else weight.shape[1]
-    found = Rounded.of(weight.float(), 4, group, symmetric="zeros" not in kind)
+    found = Rounded.of(weight.float(), int(kind[0]), group, "zeros" not in kind, "act-order" in kind)
+    order = found.index.argsort(stable=True) if "act-order" in kind else None
+    values = found.values.to(torch.uint8)
     zeros = found.zeros.to(torch.uint8) if "zeros" in kind else None
-    return grouped(found.values.to(torch.uint8), found.scales, zeros, 4)
+    made = grouped(values if order is None else values[:, order], found.scales, zeros, int(kind[0]), order)
+    return dataclasses.replace(made, activation="dynamic" if "by 8" in kind else None)
 
 
-@pytest.mark.parametrize("kind", ["4", "4 zeros", "4 groups", "4 groups zeros", "int8"])
+def prepared(weight, x):
+    x = x if weight.clip is None else clip_tokens(x, weight.clip)
+    return settle_tokens(x) if weight.activation else x
+
+
+FORMS = ("4", "4 zeros", "4 groups", "4 groups zeros", "4 groups act-order", "4 groups by 8", "8 zeros", "int8")
+
+
+@pytest.mark.parametrize("kind", [*FORMS, "int8 clipped"])
 def test_weights_that_are_made_floats_on_the_way(kind):
     router, experts = weights(6, 64, 64)
     x = torch.randn(9, 64, generator=torch.Generator().manual_seed(3)).to(BF16)
@@ -139,11 +178,13 @@ def test_weights_that_are_made_floats_on_the_way(kind):
     for pair in experts:
         narrow = [rounded(kind, weight) for weight in pair]
         dense = [weight.dequantize(BF16) for weight in narrow]
-        linears.append((gated(lambda x, w=dense[0]: x @ w.t()), lambda x, w=dense[1]: x @ w.t()))
+        first, second = (lambda x, w=w, one=one: prepared(one, x) @ w.t() for one, w in zip(narrow, dense, strict=True))
+        linears.append((gated(first), second))
         given.append(ExpertWeights(narrow[0].to(torch.device("npu")), None, narrow[1].to(torch.device("npu")), None))
-    assert NpuExperts.fits(given)
+    assert refused(given) is None
     onto = router.npu()
-    found = NpuExperts(lambda x: x @ onto.t(), given, 2, True)(x.npu())
+    layer = NpuExperts(lambda x: x @ onto.t(), given, 2, True, A3)
+    found = layer(x.npu())
     expected = ExpertsInTurn(lambda x: x @ router.t(), linears, 2, True)(x)
     torch.testing.assert_close(found.cpu(), expected, atol=3e-2, rtol=3e-2)
 
@@ -173,11 +214,37 @@ def test_quantized_experts_are_in_graphs(kind, reference, drive, prompts, tmp_pa
     assert len(drivers[1].generate(1, 50)) == 50
 
 
-def test_experts_that_run_one_by_one_leave_decodes_out_of_graphs(reference, drive, prompts, tmp_path, caplog):
-    path, _ = write(reference("parallel-moe").path, tmp_path, lambda module: "W4A8_DYNAMIC", group=16)
+@pytest.mark.parametrize(
+    ("form", "told"),
+    [
+        (lambda path, to: write(path, to, lambda module: "W4A8_DYNAMIC", group=32)[0], False),
+        (lambda path, to: write(path, to, lambda module: "W8A8_MXFP8")[0], True),
+        (lambda path, to: rewrite(path, to, fp8_blocks(16, 16), FP8), True),
+        (lambda path, to: rewrite(path, to, gptq(8, 16), GPTQ), True),
+    ],
+    ids=["4 by 8 in groups", "mxfp8", "fp8 blocks", "8 bits in groups"],
+)
+def test_experts_in_forms_of_no_kernel_are_in_graphs(form, told, reference, drive, prompts, tmp_path, caplog):
+    path, (prompt,) = form(reference("parallel-moe").path, tmp_path), prompts(20)
     with caplog.at_level(logging.WARNING, "troupe.kernels"):
         driver = drive(path, dtype="bfloat16", **OPTIONS)
-    assert sum("experts are run one by one" in record.message for record in caplog.records) == 1
+    assert sum("experts in" in record.message for record in caplog.records) == told
+    assert driver.info.graph_rows
+    found, on_cpu = scores(driver, prompt), scores(drive(path, dtype="bfloat16", page_size=PAGE), prompt)
+    assert np.abs(on_cpu - found).mean() < 0.4
+    assert len(driver.generate(1, 30)) == 30
+
+
+def test_experts_that_run_one_by_one_leave_decodes_out_of_graphs(reference, drive, prompts, tmp_path, caplog):
+    def mixed(module):
+        return "W8A8_DYNAMIC" if ".experts.1." in module else "FLOAT"
+
+    path, _ = write(reference("parallel-moe").path, tmp_path, mixed)
+    with caplog.at_level(logging.WARNING, "troupe.kernels"):
+        driver = drive(path, dtype="bfloat16", **OPTIONS)
+    told = [record.message for record in caplog.records if "experts are run one by one" in record.message]
+    assert len(told) == 1
+    assert "they are of different kinds" in told[0]
     assert not driver.info.graph_rows
     (prompt,) = prompts(20)
     driver.admit(1, prompt)
