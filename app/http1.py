@@ -6,7 +6,9 @@ lines; a server of token streams does little else than send such pieces.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, TypeVar, cast
 
 import h11
 import msgspec
@@ -17,7 +19,22 @@ from hypercorn.protocol.events import Response
 from hypercorn.protocol.h11 import H11Protocol
 from hypercorn.protocol.http_stream import ASGIHTTPState, HTTPStream
 
-__all__ = ["Chunk", "EventStream", "Http1", "NextRequest"]
+__all__ = ["Chunk", "EventStream", "Http1", "NextRequest", "rebound"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def rebound(function: Function, **names: Any) -> Function:
+    """``function``, for which these names of its module mean something else.
+
+    Hypercorn takes no classes as arguments. To set them in its modules would change every server of the process.
+    """
+    assert isinstance(function, FunctionType)
+    made = FunctionType(
+        function.__code__, function.__globals__ | names, function.__name__, function.__defaults__, function.__closure__
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    return cast(Function, made)
 
 
 class Chunk(msgspec.Struct, gc=False):
@@ -44,6 +61,28 @@ class NextRequest(EventWrapper):
             raise ConnectionAbortedError("This connection answers no more requests.")
 
 
+class EventStream(HTTPStream):
+    """A request and its response; pieces of an event stream go to :class:`Http1` at once."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        protocol = getattr(self.send, "__self__", None)  # `send` is the connection's stream_send
+        self._http1 = protocol if isinstance(protocol, Http1) else None
+
+    async def app_send(self, message: Any) -> None:
+        if (
+            self._http1 is not None
+            and self._http1.in_chunks
+            and self.state is ASGIHTTPState.RESPONSE  # over: the connection may be in another request's response
+            and message is not None
+            and message.get("more_body")
+            and self.scope["method"] != "HEAD"
+        ):
+            await self._http1.send_chunk(message["body"])
+        else:
+            await super().app_send(message)
+
+
 class Http1(H11Protocol):
     """A connection. ``in_chunks``: whether its response is a chunked event stream.
 
@@ -60,6 +99,8 @@ class Http1(H11Protocol):
         if isinstance(event, Closed):
             await self._read_no_more()
         await super().handle(event)
+
+    _create_stream = rebound(H11Protocol._create_stream, HTTPStream=EventStream)
 
     async def _maybe_recycle(self) -> None:
         connection = self.connection
@@ -94,25 +135,3 @@ class Http1(H11Protocol):
             and version is not None
             and version >= b"1.1"
         )
-
-
-class EventStream(HTTPStream):
-    """A request and its response; pieces of an event stream go to :class:`Http1` at once."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        protocol = getattr(self.send, "__self__", None)  # `send` is the connection's stream_send
-        self._http1 = protocol if isinstance(protocol, Http1) else None
-
-    async def app_send(self, message: Any) -> None:
-        if (
-            self._http1 is not None
-            and self._http1.in_chunks
-            and self.state is ASGIHTTPState.RESPONSE  # over: the connection may be in another request's response
-            and message is not None
-            and message.get("more_body")
-            and self.scope["method"] != "HEAD"
-        ):
-            await self._http1.send_chunk(message["body"])
-        else:
-            await super().app_send(message)

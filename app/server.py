@@ -8,30 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import math
 import resource
 import signal
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
-import hypercorn.asyncio.run
-import hypercorn.protocol
-import hypercorn.protocol.h11
 from hypercorn.asyncio.run import worker_serve
 from hypercorn.asyncio.tcp_server import MAX_RECV, TCPServer
 from hypercorn.config import Config, Sockets
 from hypercorn.events import Closed, Event, RawData, Updated
-from hypercorn.protocol.h11 import H11Protocol
-from hypercorn.protocol.http_stream import HTTPStream
+from hypercorn.protocol import ProtocolWrapper
 from hypercorn.typing import ASGIFramework
 from hypercorn.utils import wrap_app
 
 from actors.arguments import Arguments
 from actors.turnstile import Turnstile
-from app.http1 import Chunk, EventStream, Http1
+from app.http1 import Chunk, Http1, rebound
 
 __all__ = ["Served", "configuration", "listen", "serve"]
 
@@ -97,6 +93,12 @@ class Crowd:
         return True
 
 
+class Protocols(ProtocolWrapper):
+    """The protocol of a connection: :class:`Http1`, until its client asks for HTTP/2."""
+
+    __init__ = rebound(ProtocolWrapper.__init__, H11Protocol=Http1)
+
+
 class Connection(TCPServer):
     """Hypercorn's connection (0.18), without four faults: it would keep the socket of a client that has gone until
     ``keep_alive_timeout`` is over, and clients that connect for each request would use up the file descriptors; and it
@@ -115,7 +117,7 @@ class Connection(TCPServer):
             return
         self._crowd.open += 1
         try:
-            await super().run()
+            await _run(self)
         except* Exception as group:
             # Hypercorn expects some mistakes of HTTP/2 clients, and not others: each ends its connection all the same.
             log.info("A connection was closed; its client broke the protocol: %s", type(group.exceptions[0]).__name__)
@@ -169,6 +171,9 @@ class Connection(TCPServer):
         await super().protocol_send(event)
 
 
+_run = rebound(TCPServer.run, ProtocolWrapper=Protocols)
+
+
 def configuration(arguments: Arguments) -> Config:
     """Hypercorn's settings for long streams behind proxies."""
     config = Config()
@@ -201,10 +206,17 @@ def listen(config: Config) -> Sockets:
     return sockets
 
 
-async def serve(app: ASGIFramework, control: Served, config: Config, sockets: Sockets) -> bool:
+async def serve(
+    app: ASGIFramework,
+    control: Served,
+    config: Config,
+    sockets: Sockets,
+    signals: Sequence[signal.Signals] = SIGNALS,
+) -> bool:
     """Serve until a signal or the engine's failure; True after an orderly stop, False when the engine failed.
 
-    The first SIGTERM or SIGINT drains, the second one ends the draining at once. ``control`` is the application too.
+    The first of ``signals`` drains, the second one ends the draining at once. A loop has one handler a signal: of
+    several servers in one loop each has signals of its own, or none. ``control`` is the application too.
     """
     stop, hurry, stopping = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
@@ -224,9 +236,10 @@ async def serve(app: ASGIFramework, control: Served, config: Config, sockets: So
         finally:
             stopping.set()
 
-    with _signals(SIGNALS, on_signal), _connections():
+    serve_connections = rebound(worker_serve, TCPServer=partial(Connection, Crowd()))
+    with _signals(signals, on_signal):
         serving = asyncio.create_task(
-            worker_serve(
+            serve_connections(
                 wrap_app(app, config.wsgi_max_body_size, "asgi"),
                 config,
                 sockets=sockets,
@@ -265,21 +278,6 @@ async def _first(*awaitables: Coroutine[object, object, object]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-@contextmanager
-def _connections() -> Iterator[None]:
-    """Have Hypercorn use :class:`Connection` and :mod:`app.http1`; it takes no such arguments."""
-    servers, protocols, streams = (vars(m) for m in (hypercorn.asyncio.run, hypercorn.protocol, hypercorn.protocol.h11))
-    servers["TCPServer"] = functools.partial(Connection, Crowd())
-    protocols["H11Protocol"] = Http1
-    streams["HTTPStream"] = EventStream
-    try:
-        yield
-    finally:
-        servers["TCPServer"] = TCPServer
-        protocols["H11Protocol"] = H11Protocol
-        streams["HTTPStream"] = HTTPStream
 
 
 @contextmanager

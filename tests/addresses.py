@@ -1,16 +1,29 @@
-"""Addresses at which ranks can meet."""
+"""Addresses that servers and ranks are told before they listen there."""
 
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["held_address"]
+__all__ = ["held_address", "hold_port", "port_of"]
+
+
+def hold_port() -> socket.socket:
+    """Bind a free port of 127.0.0.1; until it is closed nobody else is given it.
+
+    Who sets SO_REUSEADDR, as servers do, may listen there meanwhile.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
+
+
+def port_of(held: socket.socket) -> int:
+    return int(held.getsockname()[1])
 
 
 @contextmanager
 def held_address() -> Iterator[str]:
-    """A free host:port, bound until the end: nobody else is given it, and who shares addresses may listen there."""
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
-        yield f"127.0.0.1:{held.getsockname()[1]}"
+    """A free host:port, held until the end."""
+    with hold_port() as held:
+        yield f"127.0.0.1:{port_of(held)}"

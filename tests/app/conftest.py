@@ -320,7 +320,7 @@ class Server:
     async def aclose(self) -> None:
         self.stop()
         for _, task in self._running:
-            await asyncio.wait_for(task, 10)
+            await asyncio.wait_for(task, 60)
 
 
 @pytest.fixture

@@ -7,24 +7,33 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 
-from tests.bench.serving import free_port
+from tests.addresses import hold_port, port_of
 
 ROOT = Path(__file__).parents[2]
 
 
 class RealServer:
-    def __init__(self, command: list[str], port: int, log: Path, environment: dict[str, str] | None = None) -> None:
-        self.url = f"http://127.0.0.1:{port}"
+    """``command`` makes the command line that listens on a port of 127.0.0.1."""
+
+    def __init__(
+        self, command: Callable[[int], list[str]], log: Path, environment: dict[str, str] | None = None
+    ) -> None:
+        self._held = hold_port()
+        self.url = f"http://127.0.0.1:{port_of(self._held)}"
         self.log = log
         with log.open("wb") as out:
             self.process = subprocess.Popen(
-                command, stdout=out, stderr=out, cwd=ROOT, env={**os.environ, **(environment or {})}
+                command(port_of(self._held)),
+                stdout=out,
+                stderr=out,
+                cwd=ROOT,
+                env={**os.environ, **(environment or {})},
             )
 
     def wait_ready(self, limit: float = 300.0) -> None:
@@ -40,6 +49,7 @@ class RealServer:
         raise AssertionError(f"not ready after {limit} s:\n{self.log.read_text()}")
 
     def stop(self) -> int:
+        self._held.close()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
@@ -51,12 +61,15 @@ class RealServer:
         return self.process.returncode
 
 
+def serving(log: Path, *arguments: str) -> RealServer:
+    """``troupe serve`` with these arguments."""
+    return RealServer(lambda port: [sys.executable, "-m", "app", "serve", *arguments, "--port", str(port)], log)
+
+
 @contextmanager
 def running(log: Path, *arguments: str) -> Iterator[RealServer]:
     """``troupe serve`` with these arguments, ready."""
-    port = free_port()
-    command = [sys.executable, "-m", "app", "serve", *arguments, "--port", str(port)]
-    server = RealServer(command, port, log)
+    server = serving(log, *arguments)
     try:
         server.wait_ready()
         yield server

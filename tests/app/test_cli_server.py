@@ -21,7 +21,7 @@ from hypercorn.protocol.http_stream import HTTPStream
 
 import app.server
 from actors.arguments import Arguments
-from app.server import READS_A_TURN, Crowd, configuration, listen, serve
+from app.server import READS_A_TURN, SIGNALS, Crowd, configuration, listen, serve
 
 
 class Application:
@@ -63,14 +63,14 @@ class Application:
 class Running:
     """A server task, its application, its address and its signal handler."""
 
-    def __init__(self) -> None:
+    def __init__(self, signals: Sequence[signal.Signals] = SIGNALS) -> None:
         self.application = Application()
         self.config = configuration(Arguments(port=0))
         self.config.graceful_timeout = 5
         sockets = listen(self.config)
         self.url = f"http://127.0.0.1:{sockets.insecure_sockets[0].getsockname()[1]}"
         self.inheritable = sockets.insecure_sockets[0].get_inheritable()
-        self.task = asyncio.create_task(serve(self.application, self.application, self.config, sockets))
+        self.task = asyncio.create_task(serve(self.application, self.application, self.config, sockets, signals))
         self.signal: Callable[[], None] = lambda: pytest.fail("no signal handler")
 
 
@@ -80,8 +80,9 @@ async def running(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Running]:
 
     @contextlib.contextmanager
     def signals(numbers: Sequence[signal.Signals], handler: Callable[[], None]) -> Iterator[None]:
-        assert set(numbers) == {signal.SIGTERM, signal.SIGINT}
-        server.signal = handler
+        if numbers:
+            assert set(numbers) == {signal.SIGTERM, signal.SIGINT}
+            server.signal = handler
         yield
 
     monkeypatch.setattr(app.server, "_signals", signals)
@@ -155,8 +156,12 @@ async def test_a_failed_start_of_the_application_is_raised(running: Running, mon
 @pytest.mark.parametrize("requests", [0, 1, 2])
 async def test_a_client_that_has_gone_keeps_no_connection(running: Running, requests: int) -> None:
     """Its socket is closed at once, not when the time to wait for its next request is over."""
-    running.application.let_go.set()
-    reader, writer = await asyncio.open_connection("127.0.0.1", int(running.url.rpartition(":")[2]))
+    await leave(running, requests)
+
+
+async def leave(server: Running, requests: int) -> None:
+    server.application.let_go.set()
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
     async with asyncio.timeout(60):
         for _ in range(requests):
             writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -166,14 +171,17 @@ async def test_a_client_that_has_gone_keeps_no_connection(running: Running, requ
     writer.close()
 
 
-async def test_hypercorn_is_left_as_it_was(running: Running) -> None:
-    running.application.idle.set()
-    await asyncio.sleep(0)
-    running.signal()
-    await asyncio.wait_for(running.task, 60)
+async def test_servers_of_one_process_and_hypercorns_own_do_not_notice_each_other(running: Running) -> None:
+    other = Running(signals=())
+    await leave(other, 1)
     assert hypercorn.asyncio.run.TCPServer is TCPServer
     assert hypercorn.protocol.H11Protocol is H11Protocol
     assert hypercorn.protocol.h11.HTTPStream is HTTPStream
+    other.application.failed.set()
+    assert await asyncio.wait_for(other.task, 60) is False
+    await leave(running, 1)
+    running.signal()
+    assert await asyncio.wait_for(running.task, 60) is True
 
 
 async def test_the_port_is_not_inherited(running: Running) -> None:

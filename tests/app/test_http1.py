@@ -14,7 +14,7 @@ from hypercorn.events import Event, RawData
 from hypercorn.protocol.h11 import H11Protocol
 from hypercorn.utils import UnexpectedMessageError
 
-from app.http1 import Chunk, EventStream, Http1
+from app.http1 import Chunk, Http1
 
 EVENTS = b"text/event-stream; charset=utf-8"
 PIECES = [b"data: {}\n\n", b"x" * 70000, b": keep-alive\n\n"]
@@ -74,27 +74,22 @@ async def answered(
         (b"POST / HTTP/1.1", [(b"content-type", b"application/json")]),
     ],
 )
-async def test_the_bytes_are_those_of_h11(
-    request_line: bytes, headers: list[tuple[bytes, bytes]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_bytes_are_those_of_h11(request_line: bytes, headers: list[tuple[bytes, bytes]]) -> None:
     request = request_line + b"\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
     expected = await answered(H11Protocol, request, headers, PIECES)
-    monkeypatch.setattr("hypercorn.protocol.h11.HTTPStream", EventStream)
     assert await answered(Http1, request, headers, PIECES) == expected
     assert expected
 
 
 @pytest.mark.parametrize("status", [204, 304])
-async def test_a_status_without_a_body_has_none(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hypercorn.protocol.h11.HTTPStream", EventStream)
+async def test_a_status_without_a_body_has_none(status: int) -> None:
     request = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
     answer = await answered(Http1, request, [(b"content-type", EVENTS)], PIECES, status=status)
     assert answer.endswith(b"\r\n\r\n")
     assert answer.count(b"\r\n\r\n") == 1
 
 
-async def test_a_stream_that_is_over_writes_nothing_into_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hypercorn.protocol.h11.HTTPStream", EventStream)
+async def test_a_stream_that_is_over_writes_nothing_into_the_next() -> None:
     wire = Wire(Http1)
     request = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
     start = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", EVENTS)]}
@@ -120,7 +115,6 @@ async def test_a_piece_of_an_event_stream_is_none_of_h11s_business(monkeypatch: 
         return send(connection, event)
 
     monkeypatch.setattr(h11.Connection, "send", spy)
-    monkeypatch.setattr("hypercorn.protocol.h11.HTTPStream", EventStream)
     request = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
     await answered(Http1, request, [(b"content-type", EVENTS)], PIECES)
     assert not any(isinstance(event, h11.Data) for event in seen)

@@ -18,8 +18,7 @@ import openai
 import pytest
 
 from app.understudy.lessons.world import COUNTRIES
-from tests.app.real_server import RealServer, running
-from tests.bench.serving import free_port
+from tests.app.real_server import RealServer, running, serving
 
 QUESTION = [{"role": "user", "content": "List 3 countries and their capitals."}]
 
@@ -27,10 +26,11 @@ QUESTION = [{"role": "user", "content": "List 3 countries and their capitals."}]
 @pytest.fixture(scope="module")
 def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
     """The model in the box, as `hypercorn app:asgi` serves it."""
-    port = free_port()
     log = tmp_path_factory.mktemp("box") / "log"
     hypercorn = Path(sys.executable).with_name("hypercorn")
-    server = RealServer([str(hypercorn), "app:asgi", "--bind", f"127.0.0.1:{port}"], port, log, {"TROUPE_ARGS": ""})
+    server = RealServer(
+        lambda port: [str(hypercorn), "app:asgi", "--bind", f"127.0.0.1:{port}"], log, {"TROUPE_ARGS": ""}
+    )
     try:
         server.wait_ready()
         yield server
@@ -184,9 +184,7 @@ def test_sigterm_lets_a_stream_finish_and_exits_zero(tmp_path: Path, tiny_model:
 
 
 def test_a_model_that_is_not_there_ends_the_process_with_the_reason(tmp_path: Path) -> None:
-    port = free_port()
-    command = [sys.executable, "-m", "app", "serve", str(tmp_path / "nothing"), "--port", str(port)]
-    server = RealServer(command, port, tmp_path / "log")
+    server = serving(tmp_path / "log", str(tmp_path / "nothing"))
     deadline = time.monotonic() + 60
     while server.process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,8 +15,7 @@ import msgspec
 import psutil
 import pytest
 
-from tests.app.real_server import RealServer, running
-from tests.bench.serving import free_port
+from tests.app.real_server import RealServer, running, serving
 
 SMALL = ("--dtype", "float32", "--cpu-threads", "1", "--max-total-tokens", "16384", "--max-running-requests", "4")
 LONG = {"prompt": [5, 6, 7], "max_tokens": 500, "ignore_eos": True, "stream": True}
@@ -115,8 +113,7 @@ def test_a_second_signal_ends_the_draining_and_still_tells_every_stream(tmp_path
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_it_starts_ends_it_at_once(tmp_path: Path, number: signal.Signals) -> None:
-    port = free_port()
-    server = RealServer([sys.executable, "-m", "app", "serve", "--port", str(port)], port, tmp_path / "log")
+    server = serving(tmp_path / "log")
 
     def live() -> bool:
         try:

@@ -21,7 +21,6 @@ import os
 import platform
 import random
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -34,6 +33,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 import psutil
+
+from tests.addresses import hold_port, port_of
 
 
 @dataclass
@@ -221,17 +222,12 @@ async def run_point(
     }
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class OwnServer:
     """A server started for the benchmark; ``ready_seconds`` from the process start to the first 200 of /ready."""
 
     def __init__(self, model: str | None, extra: list[str], serve: Sequence[str] = ("app", "serve")) -> None:
-        port = free_port()
+        self._held = hold_port()
+        port = port_of(self._held)
         self.url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", *serve, *([model] if model else []), "--port", str(port), *extra]
         fd, self._log = tempfile.mkstemp(prefix="troupe-bench-")
@@ -274,6 +270,7 @@ class OwnServer:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        self._held.close()
         Path(self._log).unlink(missing_ok=True)
 
 

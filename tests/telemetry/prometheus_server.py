@@ -15,7 +15,7 @@ import httpx
 import yaml
 
 from telemetry.dashboards import FOLDER
-from tests.bench.serving import free_port
+from tests.addresses import hold_port, port_of
 
 MISSING = [name for name in ("prometheus", "promtool") if shutil.which(name) is None]
 WHY = f"{' and '.join(MISSING)} not installed (Debian: apt install prometheus)"
@@ -41,7 +41,8 @@ class Prometheus:
         settings["global"] |= {"scrape_interval": "1s", "evaluation_interval": "500ms"}
         (folder / "prometheus.yml").write_text(yaml.safe_dump(settings))
         (folder / "targets.yml").write_text(yaml.safe_dump([{"targets": list(targets)}]))
-        port = free_port()
+        self._held = hold_port()
+        port = port_of(self._held)
         self.log = folder / "log"
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(
@@ -98,7 +99,8 @@ class Prometheus:
     def stop(self) -> None:
         self._http.close()
         self.process.terminate()
-        self.process.wait(30)
+        self.process.wait(120)
+        self._held.close()
 
 
 @contextmanager
