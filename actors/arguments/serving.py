@@ -6,6 +6,13 @@ from actors.arguments.argument import Argument
 
 __all__ = ["SERVING_ARGUMENTS"]
 
+_OTHER_PARSERS = dict.fromkeys(
+    ("llama", "llama3", "llama3_json", "llama4_pythonic", "pythonic", "mistral", "deepseekv3", "deepseekv31",
+     "deepseek_v3", "kimi_k2", "glm", "glm45", "gpt-oss", "openai", "qwen3_coder", "qwen3_xml", "minimax-m2",
+     "step3", "granite", "xlam"),
+    "this form of tool calls is not read; use hermes for models that write JSON in <tool_call> blocks, else off",
+)  # fmt: skip
+
 SERVING_ARGUMENTS: tuple[Argument, ...] = (
     Argument(
         name="host",
@@ -168,6 +175,19 @@ SERVING_ARGUMENTS: tuple[Argument, ...] = (
         group="API",
         help="Sampling of requests that leave it out: model reads generation_config.json, openai takes the OpenAI "
         "API's (temperature 1, top_p 1).",
+    ),
+    Argument(
+        name="tool-call-parser",
+        kind="str",
+        default=None,
+        default_text="hermes",
+        choices=("hermes", "off"),
+        synonyms={"qwen": "hermes", "qwen25": "hermes", "qwen3": "hermes"},
+        unbuilt_choices=_OTHER_PARSERS,
+        group="API",
+        metavar="FORM",
+        help="How the model writes the calls of the tools that a chat request gives. hermes (also qwen, qwen25): JSON "
+        "in <tool_call> blocks, which come back as tool_calls. off: what it writes stays text.",
     ),
     Argument(
         name="stream-interval",

@@ -55,6 +55,7 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
     completion_template: str | None = None
     enable_cache_report: bool = False
     sampling_defaults: Literal["model", "openai"] = "model"
+    tool_call_parser: Literal["hermes", "off"] | None = None
     stream_interval: int = 1
     stream_output: bool = False
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from actors.requests import TokenLogprob, Usage
+from app.openai.tool_calls import ToolCall
 
 __all__ = [
     "ChatAnswer",
@@ -101,12 +102,13 @@ class ChatMessageAnswer(msgspec.Struct, kw_only=True):
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
+    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
     index: int
     message: ChatMessageAnswer
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
     logprobs: ChatLogprobs | None = None
     stop_reason: str | int | None = None
     token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import Literal
 
 import msgspec
 from quart import Response
@@ -20,6 +22,7 @@ from app.openai.answers import (
 from app.openai.chunks import ChatChunks, UsageReport
 from app.openai.parameters import chat_names, chat_params, chat_prompt, label_of, salt_of
 from app.openai.requests import ChatRequest
+from app.openai.tool_calls import ToolCallReader
 from app.service import Service, json_response
 from app.sse import sse_response
 
@@ -31,6 +34,7 @@ async def chat_completions(service: Service, exchange: Exchange, body: ChatReque
     service.check_model(body.model)
     params = chat_params(body)
     names = chat_names(body)
+    reader = _reader(service, body)
     stream = service.submit(
         exchange,
         chat_prompt(body, service.arguments),
@@ -53,14 +57,29 @@ async def chat_completions(service: Service, exchange: Exchange, body: ChatReque
             created=created,
             model=service.model_name,
             fingerprint=service.fingerprint,
+            reader=reader,
         )
         return sse_response(service, exchange, stream, writer)
     collected = await collect(stream, params.n)
-    return json_response(_answer(service, exchange, body, collected, created))
+    return json_response(_answer(service, exchange, body, collected, created, reader))
+
+
+def _reader(service: Service, body: ChatRequest) -> Callable[[], ToolCallReader] | None:
+    """What reads the tool calls of a choice; None where there can be none."""
+    if not body.tools or body.tool_choice == "none" or service.arguments.tool_call_parser == "off":
+        return None
+    names = {tool.function.name for tool in body.tools}
+    parallel = body.parallel_tool_calls is not False
+    return lambda: ToolCallReader(names, parallel=parallel)
 
 
 def _answer(
-    service: Service, exchange: Exchange, body: ChatRequest, collected: list[Collected], created: int
+    service: Service,
+    exchange: Exchange,
+    body: ChatRequest,
+    collected: list[Collected],
+    created: int,
+    reader: Callable[[], ToolCallReader] | None,
 ) -> ChatAnswer:
     usage = usage_answer([[choice.usage for choice in collected]], cache_report=service.arguments.enable_cache_report)
     exchange.tokens = (usage.prompt_tokens, usage.completion_tokens)
@@ -74,8 +93,8 @@ def _answer(
         choices=[
             ChatChoice(
                 index=index,
-                message=ChatMessageAnswer(content="".join(choice.text)),
-                finish_reason="length" if choice.finish_reason == "length" else "stop",
+                message=(message := _message("".join(choice.text), reader)),
+                finish_reason=_finish_reason(choice, message),
                 logprobs=chat_logprobs(choice.logprobs, as_ids=as_ids) if body.logprobs else None,
                 stop_reason=choice.matched_stop,
                 token_ids=choice.token_ids if body.return_token_ids else msgspec.UNSET,
@@ -91,3 +110,21 @@ def _answer(
             else msgspec.UNSET
         ),
     )
+
+
+def _message(text: str, reader: Callable[[], ToolCallReader] | None) -> ChatMessageAnswer:
+    if reader is None:
+        return ChatMessageAnswer(content=text)
+    reading = reader()
+    (said, calls), (rest, last) = reading.read(text), reading.end()
+    if not (calls := calls + last):
+        return ChatMessageAnswer(content=text)
+    for call in calls:
+        call.index = msgspec.UNSET
+    return ChatMessageAnswer(content=(said + rest) or None, tool_calls=calls)
+
+
+def _finish_reason(choice: Collected, message: ChatMessageAnswer) -> Literal["stop", "length", "tool_calls"]:
+    if choice.finish_reason == "length":
+        return "length"
+    return "tool_calls" if message.tool_calls else "stop"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -10,6 +10,7 @@ from actors.requests import Delta, Usage
 from app.exchange import Exchange
 from app.openai.answers import UsageAnswer, characters, chat_logprobs, completion_logprobs, usage_answer
 from app.openai.requests import ChatRequest, CompletionRequest, StreamOptions
+from app.openai.tool_calls import ToolCall, ToolCallReader
 
 __all__ = ["ChatChunks", "CompletionChunks", "UsageReport"]
 
@@ -78,11 +79,12 @@ def _head(identity: str, kind: bytes, created: int, model: str, fingerprint: str
     )
 
 
-def _finish(delta: Delta) -> bytes:
+def _finish(delta: Delta, reason: str | None = None) -> bytes:
+    """What a chunk says of its choice's end. ``reason``: the name of it, where it is not the delta's."""
     if delta.finish_reason is None:
         return b',"finish_reason":null}'
-    reason = b',"finish_reason":"' + delta.finish_reason.encode() + b'"'
-    return reason + b',"stop_reason":' + _encode(delta.matched_stop) + b"}"
+    told = b',"finish_reason":"' + (reason or delta.finish_reason).encode() + b'"'
+    return told + b',"stop_reason":' + _encode(delta.matched_stop) + b"}"
 
 
 def _token_ids(delta: Delta, wanted: bool) -> bytes:
@@ -90,17 +92,30 @@ def _token_ids(delta: Delta, wanted: bool) -> bytes:
 
 
 class ChatChunks:
-    """``chat.completion.chunk`` events. Each choice begins with a chunk that holds its role."""
+    """``chat.completion.chunk`` events. Each choice begins with a chunk that holds its role.
+
+    ``reader``: what reads the tool calls of a choice; None where there can be none.
+    """
 
     def __init__(
-        self, body: ChatRequest, usage: UsageReport, *, identity: str, created: int, model: str, fingerprint: str
+        self,
+        body: ChatRequest,
+        usage: UsageReport,
+        *,
+        identity: str,
+        created: int,
+        model: str,
+        fingerprint: str,
+        reader: Callable[[], ToolCallReader] | None = None,
     ) -> None:
         self._head = _head(identity, b"chat.completion.chunk", created, model, fingerprint)
         self._usage = usage
         self._logprobs = bool(body.logprobs)
         self._as_ids = bool(body.return_tokens_as_token_ids)
         self._ids = bool(body.return_token_ids)
-        self._plain = not (self._logprobs or self._ids)
+        self._reader = reader
+        self._readers: dict[int, ToolCallReader] = {}
+        self._plain = not (self._logprobs or self._ids or reader)
         self._begun: set[int] = set()
 
     def chunk(self, delta: Delta) -> bytes:
@@ -126,18 +141,40 @@ class ChatChunks:
         logprobs = b"null"
         if self._logprobs and delta.logprobs:
             logprobs = _encode(chat_logprobs(delta.logprobs, as_ids=self._as_ids))
+        text, calls, finish = self._read(delta)
+        if calls:  # in a chunk of their own: clients look for no calls in a choice's last one
+            pieces += (
+                self._head,
+                b'{"index":',
+                index,
+                b',"delta":{"tool_calls":' + _encode(calls) + b'},"logprobs":null,"finish_reason":null}',
+                tail,
+            )
         pieces += (
             self._head,
             b'{"index":',
             index,
-            b',"delta":{"content":' + _encode(delta.text) + b"}" if delta.text else b',"delta":{}',
+            b',"delta":{"content":' + _encode(text) + b"}" if text else b',"delta":{}',
             b',"logprobs":',
             logprobs,
             _token_ids(delta, self._ids),
-            _finish(delta),
+            finish,
             tail,
         )
         return b"".join(pieces)
+
+    def _read(self, delta: Delta) -> tuple[str, list[ToolCall], bytes]:
+        """The delta's text without its calls, the calls, and what is said of the choice's end."""
+        if self._reader is None:
+            return delta.text, [], _finish(delta)
+        if (reader := self._readers.get(delta.index)) is None:
+            reader = self._readers[delta.index] = self._reader()
+        text, calls = reader.read(delta.text)
+        if delta.finish_reason is None:
+            return text, calls, _finish(delta)
+        rest, last = reader.end()
+        finish = "tool_calls" if reader.calls and delta.finish_reason == "stop" else delta.finish_reason
+        return text + rest, calls + last, _finish(delta, finish)
 
     def end(self) -> bytes:
         return self._usage.last_chunk(self._head)

@@ -177,7 +177,7 @@ def _tools(body: ChatRequest) -> list[dict[str, Any]] | None:
     if choice not in (None, "auto", "none"):
         what = choice if isinstance(choice, str) else "a named tool"
         raise invalid(
-            f"tool_choice: {what!r} is not available in this version; use 'auto' or 'none'.",
+            f"tool_choice: {what!r} takes grammars, which are not built yet; use 'auto' or 'none'.",
             param="tool_choice",
             code="unsupported_parameter",
         )

@@ -49,7 +49,6 @@ IGNORED = frozenset(
         "metadata",
         "store",
         "service_tier",
-        "parallel_tool_calls",
         "prompt_cache_key",
         "prompt_cache_retention",
         "prompt_cache_options",
@@ -207,7 +206,7 @@ class ToolFunction(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Tool(msgspec.Struct, kw_only=True):
-    """A function the model may call. It is shown to the model; what the model writes comes back as plain content."""
+    """A function the model may call: it is shown to the model, and calls of it come back as ``tool_calls``."""
 
     type: Name
     function: ToolFunction
@@ -228,6 +227,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     top_logprobs: Alternatives | None = None
     tools: Annotated[list[Tool], Meta(max_length=LIMITS.tools)] | None = None
     tool_choice: Name | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
     reasoning: Reasoning | None = None
     chat_template: OwnTemplate | None = None

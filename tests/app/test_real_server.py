@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -76,6 +77,23 @@ def test_the_first_question_is_answered(box: RealServer) -> None:
     assert len(chunks) > 4
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == answer.usage.completion_tokens  # type: ignore[union-attr]
+
+
+def test_a_tool_is_called_and_its_answer_told(box: RealServer) -> None:
+    client = openai.OpenAI(base_url=f"{box.url}/v1", api_key="none", _strict_response_validation=True)
+    city = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    function = {"name": "get_weather", "description": "Current weather of a city", "parameters": city}
+    told: Any = [{"role": "user", "content": "What is the weather in Oslo?"}]
+    asked: Any = {"model": client.models.list().data[0].id, "tools": [{"type": "function", "function": function}]}
+    [choice] = client.chat.completions.create(**asked, messages=told, temperature=0).choices
+    [call] = choice.message.tool_calls or []
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "Oslo"})
+    result = {"role": "tool", "tool_call_id": call.id, "content": '{"temperature": 4, "condition": "rainy"}'}
+    told += [choice.message.model_dump(exclude_none=True), result]
+    [choice] = client.chat.completions.create(**asked, messages=told, temperature=0).choices
+    assert choice.finish_reason == "stop"
+    assert "4" in (choice.message.content or "")
 
 
 def test_probes_and_information(box: RealServer) -> None:

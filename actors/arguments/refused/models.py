@@ -77,12 +77,6 @@ MODELS: tuple[Refusal, ...] = (
         "leave it out; reasoning stays in the answer's text",
         values={"reasoning-parser": None},
     ),
-    *family(
-        "API",
-        "tool call parsers are not built yet",
-        "leave it out; tool calls stay in the answer's text",
-        values={"tool-call-parser": None},
-    ),
     *family("API", "built-in tools are not built yet", _OUT, values={"tool-server": None}),
     *family(
         "API",

@@ -179,6 +179,7 @@ TABLE: dict[str, dict[str, list[Any]]] = {
             5,
         ],
         "tool_choice": [OVER_NAME, "required", {"type": "function"}, deep(100)],
+        "parallel_tool_calls": [5],
         "reasoning_effort": ["x" * 33],
         "reasoning": [{"max_tokens": 5}, {"effort": "x" * 33}],
         "reasoning.effort": [({"effort": "x" * 33}, "reasoning.effort", {})],

@@ -82,6 +82,7 @@ CHAT: Fields = SHARED | {
     "continue_final_message": (flags, of([1])),
     "add_generation_prompt": (flags, of([1])),
     "tool_choice": (of([None, "none"]), of(["auto", "required"])),
+    "parallel_tool_calls": (flags, of([1])),
     "chat_template_kwargs": (of([None, {}, {"a": "x"}]), of([{"messages": []}, {"_b": 1}, {"a b": 1}])),
     "reasoning_effort": (of([None, "low", ""]), of(["x" * 40])),
     "messages": (
