@@ -1,7 +1,7 @@
 """Experts that a checkpoint keeps in one tensor a layer, as transformers has them in memory, by the names of each one.
 
 ``experts.gate_up_proj`` [experts, 2 * inner, hidden] is gate's, then up's; ``experts.down_proj`` [experts, hidden,
-inner].
+inner]. Mixtral's checkpoints call the block and its projections otherwise than transformers does in memory.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from dataclasses import dataclass
 
 from kernels.parallel.partition import Part
 
-__all__ = ["Piece", "pieces"]
+__all__ = ["MIXTRAL", "Piece", "mixtral_name", "pieces"]
+
+MIXTRAL = "block_sparse_moe"
+_PLAIN = ".mlp."
 
 
 @dataclass(frozen=True)
@@ -37,18 +40,26 @@ class Piece:
         return slice(self.expert, self.expert + 1), rows, columns
 
 
-def pieces(name: str, shape: tuple[int, ...]) -> dict[str, Piece]:
-    """The weights that a tensor holds, by the names that each would have alone; empty when it holds no experts."""
+def mixtral_name(name: str) -> str:
+    """What Mixtral's checkpoints call a tensor's block."""
+    return name.replace(_PLAIN, f".{MIXTRAL}.")
+
+
+def pieces(name: str, shape: tuple[int, ...], mixtral: bool = False) -> dict[str, Piece]:
+    """The weights that a tensor holds, by the names that each would have alone, of a Qwen3-MoE or a ``mixtral``; empty
+    when it holds no experts."""
+    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     block, _, kind = name.rpartition(".")
     if not block.endswith(".experts") or len(shape) != 3:
         return {}
     count, rows, columns = shape
+    own = mixtral_name(block) if mixtral else block
     if kind == "down_proj":
-        return {f"{block}.{e}.down_proj.weight": Piece(name, e, 0, rows, columns) for e in range(count)}
+        return {f"{own}.{e}.{down}.weight": Piece(name, e, 0, rows, columns) for e in range(count)}
     if kind != "gate_up_proj" or rows % 2:
         return {}
     found = {}
     for e in range(count):
-        found[f"{block}.{e}.gate_proj.weight"] = Piece(name, e, 0, rows // 2, columns)
-        found[f"{block}.{e}.up_proj.weight"] = Piece(name, e, rows // 2, rows, columns)
+        found[f"{own}.{e}.{gate}.weight"] = Piece(name, e, 0, rows // 2, columns)
+        found[f"{own}.{e}.{up}.weight"] = Piece(name, e, rows // 2, rows, columns)
     return found

@@ -225,7 +225,7 @@ def open_weights(
         return WeightLoader(dummy.fill, shapes, parts, dtype, device, progress, scheme, dummy)
     if load_format not in ("auto", "safetensors"):
         raise LoadError(f"load format {load_format!r} is not supported; use auto, safetensors, gguf or dummy")
-    checkpoint = SafetensorsCheckpoint(Path(model_path))
+    checkpoint = SafetensorsCheckpoint(Path(model_path), shapes)
     checkpoint.check(shapes, scheme)
     return WeightLoader(checkpoint.fill, shapes, parts, dtype, device, progress, scheme, checkpoint)
 

@@ -6,12 +6,13 @@ Pickled checkpoints (``pytorch_model.bin``) are refused: unpickling runs code.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kernels.fused_experts import Piece, pieces
+from kernels.fused_experts import MIXTRAL, Piece, mixtral_name, pieces
 from kernels.load_error import LoadError
 from kernels.models.names import is_projection
 from kernels.parallel.partition import Part
@@ -34,16 +35,23 @@ def expected_tensors(shapes: Shapes, scheme: Scheme | None) -> dict[str, Stored]
 
 
 class SafetensorsCheckpoint:
-    """The safetensors files of one directory."""
+    """The safetensors files of one directory. ``wanted``: names by which a model knows its tensors."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, wanted: Collection[str] = ()) -> None:
         self._directory = directory
         self._files: dict[str, safe_open] = {}
         self._file_of = self._read_names()
         self._pieces: dict[str, Piece] = {}
+        self._renamed: dict[str, str] = {}
+        mixtral = any(f".{MIXTRAL}." in name for name in wanted)
         for name in [name for name in self._file_of if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))]:
-            held = pieces(name, tuple(self._open(self._file_of[name]).get_slice(name).get_shape()))
+            held = pieces(name, tuple(self._open(self._file_of[name]).get_slice(name).get_shape()), mixtral)
             self._pieces.update(held)
+            if held and mixtral:
+                router = f"{name.rpartition('.experts.')[0]}.gate.weight"
+                if router in self._file_of:
+                    self._renamed[mixtral_name(router)] = router
+                    self._file_of[mixtral_name(router)] = self._file_of.pop(router)
             if held:
                 self._file_of.update(dict.fromkeys(held, self._file_of.pop(name)))
 
@@ -91,10 +99,13 @@ class SafetensorsCheckpoint:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: self._header(name)[0] for name in self._file_of}
 
+    def _stored(self, name: str) -> str:
+        return self._renamed.get(name, name)
+
     def _header(self, name: str) -> tuple[tuple[int, ...], str]:
         """Shape and dtype."""
         piece = self._pieces.get(name)
-        found = self._open(self._file_of[name]).get_slice(name if piece is None else piece.stored)
+        found = self._open(self._file_of[name]).get_slice(self._stored(name) if piece is None else piece.stored)
         return tuple(found.get_shape()) if piece is None else piece.shape, found.get_dtype()
 
     def _part(self, name: str, part: Part | None) -> Tensor:
@@ -103,7 +114,8 @@ class SafetensorsCheckpoint:
         if piece is not None:
             found = file.get_slice(piece.stored)[piece.index(part)][0]
         else:
-            found = file.get_tensor(name) if part is None else file.get_slice(name)[part.index]
+            stored = self._stored(name)
+            found = file.get_tensor(stored) if part is None else file.get_slice(stored)[part.index]
         return found
 
     def read(self, name: str) -> Tensor:

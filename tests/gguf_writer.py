@@ -37,7 +37,7 @@ def write_gguf(
     """
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     family = config["architectures"][0].removesuffix("ForCausalLM").lower()
-    arch = {"mistral": "llama"}.get(family, family)
+    arch = {"mistral": "llama", "mixtral": "llama"}.get(family, family)
     writer = gguf.GGUFWriter(file, arch)
     heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads") or config["num_attention_heads"]
     writer.add_context_length(config["max_position_embeddings"])
@@ -51,11 +51,17 @@ def write_gguf(
     writer.add_value_length(dim)
     writer.add_rope_dimension_count(dim)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    experts = config.get("num_experts") or config.get("num_local_experts")
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        if "moe_intermediate_size" in config:
+            writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     _rope(writer, config, dim)
     if (model / "tokenizer.json").is_file():
         _tokenizer(writer, model, pre)
     names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, arch.upper()), config["num_hidden_layers"])
-    for name, tensor in load_file(model / "model.safetensors").items():
+    for name, tensor in _stacked(load_file(model / "model.safetensors")).items():
         if name == "lm_head.weight" and config.get("tie_word_embeddings"):
             continue
         values = tensor.float().numpy()
@@ -63,7 +69,8 @@ def write_gguf(
             values = _interleaved(values, heads)
         elif arch == "llama" and ".k_proj." in name:
             values = _interleaved(values, kv_heads)
-        fits = values.ndim == 2 and values.shape[1] % gguf.GGML_QUANT_SIZES[kind_of(kind)][0] == 0
+        router = name.endswith(".gate.weight")  # which llama.cpp leaves in floats
+        fits = values.ndim > 1 and not router and values.shape[-1] % gguf.GGML_QUANT_SIZES[kind_of(kind)][0] == 0
         chosen = kind_of(kind) if fits else F32
         own = names.get_name(name, try_suffixes=(".weight", ".bias"))
         stored, chosen = (replaced or {}).get(own) or (gguf.quants.quantize(values, chosen), chosen)
@@ -75,6 +82,18 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def _stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Experts of a layer in one tensor each for their gates, others and ways back, as llama.cpp has them."""
+    found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for name in tensors:
+        block, _, rest = name.partition(".experts.0.")
+        if rest:
+            count = sum(other.startswith(f"{block}.experts.") and other.endswith(rest) for other in tensors)
+            both = [tensors[f"{block}.experts.{expert}.{rest}"] for expert in range(count)]
+            found[f"{block}.experts.{rest}"] = torch.stack(both)
+    return found
 
 
 class _Over:

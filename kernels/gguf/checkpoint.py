@@ -7,6 +7,7 @@ package can make floats of.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections import Counter
@@ -19,7 +20,8 @@ from torch import Tensor
 
 from kernels.gguf.description import describe
 from kernels.gguf.header import GgufError, GgufHeader, TensorInfo
-from kernels.gguf.names import foreign_name, own_name
+from kernels.gguf.names import expert_of, foreign_name, own_names
+from kernels.models.names import is_projection
 from kernels.parallel.partition import Part
 from kernels.quantization.scheme import Scheme
 
@@ -58,29 +60,50 @@ class GgufCheckpoint:
         permuted = config["model_type"] == "llama"
         self._heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
         self._heads = self._heads if permuted else {}
+        self._mixtral = config["architectures"] == ["MixtralForCausalLM"]
         self._data = np.memmap(header.path, np.uint8, "r")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor that has a name here."""
-        named = ((own_name(name), info.shape) for name, info in self._header.tensors.items())
-        return {name: shape for name, shape in named if name is not None}
+        found: dict[str, tuple[int, ...]] = {}
+        for name, info in self._header.tensors.items():
+            stacked = len(info.shape) == 3
+            for own in own_names(name, info.shape[0] if stacked else 0, self._mixtral):
+                found[own] = info.shape[1:] if stacked else info.shape
+        return found
 
     def has(self, name: str) -> bool:
-        return foreign_name(name) in self._header.tensors
+        return self._info(name) is not None
+
+    def _info(self, name: str) -> TensorInfo | None:
+        """What the file says of a tensor, of an expert's what that would be if it were there for itself."""
+        info, expert = self._header.tensors.get(foreign_name(name)), expert_of(name)
+        if info is None or expert is None:
+            return info
+        if len(info.shape) != 3 or expert >= info.shape[0]:
+            return None
+        one = TensorInfo(info.kind, info.shape[1:], info.offset)
+        if info.kind not in self._kinds:
+            return one
+        return dataclasses.replace(one, offset=info.offset + expert * one.shape[0] * self._row_bytes(one))
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme | None = None) -> None:
         """Compare with what the model expects, and with the file's size. Raises GgufError that names what is wrong."""
         tensors = self._header.tensors
         wrong: list[str] = []
-        for name, shape in shapes.items():
-            info = tensors.get(foreign_name(name))
+        experts = Counter(foreign_name(name) for name in shapes if expert_of(name) is not None)
+        expected = {
+            foreign_name(name): (experts[foreign_name(name)], *shape) if expert_of(name) is not None else shape
+            for name, shape in shapes.items()
+        }
+        for foreign, shape in expected.items():
+            info = tensors.get(foreign)
             if info is None:
-                wrong.append(f"{foreign_name(name)} is missing")
+                wrong.append(f"{foreign} is missing")
             elif info.shape != shape:
-                wrong.append(f"{foreign_name(name)} has shape {list(info.shape)}, the metadata asks for {list(shape)}")
+                wrong.append(f"{foreign} has shape {list(info.shape)}, the metadata asks for {list(shape)}")
             elif (problem := self._problem(info)) is not None:
-                wrong.append(f"{foreign_name(name)} {problem}")
-        expected = {foreign_name(name) for name in shapes}
+                wrong.append(f"{foreign} {problem}")
         layers = {name.split(".")[1] for name in expected if name.startswith("blk.")}
         wrong += [
             f"{name} is in the file and not in the model"
@@ -136,13 +159,19 @@ class GgufCheckpoint:
 
     def read(self, name: str) -> Tensor:
         """The bytes of a checked matrix as they are stored, uint8 [outputs, bytes an output]."""
-        rows = self._rows(self._header.tensors[foreign_name(name)])
+        rows = self._rows(self._checked(name))
         order = self._order(name, len(rows))
         return torch.from_numpy(rows.copy() if order is None else rows[order])
 
+    def _checked(self, name: str) -> TensorInfo:
+        """Of a tensor that ``check`` found."""
+        info = self._info(name)
+        assert info is not None
+        return info
+
     def floats(self, name: str) -> Tensor:
         """A whole tensor, float32 on the host. Raises GgufError."""
-        info = self._header.tensors.get(foreign_name(name))
+        info = self._info(name)
         problem = "is missing" if info is None else self._problem(info)
         if info is None or problem is not None:
             raise GgufError(f"{self._header.path}: {foreign_name(name)} {problem}; download it again")
@@ -152,7 +181,7 @@ class GgufCheckpoint:
 
     def fill(self, name: str, target: Tensor, part: Part | None) -> None:
         """Write a part of a checked tensor to ``target``, in its dtype."""
-        info = self._header.tensors[foreign_name(name)]
+        info = self._checked(name)
         kind, rows = self._kinds[info.kind], self._rows(info)
         order = self._order(name, info.shape[0])
         if len(info.shape) == 1:
@@ -174,6 +203,6 @@ class GgufCheckpoint:
 def _stays(name: str, shape: tuple[int, int], scheme: Scheme) -> bool:
     """Whether a matrix is kept quantized."""
     module = name.removesuffix(".weight")
-    if not name.endswith(("_proj.weight", "lm_head.weight")):
+    if not is_projection(name):
         return scheme.keeps_table(module)
     return scheme.tensors(module, shape) is not None

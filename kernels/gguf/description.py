@@ -14,12 +14,19 @@ from kernels.gguf.header import GgufError, GgufHeader
 
 __all__ = ["ARCHITECTURES", "describe", "generation_defaults"]
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-"""``general.architecture`` -> the family that it is here. Mistral's files say llama."""
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+}
+"""``general.architecture`` -> the family that it is here. Mistral's files say llama, and Mixtral's, with experts."""
 
 _ENDS = frozenset({"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"})
 """Control tokens that end an answer wherever they are found: many files name only one of theirs."""
 
+_MOST_EXPERTS = 4096
+"""Each is known by a name of its own."""
 _CONTROL = 3
 _FLOATS = {0: "float32", 1: "float16", 30: "bfloat16"}
 _SAMPLING = ("temp", "top_k", "top_p", "min_p")
@@ -32,15 +39,14 @@ def describe(header: GgufHeader) -> dict[str, Any]:
     if name not in ARCHITECTURES:
         raise GgufError(
             f"{header.path} has architecture {name!r}; those that are read from GGUF are "
-            f"{', '.join(ARCHITECTURES)} (Mistral is llama)"
+            f"{', '.join(ARCHITECTURES)} (Mistral and Mixtral are llama)"
         )
     if meta.number("split.count", 1) > 1:
         raise GgufError(
             f"{header.path} is one of several files of a model; join them with llama-gguf-split --merge and give the "
             "whole one"
         )
-    if meta.number(f"{name}.expert_count", 0):
-        raise GgufError(f"{header.path} is a mixture of experts ({name}.expert_count), which is not read from GGUF")
+    experts = _experts(header, meta, name)
     hidden = meta.size(f"{name}.embedding_length")
     heads = meta.size(f"{name}.attention.head_count")
     dim = meta.size(f"{name}.attention.key_length", hidden // heads)
@@ -59,11 +65,11 @@ def describe(header: GgufHeader) -> dict[str, Any]:
             "layers: it is no whole model; download it again"
         )
     return {
-        "architectures": [ARCHITECTURES[name]],
+        "architectures": ["MixtralForCausalLM" if experts and name == "llama" else ARCHITECTURES[name]],
         "model_type": name,
         "vocab_size": embeddings.shape[0],
         "hidden_size": hidden,
-        "intermediate_size": meta.size(f"{name}.feed_forward_length"),
+        "intermediate_size": meta.size(f"{name}.feed_forward_length", experts.get("moe_intermediate_size")),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": meta.size(f"{name}.attention.head_count_kv", heads),
@@ -77,7 +83,35 @@ def describe(header: GgufHeader) -> dict[str, Any]:
         "dtype": _dtype(header),
         "bos_token_id": header.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _ends(header) or None,
+        **experts,
     }
+
+
+def _experts(header: GgufHeader, meta: _Metadata, name: str) -> dict[str, Any]:
+    """What is said of experts; empty: there are none. llama.cpp makes the weights of those that are chosen add up to
+    one, whatever the model's maker says of it."""
+    if not meta.number(f"{name}.expert_count", 0):
+        if name.endswith("moe"):
+            raise meta.wrong(f"{name}.expert_count", "a whole number of at least 1")
+        return {}
+    if name not in ("llama", "qwen3moe"):
+        raise GgufError(f"{header.path} is a mixture of experts of {name}; those that are read are llama and qwen3moe")
+    if meta.number(f"{name}.expert_shared_count", 0):
+        raise GgufError(
+            f"{header.path} has experts that all tokens take ({name}.expert_shared_count), which is no model here"
+        )
+    if not any(tensor.endswith("ffn_gate_exps.weight") for tensor in header.tensors):
+        raise GgufError(
+            f"{header.path} has its experts in tensors of their own, not in ffn_gate_exps and the like: convert the "
+            "model again with a newer llama.cpp"
+        )
+    count, used = meta.size(f"{name}.expert_count"), meta.size(f"{name}.expert_used_count")
+    if count > _MOST_EXPERTS:
+        raise meta.wrong(f"{name}.expert_count", f"at most {_MOST_EXPERTS}")
+    found = {"num_experts": count, "num_experts_per_tok": used, "norm_topk_prob": True}
+    if name == "llama":
+        return found
+    return found | {"moe_intermediate_size": meta.size(f"{name}.expert_feed_forward_length")}
 
 
 def generation_defaults(header: GgufHeader) -> dict[str, Any]:
@@ -97,7 +131,7 @@ class _Metadata:
     def text(self, key: str, default: str | None = None) -> str:
         value = self._header.metadata.get(key, default)
         if not isinstance(value, str):
-            raise self._wrong(key, "a string", value)
+            raise self.wrong(key, "a string")
         return value
 
     def size(self, key: str, default: int | None = None) -> int:
@@ -105,16 +139,17 @@ class _Metadata:
         if isinstance(value, list) and value and all(type(one) is int and one == value[0] for one in value):
             value = value[0]  # some writers say it for each layer
         if type(value) is not int or value < 1:
-            raise self._wrong(key, "a whole number of at least 1", value)
+            raise self.wrong(key, "a whole number of at least 1")
         return value
 
     def number(self, key: str, default: float) -> float:
         value = self._header.metadata.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise self._wrong(key, "a number", value)
+            raise self.wrong(key, "a number")
         return value
 
-    def _wrong(self, key: str, wanted: str, value: object) -> GgufError:
+    def wrong(self, key: str, wanted: str) -> GgufError:
+        value = self._header.metadata.get(key)
         told = "is missing" if value is None else f"is {str(value)[:80]!r}"
         return GgufError(
             f"{self._header.path}: {key} must be {wanted}, and {told}; convert the model again with a newer llama.cpp, "
@@ -163,7 +198,8 @@ def _factors(header: GgufHeader, dim: int) -> list[float]:
 
 def _dtype(header: GgufHeader) -> str:
     """Of a file in floats its own, else bfloat16: what quantized weights are multiplied with."""
-    kinds = {one.kind for one in header.tensors.values() if len(one.shape) == 2}
+    matrices = [one for name, one in header.tensors.items() if len(one.shape) > 1 and "ffn_gate_inp" not in name]
+    kinds = {one.kind for one in matrices}
     return _FLOATS.get(kinds.pop(), "bfloat16") if len(kinds) == 1 else "bfloat16"
 
 

@@ -77,14 +77,15 @@ def _gguf(kind: str) -> Callable[[Path], Path]:
 
 
 def made_up_gguf(config: Mapping[str, Any], mix: str, file: Path) -> Path:
-    """A file of a Qwen3 of ``config``'s sizes, any codes and small scales in it, with the types that llama-quantize
+    """A file of a Qwen3 or a Qwen3-MoE of ``config``'s sizes, any codes and small scales in it, with the types that llama-quantize
     gives its matrices for ``mix``."""
     import gguf
     import numpy as np
 
     most, more = _MIXES[mix]
     generator = np.random.default_rng(1)
-    writer = gguf.GGUFWriter(file, "qwen3")
+    experts = config.get("num_experts", 0)
+    writer = gguf.GGUFWriter(file, "qwen3moe" if experts else "qwen3")
     layers, hidden, inner, dim = (
         config[name] for name in ("num_hidden_layers", "hidden_size", "intermediate_size", "head_dim")
     )
@@ -98,16 +99,22 @@ def made_up_gguf(config: Mapping[str, Any], mix: str, file: Path) -> Path:
     writer.add_key_length(dim)
     writer.add_value_length(dim)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        inner = config["moe_intermediate_size"]
+        writer.add_expert_feed_forward_length(inner)
     writer.add_rope_freq_base(config["rope_theta"])
 
-    def matrix(name: str, rows: int, columns: int, kind: str) -> None:
+    def matrix(name: str, rows: int, columns: int, kind: str, each: int = 0) -> None:
+        """``each``: how many there are in the tensor; 0: it is one."""
         number = gguf.GGMLQuantizationType[kind]
         block, size = gguf.GGML_QUANT_SIZES[number]
-        data = generator.integers(0, 256, (rows, columns // block, size), np.uint8)
+        data = generator.integers(0, 256, (max(each, 1) * rows, columns // block, size), np.uint8)
         halves = next((found.halves for found in KINDS.values() if found.name == kind), (0,))
         for at in halves:
             data[:, :, at : at + 2] = np.frombuffer(np.float16(2e-4).tobytes(), np.uint8)
-        writer.add_tensor(f"{name}.weight", data.reshape(rows, -1), raw_dtype=number)
+        writer.add_tensor(f"{name}.weight", data.reshape(*([each] if each else []), rows, -1), raw_dtype=number)
 
     def norm(name: str, size: int) -> None:
         writer.add_tensor(f"{name}.weight", np.ones(size, np.float32))
@@ -123,9 +130,13 @@ def made_up_gguf(config: Mapping[str, Any], mix: str, file: Path) -> Path:
         matrix(f"{prefix}.attn_k", kv_heads * dim, hidden, most)
         matrix(f"{prefix}.attn_v", kv_heads * dim, hidden, high)
         matrix(f"{prefix}.attn_output", hidden, heads * dim, most)
-        matrix(f"{prefix}.ffn_gate", inner, hidden, most)
-        matrix(f"{prefix}.ffn_up", inner, hidden, most)
-        matrix(f"{prefix}.ffn_down", hidden, inner, high)
+        end = "_exps" if experts else ""
+        matrix(f"{prefix}.ffn_gate{end}", inner, hidden, most, experts)
+        matrix(f"{prefix}.ffn_up{end}", inner, hidden, most, experts)
+        matrix(f"{prefix}.ffn_down{end}", hidden, inner, high, experts)
+        if experts:
+            router = generator.standard_normal((experts, hidden), np.float32) * 0.02
+            writer.add_tensor(f"{prefix}.ffn_gate_inp.weight", router)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

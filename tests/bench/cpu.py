@@ -60,7 +60,7 @@ SHAPES: dict[str, dict[str, int]] = {
         "vocab_size": 8192,
         "num_experts": 32,
         "num_experts_per_tok": 4,
-        "moe_intermediate_size": 384,
+        "moe_intermediate_size": 512,
     },
 }
 

@@ -14,6 +14,7 @@ from kernels.layers.experts import ExpertWeights
 from kernels.platforms.cpu import CpuPlatform
 from kernels.quantization.gguf_weight import BlockRows, GgufWeight
 from kernels.quantization.weights import GroupedWeight, quantize_int8
+from tests.gguf_writer import write_gguf
 
 pytestmark = [
     pytest.mark.skipif(not has_tiles(), reason="the processor has no AMX"),
@@ -140,11 +141,12 @@ def test_of_experts_that_are_as_likely_the_first_are_taken(platform):
     torch.testing.assert_close(found.float(), expected, atol=1e-2, rtol=1e-2)
 
 
-def test_a_model_of_experts_decodes_by_a_program(reference, drive, prompts, caplog, monkeypatch):
+def test_a_model_of_experts_decodes_by_a_program(reference, drive, prompts, caplog, monkeypatch, tmp_path):
     texts = prompts(40, 11)
+    path = reference("parallel-moe").path
 
-    def run(**options):
-        driver = drive(reference("parallel-moe").path, **{"dtype": "bfloat16"} | options)
+    def run(path=path, **options):
+        driver = drive(path, **{"dtype": "bfloat16"} | options)
         for slot, text in enumerate(texts, start=1):
             driver.admit(slot, text)
         assert not driver.step([(slot, len(text)) for slot, text in enumerate(texts, start=1)]).failed
@@ -155,6 +157,7 @@ def test_a_model_of_experts_decodes_by_a_program(reference, drive, prompts, capl
     with caplog.at_level(logging.WARNING, "troupe.kernels"):
         programs = run()
         assert programs.info.graph_rows
+        assert run(write_gguf(path, tmp_path / "model.gguf", "Q8_0")).info.graph_rows
         assert not caplog.records
         run(dtype="float32")
     assert sum("experts are run one by one" in record.message for record in caplog.records) == 1

@@ -103,6 +103,18 @@ def test_experts_may_be_kept_in_one_tensor_a_layer(reference, drive, tmp_path, p
     assert weights[0] == weights[1]
 
 
+def test_mixtrals_experts_may_be_kept_so_too(reference, drive, tmp_path):
+    """Whose checkpoints call the block and its projections otherwise."""
+    model, prompt = reference("mixtral"), list(range(3, 12))
+    model.model.save_pretrained(tmp_path, save_original_format=False)
+    assert "model.layers.1.mlp.experts.3.gate_proj.weight" in stored_shapes(tmp_path)
+    driver = drive(tmp_path)
+    driver.admit(1, prompt)
+    assert driver.generate(1, 20) == model.greedy(prompt, 20)
+    with pytest.raises(LoadError, match=r"block_sparse_moe\.experts\.5\.w1\.weight is missing"):
+        drive(tmp_path, config_overrides=json.dumps({"num_local_experts": 6}))
+
+
 def test_one_tensor_of_too_few_experts_is_told_by_their_names(reference, drive, tmp_path):
     reference("parallel-moe").model.save_pretrained(tmp_path, save_original_format=False)
     tensors = load_file(tmp_path / "model.safetensors")

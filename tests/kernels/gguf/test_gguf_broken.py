@@ -117,7 +117,7 @@ def test_counts_are_held_against_the_file(whole, broken):
     ("change", "says"),
     [
         (lambda writer: writer.add_uint16("split.count", 3), "join them with llama-gguf-split --merge"),
-        (lambda writer: writer.add_uint32("qwen3.expert_count", 8), "mixture of experts"),
+        (lambda writer: writer.add_uint32("qwen3.expert_count", 8), "mixture of experts of qwen3; those that are read"),
         (lambda writer: writer.add_string("qwen3.rope.scaling.type", "longrope"), "'longrope' is not supported"),
         (lambda writer: writer.add_uint32("qwen3.block_count", 1 << 31), "the last of qwen3.block_count 2147483648"),
         (lambda writer: writer.add_uint32("qwen3.rope.dimension_count", 4), "rotates part of a head"),
@@ -127,6 +127,26 @@ def test_counts_are_held_against_the_file(whole, broken):
 def test_what_is_not_read_is_told(change, says, tmp_path, tiny_model):
     file = write_gguf(tiny_model, tmp_path / "broken.gguf", change=change)
     with pytest.raises(GgufError, match=says):
+        load(file)
+
+
+def changed_experts(number):
+    return lambda writer: writer.add_uint32("qwen3moe.expert_count", number)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (changed_experts(1 << 31), "expert_count must be at most 4096"),
+        (changed_experts(0), "expert_count must be a whole number of at least 1"),
+        (changed_experts(8), r"ffn_gate_exps.weight has shape \[7, 32, 64\], the metadata asks for \[8, 32, 64\]"),
+        (changed_experts(2), "num_experts_per_tok 3 is more than num_experts 2"),
+        (lambda writer: writer.add_uint32("qwen3moe.expert_shared_count", 1), "experts that all tokens take"),
+    ],
+)
+def test_experts_that_are_not_those_that_are_described_are_told(change, says, tmp_path, reference):
+    file = write_gguf(reference("parallel-moe").path, tmp_path / "broken.gguf", change=change)
+    with pytest.raises(ConfigError, match=says):
         load(file)
 
 
@@ -151,7 +171,9 @@ def test_unknown_architectures_are_named(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(GgufError, match=r"architecture 'mamba'; those that are read from GGUF are llama, qwen2, qwen3"):
+    with pytest.raises(
+        GgufError, match=r"architecture 'mamba'; those that are read from GGUF are llama, qwen2, qwen3, qwen3moe"
+    ):
         load(tmp_path / "broken.gguf")
 
 

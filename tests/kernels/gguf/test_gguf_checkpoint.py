@@ -98,13 +98,16 @@ def test_types_that_stay_quantized_stand_for_the_same(kind, bits, wide, tmp_path
 
 @pytest.mark.parametrize(
     "family",
-    ["llama2", "llama3.1", "llama-biased", "llama-linear", "llama-yarn", "mistral-full", "qwen2", "qwen3"],
+    [
+        *("llama2", "llama3.1", "llama-biased", "llama-linear", "llama-yarn", "mistral-full", "qwen2", "qwen3"),
+        *("mixtral", "parallel-moe"),
+    ],
 )
 def test_families_compute_what_their_directories_do(family, reference, drive, prompts, tmp_path):
     model = reference(family)
     file = write_gguf(model.path, tmp_path / "model.gguf")
     (prompt,) = prompts(12)
-    assert greedy(drive, file, prompt) == model.greedy(prompt, 24)
+    assert greedy(drive, file, prompt, 20) == model.greedy(prompt, 20)  # no longer than Mixtral's window
     own, theirs = read_config(file), read_config(model.path)
     for field in (
         "heads",
@@ -115,6 +118,7 @@ def test_families_compute_what_their_directories_do(family, reference, drive, pr
         "tied_embeddings",
         "qkv_bias",
         "max_positions",
+        "experts",
     ):
         assert getattr(own, field) == getattr(theirs, field), field
 
@@ -126,6 +130,24 @@ def test_quantized_models_compute_what_their_floats_do(kind, wide, drive, tmp_pa
     found = greedy(drive, file, prompt)
     assert found == greedy(drive, floats(wide, tmp_path / "floats", file), prompt)
     assert found == greedy(drive, file, prompt, quantization="unquant")
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q5_1"])
+def test_experts_stay_quantized(kind, reference, drive, tmp_path):
+    """And stand for the floats that the package makes of them, by the names of each one."""
+    model = reference("parallel-moe")
+    file = write_gguf(model.path, tmp_path / "model.gguf", kind)
+    name, foreign = "model.layers.2.mlp.experts.5.up_proj", "blk.2.ffn_up_exps.weight"
+    checkpoint, scheme = GgufCheckpoint(read_header(file)), recognise(file, "")
+    assert set(checkpoint.shapes()) == set(load_file(model.path / "model.safetensors"))
+    wanted = torch.from_numpy(stored(file)[foreign])[5]
+    assert checkpoint.floats(f"{name}.weight").equal(wanted)
+    assert scheme.read(checkpoint, name, (32, 64)).dequantize(torch.float32).equal(wanted)
+    assert scheme.tensors("model.layers.2.mlp.gate", (7, 64)) is None
+    found = greedy(drive, file, list(range(5, 17)))
+    assert found == greedy(drive, floats(model.path, tmp_path / "floats", file), list(range(5, 17)))
+    kept, made_floats = (drive(file, dtype="bfloat16", quantization=flag).info.weight_bytes for flag in ("", "unquant"))
+    assert kept < 0.8 * made_floats
 
 
 def test_rows_of_queries_and_keys_come_back_in_order(reference, tmp_path):
