@@ -77,8 +77,8 @@ def _gguf(kind: str) -> Callable[[Path], Path]:
 
 
 def made_up_gguf(config: Mapping[str, Any], mix: str, file: Path) -> Path:
-    """A file of a Qwen3 or a Qwen3-MoE of ``config``'s sizes, any codes and small scales in it, with the types that llama-quantize
-    gives its matrices for ``mix``."""
+    """A file of a Qwen3 or a Qwen3-MoE of ``config``'s sizes, any codes and small scales in it, with the types that
+    llama-quantize gives its matrices for ``mix``."""
     import gguf
     import numpy as np
 

@@ -10,7 +10,8 @@ written in first; see ``CHECKPOINTS``, "all" for each. They are made by rounding
 First table: the model in the box under every scheme: perplexity of held-out documents (a seed that no training saw; the
 parts that training counts), how much worse it is than that of bf16 and may be at most (1 % at 6 to 8 bits, 5 % at 4 and
 5), and the share of the held-out capital questions answered rightly. Second: bytes of weights, and tokens a second of
-decodes at batch 1 and 16, schemes in turns in one process each; ``0.6b`` is a Qwen3 shape with made-up weights.
+decodes at batch 1 and 16, schemes in turns in one process each; ``0.6b`` is a Qwen3 shape with made-up weights, and
+``moe`` one of Qwen3-MoE.
 ``--device``: cpu or cuda. ``--clock cpu`` counts processor time of all threads, which neighbours disturb less.
 
 ``--caches``: values of --kv-cache-dtype, with ":none" by scale 1.0 and else by a scale for each token and head: the
