@@ -5,9 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from kernels.batch import ForwardBatch
+from kernels.host_target import HostTarget
 from kernels.loaded_model import LoadedModel
 from kernels.platforms.prepared import Decodes, Steps
-from kernels.speculative.steady import HostTarget, SteadyChains
+from kernels.speculative.steady import SteadyChains
 from kernels.steady import SteadyDecodes
 
 __all__ = ["CapturedSteps"]
@@ -48,11 +49,9 @@ class CapturedSteps:
         self.steps = self._capture_steps(rows) if speculator is None and loaded.group.size == 1 else None
         self.decodes = self._capture_decodes(rows) if self.steps is None else None
         if speculator is None:
-            likeliest = platform.capture_likeliest(
-                lambda batch: model.logits(model.forward(batch, caches)), windows, rows
-            )
-            if likeliest is not None:
-                self.steady = SteadyDecodes(loaded.slots, loaded.sampler, likeliest, rows)
+            target = HostTarget.make(platform, model, caches, windows, rows)
+            if target is not None:
+                self.steady = SteadyDecodes(loaded.slots, loaded.sampler, target, rows)
             return
         assert config.speculation is not None
         drafter = speculator.drafter
@@ -62,7 +61,7 @@ class CapturedSteps:
         self.target = target = HostTarget.make(platform, model, caches, windows, rows * drafter.most_nodes)
         if target is None:
             return
-        self.steady = SteadyDecodes(loaded.slots, loaded.sampler, target.decode, rows)
+        self.steady = SteadyDecodes(loaded.slots, loaded.sampler, target, rows)
         drafts = drafter.host_drafts(loaded.slots, rows)
         speculator.observer.settle_here(drafts, target.features.shape[1])
         if drafts is not None and speculator.exact:

@@ -126,7 +126,9 @@ def load_model(
     """
     part, dtype, weights, speculation = opened.part, opened.dtype, opened.weights, config.speculation
     model = Decoder(part, weights, platform, dtype, group, opened.captures, config.fp32_head)
-    sampler = Sampler(part.vocab_size, config.max_slots, platform.device, platform.cut, platform.put, platform.greedy)
+    sampler = Sampler(
+        part.vocab_size, config.max_slots, platform.device, platform.cut, platform.put, platform.greedy, platform.draw
+    )
     windows = frozenset(part.windows)
     drafter: Drafter | None = None
     weight_bytes, draft_bytes = weights.weight_bytes + platform.widened_bytes, 0

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from kernels.edits import BatchEdits, Put, SlotEdits
 from kernels.noise import keys_at, race, race_over_all, seed_key, uniform
 from kernels.nucleus import cut, outside
 from kernels.penalties import penalise
-from kernels.platforms.operators import Cut, Greedy
+from kernels.platforms.operators import DRAWS, Cut, Draw, Draws, Greedy
 from kernels.step import SlotSampling
 
 __all__ = ["Noise", "Sampled", "Sampler"]
@@ -93,6 +94,14 @@ class _Slots:
         if edits:
             self.edits[slot] = edits
 
+    def draws(self, at: npt.NDArray[np.int64]) -> Draws:
+        found = np.empty(len(at), DRAWS)
+        for name in ("keys", "temperature", "top_p", "top_k"):
+            found[name] = getattr(self, name)[at]
+        with np.errstate(divide="ignore"):
+            found["log_min_p"] = np.log(self.min_p[at])
+        return found
+
     def clear(self, slot: int) -> None:
         self.put(slot, SlotSampling(temperature=0.0), 0, 1)
 
@@ -146,7 +155,9 @@ class _Plan:
         self.scored = put(scored) if len(scored) else None
         self.top_counts = torch.from_numpy(logprobs.clip(min=0))
         self.most = int(logprobs.max(initial=0))
-        self.plain = not (edited or len(penalised) or len(sampled) or len(scored))
+        self.raced = not (edited or len(penalised) or len(scored))
+        self.plain = self.raced and not len(sampled)
+        self.draws: Draws | None = state.draws(at) if self.raced and len(sampled) else None
 
 
 class Sampler:
@@ -154,7 +165,8 @@ class Sampler:
 
     vocab_size: width of the logits. max_slots: slots are ``0 .. max_slots - 1``; one that was never admitted is greedy.
     own_cut: the device's kernel for top-k and top-p. put: how an array gets to the device. own_greedy: the device's
-    kernel for rows that all want the likeliest token and nothing else.
+    kernel for rows that all want the likeliest token and nothing else. own_draw: for rows whose logits are not
+    edited, of which no log-probabilities are wanted.
     """
 
     def __init__(
@@ -165,8 +177,9 @@ class Sampler:
         own_cut: Cut | None = None,
         put: Put | None = None,
         own_greedy: Greedy | None = None,
+        own_draw: Draw | None = None,
     ) -> None:
-        self._own_cut, self._own_greedy = own_cut, own_greedy
+        self._own_cut, self._own_greedy, self._own_draw = own_cut, own_greedy, own_draw
         self._put = put or (lambda array: torch.from_numpy(array).to(self.device))
         self.vocab_size = vocab_size
         self.device = torch.device(device)
@@ -205,6 +218,14 @@ class Sampler:
         """Whether all of them want the likeliest token and nothing else."""
         return self._plan(slots).plain
 
+    def raced(self, slots: tuple[int, ...]) -> bool:
+        """Whether nothing edits the logits of any of them, and no log-probabilities are wanted."""
+        return self._plan(slots).raced
+
+    def draws(self, slots: tuple[int, ...]) -> Draws | None:
+        """How such are sampled; None when all are greedy."""
+        return self._plan(slots).draws
+
     def sample(
         self,
         logits: Tensor,
@@ -230,6 +251,10 @@ class Sampler:
         plan = self._plan(tuple(slots.tolist() if host_slots is None else host_slots))
         if self._own_greedy is not None and plan.plain:
             return Sampled(*self._own_greedy(logits))
+        if self._own_draw is not None and plan.draws is not None:
+            drawn = self._own_draw(logits, plan.draws, positions, None, self.vocab_size)
+            if drawn is not None:
+                return Sampled(*drawn)
         raw = logits.float()
         rows = torch.arange(len(raw), device=raw.device)
         raw_blocks = block_maxima(raw)

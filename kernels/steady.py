@@ -1,4 +1,4 @@
-"""Steps of nothing but decodes that want the likeliest token, where a platform runs all of it in one call.
+"""Steps of nothing but decodes whose logits nothing edits, where a platform runs the model in one call.
 
 Such steps follow one another by the thousand, and on a small model what is done around them takes as long as they do:
 nothing here is asked again that the step before has answered, and all of it is numpy's on the host.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kernels.platforms.prepared import Likeliest
+from kernels.host_target import HostTarget
+from kernels.platforms.operators import Draws
 from kernels.platforms.rows import DecodeTokens
 from kernels.sampling import Sampler
 from kernels.slots import SlotTable
@@ -24,15 +25,16 @@ Bools = npt.NDArray[np.bool_]
 
 
 class SteadyDecodes:
-    """``likeliest``: the platform's call, for up to ``max_rows`` rows."""
+    """For up to ``max_rows`` rows."""
 
-    def __init__(self, state: SlotTable, sampler: Sampler, likeliest: Likeliest, max_rows: int) -> None:
+    def __init__(self, state: SlotTable, sampler: Sampler, target: HostTarget, max_rows: int) -> None:
         self._state = state
         self._sampler = sampler
-        self._likeliest = likeliest
+        self._target = target
         self._max_rows = max_rows
         self._rows: tuple[bytes, bytes] | None = None  # slots and generations that were found fit
         self._slots: Longs = np.zeros(0, dtype=np.int64)
+        self._draws: Draws | None = None
 
     def fits(self, batch: StepBatch) -> bool:
         """Whether its rows, releases, admissions and grants done, are such decodes."""
@@ -43,7 +45,11 @@ class SteadyDecodes:
         if self._rows != (batch.slots, batch.generations):
             slots = np.frombuffer(batch.slots, dtype=np.int32)
             generations, counts = (np.frombuffer(part, dtype=np.int32) for part in (batch.generations, batch.counts))
-            if state.errors(slots, generations, counts) or not self._sampler.plain(tuple(slots.tolist())):
+            named = tuple(slots.tolist())
+            if state.errors(slots, generations, counts) or not self._sampler.raced(named):
+                return False
+            self._draws = self._sampler.draws(named)
+            if self._draws is not None and self._target.draw is None:
                 return False
             self._slots, self._rows = slots.astype(np.int64), (batch.slots, batch.generations)
         slots = self._slots
@@ -73,7 +79,8 @@ class SteadyDecodes:
         columns = positions // state.page_size
         index = state.pages[slots, columns] * np.int64(state.page_size) + positions % state.page_size
         pages = state.pages[slots, : int(columns.max()) + 1]
-        return self._likeliest(DecodeTokens(state.here[slots, positions], positions, index, pages, lengths))
+        rows = DecodeTokens(state.here[slots, positions], positions, index, pages, lengths)
+        return self._target.next(rows, self._draws, lengths)
 
     def keep(self, tokens: Longs) -> None:
         """Each row knows one token more."""

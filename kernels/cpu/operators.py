@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from dataclasses import dataclass
 
@@ -15,13 +16,14 @@ from kernels.cpu.native_grouped import NativeGrouped
 from kernels.cpu.native_int8 import NativeInt8
 from kernels.cpu.products import NativeWeight, Products, products
 from kernels.cpu.recording import Engine
+from kernels.platforms.operators import Draws
 from kernels.quantization.cache import LayerScales
 
 __all__ = ["Kept", "Native", "NativeWeight"]
 
 _EMBED, _ANGLES, _NORM = range(3)
 _ROTARY, _WRITE, _ATTENTION, _SILU, _EXPERTS, _GREEDY, _ADD = range(4, 11)
-_WRITE_NARROW, _SETTLE, _PLACE = range(14, 17)
+_WRITE_NARROW, _SETTLE, _PLACE, _DRAW = range(14, 18)
 _NARROW = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}
 _HEAD_DIMS = (32, 64, 96, 128, 256)
 
@@ -292,6 +294,27 @@ class Native(Engine):
             i0=logits.shape[1],
         )
         self._call(op, Step(len(logits)), tokens, broken)
+        return tokens, broken
+
+    def draw(
+        self, logits: Tensor, draws: Draws, positions: Tensor, ids: Tensor | None, vocab: int
+    ) -> tuple[Tensor, Tensor]:
+        """The same, sampled as ``draws`` [rows] say; see ``platforms.operators.Draw``. Never recorded."""
+        tokens, broken = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits), dtype=torch.bool)
+        op = Op(
+            kind=_DRAW,
+            a=logits.data_ptr(),
+            b=draws.ctypes.data,
+            c=None if ids is None else ids.data_ptr(),
+            out=tokens.data_ptr(),
+            stride_a=logits.stride(0),
+            i0=logits.shape[1],
+            i1=vocab,
+            i4=broken.data_ptr(),
+        )
+        step = Step(len(logits))
+        step.positions = positions.data_ptr()
+        self.library.run(self._engine, ctypes.byref(op), 1, step)
         return tokens, broken
 
     def empty_attention(self, queries: Tensor) -> Tensor:

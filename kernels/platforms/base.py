@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from kernels.batch import ForwardBatch
-from kernels.platforms.operators import Cut, Greedy, Norm
-from kernels.platforms.prepared import Decodes, HostPass, Likeliest, Steps
+from kernels.platforms.operators import Cut, Draw, Greedy, Norm
+from kernels.platforms.prepared import Decodes, HostPass, Steps
 from kernels.platforms.projections import Projections
 from kernels.platforms.rows import AttentionRows
 from kernels.quantization.cache import SCALE, LayerScales, narrow
@@ -68,6 +68,7 @@ class Platform(Projections):
     signed_sines: bool = True
     cut: Cut | None = None
     greedy: Greedy | None = None
+    draw: Draw | None = None
     verified_tokens: int = 0
     cache_dtype: torch.dtype | None = None
     scale_dtype: torch.dtype = SCALE
@@ -149,14 +150,6 @@ class Platform(Projections):
     def capture_guesses(self, run: Callable[[], None]) -> Callable[[], None] | None:
         """Prepare a pass that reads and writes the same tensors each time, and reads nothing back to the host; None
         where the device gains nothing by it, or cannot."""
-        return None
-
-    def capture_likeliest(
-        self, forward: Callable[[ForwardBatch], Tensor], windows: Sequence[int], max_rows: int
-    ) -> Likeliest | None:
-        """Make one call of a whole step of up to ``max_rows`` decodes, where the device is the host and gains by it.
-        ``forward``: to the logits.
-        """
         return None
 
     def capture_pass(

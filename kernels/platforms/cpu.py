@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -34,9 +33,9 @@ from kernels.cpu.quantized import CpuBlocksLinear, CpuGroupedLinear, CpuInt8Line
 from kernels.cpu.recording import NotNative
 from kernels.layers.experts import ExpertsInTurn, ExpertWeights
 from kernels.platforms.base import Memory, Platform, PlatformError
-from kernels.platforms.operators import Linear, Lookup, Norm
-from kernels.platforms.prepared import Decodes, HostPass, Likeliest
-from kernels.platforms.rows import AttentionRows, DecodeTokens
+from kernels.platforms.operators import Draws, Linear, Lookup, Norm
+from kernels.platforms.prepared import Decodes, HostPass
+from kernels.platforms.rows import AttentionRows
 from kernels.quantization.cache import LayerScales, narrow
 from kernels.quantization.gguf_weight import GgufWeight
 from kernels.quantization.weights import GroupedWeight, Int8Weight, Projection, QuantizedWeight
@@ -331,6 +330,13 @@ class CpuPlatform(Platform):
         broken = ~blocks.amax(-1).isfinite()
         return argmax(wide, torch.arange(len(wide)), blocks).masked_fill_(broken, 0), broken
 
+    def draw(
+        self, logits: Tensor, draws: Draws, positions: Tensor, ids: Tensor | None, vocab: int
+    ) -> tuple[Tensor, Tensor] | None:
+        """See ``operators.Draw``."""
+        native = self._native_for(logits.dtype, True)
+        return None if native is None else native.draw(logits, draws, positions, ids, vocab)
+
     def place_heads(
         self,
         qkv: Tensor,
@@ -411,27 +417,6 @@ class CpuPlatform(Platform):
             return program.run(batch, with_short(next(iter(batch.plans.values())).rows))
 
         return Decodes((max_rows,), decode, most)
-
-    def capture_likeliest(
-        self, forward: Callable[[ForwardBatch], Tensor], windows: Sequence[int], max_rows: int
-    ) -> Likeliest | None:
-        found: list[Tensor] = []
-
-        def whole(batch: ForwardBatch) -> Tensor:
-            logits = forward(batch)
-            found.extend(self.greedy(logits))
-            return logits
-
-        program = self._record(whole, windows, max_rows, None)
-        if program is None:
-            return None
-        tokens, broken = (tensor.numpy() for tensor in found)
-
-        def decode(rows: DecodeTokens) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-            program.run_decodes(rows)
-            return tokens[: len(rows.ids)], broken[: len(rows.ids)]
-
-        return decode
 
     def capture_pass(
         self,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
-__all__ = ["Cut", "Greedy", "Linear", "Lookup", "Norm"]
+__all__ = ["DRAWS", "Cut", "Draw", "Draws", "Greedy", "Linear", "Lookup", "Norm"]
 
 Linear = Callable[[Tensor], Tensor]
 """``[tokens, inputs] -> [tokens, outputs]``, with the weight in the layout that the platform likes."""
@@ -23,6 +25,27 @@ Called for rows that all have a top-k of 1 to 1024, or have none (``largest_k`` 
 
 Greedy = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Logits [rows, vocab] -> the likeliest token ids int64 [rows], and ``Sampled.broken``; a token is 0 in such a row."""
+
+DRAWS = np.dtype(
+    [
+        ("keys", np.int32, 2),
+        ("temperature", np.float32),
+        ("log_min_p", np.float32),
+        ("top_p", np.float64),
+        ("top_k", np.int64),
+    ]
+)
+"""How a row is sampled: ``keys`` are its seed's, a ``temperature`` of 0 is greedy, a ``top_k`` of 0 is none."""
+
+Draws = npt.NDArray[Any]
+"""Rows of ``DRAWS``."""
+
+Draw = Callable[[Tensor, Draws, Tensor, Tensor | None, int], tuple[Tensor, Tensor] | None]
+"""``(logits [rows, vocab], draws [rows], positions int64 [rows], ids, vocab)`` -> what ``Greedy`` finds, sampled. None:
+not of such logits, or not yet.
+
+``ids`` int64: the tokens that logits are of, of ``vocab`` in all, whose noise counts; None: their own indices.
+"""
 
 
 class Norm(Protocol):

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 from kernels.batch import ForwardBatch
 from kernels.platforms.rows import DecodeTokens, StepTokens
 
-__all__ = ["Decodes", "HostPass", "Likeliest", "StepFound", "Steps"]
+__all__ = ["Decodes", "HostPass", "StepFound", "Steps"]
 
 
 @dataclass(frozen=True)
@@ -50,9 +48,6 @@ class Steps:
     rows: tuple[int, ...]
     run: Callable[[StepTokens], StepFound | None]
 
-
-Likeliest = Callable[[DecodeTokens], tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]]
-"""-> the likeliest next token of each row, and whether its logits are not to be used."""
 
 HostPass = Callable[[DecodeTokens], None]
 """Runs a pass that was prepared: the tensors that it returned when it was hold its results then."""

@@ -1,4 +1,4 @@
-"""Drafting for greedy rows where the device is the host: every pass is one call, and all around it is numpy's.
+"""Drafting where the device is the host: every pass is one call, and all around it is numpy's.
 
 On a small model what Python does for a pass takes as long as the pass. What is computed is what the drafters compute.
 """
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kernels.batch import ForwardBatch
 from kernels.platforms.base import Platform
+from kernels.platforms.operators import Draw, Draws
 from kernels.platforms.prepared import HostPass
 from kernels.platforms.rows import DecodeTokens
 from kernels.rows import ragged
@@ -58,6 +59,27 @@ class GuessesHere:
     bits: Longs | None = None
 
 
+class Choice:
+    """What a pass leaves behind: ``logits`` [rows, vocabulary] and the likeliest of each, in ``tokens``. ``ids``: as in
+    ``Guesses``, which says why guesses of sampled rows are sampled, too."""
+
+    def __init__(self, platform: Platform, logits: Tensor, tokens: Tensor, ids: Tensor | None) -> None:
+        self._draw: Draw | None = platform.draw
+        self._logits, self._ids = logits, ids
+        self._vocab = logits.shape[1] if ids is None else int(ids.max()) + 1
+        self._likeliest: Longs = tokens.numpy()
+
+    def best(self, count: int, draws: Draws | None, positions: Longs) -> Longs:
+        """Of the first ``count`` rows; ``draws`` of each, ``positions`` of the tokens that are guessed."""
+        chosen = self._likeliest[:count]
+        if draws is not None:
+            assert self._draw is not None
+            found = self._draw(self._logits[:count], draws, torch.from_numpy(positions), self._ids, self._vocab)
+            assert found is not None, "the platform recorded the pass"
+            chosen = found[0].numpy()
+        return chosen if self._ids is None else self._ids.numpy()[chosen]
+
+
 class HostDrafts(ABC):
     """Both return nothing but that it is not for them: the drafter then does the same."""
 
@@ -66,8 +88,11 @@ class HostDrafts(ABC):
         """As ``Drafter.observe``."""
 
     @abstractmethod
-    def draft(self, slots: Longs, roots: Longs, capacity: Longs, limits: Longs, steps: int) -> GuessesHere | None:
-        """What is guessed behind the ``roots``, up to ``limits`` nodes and ``steps`` levels of each row."""
+    def draft(
+        self, slots: Longs, roots: Longs, capacity: Longs, limits: Longs, steps: int, draws: Draws | None
+    ) -> GuessesHere | None:
+        """What is guessed behind the ``roots``, up to ``limits`` nodes and ``steps`` levels of each row.
+        ``draws`` [rows]: how the target samples, see ``guesses``; None: all rows are greedy."""
 
     @staticmethod
     def chains(root_tokens: Longs, guesses: Longs, limits: Longs) -> GuessesHere:
@@ -103,15 +128,12 @@ class HostChains(HostDrafts):
         states: Tensor,
         reached: Longs,
         first: int,
-        ids: Tensor | None,
-        passes: tuple[HostPass, Tensor, Tensor, HostPass, Tensor, Tensor, HostPass, Tensor, Tensor],
+        passes: tuple[HostPass, Tensor, Tensor, HostPass, Tensor, Choice, HostPass, Tensor, Choice],
     ) -> None:
         self._state, self._places, self._first = state, places, first
         self._states, self._reached = raw(states), reached
-        self._ids = None if ids is None else ids.numpy()
-        self._observe, features, left, self._head, headed, first_tokens, self._guess, before, tokens = passes
+        self._observe, features, left, self._head, headed, self._headed_for, self._guess, before, self._next = passes
         self._features, self._left, self._headed, self._before = raw(features), raw(left), raw(headed), raw(before)
-        self._first_tokens, self._tokens = first_tokens.numpy(), tokens.numpy()
 
     @classmethod
     def make(
@@ -149,13 +171,14 @@ class HostChains(HostDrafts):
         def head(batch: ForwardBatch) -> Tensor:
             assert batch.states is not None
             found = logits(batch.states)
-            kept.extend(choose(found))
+            kept.extend((found, choose(found)[0]))
             return found
 
         def guess(batch: ForwardBatch) -> Tensor:
             assert batch.states is not None
             found = forward(batch, batch.states)
-            kept.extend(choose(logits(found)))
+            scores = logits(found)
+            kept.extend((scores, choose(scores)[0]))
             platform.add_rows(found, None, before)
             return found
 
@@ -164,9 +187,10 @@ class HostChains(HostDrafts):
         guessing = None if heading is None else platform.capture_pass(guess, windows, rows, before)
         if observing is None or heading is None or guessing is None:
             return None
-        left, first_tokens, _, tokens, _ = kept
-        passes = (observing, seen, left, heading, headed, first_tokens, guessing, before, tokens)
-        return cls(state, places, states, reached, first, ids, passes)
+        left, *found = kept
+        at_first, then = Choice(platform, *found[:2], ids), Choice(platform, *found[2:], ids)
+        passes = (observing, seen, left, heading, headed, at_first, guessing, before, then)
+        return cls(state, places, states, reached, first, passes)
 
     def observe(self, seen: SeenHere) -> bool:
         state, slots, starts, counts = self._state, seen.slots, seen.starts, seen.counts
@@ -194,7 +218,9 @@ class HostChains(HostDrafts):
         self._reached[slots] = ends
         return True
 
-    def draft(self, slots: Longs, roots: Longs, capacity: Longs, limits: Longs, steps: int) -> GuessesHere | None:
+    def draft(
+        self, slots: Longs, roots: Longs, capacity: Longs, limits: Longs, steps: int, draws: Draws | None
+    ) -> GuessesHere | None:
         starts = roots + self._first
         if (self._reached[slots] != starts).any():
             return None
@@ -210,18 +236,15 @@ class HostChains(HostDrafts):
         ids = np.zeros(count, dtype=np.int32)
         lengths = positions + 1
         self._head(DecodeTokens(ids, positions[0], index[0], table, lengths[0]))
-        found[0] = self._target(self._first_tokens[:count])
+        found[0] = self._headed_for.best(count, draws, roots + 1)
         self._before[:count] = states
         for step in range(1, steps):
             ids[:] = found[step - 1]
             at = step - 1
             self._guess(DecodeTokens(ids, positions[at], index[at], table, lengths[at]))
-            found[step] = self._target(self._tokens[:count])
+            found[step] = self._next.best(count, draws, roots + 1 + step)
         assert state.here is not None
         return self.chains(state.here[slots, roots], found.T, limits)
-
-    def _target(self, chosen: Longs) -> Longs:
-        return chosen if self._ids is None else self._ids[chosen]
 
 
 class HostBlocks(HostDrafts):
@@ -237,11 +260,11 @@ class HostBlocks(HostDrafts):
         observe: HostPass,
         features: Tensor,
         guess: HostPass,
-        tokens: Tensor,
+        choice: Choice,
     ) -> None:
         self._state, self._places, self._block, self._nodes, self._mask = state, places, block, nodes, mask
         self._observe, self._guess = observe, guess
-        self._features, self._tokens = raw(features), tokens.numpy()
+        self._features, self._choice = raw(features), choice
         self._everything = np.full((1, block), -1 if block == 64 else (1 << block) - 1, dtype=np.int64)
 
     @classmethod
@@ -273,7 +296,7 @@ class HostBlocks(HostDrafts):
 
         def guess(batch: ForwardBatch) -> Tensor:
             found: Tensor = model.head(model.forward(batch, caches))
-            kept.extend(choose(found))
+            kept.extend((found, choose(found)[0]))
             return found
 
         windows = [model.config.windows[0]]
@@ -281,7 +304,8 @@ class HostBlocks(HostDrafts):
         guessing = None if observing is None else platform.capture_pass(guess, windows, rows * block)
         if observing is None or guessing is None:
             return None
-        return cls(state, places, block, nodes, mask, observing, seen, guessing, kept[0])
+        choice = Choice(platform, *kept, None)
+        return cls(state, places, block, nodes, mask, observing, seen, guessing, choice)
 
     def observe(self, seen: SeenHere) -> bool:
         state, count = self._state, int(seen.counts.sum())
@@ -295,7 +319,9 @@ class HostBlocks(HostDrafts):
         self._observe(DecodeTokens(np.zeros(count, dtype=np.int32), positions, index, pages, positions))
         return True
 
-    def draft(self, slots: Longs, roots: Longs, capacity: Longs, limits: Longs, steps: int) -> GuessesHere | None:
+    def draft(
+        self, slots: Longs, roots: Longs, capacity: Longs, limits: Longs, steps: int, draws: Draws | None
+    ) -> GuessesHere | None:
         state, count, block = self._state, len(slots), self._block
         given = state.pages[slots, : int(roots.max() + steps) // state.page_size + 1]
         table = self._places.table(slots, roots, given, capacity, block)
@@ -307,5 +333,9 @@ class HostBlocks(HostDrafts):
         bits = np.repeat(self._everything, count, 0)
         offsets = np.arange(count + 1) * block
         self._guess(DecodeTokens(ids.reshape(-1), positions, index, table, roots + block, offsets, bits))
-        tokens: Longs = self._tokens[: count * block].reshape(count, block)[:, 1 : self._nodes]
+        if draws is not None:
+            draws = np.repeat(draws, block)
+            level = np.tile(np.arange(block), count)
+            draws["temperature"][(level == 0) | (level >= self._nodes)] = 0  # of no use
+        tokens = self._choice.best(count * block, draws, positions).reshape(count, block)[:, 1 : self._nodes]
         return self.chains(state.here[slots, roots], tokens, limits)

@@ -13,6 +13,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kernels.platforms.operators import Draws
 from kernels.slots import SlotTable
 from kernels.speculative.drafter import Drafter, DrafterContext, DraftRows, Drafts, Observation
 from kernels.speculative.host_drafts import GuessesHere, HostDrafts, SeenHere
@@ -138,7 +139,9 @@ class HostNgrams(HostDrafts):
             self._drafter.tell(slot, start, here[slot, start : start + count + 1])
         return True
 
-    def draft(self, slots: Longs, roots: Longs, capacity: Longs, limits: Longs, steps: int) -> GuessesHere | None:
+    def draft(
+        self, slots: Longs, roots: Longs, capacity: Longs, limits: Longs, steps: int, draws: Draws | None
+    ) -> GuessesHere | None:
         return self._drafter.guesses(slots, roots, limits)
 
 

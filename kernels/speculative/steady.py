@@ -1,4 +1,4 @@
-"""Steps of nothing but greedy decodes, some of which verify guesses, where the device is the host.
+"""Steps of nothing but decodes whose logits nothing edits, some of which verify guesses, where the device is the host.
 
 As ``kernels.steady`` does for plain decodes: one call drafts or verifies, and what is around it is numpy's. What such a
 step accepts is known at once; the drafter observes it before the next step, as always.
@@ -6,72 +6,29 @@ step accepts is known at once; the drafter observes it before the next step, as 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
-from kernels.batch import ForwardBatch
-from kernels.models.decoder import Decoder
+from kernels.host_target import HostTarget
 from kernels.platforms.base import Platform
-from kernels.platforms.prepared import HostPass
+from kernels.platforms.operators import Draws
 from kernels.platforms.rows import DecodeTokens
 from kernels.rows import ragged
 from kernels.sampling import Sampler
 from kernels.slots import SlotTable
-from kernels.speculative.host_drafts import GuessesHere, HostDrafts, Raw, SeenHere, places_of, raw
+from kernels.speculative.host_drafts import GuessesHere, HostDrafts, SeenHere, places_of
 from kernels.speculative.speculator import Speculator
 from kernels.step import StepBatch
 
-__all__ = ["Chained", "HostTarget", "SteadyChains"]
+__all__ = ["Chained", "SteadyChains"]
 
 _ONE = np.ones(1, dtype=np.int32).tobytes()
 
-Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class HostTarget:
-    """The model in one call, which leaves of each token ``features`` [tokens, n], as their bits, the likeliest next one
-    in ``tokens`` and in ``broken`` whether its logits are not to be used."""
-
-    run: HostPass
-    features: Raw
-    tokens: Longs
-    broken: Bools
-
-    @classmethod
-    def make(
-        cls, platform: Platform, model: Decoder, caches: list[object], windows: Sequence[int], tokens: int
-    ) -> HostTarget | None:
-        """For up to so many ``tokens``; None where the platform makes no such calls."""
-        greedy = platform.greedy
-        if greedy is None:
-            return None
-        kept: list[Tensor] = []
-
-        def whole(batch: ForwardBatch) -> Tensor:
-            result = model.forward(batch, caches)
-            hidden, features = model.split(result)
-            kept.extend((features, *greedy(model.logits(hidden))))
-            return result
-
-        run = platform.capture_pass(whole, windows, tokens)
-        if run is None or kept[0].dtype != torch.bfloat16:
-            return None
-        features, likeliest, broken = kept
-        return cls(run, raw(features), likeliest.numpy(), broken.numpy())
-
-    def decode(self, rows: DecodeTokens) -> tuple[Longs, Bools]:
-        """A platform's ``Likeliest``."""
-        self.run(rows)
-        count = len(rows.ids)
-        return self.tokens[:count], self.broken[:count]
 
 
 @dataclass(frozen=True)
@@ -106,6 +63,7 @@ class SteadyChains:
         self._depth, self._most, self._linear = drafter.depth, drafter.most_nodes - 1, not drafter.branches
         self._rows: tuple[bytes, bytes] | None = None  # slots and generations that were found fit
         self._slots: Longs = np.zeros(0, dtype=np.int64)
+        self._draws: Draws | None = None
         self._seen: tuple[SeenHere, Ints] | None = None  # not observed yet, with its generations
 
     def settle(self) -> None:
@@ -123,7 +81,11 @@ class SteadyChains:
         if self._rows != (batch.slots, batch.generations):
             slots = np.frombuffer(batch.slots, dtype=np.int32)
             generations, counts = (np.frombuffer(part, dtype=np.int32) for part in (batch.generations, batch.counts))
-            if state.errors(slots, generations, counts) or not self._sampler.plain(tuple(slots.tolist())):
+            named = tuple(slots.tolist())
+            if state.errors(slots, generations, counts) or not self._sampler.raced(named):
+                return False
+            self._draws = self._sampler.draws(named)
+            if self._draws is not None and self._target.draw is None:
                 return False
             self._slots, self._rows = slots.astype(np.int64), (batch.slots, batch.generations)
         slots = self._slots
@@ -152,8 +114,9 @@ class SteadyChains:
         if self._linear:
             steps = min(steps, int(limits.max()))
         if len(some) == len(slots):
-            return self._drafts.draft(slots, roots, capacity, limits, steps)
-        found = self._drafts.draft(slots[some], roots[some], capacity[some], limits[some], steps)
+            return self._drafts.draft(slots, roots, capacity, limits, steps, self._draws)
+        draws = None if self._draws is None else self._draws[some]
+        found = self._drafts.draft(slots[some], roots[some], capacity[some], limits[some], steps, draws)
         return None if found is None else _spread(found, some, state.here[slots, roots])
 
     def run(self, batch: StepBatch, trees: GuessesHere) -> Chained | None:
@@ -164,7 +127,6 @@ class SteadyChains:
         roots = state.known[slots] - 1
         offsets = np.zeros(rows + 1, dtype=np.int64)
         np.cumsum(counts, out=offsets[1:])
-        total = int(offsets[-1])
         levels = np.arange(width)
         run = levels < counts[:, None]
         ids = trees.tokens[run].astype(np.int32)
@@ -173,11 +135,13 @@ class SteadyChains:
         positions = places if trees.depths is None else (roots[:, None] + trees.depths)[run]
         lengths = roots + counts
         pages = state.pages[slots, : int(lengths.max() - 1) // state.page_size + 1]
-        target.run(DecodeTokens(ids, positions, index, pages, lengths, offsets, trees.bits))
-        if target.broken[:total].any():
+        draws = None if self._draws is None else np.repeat(self._draws, counts)
+        tokens = DecodeTokens(ids, positions, index, pages, lengths, offsets, trees.bits)
+        sampled, broken = target.next(tokens, draws, positions + 1)
+        if broken.any():
             return None
         after = np.zeros((rows, width), dtype=np.int64)
-        after[run] = target.tokens[:total]
+        after[run] = sampled
         if trees.parents is None:
             right = (trees.tokens[:, 1:] == after[:, :-1]) & run[:, 1:]
             accepted = np.logical_and.accumulate(right, axis=1).sum(1) + 1
@@ -188,7 +152,7 @@ class SteadyChains:
             accepted = np.array([len(path) for path in paths], dtype=np.int64)
             kept = np.repeat(offsets[:-1], accepted) + np.concatenate(paths)
             said = np.zeros((rows, int(accepted.max())), dtype=np.int64)
-            said[np.arange(said.shape[1]) < accepted[:, None]] = target.tokens[kept]
+            said[np.arange(said.shape[1]) < accepted[:, None]] = sampled[kept]
             self._move(index, kept, ragged(offsets[:-1], accepted))
             assert trees.depths is not None
             depths = np.where(run, trees.depths, 0).max(1)
@@ -200,8 +164,8 @@ class SteadyChains:
         seen = SeenHere(slots, roots, accepted, features, kept)
         self._seen = seen, np.frombuffer(batch.generations, dtype=np.int32)
         self._speculator.drafter.judged(slots.tolist(), (accepted - 1).tolist(), depths.tolist())
-        tokens = said[there < accepted[:, None]].astype(np.int32)
-        return Chained(tokens, accepted.astype(np.int32), (counts - 1).astype(np.int32), depths.astype(np.int32))
+        emitted = said[there < accepted[:, None]].astype(np.int32)
+        return Chained(emitted, accepted.astype(np.int32), (counts - 1).astype(np.int32), depths.astype(np.int32))
 
     def _move(self, index: Longs, kept: Longs, consecutive: Longs) -> None:
         """Bring the keys and values of accepted nodes to the positions that follow one another."""

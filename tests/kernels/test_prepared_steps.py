@@ -22,7 +22,7 @@ class Preparing(CpuPlatform):
     prepared = 0
     told_to_grow = 0
 
-    def capture_likeliest(self, *args, **options):
+    def capture_pass(self, *args, **options):
         return None
 
     def capture_steps(self, forward, table, windows, max_rows, columns):

@@ -13,6 +13,7 @@
 #include "narrow.h"
 #include "prefill.h"
 #include "program.h"
+#include "race.h"
 #include "rows.h"
 #include "team.h"
 #include "whole.h"
@@ -182,8 +183,9 @@ void add(const Op& op, const Step&, int64_t row) {
     for (int64_t i = 0; i < op.i0; i += 16) store(out + i, _mm512_add_ps(load(x + i), load(y + i)));
 }
 
-// The first of the largest: lanes keep their first, then the least id of the best lanes wins.
-void greedy(const Op& op, const Step&, int64_t row) {
+// The first of the largest: lanes keep their first, then the least id of the best lanes wins. -> whether a value is NaN or
+// +inf, or all are -inf.
+bool likeliest(const Op& op, int64_t row, int64_t& id, float& top) {
     const bf16* logits = at<bf16>(op.a, row, op.stride_a);
     const __m512i sixteen = _mm512_set1_epi32(16);
     const __m512 none = _mm512_set1_ps(-INFINITY);
@@ -200,11 +202,27 @@ void greedy(const Op& op, const Step&, int64_t row) {
         best = _mm512_mask_mov_epi32(best, more, ids);
         ids = _mm512_add_epi32(ids, sixteen);
     }
-    const float top = _mm512_reduce_max_ps(most);
+    top = _mm512_reduce_max_ps(most);
     const __mmask16 winners = _mm512_cmp_ps_mask(most, _mm512_set1_ps(top), _CMP_EQ_OQ);
     const bool failed = broken || top == -INFINITY;
-    static_cast<int64_t*>(op.out)[row] = failed ? 0 : _mm512_mask_reduce_min_epi32(winners, best);
-    static_cast<uint8_t*>(op.b)[row] = failed;
+    id = failed ? 0 : _mm512_mask_reduce_min_epi32(winners, best);
+    return failed;
+}
+
+void greedy(const Op& op, const Step&, int64_t row) {
+    float top;
+    static_cast<uint8_t*>(op.b)[row] = likeliest(op, row, static_cast<int64_t*>(op.out)[row], top);
+}
+
+void draw(const Op& op, const Step& step, int64_t row) {
+    float top;
+    int64_t& id = static_cast<int64_t*>(op.out)[row];
+    const bool failed = likeliest(op, row, id, top);
+    reinterpret_cast<uint8_t*>(op.i4)[row] = failed;
+    const Draw& how = static_cast<const Draw*>(op.b)[row];
+    if (!failed && how.temperature > 0)
+        id = Race(at<bf16>(op.a, row, op.stride_a), op.i0, static_cast<const int64_t*>(op.c), op.i1, how, step.positions[row])
+                 .run(id, top);
 }
 
 // `bytes`: of an input.
@@ -215,7 +233,7 @@ Operands operands(Engine& engine, const Op& op, const Step& step, int64_t bytes)
 }
 
 void run(Engine& engine, const Op& op, const Step& step) {
-    Rows rows = {&op, &step, nullptr, 1};
+    Rows rows = {&op, &step, nullptr, 8};  // fewer are not worth a claim
     switch (op.kind) {
         case LINEAR: return multiply(engine.team, Product{operands(engine, op, step, sizeof(bf16))});
         case LINEAR8:
@@ -241,11 +259,11 @@ void run(Engine& engine, const Op& op, const Step& step) {
         case SILU: rows.call = silu_and_mul; break;
         case SETTLE: rows.call = settle; break;
         case GREEDY: rows.call = greedy; break;
+        case DRAW: rows.call = draw; rows.each = 1; break;
         case ADD: rows.call = add; break;
         default: return;
     }
-    rows.each = 8;  // fewer are not worth a claim
-    engine.team.each((step.rows + 7) / 8, rows_chunk, &rows);
+    engine.team.each((step.rows + rows.each - 1) / rows.each, rows_chunk, &rows);
 }
 
 }  // namespace troupe

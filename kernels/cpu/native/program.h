@@ -5,7 +5,7 @@
 namespace troupe {
 
 enum Kind : int64_t { EMBED, ANGLES, NORM, LINEAR, ROTARY, WRITE, ATTENTION, SILU, EXPERTS, GREEDY, ADD, LINEAR8, GROUPED, BLOCKS,
-                      WRITE_NARROW, SETTLE, PLACE };
+                      WRITE_NARROW, SETTLE, PLACE, DRAW };
 
 // Tensors are bf16 unless said otherwise, row-major, their rows (tokens) `stride` elements apart.
 //   EMBED      a table [vocab, i0] -> out; i1: whether it is packed as the weight of a LINEAR
@@ -29,6 +29,8 @@ enum Kind : int64_t { EMBED, ANGLES, NORM, LINEAR, ROTARY, WRITE, ATTENTION, SIL
 //   EXPERTS    a x, b logits of a router, c Expert[i1] (experts.h) -> out; i0 elements of a row, i2 experts that a row takes, i3
 //              inner dimension, i4: whether their weights add up to one
 //   GREEDY     a logits [rows, i0] -> out int64 [rows] the likeliest ids, b bool [rows]: a NaN, +inf or nothing but -inf
+//   DRAW       as GREEDY with i4 for b, and b Draw[rows] (race.h): sampled for the step's positions. c int64 [i0] or null: the
+//              tokens that the logits are of, of i1 in all
 // PLACE, WRITE_NARROW and ATTENTION know caches of 8 bits: `narrow` says of which numbers (0: bf16). `scales` bf16
 // [pages, tokens, 2, kv heads], or `fixed` float [2, kv heads, dim] with `offsets` or null; `by_head` float [2, kv heads] where
 // these are the same for all dims.

@@ -148,7 +148,7 @@ def test_decodes_of_4_bits_run_as_one_program(layout, drive, monkeypatch, tmp_pa
     assert calls
     assert max(calls) > 60  # operators of a whole pass
     monkeypatch.setattr(CpuPlatform, "capture_decodes", lambda *args, **options: None)
-    monkeypatch.setattr(CpuPlatform, "capture_likeliest", lambda *args, **options: None)
+    monkeypatch.setattr(CpuPlatform, "capture_pass", lambda *args, **options: None)
     one_by_one = drive(path, dtype="bfloat16")
     one_by_one.admit(1, prompt)
     assert one_by_one.generate(1, 48) == tokens

@@ -209,7 +209,7 @@ def test_quantized_decodes_run_as_one_program(drive, monkeypatch):
     assert calls
     assert max(calls) > 60  # operators of a whole pass
     monkeypatch.setattr(CpuPlatform, "capture_decodes", lambda *args, **options: None)
-    monkeypatch.setattr(CpuPlatform, "capture_likeliest", lambda *args, **options: None)
+    monkeypatch.setattr(CpuPlatform, "capture_pass", lambda *args, **options: None)
     one_by_one = drive(MODEL_DIR, dtype="bfloat16", quantization="int8")
     one_by_one.admit(1, prompt)
     assert one_by_one.generate(1, 48) == tokens

@@ -22,6 +22,12 @@ ASKED = [
     [random.Random(seed).randrange(300, 4096) for _ in range(length)] for seed, length in enumerate((5, 23, 17, 40))
 ]
 GREEDY = [SlotSampling(temperature=0.0)] * len(ASKED)
+MIXED = [
+    SlotSampling(temperature=0.0),
+    SlotSampling(temperature=0.6, top_p=0.95, seed=8),
+    SlotSampling(temperature=1.0, top_k=20, min_p=0.01, seed=9),
+    SlotSampling(temperature=0.8, seed=10),
+]
 LENGTH = 110
 OPTIONS = {"dtype": "auto", "page_size": 16}
 
@@ -52,13 +58,15 @@ def guessing(drive, algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ["DFLASH", "EAGLE", "EAGLE3", "MTP", "STANDALONE", "NGRAM"])
-def test_chains_change_nothing(algorithm, drive, said):
+@pytest.mark.parametrize("sampling", [GREEDY, MIXED], ids=["greedy", "sampled"])
+def test_chains_change_nothing(algorithm, sampling, drive, said):
     driver, rows = guessing(drive, algorithm)
-    if not said:
-        said[0] = truth(drive, MODEL_DIR, ASKED, GREEDY, LENGTH + 20, **OPTIONS)[0]
+    truths = said.get(sampling[1])
+    if truths is None:
+        truths = said[sampling[1]] = truth(drive, MODEL_DIR, ASKED, sampling, LENGTH + 20, **OPTIONS)[0]
     told = []
-    found, _ = run_mixed(driver, ASKED, GREEDY, said[0], LENGTH, told=told)
-    assert found == [tokens[:LENGTH] for tokens in said[0]]
+    found, _ = run_mixed(driver, ASKED, sampling, truths, LENGTH, told=told)
+    assert found == [tokens[:LENGTH] for tokens in truths]
     assert min(rows) == 1 < max(rows)
     drafted, _ = np.array(told).T
     assert drafted.mean() > 0.5  # a draft that sees the wrong tokens guesses none
@@ -157,9 +165,10 @@ def test_nothing_is_run_behind_the_end(algorithm, drive):
     assert len(rows) == seen
 
 
-def test_sampled_rows_are_not_theirs(drive):
+@pytest.mark.parametrize("how", [{"logprobs": 0}, {"temperature": 0.7, "repetition_penalty": 1.2}])
+def test_rows_whose_logits_are_edited_or_told_are_not_theirs(how, drive):
     driver, rows = guessing(drive, "DFLASH")
-    driver.admit(1, ASKED[0], sampling=SlotSampling(temperature=0.8, seed=3))
+    driver.admit(1, ASKED[0], sampling=SlotSampling(**{"temperature": 0.0} | how))
     driver.step([(1, driver.pending(1))])
     driver.step([(1, 1)], {1: 4})
     assert not rows
