@@ -26,7 +26,8 @@ _TEXT = [
 
 
 def make_tiny_model(directory: Path, *, seed: int = 1, **overrides: Any) -> Path:
-    """Write configuration, tokenizer and weights into ``directory``; returns it."""
+    """Write configuration, tokenizer and weights into ``directory``; returns it. With ``num_experts`` among the
+    ``overrides`` and what else Qwen3-MoE says of experts, all its layers have them."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -92,8 +93,14 @@ def _weights(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
             name + "self_attn.k_proj.weight": matrix(kv_heads * head, hidden),
             name + "self_attn.v_proj.weight": matrix(kv_heads * head, hidden),
             name + "self_attn.o_proj.weight": matrix(hidden, heads * head, 4.0),
-            name + "mlp.gate_proj.weight": matrix(inner, hidden),
-            name + "mlp.up_proj.weight": matrix(inner, hidden),
-            name + "mlp.down_proj.weight": matrix(hidden, inner, 2.0),
         }
+        blocks = [f"{name}mlp."]
+        if "num_experts" in config:
+            blocks = [f"{name}mlp.experts.{expert}." for expert in range(config["num_experts"])]
+            tensors[f"{name}mlp.gate.weight"] = matrix(len(blocks), hidden)
+            inner = config["moe_intermediate_size"]
+        for block in blocks:
+            tensors[block + "gate_proj.weight"] = matrix(inner, hidden)
+            tensors[block + "up_proj.weight"] = matrix(inner, hidden)
+            tensors[block + "down_proj.weight"] = matrix(hidden, inner, 2.0)
     return tensors
