@@ -14,7 +14,7 @@ from kernels.cpu.quantized import CpuBlocksLinear, CpuGroupedLinear, CpuInt8Line
 from kernels.cpu.recording import NotNative
 from kernels.layers.experts import ExpertsInTurn
 from kernels.platforms.operators import Linear
-from kernels.platforms.projections import Settled
+from kernels.platforms.projections import Clipped, Settled
 
 __all__ = ["CpuExperts"]
 
@@ -70,4 +70,7 @@ def _product(linear: Linear, gated: bool) -> ExpertProduct | None:
     if isinstance(linear, Settled):
         found = _product(linear.linear, gated)
         return None if found is None else dataclasses.replace(found, settled=True)
+    if isinstance(linear, Clipped):
+        found = _product(linear.linear, gated)
+        return None if found is None else dataclasses.replace(found, clip=float(linear.share.bfloat16()))
     return linear.product(gated) if isinstance(linear, _NATIVE) else None

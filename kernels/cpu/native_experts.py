@@ -16,11 +16,13 @@ __all__ = ["ExpertProduct", "ExpertTable"]
 
 @dataclass(frozen=True)
 class ExpertProduct:
-    """``settled``: whether tokens are rounded first, as ``settle_tokens`` does. ``gated``: as ``products``."""
+    """``clip``: of their largest that tokens are held within first, 0: all; ``settled``: whether they are then rounded,
+    as ``settle_tokens`` does. ``gated``: as ``products``."""
 
     weight: AnyWeight
     bias: Tensor | None
     settled: bool = False
+    clip: float = 0.0
     gated: bool = False
 
 
@@ -34,6 +36,8 @@ class _Expert(ctypes.Structure):
         ("downs", ctypes.c_int64),
         ("settled_up", ctypes.c_int64),
         ("settled_down", ctypes.c_int64),
+        ("clip_up", ctypes.c_double),
+        ("clip_down", ctypes.c_double),
     )
 
 
@@ -49,7 +53,7 @@ class ExpertTable:
 
     def _expert(self, up: ExpertProduct, down: ExpertProduct) -> _Expert:
         (first, ups), (second, downs) = self._operators(up), self._operators(down)
-        return _Expert(first, second, ups, downs, up.settled, down.settled)
+        return _Expert(first, second, ups, downs, up.settled, down.settled, up.clip, down.clip)
 
     def _operators(self, product: ExpertProduct) -> tuple[int, int]:
         """Where they are, and how many."""

@@ -19,9 +19,21 @@ from kernels.platforms.operators import Linear, Lookup
 from kernels.quantization.tokens import clip_tokens, settle_tokens
 from kernels.quantization.weights import GroupedWeight, Projection, QuantizedWeight
 
-__all__ = ["Projections", "Settled"]
+__all__ = ["Clipped", "Projections", "Settled"]
 
 _log = logging.getLogger("troupe.kernels")
+
+
+@dataclass(frozen=True)
+class Clipped:
+    """A linear layer whose tokens are held within ``share`` [1] of their largest, by ``clip``, first."""
+
+    linear: Linear
+    share: Tensor
+    clip: Linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.linear(self.clip(x))
 
 
 @dataclass(frozen=True)
@@ -110,8 +122,8 @@ class Projections(ABC):
         """``make_quantized``, after what no device has a kernel for."""
         clip = weight.clip
         if clip is not None:
-            linear = self._make_of_rounded(dataclasses.replace(weight, clip=None), bias)
-            return self.chain(lambda x: clip_tokens(x, clip), linear)
+            clipped = self.chain(lambda x: clip_tokens(x, clip), lambda x: x)
+            return Clipped(self._make_of_rounded(dataclasses.replace(weight, clip=None), bias), clip, clipped)
         if isinstance(weight, GroupedWeight) and weight.activation is not None:
             self._tell(
                 "weights of %d bits in groups are multiplied with inputs that are rounded to 8 bits and brought back "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import shutil
 
@@ -73,6 +74,8 @@ KINDS = {
     "8 bits": lambda weight: grouped(weight, 8),
     "act-order": shuffled,
     "4 by 8": lambda weight: grouped(weight, activation="dynamic"),
+    "4 by 8, clipped": lambda weight: grouped(weight, activation="dynamic", clip=torch.tensor([0.7])),
+    "int8, clipped": lambda weight: dataclasses.replace(quantize_int8(weight), clip=torch.tensor([0.9])),
     "blocks": blocks,
     "mixed": None,
 }

@@ -17,10 +17,12 @@
 namespace troupe {
 
 // One expert: the products of its gates and others, and those that lead back. Their `out` counts the columns of the result
-// before theirs. `settled`: whether tokens are rounded before the first, and before the others.
+// before theirs. `clip`: of their largest that tokens are held within before each, 0: all; `settled`: whether they are
+// then rounded.
 struct Expert {
     const Op *up, *down;
     int64_t ups, downs, settled_up, settled_down;
+    double clip_up, clip_down;
 };
 
 using AnyProduct = std::variant<Product, Product8, Grouped, BlockProduct>;
@@ -122,6 +124,11 @@ inline void arrange(const Layer& layer) {
     }
 }
 
+inline void prepare_row(bf16* x, int64_t size, double clip, int64_t settled) {
+    if (clip != 0) clip_row(x, x, size, static_cast<float>(clip));
+    if (settled) settle_row(x, x, size);
+}
+
 inline void gather_chunk(void* context, int64_t chunk, int) {
     const Layer& layer = *static_cast<const Layer*>(context);
     const Experts& at = layer.memory;
@@ -129,11 +136,8 @@ inline void gather_chunk(void* context, int64_t chunk, int) {
     bf16* inputs = layer.memory.inputs.of(0);
     for (int64_t pair = at.begins[expert]; pair < at.begins[expert + 1]; pair++) {
         const bf16* x = static_cast<const bf16*>(layer.op.a) + at.tokens[pair] * layer.op.stride_a;
-        if (layer.expert(expert).settled_up) {
-            settle_row(x, inputs + pair * hidden, hidden);
-        } else {
-            std::memcpy(inputs + pair * hidden, x, 2 * hidden);
-        }
+        std::memcpy(inputs + pair * hidden, x, 2 * hidden);
+        prepare_row(inputs + pair * hidden, hidden, layer.expert(expert).clip_up, layer.expert(expert).settled_up);
     }
 }
 
@@ -146,7 +150,7 @@ inline void between_chunk(void* context, int64_t chunk, int) {
     bf16* inner = layer.memory.inner.of(0);
     for (int64_t pair = at.begins[expert]; pair < at.begins[expert + 1]; pair++) {
         if (!layer.expert(expert).up->gated) silu_row(both + 2 * pair * width, inner + pair * width, width);
-        if (layer.expert(expert).settled_down) settle_row(inner + pair * width, inner + pair * width, width);
+        prepare_row(inner + pair * width, width, layer.expert(expert).clip_down, layer.expert(expert).settled_down);
     }
 }
 
@@ -248,8 +252,9 @@ inline void run_experts(Layer layer) {
     arrange(layer);
     bool gather = rows > 1, between = false;
     for (int32_t e : at.active) {
-        gather |= layer.expert(e).settled_up != 0;
-        between |= layer.expert(e).settled_down || !layer.expert(e).up->gated;
+        const Expert& expert = layer.expert(e);
+        gather |= expert.settled_up || expert.clip_up != 0;
+        between |= expert.settled_down || expert.clip_down != 0 || !expert.up->gated;
     }
     bf16 *inner = at.inner.of(pairs * width), *results = at.results.of(pairs * hidden);
     const bf16* inputs = static_cast<const bf16*>(layer.op.a);

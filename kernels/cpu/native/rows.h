@@ -1,20 +1,31 @@
 // Rows of numbers, one by one.
 #pragma once
+#include <bit>
 #include <cfloat>
 
 #include "vectors.h"
 
 namespace troupe {
 
-// Round to whole shares of the row's largest over 127; `x` may be `out`.
-inline void settle_row(const bf16* x, bf16* out, int64_t size) {
+// The row's largest, without its sign; a NaN where it has one.
+inline float largest(const bf16* x, int64_t size) {
     __m512i bits = _mm512_setzero_si512();  // of absolute values: a NaN's are more than infinity's
     for (int64_t i = 0; i < size; i += 16)
         bits = _mm512_max_epu32(bits, _mm512_castps_si512(_mm512_abs_ps(load(x + i))));
-    const uint32_t most = _mm512_reduce_max_epu32(bits);
-    float scale;
-    std::memcpy(&scale, &most, sizeof scale);
-    scale /= 127.0f;
+    return std::bit_cast<float>(_mm512_reduce_max_epu32(bits));
+}
+
+// Hold a row within `share` of its largest, rounded to bf16; `x` may be `out`. Of a NaN and another, min and max take the
+// second.
+inline void clip_row(const bf16* x, bf16* out, int64_t size, float share) {
+    const __m256i rounded = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(_mm512_set1_ps(largest(x, size) * share)));
+    const __m512 most = widen(rounded), least = _mm512_sub_ps(_mm512_setzero_ps(), most);
+    for (int64_t i = 0; i < size; i += 16) store(out + i, _mm512_min_ps(_mm512_max_ps(load(x + i), least), most));
+}
+
+// Round to whole shares of the row's largest over 127; `x` may be `out`.
+inline void settle_row(const bf16* x, bf16* out, int64_t size) {
+    float scale = largest(x, size) / 127.0f;
     if (scale < FLT_MIN) scale = FLT_MIN;
     const __m512 wide = _mm512_set1_ps(scale);
     for (int64_t i = 0; i < size; i += 16) {
