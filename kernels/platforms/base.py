@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +19,14 @@ import torch
 from torch import Tensor
 
 from kernels.batch import ForwardBatch
-from kernels.platforms.operators import Cut, Draw, Greedy, Norm
+from kernels.platforms.operators import Candidates, Cut, Draw, Greedy, Norm
 from kernels.platforms.prepared import Decodes, HostPass, Steps
 from kernels.platforms.projections import Projections
 from kernels.platforms.rows import AttentionRows
 from kernels.quantization.cache import SCALE, LayerScales, narrow
+
+if TYPE_CHECKING:
+    from kernels.speculative.growing import Accepted, Growing, GrowthShape
 
 __all__ = ["Fetched", "Memory", "Platform", "PlatformError"]
 
@@ -51,7 +54,8 @@ class Platform(Projections):
 
     ``overlaps``: whether work goes on after the call that issued it, so that a step is worth preparing while another
     runs. ``signed_sines``: whether ``rotary`` wants the sines of the first half negated. ``cut``: the device's own
-    kernel for top-k and top-p, where it has one. ``greedy``: its own for rows that want the likeliest token.
+    kernel for top-k and top-p, where it has one. ``greedy``: its own for rows that want the likeliest token,
+    ``candidates`` for those of a draft that want some of the likeliest.
 
     ``verified_tokens``: of the decodes of a step and their guesses together, so many that more are not worth what they
     take; 0: that is not known.
@@ -69,6 +73,7 @@ class Platform(Projections):
     cut: Cut | None = None
     greedy: Greedy | None = None
     draw: Draw | None = None
+    candidates: Candidates | None = None
     verified_tokens: int = 0
     cache_dtype: torch.dtype | None = None
     scale_dtype: torch.dtype = SCALE
@@ -150,6 +155,10 @@ class Platform(Projections):
     def capture_guesses(self, run: Callable[[], None]) -> Callable[[], None] | None:
         """Prepare a pass that reads and writes the same tensors each time, and reads nothing back to the host; None
         where the device gains nothing by it, or cannot."""
+        return None
+
+    def make_growing(self, shape: GrowthShape, given: Accepted) -> Growing | None:
+        """The platform's own kernels for what stands between the passes of a draft; None where it has none for it."""
         return None
 
     def capture_pass(

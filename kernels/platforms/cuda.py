@@ -15,12 +15,14 @@ from kernels.batch import ForwardBatch
 from kernels.cuda.activation import swiglu
 from kernels.cuda.angles import angles
 from kernels.cuda.attention import AttentionPlan, attention, plan_attention, plan_guesses
+from kernels.cuda.candidates import candidates
 from kernels.cuda.choosing import Choices
 from kernels.cuda.decode import DecodeScratch
 from kernels.cuda.errors import explain
 from kernels.cuda.experts import CudaExperts
 from kernels.cuda.graphs import DecodeGraphs, capture_guesses
 from kernels.cuda.grouped import GroupedLinear, WideWeight
+from kernels.cuda.growing import CudaGrowing
 from kernels.cuda.heads import place_heads
 from kernels.cuda.linear import CudaLinear
 from kernels.cuda.moving import move_caches
@@ -39,6 +41,7 @@ from kernels.platforms.prepared import Decodes, Steps
 from kernels.platforms.rows import AttentionRows
 from kernels.quantization.cache import LayerScales, narrow
 from kernels.quantization.weights import Fp8Weight, GroupedWeight, Int8Weight, Projection, QuantizedWeight
+from kernels.speculative.growing import Accepted, Growing, GrowthShape
 from kernels.staging import Staging, fetch
 from kernels.step import RunnerConfig
 
@@ -90,7 +93,7 @@ class CudaPlatform(Platform):
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         self.name = f"cuda ({torch.cuda.get_device_name(self.device)})"
-        self.greedy = likeliest
+        self.greedy, self.candidates = likeliest, candidates
         self._config = config
         self._kv_heads = 1
         self._staging: Staging | None = None
@@ -264,6 +267,9 @@ class CudaPlatform(Platform):
         self, starts: Tensor, pages: Tensor, tokens: int, bits: Tensor | None, roots: Tensor | None, window: int
     ) -> AttentionPlan:
         return plan_guesses(starts, pages, tokens, bits, roots, window, self._config.page_size)
+
+    def make_growing(self, shape: GrowthShape, given: Accepted) -> Growing | None:
+        return CudaGrowing(shape, given) if CudaGrowing.fits(shape) else None
 
     def capture_guesses(self, run: Callable[[], None]) -> Callable[[], None] | None:
         if self._config.disable_graphs or not self.captures:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-__all__ = ["DRAWS", "Cut", "Draw", "Draws", "Greedy", "Linear", "Lookup", "Norm"]
+__all__ = ["DRAWS", "Candidates", "Cut", "Draw", "Draws", "Greedy", "Linear", "Lookup", "Norm"]
 
 Linear = Callable[[Tensor], Tensor]
 """``[tokens, inputs] -> [tokens, outputs]``, with the weight in the layout that the platform likes."""
@@ -25,6 +25,10 @@ Called for rows that all have a top-k of 1 to 1024, or have none (``largest_k`` 
 
 Greedy = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Logits [rows, vocab] -> the likeliest token ids int64 [rows], and ``Sampled.broken``; a token is 0 in such a row."""
+
+Candidates = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+"""Logits [rows, vocab] and how many -> the likeliest ids int64 and their log-probabilities float32 [rows, so many], the
+best first, of equals the lowest id."""
 
 DRAWS = np.dtype(
     [

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from kernels.batch import ForwardBatch
 from kernels.platforms.base import Platform
+from kernels.speculative.growing import Accepted, Growing, GrowthShape, TorchGrowing
 from kernels.speculative.guesses import Guesses
-from kernels.speculative.tree import DraftTree, Growth, chain
+from kernels.speculative.tree import DraftTree
 
 __all__ = ["AheadModel", "AheadPasses"]
 
@@ -45,7 +46,7 @@ class AheadPasses:
     """One pass for each of a few numbers of rows.
 
     ``states`` [max_slots, width]: where the state of each slot's last token is kept. ``columns``: pages a sequence may
-    have. ``features``: their width. ``nodes``: of a tree, the root counted.
+    have. ``features``: their width.
     """
 
     def __init__(
@@ -55,20 +56,13 @@ class AheadPasses:
         platform: Platform,
         caches: list[Any],
         states: Tensor,
-        windows: list[int],
-        page_size: int,
         columns: int,
         features: int,
-        steps: int,
-        topk: int,
-        nodes: int,
-        first: int,
+        shape: GrowthShape,
     ) -> None:
-        self.steps, self.first = steps, first
         self._model, self._guesses, self._platform, self._caches = model, guesses, platform, caches
-        self._states, self._windows, self._page_size = states, windows, page_size
-        self._topk, self._nodes = topk, nodes
-        most, levels, device = max(_ROWS), steps + 1, states.device
+        self._states, self._shape = states, shape
+        most, levels, device = max(_ROWS), shape.steps + 1, states.device
         self._host = torch.zeros((most, 2 + columns), dtype=torch.int64, device=device)  # roots, slots, pages
         self._outcome = torch.zeros((most, 2 + levels), dtype=torch.int64, device=device)
         self._tokens = torch.zeros((most, levels), dtype=torch.int64, device=device)
@@ -91,7 +85,8 @@ class AheadPasses:
     @property
     def reach(self) -> int:
         """Positions behind the root that a pass writes to at most."""
-        return self.steps + 1 + self.first + self._topk * (self.steps - 1)
+        shape = self._shape
+        return shape.steps + 1 + shape.first + shape.topk * (shape.steps - 1)
 
     def size(self, rows: int) -> int:
         """Of the pass that runs ``rows`` rows; 0: none does."""
@@ -123,69 +118,26 @@ class AheadPasses:
         return DraftTree(tree.tokens[:rows], tree.parents[:rows], tree.depths[:rows], tree.bits[:rows], tree.linear)
 
     def _run(self, rows: int) -> DraftTree:
-        model, levels, device = self._model, self.steps + 1, self._states.device
-        roots, slots, pages = self._host[:rows, 0], self._host[:rows, 1], self._host[:rows, 2:]
-        outcome, tokens = self._outcome[:rows], self._tokens[:rows]
-        counts = outcome[:, 0].abs().clamp(min=1)
-        level = torch.arange(levels, device=device)
-        positions = roots.unsqueeze(1) + level
-        # What was not accepted is written to the dump page; a row that is not finite leaves nothing behind.
-        index = torch.where(level < counts.unsqueeze(1), self._places(pages, positions), level % self._page_size)
-        sound = (outcome[:, :1] > 0).unsqueeze(2)
-        features = self._features[: rows * levels]
-        features = torch.where(sound, features.view(rows, levels, -1), 0).view(rows * levels, -1)
-        plans = self._plans(roots, pages, levels, None, None)
-        batch = ForwardBatch(tokens.reshape(-1), positions.reshape(-1), index.reshape(-1), plans)
-        seen = model.forward(batch, model.start(features), self._caches)
-        last = (counts - 1).unsqueeze(1)
-        states = seen.view(rows, levels, -1).gather(1, last.unsqueeze(2).expand(-1, -1, seen.shape[1])).squeeze(1)
-        self._states.index_copy_(0, slots, states)
-        root_tokens = tokens.gather(1, last).squeeze(1)
-        grow = self._chain if self._topk == 1 else self._tree
-        return grow(roots + counts + self.first, root_tokens, pages, states)
+        model, levels, caches = self._model, self._shape.steps + 1, self._caches
+        given = Accepted(
+            self._host[:rows, 0],
+            self._host[:rows, 1],
+            self._host[:rows, 2:],
+            self._outcome[:rows],
+            self._tokens[:rows],
+            self._features[: rows * levels],
+            self._states,
+        )
+        growing = self._make(given)
+        batch = growing.observe()
+        assert batch.states is not None
+        states = growing.start(model.forward(batch, model.start(batch.states), caches))
+        for _ in range(self._shape.steps - 1):
+            batch = growing.level(model.logits(states), states)
+            assert batch.states is not None
+            states = model.forward(batch, batch.states, caches)
+        return growing.tree(model.logits(states))
 
-    def _chain(self, begins: Tensor, root_tokens: Tensor, pages: Tensor, states: Tensor) -> DraftTree:
-        best = self._guesses.best
-        tokens = [root_tokens, best(self._model.logits(states), None, begins, 1)]
-        for step in range(1, self.steps):
-            at = begins + (step - 1)
-            index = self._places(pages, at.unsqueeze(1)).view(-1)
-            batch = ForwardBatch(tokens[-1], at, index, self._plans(at, pages, 1, None, None))
-            states = self._model.forward(batch, states, self._caches)
-            tokens.append(best(self._model.logits(states), None, begins, 1 + step))
-        return chain(torch.stack(tokens, 1))
-
-    def _tree(self, begins: Tensor, root_tokens: Tensor, pages: Tensor, states: Tensor) -> DraftTree:
-        rows, width, device = len(begins), self._topk, begins.device
-        own = torch.ones((), dtype=torch.int64, device=device) << torch.arange(width, device=device)
-        row = torch.arange(rows, device=device).unsqueeze(1)
-        node = torch.arange(width, device=device)
-        growth = Growth(root_tokens, width)
-        tokens, scores = self._guesses.candidates(self._model.logits(states), None, begins, 1, width)
-        level = growth.grow(tokens.unsqueeze(1), scores.unsqueeze(1))
-        seen = own.expand(rows, width)
-        for step in range(1, self.steps):
-            above = 1 if step == 1 else width
-            states = states.index_select(0, (row * above + level.origins).view(-1))
-            starts = begins + width * (step - 1)
-            index = self._places(pages, starts.unsqueeze(1) + node).view(-1)
-            positions = (begins + (step - 1)).repeat_interleave(width, output_size=rows * width)
-            plans = self._plans(starts, pages, width, seen, begins)
-            batch = ForwardBatch(level.tokens.reshape(-1), positions, index, plans)
-            states = self._model.forward(batch, states, self._caches)
-            tokens, scores = self._guesses.candidates(self._model.logits(states), None, begins, 1 + step, width)
-            level = growth.grow(tokens.view(rows, width, -1), scores.view(rows, width, -1))
-            seen = seen.gather(1, level.origins) | (own << (step * width))
-        return growth.tree(min(self._nodes, growth.candidates + 1))
-
-    def _places(self, pages: Tensor, positions: Tensor) -> Tensor:
-        """Where int64 [rows, n] ``positions`` lie in the cache."""
-        size = self._page_size
-        return pages.gather(1, positions // size) * size + positions % size
-
-    def _plans(
-        self, starts: Tensor, pages: Tensor, tokens: int, bits: Tensor | None, roots: Tensor | None
-    ) -> dict[int, Any]:
-        return {
-            window: self._platform.plan_guesses(starts, pages, tokens, bits, roots, window) for window in self._windows
-        }
+    def _make(self, given: Accepted) -> Growing:
+        own = self._platform.make_growing(self._shape, given)
+        return own or TorchGrowing(self._shape, given, self._platform.plan_guesses, self._guesses)

@@ -22,6 +22,7 @@ from kernels.platforms.rows import AttentionRows
 from kernels.slots import SlotTable
 from kernels.speculative.ahead import AheadModel, AheadPasses
 from kernels.speculative.drafter import DrafterContext, DraftRows, Drafts, Observation
+from kernels.speculative.growing import GrowthShape
 from kernels.speculative.guesses import Guesses
 from kernels.speculative.host_drafts import HostChains, HostDrafts
 from kernels.speculative.places import DraftPlaces
@@ -65,7 +66,7 @@ class Expansion:
         self.caches: list[Any] = []
         self._context, self._model, self._first = context, model, first
         self._platform = context.platform
-        self._guesses = Guesses(model.ids, context.platform.greedy)
+        self._guesses = Guesses(model.ids, context.platform.greedy, context.platform.candidates)
         self._windows = sorted(set(model.config.windows))
         places = self.topk * (self.steps - 1)
         if self.topk > 1 and places > MOST_NODES:
@@ -141,14 +142,11 @@ class Expansion:
             self._platform,
             self.caches,
             states,
-            self._windows,
-            page_size,
             -(-(context.context + self._first + self.topk * self.steps) // page_size) + 1,
             features,
-            self.steps,
-            self.topk,
-            self.nodes,
-            self._first,
+            GrowthShape(
+                self.steps, self.topk, self.nodes, self._first, page_size, tuple(self._windows), self._model.ids
+            ),
         )
         passes.capture(rows, agree)
         return passes if passes.size(1) else None

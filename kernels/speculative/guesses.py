@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.noise import clocks, keys_at
-from kernels.platforms.operators import Greedy
+from kernels.platforms.operators import Candidates, Greedy
 from kernels.sampling import Noise
 
 __all__ = ["Guesses"]
@@ -20,11 +20,13 @@ _SAMPLED = 256  # candidates of a row that is sampled; a token that is less like
 
 
 class Guesses:
-    """``ids`` int64: the target's id of each token of the draft's vocabulary; None: it is the target's own."""
+    """``ids`` int64: the target's id of each token of the draft's vocabulary; None: it is the target's own. ``greedy``,
+    ``few``: the platform's own operators."""
 
-    def __init__(self, ids: Tensor | None, greedy: Greedy | None) -> None:
+    def __init__(self, ids: Tensor | None, greedy: Greedy | None, few: Candidates | None = None) -> None:
         self._ids = ids
         self._greedy = greedy
+        self._few = few
 
     def best(self, logits: Tensor, noise: Noise | None, roots: Tensor, ahead: int | Tensor) -> Tensor:
         """The best guess of each row of ``logits`` [rows * n, vocabulary], int64 [rows * n].
@@ -40,6 +42,9 @@ class Guesses:
         self, logits: Tensor, noise: Noise | None, roots: Tensor, ahead: int | Tensor, most: int
     ) -> tuple[Tensor, Tensor]:
         """The ``most`` best guesses and their log-probabilities, [rows * n, most] each, the best first."""
+        if noise is None and self._few is not None:
+            chosen, scores = self._few(logits, most)
+            return self._target(chosen), scores
         total = logits.float().logsumexp(-1, keepdim=True)
         vocab = logits.shape[1]
         if noise is None:

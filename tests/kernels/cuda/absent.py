@@ -39,7 +39,7 @@ class _EveryWay:
 class _Absent(CudaPlatform):
     def __init__(self, config: RunnerConfig) -> None:
         self.device, self.name = META, "no GPU"
-        self.greedy = kernels.platforms.cuda.likeliest
+        self.greedy, self.candidates = kernels.platforms.cuda.likeliest, kernels.platforms.cuda.candidates
         self._config, self._kv_heads, self._pool = config, 1, None
         self._scratch, self._wide = DecodeScratch(META), WideWeight(META)
         self._choices: Any = _EveryWay()

@@ -12,8 +12,10 @@ from kernels.cuda import narrow, skinny
 from kernels.cuda.activation import swiglu
 from kernels.cuda.angles import angles
 from kernels.cuda.attention import attention, plan_attention, plan_guesses
+from kernels.cuda.candidates import candidates
 from kernels.cuda.decode import DecodeScratch
 from kernels.cuda.grouped import GroupedLinear, WideWeight
+from kernels.cuda.growing import CudaGrowing
 from kernels.cuda.heads import place_heads
 from kernels.cuda.linear import CudaLinear
 from kernels.cuda.moving import move_caches
@@ -25,6 +27,7 @@ from kernels.cuda.skinny import Form, Tiles
 from kernels.cuda.steps import enter, leave
 from kernels.platforms.rows import AttentionRows
 from kernels.quantization.weights import Fp8Weight, GroupedWeight, Int8Weight
+from kernels.speculative.growing import Accepted, GrowthShape
 from tests.kernels.cuda.compiled import SHARED, compiling, empty, put
 
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted, not compiled")
@@ -59,6 +62,27 @@ def smalls(dtype):
     caches = [empty(9, 2, 8, 64, 128, dtype=dtype) for _ in range(2)]
     for each in (2, 16):
         move_caches(caches, empty(3 * each, dtype=torch.int64), empty(3 * each, dtype=torch.int64), each, put)
+
+
+def guesses(dtype):
+    """What stands between a draft's passes."""
+    candidates(empty(5, 151936, dtype=dtype), 8)
+    for topk, steps, nodes, vocab in ((4, 3, 16, 32000), (1, 3, 4, 32000), (8, 9, 64, 151936)):
+        ids = empty(vocab, dtype=torch.int64) if topk == 4 else None
+        shape, rows = GrowthShape(steps, topk, nodes, 0, 64, (0,), ids), 2
+        host = empty(rows, 2 + 129, dtype=torch.int64)
+        outcome = empty(rows, 3 + steps, dtype=torch.int64)
+        features = empty(rows * (steps + 1), 12288, dtype=dtype)
+        given = Accepted(
+            host[:, 0], host[:, 1], host[:, 2:], outcome, outcome[:, 2:].contiguous(), features,
+            empty(9, 4096, dtype=dtype),
+        )  # fmt: skip
+        growing = CudaGrowing(shape, given)
+        growing.observe()
+        states = growing.start(empty(rows * (steps + 1), 4096, dtype=dtype))
+        for _ in range(1, min(steps, 3)):  # the rest are like these
+            states = growing.level(empty(len(states), vocab, dtype=dtype), states).states
+        growing.tree(empty(len(states), vocab, dtype=dtype))
 
 
 def products(dtype):
@@ -136,6 +160,7 @@ def attend(dtype, heads, kv_heads, dim, page_size, windows=(0,)):
 
 SHORT = {
     "smalls": smalls,
+    "guesses": guesses,
     "products": products,
     "few tokens": few_tokens,
     "skinny": skinny_products,
