@@ -117,9 +117,9 @@ class Native(Engine):
         """As ``linear``, of tokens that are rounded to whole numbers."""
         return self._multiply(x, weight.outputs // 2 if gated else weight.outputs, products(weight, bias, gated))
 
-    def linear_grouped(self, x: Tensor, weight: NativeGrouped, bias: Tensor | None) -> Tensor:
+    def linear_grouped(self, x: Tensor, weight: NativeGrouped, bias: Tensor | None, gated: bool = False) -> Tensor:
         """As ``linear``, with a weight of whole numbers of which groups share a scale."""
-        return self._multiply(x, weight.outputs, products(weight, bias))
+        return self._multiply(x, weight.outputs // 2 if gated else weight.outputs, products(weight, bias, gated))
 
     def linear_blocks(self, x: Tensor, weight: NativeBlocks, bias: Tensor | None) -> Tensor:
         """As ``linear``, with a weight in blocks."""

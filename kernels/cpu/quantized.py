@@ -72,9 +72,15 @@ class CpuGroupedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         return self.native.linear_grouped(x, self._packed, self.bias)
 
+    def gated(self, x: Tensor) -> Tensor | None:
+        """As CpuLinear's."""
+        if not Native.fits_gated(self._packed.outputs):
+            return None
+        return self.native.linear_grouped(x, self._packed, self.bias, gated=True)
+
     def product(self, gated: bool) -> ExpertProduct:
         """As CpuLinear's."""
-        return ExpertProduct(self._packed, self.bias)
+        return ExpertProduct(self._packed, self.bias, gated=gated and Native.fits_gated(self._packed.outputs))
 
 
 class CpuBlocksLinear:

@@ -273,7 +273,7 @@ class CpuPlatform(Platform):
 
     def _gated(self, linear: Linear) -> Linear:
         def gated(x: Tensor) -> Tensor:
-            out = linear.gated(x) if isinstance(linear, (CpuLinear, CpuInt8Linear)) else None
+            out = linear.gated(x) if isinstance(linear, (CpuLinear, CpuInt8Linear, CpuGroupedLinear)) else None
             return self.silu_and_mul(linear(x)) if out is None else out
 
         return gated

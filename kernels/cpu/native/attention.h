@@ -6,38 +6,14 @@
 // the same bits whatever columns are beside it, and whatever tokens that it does not see lie between those that it
 // sees: a draft is verified with the numbers that it would be decoded with.
 #pragma once
-#include <cstdlib>
-#include <new>
 #include <vector>
 
 #include "matrix.h"
 #include "narrow.h"
 #include "program.h"
+#include "scratch.h"
 
 namespace troupe {
-
-// Memory of a cache line's alignment that grows as it is needed, and keeps nothing of what it held when it does.
-template <class T>
-class Scratch {
-  public:
-    Scratch() = default;
-    Scratch(const Scratch&) = delete;
-    ~Scratch() { std::free(held_); }
-
-    T* of(int64_t size) {
-        if (size > size_) {
-            std::free(held_);
-            held_ = static_cast<T*>(std::aligned_alloc(64, (size * sizeof(T) + 63) / 64 * 64));
-            if (!held_) throw std::bad_alloc();
-            size_ = size;
-        }
-        return held_;
-    }
-
-  private:
-    T* held_ = nullptr;
-    int64_t size_ = 0;
-};
 
 struct Cached {
     const bf16* keys;     // of the first of some kv heads, in page 0

@@ -216,13 +216,14 @@ inline void run_jobs(Layer& layer) {
     for (Job& job : at.jobs) {
         job.begin = chunks;
         std::visit([&](auto& p) {
-            if (job.product.index() > 1 || p.rows < FEW) chunks += divide(p, layer.team.size());
+            if (job.product.index() > 2 || p.rows < FEW) chunks += divide(p, layer.team.size());
         }, job.product);
     }
     layer.team.each(chunks, shared_chunk, &at.jobs);
     for (Job& job : at.jobs) {
         if (auto* p = std::get_if<Product>(&job.product); p && p->rows >= FEW) multiply_all(layer.team, *p);
         if (auto* p = std::get_if<Product8>(&job.product); p && p->rows >= FEW) multiply_all(layer.team, *p);
+        if (auto* p = std::get_if<Grouped>(&job.product); p && p->rows >= FEW) multiply_all(layer.team, *p);
     }
     at.jobs.clear();
 }

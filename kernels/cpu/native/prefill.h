@@ -30,29 +30,6 @@ struct Prefilling {
     std::vector<Workspace>* spaces;  // by thread
 };
 
-// Sixteen rows of sixteen to columns, 4 x 4 within quarters of the registers and then the quarters.
-inline void transpose(__m512i* rows) {
-    __m512i part[4][4];
-    for (int g = 0; g < 4; g++) {
-        const __m512i *r = rows + 4 * g, a = _mm512_unpacklo_epi32(r[0], r[1]), b = _mm512_unpackhi_epi32(r[0], r[1]);
-        const __m512i c = _mm512_unpacklo_epi32(r[2], r[3]), d = _mm512_unpackhi_epi32(r[2], r[3]);
-        part[0][g] = _mm512_unpacklo_epi64(a, c);
-        part[1][g] = _mm512_unpackhi_epi64(a, c);
-        part[2][g] = _mm512_unpacklo_epi64(b, d);
-        part[3][g] = _mm512_unpackhi_epi64(b, d);
-    }
-    for (int i = 0; i < 4; i++) {
-        const __m512i a = _mm512_shuffle_i32x4(part[i][0], part[i][1], 0x44);
-        const __m512i b = _mm512_shuffle_i32x4(part[i][0], part[i][1], 0xee);
-        const __m512i c = _mm512_shuffle_i32x4(part[i][2], part[i][3], 0x44);
-        const __m512i d = _mm512_shuffle_i32x4(part[i][2], part[i][3], 0xee);
-        rows[i] = _mm512_shuffle_i32x4(a, c, 0x88);
-        rows[4 + i] = _mm512_shuffle_i32x4(a, c, 0xdd);
-        rows[8 + i] = _mm512_shuffle_i32x4(b, d, 0x88);
-        rows[12 + i] = _mm512_shuffle_i32x4(b, d, 0xdd);
-    }
-}
-
 // Of a block of 32 tokens, for each kv head: keys [32 dims][half of 16 tokens][pair of dims][token][2], values [16 dims]
 // [pair of tokens][dim][2]. What follows the last token is zero.
 inline void lay_out_chunk(void* context, int64_t block, int) {

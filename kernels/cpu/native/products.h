@@ -69,8 +69,12 @@ struct Operands {
     int64_t chunk = 1;           // blocks of outputs, gates' or all
     bool past = false;           // whether results are written past the caches
 
+    static constexpr bool made = false;  // whether weights must be made ready, by a kind of product of its own
+
     int64_t wide() const { return gated ? outputs / 2 : outputs; }  // of the result
     const char* block(int64_t output) const { return weight + output * LINE * lines; }
+    const char* coming(int64_t output) const { return block(output); }         // what is read of 32 outputs first
+    const char* ready(int64_t output, char*) const { return block(output); }  // weights of 32 outputs for panels
 };
 
 // Sums [rows][32] of a block that are still to be rounded and stored.
@@ -277,6 +281,7 @@ struct Passing {
     const P& p;
     int64_t row, rows;
     const char* tokens;
+    char* space;  // for weights that are made
     Pending<typename P::Sum> pending;
 
     // Outputs from `output` on; `next`: those that come after them. `last`: their sums are to be stored, with those of
@@ -284,9 +289,10 @@ struct Passing {
     void multiply(int64_t output, int64_t next, typename P::Sum* to, bool last, const typename P::Sum* of_gates) {
         const int64_t count = blocks(rows), size = WIDE * WIDE, most = count < MANY ? SLICE : LONG;
         const int64_t slices = (p.lines + most - 1) / most, each = (p.lines + slices - 1) / slices;
+        const char* all = p.ready(output, space);
         for (int64_t line = 0; line < p.lines; line += each) {
-            const char* weight = p.block(output) + line * LINES;
-            Ahead ahead = {line + each < p.lines ? weight + each * LINES : p.block(next), (WIDE + count - 1) / count};
+            const char* weight = all + line * LINES;
+            Ahead ahead = {line + each < p.lines ? weight + each * LINES : p.coming(next), (WIDE + count - 1) / count};
             for (int64_t i = 0; i < count; i++) {
                 add_lines(p, tokens + (i * p.lines + line) * LINES, weight, std::min(each, p.lines - line), line == 0,
                           to + i * size, to + (i + 1 < count ? i + 1 : 0) * size, pending, ahead);
@@ -309,12 +315,12 @@ void multiply_panels(void* context, int64_t, int thread) {
         turn.threads.fetch_add(1);
         const int64_t row = panels.row(panel), rows = std::min(p.rows, panels.row(panel + 1)) - row, count = blocks(rows);
         const int64_t size = count * WIDE * WIDE * sizeof(typename P::Sum), bytes = count * p.lines * LINES;
-        char* tokens = (*p.panels)[thread].reserve(bytes + 2 * size);
+        char* tokens = (*p.panels)[thread].reserve(bytes + 2 * size + (P::made ? p.lines * LINES : 0));
         auto* gates = reinterpret_cast<typename P::Sum*>(tokens + bytes);
         auto* sums = reinterpret_cast<typename P::Sum*>(tokens + bytes + size);
         lay_out(p.x + row * p.stride_x, p.stride_x, rows, p.lines, tokens);
         configure(TILE, TILE);
-        Passing<P> passing = {p, row, rows, tokens, {}};
+        Passing<P> passing = {p, row, rows, tokens, tokens + bytes + 2 * size, {}};
         for (int64_t range; (range = turn.next.fetch_add(1)) * p.chunk < all;) {
             const int64_t end = std::min((range + 1) * p.chunk, all);
             for (int64_t block = range * p.chunk; block < end; block++) {

@@ -26,7 +26,7 @@ struct Engine {
     std::vector<Panel> panels;
     std::vector<Scratch<float>> scores;
     std::vector<Workspace> spaces;
-    Scratch<bf16> laid_out;
+    Scratch<bf16> laid_out, columns;
     Tokens8 tokens;
     std::vector<bf16> ordered;
     Experts experts;
@@ -241,7 +241,8 @@ void run(Engine& engine, const Op& op, const Step& step) {
                                                   op.stride_a, &engine.tokens, static_cast<float>(op.f0), op.i2});
         case GROUPED:
             return multiply(engine.team, Grouped{{operands(engine, op, step, sizeof(bf16))},
-                                                 reinterpret_cast<const int64_t*>(op.i4), &engine.ordered, op.i2, op.i3});
+                                                 reinterpret_cast<const int64_t*>(op.i4), &engine.ordered, op.i2, op.i3},
+                            engine.columns);
         case BLOCKS: return multiply(engine.team, BlockProduct{{operands(engine, op, step, sizeof(bf16))}});
         case EXPERTS: return run_experts({engine.team, engine.panels, engine.experts, op, step});
         case ATTENTION:

@@ -1,4 +1,4 @@
-// bf16 and exp, sixteen at a time (AVX-512).
+// bf16, exp and squares of numbers, sixteen at a time (AVX-512).
 #pragma once
 #include <immintrin.h>
 
@@ -49,6 +49,29 @@ inline __m512 exp(__m512 x) { return exp2(_mm512_mul_ps(x, _mm512_set1_ps(LOG2_E
 // x * sigmoid(x)
 inline __m512 silu(__m512 x) {
     return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), exp(_mm512_sub_ps(_mm512_setzero_ps(), x))));
+}
+
+// Sixteen rows of sixteen to columns, 4 x 4 within quarters of the registers and then the quarters.
+inline void transpose(__m512i* rows) {
+    __m512i part[4][4];
+    for (int g = 0; g < 4; g++) {
+        const __m512i *r = rows + 4 * g, a = _mm512_unpacklo_epi32(r[0], r[1]), b = _mm512_unpackhi_epi32(r[0], r[1]);
+        const __m512i c = _mm512_unpacklo_epi32(r[2], r[3]), d = _mm512_unpackhi_epi32(r[2], r[3]);
+        part[0][g] = _mm512_unpacklo_epi64(a, c);
+        part[1][g] = _mm512_unpackhi_epi64(a, c);
+        part[2][g] = _mm512_unpacklo_epi64(b, d);
+        part[3][g] = _mm512_unpackhi_epi64(b, d);
+    }
+    for (int i = 0; i < 4; i++) {
+        const __m512i a = _mm512_shuffle_i32x4(part[i][0], part[i][1], 0x44);
+        const __m512i b = _mm512_shuffle_i32x4(part[i][0], part[i][1], 0xee);
+        const __m512i c = _mm512_shuffle_i32x4(part[i][2], part[i][3], 0x44);
+        const __m512i d = _mm512_shuffle_i32x4(part[i][2], part[i][3], 0xee);
+        rows[i] = _mm512_shuffle_i32x4(a, c, 0x88);
+        rows[4 + i] = _mm512_shuffle_i32x4(a, c, 0xdd);
+        rows[8 + i] = _mm512_shuffle_i32x4(b, d, 0x88);
+        rows[12 + i] = _mm512_shuffle_i32x4(b, d, 0xdd);
+    }
 }
 
 }  // namespace troupe

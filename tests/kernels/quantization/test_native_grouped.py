@@ -59,16 +59,22 @@ def test_products_are_those_of_what_the_weight_stands_for(outputs, inputs, group
         torch.testing.assert_close(weight.dequantize(torch.float32), floats)
         bias = torch.randn(outputs).bfloat16()
         linear = platform.make_quantized(weight, bias)
+        gated = platform.make_gated_projection(weight, bias)
+        dense = platform.make_linear(weight.dequantize(torch.bfloat16), bias)
         alone = None
-        for rows in (1, 2, 16, 17, 33, 300):
+        for rows in (1, 2, 16, 17, 33, 140):
             x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)).bfloat16()
             if alone is None:
                 alone = x
             x[0] = alone[0]
             found = linear(x)
-            expected = x.float() @ floats.t() + bias.float()
+            expected = x.float() @ floats.bfloat16().float().t() + bias.float()
             torch.testing.assert_close(found.float(), expected, rtol=1e-2, atol=1e-3 * inputs**0.5)
             assert torch.equal(found[:1], linear(alone)), "a row's result depends on the rows around it"
+            if not shuffled:  # whose sums are added up in another order
+                assert torch.equal(found, dense(x))
+            if outputs % 64 == 0:
+                assert torch.equal(gated(x), platform.silu_and_mul(found))
 
 
 def test_int8_weights_alone_are_one_group(platform, caplog):
@@ -77,7 +83,8 @@ def test_int8_weights_alone_are_one_group(platform, caplog):
     with caplog.at_level(logging.WARNING, "troupe.kernels"):
         found = platform.make_quantized(weight, None)(x)
     assert not caplog.records
-    torch.testing.assert_close(found.float(), x.float() @ weight.dequantize(torch.float32).t(), rtol=1e-2, atol=1e-2)
+    expected = x.float() @ weight.dequantize(torch.bfloat16).float().t()
+    torch.testing.assert_close(found.float(), expected, rtol=1e-2, atol=1e-2)
 
 
 def test_weights_wait_until_products_are_compiled(platform, monkeypatch, caplog):
@@ -99,7 +106,8 @@ def test_weights_wait_until_products_are_compiled(platform, monkeypatch, caplog)
     monkeypatch.setattr(type(weight), "dequantize", lambda *args: pytest.fail("it was made floats of"))
     linear = platform.make_quantized(weight, None)
     assert waited
-    torch.testing.assert_close(linear(x).float(), x.float() @ floats.t(), rtol=1e-2, atol=2e-2)
+    expected = x.float() @ floats.bfloat16().float().t()
+    torch.testing.assert_close(linear(x).float(), expected, rtol=1e-2, atol=2e-2)
     assert isinstance(dense.call, NativeLinear), "what was made before went over, too"
 
 
