@@ -87,6 +87,14 @@ class Observer:
         if not self._unseen.add(slots, generations, positions, features if self._drafter.features else None):
             self.flush()
 
+    def more(self, slots: Longs, features: Raw | None) -> bool:
+        """One more decode of each of the very ``slots`` that were to be seen ``later`` last. -> whether they were."""
+        assert self._unseen is not None
+        room = self._unseen.more(slots, features if self._drafter.features else None)
+        if room is False:
+            self.flush()
+        return room is not None
+
     def add(self, run: Run, rows: Longs, counts: Longs, paths: Longs | None) -> None:
         """``rows`` of the run computed ``counts`` [all rows] tokens each, and in those that verified guesses they are
         the nodes ``paths`` [rows verified, levels].

@@ -83,7 +83,12 @@ class Speculator:
         return self._observer
 
     def show_later(self, slots: Longs, features: Raw) -> None:
-        """A token of each slot was computed, and no guess was verified; where the device is the host."""
+        """A token of each slot was computed, and no guess was verified; where the device is the host.
+
+        ``slots``: the same array for as long as the requests are the same.
+        """
+        if self._observer.more(slots, features):
+            return
         wants = self._wants[slots]
         if not wants.all():
             slots, features = slots[wants], features[wants]

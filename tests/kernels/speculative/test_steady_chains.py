@@ -11,8 +11,8 @@ import torch
 
 from app.understudy import MODEL_DIR
 from app.understudy.drafts import draft_arguments
+from kernels.speculative import unseen
 from kernels.speculative.settings import SpeculativeSettings
-from kernels.speculative.unseen import MOST
 from kernels.step import SlotSampling
 from tests.kernels.conftest import ints
 from tests.kernels.speculative.oracles import run_mixed
@@ -73,21 +73,22 @@ def test_chains_change_nothing(algorithm, sampling, drive, said):
 
 
 @pytest.mark.parametrize("algorithm", ["DFLASH", "EAGLE3", "STANDALONE", "NGRAM"])
-def test_steps_without_guesses_cost_what_they_cost_others_and_are_seen_later(algorithm, drive):
+def test_steps_without_guesses_cost_what_they_cost_others_and_are_seen_later(algorithm, drive, monkeypatch):
     """More of them than wait to be seen, for two requests that begin and pause apart; then guesses are right again."""
+    monkeypatch.setattr(unseen, "MOST", 64)
     driver, rows = guessing(drive, algorithm)
     steady, plain = driver.runner._captured.steady, []
     run = steady.run
     steady.run = lambda: plain.append(len(steady.slots)) or run()
     driver.admit(1, ASKED[0])
     driver.step([(1, driver.pending(1))])
-    for _ in range(MOST + 5):
+    for _ in range(69):
         driver.step([(1, 1)])
     driver.admit(2, ASKED[1])
     driver.step([(1, 1), (2, driver.pending(2))])
     for _ in range(7):
         driver.step([(1, 1), (2, 1)])
-    assert plain == [1] * (MOST + 5) + [2] * 7
+    assert plain == [1] * 69 + [2] * 7
     assert not rows
     known = [list(driver.tokens[slot]) for slot in (1, 2)]
     accepted = guess_on(driver, 12)
