@@ -23,12 +23,13 @@ __all__ = ["AdaptiveConfig", "AdaptiveSteps", "Track"]
 
 PRIOR = 0.6
 """A guess's chance of being accepted, before any was judged."""
-LEAST_GAIN = 1.02
+LEAST_GAIN = 1.04
 """Guessing must promise this much over plain decoding: promises are noisy, and plain decoding keeps its word."""
 PROBING = 0.005
-"""Share of the time that guessing may lose by probes."""
-DEBT = 4.0
-"""Plain steps of time that may be lost and not yet made up for; as many are lent to begin with."""
+"""Share of the time that guessing may lose."""
+DEBT, SAVINGS = 4.0, 64.0
+"""Plain steps of time that may be lost and not yet made up for, as many of them before anything was gained; and that
+may be lost of what was gained before."""
 REFRESH = 32
 """Steps with guesses between two without, which tell what a plain one costs now."""
 SOONEST = 8
@@ -75,17 +76,20 @@ class Track:
 class _Cost:
     """Seconds of a step, at batch sizes of one power of two."""
 
-    __slots__ = ("deepest", "guesses", "per_level", "per_node", "plain", "seen")
+    __slots__ = ("credit", "deepest", "guesses", "paused", "per_level", "per_node", "plain", "seen")
 
     def __init__(self) -> None:
         self.seen = 0  # plain steps
         self.guesses = 0  # steps with guesses
         self.deepest = 0  # levels of the deepest of these
+        self.paused = True  # whether the last step was plain
+        self.credit = DEBT  # plain steps of time that may be lost
         self.plain = 0.0
         self.per_level = 0.0
         self.per_node = 0.0
 
     def learn(self, levels: int, nodes: int, seconds: float, weight: float) -> None:
+        paused, self.paused = self.paused, not nodes
         if not nodes:
             self.seen += 1
             if self.seen <= TRIALS and not self.guesses:  # what runs for the first time is slow
@@ -97,6 +101,8 @@ class _Cost:
             self.deepest = max(self.deepest, levels)
             expected = self.expected(levels, nodes)
             error = seconds - expected
+            if paused:  # the draft saw much that was left for later
+                error = min(error, 0.0)
             if self.guesses > TRIALS:
                 error = 2 * weight * _bounded(error, SURPRISE * expected)
             elif error > 0:  # of the first few the quickest is believed most
@@ -125,7 +131,6 @@ class AdaptiveSteps:
         self._guessing = 0  # steps with guesses since the last without
         self._idle: _Cost | None = None  # where no row guessed, and nothing was learnt of any since
         self._interval = SOONEST  # a new request's
-        self._credit = DEBT  # plain steps of time that may be lost
 
     def track(self) -> Track:
         """A new request: it is expected to do as others did."""
@@ -143,27 +148,29 @@ class AdaptiveSteps:
         fixed = self._config.zero_step_probe_interval
         if self._idle is cost and self._steps % (fixed or SOONEST):
             return [0] * rows
+        may = cost.credit > 0 or cost.guesses < TRIALS  # what was promised was not always kept
+        if not (may or fixed):
+            self._guessing, self._idle = 0, cost
+            return [0] * rows
         chances = np.cumprod(np.stack([track.hits for track in tracks]), axis=1)
-        chosen = self._best(cost, chances)
+        chosen = self._best(cost, chances) if may else [0] * rows
         for row, track in enumerate(tracks):
             if chosen[row]:
                 track.interval = SOONEST
-            elif cost.guesses < TRIALS or (
-                self._steps % fixed == 0 if fixed else self._credit > 0 and self._due(track)
-            ):
+            elif cost.guesses < TRIALS or (self._steps % fixed == 0 if fixed else self._due(track, cost)):
                 chosen[row] = self._levels[0]
         self._guessing = self._guessing + 1 if all(chosen) else 0
         self._idle = None if any(chosen) else cost
         return chosen
 
-    def _due(self, track: Track) -> bool:
+    def _due(self, track: Track, cost: _Cost) -> bool:
         """Whether a request that does not guess is to be probed."""
         if track.eager:
             track.eager -= 1
             return True
         if self._steps % track.interval:
             return False
-        cheap = self._credit > DEBT / 2 and track.hits[0] > FORLORN
+        cheap = cost.credit > DEBT / 2 and track.hits[0] > FORLORN
         track.interval = self._interval = SOONEST if cheap else min(2 * track.interval, LATEST)
         return True
 
@@ -190,12 +197,14 @@ class AdaptiveSteps:
             return
         cost = self._cost(rows)
         cost.learn(levels, nodes, seconds, self._config.ema_alpha)
-        gain = PROBING
-        if nodes and cost.plain:
-            gain = 1 + accepted / rows - cost.expected(levels, nodes) / cost.plain
-            if cost.guesses <= TRIALS:
-                gain = max(gain, -1.0)
-        self._credit = min(max(self._credit + gain, -DEBT), DEBT)
+        if not nodes:
+            cost.credit = max(cost.credit, min(cost.credit + PROBING, DEBT))
+        elif cost.plain:
+            expected = cost.expected(levels, nodes)
+            taken = expected + _bounded(seconds - expected, SURPRISE * expected)
+            gain = 1 + accepted / rows - taken / cost.plain
+            least = -1.0 if cost.guesses <= TRIALS else -DEBT
+            cost.credit = min(max(cost.credit + max(gain, least), -DEBT), SAVINGS)
 
     def _cost(self, rows: int) -> _Cost:
         return self._costs.setdefault(rows.bit_length(), _Cost())

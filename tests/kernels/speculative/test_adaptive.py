@@ -119,7 +119,7 @@ def test_a_new_request_is_expected_to_do_as_the_others_did() -> None:
     assert World(policy, [0.0]).run(60) < 0.97
     for _ in range(10):
         World(policy, [0.0]).run(60)
-    assert policy.track().hits[0] < fresh / 3
+    assert policy.track().hits[0] < 0.6 * fresh
     assert World(policy, [0.0]).run(60) > 0.97
 
 
@@ -146,9 +146,7 @@ def test_a_machine_that_stalls_now_and_then_is_no_reason_to_guess() -> None:
     world = World(chain(), [0.5], node=0.5)
     world.stalls = 0.08
     world.run(200)
-    world.run(1500)
-    levels = [levels[0] for levels in world.levels[200:]]
-    assert sum(map(bool, levels)) < 0.06 * len(levels)
+    assert world.run(1500) * PLAIN > 0.97
 
 
 def test_the_settings_have_their_effect() -> None:
