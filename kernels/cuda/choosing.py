@@ -42,7 +42,7 @@ class Choices:
         return ways[chosen]()
 
     def _quickest(self, shape: Shape, ways: Mapping[str, Callable[[], Tensor]]) -> str:
-        same = agreeing(shape, {name: way() for name, way in ways.items()})
+        same = agreeing(shape, made(shape, ways))
         ways = {name: ways[name] for name in same}
         taken: dict[str, list[float]] = {name: [] for name in ways}
         flushed = torch.empty(_FLUSHED, dtype=torch.uint8, device=self._device)
@@ -60,6 +60,21 @@ class Choices:
         for name, begin, end in marks[len(ways) :]:
             taken[name].append(begin.elapsed_time(end) * 1e3)
         return choose(shape, {name: statistics.median(times) for name, times in taken.items()})
+
+
+def made(shape: Shape, ways: Mapping[str, Callable[[], Tensor]]) -> dict[str, Tensor]:
+    """The products of all ways that there are here. The first has to be: another one's compiler may be too old or new."""
+    first = next(iter(ways))
+    found: dict[str, Tensor] = {}
+    for name, way in ways.items():
+        try:
+            found[name] = way()
+        except Exception as error:
+            if name == first:
+                raise
+            told = " x ".join(map(str, shape))
+            _log.warning("Product %s: %s cannot be made here and is not taken (%s).", told, name, error)
+    return found
 
 
 def agreeing(shape: Shape, products: Mapping[str, Tensor]) -> list[str]:

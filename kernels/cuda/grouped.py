@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels.cuda import packing, skinny
 from kernels.cuda.activation import swiglu
 from kernels.cuda.choosing import Choices
-from kernels.cuda.skinny import Tiles
+from kernels.cuda.skinny import Tiles, single_suits
 from kernels.quantization.weights import GroupedWeight
 
 __all__ = ["GroupedLinear", "WideWeight"]
@@ -77,15 +77,22 @@ class GroupedLinear:
         if self._choices is None:
             return self._few(x, low if len(x) <= _FEW else high)
         ways = {"tiles of 64": lambda: self._few(x, low), "tiles of 128": lambda: self._few(x, high)}
+        if len(x) == 1 and single_suits(self._form, x):
+            ways["single"] = lambda: self._single(x)
         if len(x) > _FEW:
             del ways["tiles of 64"]
             ways["made wide"] = lambda: self._wide(x)
         kind = f"{self._form.kind} gated" if self._gated else f"{self._form.kind}"
-        shape = (kind, skinny.token_block(len(x)), *self._shape, self._words, self._form.slots, x.dtype)
+        shape = (kind, 1 if len(x) == 1 else skinny.token_block(len(x)), *self._shape, self._words, self._form.slots, x.dtype)
         return self._choices.run(shape, ways)
 
     def _few(self, x: Tensor, tiles: Tiles) -> Tensor:
         return skinny.multiply(x, self._form, self.bias, self._arrived, self._gated, tiles)
+
+    def _single(self, x: Tensor) -> Tensor:
+        from kernels.cuda import single
+
+        return single.multiply(x, self._form, self.bias, self._gated, self._words)
 
     def _wide(self, x: Tensor) -> Tensor:
         weight = self._room.room(*self._shape, x.dtype)

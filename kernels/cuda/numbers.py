@@ -11,12 +11,12 @@ from typing import Final
 
 import torch
 
-__all__ = ["BYTES", "EIGHTHS", "NIBBLES", "PIECES", "PLAIN", "WHOLE", "conversions", "wide_conversion"]
+__all__ = ["BYTES", "EIGHTHS", "NIBBLES", "PIECES", "PLAIN", "SHIFTS", "WHOLE", "conversions", "wide_conversion"]
 
 PLAIN: Final = 0
 """Numbers of 16 bits."""
 NIBBLES: Final = 1
-"""0 .. 15, from the lowest bits on."""
+"""0 .. 15, in the order of ``SHIFTS``."""
 WHOLE: Final = 2
 """0 .. 255, which become -128 .. 127."""
 BYTES: Final = 3
@@ -28,11 +28,15 @@ PIECES: Final = {PLAIN: 1, NIBBLES: 4, WHOLE: 2, BYTES: 2, EIGHTHS: 2}
 """Numbers of a word."""
 
 
+SHIFTS: Final = (0, 8, 4, 12)
+"""Where the NIBBLES of a word lie: the lower halves of its bytes come first, so that one mask finds two of them."""
+
+
 @cache
 def conversions(kind: int, dtype: torch.dtype) -> tuple[str, ...] | None:
     """The code of each piece of a word. ``dtype``: bfloat16 or float16."""
     if kind == NIBBLES:
-        return tuple(_nibble(4 * piece, dtype) for piece in range(4))
+        return tuple(_nibble(shift, dtype) for shift in SHIFTS)
     if kind in (WHOLE, BYTES):
         signed = kind == BYTES
         return tuple((_byte if dtype == torch.bfloat16 else _half_byte)(piece, signed) for piece in range(2))
@@ -86,14 +90,14 @@ def _eighth(piece: int) -> str:
     )
 
 
-def wide_conversion(kind: int) -> tuple[str, float, float]:
-    """Four numbers of BYTES or EIGHTHS in ``$4`` to float32 in ``$0 .. $3`` (``pack=4``): each is ``scale * (found +
-    offset)``. -> the code, ``scale`` and ``offset``.
+def wide_conversion(kind: int) -> tuple[str, float]:
+    """Four numbers of BYTES or EIGHTHS in ``$4`` to float32 in ``$0 .. $3`` (``pack=4``): each is what is found and an
+    offset. -> the code, and that.
     """
     if kind == BYTES:
         moved = "".join(f"prmt.b32 ${place}, w, 0x4b000000, 0x744{place}; " for place in range(4))
-        return f"{{ .reg .b32 w; xor.b32 w, $4, 0x80808080; {moved}}}", 1.0, -8388736.0
-    moved = "".join(
-        f"shl.b32 t, $4, {24 - 8 * place}; shr.s32 t, t, 4; and.b32 ${place}, t, 0x87f00000; " for place in range(4)
-    )
-    return f"{{ .reg .b32 t; {moved}}}", 2.0**120, 0.0
+        return f"{{ .reg .b32 w; xor.b32 w, $4, 0x80808080; {moved}}}", -8388736.0
+    # Two numbers at once to float16, which holds them all, and from there.
+    halves = "cvt.rn.f16x2.e4m3x2 u, l; cvt.rn.f16x2.e4m3x2 v, h; mov.b32 {a, b}, u; mov.b32 {c, d}, v; "
+    moved = "".join(f"cvt.f32.f16 ${place}, {name}; " for place, name in enumerate("abcd"))
+    return f"{{ .reg .b16 l, h, a, b, c, d; .reg .b32 u, v; mov.b32 {{l, h}}, $4; {halves}{moved}}}", 0.0

@@ -1,7 +1,7 @@
 """Weights in groups laid out for ``kernels.cuda.skinny``, and back to the 16-bit numbers that they stand for.
 
-A tile of a row is ``words`` words of 16 bits. Of its inputs, the first ``words`` are the lowest bits of each word, the
-next as many the bits above, and so on: what a word's numbers are multiplied by lies in as many stretches of tokens.
+A tile of a row is ``words`` words of 16 bits. Of its inputs, the first ``words`` are a number of each word, the next as
+many another, and so on: what a word's numbers are multiplied by lies in as many stretches of tokens.
 A group is some of these stretches, or whole tiles.
 """
 
@@ -44,7 +44,7 @@ def pack(weight: GroupedWeight) -> Form:
     outputs, inputs = weight.shape
     tile = words * pieces
     parts = weight.unpacked().view(outputs, inputs // tile, pieces, words).unbind(2)
-    low, high = (parts[0] | parts[1] << 4, parts[2] | parts[3] << 4) if kind == NIBBLES else parts
+    low, high = (parts[0] | parts[2] << 4, parts[1] | parts[3] << 4) if kind == NIBBLES else parts
     packed = torch.stack((low, high), -1).view(torch.int16).view(outputs, inputs // pieces)
     if kind == WHOLE and weight.group == inputs and weight.zeros is None:
         return Form(kind, packed, weight.scales.float().view(outputs))

@@ -17,7 +17,7 @@ from kernels.cuda.activation import swiglu
 from kernels.cuda.choosing import Choices
 from kernels.cuda.launch import overlapping
 from kernels.cuda.numbers import BYTES, EIGHTHS, wide_conversion
-from kernels.cuda.skinny import Form, Tiles
+from kernels.cuda.skinny import Form, Tiles, single_suits
 from kernels.quantization.weights import FP8_MOST, Fp8Weight, Int8Weight
 
 __all__ = ["EightBitLinear"]
@@ -29,7 +29,6 @@ _COLUMNS = 1024
 _WORDS = 64
 _LEAST_INPUTS = 512
 _FEW = 16
-_LIFT = 2.0**64
 
 
 @triton.jit
@@ -59,14 +58,12 @@ def _vector(
     whole: tl.constexpr,
     code: tl.constexpr,
     offset: tl.constexpr,
-    before: tl.constexpr,
-    after: tl.constexpr,
     biased: tl.constexpr,
     gated: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """One token by ``rows`` outputs a program. ``gated``: of twice ``outputs`` rows of weight, the second half is what
-    silu of the first is multiplied by. The token is taken ``before`` times, the sum ``after`` times.
+    silu of the first is multiplied by.
     """
     row = tl.program_id(0) * rows + tl.arange(0, rows)
     at = tl.arange(0, block)
@@ -89,15 +86,15 @@ def _vector(
             w = tl.load(first + begin, mask=mask, other=0, eviction_policy="evict_first")
             if gated:
                 u = tl.load(second + begin, mask=mask, other=0, eviction_policy="evict_first")
-        value = tl.load(x + begin + at, mask=begin + at < inputs, other=0.0).to(tl.float32)[None, :] * before
+        value = tl.load(x + begin + at, mask=begin + at < inputs, other=0.0).to(tl.float32)[None, :]
         total += _wide(w, code, whole, offset) * value
         if gated:
             other += _wide(u, code, whole, offset) * value
-    result = tl.sum(total, 1) * after * tl.load(scales + row, mask=row < outputs, other=0.0)
+    result = tl.sum(total, 1) * tl.load(scales + row, mask=row < outputs, other=0.0)
     if biased:
         result += tl.load(bias + row, mask=row < outputs, other=0.0).to(tl.float32)
     if gated:
-        up = tl.sum(other, 1) * after * tl.load(scales + outputs + row, mask=row < outputs, other=0.0)
+        up = tl.sum(other, 1) * tl.load(scales + outputs + row, mask=row < outputs, other=0.0)
         if biased:
             up += tl.load(bias + outputs + row, mask=row < outputs, other=0.0).to(tl.float32)
         # Rounded as the product is where the activation is an operator of its own.
@@ -202,6 +199,8 @@ class EightBitLinear:
             return self._many(x)
         ways = {"rounded": lambda: self._many(x)} if tokens > 1 else {"vector": lambda: self._vector(x)}
         if self._form is not None and x.is_contiguous():
+            if tokens == 1 and single_suits(self._form, x):
+                ways["single"] = lambda: self._single(x)
             tiles = Tiles(64, _WORDS, 6, 4) if tokens <= _FEW else Tiles(128, _WORDS, 4, 8)
             ways["skinny"] = lambda: self._few(x, tiles)
         if self._choices is None:
@@ -213,6 +212,12 @@ class EightBitLinear:
     def _few(self, x: Tensor, tiles: Tiles) -> Tensor:
         assert self._form is not None
         return skinny.multiply(x, self._form, self.bias, self._arrived, self._gated, tiles)
+
+    def _single(self, x: Tensor) -> Tensor:
+        from kernels.cuda import single
+
+        assert self._form is not None
+        return single.multiply(x, self._form, self.bias, self._gated, _WORDS)
 
     def _many(self, x: Tensor) -> Tensor:
         found = self._product(x)
@@ -273,8 +278,7 @@ class EightBitLinear:
         rows = max(1, min(8, 8192 // block // (2 if self._gated else 1)))  # 8 KiB of weight a program in flight
         out = x.new_empty((1, outputs))
         pdl = overlapping(x.device)
-        code, after, offset = wide_conversion(self._kind) if x.device.type != "cpu" else (None, 1.0, 0.0)
-        before = 1.0 if after == 1.0 else _LIFT  # so that no product is too small for float32
+        code, offset = wide_conversion(self._kind) if x.device.type != "cpu" else (None, 0.0)
         _vector[(triton.cdiv(outputs, rows),)](
             x,
             self._bytes,
@@ -288,8 +292,6 @@ class EightBitLinear:
             self._whole,
             code,
             offset,
-            before,
-            after / before,
             self.bias is not None,
             self._gated,
             pdl,

@@ -14,6 +14,7 @@ programming guide, "Arithmetic Instructions"); putting them into the lowest bits
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Final
 
 import torch
@@ -23,13 +24,14 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.cuda.launch import overlapping
-from kernels.cuda.numbers import BYTES, EIGHTHS, PIECES, conversions
+from kernels.cuda.numbers import BYTES, EIGHTHS, NIBBLES, PIECES, conversions
 
-__all__ = ["MOST_TOKENS", "Form", "Tiles", "counters", "multiply", "token_block"]
+__all__ = ["MOST_TOKENS", "Form", "Tiles", "counters", "multiply", "single_suits", "token_block"]
 
 MOST_TOKENS: Final = 64
 _PROGRAMS: Final = 264  # that fill the device: 2 on each of 132 multiprocessors
 _FEWEST: Final = 2  # tiles of a part
+_SINGLE_INPUTS: Final = 32768
 _LEAST: Final = 8  # tokens of the matrix unit's product
 
 
@@ -98,7 +100,7 @@ def _number(word, minus, kind: tl.constexpr, piece: tl.constexpr, code: tl.const
         number = number.to(like, bitcast=True)
     elif kind == 1:
         base: tl.constexpr = 128.0 if like == tl.bfloat16 else 1024.0
-        whole = ((word >> (4 * piece)) & 15).to(tl.float32) + base
+        whole = ((word >> (piece % 2 * 8 + piece // 2 * 4)) & 15).to(tl.float32) + base
         number = (whole + minus.to(like, bitcast=True).to(tl.float32)).to(like)
     elif kind == 2:
         number = (((word >> (8 * piece)) & 255) - 128).to(tl.float32).to(like)
@@ -260,6 +262,18 @@ def _skinny(
 def counters(outputs: int, device: torch.device) -> Tensor:
     """What ``multiply`` wants to count parts by; they are zero between products."""
     return torch.zeros(triton.cdiv(outputs, 32), dtype=torch.int32, device=device)
+
+
+def single_suits(form: Form, x: Tensor) -> bool:
+    """Whether ``kernels.cuda.single`` can multiply one token by the weight. It is written in Gluon, which Triton may lack
+    and has no interpreter for.
+    """
+    if x.device.type == "cpu" or find_spec("triton.experimental.gluon") is None:
+        return False
+    length = form.words.shape[1]
+    if length % 8 or length * PIECES[form.kind] > _SINGLE_INPUTS:
+        return False
+    return form.kind in (BYTES, EIGHTHS) or (form.kind == NIBBLES and form.slots == 2)
 
 
 def token_block(tokens: int) -> int:
