@@ -63,7 +63,7 @@ class Choices:
 
 
 def made(shape: Shape, ways: Mapping[str, Callable[[], Tensor]]) -> dict[str, Tensor]:
-    """The products of all ways that there are here. The first has to be: another one's compiler may be too old or new."""
+    """The products of all ways that there are here. The first has to be; for another the compiler may be too old."""
     first = next(iter(ways))
     found: dict[str, Tensor] = {}
     for name, way in ways.items():

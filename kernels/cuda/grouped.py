@@ -83,7 +83,8 @@ class GroupedLinear:
             del ways["tiles of 64"]
             ways["made wide"] = lambda: self._wide(x)
         kind = f"{self._form.kind} gated" if self._gated else f"{self._form.kind}"
-        shape = (kind, 1 if len(x) == 1 else skinny.token_block(len(x)), *self._shape, self._words, self._form.slots, x.dtype)
+        block = 1 if len(x) == 1 else skinny.token_block(len(x))
+        shape = (kind, block, *self._shape, self._words, self._form.slots, x.dtype)
         return self._choices.run(shape, ways)
 
     def _few(self, x: Tensor, tiles: Tiles) -> Tensor:

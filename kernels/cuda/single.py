@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.cuda.launch import overlapping
-from kernels.cuda.numbers import BYTES, EIGHTHS, NIBBLES, PIECES
+from kernels.cuda.numbers import NIBBLES, PIECES
 from kernels.cuda.skinny import Form
 
 __all__ = ["multiply"]
@@ -51,17 +51,13 @@ def _quarters(eight, threads: gl.constexpr, layout: gl.constexpr):
 def _lower(numbers, bytes_, total, signed: gl.constexpr):
     """total + the two numbers by the lower two bytes."""
     code: gl.constexpr = "dp2a.lo.s32.s32 $0, $1, $2, $3;" if signed else "dp2a.lo.s32.u32 $0, $1, $2, $3;"
-    return gl.inline_asm_elementwise(
-        code, "=r,r,r,r", [numbers, bytes_, total], dtype=gl.int32, is_pure=True, pack=1
-    )
+    return gl.inline_asm_elementwise(code, "=r,r,r,r", [numbers, bytes_, total], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def _upper(numbers, bytes_, total, signed: gl.constexpr):
     code: gl.constexpr = "dp2a.hi.s32.s32 $0, $1, $2, $3;" if signed else "dp2a.hi.s32.u32 $0, $1, $2, $3;"
-    return gl.inline_asm_elementwise(
-        code, "=r,r,r,r", [numbers, bytes_, total], dtype=gl.int32, is_pure=True, pack=1
-    )
+    return gl.inline_asm_elementwise(code, "=r,r,r,r", [numbers, bytes_, total], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -232,7 +228,7 @@ def _single(
 def _grouped(
     word, low, high, lower, upper, front, back, scales, zeros, place, zeroed: gl.constexpr, brain: gl.constexpr
 ):
-    """Sums of 32 numbers, each half of which has its scale. ``front``, ``back``: sums of what they are multiplied by."""
+    """Sums of 32 numbers, each half of which has its scale. ``front``, ``back``: sums of what halves are taken by."""
     pair = gl.load(scales + place)
     if brain:
         first = (pair << 16).to(gl.float32, bitcast=True)

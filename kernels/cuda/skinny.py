@@ -265,8 +265,8 @@ def counters(outputs: int, device: torch.device) -> Tensor:
 
 
 def single_suits(form: Form, x: Tensor) -> bool:
-    """Whether ``kernels.cuda.single`` can multiply one token by the weight. It is written in Gluon, which Triton may lack
-    and has no interpreter for.
+    """Whether ``kernels.cuda.single`` can multiply one token by the weight. It is written in Gluon, which Triton may
+    lack and has no interpreter for.
     """
     if x.device.type == "cpu" or find_spec("triton.experimental.gluon") is None:
         return False
