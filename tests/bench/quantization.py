@@ -196,8 +196,8 @@ class _Engine:
         return found
 
     def decode(self, rows: int, steps: int, held: int = 128) -> float:
-        """Tokens a second of decodes of so many rows behind ``held`` tokens each: of the median step; on a GPU, of all of
-        them, the host being a step ahead.
+        """Tokens a second of decodes of so many rows behind ``held`` tokens each: of the median step; on a GPU, of all
+        steps, the host being one ahead.
         """
         rng = random.Random(rows)
         prompts = [[rng.randrange(3, 4000) for _ in range(held)] for _ in range(rows)]
