@@ -92,14 +92,19 @@ class ModelRunner:
         self._settle_steps()
         return result
 
-    @torch.inference_mode()
     def start(self, batch: StepBatch) -> RunningStep:
         """The same without waiting for the device, where it works by itself. A step may start before the results of
         those before it are there; a row whose logits were not finite in one of them then fails again.
         """
+        begun, steady = time.perf_counter(), self._captured.steady
+        if steady is not None and self._speculator is None and not self._unsettled.known and steady.again(batch):
+            result = self._run_steady(steady, batch, begun)
+            if result is not None:
+                return result
         with self._device_errors():
-            return self._start(batch, time.perf_counter())
+            return self._start(batch, begun)
 
+    @torch.inference_mode()
     def _start(self, batch: StepBatch, begun: float) -> RunningStep:
         self._bind_thread()
         self._settle_steps()
@@ -168,21 +173,19 @@ class ModelRunner:
         return self._running(batch.number, answer, writes, begun, prepared)
 
     def _run_steady(self, steady: SteadyDecodes, batch: StepBatch, begun: float) -> RunningStep | None:
-        """None when a row is not finite: then nothing was done that is not done again."""
-        if steady.over:
-            return _of_no_use(batch)
+        """None when it is not for them, or a row is not finite: then nothing was done that is not done again."""
         prepared = time.perf_counter()
-        tokens, broken = steady.run()
-        if broken.any():
+        tokens = steady.run()
+        if tokens is None:
             return None
-        steady.keep(tokens)
+        if not tokens:
+            return _of_no_use(batch)
+        rows = len(steady.slots)
         if self._speculator is not None and self._captured.target is not None:
-            self._speculator.show_later(steady.slots, self._captured.target.features[: len(tokens)])
+            self._speculator.show_later(steady.slots, self._captured.target.features[:rows])
         ended = self._ended = time.perf_counter()
-        whole = ended - begun
-        timing = StepTiming(prepare=prepared - begun, run=ended - prepared, graph_rows=len(tokens), whole=whole)
-        packed = tokens.astype(np.int32).tobytes()
-        result = StepResult(batch.number, accepted=batch.counts, tokens=packed, timing=timing)
+        timing = StepTiming(prepare=prepared - begun, run=ended - prepared, graph_rows=rows, whole=ended - begun)
+        result = StepResult(batch.number, accepted=batch.counts, tokens=tokens, timing=timing)
         return RunningStep(lambda: result, True)
 
     def _run_chains(self, chains: SteadyChains, batch: StepBatch, begun: float, seen: float) -> RunningStep | None:

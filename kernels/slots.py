@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.platforms.base import Platform
+from kernels.platforms.rows import TokenTable
 from kernels.step import Admission
 
 __all__ = ["SlotError", "SlotTable"]
@@ -67,6 +68,19 @@ class SlotTable:
         self._stopped = np.zeros(max_slots, dtype=bool)
         self.pages: Ints = np.zeros((max_slots, -(-(longest + guesses) // page_size)), dtype=np.int32)
         self.page_count: Longs = np.zeros(max_slots, dtype=np.int64)
+
+    @property
+    def table(self) -> TokenTable:
+        """All of this that decodes need, where the device is the host."""
+        assert self.here is not None
+        return TokenTable(
+            self.here, self.known, self.computed, self._targets, self.pages, self.page_count, self.page_size
+        )
+
+    @property
+    def stops(self) -> bool:
+        """Whether sequences may end at a token, which ``left`` looks for."""
+        return bool(self._stops)
 
     def check_slot(self, slot: int) -> None:
         """Raises SlotError for a number that is no slot."""

@@ -60,6 +60,11 @@ class Unsettled:
         """Its result is known; ``broken``: the rows of it that are not finite."""
         self._settled.append((writes, broken))
 
+    @property
+    def known(self) -> bool:
+        """Whether there is anything to take."""
+        return bool(self._settled)
+
     def take(self) -> list[tuple[StepWrites, RowError]]:
         """Rows that were found not to be finite since the last call, and the steps they were found in."""
         found: list[tuple[StepWrites, RowError]] = []

@@ -6,6 +6,8 @@ import ctypes
 import math
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -300,22 +302,25 @@ class Native(Engine):
         self, logits: Tensor, draws: Draws, positions: Tensor, ids: Tensor | None, vocab: int
     ) -> tuple[Tensor, Tensor]:
         """The same, sampled as ``draws`` [rows] say; see ``platforms.operators.Draw``. Never recorded."""
-        tokens, broken = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits), dtype=torch.bool)
-        op = Op(
-            kind=_DRAW,
-            a=logits.data_ptr(),
-            b=draws.ctypes.data,
-            c=None if ids is None else ids.data_ptr(),
-            out=tokens.data_ptr(),
-            stride_a=logits.stride(0),
-            i0=logits.shape[1],
-            i1=vocab,
-            i4=broken.data_ptr(),
-        )
+        tokens, broken = np.empty(len(logits), dtype=np.int64), np.empty(len(logits), dtype=np.bool_)
+        op = self.drawing(logits, tokens, broken)
+        op.b, op.c, op.i1 = draws.ctypes.data, None if ids is None else ids.data_ptr(), vocab
         step = Step(len(logits))
         step.positions = positions.data_ptr()
         self.library.run(self._engine, ctypes.byref(op), 1, step)
-        return tokens, broken
+        return torch.from_numpy(tokens), torch.from_numpy(broken)
+
+    def drawing(self, logits: Tensor, tokens: npt.NDArray[np.int64], broken: npt.NDArray[np.bool_]) -> Op:
+        """To draw of ``logits`` [rows, vocab] to ``tokens`` and ``broken`` [rows], but for how, which is its ``b``."""
+        return Op(
+            kind=_DRAW,
+            a=logits.data_ptr(),
+            out=tokens.ctypes.data,
+            stride_a=logits.stride(0),
+            i0=logits.shape[1],
+            i1=logits.shape[1],
+            i4=broken.ctypes.data,
+        )
 
     def empty_attention(self, queries: Tensor) -> Tensor:
         """Where the result of ``attention`` goes."""

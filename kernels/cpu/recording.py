@@ -41,6 +41,11 @@ class Engine:
         self._arena = _Arena()
 
     @property
+    def address(self) -> int:
+        """Of the engine, for functions of the library."""
+        return int(self._engine)
+
+    @property
     def recording(self) -> bool:
         return self._recording is not None
 

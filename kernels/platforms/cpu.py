@@ -31,6 +31,7 @@ from kernels.cpu.operators import Native
 from kernels.cpu.program import Program
 from kernels.cpu.quantized import CpuBlocksLinear, CpuGroupedLinear, CpuInt8Linear
 from kernels.cpu.recording import NotNative
+from kernels.cpu.steady import CpuPass
 from kernels.layers.experts import ExpertsInTurn, ExpertWeights
 from kernels.platforms.base import Memory, Platform, PlatformError
 from kernels.platforms.operators import Draws, Linear, Lookup, Norm
@@ -426,7 +427,7 @@ class CpuPlatform(Platform):
         states: Tensor | None = None,
     ) -> HostPass | None:
         program = self._record(forward, windows, max_tokens, states)
-        return None if program is None else program.run_decodes
+        return None if program is None else CpuPass(program)
 
     def _record(
         self, forward: Callable[[ForwardBatch], Tensor], windows: Sequence[int], tokens: int, held: Tensor | None

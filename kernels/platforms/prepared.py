@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from kernels.batch import ForwardBatch
-from kernels.platforms.rows import DecodeTokens, StepTokens
+from kernels.platforms.operators import Draws
+from kernels.platforms.rows import DecodeTokens, StepTokens, TokenTable
 
-__all__ = ["Decodes", "HostPass", "StepFound", "Steps"]
+__all__ = ["Advance", "Decodes", "HostPass", "StepFound", "Steps"]
 
 
 @dataclass(frozen=True)
@@ -49,5 +53,22 @@ class Steps:
     run: Callable[[StepTokens], StepFound | None]
 
 
-HostPass = Callable[[DecodeTokens], None]
-"""Runs a pass that was prepared: the tensors that it returned when it was hold its results then."""
+Advance = Callable[[npt.NDArray[np.int64], Draws | None], bytes | None]
+"""Decodes a token of each of the slots int64 [rows], drawn as ``Draws`` [rows] say or the likeliest, and adds it to the
+table. -> these int32 [rows]; nothing when the sequences are at their end, all of them; None when a row has no decode to
+run, or its logits are not to be used: then nothing was done that is not done again."""
+
+
+class HostPass(Protocol):
+    """A pass that was prepared: the tensors that it returned when it was hold its results, whenever it has run."""
+
+    def __call__(self, rows: DecodeTokens) -> None: ...
+
+    def advance(
+        self, table: TokenTable, logits: Tensor, likeliest: npt.NDArray[np.int64], broken: npt.NDArray[np.bool_]
+    ) -> Advance:
+        """Whole steps of decodes by it. ``logits`` [tokens, vocab], ``likeliest``, ``broken``: such results of it.
+
+        ``table``: of the sequences, whose arrays stay where they are.
+        """
+        ...

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-__all__ = ["AttentionRows", "DecodeTokens", "StepTokens"]
+__all__ = ["AttentionRows", "DecodeTokens", "StepTokens", "TokenTable"]
 
 
 @dataclass(frozen=True)
@@ -56,3 +56,16 @@ class DecodeTokens:
     lengths: npt.NDArray[np.int64]  # [rows], tokens that the last of each sees, itself included
     offsets: npt.NDArray[np.int64] | None = None  # [rows + 1], where each row's tokens begin, and all of them end
     bits: npt.NDArray[np.int64] | None = None  # [rows, n], what each token sees, as AttentionRows.tree; None: chains
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """What is known of the sequences, by slot; on the host, where it stays."""
+
+    tokens: npt.NDArray[np.int32]  # [slots, positions]
+    known: npt.NDArray[np.int64]  # [slots], how many of them there are
+    computed: npt.NDArray[np.int64]  # [slots], of these, with keys and values in the cache
+    targets: npt.NDArray[np.int64]  # [slots], tokens at which a sequence ends
+    pages: npt.NDArray[np.int32]  # [slots, columns]
+    page_count: npt.NDArray[np.int64]  # [slots]
+    page_size: int

@@ -16,7 +16,7 @@ import tempfile
 import weakref
 from pathlib import Path
 
-__all__ = ["Awaited", "BuildError", "Library", "Op", "Step", "build", "built", "open_library", "start_build"]
+__all__ = ["Awaited", "BuildError", "Library", "Op", "Step", "Table", "build", "built", "open_library", "start_build"]
 
 HERE = Path(__file__).parent
 FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC", "-pthread", "-march=sapphirerapids", "-fno-math-errno")
@@ -76,6 +76,22 @@ class Step(ctypes.Structure):
     )
 
 
+class Table(ctypes.Structure):
+    """``SlotTable`` of steady.h."""
+
+    _fields_ = (
+        ("tokens", ctypes.c_void_p),
+        ("tokens_stride", ctypes.c_int64),
+        ("known", ctypes.c_void_p),
+        ("computed", ctypes.c_void_p),
+        ("page_count", ctypes.c_void_p),
+        ("targets", ctypes.c_void_p),
+        ("pages", ctypes.c_void_p),
+        ("columns", ctypes.c_int64),
+        ("page_size", ctypes.c_int64),
+    )
+
+
 class Library:
     """The functions of one compiled library."""
 
@@ -103,6 +119,9 @@ class Library:
         self.begin_blocks.argtypes, self.begin_blocks.restype = [pointer, number, number, pointer], None
         self.pack_blocks.argtypes, self.pack_blocks.restype = [pointer, number, number, number, pointer], None
         self.run.argtypes, self.run.restype = [pointer, pointer, number, ctypes.POINTER(Step)], None
+        self.advance = library.troupe_advance
+        self.advance.argtypes = [pointer, pointer, number, ctypes.POINTER(Table), pointer, number, *[pointer] * 4]
+        self.advance.restype = number
 
 
 def open_library() -> Library | None:

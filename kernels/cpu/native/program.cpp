@@ -15,6 +15,7 @@
 #include "program.h"
 #include "race.h"
 #include "rows.h"
+#include "steady.h"
 #include "team.h"
 #include "whole.h"
 
@@ -29,6 +30,7 @@ struct Engine {
     Scratch<bf16> laid_out, columns;
     Tokens8 tokens;
     std::vector<bf16> ordered;
+    StepMemory memory;
     Experts experts;
 };
 
@@ -340,5 +342,24 @@ void troupe_run(void* engine, const Op* ops, int64_t count, const Step* step) {
     for (int64_t i = 0; i < count; i++) run(on, ops[i], *step);
     on.team.rest();
     release_tiles();
+}
+
+// One token more of each of the slots, by a program that leaves the likeliest in `likeliest`, and whether one is not to be
+// used in `broken`; `draw` (or null): a DRAW that finds others. -> an Advanced.
+int64_t troupe_advance(void* engine, const Op* ops, int64_t count, const SlotTable* table, const int64_t* slots, int64_t rows,
+                       const int64_t* likeliest, const uint8_t* broken, const Op* draw, int32_t* found) {
+    Engine& on = *static_cast<Engine*>(engine);
+    Step step;
+    const Advanced prepared = prepare(*table, slots, rows, on.memory, step);
+    if (prepared != DONE) return prepared;
+    for (int64_t i = 0; i < count; i++) run(on, ops[i], step);
+    if (draw) {
+        step.positions = step.lengths;  // where what is drawn will stand
+        run(on, *draw, step);
+        likeliest = static_cast<const int64_t*>(draw->out);
+    }
+    on.team.rest();
+    release_tiles();
+    return keep(*table, slots, rows, likeliest, broken, found);
 }
 }

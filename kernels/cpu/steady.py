@@ -1,0 +1,64 @@
+"""Passes on the host, and decodes that follow one another: each step in one call of the native library (steady.h)."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from kernels.cpu.native.library import Table
+from kernels.cpu.program import Program
+from kernels.platforms.operators import Draws
+from kernels.platforms.prepared import Advance
+from kernels.platforms.rows import DecodeTokens, TokenTable
+
+__all__ = ["CpuPass"]
+
+_DONE, _OVER = 0, 3
+
+
+class CpuPass:
+    """See ``HostPass``."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+
+    def __call__(self, rows: DecodeTokens) -> None:
+        self._program.run_decodes(rows)
+
+    def advance(
+        self, table: TokenTable, logits: Tensor, likeliest: npt.NDArray[np.int64], broken: npt.NDArray[np.bool_]
+    ) -> Advance:
+        program = self._program
+        native, found = program.native, np.zeros(len(likeliest), dtype=np.int32)
+        drawn, unsound = np.zeros(len(likeliest), dtype=np.int64), np.zeros(len(likeliest), dtype=np.bool_)
+        draw = native.drawing(logits, drawn, unsound)
+        described = Table(
+            table.tokens.ctypes.data,
+            table.tokens.shape[1],
+            table.known.ctypes.data,
+            table.computed.ctypes.data,
+            table.page_count.ctypes.data,
+            table.targets.ctypes.data,
+            table.pages.ctypes.data,
+            table.pages.shape[1],
+            table.page_size,
+        )
+        run = native.library.advance
+        before = (native.address, program.ops, program.count, ctypes.byref(described))
+        results = (likeliest.ctypes.data, broken.ctypes.data)
+        where, drawing = found.ctypes.data, ctypes.byref(draw)
+        held = (program, table, logits, likeliest, broken, drawn, unsound)
+
+        def advance(slots: npt.NDArray[np.int64], draws: Draws | None) -> bytes | None:
+            assert held
+            if draws is not None:
+                draw.b = draws.ctypes.data
+            code = run(*before, slots.ctypes.data, len(slots), *results, None if draws is None else drawing, where)
+            if code == _DONE:
+                return found[: len(slots)].tobytes()
+            return b"" if code == _OVER else None
+
+        return advance
