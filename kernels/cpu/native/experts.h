@@ -41,6 +41,7 @@ struct Experts {
     Scratch<bf16> inputs, both, inner, results, ordered;
     Tokens8 rounded;
     std::vector<Job> jobs;
+    std::vector<Job*> large;
 };
 
 struct Layer {
@@ -202,7 +203,26 @@ inline void shared_chunk(void* context, int64_t chunk, int thread) {
     std::visit([&](auto& p) { multiply_chunk(p, chunk - job.begin, thread); }, job.product);
 }
 
-// All jobs. Those with many tokens, of weights that panels are for, have all threads for themselves.
+inline int64_t rows_of(const Job& job) {
+    return std::visit([](const auto& p) { return p.rows; }, job.product);
+}
+
+// call(product) of a kind that panels are for.
+template <class Call>
+void with_panels(Job& job, Call call) {
+    if (auto* p = std::get_if<Product>(&job.product)) call(*p);
+    if (auto* p = std::get_if<Product8>(&job.product)) call(*p);
+    if (auto* p = std::get_if<Grouped>(&job.product)) call(*p);
+}
+
+inline void alone_chunk(void* context, int64_t chunk, int thread) {
+    with_panels(*(*static_cast<std::vector<Job*>*>(context))[chunk], [&]<class P>(P& p) {
+        Panels<P> panels = divide_rows(p, 1);
+        multiply_panels<P>(&panels, 0, thread);
+    });
+}
+
+// All jobs. Those with many tokens, of weights that panels are for, come last.
 inline void run_jobs(Layer& layer) {
     Experts& at = layer.memory;
     const int64_t inputs = at.jobs.empty() ? 0 : std::visit([](auto& p) { return p.inputs(); }, at.jobs[0].product);
@@ -220,10 +240,14 @@ inline void run_jobs(Layer& layer) {
         }, job.product);
     }
     layer.team.each(chunks, shared_chunk, &at.jobs);
-    for (Job& job : at.jobs) {
-        if (auto* p = std::get_if<Product>(&job.product); p && p->rows >= FEW) multiply_all(layer.team, *p);
-        if (auto* p = std::get_if<Product8>(&job.product); p && p->rows >= FEW) multiply_all(layer.team, *p);
-        if (auto* p = std::get_if<Grouped>(&job.product); p && p->rows >= FEW) multiply_all(layer.team, *p);
+    at.large.clear();
+    for (Job& job : at.jobs)
+        if (rows_of(job) >= FEW && job.product.index() < 3) at.large.push_back(&job);
+    if (static_cast<int>(at.large.size()) < 2 * layer.team.size()) {
+        for (Job* job : at.large) with_panels(*job, [&](auto& p) { multiply_all(layer.team, p); });
+    } else {  // each by a thread, those with the most tokens first
+        std::sort(at.large.begin(), at.large.end(), [](Job* one, Job* two) { return rows_of(*one) > rows_of(*two); });
+        layer.team.each(at.large.size(), alone_chunk, &at.large);
     }
     at.jobs.clear();
 }

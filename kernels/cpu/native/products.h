@@ -343,20 +343,25 @@ inline int64_t divide(Operands& p, int threads) {
     return (all + p.chunk - 1) / p.chunk;
 }
 
+// Of a product of many rows, for so many threads.
+template <class P>
+Panels<P> divide_rows(P& p, int threads) {
+    // What is more than the second cache holds comes back from memory, and need not be read before it is written.
+    p.past = p.rows * p.wide() > 1 << 20 && p.stride_out % WIDE == 0 && reinterpret_cast<uintptr_t>(p.out) % LINE == 0;
+    // Three blocks of rows at least, of which panels that are as long as one another have two: what is pending of one
+    // is finished beside the other.
+    const int64_t held = TOKENS / (LINES * p.lines), most = std::clamp<int64_t>(held, 3, MOST / WIDE);
+    p.chunk = std::max<int64_t>(1, blocks(p.wide()) / (8 * threads));
+    return {&p, (blocks(p.rows) + most - 1) / most};
+}
+
 template <class P>
 void multiply_all(Team& team, P p) {
     if (p.rows < FEW) {
         team.each(divide(p, team.size()), multiply_few<P>, &p);
         return;
     }
-    const int64_t all = blocks(p.wide());
-    // What is more than the second cache holds comes back from memory, and need not be read before it is written.
-    p.past = p.rows * p.wide() > 1 << 20 && p.stride_out % WIDE == 0 && reinterpret_cast<uintptr_t>(p.out) % LINE == 0;
-    // Three blocks of rows at least, of which panels that are as long as one another have two: what is pending of one
-    // is finished beside the other.
-    const int64_t held = TOKENS / (LINES * p.lines), most = std::clamp<int64_t>(held, 3, MOST / WIDE);
-    Panels<P> panels = {&p, (blocks(p.rows) + most - 1) / most};
-    p.chunk = std::max<int64_t>(1, all / (8 * team.size()));
+    Panels<P> panels = divide_rows(p, team.size());
     team.each(team.size(), multiply_panels<P>, &panels);
 }
 
