@@ -38,7 +38,7 @@ struct Experts {
     std::vector<float> weights;  // [tokens, chosen], in the order of the experts
     std::vector<int32_t> ids, places, tokens, active;
     std::vector<int64_t> begins;  // pairs of an expert, and where the last's end
-    Scratch<bf16> inputs, both, inner, results, ordered;
+    Scratch<bf16> inputs, both, inner, results, ordered, columns;
     Tokens8 rounded;
     std::vector<Job> jobs;
     std::vector<Job*> large;
@@ -174,17 +174,27 @@ inline void add_job(Layer& layer, const Op& op, int64_t expert, const bf16* x, i
     }
 }
 
-// A product's inputs as its weight has them: rounded, or in another order.
+// Whether tokens are laid out as columns once, rather than by each chunk, which takes longer for more than a few.
+inline bool in_columns(const Grouped& p) { return p.rows > 4 && p.rows < FEW; }
+
+// A product's inputs as its weight has them: rounded, in another order, or as columns.
 inline void prepare_chunk(void* context, int64_t chunk, int) {
     const Layer& layer = *static_cast<const Layer*>(context);
     Job& job = layer.memory.jobs[chunk];
     if (auto* p = std::get_if<Product8>(&job.product)) {
         for (int64_t row = 0; row < p->rows; row++) round_token(*p, row);
         p->x = reinterpret_cast<const char*>(p->tokens->values.data() + job.first * p->inputs()), p->stride_x = p->inputs();
-    } else if (auto* p = std::get_if<Grouped>(&job.product); p && p->order) {
-        bf16* ordered = layer.memory.ordered.of(0) + job.first * p->inputs();
-        for (int64_t row = 0; row < p->rows; row++) order_inputs(*p, row, ordered + row * p->inputs());
-        p->x = reinterpret_cast<const char*>(ordered), p->stride_x = p->inputs() * sizeof(bf16);
+    } else if (auto* p = std::get_if<Grouped>(&job.product)) {
+        const int64_t first = job.first * p->inputs();
+        if (p->order) {
+            bf16* ordered = layer.memory.ordered.of(0) + first;
+            for (int64_t row = 0; row < p->rows; row++) order_inputs(*p, row, ordered + row * p->inputs());
+            p->x = reinterpret_cast<const char*>(ordered), p->stride_x = p->inputs() * sizeof(bf16);
+        }
+        if (!in_columns(*p)) return;
+        bf16* columns = layer.memory.columns.of(0) + first;
+        for (int64_t row = 0; row < p->rows; row += TILE) lay_out_columns(*p, row, 0, p->lines, columns);
+        p->columns = columns;
     }
 }
 
@@ -229,7 +239,10 @@ inline void run_jobs(Layer& layer) {
     bool prepared = false;
     for (Job& job : at.jobs) {
         if (std::holds_alternative<Product8>(job.product)) prepared = true, at.rounded.reserve(layer.pairs(), inputs);
-        if (auto* p = std::get_if<Grouped>(&job.product); p && p->order) prepared = true, at.ordered.of(layer.pairs() * inputs);
+        if (auto* p = std::get_if<Grouped>(&job.product)) {
+            if (p->order) prepared = true, at.ordered.of(layer.pairs() * inputs);
+            if (in_columns(*p)) prepared = true, at.columns.of(layer.pairs() * inputs);
+        }
     }
     if (prepared) layer.team.each(at.jobs.size(), prepare_chunk, &layer);
     int64_t chunks = 0;
