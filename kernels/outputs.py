@@ -134,7 +134,7 @@ class StepOutputs:
             samples = Samples.of(step, self._slots.known)
             chosen = hidden if len(samples.tokens) == len(hidden) else hidden[self._platform.put(samples.tokens)]
             verified = speculator.sample(step, samples, self._model.logits(chosen))
-            speculator.move(step, index, verified.outcome, self._caches)
+            speculator.verifier.move(step, index, verified.outcome, self._caches)
             answer.sampled, answer.sampled_rows = verified.sampled, step.rows[verified.rows]
             answer.places, answer.outcome = verified.places, verified.outcome
             answer.verified_rows = step.rows[step.verifying]

@@ -391,7 +391,7 @@ class ModelRunner:
         token_ids = state.read(token_slots, positions, at)
         attention = AttentionRows(step.starts, step.counts, pages, step.decodes)
         if step.drafts is not None and self._speculator is not None:
-            token_ids, at = self._speculator.place(step, token_ids, at)
+            token_ids, at = self._speculator.verifier.place(step, token_ids, at)
             bits = None if step.drafts.tree.linear else step.drafts.tree.bits
             attention = dataclasses.replace(attention, verifies=step.verifies, tree=bits)
         return ForwardBatch(

@@ -7,7 +7,6 @@ computed, before slots change hands.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels.platforms.base import Platform
-from kernels.rows import StepRows, ragged
+from kernels.rows import StepRows
 from kernels.sampling import Sampled, Sampler
 from kernels.slots import SlotTable
 from kernels.speculative.drafter import Drafter, DraftRows, Drafts
@@ -25,7 +24,7 @@ from kernels.speculative.observing import Observer, Run
 from kernels.speculative.samples import Samples, Verified
 from kernels.speculative.settings import SpeculativeSettings
 from kernels.speculative.tree import DraftTree
-from kernels.speculative.verify import Leniency, Walk, path_history, walk, walk_here
+from kernels.speculative.verifier import Verifier
 from kernels.step import Admission
 
 __all__ = ["Speculator"]
@@ -59,15 +58,13 @@ class Speculator:
         self._platform = platform
         self._sampler = sampler
         self._slots = slots
-        self._lenient = settings.accept_threshold_single < 1 or settings.accept_threshold_acc < 1
-        self._here = platform.device.type == "cpu"
+        self.verifier = Verifier(settings, platform, sampler, slots, drafter.depth)
         self._wants = np.zeros(len(slots.known), dtype=bool)
         self._observer = Observer(drafter, platform, slots)
         self._last: Run | None = None
         self._found: tuple[Tensor, Tensor] | None = None  # the last step's outcome, and what follows each node passed
         self._grown: _Grown | None = None
         self._whole = True  # whether the last trees had all levels
-        self._emitted = 0.0  # of settings.fixed_acceptance, what was rounded away so far
 
     @property
     def exact(self) -> bool:
@@ -232,146 +229,13 @@ class Speculator:
         if tree is not None:
             self._grown = _Grown(run, tree)
 
-    def place(self, step: StepRows, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Put the guesses among a batch's tokens, and their depths into its positions. -> both, int64 [tokens]."""
-        assert step.drafts is not None
-        tree, part = step.drafts.tree, step.guesses
-        token_ids = token_ids.to(torch.int64)
-        whole = self._nodes_run(step, tree.tokens)
-        if part.start == 0 and part.stop == len(token_ids):
-            token_ids = whole
-        else:
-            token_ids[part] = whole
-        if not tree.linear:
-            roots = self._platform.put(np.repeat(step.starts[step.verifying], step.counts[step.verifying]))
-            positions = positions.clone()
-            positions[part] = roots + self._nodes_run(step, tree.depths)
-        return token_ids, positions
-
-    def _nodes_run(self, step: StepRows, nodes: Tensor) -> Tensor:
-        """Of a tensor [verified rows, nodes] those that are run, one after the other."""
-        counts = step.counts[step.verifying]
-        width = nodes.shape[1]
-        if (counts == width).all():
-            return nodes.reshape(-1)
-        return nodes.reshape(-1).index_select(0, self._platform.put(_places(counts, width)))
-
     # -- after the model ----------------------------------------------------------------------------------------------
 
     def sample(self, step: StepRows, samples: Samples, logits: Tensor) -> Verified:
-        """Sample after every node, and walk. ``logits`` [samples, vocab]. The tokens are known to the slots' table."""
-        assert step.drafts is not None
-        state, tree, put = self._slots, step.drafts.tree, self._platform.put
-        counts, part = step.counts[step.verifying], samples.guesses
-        slots = samples.slots.tolist()
-        at_slots, at = put(samples.slots), put(samples.lengths)
-        longest = int(samples.lengths.max())
-        if not tree.linear:
-            roots = put(np.repeat(step.starts[step.verifying], counts))
-            at[part] = roots + self._nodes_run(step, tree.depths) + 1
-        history, rows = state.tokens, at_slots
-        if self._sampler.needs_history(slots):
-            history, rows = self._histories(step, samples, longest)
-        leniency_logits = logits[part].float().clone() if self._lenient else None
-        sampled = self._sampler.sample(logits, rows, at, history, host_slots=slots, longest=longest)
-
-        width = tree.tokens.shape[1]
-        flat = sampled.tokens[part]
-        if (counts == width).all():
-            after = flat.view(-1, width)
-        else:
-            after = torch.zeros(len(counts) * width, dtype=flat.dtype, device=flat.device)
-            after[put(_places(counts, width))] = flat
-            after = after.view(-1, width)
-        leniency = None if leniency_logits is None else self._leniency(step, leniency_logits, slots[part], at[part])
-        depth = min(self.drafter.depth, width - 1)
-        if self._here and tree.linear and not self._settings.lossy:
-            found = walk_here(tree, counts, after, depth)
-        else:
-            found = walk(tree, put(counts), after, depth, leniency, self._forced())
-        self._append(step, samples, sampled, found)
-        if self._here and step.verifies == len(step.rows) and sampled.logprobs is None:
-            verified = Verified.here(step, sampled, found)
-        else:
-            verified = Verified.of(step, samples, sampled, found, self._platform.put)
-        self._found = verified.outcome, found.tokens
+        """What ``Verifier.sample`` finds."""
+        verified, tokens = self.verifier.sample(step, samples, logits)
+        self._found = verified.outcome, tokens
         return verified
-
-    def _histories(self, step: StepRows, samples: Samples, longest: int) -> tuple[Tensor, Tensor]:
-        """A table with the tokens before each sample, those of its path among them, and the samples' rows in it."""
-        assert step.drafts is not None
-        state, put = self._slots, self._platform.put
-        counts = step.counts[step.verifying]
-        width = min(longest + 1, state.tokens.shape[1])
-        table = state.tokens[put(samples.slots), :width].clone()
-        verified = step.slots[step.verifying]
-        roots = put(step.starts[step.verifying])
-        nodes = path_history(step.drafts.tree, roots, state.tokens[put(verified), :width])
-        flat = nodes.reshape(-1, width)
-        table[samples.guesses] = flat.index_select(0, put(_places(counts, nodes.shape[1])))
-        return table, torch.arange(len(table), device=table.device)
-
-    def _forced(self) -> int:
-        """Tokens to emit in this step, so that ``fixed_acceptance`` is met on average; 0: what is right."""
-        wanted = self._settings.fixed_acceptance
-        if not wanted:
-            return 0
-        self._emitted += wanted
-        whole = int(self._emitted)
-        self._emitted -= whole
-        return max(1, whole)
-
-    def _leniency(self, step: StepRows, logits: Tensor, slots: Sequence[int], lengths: Tensor) -> Leniency | None:
-        """Probabilities at each request's temperature; what else edits logits does not count. Greedy rows are exact."""
-        noise, settings = self._sampler.noise(slots), self._settings
-        if noise is None:
-            return None
-        assert step.drafts is not None
-        tree, put = step.drafts.tree, self._platform.put
-        counts = step.counts[step.verifying]
-        width = tree.tokens.shape[1]
-        places = put(_places(counts, width))
-        warm = noise.temperature > 0
-        chances = self._sampler.chances(noise.keys, lengths)
-        logprobs = (logits / noise.temperature.clamp(min=1e-5).unsqueeze(1)).log_softmax(-1)
-
-        def padded(values: Tensor) -> Tensor:
-            whole = values.new_zeros(len(counts) * width, *values.shape[1:])
-            return whole.index_copy(0, places, values).view(len(counts), width, *values.shape[1:])
-
-        after = padded(logprobs).gather(1, tree.parents.clamp(min=0).unsqueeze(-1).expand(-1, -1, logprobs.shape[1]))
-        weights = after.gather(2, tree.tokens.unsqueeze(-1)).squeeze(-1).exp().masked_fill(tree.parents < 0, 0.0)
-        first = put(np.cumsum(counts) - counts)
-        return Leniency(
-            weights,
-            padded(chances),
-            settings.accept_threshold_single,
-            settings.accept_threshold_acc,
-            warm.index_select(0, first),
-        )
-
-    def _append(self, step: StepRows, samples: Samples, sampled: Sampled, found: Walk) -> None:
-        """What was sampled becomes known; in rows that verified the host counts it when the step is settled."""
-        state, put, part = self._slots, self._platform.put, samples.guesses
-        if part.start > 0 or part.stop < len(samples.slots):
-            index = np.concatenate((np.arange(part.start), np.arange(part.stop, len(samples.slots))))
-            slots = samples.slots[index]
-            tokens = sampled.tokens.index_select(0, put(index))
-            state.append(slots, put(slots), put(samples.lengths[index]), tokens)
-        state.write(step.slots[step.verifying], step.starts[step.verifying] + 1, found.tokens)
-
-    def move(self, step: StepRows, cache_index: Tensor, outcome: Tensor, caches: Sequence[object]) -> None:
-        """Bring the keys and values of accepted nodes to the positions that follow one another."""
-        assert step.drafts is not None
-        if step.drafts.tree.linear:
-            return
-        counts, path = outcome[:, :1].abs(), outcome[:, 2:]
-        begins = self._platform.put(step.offsets[step.verifying]).unsqueeze(1)
-        levels = torch.arange(path.shape[1], device=path.device)
-        inside = levels < counts
-        source = cache_index[(begins + torch.where(inside, path, 0)).reshape(-1)]
-        target = cache_index[(begins + torch.where(inside, levels, 0)).reshape(-1)]
-        self._platform.move_caches(caches, source, target, path.shape[1])
 
     def ran(
         self,
@@ -410,8 +274,3 @@ def _rows_of(tree: DraftTree, rows: Tensor) -> DraftTree:
         tree.bits.index_select(0, rows),
         tree.linear,
     )
-
-
-def _places(counts: Longs, width: int) -> Longs:
-    """Of rows of ``width`` each, the first ``counts`` places, counted over all rows."""
-    return ragged(np.arange(len(counts)) * width, counts)
