@@ -1,12 +1,18 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.tiny_model import make_tiny_model
+
+
+def pytest_configure() -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:  # there are as many of them as cores; torch is not imported yet
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")
