@@ -11,7 +11,6 @@ root logger and has no global state: several engines may live in one loop. When 
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import time
 from collections.abc import Coroutine, Sequence
@@ -24,22 +23,23 @@ from actors import report
 from actors.arguments import ArgumentError, Arguments
 from actors.company import Company
 from actors.configuration import metric_options
+from actors.deaths import log_death, reason
 from actors.faults import FaultPlan
 from actors.intake import Intake, Prompt
 from actors.journal import Journal
-from actors.protocol import Decode, DecodeTokens, Flush
+from actors.life import Life
+from actors.protocol import Flush
 from actors.reporting import Reporting
-from actors.requests import Chat, EngineDraining, EngineFailed, EngineNotReady, SamplingParams
-from actors.runtime import ActorStatus, ActorSystem, ChildCrash, Event, EventKind, current_traceparent
+from actors.requests import Chat, EngineDraining, EngineFailed, SamplingParams
+from actors.runtime import ActorStatus, ActorSystem, Event, EventKind, current_traceparent
 from actors.served_model import ServedModel, open_model
-from actors.status import EngineStatus, Health, Phase
+from actors.status import EngineStatus, Health
 from actors.streams import RequestStream
 from actors.traces import check_tracing, start_tracing
 from actors.vitals import Vitals
 from actors.watchdog import Watchdog
 from kernels.step import ModelInfo
 from telemetry.actor_spans import ActorSpans
-from telemetry.log_lines import Event as LogEvent
 from telemetry.metrics import EngineMetrics
 from telemetry.process_metrics import ProcessMetrics
 from telemetry.request_log import RequestLog
@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     from telemetry.tracing import Tracing
 
 __all__ = ["Engine"]
-
-_log = logging.getLogger("troupe.engine")
 
 _ASK_TIMEOUT = 30.0
 
@@ -106,18 +104,11 @@ class Engine:
         self._model: ServedModel | None = None
         self._company: Company | None = None
         self._system: ActorSystem | None = None
-        self.start_seconds: float | None = None  # from start() until ready
-        self._began = 0.0
-        self._phase: Phase = "starting"
-        self._progress = (0.0, "waiting")
-        self._error: str | None = None
+        self.life = Life()
         self._run: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._ready = asyncio.Event()
-        self._stop = asyncio.Event()
-        self._broken = asyncio.Event()
 
-    # -- life
+    # -- start and end
 
     async def __aenter__(self) -> Engine:
         await self.start()
@@ -133,12 +124,9 @@ class Engine:
 
         Raises EngineFailed when it was closed, and, only when it waits, with the reason when it cannot start.
         """
-        if self._run is not None:
-            raise RuntimeError("This engine was started before. Make a new one.")
-        if self._stop.is_set():
-            raise EngineFailed("This engine was closed. Make a new one.")
+        life = self.life
+        life.begin()
         self._loop = asyncio.get_running_loop()
-        self._began = time.monotonic()
         self.tracing = start_tracing(self.arguments, self._tracer_provider)
         if self.tracing is not None:
             self.timelines.listen(self.tracing)
@@ -146,21 +134,20 @@ class Engine:
         if not wait:
             return
         try:
-            await self._ready.wait()
+            await life.settled.wait()
         except BaseException:
             await self.aclose()
             raise
-        if self._phase == "failed":
+        if life.phase == "failed":
             await self.aclose()
-            raise EngineFailed(self._error or "The engine could not start.")
-        if self._stop.is_set():
+            raise EngineFailed(life.error or "The engine could not start.")
+        if life.stop.is_set():
             raise EngineFailed("The engine was closed while it started.")
 
     async def aclose(self) -> None:
         """End live requests with an error, stop the actors in reverse order, and leave nothing behind. Idempotent."""
-        self._stop.set()
-        if self._phase != "failed":
-            self._phase = "stopped"
+        self.life.stop.set()
+        self.life.stopped()
         if self._run is not None:
             await _finish(self._run)
         if not self._owns_registry:
@@ -180,19 +167,19 @@ class Engine:
                 try:
                     await self._serve(system)
                 except Exception as error:
-                    self._failed(error)
+                    self.life.failed(error)
                 finally:
                     # Before the actors stop, which takes a while: nobody is to wait for an answer from them.
                     self._end_requests()
         except (Exception, BaseExceptionGroup) as error:
-            self._failed(error)
+            self.life.failed(error)
         finally:
             self._end_requests()
             self._reporting.stop()
             if self.tracing is not None:
                 await self.tracing.close()
             self._system = None
-            self._ready.set()
+            self.life.settled.set()
 
     def _watchdog(self, system: ActorSystem) -> Watchdog:
         arguments = self.arguments
@@ -200,26 +187,20 @@ class Engine:
 
     async def _serve(self, system: ActorSystem) -> None:
         """Set up and live, until the engine is closed. Raises what ends it otherwise."""
-        if not self._stop.is_set():
-            await _first(self._stop.wait(), self._broken.wait(), self._set_up(system))
-        await _first(self._stop.wait(), self._broken.wait())
-        if not self._stop.is_set():
-            raise EngineFailed(self._error)
-
-    def _failed(self, error: BaseException) -> None:
-        self._phase = "failed"
-        self._error = str(error) or type(error).__name__
-        expected = isinstance(error, (ValueError, EngineFailed))
-        _log.error("The engine failed: %s", self._error, exc_info=None if expected else error)
+        stop, broken = self.life.stop, self.life.broken
+        if not stop.is_set():
+            await _first(stop.wait(), broken.wait(), self._set_up(system))
+        await _first(stop.wait(), broken.wait())
+        if not stop.is_set():
+            raise EngineFailed(self.life.error)
 
     def _end_requests(self) -> None:
-        if self._phase != "failed":
-            self._phase = "stopped"
+        self.life.stopped()
         if self.intake is not None:
-            self.intake.fail_all(EngineFailed(self._error or "The engine was stopped."))
+            self.intake.fail_all(EngineFailed(self.life.error or "The engine was stopped."))
 
     async def _set_up(self, system: ActorSystem) -> None:
-        self._progress = (0.0, "model files")
+        self.life.progress("model files", 0.0)
         model = await open_model(self.arguments)
         self._model = model
         if model.speculation is not None:
@@ -230,7 +211,7 @@ class Engine:
             model,
             journal=Journal(),
             vitals=self.vitals,
-            on_progress=self._on_progress,
+            on_progress=self.life.progress,
             on_ready=self._on_ready,
             tracing=self.tracing,
             faults=self._faults,
@@ -239,52 +220,39 @@ class Engine:
         self.intake = Intake(self.arguments, model, company, self.timelines)
         await company.assemble()
 
-    def _on_progress(self, stage: str, fraction: float) -> None:
-        self._progress = (fraction, stage)
-
     def _on_ready(self, info: ModelInfo) -> None:
         assert self._model is not None
         self._model.loaded(info)
-        self._progress = (1.0, "ready")
-        if self.start_seconds is None:
-            self.start_seconds = time.monotonic() - self._began
-        if self._phase == "starting":
-            self._phase = "ready"
-        self._ready.set()
+        self.life.ready()
 
     def _on_event(self, event: Event) -> None:
         if event.kind is EventKind.DIED:
             self.traffic.died(event.actor, event.cause)
         if event.kind is EventKind.DIED and event.actor.startswith("worker-"):
             self.vitals.worker_lost()
-            self._progress = (0.0, "restarting the worker")
+            self.life.progress("restarting the worker", 0.0)
             if self.model_info is None:
                 # What cannot be loaded once will not load the next time either: say why and give up.
-                self._give_up(_reason(event.cause))
-
+                self.life.give_up(reason(event.cause))
         elif event.kind is EventKind.ESCALATED:
-            self._give_up(f"Actor {event.actor} failed too often: {_reason(event.cause)}")
-        elif event.kind is EventKind.STOPPED and self._phase in ("starting", "ready", "draining"):
+            self.life.give_up(f"Actor {event.actor} failed too often: {reason(event.cause)}")
+        elif event.kind is EventKind.STOPPED and self.life.phase in ("starting", "ready", "draining"):
             # Nobody asked it to: without it the others would wait for ever.
-            self._give_up(f"Actor {event.actor} has ended for good: {_reason(event.cause)}")
+            self.life.give_up(f"Actor {event.actor} has ended for good: {reason(event.cause)}")
 
     def _log_death(self, event: Event) -> None:
-        """An actor's death, once, with what it takes to find its reason; a worker's with the requests in its batch."""
-        fields: dict[str, object] = {"actor": event.actor, "incarnation": event.incarnation}
-        if event.actor.startswith("worker-"):
-            fields["device"] = self.model_info.device if self.model_info is not None else self.arguments.device
-            journal = self._company.journal if self._company is not None else Journal()
-            batch = self.vitals.read_batch() if self.vitals.read_batch is not None else ()
-            entries = [entry for sequence in batch if (entry := journal.get(sequence)) is not None]
-            fields["batch"] = tuple(dict.fromkeys(entry.stream.request_id for entry in entries))
-        cause = event.cause
-        told = isinstance(cause, ChildCrash) and not cause.detail  # then the reason is all there is
-        death = LogEvent(f"Actor {event.actor} died: {_reason(cause)}", fields)
-        _log.error(death, exc_info=None if told else cause, extra={"actor": event.actor})
-
-    def _give_up(self, reason: str) -> None:
-        self._error = self._error or reason
-        self._broken.set()
+        """A worker's death is told with the requests in its batch."""
+        if not event.actor.startswith("worker-"):
+            log_death(event)
+            return
+        journal = self._company.journal if self._company is not None else Journal()
+        batch = self.vitals.read_batch() if self.vitals.read_batch is not None else ()
+        entries = [entry for sequence in batch if (entry := journal.get(sequence)) is not None]
+        log_death(
+            event,
+            device=self.model_info.device if self.model_info is not None else self.arguments.device,
+            batch=tuple(dict.fromkeys(entry.stream.request_id for entry in entries)),
+        )
 
     # -- requests
 
@@ -335,21 +303,14 @@ class Engine:
             raise
 
     def _require_ready(self) -> Intake:
-        if self._phase == "draining":
-            raise EngineDraining("The engine is shutting down and takes no new requests.")
+        self.life.require_admitting()
         return self._require_intake()
 
     def _require_intake(self) -> Intake:
-        if self._phase == "failed":
-            raise EngineFailed(self._error or "The engine failed.")
-        if self._phase == "stopped":
-            raise EngineFailed("The engine was closed.")
-        if self._run is None:
-            raise EngineNotReady("The engine was not started. Use `async with engine`, or await engine.start().")
+        self.life.require_running()
         self._check_loop()
         if self.intake is None or self.model_info is None:
-            fraction, stage = self._progress
-            raise EngineNotReady(f"The engine is starting ({stage}, {fraction:.0%}). Try again soon.")
+            raise self.life.not_ready()
         return self.intake
 
     def _check_loop(self) -> None:
@@ -364,35 +325,30 @@ class Engine:
 
     async def tokenize(self, prompt: str | Chat, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text or a conversation."""
-        return await self._require_intake().encode(prompt, add_special_tokens=add_special_tokens)
+        return await self._require_intake().encoding.encode(prompt, add_special_tokens=add_special_tokens)
 
     async def render(self, chat: Chat) -> str:
         """A conversation as the text that the model gets."""
-        return await self._require_intake().render(chat)
+        return await self._require_intake().encoding.render(chat)
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids."""
-        intake, ids = self._require_intake(), self._checked(token_ids)
-        return await intake.ask_tokenizer(Decode(token_ids=ids, skip_special_tokens=skip_special_tokens))
+        return await self._require_intake().encoding.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     async def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         """Each token's own text; U+FFFD for a token that is part of a character."""
-        intake, ids = self._require_intake(), self._checked(token_ids)
-        return await intake.ask_tokenizer(DecodeTokens(token_ids=ids))
-
-    def _checked(self, token_ids: Sequence[int]) -> list[int]:
-        assert self._model is not None
-        ids = list(token_ids)
-        if ids:
-            self._model.check_ids(ids)
-        return ids
+        return await self._require_intake().encoding.token_strings(token_ids)
 
     # -- operation
 
     @property
     def status(self) -> EngineStatus:
-        progress, stage = self._progress
-        return EngineStatus(phase=self._phase, progress=progress, stage=stage, error=self._error)
+        return self.life.status
+
+    @property
+    def start_seconds(self) -> float | None:
+        """Seconds from :meth:`start` until it was ready; None before."""
+        return self.life.start_seconds
 
     @property
     def model_info(self) -> ModelInfo | None:
@@ -415,8 +371,7 @@ class Engine:
 
     def begin_drain(self) -> None:
         """Refuse new requests from now on; live ones go on."""
-        if self._phase in ("starting", "ready"):
-            self._phase = "draining"
+        self.life.drain()
 
     async def drain(self, timeout: float) -> bool:
         """Refuse new requests and wait until the live ones end; at the deadline (seconds) the rest end with an error.
@@ -453,13 +408,6 @@ class Engine:
     def describe(self) -> dict[str, Any]:
         """Everything an operator may want to know, without secrets: for /server_info."""
         return report.describe(self)
-
-
-def _reason(cause: BaseException | None) -> str:
-    """What an actor died of, without the traceback of its process: that is in the log."""
-    if cause is None:
-        return "the log says why"
-    return cause.reason if isinstance(cause, ChildCrash) else f"{type(cause).__name__}: {cause}"
 
 
 async def _first(*awaitables: Coroutine[Any, Any, object]) -> None:

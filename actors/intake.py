@@ -15,7 +15,6 @@ import random
 import secrets
 import time
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -23,19 +22,18 @@ import numpy as np
 from actors.admission import Door, Ticket
 from actors.arguments import Arguments
 from actors.company import Company
+from actors.encoding import Encoding, characters
 from actors.journal import JournalEntry
-from actors.protocol import Abort, Encode, SequenceSpec, Submit, TokenizerProtocol
+from actors.protocol import Abort, SequenceSpec, Submit
 from actors.requests import (
     LIMITS,
     Chat,
-    EngineFailed,
     InvalidRequest,
     RequestAborted,
-    RequestFailed,
     RequestTimeout,
     SamplingParams,
 )
-from actors.runtime import ActorDied, AskTimeout, MailboxFull, Message, current_traceparent
+from actors.runtime import MailboxFull, current_traceparent
 from actors.sampling_rules import resolve, slot_sampling, validate
 from actors.served_model import ServedModel
 from actors.streams import RequestStream, StreamBuffer
@@ -44,10 +42,8 @@ from telemetry.timeline import Outcome, RequestTimeline, Timelines, Value
 
 __all__ = ["Intake", "Prompt"]
 
-R = TypeVar("R")
 Prompt = str | Sequence[int] | Chat
 
-_ENCODE_TIMEOUT = 120.0
 _MAX_TIMEOUT = 86400.0
 _READERS_A_TURN = 32
 """Streams that are woken in one turn of the loop: each may cost its reader a write to a socket."""
@@ -89,6 +85,7 @@ class Intake:
             tenants=max(1, len(arguments.api_keys)),
             busy_from=arguments.max_running_requests,
         )
+        self.encoding = Encoding(arguments, model, company)
         self.idle = asyncio.Event()
         self.idle.set()
         self._arguments = arguments
@@ -98,7 +95,6 @@ class Intake:
         self._timelines = timelines
         self._requests: dict[str, _Request] = {}
         self._numbers = itertools.count(1)
-        self._turns = itertools.count()
         self._readers = Turnstile(_READERS_A_TURN)
         # With --random-seed the same requests in the same order sample the same tokens after a new start.
         seed = arguments.random_seed
@@ -169,7 +165,7 @@ class Intake:
     ) -> None:
         model = self._model
         if isinstance(prompt, (str, Chat)):
-            self._check_chars(_chars(prompt))
+            self.encoding.check_characters(characters(prompt))
         else:
             if not len(prompt):
                 raise InvalidRequest("prompt holds no token. Send at least one.", param="prompt")
@@ -211,9 +207,9 @@ class Intake:
         request = self._wanted(buffer)
         if self._company.faults is not None:
             await self._company.faults.strike_async("admission")
-        params, prompt = request.params, request.prompt
-        ids = await self._tokenize(prompt, request.timeline) if isinstance(prompt, (str, Chat)) else list(prompt)
-        bad_words = [ids for word in params.bad_words for ids in await self._spellings(word)]
+        params, prompt, encoding = request.params, request.prompt, self.encoding
+        ids = await encoding.tokenize(prompt, request.timeline) if isinstance(prompt, (str, Chat)) else list(prompt)
+        bad_words = [ids for word in params.bad_words for ids in await encoding.spellings(word)]
         self._wanted(buffer)
         ids, max_tokens = self._measure(ids, params)
         self.door.correct(request.ticket, len(ids) * params.n)
@@ -285,77 +281,6 @@ class Intake:
             request.timeline.begin("queue", now, index)
         request.sequences = tuple(spec.sequence for spec in specs)
         return specs
-
-    async def _tokenize(self, prompt: str | Chat, timeline: RequestTimeline) -> list[int]:
-        """The hop of a conversation has the time of its rendering too, and its characters are the rendered text's."""
-        began = rendered = time.monotonic()
-        hop = timeline.begin("tokenize", began, characters=_chars(prompt))
-        if isinstance(prompt, Chat):
-            text = await self._text_of(prompt)
-            rendered = time.monotonic()
-            hop.attributes |= {"characters": len(text), "render": rendered - began}
-            reply = await self.ask_tokenizer(Encode(prompt=text, add_special_tokens=False))
-        else:
-            reply = await self.ask_tokenizer(Encode(prompt=prompt))
-        now = time.monotonic()
-        timeline.finish(hop, now, tokens=len(reply.token_ids), wait=max(now - rendered - reply.seconds, 0.0))
-        return reply.token_ids
-
-    async def encode(self, prompt: str | Chat, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, or of a conversation (whose template brings its own special tokens)."""
-        if isinstance(prompt, Chat):
-            prompt, add_special_tokens = await self._text_of(prompt), False
-        return (await self.ask_tokenizer(Encode(prompt=prompt, add_special_tokens=add_special_tokens))).token_ids
-
-    async def render(self, chat: Chat) -> str:
-        """A conversation as text."""
-        self._model.require_codec()
-        return await self._company.rendering.render(chat)
-
-    async def _text_of(self, chat: Chat) -> str:
-        text = await self.render(chat)
-        self._check_chars(len(text))
-        return text
-
-    def _check_chars(self, chars: int) -> None:
-        """Raise InvalidRequest for a text so long that nobody needs to encode it to know that it does not fit."""
-        model = self._model
-        most = model.require_codec().most_chars(model.context_length)
-        if chars > most and not self._arguments.allow_auto_truncate:
-            raise InvalidRequest(
-                f"The prompt has {chars} characters; no more than {most} can fit this model's context of "
-                f"{model.context_length} tokens. Shorten it.",
-                param="prompt",
-                code="context_length_exceeded",
-            )
-
-    async def _spellings(self, word: str) -> list[tuple[int, ...]]:
-        """A bad word's token sequences: at the start of a text, and after a space."""
-        bare = await self.encode(word, add_special_tokens=False)
-        spaced = await self.encode(" " + word.lstrip(" "), add_special_tokens=False)
-        return list(dict.fromkeys(tuple(ids) for ids in (bare, spaced) if ids))
-
-    async def ask_tokenizer(self, message: Message[TokenizerProtocol, R]) -> R:
-        """Ask the next tokenizer in turn.
-
-        Raises InvalidRequest without one, RequestFailed when it dies of this twice or hangs, EngineFailed when it has
-        stopped.
-        """
-        self._model.require_codec()
-        refs = self._company.tokenizers
-        ref = refs[next(self._turns) % len(refs)]
-        try:
-            try:
-                return await ref.ask(message, timeout=_ENCODE_TIMEOUT)
-            except ActorDied:
-                # It may have died of another's text: the next life gets this one once more.
-                return await ref.ask(message, timeout=_ENCODE_TIMEOUT)
-        except ActorDied as error:
-            if not ref.is_alive():
-                raise EngineFailed("The engine was stopped.") from error
-            raise RequestFailed("The tokenizer failed on this request.") from error
-        except AskTimeout as error:
-            raise RequestFailed(f"The tokenizer did not answer within {_ENCODE_TIMEOUT:g} s. Try again.") from error
 
     # -- the way out
 
@@ -459,14 +384,6 @@ def _salt(cache_salt: str | None) -> bytes:
         ) from None
 
 
-def _chars(prompt: str | Chat) -> int:
-    """Characters of a text, or at least so many of a conversation's."""
-    if isinstance(prompt, str):
-        return len(prompt)
-    texts = (message.get("content") for message in prompt.messages)
-    return sum(len(text) for text in texts if isinstance(text, str))
-
-
 def _estimate(prompt: Prompt) -> int:
     """Prompt tokens before anything is encoded; set right afterwards."""
-    return _chars(prompt) // 4 + 1 if isinstance(prompt, (str, Chat)) else len(prompt)
+    return characters(prompt) // 4 + 1 if isinstance(prompt, (str, Chat)) else len(prompt)

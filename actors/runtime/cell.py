@@ -86,14 +86,14 @@ class Cell:
         if self.closed:
             if envelope.reply is not None:
                 raise ActorDied(self.name, self.cause)
-            self.system.dead_letter(self.name, envelope, "stopped")
+            self.system.events.dead_letter(self.name, envelope, "stopped")
             return True
         return self.mailbox.submit(envelope)
 
     def offer(self, envelope: Envelope) -> None:
         self.check(envelope.message)
         if self.closed:
-            self.system.dead_letter(self.name, envelope, "stopped")
+            self.system.events.dead_letter(self.name, envelope, "stopped")
         else:
             self.mailbox.offer(envelope)
 
@@ -103,7 +103,7 @@ class Cell:
         try:
             self.offer(envelope)
         except MailboxFull:
-            self.system.dead_letter(self.name, envelope, "full")
+            self.system.events.dead_letter(self.name, envelope, "full")
 
     async def wait_for_room(self, envelope: Envelope) -> None:
         """Wait until a told message that stands in line is in, or has become a dead letter."""
@@ -121,18 +121,18 @@ class Cell:
     def _give_up(self, envelope: Envelope) -> None:
         if not envelope.accepted.done():
             envelope.accepted.set_result(False)
-            self.system.dead_letter(self.name, envelope, "expired")
+            self.system.events.dead_letter(self.name, envelope, "expired")
 
     # -- messages that nobody will handle ------------------------------------------------------------------------
 
     def count_timeout(self, message: Message[Any, Any]) -> None:
-        self.system.count_timeout(self.name, message)
+        self.system.events.ask_timeout(self.name, message)
 
     def expire(self, envelope: Envelope) -> None:
         """Drop a message whose deadline has passed."""
         reply = envelope.reply
         if reply is None:
-            self.system.dead_letter(self.name, envelope, "expired")
+            self.system.events.dead_letter(self.name, envelope, "expired")
         elif not reply.done():
             limit = (envelope.deadline or 0.0) - envelope.enqueued_at
             self.count_timeout(envelope.message)
@@ -141,7 +141,7 @@ class Cell:
     def refuse(self, envelope: Envelope, error: BaseException) -> None:
         """Answer with an error; a told message has nobody to hear it."""
         if envelope.reply is None:
-            self.system.dead_letter(self.name, envelope, "refused", error)
+            self.system.events.dead_letter(self.name, envelope, "refused", error)
         elif envelope.reply.done():
             self.system.late_replies += 1
         else:
@@ -154,7 +154,7 @@ class Cell:
         elif envelope.accepted is not None and envelope.accepted.cancelled():
             return
         if envelope.reply is None:
-            self.system.dead_letter(self.name, envelope, reason, cause)
+            self.system.events.dead_letter(self.name, envelope, reason, cause)
         elif not envelope.reply.done():
             envelope.reply.set_exception(ActorDied(self.name, cause))
 
@@ -204,7 +204,7 @@ class Cell:
         self.fragile = False
         self.ready.set()
         kind = EventKind.STARTED if incarnation.number == 0 else EventKind.RESTARTED
-        self.system.emit_event(kind, self.name, incarnation.number)
+        self.system.events.emit(kind, self.name, incarnation.number)
 
     def incarnation_ended(self, incarnation: "Incarnation") -> None:
         self.incarnation = None
@@ -223,7 +223,7 @@ class Cell:
         for envelope in reversed(in_hand):
             self.give_back(envelope, cause)
         if cause is not None:
-            self.system.emit_event(EventKind.DIED, self.name, incarnation.number, cause)
+            self.system.events.emit(EventKind.DIED, self.name, incarnation.number, cause)
         if self.stopping:
             self.close(None)
         elif incarnation.stop_requested:
@@ -264,7 +264,7 @@ class Cell:
             watcher.watched.discard(self)
             self.tell_end(watcher)
         self.ready.set()
-        self.system.emit_event(EventKind.STOPPED, self.name, self._next_number - 1, cause)
+        self.system.events.emit(EventKind.STOPPED, self.name, self._next_number - 1, cause)
         self.system.forget(self)
 
     def add_watcher(self, watcher: "Incarnation") -> None:

@@ -171,7 +171,7 @@ class LocalIncarnation(Incarnation):
     async def _serve(self) -> None:
         cell = self.cell
         mailbox, loop, monotonic, table = cell.mailbox, cell.loop, cell.monotonic, self._table
-        pause, handled = cell.system.pause, cell.system.observe_handled
+        pause, handled = cell.system.pause, cell.system.events.handled
         trace: str | None = None
         current_traceparent.set(None)
         streak = 0
@@ -258,8 +258,8 @@ class LocalIncarnation(Incarnation):
                 cell.system.late_replies += 1
             else:
                 envelope.reply.set_result(future.result())
-        if cell.system.observe_handled is not None:
-            cell.system.observe_handled(cell, envelope, began - envelope.enqueued_at, cell.monotonic() - began, error)
+        if cell.system.events.handled is not None:
+            cell.system.events.handled(cell, envelope, began - envelope.enqueued_at, cell.monotonic() - began, error)
 
     def unfinished(self) -> tuple[list[Envelope], list[Envelope]]:
         in_hand = [envelope for envelope, _ in self._deferred.values()]

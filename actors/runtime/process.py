@@ -317,7 +317,7 @@ class ProcessIncarnation(Incarnation):
                 cell.system.late_replies += 1
             else:
                 reply.set_result(result)
-        handled = cell.system.observe_handled
+        handled = cell.system.events.handled
         if handled is not None:
             handled(cell, envelope, sent_at - envelope.enqueued_at, cell.monotonic() - sent_at, failure)
         if not self._stopping and cell.mailbox:

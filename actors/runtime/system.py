@@ -19,10 +19,11 @@ from actors.runtime.clock import Clock, SystemClock
 from actors.runtime.events import ActorStatus, Event, EventKind, Observer
 from actors.runtime.incarnation import Incarnation, LocalIncarnation
 from actors.runtime.link import FRAME_LIMIT
-from actors.runtime.message import Envelope, Message
+from actors.runtime.message import Message
 from actors.runtime.process import ProcessIncarnation, launch, plan_process
 from actors.runtime.ref import ActorRef
 from actors.runtime.supervisor import Supervision, Unit
+from actors.runtime.system_events import SystemEvents
 
 __all__ = ["ActorSystem", "Events", "Failure"]
 
@@ -90,22 +91,13 @@ class ActorSystem:
         self.pause = pause
         self.failed = Failure()
         self.stopping = False
-        self.dead_letters = 0
         self.late_replies = 0
-        self.ask_timeouts = 0
         self._clock = clock
         self._cells: dict[str, Cell] = {}
         self._groups: dict[str, Unit] = {}
-        self._callbacks: list[Callable[[Event], None]] = []
-        self._logged: set[tuple[str, str, str]] = set()
         self._host: asyncio.Task[None] | None = None
         self._tasks: anyio.abc.TaskGroup | None = None
-        observed = getattr(observer, "handled", None)
-        self.observe_handled = None if observed is None else _measure(observed)
-        self._log_death = log_death
-        self._observe_timeout = getattr(observer, "ask_timeout", None)
-        self._observe_dead_letter = getattr(observer, "dead_letter", None)
-        self._observe_restarted = getattr(observer, "restarted", None)
+        self.events = SystemEvents(self.logger, log_death, observer)
 
     # -- opening and closing -------------------------------------------------------------------------------------
 
@@ -374,32 +366,11 @@ class ActorSystem:
         if cell is not None and cell.incarnation is not None:
             cell.incarnation.tell_stacks()
 
-    # -- what the actors report ----------------------------------------------------------------------------------
+    # -- what is known of the actors -----------------------------------------------------------------------------
 
     def on_event(self, callback: Callable[[Event], None]) -> None:
         """Call `callback` for each event, from the loop. It must not raise or wait."""
-        self._callbacks.append(callback)
-
-    def emit_event(
-        self, kind: EventKind, actor: str, incarnation: int | None, cause: BaseException | None = None
-    ) -> None:
-        event = Event(kind, actor, incarnation, cause)
-        if kind is EventKind.DIED and self._log_death is not None:
-            self._log_death(event)
-        elif kind is EventKind.DIED:
-            self.logger.error("actor %s died", actor, exc_info=cause)
-        elif kind is EventKind.RESTARTED:
-            self.logger.warning("actor %s restarted (incarnation %s)", actor, incarnation)
-            if self._observe_restarted is not None:
-                self._observe_restarted(actor)
-        self._publish(event)
-
-    def _publish(self, event: Event) -> None:
-        for callback in self._callbacks:
-            try:
-                callback(event)
-            except Exception:
-                self.logger.exception("an event callback failed")
+        self.events.listen(callback)
 
     def escalate(self, cell: Cell, cause: BaseException) -> None:
         """A crash that no restart can mend: set `failed` and stop everything."""
@@ -407,32 +378,9 @@ class ActorSystem:
             return
         self.logger.critical("actor %s cannot be restarted, the system stops: %s", cell.name, cause)
         cell.cause = cause
-        self.emit_event(EventKind.ESCALATED, cell.name, None, cause)
+        self.events.emit(EventKind.ESCALATED, cell.name, None, cause)
         self.failed.set(cell.name, cause)
         self.request_stop()
-
-    def dead_letter(self, actor: str, envelope: Envelope, reason: str, cause: BaseException | None = None) -> None:
-        """Count a message that nobody will handle; log the first of its kind."""
-        self.dead_letters += 1
-        message = type(envelope.message).__name__
-        kind = (actor, message, reason)
-        if kind not in self._logged:
-            self._logged.add(kind)
-            self.logger.warning(
-                "dead letter: %s to actor %s (%s), traceparent %s: later ones are only counted",
-                message,
-                actor,
-                reason if cause is None else f"{reason}: {cause!r}",
-                envelope.traceparent,
-            )
-        if self._observe_dead_letter is not None:
-            self._observe_dead_letter(actor, message, reason)
-        self._publish(Event(EventKind.DEAD_LETTER, actor, None, cause, message, reason, envelope.traceparent))
-
-    def count_timeout(self, actor: str, message: Message[Any, Any]) -> None:
-        self.ask_timeouts += 1
-        if self._observe_timeout is not None:
-            self._observe_timeout(actor, type(message).__name__)
 
     def forget(self, cell: Cell) -> None:
         if self._cells.get(cell.name) is cell:
@@ -458,18 +406,3 @@ class ActorSystem:
                 )
             )
         return lines
-
-
-def _measure(observed: Callable[..., None]) -> Callable[..., None]:
-    def handled(cell: Cell, envelope: Envelope, wait: float, duration: float, failure: BaseException | None) -> None:
-        observed(
-            cell.name,
-            type(envelope.message).__name__,
-            wait=wait,
-            duration=duration,
-            depth=len(cell.mailbox),
-            traceparent=envelope.traceparent,
-            error=failure,
-        )
-
-    return handled

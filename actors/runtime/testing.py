@@ -194,5 +194,5 @@ class TestKit:
             assert status.message is None, f"{status.name} still handles {status.message}"
         for kind in (EventKind.DEAD_LETTER, EventKind.DIED, EventKind.ESCALATED):
             assert not self.of(kind), f"not quiet: {self.of(kind)}"
-        assert self.system.ask_timeouts == 0, f"{self.system.ask_timeouts} asks ran out of time"
+        assert self.system.events.ask_timeouts == 0, f"{self.system.events.ask_timeouts} asks ran out of time"
         assert self.system.late_replies == 0, f"{self.system.late_replies} replies came too late"

@@ -88,7 +88,7 @@ async def test_a_fault(rig: Rig, undisturbed: dict[str, tuple[object, ...]], sta
     try:
         await asyncio.wait_for(cell.play(), 60)
     finally:
-        rig.engine._phase = "ready"  # a drain is for good, but the other cells need this engine
+        rig.engine.life.phase = "ready"  # a drain is for good, but the other cells need this engine
         rig.plan.clear()
         rig.forgive()
     assert rig.plan.pending() == 0

@@ -210,7 +210,7 @@ async def test_the_worker_dies_again_while_a_drain_waits(rig: Rig, expected: Exp
     crash(rig, "scheduler", "detokenizer")
     assert await drain is True
     await asyncio.gather(*tasks)
-    rig.engine._phase = "ready"
+    rig.engine.life.phase = "ready"
     await all_whole(rig, readings, expected)
 
 

@@ -216,7 +216,7 @@ async def test_renderers_take_turns_and_are_few() -> None:
     async with ActorSystem() as system:
         rendering_ = await Rendering.start(system, template=TEMPLATE, variables={}, count=9, guests=False)
         turns: set[str] = set()
-        system.observe_handled = lambda cell, *_: turns.add(cell.name)
+        system.events.handled = lambda cell, *_: turns.add(cell.name)
         assert len(system.describe()) == rendering.MOST_RENDERERS
         for _ in range(rendering.MOST_RENDERERS):
             await rendering_.render(chat())

@@ -183,7 +183,7 @@ async def test_ask_times_out_by_the_clock_and_its_late_reply_is_dropped() -> Non
         await kit.settle()
         assert actor.log == ["begin slow", "end slow"], "an ask that timed out in the mailbox is not handled"
         assert kit.system.late_replies == 1
-        assert kit.system.ask_timeouts == 2
+        assert kit.system.events.ask_timeouts == 2
         assert await ref.ask(Work("next"), timeout=1) == "NEXT"
 
 
@@ -252,7 +252,7 @@ async def test_expired_tells_are_dropped_unhandled_wherever_they_wait() -> None:
         await kit.settle()
         assert actor.log == ["begin a", "end a"]
         assert [letter.reason for letter in kit.events if letter.message == "Note"] == ["expired", "expired"]
-        assert kit.system.dead_letters == 2
+        assert kit.system.events.dead_letters == 2
 
 
 async def test_a_stopped_actor_answers_everyone() -> None:
@@ -276,12 +276,12 @@ async def test_a_stopped_actor_answers_everyone() -> None:
                 await ask
         await waiting
         assert not ref.is_alive()
-        assert kit.system.dead_letters == 2
+        assert kit.system.events.dead_letters == 2
         with pytest.raises(ActorDied):
             await ref.ask(Work("c"), timeout=1)
         await ref.tell(Note("late"))
         ref.offer(Note("late"))
-        assert kit.system.dead_letters == 4
+        assert kit.system.events.dead_letters == 4
         assert kit.system.describe() == []
 
 
@@ -298,7 +298,7 @@ async def test_dead_letters_are_logged_once_a_kind_with_the_trace(caplog: pytest
         assert len(records) == 1
         assert "Note" in records[0]
         assert "00-abc-def-01" in records[0]
-        assert kit.system.dead_letters == 3
+        assert kit.system.events.dead_letters == 3
 
 
 async def test_trace_context_travels_in_the_envelope_and_is_not_inherited() -> None:

@@ -221,7 +221,7 @@ async def test_poison_kills_two_incarnations_and_is_set_apart(system: ActorSyste
             continue
     assert counted == ["behind it"]
     assert (tmp_path / "deaths").read_text() == "xx"
-    assert system.dead_letters == 1
+    assert system.events.dead_letters == 1
 
 
 async def test_timeouts_deadlines_and_late_replies(system: ActorSystem) -> None:
@@ -231,7 +231,7 @@ async def test_timeouts_deadlines_and_late_replies(system: ActorSystem) -> None:
     await ref.tell(Count("expired"), deadline=time.monotonic() + 0.01)
     assert await ref.ask(Counted(), timeout=60) == []
     assert system.late_replies == 1
-    assert system.dead_letters == 1
+    assert system.events.dead_letters == 1
 
 
 async def test_unknown_messages_are_refused(system: ActorSystem, caplog: pytest.LogCaptureFixture) -> None:
