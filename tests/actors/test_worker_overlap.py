@@ -34,7 +34,7 @@ class Device:
             self.second.set()
 
         def finish() -> StepResult:
-            assert self.done or self.may_end.wait(10)
+            assert self.done or self.may_end.wait(60)
             return StepResult(number=batch.number, accepted=b"", tokens=b"")
 
         return RunningStep(finish, self.done)

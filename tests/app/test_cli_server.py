@@ -99,14 +99,14 @@ async def stream(server: Running) -> "asyncio.Task[str]":
             return (await client.get(server.url, timeout=60)).text
 
     task = asyncio.create_task(read())
-    await asyncio.wait_for(server.application.streaming.wait(), 20)
+    await asyncio.wait_for(server.application.streaming.wait(), 60)
     return task
 
 
 async def test_a_signal_drains_and_nothing_is_cut(running: Running) -> None:
     reader = await stream(running)
     running.signal()
-    await asyncio.wait_for(running.application.draining.wait(), 20)
+    await asyncio.wait_for(running.application.draining.wait(), 60)
     assert not running.task.done()
     running.application.let_go.set()
     assert await asyncio.wait_for(running.task, 60) is True
@@ -233,7 +233,7 @@ def test_real_signals(number: signal.Signals) -> None:
             assert process.stdout is not None
             assert process.stdout.readline() == "started\n"
             process.send_signal(number)
-            out, _ = process.communicate(timeout=30)
+            out, _ = process.communicate(timeout=120)
         finally:
             process.kill()
     assert out == "drained\n"

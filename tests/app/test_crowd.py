@@ -26,7 +26,7 @@ async def test_a_crowd_is_admitted_or_refused_and_nobody_is_dropped(tmp_path: Pa
         assert crowd.admitted >= 100
         assert crowd.refused == {429: 300 - crowd.admitted}
         assert all(1 <= wait <= 120 for wait in crowd.retry_after)
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=60) as client:
             told = (await client.get(f"{server.url}/server_info")).json()
         assert told["requests"] == {"live": 0, "sequences": 0, "refused": 300 - crowd.admitted}
 

@@ -87,7 +87,7 @@ async def test_health_generate_runs_one_token(application, engine):
 async def test_drain_ends_what_still_runs_with_an_error(application, engine, serve, stream, until):
     engine.gate, engine.gate_at = asyncio.Event(), 2
     url = await serve(application)
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=60) as client:
         running = asyncio.create_task(client.post(f"{url}/v1/chat/completions", json={**BODY, "stream": stream}))
         await until(lambda: engine.streams)
         draining = asyncio.create_task(application.drain(0.2))
@@ -112,7 +112,7 @@ async def test_drain_ends_what_still_runs_with_an_error(application, engine, ser
 async def test_drain_lets_requests_finish(application, engine, serve, until):
     engine.gate = asyncio.Event()
     url = await serve(application)
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=60) as client:
         running = asyncio.create_task(client.post(f"{url}/v1/chat/completions", json={**BODY, "stream": True}))
         await until(lambda: engine.streams)
         draining = asyncio.create_task(application.drain(5))

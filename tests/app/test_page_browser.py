@@ -185,7 +185,7 @@ def test_a_trace_id_can_be_copied(server, open_page):
         headers={"traceparent": f"00-{trace}-b7ad6b7169203331-01"},
         timeout=30,
     )
-    handle = httpx.get(f"{server.url}/stage/requests/{asked.headers['x-request-id']}").json()["handle"]
+    handle = httpx.get(f"{server.url}/stage/requests/{asked.headers['x-request-id']}", timeout=60).json()["handle"]
     wait_frames(page)
     page.hover("#timeline .window")
     page.click(f".request[aria-label^='Request {handle}:']")
@@ -274,7 +274,7 @@ def test_the_stage_moves_under_load_and_shows_a_killed_worker(server, open_page,
     ]
     assert places[0] != places[1], "the lights stand still"
     assert page.locator("[data-actor=worker] .badge").text_content() == ""
-    os.kill(httpx.get(f"{server.url}/server_info").json()["workers"][0]["pid"], signal.SIGKILL)
+    os.kill(httpx.get(f"{server.url}/server_info", timeout=60).json()["workers"][0]["pid"], signal.SIGKILL)
     page.wait_for_selector("[data-actor=worker][data-state=restarting], [data-actor=worker].struck")
     page.wait_for_function("() => document.querySelector('[data-actor=worker] .badge').textContent === '↻ 1'")
     assert page.locator("#figure-restarts").text_content() == "1"

@@ -16,7 +16,7 @@ BODY = {"messages": [{"role": "user", "content": "x"}]}
 async def test_a_client_that_hangs_up_frees_its_request(application, engine, serve, stream, until):
     engine.gate = asyncio.Event()
     url = await serve(application)
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=60) as client:
         task = asyncio.create_task(client.post(f"{url}/v1/chat/completions", json={**BODY, "stream": stream}))
         await until(lambda: engine.streams)
         task.cancel()
@@ -45,7 +45,7 @@ async def test_a_hang_up_right_behind_the_request_is_seen(application, engine, s
 async def test_a_hang_up_in_the_middle_of_a_stream(application, engine, serve, until):
     engine.gate, engine.gate_at = asyncio.Event(), 2
     url = await serve(application)
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=60) as client:
         async with client.stream(
             "POST", f"{url}/v1/completions", json={"prompt": ["a", "b"], "stream": True}
         ) as answer:
@@ -63,7 +63,7 @@ async def test_silence_is_filled_with_comments(make_application, serve):
     url = await serve(application)
     lines = []
     async with (
-        httpx.AsyncClient() as client,
+        httpx.AsyncClient(timeout=60) as client,
         client.stream("POST", f"{url}/v1/chat/completions", json={**BODY, "stream": True}) as answer,
     ):
         assert answer.status_code == 200
@@ -85,7 +85,7 @@ async def test_silence_is_filled_with_comments(make_application, serve):
 async def test_no_comments_when_turned_off(make_application, serve):
     application = make_application(sse_keep_alive_interval=0.0)
     url = await serve(application)
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=60) as client:
         answer = await client.post(f"{url}/v1/chat/completions", json={**BODY, "stream": True})
     assert ": keep-alive" not in answer.text
 
@@ -118,7 +118,7 @@ async def test_a_stream_outlives_every_response_timeout(application, engine):
 async def test_a_refusal_before_the_body_is_read_closes_cleanly(make_application, serve):
     application = make_application(api_key="key")
     url = await serve(application)
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=60) as client:
         answer = await client.post(f"{url}/v1/chat/completions", json={"messages": "x" * 3_000_000})
         assert answer.status_code == 401
         assert (await client.get(f"{url}/live")).status_code == 200
@@ -148,7 +148,7 @@ async def test_many_streams_with_hang_ups_leave_nothing(application, engine, ser
 async def test_a_server_that_stops_without_draining_cuts_no_stream(application, engine, serve, stream, until):
     engine.gate, engine.gate_at = asyncio.Event(), 2
     url, stop = await serve(application), serve.stop
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=60) as client:
         running = asyncio.create_task(client.post(f"{url}/v1/completions", json={"prompt": "x", "stream": stream}))
         await until(lambda: engine.streams)
         stop()
@@ -166,7 +166,7 @@ async def test_a_server_that_stops_without_draining_cuts_no_stream(application, 
 async def test_a_hang_up_while_the_prompt_is_encoded(application, engine, serve, until):
     engine.tokenizing = asyncio.Event()
     url = await serve(application)
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=60) as client:
         task = asyncio.create_task(client.post(f"{url}/v1/completions", json={"prompt": ["a", "b"]}))
         await until(lambda: len(engine.streams) == 2)
         task.cancel()

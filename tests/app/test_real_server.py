@@ -198,7 +198,7 @@ def test_sigterm_lets_a_stream_finish_and_exits_zero(tmp_path: Path, tiny_model:
             rest = list(lines)
         assert rest[-2 if rest[-1] == "" else -1] == "data: [DONE]"
         assert not any('"error"' in line for line in rest)
-        assert server.process.wait(30) == 0
+        assert server.process.wait(60) == 0
 
 
 def test_a_model_that_is_not_there_ends_the_process_with_the_reason(tmp_path: Path) -> None:

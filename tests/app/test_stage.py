@@ -43,7 +43,7 @@ def handle(traffic, actor, message, times=1):
 async def events(url, path, count, **keywords):
     """The first ``count`` frames of a feed."""
     found = []
-    async with httpx.AsyncClient() as client, client.stream("GET", url + path, **keywords) as response:
+    async with httpx.AsyncClient(timeout=60) as client, client.stream("GET", url + path, **keywords) as response:
         assert response.status_code == 200, await response.aread()
         assert response.headers["Content-Type"].startswith("text/event-stream")
         async for line in response.aiter_lines():
@@ -103,7 +103,7 @@ async def test_frames_follow_each_other_and_tell_only_what_changed(application, 
     url = await serve(application)
     timeline = request_of(engine)
     timeline.begin("queue", time.monotonic(), 0)
-    async with httpx.AsyncClient() as client, client.stream("GET", f"{url}/stage?frames=4") as response:
+    async with httpx.AsyncClient(timeout=60) as client, client.stream("GET", f"{url}/stage?frames=4") as response:
         told = []
         async for line in response.aiter_lines():
             if line.startswith("data: {"):
@@ -140,7 +140,9 @@ async def test_viewers_are_bounded_and_leave(application, engine, serve, until):
     url = await serve(application)
     stage = application.service.stage
     async with contextlib.AsyncExitStack() as stack:
-        client = await stack.enter_async_context(httpx.AsyncClient(limits=httpx.Limits(max_connections=100)))
+        client = await stack.enter_async_context(
+            httpx.AsyncClient(limits=httpx.Limits(max_connections=100), timeout=60)
+        )
         for _ in range(MOST_VIEWERS):
             response = await stack.enter_async_context(client.stream("GET", f"{url}/stage"))
             assert response.status_code == 200
@@ -178,13 +180,13 @@ async def test_a_stopping_server_ends_the_feed(application, engine, serve, until
     url = await serve(application)
 
     async def look():
-        async with httpx.AsyncClient() as client, client.stream("GET", f"{url}/stage") as response:
+        async with httpx.AsyncClient(timeout=60) as client, client.stream("GET", f"{url}/stage") as response:
             return [line async for line in response.aiter_lines() if line]
 
     looking = asyncio.create_task(look())
     await until(lambda: application.service.stage.viewers)
     await application.drain(0)
-    lines = await asyncio.wait_for(looking, 5)
+    lines = await asyncio.wait_for(looking, 60)
     assert lines[-1] == "data: [DONE]"
     assert "error" in lines[-2]
 

@@ -45,7 +45,7 @@ class Reader:
 
     def end(self) -> tuple[str | None, str]:
         """The error's code, if there was one, and the last event."""
-        self._thread.join(30)
+        self._thread.join(120)
         assert not self._thread.is_alive()
         told = [msgspec.json.decode(event) for event in self.events if event != "[DONE]"]
         return next((record["error"]["code"] for record in told if "error" in record), None), self.events[-1]
@@ -79,11 +79,11 @@ def test_sigterm_under_load_refuses_ends_what_is_left_at_the_deadline_and_exits_
     with loaded(tmp_path / "log", tiny_model, "--shutdown-timeout", "1") as (server, readers):
         children = family(server)
         # Slower than a second, whatever the machine: the streams must still run at the deadline.
-        worker = httpx.get(f"{server.url}/server_info").json()["workers"][0]["pid"]
+        worker = httpx.get(f"{server.url}/server_info", timeout=60).json()["workers"][0]["pid"]
         os.kill(worker, signal.SIGSTOP)
         server.process.send_signal(signal.SIGTERM)
-        until(lambda: httpx.get(f"{server.url}/ready").status_code == 503, "it is still ready")
-        refused = httpx.post(f"{server.url}/v1/completions", json=LONG)
+        until(lambda: httpx.get(f"{server.url}/ready", timeout=60).status_code == 503, "it is still ready")
+        refused = httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=60)
         assert refused.status_code == 503
         assert refused.headers["connection"] == "close"
         assert 1 <= int(refused.headers["retry-after"]) <= 120
@@ -92,22 +92,22 @@ def test_sigterm_under_load_refuses_ends_what_is_left_at_the_deadline_and_exits_
             assert reader.end() == ("engine_draining", "[DONE]")
             assert reader.status == 200
         os.kill(worker, signal.SIGCONT)
-        assert server.process.wait(30) == 0
+        assert server.process.wait(60) == 0
         gone(children)
 
 
 def test_a_second_signal_ends_the_draining_and_still_tells_every_stream(tmp_path: Path, tiny_model: Path) -> None:
     with loaded(tmp_path / "log", tiny_model, "--shutdown-timeout", "3600") as (server, readers):
         children = family(server)
-        worker = httpx.get(f"{server.url}/server_info").json()["workers"][0]["pid"]
+        worker = httpx.get(f"{server.url}/server_info", timeout=60).json()["workers"][0]["pid"]
         os.kill(worker, signal.SIGSTOP)
         server.process.send_signal(signal.SIGTERM)
-        until(lambda: httpx.get(f"{server.url}/ready").status_code == 503, "it is still ready")
+        until(lambda: httpx.get(f"{server.url}/ready", timeout=60).status_code == 503, "it is still ready")
         server.process.send_signal(signal.SIGTERM)
         for reader in readers:
             assert reader.end() == ("engine_draining", "[DONE]")
         os.kill(worker, signal.SIGCONT)
-        assert server.process.wait(30) == 0
+        assert server.process.wait(60) == 0
         gone(children)
 
 
@@ -123,10 +123,10 @@ def test_a_signal_while_it_starts_ends_it_at_once(tmp_path: Path, number: signal
 
     try:
         until(live, "it does not listen")
-        early = httpx.post(f"{server.url}/v1/completions", json=LONG)
+        early = httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=60)
         children = family(server)
         server.process.send_signal(number)
-        assert server.process.wait(20) == 0
+        assert server.process.wait(60) == 0
         if early.status_code != 200:  # else it was quicker than we
             assert (early.status_code, early.json()["error"]["code"]) == (503, "engine_starting")
             assert 1 <= int(early.headers["retry-after"]) <= 120
@@ -153,7 +153,7 @@ def test_an_engine_that_gives_up_tells_every_stream_and_exits_with_three(tmp_pat
             return False
 
         until(exited, "it goes on without end", seconds=60)
-        assert server.process.wait(30) == 3
+        assert server.process.wait(60) == 3
         assert len(killed) > 3
         for reader in readers:
             code, last = reader.end()

@@ -69,7 +69,7 @@ async def test_timeouts_dead_letters_and_restarts_are_counted_with_their_cause()
         system.on_event(on_event)
         ref = await system.spawn(Counted, name="counted")
         await ref.tell(Work(99))
-        await asyncio.wait_for(restarted.wait(), 10)
+        await asyncio.wait_for(restarted.wait(), 60)
         assert traffic.restarts == {("counted", "ValueError"): 1}
         assert traffic.recovery["counted",].count == 1
         other = await system.spawn(Counted, name="other")

@@ -429,7 +429,7 @@ async def test_past_the_intensity_the_system_fails_with_the_cause(system: ActorS
     for _ in range(2):
         with pytest.raises(ActorDied):
             await ref.ask(Exit(code=7), timeout=60)
-    assert str(await asyncio.wait_for(system.failed.wait(), 10)) == "exited with code 7"
+    assert str(await asyncio.wait_for(system.failed.wait(), 60)) == "exited with code 7"
 
 
 async def test_a_link_that_loses_its_peer_while_sending_is_lost_once() -> None:

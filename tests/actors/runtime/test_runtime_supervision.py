@@ -579,4 +579,4 @@ def test_a_loop_that_ends_while_actors_restart_ends() -> None:
         await asyncio.sleep(0.01)
         system.crash_actor(refs[1], ValueError("second"))
 
-    asyncio.run(asyncio.wait_for(abandon(), 10))
+    asyncio.run(asyncio.wait_for(abandon(), 60))

@@ -246,7 +246,7 @@ def test_the_same_answer_whatever_is_hidden(target: Target) -> None:
     """A key is asked for before a path is known not to be there."""
     import httpx
 
-    with httpx.Client(base_url=target.url) as nobody:
+    with httpx.Client(base_url=target.url, timeout=60) as nobody:
         there, not_there = nobody.get("/v1/models"), nobody.get("/v1/nothing")
     assert there.status_code == not_there.status_code == 401
     assert there.json() == not_there.json()

@@ -446,7 +446,7 @@ async def dripping(port: int, before: bytes, drip: bytes) -> bytes:
     answer = b""
     with contextlib.suppress(ConnectionError):
         writer.write(before)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not reader.at_eof():
                 writer.write(drip)
                 with contextlib.suppress(TimeoutError):
@@ -462,7 +462,7 @@ async def test_a_head_that_comes_drop_by_drop_is_not_waited_for(hurried: tuple[T
 
 async def test_a_connection_that_says_nothing_is_closed(hurried: tuple[Troupe, int]) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", hurried[1])
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         assert await reader.read() == b""
     writer.close()
 
@@ -487,7 +487,7 @@ async def test_a_server_keeps_files_for_itself(hurried: tuple[Troupe, int], monk
     port = sockets.insecure_sockets[0].getsockname()[1]
     task = asyncio.create_task(serve(application, application, config, sockets))
     held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         with contextlib.suppress(ConnectionError):
             assert await held[2][0].read() == b""
         assert crowd.open == 2
@@ -495,7 +495,7 @@ async def test_a_server_keeps_files_for_itself(hurried: tuple[Troupe, int], monk
             writer.close()
         while crowd.open:  # noqa: ASYNC110 - it is another's count
             await asyncio.sleep(0.01)
-        async with httpx.AsyncClient(trust_env=False) as client:
+        async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
             assert (await client.get(f"http://127.0.0.1:{port}/live")).status_code == 200
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
