@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from actors.arguments.argument import Argument
 
 __all__ = ["QUANTIZATION_ARGUMENTS"]
@@ -17,21 +19,23 @@ _UNBUILT = dict.fromkeys(
 )  # fmt: skip
 _FOUR_BITS = "a cache of 4 bits is not built; use int8 or fp8_e4m3"
 
+_QUANTIZATION = Argument(
+    name="quantization",
+    kind="str",
+    default=None,
+    default_text="what the checkpoint says",
+    choices=_METHODS,
+    synonyms=_SYNONYMS,
+    unbuilt_choices=_UNBUILT,
+    group="Quantization",
+    metavar="METHOD",
+    help="Round the weights of a checkpoint in floats while they are loaded, a scale for each output, and the "
+    "activations token by token: int8 (also w8a8_int8) or fp8 (e4m3). A checkpoint that is quantized already says "
+    "so itself: for it, only its own method is accepted.",
+)
+
 QUANTIZATION_ARGUMENTS: tuple[Argument, ...] = (
-    Argument(
-        name="quantization",
-        kind="str",
-        default=None,
-        default_text="what the checkpoint says",
-        choices=_METHODS,
-        synonyms=_SYNONYMS,
-        unbuilt_choices=_UNBUILT,
-        group="Quantization",
-        metavar="METHOD",
-        help="Round the weights of a checkpoint in floats while they are loaded, a scale for each output, and the "
-        "activations token by token: int8 (also w8a8_int8) or fp8 (e4m3). A checkpoint that is quantized already says "
-        "so itself: for it, only its own method is accepted.",
-    ),
+    _QUANTIZATION,
     Argument(
         name="kv-cache-dtype",
         kind="str",
@@ -72,16 +76,11 @@ QUANTIZATION_ARGUMENTS: tuple[Argument, ...] = (
         help="Compute logits in float32: the output layer's weights and what they are multiplied with. Takes 4 bytes "
         "for each weight of it more, where it shares them with the embeddings.",
     ),
-    Argument(
+    msgspec.structs.replace(
+        _QUANTIZATION,
         name="speculative-draft-model-quantization",
-        kind="str",
-        default=None,
         default_text="what the draft's checkpoint says; one in floats follows --quantization int8 or fp8",
-        choices=_METHODS,
-        synonyms=_SYNONYMS,
-        unbuilt_choices=_UNBUILT,
         group="Speculative decoding",
-        metavar="METHOD",
         help="As --quantization, of a draft model. unquant keeps its weights as floats when the model's are rounded.",
     ),
 )

@@ -29,12 +29,13 @@ pytestmark = [
 MODEL = Path(__file__).parents[2] / "app" / "understudy" / "model"
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 PROMPTS = ["Once upon a time there was", list(range(100, 300)), "What is 3 plus 4?"]
-DEVICE = [
-    ("prefill", "aicore@5", "507015"),
-    ("decode", "lost@3", "507010"),
-    ("prefill", "oom@1", "memory"),
+FAULTS = [
+    (1, "prefill", "aicore@5", "507015"),
+    (1, "decode", "lost@3", "507010"),
+    (1, "prefill", "oom@1", "memory"),
+    (2, "decode", "hang@1@hccl", "507048"),
 ]
-GROUP = [("decode", "hang@1@hccl", "507048")]
+"""Devices, the stage of a request, the fault, and what the log says of it."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -79,8 +80,7 @@ async def outlives(rig: Rig, stage: str, operator: str, expected: list[dict[int,
     rig.forgive()
 
 
-@pytest.mark.parametrize("rig", [1], indirect=True)
-@pytest.mark.parametrize(("stage", "operator", "says"), DEVICE)
+@pytest.mark.parametrize(("rig", "stage", "operator", "says"), FAULTS, indirect=["rig"])
 async def test_a_device_fails(
     rig: Rig,
     undisturbed: list[dict[int, list[int]]],
@@ -89,20 +89,6 @@ async def test_a_device_fails(
     operator: str,
     says: str,
 ) -> None:
-    await outlives(rig, stage, operator, undisturbed)
-    assert says in caplog.text
-
-
-@pytest.mark.parametrize("rig", [2], indirect=True)
-@pytest.mark.parametrize(("stage", "operator", "says"), GROUP)
-async def test_a_device_of_two_fails(
-    rig: Rig,
-    undisturbed: list[dict[int, list[int]]],
-    caplog: pytest.LogCaptureFixture,
-    stage: str,
-    operator: str,
-    says: str,
-) -> None:
-    """The other rank waits in a collective, and is replaced with it."""
+    """Where there are two, the other rank waits in a collective, and is replaced with it."""
     await outlives(rig, stage, operator, undisturbed)
     assert says in caplog.text

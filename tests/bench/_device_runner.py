@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kernels.step import Admission, ModelInfo, RunnerConfig, SlotSampling, StepBatch
+from tests.bench._device_profile import profiled
 from tests.bench._device_rows import CONTEXT, OFFLINE, PAGE_SIZE, STEP_TOKENS, Row, write_model
 
 if TYPE_CHECKING:
@@ -146,27 +147,10 @@ def prefill(runner: ModelRunner, info: ModelInfo, repeats: int = 2) -> tuple[flo
 
 def profile(runner: ModelRunner, info: ModelInfo, count: int, prompt: int, output: int) -> str:
     """The device's time by kernel."""
-    import torch
-    from torch.profiler import ProfilerActivity
-
     requests = Requests(runner, info, count, prompt, output)
-    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as found:
-        seconds = requests.run()
-        torch.cuda.synchronize()
-    times: dict[str, tuple[float, int]] = {}
-    spans = []
-    for event in found.events():
-        total, calls = times.get(event.name, (0.0, 0))
-        times[event.name] = (total + event.device_time_total, calls + 1)
-        spans.append((event.time_range.start, event.time_range.end))
-    busy, reached = 0.0, 0.0
-    for begin, end in sorted(spans):
-        busy += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
-    lines = [f"{count} x {prompt} in, {output} out: {seconds * 1e3:.1f} ms, device busy {busy / 1e3:.1f} ms"]
-    for name, (total, calls) in sorted(times.items(), key=lambda item: -item[1][0])[:28]:
-        lines.append(f"{total / 1e3:10.2f} ms {calls:7d} {total / calls:9.2f} us  {name[:90]}")
-    return "\n".join(lines)
+    seconds: list[float] = []
+    busy, kernels = profiled(lambda: seconds.append(requests.run()))
+    return "\n".join((f"{count} x {prompt} in, {output} out: {seconds[0] * 1e3:.1f} ms, {busy}", *kernels))
 
 
 def _launch_in_turn() -> None:

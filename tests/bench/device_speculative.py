@@ -22,6 +22,7 @@ import numpy as np
 
 from kernels.speculative.settings import SpeculativeSettings
 from kernels.step import Admission, ModelInfo, RunnerConfig, SlotSampling, StepBatch
+from tests.bench._device_profile import profiled
 
 if TYPE_CHECKING:
     from kernels.answers import RunningStep
@@ -225,26 +226,9 @@ def _compare(
 
 def _profile(runner: ModelRunner, info: ModelInfo) -> str:
     """The device's time by kernel over ten steps that guess."""
-    import torch
-    from torch.profiler import ProfilerActivity
-
     decoding = Decoding(runner, info, 1)
     decoding.steps(10, True)
-    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as found:
-        seconds, _ = decoding.steps(10, True)
-        torch.cuda.synchronize()
+    seconds: list[float] = []
+    busy, kernels = profiled(lambda: seconds.append(decoding.steps(10, True)[0]))
     decoding.close()
-    times: dict[str, tuple[float, int]] = {}
-    spans = []
-    for event in found.events():
-        total, calls = times.get(event.name, (0.0, 0))
-        times[event.name] = (total + event.device_time_total, calls + 1)
-        spans.append((event.time_range.start, event.time_range.end))
-    busy, reached = 0.0, 0.0
-    for begin, end in sorted(spans):
-        busy += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
-    lines = [f"10 steps: {seconds * 1e3:.1f} ms, device busy {busy / 1e3:.1f} ms, {len(spans)} kernels and copies"]
-    for name, (total, calls) in sorted(times.items(), key=lambda item: -item[1][0])[:30]:
-        lines.append(f"{total / 1e3:9.3f} ms {calls:6d} {total / calls:8.2f} us  {name[:80]}")
-    return "\n".join(lines)
+    return "\n".join((f"10 steps: {seconds[0] * 1e3:.1f} ms, {busy}", *kernels))
