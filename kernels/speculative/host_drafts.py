@@ -66,6 +66,7 @@ class Choice:
     def __init__(self, platform: Platform, logits: Tensor, tokens: Tensor, ids: Tensor | None) -> None:
         self._draw: Draw | None = platform.draw
         self._logits, self._ids = logits, ids
+        self._stands_for: Longs | None = None if ids is None else ids.numpy()
         self._vocab = logits.shape[1] if ids is None else int(ids.max()) + 1
         self._likeliest: Longs = tokens.numpy()
 
@@ -77,7 +78,7 @@ class Choice:
             found = self._draw(self._logits[:count], draws, torch.from_numpy(positions), self._ids, self._vocab)
             assert found is not None, "the platform recorded the pass"
             chosen = found[0].numpy()
-        return chosen if self._ids is None else self._ids.numpy()[chosen]
+        return chosen if self._stands_for is None else self._stands_for[chosen]
 
 
 class HostDrafts(ABC):
