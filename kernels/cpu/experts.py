@@ -14,7 +14,7 @@ from kernels.cpu.quantized import CpuBlocksLinear, CpuGroupedLinear, CpuInt8Line
 from kernels.cpu.recording import NotNative
 from kernels.layers.experts import ExpertsInTurn
 from kernels.platforms.operators import Linear
-from kernels.platforms.projections import Clipped, Settled
+from kernels.platforms.projections import Clipped, Settled, SideBySide
 
 __all__ = ["CpuExperts"]
 
@@ -57,13 +57,27 @@ class CpuExperts:
         return layer(x)
 
     def _tabled(self) -> ExpertTable | None:
-        found: list[tuple[ExpertProduct, ExpertProduct]] = []
+        found: list[tuple[list[ExpertProduct], list[ExpertProduct]]] = []
         for up, down in self._linears:
-            first, second = _product(up, True), _product(down, False)
+            first, second = _products(up, True), _products(down, False)
             if first is None or second is None:
                 return None
             found.append((first, second))
         return ExpertTable(found)
+
+
+def _products(linear: Linear, gated: bool) -> list[ExpertProduct] | None:
+    """Side by side; None: there are none for all of it."""
+    if not isinstance(linear, SideBySide):
+        alone = _product(linear, gated)
+        return None if alone is None else [alone]
+    found: list[ExpertProduct] = []
+    for first, piece in zip(linear.firsts, linear.pieces, strict=True):
+        product = _product(piece, False)
+        if product is None or (found and (product.settled, product.clip) != (found[0].settled, found[0].clip)):
+            return None
+        found.append(dataclasses.replace(product, first=first))
+    return found
 
 
 def _product(linear: Linear, gated: bool) -> ExpertProduct | None:

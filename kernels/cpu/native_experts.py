@@ -16,14 +16,16 @@ __all__ = ["ExpertProduct", "ExpertTable"]
 
 @dataclass(frozen=True)
 class ExpertProduct:
-    """``clip``: of their largest that tokens are held within first, 0: all; ``settled``: whether they are then rounded,
-    as ``settle_tokens`` does. ``gated``: as ``products``."""
+    """Of the outputs from ``first`` on. ``clip``: of their largest that tokens are held within first, 0: all;
+    ``settled``: whether they are then rounded, as ``settle_tokens`` does. ``gated``: as ``products``.
+    """
 
     weight: AnyWeight
     bias: Tensor | None
     settled: bool = False
     clip: float = 0.0
     gated: bool = False
+    first: int = 0
 
 
 class _Expert(ctypes.Structure):
@@ -42,26 +44,28 @@ class _Expert(ctypes.Structure):
 
 
 class ExpertTable:
-    """``experts``: of each the products of its gates and others, and those that lead back. ``address``: of the table,
-    which lives as long as this."""
+    """``experts``: of each the products of its gates and others, and those that lead back, side by side. ``address``:
+    of the table, which lives as long as this."""
 
-    def __init__(self, experts: Sequence[tuple[ExpertProduct, ExpertProduct]]) -> None:
-        self.inner = experts[0][1].weight.inputs
+    def __init__(self, experts: Sequence[tuple[Sequence[ExpertProduct], Sequence[ExpertProduct]]]) -> None:
+        self.inner = experts[0][1][0].weight.inputs
         self._kept: list[object] = []
         self._experts = (_Expert * len(experts))(*(self._expert(up, down) for up, down in experts))
         self.address = ctypes.addressof(self._experts)
 
-    def _expert(self, up: ExpertProduct, down: ExpertProduct) -> _Expert:
-        (first, ups), (second, downs) = self._operators(up), self._operators(down)
-        return _Expert(first, second, ups, downs, up.settled, down.settled, up.clip, down.clip)
+    def _expert(self, ups: Sequence[ExpertProduct], downs: Sequence[ExpertProduct]) -> _Expert:
+        (first, count), (second, others) = self._operators(ups), self._operators(downs)
+        up, down = ups[0], downs[0]
+        return _Expert(first, second, count, others, up.settled, down.settled, up.clip, down.clip)
 
-    def _operators(self, product: ExpertProduct) -> tuple[int, int]:
+    def _operators(self, side_by_side: Sequence[ExpertProduct]) -> tuple[int, int]:
         """Where they are, and how many."""
-        found = products(product.weight, product.bias, product.gated)
-        ops = (Op * len(found))()
-        for place, (op, first, kept) in enumerate(found):
-            op.out = first
-            ops[place] = op
-            self._kept.append(kept)
+        found: list[Op] = []
+        for product in side_by_side:
+            for op, first, kept in products(product.weight, product.bias, product.gated):
+                op.out = product.first + first
+                found.append(op)
+                self._kept.append(kept)
+        ops = (Op * len(found))(*found)
         self._kept.append(ops)
         return ctypes.addressof(ops), len(found)

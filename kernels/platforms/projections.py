@@ -19,9 +19,24 @@ from kernels.platforms.operators import Linear, Lookup
 from kernels.quantization.tokens import clip_tokens, settle_tokens
 from kernels.quantization.weights import GroupedWeight, Projection, QuantizedWeight
 
-__all__ = ["Clipped", "Projections", "Settled"]
+__all__ = ["Clipped", "Projections", "Settled", "SideBySide"]
 
 _log = logging.getLogger("troupe.kernels")
+
+
+class SideBySide:
+    """Linear layers of several weights, ``pieces``, whose outputs follow one another, so many ``rows`` of each."""
+
+    def __init__(self, platform: Projections, pieces: Sequence[Linear], rows: Sequence[int]) -> None:
+        self.platform = platform
+        self.pieces = tuple(pieces)
+        *self.firsts, self.width = (sum(rows[:index]) for index in range(len(rows) + 1))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = self.platform.empty_rows(len(x), self.width, x.dtype)
+        for piece, begin, end in zip(self.pieces, self.firsts, (*self.firsts[1:], self.width), strict=True):
+            self.platform.add_rows(piece(x), None, out[:, begin:end])
+        return out
 
 
 @dataclass(frozen=True)
@@ -98,16 +113,7 @@ class Projections(ABC):
         rows = [piece.shape[0] for piece in weight]
         biases = [None] * len(rows) if bias is None else bias.split(rows)
         pieces = [self.make_projection(piece, part) for piece, part in zip(weight, biases, strict=True)]
-
-        def side_by_side(x: Tensor) -> Tensor:
-            out = self.empty_rows(len(x), sum(rows), x.dtype)
-            begin = 0
-            for size, piece in zip(rows, pieces, strict=True):
-                self.add_rows(piece(x), None, out[:, begin : begin + size])
-                begin += size
-            return out
-
-        return side_by_side
+        return SideBySide(self, pieces, rows)
 
     def make_float_head(self, weight: Projection, shared: bool) -> Linear:
         """``[rows, inputs] -> float32 [rows, outputs]``, all in float32. ``shared``: others hold the weight too."""

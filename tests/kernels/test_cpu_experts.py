@@ -67,6 +67,10 @@ def blocks(weight):
     return GgufWeight(tuple(pieces))
 
 
+def int8_and_rest(weight):
+    return (quantize_int8(weight[:64]), grouped(weight[64:])) if len(weight) > 64 else ()
+
+
 KINDS = {
     "floats": lambda weight: weight,
     "int8": quantize_int8,
@@ -77,6 +81,7 @@ KINDS = {
     "4 by 8, clipped": lambda weight: grouped(weight, activation="dynamic", clip=torch.tensor([0.7])),
     "int8, clipped": lambda weight: dataclasses.replace(quantize_int8(weight), clip=torch.tensor([0.9])),
     "blocks": blocks,
+    "side by side": lambda weight: (shuffled(weight[:64]), blocks(weight[64:128]), *int8_and_rest(weight[128:])),
     "mixed": None,
 }
 

@@ -29,7 +29,7 @@ using AnyProduct = std::variant<Product, Product8, Grouped, BlockProduct>;
 
 struct Job {
     AnyProduct product;
-    int64_t first;  // pair
+    int64_t first;  // of its tokens among those of all jobs
     int64_t begin;  // its first chunk
 };
 
@@ -155,6 +155,10 @@ inline void between_chunk(void* context, int64_t chunk, int) {
     }
 }
 
+inline int64_t rows_of(const Job& job) {
+    return std::visit([](const auto& p) { return p.rows; }, job.product);
+}
+
 inline void add_job(Layer& layer, const Op& op, int64_t expert, const bf16* x, int64_t stride_x, bf16* out, int64_t stride) {
     Experts& at = layer.memory;
     const int64_t first = at.begins[expert], rows = at.begins[expert + 1] - first;
@@ -163,11 +167,12 @@ inline void add_job(Layer& layer, const Op& op, int64_t expert, const bf16* x, i
                         static_cast<const bf16*>(op.c), out + reinterpret_cast<int64_t>(op.out), stride, rows,
                         op.i0 * bytes / LINE, op.i1, op.gated != 0, &layer.panels};
     };
-    const auto add = [&](AnyProduct product) { at.jobs.push_back({product, first, 0}); };
+    const int64_t before = at.jobs.empty() ? 0 : at.jobs.back().first + rows_of(at.jobs.back());
+    const auto add = [&](AnyProduct product) { at.jobs.push_back({product, before, 0}); };
     switch (op.kind) {
         case LINEAR: return add(Product{operands(sizeof(bf16))});
         case LINEAR8:
-            return add(Product8{operands(sizeof(int8_t)), x, stride_x, &at.rounded, static_cast<float>(op.f0), op.i2, first});
+            return add(Product8{operands(sizeof(int8_t)), x, stride_x, &at.rounded, static_cast<float>(op.f0), op.i2, before});
         case GROUPED:
             return add(Grouped{{operands(sizeof(bf16))}, reinterpret_cast<const int64_t*>(op.i4), nullptr, op.i2, op.i3});
         case BLOCKS: return add(BlockProduct{{operands(sizeof(bf16))}});
@@ -213,10 +218,6 @@ inline void shared_chunk(void* context, int64_t chunk, int thread) {
     std::visit([&](auto& p) { multiply_chunk(p, chunk - job.begin, thread); }, job.product);
 }
 
-inline int64_t rows_of(const Job& job) {
-    return std::visit([](const auto& p) { return p.rows; }, job.product);
-}
-
 // call(product) of a kind that panels are for.
 template <class Call>
 void with_panels(Job& job, Call call) {
@@ -235,13 +236,15 @@ inline void alone_chunk(void* context, int64_t chunk, int thread) {
 // All jobs. Those with many tokens, of weights that panels are for, come last.
 inline void run_jobs(Layer& layer) {
     Experts& at = layer.memory;
-    const int64_t inputs = at.jobs.empty() ? 0 : std::visit([](auto& p) { return p.inputs(); }, at.jobs[0].product);
+    if (at.jobs.empty()) return;
+    const int64_t inputs = std::visit([](auto& p) { return p.inputs(); }, at.jobs[0].product);
+    const int64_t tokens = at.jobs.back().first + rows_of(at.jobs.back());
     bool prepared = false;
     for (Job& job : at.jobs) {
-        if (std::holds_alternative<Product8>(job.product)) prepared = true, at.rounded.reserve(layer.pairs(), inputs);
+        if (std::holds_alternative<Product8>(job.product)) prepared = true, at.rounded.reserve(tokens, inputs);
         if (auto* p = std::get_if<Grouped>(&job.product)) {
-            if (p->order) prepared = true, at.ordered.of(layer.pairs() * inputs);
-            if (in_columns(*p)) prepared = true, at.columns.of(layer.pairs() * inputs);
+            if (p->order) prepared = true, at.ordered.of(tokens * inputs);
+            if (in_columns(*p)) prepared = true, at.columns.of(tokens * inputs);
         }
     }
     if (prepared) layer.team.each(at.jobs.size(), prepare_chunk, &layer);
