@@ -19,6 +19,7 @@ __all__ = ["CalledFunction", "ToolCall", "ToolCallReader"]
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _THINK, _THOUGHT = "<think>", "</think>"
+_PIECE = 1024
 
 
 class CalledFunction(msgspec.Struct):
@@ -58,11 +59,12 @@ class ToolCallReader:
 
     def read(self, text: str) -> tuple[str, list[ToolCall]]:
         """What is text, and which calls are whole, now that this piece is here."""
-        self._held += text
         told: list[str] = []
         calls: list[ToolCall] = []
-        while self._step(told, calls):
-            pass
+        for at in range(0, len(text), _PIECE):  # a mark costs no more than a piece, however long the text is
+            self._held += text[at : at + _PIECE]
+            while self._step(told, calls):
+                pass
         return "".join(told), calls
 
     def end(self) -> tuple[str, list[ToolCall]]:
