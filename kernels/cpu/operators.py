@@ -123,9 +123,9 @@ class Native(Engine):
         """As ``linear``, with a weight of whole numbers of which groups share a scale."""
         return self._multiply(x, weight.outputs // 2 if gated else weight.outputs, products(weight, bias, gated))
 
-    def linear_blocks(self, x: Tensor, weight: NativeBlocks, bias: Tensor | None) -> Tensor:
-        """As ``linear``, with a weight in blocks."""
-        return self._multiply(x, weight.outputs, products(weight, bias))
+    def linear_blocks(self, x: Tensor, weight: NativeBlocks, bias: Tensor | None, gated: bool = False) -> Tensor:
+        """As ``linear``, with a weight in blocks; ``gated``: in those of one type."""
+        return self._multiply(x, weight.outputs // 2 if gated else weight.outputs, products(weight, bias, gated))
 
     def _multiply(self, x: Tensor, width: int, found: Products) -> Tensor:
         out = self._empty(len(x), width)

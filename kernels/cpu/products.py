@@ -37,11 +37,11 @@ Products: TypeAlias = list[tuple[Op, int, tuple[Tensor | None, ...]]]
 
 def products(weight: AnyWeight, bias: Tensor | None, gated: bool = False) -> Products:
     """The operators that multiply with a weight, one after the other along its outputs. ``gated``: these are gates and
-    as many others, of which ``silu(gates) * others`` results."""
+    as many others, of which ``silu(gates) * others`` results; of one type, where a weight is in blocks."""
     if isinstance(weight, NativeBlocks):
         found: Products = []
         for rows in weight.rows:
-            op = Op(kind=_BLOCKS, b=rows.memory.data_ptr(), i0=rows.inputs, i1=rows.outputs)
+            op = Op(kind=_BLOCKS, b=rows.memory.data_ptr(), i0=rows.inputs, i1=rows.outputs, gated=gated)
             op.c = None if bias is None else bias[rows.first :].data_ptr()
             found.append((op, rows.first, (rows.memory, bias)))
         return found

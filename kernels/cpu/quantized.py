@@ -98,9 +98,19 @@ class CpuBlocksLinear:
     def __call__(self, x: Tensor) -> Tensor:
         return self.native.linear_blocks(x, self._packed, self.bias)
 
+    def gated(self, x: Tensor) -> Tensor | None:
+        """As CpuLinear's."""
+        if not self._fits_gated:
+            return None
+        return self.native.linear_blocks(x, self._packed, self.bias, gated=True)
+
     def product(self, gated: bool) -> ExpertProduct:
         """As CpuLinear's."""
-        return ExpertProduct(self._packed, self.bias)
+        return ExpertProduct(self._packed, self.bias, gated=gated and self._fits_gated)
+
+    @property
+    def _fits_gated(self) -> bool:
+        return len(self._packed.rows) == 1 and Native.fits_gated(self._packed.outputs)
 
     def lookup(self, ids: Tensor) -> Tensor:
         """``ids`` int [tokens] -> [tokens, inputs], rows of a weight of one type."""

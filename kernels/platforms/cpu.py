@@ -45,6 +45,9 @@ __all__ = ["CpuPlatform"]
 
 _log = logging.getLogger("troupe.kernels")
 
+_GATED = (CpuLinear, CpuInt8Linear, CpuGroupedLinear, CpuBlocksLinear)
+"""Layers that may have products with gates."""
+
 _LARGE_PAGE = 1 << 15
 """Bytes of one layer's page of the cache from which on large pages of the system are worth the memory they round up."""
 
@@ -274,7 +277,7 @@ class CpuPlatform(Platform):
 
     def _gated(self, linear: Linear) -> Linear:
         def gated(x: Tensor) -> Tensor:
-            out = linear.gated(x) if isinstance(linear, (CpuLinear, CpuInt8Linear, CpuGroupedLinear)) else None
+            out = linear.gated(x) if isinstance(linear, _GATED) else None
             return self.silu_and_mul(linear(x)) if out is None else out
 
         return gated

@@ -1,50 +1,26 @@
-// Products with weights in blocks of whole numbers of 2 to 6 bits, as GGUF files have them, on AMX: each weight is made
+// Products with weights in blocks of whole numbers of 2, 3 and 6 bits, as GGUF files have them, on AMX: each weight is made
 // `scale * code - zero` in float32 in registers and rounded to bf16, so a product is, bit for bit, that with a weight
 // which was made bf16 before (matrix.h).
 #pragma once
 #include <bit>
 #include <vector>
 
+#include "codes.h"
 #include "matrix.h"
 
 namespace troupe {
 
-constexpr int64_t QUARTER = 8;          // outputs whose two inputs of a pair fill a vector of 32 bits each
-constexpr int64_t CELL = WIDE * DEPTH;  // weights of 32 outputs and 32 inputs
+constexpr int64_t QUARTER = 8;  // outputs whose two inputs of a pair fill a vector of 32 bits each
 
-// How codes are kept: the head of a packed weight. `low` bits of each, 2 and 4 to 6, and of 2 perhaps `high` 1 in another
-// plane. `super` inputs share a scale (and a zero) in float16; with `group` below it, whole scales (and
-// zeros) of groups multiply these. `table`: what a code of up to 5 bits stands for. One of 6 bits is read as 64 and
-// itself, which is `offset` more than what it stands for.
-struct alignas(64) Layout {
-    int64_t low, high, super, group, zeros, offset;
-    float table[32];
-
-    int64_t groups() const { return group < super ? super / group : 0; }
-    int64_t cell() const { return CELL * (low + high) / 8; }
-    int64_t factors() const { return WIDE * (1 + zeros) * (2 + groups()); }
-    int64_t part() const { return factors() + super / DEPTH * cell(); }  // of 32 outputs and `super` inputs
-    int64_t block(int64_t inputs) const { return inputs / super * part(); }
-};
-
-// Bytes of a packed weight: its head, then [block of 32 outputs][super]: 32 float16 scales (and zeros), int8 scales
-// [group][32] (and uint8 zeros), then cells. Of a cell: quarter by quarter vectors whose lane is `2 * output + input % 2`.
-//   2 and 4 bits: pair i of 16 in bits low * i; then high bits, of pair i in bit `i + low`, rolled, two quarters a vector
-//   5 bits: two vectors each and one for both of two quarters: pair 6j + i of vector j from bit 5i on; in a half of the shared
-//     one pairs 12 to 14; of pair 15 two bits at the end of each own vector, and one at the end of that half
+// Codes of 2, 3 and 6 bits: [block of 32 outputs][super]: 32 float16 scales (and zeros), int8 scales [group][32] (and uint8
+// zeros), then cells. Of a cell: quarter by quarter vectors whose lane is `2 * output + input % 2`.
+//   2 bits: pair i of 16 in bits 2i; then high bits, of pair i in bit `i + 2`, rolled, two quarters a vector
 //   6 bits: pair 5j + i of vector j of 3 from bit 17 + 6i on, rolled, and two bits of pair 15 in what is left, from 15 on
+// Bytes of a packed weight: its head, then its blocks.
 inline int64_t packed_blocks(const Layout& of, int64_t outputs, int64_t inputs) {
-    return sizeof(Layout) + blocks(outputs) * of.block(inputs);
+    const int64_t size = of.by_output() ? Coded(of).block(inputs) : of.block(inputs);
+    return sizeof(Layout) + blocks(outputs) * size;
 }
-
-// codes uint8 [outputs, inputs]; scales, zeros float16 [outputs, inputs / super]; whole int8 and less uint8 [outputs,
-// inputs / group]: the groups' scales and zeros.
-struct Blocks {
-    const uint8_t* codes;
-    const uint16_t *scales, *zeros;
-    const int8_t* whole;
-    const uint8_t* less;
-};
 
 inline void pack_cell(const Layout& of, const uint8_t* codes, int64_t inputs, int64_t left, uint8_t* packed) {
     uint32_t* out = reinterpret_cast<uint32_t*>(packed);
@@ -55,14 +31,6 @@ inline void pack_cell(const Layout& of, const uint8_t* codes, int64_t inputs, in
         for (int64_t input = 0; input < DEPTH; input++) {
             const uint32_t code = codes[output * inputs + input];
             const int64_t quarter = output / QUARTER, lane = 2 * (output % QUARTER) + input % 2, pair = input / 2;
-            if (of.low == 5) {
-                uint32_t* third = out + (5 * (quarter / 2) + 4) * TILE + lane;
-                uint32_t* to = out + (5 * (quarter / 2) + 2 * (quarter % 2)) * TILE + lane;
-                if (pair < 12) to[pair / 6 * TILE] |= code << 5 * (pair % 6);
-                else if (pair < 15) *third |= code << (16 * (quarter % 2) + 5 * (pair - 12));
-                else to[0] |= code << 30, to[TILE] |= code >> 2 << 30, *third |= code >> 4 << (16 * (quarter % 2) + 15);
-                continue;
-            }
             if (of.low == 6) {
                 uint32_t* to = out + quarter * 3 * TILE + lane;
                 if (pair < 15) to[pair / 5 * TILE] |= std::rotl(code, static_cast<int>(17 + 6 * (pair % 5)));
@@ -78,6 +46,7 @@ inline void pack_cell(const Layout& of, const uint8_t* codes, int64_t inputs, in
 
 // Outputs from `first` on, a multiple of 32, of a packed weight that has its head.
 inline void pack_blocks(const Blocks& from, int64_t first, int64_t outputs, int64_t inputs, uint8_t* packed) {
+    if (reinterpret_cast<const Layout*>(packed)->by_output()) return pack_codes(from, first, outputs, inputs, packed);
     const Layout& of = *reinterpret_cast<const Layout*>(packed);
     packed += sizeof(Layout) + first / WIDE * of.block(inputs);
     const int64_t supers = inputs / of.super, groups = of.groups();
@@ -102,11 +71,14 @@ inline void pack_blocks(const Blocks& from, int64_t first, int64_t outputs, int6
 }
 
 struct BlockProduct : Product {
-    int64_t panel = 0;  // rows of one
+    static constexpr bool made = true;
+
     const Layout& layout() const { return *reinterpret_cast<const Layout*>(weight); }
     const uint8_t* part(int64_t block) const {
         return reinterpret_cast<const uint8_t*>(weight) + sizeof(Layout) + block * layout().block(inputs());
     }
+    const char* coming(int64_t output) const { return reinterpret_cast<const char*>(part(output / WIDE)); }
+    const char* ready(int64_t output, char* space) const;
 };
 
 // Scales and zeros of the four quarters, each for the two inputs of a pair.
@@ -156,8 +128,8 @@ inline void widen_pairs(const Layout& of, const uint8_t* cell, int64_t eight, co
         __m512i low[2], high[2];
         for (int64_t side = 0; side < 2; side++) {
             const int64_t quarter = 2 * half + side;
-            low[side] = _mm512_loadu_si512(cell + (LOW == 4 ? 2 * quarter + eight : quarter) * 64);
-            if (LOW == 2) low[side] = _mm512_srlv_epi32(low[side], _mm512_set1_epi32(16 * eight));
+            low[side] = _mm512_loadu_si512(cell + quarter * 64);
+            low[side] = _mm512_srlv_epi32(low[side], _mm512_set1_epi32(16 * eight));
             if (HIGH == 0) continue;
             high[side] = _mm512_loadu_si512(plane + half * 64);
             high[side] = _mm512_rorv_epi32(high[side], _mm512_set1_epi32(8 * eight + 16 * side));
@@ -212,36 +184,6 @@ inline void widen_six(const uint8_t* cell, const Factors by[2], bf16* out) {
     }
 }
 
-// A cell of codes of 5 bits, all of one group.
-inline void widen_five(const Layout& of, const uint8_t* cell, const Factors& by, bf16* out) {
-    const __m512 first = _mm512_loadu_ps(of.table), second = _mm512_loadu_ps(of.table + TILE);
-    const __m512i two = _mm512_set1_epi32(3), four = _mm512_set1_epi32(15);
-    for (int64_t half = 0; half < 2; half++, cell += 5 * 64) {
-        __m512i codes[2][3], last[2];
-        for (int64_t side = 0; side < 2; side++) {
-            __m512i* own = codes[side];
-            for (int64_t j = 0; j < 2; j++) own[j] = _mm512_loadu_si512(cell + (2 * side + j) * 64);
-            own[2] = _mm512_srlv_epi32(_mm512_loadu_si512(cell + 4 * 64), _mm512_set1_epi32(16 * side));
-            last[side] = _mm512_ternarylogic_epi32(two, _mm512_srli_epi32(own[0], 30), _mm512_srli_epi32(own[1], 28), 0xca);
-            last[side] = _mm512_ternarylogic_epi32(four, last[side], _mm512_srli_epi32(own[2], 11), 0xca);
-        }
-        const auto put = [&](int64_t pair, __m512i one, __m512i other) {
-            const auto made = [&](__m512i code, int64_t side) {  // the lookup takes five bits
-                const __m512 value = _mm512_permutex2var_ps(first, code, second);
-                return _mm512_fmsub_ps(value, by.scales[2 * half + side], by.zeros[2 * half + side]);
-            };
-            _mm512_store_si512(out + half * CELL / 2 + pair * WIDE,
-                               reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(made(other, 1), made(one, 0))));
-        };
-        for (int64_t j = 0; j < 3; j++)
-            for (int64_t i = 0; i < (j < 2 ? 6 : 3); i++) {
-                put(6 * j + i, codes[0][j], codes[1][j]);
-                for (int64_t side = 0; side < 2; side++) codes[side][j] = _mm512_srli_epi32(codes[side][j], 5);
-            }
-        put(15, last[0], last[1]);
-    }
-}
-
 // 32 inputs from `input` on of a block -> bf16 in the order of matrix.h. `by`: of the group that they are in, or begin.
 template <int LOW, int HIGH>
 inline void widen_inputs(const BlockProduct& p, const uint8_t* block, int64_t input, Factors& by, bf16* out) {
@@ -257,13 +199,9 @@ inline void widen_inputs(const BlockProduct& p, const uint8_t* block, int64_t in
         widen_six(cell, both, out);
     } else {
         if (at % of.group == 0) factors_of(of, part, at / of.group, by);
-        if constexpr (LOW == 5) {
-            widen_five(of, cell, by, out);
-        } else {
-            widen_pairs<LOW, HIGH>(of, cell, 0, by, out);
-            if (of.group < DEPTH) factors_of(of, part, at / of.group + 1, by);
-            widen_pairs<LOW, HIGH>(of, cell, 1, by, out);
-        }
+        widen_pairs<LOW, HIGH>(of, cell, 0, by, out);
+        if (of.group < DEPTH) factors_of(of, part, at / of.group + 1, by);
+        widen_pairs<LOW, HIGH>(of, cell, 1, by, out);
     }
 }
 
@@ -305,42 +243,41 @@ inline void multiply_widened(const BlockProduct& p, const uint8_t* block, int64_
     }
 }
 
-inline thread_local std::vector<bf16> widened;  // a block's weights, where many rows meet them
+inline thread_local Scratch<bf16> widened;  // a block's weights, where more rows meet them
+
+// All of a block -> bf16 in the order of matrix.h
+template <int LOW, int HIGH>
+inline void widen_block(const BlockProduct& p, int64_t block, bf16* out) {
+    Factors by;
+    for (int64_t input = 0; input < p.inputs(); input += DEPTH)
+        widen_inputs<LOW, HIGH>(p, p.part(block), input, by, out + input * WIDE);
+    written();
+}
 
 template <int LOW, int HIGH>
 inline void multiply_blocks_chunk(void* context, int64_t chunk, int) {
     const BlockProduct& p = *static_cast<const BlockProduct*>(context);
-    const int64_t inputs = p.inputs(), all = blocks(p.outputs), each = (all + p.chunk - 1) / p.chunk;
-    const int64_t panel = chunk / each * p.panel, first = chunk % each * p.chunk;
-    const int64_t end = std::min(panel + p.panel, p.rows);
+    const int64_t all = blocks(p.wide()), first = chunk * p.chunk, size = p.inputs() * WIDE;
     alignas(64) float sums[2][WIDE * WIDE];
-    bf16* wide = nullptr;
-    if (end - panel > WIDE) {
-        if (static_cast<int64_t>(widened.size()) < WIDE * (inputs + 1)) widened.resize(WIDE * (inputs + 1));
-        wide = widened.data() + (64 - reinterpret_cast<uintptr_t>(widened.data()) % 64) % 64 / 2;
-    }
+    bf16* wide = p.rows > WIDE ? widened.of(2 * size) : nullptr;
     for (int64_t block = first; block < std::min(first + p.chunk, all); block++) {
-        const uint8_t* weight = p.part(block);
-        if (end - panel <= WIDE) {
-            multiply_widened<LOW, HIGH>(p, weight, panel, end - panel, sums[0]);
-            finish<Product>(p, {sums[0], nullptr, panel, end - panel, block * WIDE}, 0, end - panel);
-            continue;
+        const int64_t others = block + (p.gated ? all : 0);
+        if (wide) widen_block<LOW, HIGH>(p, others, wide);
+        if (wide && p.gated) widen_block<LOW, HIGH>(p, block, wide + size);
+        for (int64_t row = 0; row < p.rows; row += WIDE) {
+            const int64_t rows = std::min(WIDE, p.rows - row);
+            const auto run = [&](int64_t of, const bf16* weights, float* to) {
+                if (!wide) return multiply_widened<LOW, HIGH>(p, p.part(of), row, rows, to);
+                Product alone = p;
+                alone.weight = reinterpret_cast<const char*>(weights);
+                Ahead nothing;
+                multiply_block(alone, 0, row, rows, to, {}, nothing);
+            };
+            if (p.gated) run(block, wide + size, sums[1]);
+            run(others, wide, sums[0]);
+            written();
+            finish<Product>(p, {sums[0], p.gated ? sums[1] : nullptr, row, rows, block * WIDE}, 0, rows);
         }
-        Factors by;
-        for (int64_t input = 0; input < inputs; input += DEPTH)
-            widen_inputs<LOW, HIGH>(p, weight, input, by, wide + input * WIDE);
-        written();
-        Product alone = p;  // of these outputs
-        alone.weight = reinterpret_cast<const char*>(wide), alone.outputs -= block * WIDE, alone.out += block * WIDE;
-        if (alone.bias) alone.bias += block * WIDE;
-        Pending<float> pending;
-        Ahead nothing;
-        for (int64_t row = panel, turn = 0; row < end; row += WIDE, turn ^= 1) {
-            const int64_t rows = std::min(WIDE, end - row);
-            multiply_block(alone, 0, row, rows, sums[turn], pending, nothing);
-            pending = {sums[turn], nullptr, row, rows, 0};
-        }
-        finish(alone, pending, 0, pending.rows);
     }
 }
 
@@ -350,14 +287,13 @@ inline void with_planes(const Layout& of, Call call) {
     switch (10 * of.low + of.high) {
         case 20: return call.template operator()<2, 0>();
         case 21: return call.template operator()<2, 1>();
-        case 40: return call.template operator()<4, 0>();
-        case 50: return call.template operator()<5, 0>();
         case 60: return call.template operator()<6, 0>();
     }
 }
 
 // Output `output` of a packed weight -> bf16 [inputs]
 inline void unpack_blocks(const uint8_t* weight, int64_t output, int64_t inputs, bf16* out) {
+    if (reinterpret_cast<const Layout*>(weight)->by_output()) return unpack_codes(weight, output, inputs, out);
     BlockProduct p{};
     p.weight = reinterpret_cast<const char*>(weight), p.lines = inputs / DEPTH;
     const uint8_t* block = p.part(output / WIDE);
@@ -372,15 +308,13 @@ inline void unpack_blocks(const uint8_t* weight, int64_t output, int64_t inputs,
     });
 }
 
-inline int64_t divide(BlockProduct& p, int threads) {
-    const int64_t most = std::max<int64_t>(256, (1 << 19) / p.inputs() / WIDE * WIDE);
-    const int64_t panels = (p.rows + most - 1) / most, all = blocks(p.outputs);
-    p.panel = ((p.rows + panels - 1) / panels + WIDE - 1) / WIDE * WIDE;
-    p.chunk = std::max<int64_t>(1, std::min(all / (4 * threads), 1 + (1 << 17) / (WIDE * p.inputs())));
-    return panels * ((all + p.chunk - 1) / p.chunk);
+inline const char* BlockProduct::ready(int64_t output, char* space) const {
+    with_planes(layout(), [&]<int LOW, int HIGH>() { widen_block<LOW, HIGH>(*this, output / WIDE, reinterpret_cast<bf16*>(space)); });
+    return space;
 }
 
 inline void multiply(Team& team, BlockProduct p) {
+    if (p.rows >= FEW) return multiply_all(team, p);
     const int64_t chunks = divide(p, team.size());
     with_planes(p.layout(), [&]<int LOW, int HIGH>() { team.each(chunks, multiply_blocks_chunk<LOW, HIGH>, &p); });
 }

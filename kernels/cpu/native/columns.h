@@ -192,4 +192,19 @@ const char* turned(const P& p, int64_t output, char* space) {
     return space;
 }
 
+template <class P>
+void multiply_outputs_chunk(void* context, int64_t chunk, int) {
+    multiply_by_columns(*static_cast<const P*>(context), chunk);
+}
+
+template <class P>
+void multiply_by_outputs(Team& team, P p, Scratch<bf16>& columns) {
+    if (p.rows >= FEW) return multiply_all(team, p);
+    if (p.rows > 1) {
+        p.columns = columns.of(p.rows * p.inputs());
+        team.each(column_chunks(p), lay_out_columns_chunk<P>, &p);
+    }
+    team.each(divide(p, team.size()), multiply_outputs_chunk<P>, &p);
+}
+
 }  // namespace troupe

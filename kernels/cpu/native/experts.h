@@ -25,7 +25,7 @@ struct Expert {
     double clip_up, clip_down;
 };
 
-using AnyProduct = std::variant<Product, Product8, Grouped, BlockProduct>;
+using AnyProduct = std::variant<Product, Product8, Grouped, CodeProduct, BlockProduct>;
 
 struct Job {
     AnyProduct product;
@@ -175,12 +175,14 @@ inline void add_job(Layer& layer, const Op& op, int64_t expert, const bf16* x, i
             return add(Product8{operands(sizeof(int8_t)), x, stride_x, &at.rounded, static_cast<float>(op.f0), op.i2, before});
         case GROUPED:
             return add(Grouped{{operands(sizeof(bf16))}, reinterpret_cast<const int64_t*>(op.i4), nullptr, op.i2, op.i3});
-        case BLOCKS: return add(BlockProduct{{operands(sizeof(bf16))}});
+        case BLOCKS:
+            if (static_cast<const Layout*>(op.b)->by_output()) return add(CodeProduct{{operands(sizeof(bf16))}});
+            return add(BlockProduct{{operands(sizeof(bf16))}});
     }
 }
 
 // Whether tokens are laid out as columns once, rather than by each chunk, which takes longer for more than a few.
-inline bool in_columns(const Grouped& p) { return p.rows > 4 && p.rows < FEW; }
+inline bool in_columns(const Operands& p) { return p.rows > 4 && p.rows < FEW; }
 
 // A product's inputs as its weight has them: rounded, in another order, or as columns.
 inline void prepare_chunk(void* context, int64_t chunk, int) {
@@ -196,16 +198,21 @@ inline void prepare_chunk(void* context, int64_t chunk, int) {
             for (int64_t row = 0; row < p->rows; row++) order_inputs(*p, row, ordered + row * p->inputs());
             p->x = reinterpret_cast<const char*>(ordered), p->stride_x = p->inputs() * sizeof(bf16);
         }
-        if (!in_columns(*p)) return;
-        bf16* columns = layer.memory.columns.of(0) + first;
+    }
+    const auto lay_out = [&](auto* p) {
+        if (!p || !in_columns(*p)) return;
+        bf16* columns = layer.memory.columns.of(0) + job.first * p->inputs();
         for (int64_t row = 0; row < p->rows; row += TILE) lay_out_columns(*p, row, 0, p->lines, columns);
         p->columns = columns;
-    }
+    };
+    lay_out(std::get_if<Grouped>(&job.product));
+    lay_out(std::get_if<CodeProduct>(&job.product));
 }
 
 inline void multiply_chunk(Product& p, int64_t chunk, int thread) { multiply_few<Product>(&p, chunk, thread); }
 inline void multiply_chunk(Product8& p, int64_t chunk, int thread) { multiply_few<Product8>(&p, chunk, thread); }
-inline void multiply_chunk(Grouped& p, int64_t chunk, int thread) { multiply_grouped_chunk(&p, chunk, thread); }
+inline void multiply_chunk(Grouped& p, int64_t chunk, int) { multiply_by_columns(p, chunk); }
+inline void multiply_chunk(CodeProduct& p, int64_t chunk, int) { multiply_by_columns(p, chunk); }
 inline void multiply_chunk(BlockProduct& p, int64_t chunk, int thread) {
     with_planes(p.layout(), [&]<int LOW, int HIGH>() { multiply_blocks_chunk<LOW, HIGH>(&p, chunk, thread); });
 }
@@ -218,22 +225,14 @@ inline void shared_chunk(void* context, int64_t chunk, int thread) {
     std::visit([&](auto& p) { multiply_chunk(p, chunk - job.begin, thread); }, job.product);
 }
 
-// call(product) of a kind that panels are for.
-template <class Call>
-void with_panels(Job& job, Call call) {
-    if (auto* p = std::get_if<Product>(&job.product)) call(*p);
-    if (auto* p = std::get_if<Product8>(&job.product)) call(*p);
-    if (auto* p = std::get_if<Grouped>(&job.product)) call(*p);
-}
-
 inline void alone_chunk(void* context, int64_t chunk, int thread) {
-    with_panels(*(*static_cast<std::vector<Job*>*>(context))[chunk], [&]<class P>(P& p) {
+    std::visit([&]<class P>(P& p) {
         Panels<P> panels = divide_rows(p, 1);
         multiply_panels<P>(&panels, 0, thread);
-    });
+    }, (*static_cast<std::vector<Job*>*>(context))[chunk]->product);
 }
 
-// All jobs. Those with many tokens, of weights that panels are for, come last.
+// All jobs. Those with many tokens come last.
 inline void run_jobs(Layer& layer) {
     Experts& at = layer.memory;
     if (at.jobs.empty()) return;
@@ -242,25 +241,24 @@ inline void run_jobs(Layer& layer) {
     bool prepared = false;
     for (Job& job : at.jobs) {
         if (std::holds_alternative<Product8>(job.product)) prepared = true, at.rounded.reserve(tokens, inputs);
-        if (auto* p = std::get_if<Grouped>(&job.product)) {
-            if (p->order) prepared = true, at.ordered.of(tokens * inputs);
-            if (in_columns(*p)) prepared = true, at.columns.of(tokens * inputs);
-        }
+        if (auto* p = std::get_if<Grouped>(&job.product); p && p->order) prepared = true, at.ordered.of(tokens * inputs);
+        if (const size_t kind = job.product.index(); kind != 2 && kind != 3) continue;
+        if (std::visit([](auto& p) { return in_columns(p); }, job.product)) prepared = true, at.columns.of(tokens * inputs);
     }
     if (prepared) layer.team.each(at.jobs.size(), prepare_chunk, &layer);
     int64_t chunks = 0;
     for (Job& job : at.jobs) {
         job.begin = chunks;
         std::visit([&](auto& p) {
-            if (job.product.index() > 2 || p.rows < FEW) chunks += divide(p, layer.team.size());
+            if (p.rows < FEW) chunks += divide(p, layer.team.size());
         }, job.product);
     }
     layer.team.each(chunks, shared_chunk, &at.jobs);
     at.large.clear();
     for (Job& job : at.jobs)
-        if (rows_of(job) >= FEW && job.product.index() < 3) at.large.push_back(&job);
+        if (rows_of(job) >= FEW) at.large.push_back(&job);
     if (static_cast<int>(at.large.size()) < 2 * layer.team.size()) {
-        for (Job* job : at.large) with_panels(*job, [&](auto& p) { multiply_all(layer.team, p); });
+        for (Job* job : at.large) std::visit([&](auto& p) { multiply_all(layer.team, p); }, job->product);
     } else {  // each by a thread, those with the most tokens first
         std::sort(at.large.begin(), at.large.end(), [](Job* one, Job* two) { return rows_of(*one) > rows_of(*two); });
         layer.team.each(at.large.size(), alone_chunk, &at.large);

@@ -167,8 +167,6 @@ class Grouped::Weights {
     const uint8_t* zeros_;
 };
 
-inline void multiply_grouped_chunk(void* context, int64_t chunk, int) { multiply_by_columns(*static_cast<const Grouped*>(context), chunk); }
-
 // A token's inputs as the weight has them -> to [inputs]
 inline void order_inputs(const Grouped& p, int64_t row, bf16* to) {
     const bf16* x = reinterpret_cast<const bf16*>(p.x + row * p.stride_x);
@@ -187,12 +185,7 @@ inline void multiply(Team& team, Grouped p, Scratch<bf16>& columns) {
         team.each((p.rows + 7) / 8, order_chunk, &p);
         p.x = reinterpret_cast<const char*>(p.ordered->data()), p.stride_x = p.inputs() * sizeof(bf16);
     }
-    if (p.rows >= FEW) return multiply_all(team, p);
-    if (p.rows > 1) {
-        p.columns = columns.of(p.rows * p.inputs());
-        team.each(column_chunks(p), lay_out_columns_chunk<Grouped>, &p);
-    }
-    team.each(divide(p, team.size()), multiply_grouped_chunk, &p);
+    multiply_by_outputs(team, p, columns);
 }
 
 }  // namespace troupe

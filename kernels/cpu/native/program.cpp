@@ -245,7 +245,10 @@ void run(Engine& engine, const Op& op, const Step& step) {
             return multiply(engine.team, Grouped{{operands(engine, op, step, sizeof(bf16))},
                                                  reinterpret_cast<const int64_t*>(op.i4), &engine.ordered, op.i2, op.i3},
                             engine.columns);
-        case BLOCKS: return multiply(engine.team, BlockProduct{{operands(engine, op, step, sizeof(bf16))}});
+        case BLOCKS:
+            if (static_cast<const Layout*>(op.b)->by_output())
+                return multiply_by_outputs(engine.team, CodeProduct{{operands(engine, op, step, sizeof(bf16))}}, engine.columns);
+            return multiply(engine.team, BlockProduct{{operands(engine, op, step, sizeof(bf16))}});
         case EXPERTS: return run_experts({engine.team, engine.panels, engine.experts, op, step});
         case ATTENTION:
             attention(engine.team, engine.scores, op, step);

@@ -71,14 +71,16 @@ def test_blocks_are_opened_as_the_package_does(name):
 @native
 @pytest.mark.parametrize("name", KIND)
 def test_products_are_those_of_bf16_to_the_bit(name, platform):
-    for outputs, inputs in ((100, 512), (33, 256)):
+    for outputs, inputs in ((100, 512), (33, 256), (64, 160 if KIND[name].block == 32 else 768)):
         weight, bias = weight_of(name, outputs, inputs), torch.randn(outputs).bfloat16()
         linear = platform.make_quantized(weight, bias)
         dense = platform.make_linear(weight.dequantize(torch.bfloat16), bias)
         assert isinstance(linear, CpuBlocksLinear)
-        for rows in (1, 16, 17, 33, 300):
+        for rows in (1, 16, 17, 33, 140):
             x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)).bfloat16()
             assert linear(x).equal(dense(x)), (outputs, inputs, rows)
+            if outputs == 64:
+                assert linear.gated(x).equal(platform.silu_and_mul(dense(x)))
 
 
 @native

@@ -147,7 +147,7 @@ def test_experts_stay_quantized(kind, reference, drive, tmp_path):
     found = greedy(drive, file, list(range(5, 17)))
     assert found == greedy(drive, floats(model.path, tmp_path / "floats", file), list(range(5, 17)))
     kept, made_floats = (drive(file, dtype="bfloat16", quantization=flag).info.weight_bytes for flag in ("", "unquant"))
-    assert kept < 0.8 * made_floats
+    assert kept < 0.9 * made_floats  # rows are filled up to 128 inputs
 
 
 def test_rows_of_queries_and_keys_come_back_in_order(reference, tmp_path):

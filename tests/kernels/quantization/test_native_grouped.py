@@ -59,7 +59,6 @@ def test_products_are_those_of_what_the_weight_stands_for(outputs, inputs, group
         torch.testing.assert_close(weight.dequantize(torch.float32), floats)
         bias = torch.randn(outputs).bfloat16()
         linear = platform.make_quantized(weight, bias)
-        gated = platform.make_gated_projection(weight, bias)
         dense = platform.make_linear(weight.dequantize(torch.bfloat16), bias)
         alone = None
         for rows in (1, 2, 16, 17, 33, 140):
@@ -74,7 +73,7 @@ def test_products_are_those_of_what_the_weight_stands_for(outputs, inputs, group
             if not shuffled:  # whose sums are added up in another order
                 assert torch.equal(found, dense(x))
             if outputs % 64 == 0:
-                assert torch.equal(gated(x), platform.silu_and_mul(found))
+                assert torch.equal(linear.gated(x), platform.silu_and_mul(found))
 
 
 def test_int8_weights_alone_are_one_group(platform, caplog):
