@@ -97,7 +97,8 @@ class ModelRunner:
         those before it are there; a row whose logits were not finite in one of them then fails again.
         """
         begun, steady = time.perf_counter(), self._captured.steady
-        if steady is not None and self._speculator is None and not self._unsettled.known and steady.again(batch):
+        again = steady is not None and not self._unsettled.known and steady.again(batch)
+        if steady is not None and again and (self._speculator is None or self._speculator.quiet(steady.slots)):
             result = self._run_steady(steady, batch, begun)
             if result is not None:
                 return result
@@ -115,8 +116,6 @@ class ModelRunner:
             raise ValueError(f"a step of {counts.sum()} tokens is over max_step_tokens, {self._config.max_step_tokens}")
         answer = Answer(slots, generations)
         if self._speculator is not None:
-            if self._captured.chains is not None:
-                self._captured.chains.settle()
             self._speculator.settle(later=not (batch.drafts or batch.released))
             answer.draft = time.perf_counter() - begun
         self._update_slots(batch, answer)

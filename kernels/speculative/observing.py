@@ -87,6 +87,10 @@ class Observer:
         if not self._unseen.add(slots, generations, positions, features if self._drafter.features else None):
             self.flush()
 
+    def goes_on(self, slots: Longs) -> bool:
+        """Whether ``more`` of them may be kept without anything being seen."""
+        return self._unseen is not None and self._unseen.goes_on(slots)
+
     def more(self, slots: Longs, features: Raw | None) -> bool:
         """One more decode of each of the very ``slots`` that were to be seen ``later`` last. -> whether they were."""
         assert self._unseen is not None

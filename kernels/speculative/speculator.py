@@ -19,7 +19,7 @@ from kernels.rows import StepRows
 from kernels.sampling import Sampled, Sampler
 from kernels.slots import SlotTable
 from kernels.speculative.drafter import Drafter, DraftRows, Drafts
-from kernels.speculative.host_drafts import Raw, raw
+from kernels.speculative.host_drafts import Raw, SeenHere, raw
 from kernels.speculative.observing import Observer, Run
 from kernels.speculative.samples import Samples, Verified
 from kernels.speculative.settings import SpeculativeSettings
@@ -62,6 +62,7 @@ class Speculator:
         self._wants = np.zeros(len(slots.known), dtype=bool)
         self._observer = Observer(drafter, platform, slots)
         self._last: Run | None = None
+        self._chained: tuple[SeenHere, Ints] | None = None  # what a step of chains accepted, with its generations
         self._found: tuple[Tensor, Tensor] | None = None  # the last step's outcome, and what follows each node passed
         self._grown: _Grown | None = None
         self._whole = True  # whether the last trees had all levels
@@ -93,6 +94,15 @@ class Speculator:
             state = self._slots
             self._observer.later(slots, state.generation[slots], state.computed[slots] - 1, features)
 
+    def show_next(self, seen: SeenHere, generations: Ints) -> None:
+        """What a step on the host accepted is to be seen before the next one."""
+        self._chained = seen, generations
+
+    def quiet(self, slots: Longs) -> bool:
+        """Whether nothing is to be settled before another step of plain decodes like the last, whose ``slots`` these
+        are, nor to be seen after it."""
+        return self._last is None and self._chained is None and self._observer.goes_on(slots)
+
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def admit(self, admission: Admission) -> None:
@@ -109,6 +119,9 @@ class Speculator:
         """Learn what the last step accepted, and let the drafter see what it computed; ``later``: nothing is drafted
         and no slot changes hands in the step that comes, so that seeing it can wait.
         """
+        chained, self._chained = self._chained, None
+        if chained is not None:
+            self._observer.show(*chained)
         run, self._last = self._last, None
         if run is None:
             if not later:

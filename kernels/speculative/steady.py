@@ -64,13 +64,6 @@ class SteadyChains:
         self._rows: tuple[bytes, bytes] | None = None  # slots and generations that were found fit
         self._slots: Longs = np.zeros(0, dtype=np.int64)
         self._draws: Draws | None = None
-        self._seen: tuple[SeenHere, Ints] | None = None  # not observed yet, with its generations
-
-    def settle(self) -> None:
-        """Let the drafter see what the last step accepted."""
-        if self._seen is not None:
-            seen, self._seen = self._seen, None
-            self._speculator.observer.show(*seen)
 
     def fits(self, batch: StepBatch) -> bool:
         """Whether its rows, releases, admissions and grants done, are such."""
@@ -162,7 +155,7 @@ class SteadyChains:
         state.computed[slots] += accepted
         features = target.features if self._speculator.drafter.features else None
         seen = SeenHere(slots, roots, accepted, features, kept)
-        self._seen = seen, np.frombuffer(batch.generations, dtype=np.int32)
+        self._speculator.show_next(seen, np.frombuffer(batch.generations, dtype=np.int32))
         self._speculator.drafter.judged(slots.tolist(), (accepted - 1).tolist(), depths.tolist())
         emitted = said[there < accepted[:, None]].astype(np.int32)
         return Chained(emitted, accepted.astype(np.int32), (counts - 1).astype(np.int32), depths.astype(np.int32))

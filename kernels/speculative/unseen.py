@@ -58,6 +58,10 @@ class Unseen:
         self._stretches.append(_Stretch(slots, generations, positions, []))
         return self._keep(slots, features)
 
+    def goes_on(self, slots: Longs) -> bool:
+        """Whether ``slots`` are what was added last, and room is left after one more step of them."""
+        return bool(self._stretches) and self._stretches[-1].slots is slots and self._steps + 1 < self._most
+
     def more(self, slots: Longs, features: Raw | None) -> bool | None:
         """The same, one position on; None, and nothing is kept, when ``slots`` is not what was added last."""
         if not self._stretches or self._stretches[-1].slots is not slots:
