@@ -179,15 +179,12 @@ class DecodeScratch:
         self._arrived = torch.zeros(0, dtype=torch.int32, device=device)
         self._outgrown: list[Tensor] = []
 
-    def room(
-        self, rows: int, heads: int, kv_heads: int, dim: int, splits: int, counters: int = 0
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Sums [rows, heads, splits, dim], maxima and normalisers, and counters that are zero between steps: one for
-        each row and key head, or ``counters`` if that is more."""
+    def room(self, rows: int, heads: int, kv_heads: int, dim: int, splits: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Sums [rows, heads, splits, dim], maxima and normalisers, and counters that are zero between steps."""
         parts = rows * heads * splits if splits > 1 else 1
         self._partial = self._grown(self._partial, parts * dim)
         self._stats = self._grown(self._stats, 2 * parts)
-        self._arrived = self._grown(self._arrived, max(rows * kv_heads, counters))
+        self._arrived = self._grown(self._arrived, rows * kv_heads)
         return self._partial, self._stats, self._arrived
 
     def _grown(self, held: Tensor, size: int) -> Tensor:

@@ -1,9 +1,9 @@
 """Attention of a few tokens a row, drafts to verify, over the row's pages.
 
 It is flash decoding (``kernels.cuda.decode``) with a row's queries and the query heads of one key head as the lines of
-one tile. The parts of split sequences are put together by the program that ends last, always in the same order; where
-there are many, by the last of each few, and then by the last of these. What a query sees of the tree it stands in are
-bits, read on the device, as are lengths and pages: a graph of it is replayed for any tree.
+one tile. The parts of split sequences are put together by a kernel of its own, a program for each line: one program for
+a whole tile would read too much. What a query sees of the tree it stands in are bits, read on the device, as are
+lengths and pages: a graph of it is replayed for any tree.
 """
 
 from __future__ import annotations
@@ -23,31 +23,25 @@ HEADER = 4
 sees all before, and its tokens in the cache, the step's included."""
 
 _LINES = 64  # of a tile, at most
-_FEW_LINES = 32  # where so many fill few multiprocessors: a smaller tile is sooner put together
-_MULTIPROCESSORS = 132
-_FEW_PARTS = 8  # that one program puts together
-_LEAST = 2  # blocks of keys of a program, where there are so many
-_JOINED = 2048  # numbers of a part in one go
 _PROGRAMS = 1056  # of 16 lines, that fill the device: 8 on each of 132 multiprocessors
 _MOST_SPLITS = 64
 _LONG = 32768  # tokens that one program should not be left alone with
 
 
-def _queries(rows: int, tokens: int, group: int, kv_heads: int) -> int:
+def _queries(group: int, tokens: int) -> int:
     """Of one program."""
-    most = _FEW_LINES if rows * kv_heads * triton.cdiv(tokens * group, _LINES) <= _MULTIPROCESSORS // 2 else _LINES
-    return max(1, min(tokens, most // group))
+    return max(1, min(tokens, _LINES // group))
 
 
-def _lines(each: int, group: int) -> int:
+def _lines(group: int, tokens: int) -> int:
     """Of a program's tile."""
-    return max(16, triton.next_power_of_2(each * group))
+    return max(16, triton.next_power_of_2(_queries(group, tokens) * group))
 
 
 def draft_splits(rows: int, tokens: int, heads_each: int, kv_heads: int, context: int) -> int:
     """Into how many parts sequences are cut. ``tokens``: the most of a row. ``heads_each``: query heads a key head."""
-    each = _queries(rows, tokens, heads_each, kv_heads)
-    programs = _PROGRAMS * 16 // _lines(each, heads_each)
+    each = _queries(heads_each, tokens)
+    programs = _PROGRAMS * 16 // _lines(heads_each, tokens)
     even = programs // (rows * triton.cdiv(tokens, each) * kv_heads)
     most = max(1, min(_MOST_SPLITS, even, triton.cdiv(context, 64)))
     return max(1 << most.bit_length() - 1, min(4, triton.next_power_of_2(triton.cdiv(context, _LONG))))
@@ -132,64 +126,6 @@ def _stretch(
     return total, top, norm
 
 
-@triton.jit
-def _join(
-    out,
-    partial,
-    stats,
-    token,
-    begin,
-    count,
-    kv_head,
-    first,
-    step,
-    parts,
-    ends,
-    each: tl.constexpr,
-    lines: tl.constexpr,
-    heads: tl.constexpr,
-    group: tl.constexpr,
-    dim: tl.constexpr,
-    dim_block: tl.constexpr,
-    splits: tl.constexpr,
-    few: tl.constexpr,
-    cut: tl.constexpr,
-):
-    """Of a program's lines, those of ``each`` queries from ``begin`` on, ``cut`` at a time, the parts ``first``,
-    ``first + step`` and so on, ``parts`` of them: to ``out`` where these ``ends``, or else in place of the first."""
-    part = tl.arange(0, few)
-    at = tl.arange(0, dim_block)
-    for start in tl.static_range(0, lines, cut):
-        some = start + tl.arange(0, cut)
-        query = begin + some // group
-        there = (some < each * group) & (query < count)
-        line = (token + query).to(tl.int64) * heads + kv_head * group + some % group
-        held = line[None, :] * splits + (first + part * step)[:, None]
-        here = (part < parts)[:, None] & there[None, :]
-        top = tl.load(stats + held * 2, mask=here, other=-1e30, cache_modifier=".cg")
-        norm = tl.load(stats + held * 2 + 1, mask=here, other=0.0, cache_modifier=".cg")
-        total = tl.load(
-            partial + held[:, :, None] * dim + at[None, None, :],
-            mask=here[:, :, None] & (at < dim)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        above = tl.max(top, 0)
-        grow = tl.where(here, tl.exp2(top - above[None, :]), 0.0)
-        norm = tl.sum(norm * grow, 0)
-        total = tl.sum(total * grow[:, :, None], 0)
-        mask = there[:, None] & (at < dim)[None, :]
-        if ends:
-            whole = total / tl.where(there, norm, 1.0)[:, None]
-            tl.store(out + line[:, None] * dim + at[None, :], whole.to(out.dtype.element_ty), mask=mask)
-        else:
-            tl.debug_barrier()  # all was read before the first is written over
-            to = line * splits + first
-            tl.store(partial + to[:, None] * dim + at[None, :], total, mask=mask)
-            tl.store(stats + to * 2, above, mask=there)
-            tl.store(stats + to * 2 + 1, norm, mask=there)
-
-
 @triton.jit(do_not_specialize=["state_stride", "bits_stride", "blocks"])
 def _drafts(
     queries,
@@ -200,7 +136,6 @@ def _drafts(
     out,
     partial,
     stats,
-    arrived,
     scale,
     window: tl.constexpr,
     query_stride,
@@ -217,9 +152,6 @@ def _drafts(
     page_size: tl.constexpr,
     block: tl.constexpr,
     splits: tl.constexpr,
-    few: tl.constexpr,
-    least: tl.constexpr,
-    cut: tl.constexpr,
     tree: tl.constexpr,
     precision: tl.constexpr,
     stages: tl.constexpr,
@@ -254,7 +186,7 @@ def _drafts(
         first = tl.maximum(root + 1 - window, 0)
     first_block = first // block
     every = (length + block - 1) // block - first_block
-    share = tl.maximum((every + splits - 1) // splits, least)
+    share = (every + splits - 1) // splits
     used = (every + share - 1) // share
     if (split < used) & (query_block * each < count):
         mask = there[:, None] & (at < dim)[None, :]
@@ -285,30 +217,53 @@ def _drafts(
             tl.store(partial + (part + split)[:, None] * dim + at[None, :], total, mask=mask)
             tl.store(stats + (part + split) * 2, top, mask=there)
             tl.store(stats + (part + split) * 2 + 1, norm, mask=there)
-            groups: tl.constexpr = (splits + few - 1) // few
-            counter = arrived + (tl.program_id(0) * kv_heads + kv_head) * (groups + 1)
-            group_of = split // few
-            members = tl.minimum(used - group_of * few, few)
-            tl.debug_barrier()
-            before = tl.atomic_add(counter + group_of, 1, sem="acq_rel")
-            if before == members - 1:
-                tl.debug_barrier()
-                tl.store(counter + group_of, 0)
-                _join(
-                    out, partial, stats, token, query_block * each, count, kv_head, group_of * few, 1, members,
-                    used <= few, each, lines, heads, group, dim, dim_block, splits, few, cut,
-                )  # fmt: skip
-                if (groups > 1) & (used > few):
-                    last = (used + few - 1) // few - 1
-                    tl.debug_barrier()
-                    joined = tl.atomic_add(counter + groups, 1, sem="acq_rel")
-                    if joined == last:
-                        tl.debug_barrier()
-                        tl.store(counter + groups, 0)
-                        _join(
-                            out, partial, stats, token, query_block * each, count, kv_head, 0, few, last + 1, True,
-                            each, lines, heads, group, dim, dim_block, splits, few, cut,
-                        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["state_stride", "tokens"])
+def _join(
+    state,
+    out,
+    partial,
+    stats,
+    window: tl.constexpr,
+    state_stride,
+    tokens,
+    heads: tl.constexpr,
+    dim: tl.constexpr,
+    dim_block: tl.constexpr,
+    block: tl.constexpr,
+    splits: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    row = tl.program_id(0) // tokens
+    query = tl.program_id(0) % tokens
+    head = tl.program_id(1)
+    at = tl.arange(0, dim_block)
+    part = tl.arange(0, splits)
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
+    own = state + row.to(tl.int64) * state_stride
+    token = tl.load(own)
+    count = tl.load(own + 1)
+    root = tl.load(own + 2)
+    length = tl.load(own + 3)
+    first = 0
+    if window > 0:
+        first = tl.maximum(root + 1 - window, 0)
+    every = (length + block - 1) // block - first // block
+    share = (every + splits - 1) // splits
+    used = (every + share - 1) // share
+    if (query < count) & (used > 1):
+        line = (token + query).to(tl.int64) * heads + head
+        there = part < used
+        top = tl.load(stats + (line * splits + part) * 2, mask=there, other=-float("inf"))
+        norm = tl.load(stats + (line * splits + part) * 2 + 1, mask=there, other=0.0)
+        mask = there[:, None] & (at < dim)[None, :]
+        total = tl.load(partial + (line * splits + part)[:, None] * dim + at[None, :], mask=mask, other=0.0)
+        grow = tl.exp2(top - tl.max(top, 0))
+        whole = tl.sum(total * grow[:, None], 0) / tl.sum(norm * grow, 0)
+        tl.store(out + line * dim + at, whole.to(out.dtype.element_ty), mask=at < dim)
 
 
 def attend_drafts(
@@ -335,11 +290,10 @@ def attend_drafts(
     total, heads, dim = queries.shape
     _, _, kv_heads, page_size, _ = cache.shape
     group = heads // kv_heads
-    each = _queries(rows, tokens, group, kv_heads)
-    blocks, lines = triton.cdiv(tokens, each), _lines(each, group)
+    each = _queries(group, tokens)
+    blocks = triton.cdiv(tokens, each)
     wide = queries.element_size() == 4
-    counters = rows * blocks * kv_heads * (triton.cdiv(splits, _FEW_PARTS) + 1)
-    partial, stats, arrived = scratch.room(total, heads, kv_heads, dim, splits, counters)
+    partial, stats, _ = scratch.room(total, heads, kv_heads, dim, splits)
     pdl = overlapping(queries.device)
     block, dim_block = 32 if wide else 64, max(16, triton.next_power_of_2(dim))
     _drafts[(rows * blocks, kv_heads, splits)](
@@ -351,7 +305,6 @@ def attend_drafts(
         out,
         partial,
         stats,
-        arrived,
         scale * 1.4426950408889634,
         window,
         queries.stride(0),
@@ -364,13 +317,10 @@ def attend_drafts(
         dim,
         dim_block,
         each,
-        lines,
+        _lines(group, tokens),
         page_size,
         block,
         splits,
-        _FEW_PARTS,
-        _LEAST,
-        min(lines, max(1, _JOINED // dim_block)),
         bits is not None,
         "ieee" if wide else "tf32",
         2 if wide else 3,
@@ -379,3 +329,21 @@ def attend_drafts(
         num_warps=4,
         launch_pdl=pdl,
     )
+    if splits > 1:
+        _join[(rows * tokens, heads)](
+            state,
+            out,
+            partial,
+            stats,
+            window,
+            state.stride(0),
+            tokens,
+            heads,
+            dim,
+            dim_block,
+            block,
+            splits,
+            pdl,
+            num_warps=4 if splits * dim_block > 2048 else 1,
+            launch_pdl=pdl,
+        )

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from kernels.batch import ForwardBatch
-from kernels.cuda import verify
 from kernels.cuda.attention import AttentionPlan, attention, plan_attention
 from kernels.cuda.decode import DecodeScratch
 from kernels.cuda.graphs import DecodeGraphs
@@ -78,26 +77,11 @@ def test_drafts_see_their_paths(make, put, device, dtype, window, trees, shape, 
     near(attention(case.queries, case.cache, plan, 0.2, scratch), case.expected)
 
 
-@pytest.mark.parametrize("few", [2, 4])
-@pytest.mark.parametrize("window", [0, 150])
-def test_many_parts_are_put_together_in_two_steps(make, put, device, few, window, monkeypatch):
-    monkeypatch.setattr(verify, "_FEW_PARTS", few)
-    monkeypatch.setattr(verify, "_LEAST", 1)
-    case = make(
-        dtype=torch.float32, heads=6, kv_heads=2, dim=24, page_size=16, window=window, trees=True,
-        drafts=((400, 30), (3, 2), (60, 12)),
-    )  # fmt: skip
-    plan, scratch = plan_attention(case.rows, window, 2, put), DecodeScratch(device)
-    for _ in range(2):  # what counts the parts is as it was
-        near(attention(case.queries, case.cache, plan, 0.2, scratch), case.expected)
-
-
 def test_blocks_of_queries_count_as_rows_when_sequences_are_split():
     assert draft_splits(1, 4, 4, 8, 131072) == 64
     assert draft_splits(1, 16, 4, 8, 8192) == 32
     assert draft_splits(1, 16, 4, 8, 512) == 8
-    assert draft_splits(4, 16, 4, 8, 8192) == 8  # of smaller tiles, as long as these are few
-    assert draft_splits(16, 16, 4, 8, 8192) == 2
+    assert draft_splits(4, 16, 4, 8, 8192) == 8
     assert draft_splits(16, 64, 4, 8, 8192) == 1
     assert draft_splits(16, 64, 4, 8, 131072) == 4  # one long sequence among many is not left to one program
 
