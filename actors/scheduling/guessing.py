@@ -87,16 +87,19 @@ class Guessing:
         steps = self._steps
         if steps is None or not flight.adapted:
             return
-        drafted = accepted = depths = np.zeros(len(flight.sequences), dtype=np.int32)
-        if result.drafted:
-            drafted, accepted, depths = (
-                np.frombuffer(part, dtype=np.int32) for part in (result.drafted, result.accepted, result.depths)
-            )
+        alone = flight.counts[-1] == 1 and len(flight.samples) == flight.decodes
+        if not result.drafted:
+            if alone:
+                steps.timed(flight.adapted, 0, 0, result.timing.whole, 0)
+            return
+        drafted, accepted, depths = (
+            np.frombuffer(part, dtype=np.int32) for part in (result.drafted, result.accepted, result.depths)
+        )
         for row in np.flatnonzero(depths).tolist():
             sequence = flight.sequences[row]
             if sequence.track is not None and accepted[row]:
                 steps.judged(sequence.track, int(accepted[row]) - 1, int(depths[row]))
-        if flight.counts[-1] == 1 and len(flight.samples) == flight.decodes:
+        if alone:
             right = int((accepted - 1).clip(min=0)[depths > 0].sum())
             steps.timed(flight.adapted, int(depths.max()), int(drafted.sum()), result.timing.whole, right)
 

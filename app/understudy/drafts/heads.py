@@ -135,21 +135,23 @@ class _MtpLayer(Layer):
 
 
 class Mtp(nn.Module):
-    """A multi-token prediction layer with MiMo's names; every step runs the same one."""
+    """Multi-token prediction layers with MiMo's names. One is run by every step; of several each is a step's own."""
 
     prefix = "model."
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
         self.config, self.sizes = config, Sizes.of(config)
-        self.mtp_layers = nn.ModuleList([_MtpLayer(self.sizes)])
+        self.mtp_layers = nn.ModuleList([_MtpLayer(self.sizes) for _ in range(config["num_nextn_predict_layers"])])
+
+    @property
+    def layers(self) -> list[_MtpLayer]:
+        return [layer for layer in self.mtp_layers if isinstance(layer, _MtpLayer)]
 
     @property
     def layer(self) -> _MtpLayer:
-        """The only layer."""
-        layer = self.mtp_layers[0]
-        assert isinstance(layer, _MtpLayer)
-        return layer
+        """The first layer."""
+        return self.layers[0]
 
     def first(self, sums: list[Tensor], normed: Tensor) -> Tensor:
         """The target's hidden states after its final norm."""
@@ -183,6 +185,9 @@ def unroll(head: Head, sums: list[Tensor], normed: Tensor, following: Tensor, st
     """
     length = following.shape[1]
     turn = rotation(head.sizes, torch.arange(length, device=following.device))
+    if isinstance(head, Mtp) and len(head.layers) > 1:
+        yield from _stacked(head, normed, following, turn, steps)
+        return
     feature = head.first(sums, normed)
     keys: list[Tensor] = []
     values: list[Tensor] = []
@@ -196,6 +201,19 @@ def unroll(head: Head, sums: list[Tensor], normed: Tensor, following: Tensor, st
         read, feature = head.finish(residual)
         yield read
         feature = torch.roll(feature, 1, dims=1)
+
+
+def _stacked(head: Mtp, normed: Tensor, following: Tensor, turn: tuple[Tensor, Tensor], steps: int) -> Iterator[Tensor]:
+    """The same of several layers, as many steps as there are: each reads at index i what the one before left there and
+    the embedding of the token one further on (DeepSeek-V3, section 2.2)."""
+    state = normed
+    for step, layer in enumerate(head.layers[:steps]):
+        tokens = layer.token_layernorm(torch.roll(following, -step, dims=1))
+        x = layer.input_proj(torch.cat((layer.hidden_layernorm(state), tokens), dim=-1))
+        inner = layer.input_layernorm(x)
+        keys, values = layer.self_attn.keys(inner, turn)
+        state = layer.final_layernorm(layer.mix(x, layer.self_attn.queries(inner, turn), keys, values, None))
+        yield torch.roll(state, step, dims=1)
 
 
 def project(head: Head, read: Tensor, output: Tensor) -> Tensor:

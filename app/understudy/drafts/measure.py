@@ -16,7 +16,7 @@ from torch import Tensor
 from app.understudy import MODEL_DIR
 from app.understudy.drafts.decoder import Decoder, generate
 from app.understudy.drafts.dflash import DFlash
-from app.understudy.drafts.heads import Eagle3, project, unroll
+from app.understudy.drafts.heads import Eagle3, Mtp, project, unroll
 from app.understudy.drafts.students import Draft
 from app.understudy.examination import questions
 
@@ -123,9 +123,13 @@ def _cycles(hits: Any, best: Any, comb: bool) -> list[int]:
 def measure(
     draft: Draft, target: Decoder, dialogues: Sequence[Dialogue], depth: int, few: int = 3, batch: int = 16
 ) -> Acceptance:
-    """Acceptance of chains of `depth` drafts over the answers; a DFlash draft guesses no more than its block holds."""
+    """Acceptance of chains of `depth` drafts over the answers; a DFlash draft guesses no more than its block
+    holds, and of several layers each guesses once."""
     device = target.embedding.device
-    depth = min(depth, draft.block - 1) if isinstance(draft, DFlash) else depth
+    if isinstance(draft, DFlash):
+        depth = min(depth, draft.block - 1)
+    elif isinstance(draft, Mtp) and len(draft.layers) > 1:
+        depth = min(depth, len(draft.layers))
     chains: list[int] = []
     combs: list[int] = []
     tokens = 0

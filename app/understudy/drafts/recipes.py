@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from app.understudy.drafts import DRAFTS
 from app.understudy.drafts.decoder import Decoder
 from app.understudy.drafts.dflash import DFlash
 from app.understudy.drafts.heads import Eagle, Eagle3, Mtp
@@ -52,6 +53,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "intermediate_size": 192,
         "tie_word_embeddings": True,
     },
+    "multi_mtp": _SHARED
+    | {
+        "architectures": ["MiMoMTP"],
+        "model_type": "mimo",
+        "num_hidden_layers": CONFIG["num_hidden_layers"],
+        "num_nextn_predict_layers": 3,
+        "intermediate_size": 192,
+        "tie_word_embeddings": True,
+    },
     "dflash": _SHARED
     | {
         "architectures": ["DFlashDraftModel"],
@@ -82,6 +92,7 @@ _CLASSES: dict[str, type[Draft]] = {
     "eagle": Eagle,
     "eagle3": Eagle3,
     "mtp": Mtp,
+    "multi_mtp": Mtp,
     "dflash": DFlash,
     "standalone": Decoder,
 }
@@ -101,6 +112,11 @@ def create(name: str, target: Decoder, counts: Any, seed: int) -> Draft:
             draft.choose(most.sort().values)
             draft.lm_head.weight.copy_(target.embedding.detach().float().cpu()[draft.vocabulary])
             draft.norm.weight.copy_(norm)
+        elif isinstance(draft, Mtp) and len(draft.layers) > 1:  # each goes on from the one that every step runs
+            trained = load_draft(DRAFTS / "mtp", "cpu")
+            assert isinstance(trained, Mtp)
+            for layer in draft.layers:
+                layer.load_state_dict(trained.layer.state_dict())
         elif isinstance(draft, Mtp):
             draft.layer.final_layernorm.weight.copy_(norm)
         elif isinstance(draft, DFlash):

@@ -52,7 +52,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("what", choices=("texts", "drafts", "measure"))
     parser.add_argument("--texts", type=Path, default=Path(tempfile.gettempdir()) / "understudy-texts.npz")
     parser.add_argument("--out", type=Path, default=DRAFTS, help="directory of the drafts' directories")
-    parser.add_argument("--only", nargs="+", choices=tuple(CONFIGS), default=list(CONFIGS))
+    in_box = [name for name in CONFIGS if (DRAFTS / name).is_dir()]
+    parser.add_argument("--only", nargs="+", choices=tuple(CONFIGS), default=in_box)
     parser.add_argument("--documents", type=int, default=600_000, help="documents of the corpus, half with new answers")
     parser.add_argument("--batch", type=int, default=8192, help="prompts that are answered at once")
     parser.add_argument("--row", type=int, default=24576, help="tokens of a training step")

@@ -124,6 +124,36 @@ def test_the_engine_accepts_as_much_and_says_the_same(algorithm, target, dialogu
     assert tokens / cycles == pytest.approx(expected, abs=short_block)
 
 
+def test_the_engine_runs_several_layers_as_they_are_trained(target, dialogues, tmp_path):
+    """Layers that differ, each for a step of its own."""
+    draft = create("multi_mtp", target, np.arange(4096), seed=3)
+    with torch.no_grad():
+        for number, layer in enumerate(draft.layers):
+            layer.input_proj.weight.mul_(1 - 0.1 * number)
+    save_draft(draft, tmp_path / "multi_mtp")
+    settings = SpeculativeSettings(
+        "MTP", str(tmp_path / "multi_mtp"), num_steps=3, num_draft_tokens=4, multi_layer=True
+    )
+    runner = ModelRunner(
+        RunnerConfig(
+            str(MODEL_DIR), dtype="float32", max_total_tokens=4096, max_slots=3, threads=1, speculation=settings
+        )
+    )
+    driver = Driver(runner, runner.load())
+    (one,) = dialogues[5:6]
+    driver.admit(1, one.prompt)
+    driver.step([(1, len(one.prompt))])
+    cycles = 0
+    while len(driver.tokens[1]) < len(one.prompt) + len(one.answer):
+        driver.step([(1, 1)], {1: 3})
+        cycles += 1
+    assert driver.tokens[1][: len(one.prompt) + len(one.answer)] == one.prompt + one.answer
+    expected = measure(load_draft(tmp_path / "multi_mtp", "cpu"), target, [one], depth=5)
+    assert len(expected.rates) == 3
+    assert expected.chain > 1.3
+    assert (len(one.answer) - 1) / cycles == pytest.approx(expected.chain, abs=0.15)
+
+
 def _batch() -> Batch:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(9, 4096, (2, 40), generator=generator)
@@ -132,9 +162,10 @@ def _batch() -> Batch:
     return Batch(ids, learned)
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle3", "mtp"])
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "mtp", "multi_mtp"])
 def test_a_head_sees_no_token_before_its_time(name, target):
-    draft, ids = load_draft(DRAFTS / name, "cpu"), _batch().ids
+    draft = create(name, target, np.arange(4096), 3) if name == "multi_mtp" else load_draft(DRAFTS / name, "cpu")
+    ids = _batch().ids
     changed = ids.clone()
     changed[:, 20:] = 77
 
