@@ -210,10 +210,10 @@ class Projections(ABC):
     def _stackable(
         self, experts: Sequence[ExpertWeights], kind: Callable[[Tensor | QuantizedWeight], object]
     ) -> list[ExpertWeights]:
-        """Those with weights of no ``kind`` in floats, so that all can be multiplied at once."""
+        """Those with weights of no ``kind``, or of several, in floats, so that all can be multiplied at once."""
 
-        def floats(weight: Projection) -> Projection:
-            if not isinstance(weight, QuantizedWeight) or kind(weight) is not None or not may_be_dense(weight):
+        def floats(weight: Tensor | QuantizedWeight) -> Tensor:
+            if isinstance(weight, Tensor):
                 return weight
             self._tell(
                 "experts in %s are dequantized to %s while they are loaded: no kernel of all experts takes them",
@@ -224,9 +224,15 @@ class Projections(ABC):
             self.widened_bytes += dense.nbytes - weight.nbytes
             return dense
 
-        return [
-            dataclasses.replace(expert, gate_up=floats(expert.gate_up), down=floats(expert.down)) for expert in experts
-        ]
+        def one(weight: Projection) -> Projection:
+            pieces = weight if isinstance(weight, tuple) else (weight,)
+            if not all(isinstance(piece, Tensor) or may_be_dense(piece) for piece in pieces):
+                return weight
+            if len(pieces) > 1:
+                return torch.cat([floats(piece) for piece in pieces])
+            return pieces[0] if kind(pieces[0]) is not None else floats(pieces[0])
+
+        return [dataclasses.replace(expert, gate_up=one(expert.gate_up), down=one(expert.down)) for expert in experts]
 
     def empty_rows(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
         """[rows, width] for ``add_rows`` to write to."""

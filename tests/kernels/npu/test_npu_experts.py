@@ -221,8 +221,12 @@ def test_quantized_experts_are_in_graphs(kind, reference, drive, prompts, tmp_pa
         (lambda path, to: write(path, to, lambda module: "W8A8_MXFP8")[0], True),
         (lambda path, to: rewrite(path, to, fp8_blocks(16, 16), FP8), True),
         (lambda path, to: rewrite(path, to, gptq(8, 16), GPTQ), True),
+        (
+            lambda path, to: write(path, to, lambda module: "FLOAT" if "gate_proj" in module else "W8A8_DYNAMIC")[0],
+            True,
+        ),
     ],
-    ids=["4 by 8 in groups", "mxfp8", "fp8 blocks", "8 bits in groups"],
+    ids=["4 by 8 in groups", "mxfp8", "fp8 blocks", "8 bits in groups", "gates of another kind"],
 )
 def test_experts_in_forms_of_no_kernel_are_in_graphs(form, told, reference, drive, prompts, tmp_path, caplog):
     path, (prompt,) = form(reference("parallel-moe").path, tmp_path), prompts(20)
