@@ -9,10 +9,12 @@ import numpy.typing as npt
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.cuda.launch import overlapping
 from kernels.cuda.narrow_cache import NarrowCache, bits
 
-__all__ = ["move_caches"]
+__all__ = ["move_accepted", "move_caches"]
 
 
 @triton.jit(do_not_specialize=["each"])
@@ -44,6 +46,44 @@ def _move(
     tl.store(cache + new[:, None] + at[None, :], moved, mask=mask)
 
 
+@triton.jit(do_not_specialize=["outcome_stride"])
+def _move_accepted(
+    pointers,
+    like,
+    index,
+    rows,
+    outcome,
+    outcome_stride,
+    levels: tl.constexpr,
+    heads: tl.constexpr,
+    dim: tl.constexpr,
+    page_size: tl.constexpr,
+    token_block: tl.constexpr,
+    dim_block: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """The same of the nodes that were accepted."""
+    row, head, layer = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    level = tl.arange(0, token_block)
+    at = tl.arange(0, dim_block)
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
+    cache = tl.load(pointers + layer).to(tl.pointer_type(like.dtype.element_ty))
+    own = outcome + row * outcome_stride
+    there = (level < levels) & (level < tl.abs(tl.load(own)))
+    first = tl.load(rows + row * 4 + 3)
+    node = tl.load(own + 2 + level, mask=there, other=0)
+    begin = tl.load(index + first + node, mask=there, other=0)
+    end = tl.load(index + first + level, mask=there, other=0)
+    mask = (there & (begin != end))[:, None] & (at < dim)[None, :]
+    old = ((begin // page_size * heads + head) * page_size + begin % page_size) * dim
+    new = ((end // page_size * heads + head) * page_size + end % page_size) * dim
+    moved = tl.load(cache + old[:, None] + at[None, :], mask=mask)
+    tl.debug_barrier()  # all of a row is read before any of it is written
+    tl.store(cache + new[:, None] + at[None, :], moved, mask=mask)
+
+
 def move_caches(
     caches: Sequence[Tensor] | Sequence[NarrowCache],
     source: Tensor,
@@ -52,12 +92,47 @@ def move_caches(
     put: Callable[[npt.NDArray[np.int64]], Tensor],
 ) -> None:
     """``caches`` [pages, 2, kv_heads, page_size, dim] of one shape; ``source``, ``target`` int64 [rows * each]."""
+    for parts in _kinds(caches):
+        _move_parts(parts, source, target, each, put)
+
+
+def move_accepted(
+    caches: Sequence[Tensor] | Sequence[NarrowCache],
+    index: Tensor,
+    rows: Tensor,
+    outcome: Tensor,
+    pointers: Callable[[Sequence[Tensor]], Tensor],
+) -> None:
+    """As ``Platform.move_accepted`` says. ``pointers``: int64 [caches] of where they begin."""
+    pdl = overlapping(index.device)
+    for parts in _kinds(caches):
+        _, both, kv_heads, page_size, dim = parts[0].shape
+        levels = outcome.shape[1] - 2
+        _move_accepted[(len(outcome), both * kv_heads, len(parts))](
+            pointers(parts),
+            parts[0],
+            index,
+            rows,
+            outcome,
+            outcome.stride(0),
+            levels,
+            both * kv_heads,
+            dim,
+            page_size,
+            triton.next_power_of_2(levels),
+            triton.next_power_of_2(dim),
+            pdl,
+            num_warps=1,
+            launch_pdl=pdl,
+        )
+
+
+def _kinds(caches: Sequence[Tensor] | Sequence[NarrowCache]) -> list[list[Tensor]]:
+    """What is moved in one launch: tensors of one dtype and shape."""
     whole = [cache for cache in caches if isinstance(cache, Tensor)]
     narrow = [cache for cache in caches if isinstance(cache, NarrowCache)]
     scales = [cache.scales.unsqueeze(-1) for cache in narrow if cache.scales is not None]
-    for parts in (whole, [bits(cache.values) for cache in narrow], scales):
-        if parts:
-            _move_parts(parts, source, target, each, put)
+    return [parts for parts in (whole, [bits(cache.values) for cache in narrow], scales) if parts]
 
 
 def _move_parts(

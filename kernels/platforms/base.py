@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kernels.batch import ForwardBatch
-from kernels.platforms.operators import Candidates, Cut, Draw, Greedy, Norm
+from kernels.platforms.operators import Acceptance, Candidates, Cut, Draw, Greedy, Norm
 from kernels.platforms.prepared import Decodes, HostPass, Steps
 from kernels.platforms.projections import Projections
 from kernels.platforms.rows import AttentionRows
@@ -27,6 +27,7 @@ from kernels.quantization.cache import SCALE, LayerScales, narrow
 
 if TYPE_CHECKING:
     from kernels.speculative.growing import Accepted, Growing, GrowthShape
+    from kernels.speculative.tree import DraftTree
 
 __all__ = ["Fetched", "Memory", "Platform", "PlatformError"]
 
@@ -161,6 +162,36 @@ class Platform(Projections):
         """The platform's own kernels for what stands between the passes of a draft; None where it has none for it."""
         return None
 
+    def accept(
+        self, tree: DraftTree, rows: Tensor, sampled: Tensor, broken: Tensor, depth: int, forced: int, table: Tensor
+    ) -> Acceptance | None:
+        """``speculative.verify.walk`` in one kernel, with what it leads to; None where the platform has none.
+
+        ``rows`` int64 [rows, 4]: the slot, the root's position, the nodes that were run, and the first of these in
+        ``sampled`` int64 and ``broken`` bool. What follows each node passed is written behind the root to the slot's
+        row of ``table`` int32.
+        """
+        return None
+
+    def bring_accepted(
+        self,
+        given: Tensor,
+        outcome: Tensor,
+        tokens: Tensor,
+        features: Tensor,
+        host: Tensor,
+        kept_outcome: Tensor,
+        kept_tokens: Tensor,
+        kept_features: Tensor,
+    ) -> bool:
+        """In one kernel to where a pass that guesses ahead finds it, what rows accepted: ``outcome`` [rows, 2 + n],
+        ``tokens`` [rows, n] and, of ``features``, those of the nodes passed. False where the platform has none.
+
+        ``given`` int64 [size, columns + 1], size >= rows, goes to ``host`` [size, columns]; its last column is the
+        row's first place in ``features``. ``kept_outcome`` [.., 2 + levels] is 0 where nothing is given.
+        """
+        return False
+
     def capture_pass(
         self,
         forward: Callable[[ForwardBatch], Tensor],
@@ -264,6 +295,11 @@ class Platform(Projections):
         """``move_cache`` of every layer. ``each``: tokens of a row, whose places no other row reads or writes."""
         for cache in caches:
             self.move_cache(cache, source, target)
+
+    def move_accepted(self, caches: Sequence[Any], index: Tensor, rows: Tensor, outcome: Tensor) -> bool:
+        """``move_caches`` of what ``accept`` found of ``rows``, in one kernel; False where the platform has none.
+        ``index`` int64 [tokens]: where the keys and values of the nodes were put."""
+        return False
 
     @abstractmethod
     def plan_attention(self, rows: AttentionRows, window: int) -> Any:

@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from kernels.batch import ForwardBatch
+from kernels.cuda.accepting import accept, bring
 from kernels.cuda.activation import swiglu
 from kernels.cuda.angles import angles
 from kernels.cuda.attention import AttentionPlan, attention, plan_attention, plan_guesses
@@ -25,7 +27,7 @@ from kernels.cuda.grouped import GroupedLinear, WideWeight
 from kernels.cuda.growing import CudaGrowing
 from kernels.cuda.heads import place_heads
 from kernels.cuda.linear import CudaLinear
-from kernels.cuda.moving import move_caches
+from kernels.cuda.moving import move_accepted, move_caches
 from kernels.cuda.narrow_cache import NarrowCache
 from kernels.cuda.norms import CudaNorm
 from kernels.cuda.quantized import EightBitLinear
@@ -36,12 +38,13 @@ from kernels.graph_sizes import graph_sizes
 from kernels.layers.experts import ExpertWeights
 from kernels.layers.stacked_experts import refusal
 from kernels.platforms.base import Fetched, Memory, Platform, PlatformError
-from kernels.platforms.operators import Linear, Norm
+from kernels.platforms.operators import Acceptance, Linear, Norm
 from kernels.platforms.prepared import Decodes, Steps
 from kernels.platforms.rows import AttentionRows
 from kernels.quantization.cache import LayerScales, narrow
 from kernels.quantization.weights import Fp8Weight, GroupedWeight, Int8Weight, Projection, QuantizedWeight
 from kernels.speculative.growing import Accepted, Growing, GrowthShape
+from kernels.speculative.tree import DraftTree
 from kernels.staging import Staging, fetch
 from kernels.step import RunnerConfig
 
@@ -100,6 +103,7 @@ class CudaPlatform(Platform):
         self._scratch = DecodeScratch(self.device)
         self._wide = WideWeight(self.device)
         self._choices = Choices(self.device)
+        self._begins: dict[tuple[int, ...], Tensor] = {}
         self._pool: Any = None  # memory of captured passes
 
     def bind_thread(self) -> None:
@@ -262,6 +266,38 @@ class CudaPlatform(Platform):
         self, caches: Sequence[Tensor] | Sequence[NarrowCache], source: Tensor, target: Tensor, each: int
     ) -> None:
         move_caches(caches, source, target, each, self.put)
+
+    def move_accepted(
+        self, caches: Sequence[Tensor] | Sequence[NarrowCache], index: Tensor, rows: Tensor, outcome: Tensor
+    ) -> bool:
+        move_accepted(caches, index, rows, outcome, self._pointers)
+        return True
+
+    def accept(
+        self, tree: DraftTree, rows: Tensor, sampled: Tensor, broken: Tensor, depth: int, forced: int, table: Tensor
+    ) -> Acceptance | None:
+        return accept(tree, rows, sampled, broken, depth, forced, table)
+
+    def bring_accepted(
+        self,
+        given: Tensor,
+        outcome: Tensor,
+        tokens: Tensor,
+        features: Tensor,
+        host: Tensor,
+        kept_outcome: Tensor,
+        kept_tokens: Tensor,
+        kept_features: Tensor,
+    ) -> bool:
+        bring(given, outcome, tokens, features, host, kept_outcome, kept_tokens, kept_features)
+        return True
+
+    def _pointers(self, caches: Sequence[Tensor]) -> Tensor:
+        """int64 [caches]: where they begin, put on the device once."""
+        at = tuple(cache.data_ptr() for cache in caches)
+        if at not in self._begins:
+            self._begins[at] = self.put(np.array(at, dtype=np.int64))
+        return self._begins[at]
 
     def plan_guesses(
         self, starts: Tensor, pages: Tensor, tokens: int, bits: Tensor | None, roots: Tensor | None, window: int

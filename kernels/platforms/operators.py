@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-__all__ = ["DRAWS", "Candidates", "Cut", "Draw", "Draws", "Greedy", "Linear", "Lookup", "Norm"]
+__all__ = ["DRAWS", "Acceptance", "Candidates", "Cut", "Draw", "Draws", "Greedy", "Linear", "Lookup", "Norm"]
 
 Linear = Callable[[Tensor], Tensor]
 """``[tokens, inputs] -> [tokens, outputs]``, with the weight in the layout that the platform likes."""
@@ -50,6 +51,16 @@ not of such logits, or not yet.
 
 ``ids`` int64: the tokens that logits are of, of ``vocab`` in all, whose noise counts; None: their own indices.
 """
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What ``Platform.accept`` found: ``outcome`` int64 [rows, 2 + levels] as ``Verified.outcome``, the ``tokens``
+    int64 [rows, levels] after each node passed, and which of these are ``broken``, bool [rows * levels]."""
+
+    outcome: Tensor
+    tokens: Tensor
+    broken: Tensor
 
 
 class Norm(Protocol):

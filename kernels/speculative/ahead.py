@@ -103,15 +103,20 @@ class AheadPasses:
         """
         rows = len(roots)
         size = self.size(rows)
-        host = np.zeros((size, self._host.shape[1]), dtype=np.int64)
+        columns, put = self._host.shape[1], self._platform.put
+        host = np.zeros((size, columns + 1), dtype=np.int64)
         host[:rows, 0], host[:rows, 1], host[:rows, 2 : 2 + pages.shape[1]] = roots, slots, pages
-        put = self._platform.put
-        self._host[:size].copy_(put(host))
-        self._outcome[:size].zero_()
-        self._outcome[:rows, : outcome.shape[1]].copy_(outcome)
-        self._tokens[:rows, : tokens.shape[1]].copy_(tokens)
-        at = (self._outcome[:rows, 2:] + put(places).unsqueeze(1)).reshape(-1)
-        self._features[: len(at)].copy_(features.index_select(0, at))
+        host[:rows, columns] = places
+        given = put(host)
+        if not self._platform.bring_accepted(
+            given, outcome, tokens, features, self._host[:size], self._outcome, self._tokens, self._features
+        ):
+            self._host[:size].copy_(given[:, :columns])
+            self._outcome[:size].zero_()
+            self._outcome[:rows, : outcome.shape[1]].copy_(outcome)
+            self._tokens[:rows, : tokens.shape[1]].copy_(tokens)
+            at = (self._outcome[:rows, 2:] + given[:rows, columns:]).reshape(-1)
+            self._features[: len(at)].copy_(features.index_select(0, at))
         replay, found = self._passes[size]
         replay()
         tree = found[0]

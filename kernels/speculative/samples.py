@@ -149,6 +149,11 @@ class Verified:
         outcome[:, 0] = np.where(own.any(1), -accepted, accepted)
         outcome[:, 1] = np.where(run, depths, 0).max(1)
         outcome[:, 2:] = path
-        chosen = Sampled(found.tokens.reshape(-1), torch.from_numpy(broken))
-        index = np.arange(rows * levels)
-        return cls(chosen, index // levels, index % levels, torch.from_numpy(outcome))
+        return cls.whole(Sampled(found.tokens.reshape(-1), torch.from_numpy(broken)), torch.from_numpy(outcome))
+
+    @classmethod
+    def whole(cls, chosen: Sampled, outcome: Tensor) -> Verified:
+        """Where every row verified: ``chosen`` [rows * levels]."""
+        levels = outcome.shape[1] - 2
+        index = np.arange(len(outcome) * levels)
+        return cls(chosen, index // levels, index % levels, outcome)

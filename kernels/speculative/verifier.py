@@ -32,6 +32,7 @@ class Verifier:
         self._depth = depth
         self._lenient = settings.accept_threshold_single < 1 or settings.accept_threshold_acc < 1
         self._here = platform.device.type == "cpu"
+        self._accepted: Tensor | None = None  # the rows of ``Platform.accept`` in this step
         self._emitted = 0.0  # of settings.fixed_acceptance, what was rounded away so far
 
     def place(self, step: StepRows, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,6 +68,13 @@ class Verifier:
         state, tree, put = self._slots, step.drafts.tree, self._platform.put
         counts, part = step.counts[step.verifying], samples.guesses
         slots = samples.slots.tolist()
+        depth, forced = min(self._depth, tree.tokens.shape[1] - 1), self._forced()
+        greedy, sampled, self._accepted = self._platform.greedy, None, None
+        if greedy is not None and step.verifies == len(step.rows) and self._sampler.plain(tuple(slots)):
+            sampled = Sampled(*greedy(logits))
+            found = self._accept(step, sampled, depth, forced)
+            if found is not None:
+                return found
         at_slots, at = put(samples.slots), put(samples.lengths)
         longest = int(samples.lengths.max())
         if not tree.linear:
@@ -76,7 +84,8 @@ class Verifier:
         if self._sampler.needs_history(slots):
             history, rows = self._histories(step, samples, longest)
         leniency_logits = logits[part].float().clone() if self._lenient else None
-        sampled = self._sampler.sample(logits, rows, at, history, host_slots=slots, longest=longest)
+        if sampled is None:
+            sampled = self._sampler.sample(logits, rows, at, history, host_slots=slots, longest=longest)
 
         width = tree.tokens.shape[1]
         flat = sampled.tokens[part]
@@ -87,17 +96,28 @@ class Verifier:
             after[put(_places(counts, width))] = flat
             after = after.view(-1, width)
         leniency = None if leniency_logits is None else self._leniency(step, leniency_logits, slots[part], at[part])
-        depth = min(self._depth, width - 1)
         if self._here and tree.linear and not self._settings.lossy:
-            found = walk_here(tree, counts, after, depth)
+            passed = walk_here(tree, counts, after, depth)
         else:
-            found = walk(tree, put(counts), after, depth, leniency, self._forced())
-        self._append(step, samples, sampled, found)
+            passed = walk(tree, put(counts), after, depth, leniency, forced)
+        self._append(step, samples, sampled, passed)
         if self._here and step.verifies == len(step.rows) and sampled.logprobs is None:
-            verified = Verified.here(step, sampled, found)
+            verified = Verified.here(step, sampled, passed)
         else:
-            verified = Verified.of(step, samples, sampled, found, self._platform.put)
-        return verified, found.tokens
+            verified = Verified.of(step, samples, sampled, passed, self._platform.put)
+        return verified, passed.tokens
+
+    def _accept(self, step: StepRows, sampled: Sampled, depth: int, forced: int) -> tuple[Verified, Tensor] | None:
+        """The same by the platform's own kernel, where every row verifies and is greedy; None where it has none."""
+        assert step.drafts is not None
+        numbers = np.stack((step.slots, step.starts, step.counts, step.offsets), 1)
+        rows, table = self._platform.put(numbers), self._slots.tokens
+        found = self._platform.accept(step.drafts.tree, rows, sampled.tokens, sampled.broken, depth, forced, table)
+        if found is None:
+            return None
+        self._accepted = rows
+        chosen = Sampled(found.tokens.reshape(-1), found.broken)
+        return Verified.whole(chosen, found.outcome), found.tokens
 
     def _histories(self, step: StepRows, samples: Samples, longest: int) -> tuple[Tensor, Tensor]:
         """A table with the tokens before each sample, those of its path among them, and the samples' rows in it."""
@@ -166,6 +186,9 @@ class Verifier:
         """Bring the keys and values of accepted nodes to the positions that follow one another."""
         assert step.drafts is not None
         if step.drafts.tree.linear:
+            return
+        rows = self._accepted
+        if rows is not None and self._platform.move_accepted(caches, cache_index, rows, outcome):
             return
         counts, path = outcome[:, :1].abs(), outcome[:, 2:]
         begins = self._platform.put(step.offsets[step.verifying]).unsqueeze(1)

@@ -41,6 +41,7 @@ class _Absent(CudaPlatform):
         self.device, self.name = META, "no GPU"
         self.greedy, self.candidates = kernels.platforms.cuda.likeliest, kernels.platforms.cuda.candidates
         self._config, self._kv_heads, self._pool = config, 1, None
+        self._begins: dict[tuple[int, ...], Tensor] = {}
         self._scratch, self._wide = DecodeScratch(META), WideWeight(META)
         self._choices: Any = _EveryWay()
 

@@ -9,6 +9,7 @@ import torch
 import triton
 
 from kernels.cuda import narrow, skinny
+from kernels.cuda.accepting import accept, bring
 from kernels.cuda.activation import swiglu
 from kernels.cuda.angles import angles
 from kernels.cuda.attention import attention, plan_attention, plan_guesses
@@ -18,7 +19,7 @@ from kernels.cuda.grouped import GroupedLinear, WideWeight
 from kernels.cuda.growing import CudaGrowing
 from kernels.cuda.heads import place_heads
 from kernels.cuda.linear import CudaLinear
-from kernels.cuda.moving import move_caches
+from kernels.cuda.moving import move_accepted, move_caches
 from kernels.cuda.norms import CudaNorm
 from kernels.cuda.numbers import PLAIN
 from kernels.cuda.quantized import EightBitLinear
@@ -28,6 +29,7 @@ from kernels.cuda.steps import enter, leave
 from kernels.platforms.rows import AttentionRows
 from kernels.quantization.weights import Fp8Weight, GroupedWeight, Int8Weight
 from kernels.speculative.growing import Accepted, GrowthShape
+from kernels.speculative.tree import DraftTree
 from tests.kernels.cuda.compiled import SHARED, compiling, empty, put
 
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted, not compiled")
@@ -77,6 +79,17 @@ def guesses(dtype):
             host[:, 0], host[:, 1], host[:, 2:], outcome, outcome[:, 2:].contiguous(), features,
             empty(9, 4096, dtype=dtype),
         )  # fmt: skip
+        tree, numbers = (
+            DraftTree(*(empty(rows, nodes, dtype=torch.int64) for _ in range(4))),
+            outcome[:, :4].contiguous(),
+        )
+        sampled, table = empty(rows * nodes, dtype=torch.int64), empty(9, 8192, dtype=torch.int32)
+        found = accept(tree, numbers, sampled, sampled.bool(), steps, 0, table)
+        accept(tree, numbers, sampled, sampled.bool(), steps, 3, table)
+        caches = [empty(9, 2, 8, 64, 128, dtype=dtype) for _ in range(2)]
+        move_accepted(caches, sampled, numbers, found.outcome, lambda parts: empty(2, dtype=torch.int64))
+        brought = empty(rows, 3 + 129, dtype=torch.int64)
+        bring(brought, found.outcome, found.tokens, features, host, outcome, given.tokens, features)
         growing = CudaGrowing(shape, given)
         growing.observe()
         states = growing.start(empty(rows * (steps + 1), 4096, dtype=dtype))
