@@ -7,6 +7,7 @@ The last tokens of a sequence are looked up from the longest window down; what f
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Slots
 from heapq import heappop, heappush
 from typing import TypeAlias
 
@@ -26,6 +27,11 @@ __all__ = ["NgramDrafter", "Nodes", "guess"]
 
 CACHED = 1024
 """Tokens of a cached prefix that a new request tells the trie again: most were seen when they were computed."""
+FEWEST = 2
+"""Guesses of a request of which none was right lately: half as many after each such draft, twice as many after others.
+What was seen before comes again in stretches, and in between each guess that is verified costs the batch time."""
+FREE = 16
+"""Tokens of a step that cost hardly more than one: among so many a request may always have its share."""
 
 Ints: TypeAlias = npt.NDArray[np.int32]
 Longs: TypeAlias = npt.NDArray[np.int64]
@@ -49,6 +55,7 @@ class NgramDrafter(Drafter):
         self._prompts: dict[int, Ints] = {}  # what was known of the slot when it was taken
         self._told: dict[int, int] = {}  # tokens of the slot that the trie knows, from position 0 on
         self._last: dict[int, int] = {}  # the last of these
+        self._most: dict[int, int] = {}  # guesses that the slot is worth
         self.most_nodes = settings.num_draft_tokens
         self.depth = min(self.most_nodes, self._settings.max_depth) - 1
 
@@ -57,6 +64,7 @@ class NgramDrafter(Drafter):
         self.release(slot)
         self._sequences[slot] = self._trie.open(admission.salt)
         self._prompts[slot] = tokens
+        self._most[slot] = self.most_nodes - 1
         self._told[slot] = max(0, known - CACHED)
         self.tell(slot, self._told[slot], tokens[self._told[slot] : known])
 
@@ -65,6 +73,12 @@ class NgramDrafter(Drafter):
         self._prompts.pop(slot, None)
         if sequence is not None:
             self._trie.close(sequence)
+
+    def judged(self, slots: Slots[int], accepted: Slots[int], drafted: Slots[int]) -> None:
+        for slot, right, levels in zip(slots, accepted, drafted, strict=True):
+            if levels:
+                most = 2 * self._most[slot] if right else self._most[slot] // 2
+                self._most[slot] = min(max(most, FEWEST), self.most_nodes - 1)
 
     def observe(self, seen: Observation) -> None:
         if seen.sampled is None:
@@ -92,9 +106,14 @@ class NgramDrafter(Drafter):
     def guesses(self, slots: Longs, roots: Longs, limits: Longs) -> GuessesHere:
         """Trees of each slot's next tokens, of at most ``limits`` nodes beside the root."""
         trees = []
+        share = FREE // max(1, len(slots)) - 1
         for slot, root, limit in zip(slots.tolist(), roots.tolist(), limits.tolist(), strict=True):
             # A row that is not finite is not observed, and runs on until that is known: there is nothing to guess.
-            nodes = min(int(limit) + 1, self.most_nodes) if self._told[slot] == root + 1 else 1
+            nodes = (
+                1 + min(int(limit), max(self._most[slot], share), self.most_nodes - 1)
+                if self._told[slot] == root + 1
+                else 1
+            )
             trees.append(guess(self._trie, self._sequences[slot], self._last[slot], nodes, self._settings))
         counts = np.array([len(tokens) for tokens, _ in trees], dtype=np.int64)
         width = int(counts.max(initial=1))

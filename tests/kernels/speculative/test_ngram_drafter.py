@@ -179,3 +179,26 @@ def test_chains_of_different_lengths_are_chains() -> None:
     slots.draft([1, 2])
     assert slots.linear
     assert slots.drafter.branches  # but a runner prepares for trees: shorter windows may know other followers
+
+
+def test_a_request_that_guesses_wrong_guesses_less_among_others_and_more_when_it_is_right() -> None:
+    slots = Slots(most_nodes=13)
+    said = [*range(10, 15), *range(20, 25)]
+    slots.admit(1, said * 3)
+    for other in range(2, 9):
+        slots.admit(other, [90 + other, 5])
+    crowd = list(range(1, 9))
+
+    def guessed(of: list[int]) -> int:
+        return len(slots.draft(of)[0])
+
+    alone, first = guessed([1]), guessed(crowd)
+    assert alone == first > 2
+    for _ in range(4):
+        slots.drafter.judged([1], [0], [5])
+    assert guessed(crowd) == 2
+    assert guessed([1]) == alone
+    slots.drafter.judged([2, 1], [0, 1], [0, 2])
+    assert 2 < guessed(crowd) <= 4
+    slots.admit(1, said * 3)
+    assert guessed(crowd) == first
