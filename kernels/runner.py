@@ -96,17 +96,19 @@ class ModelRunner:
         """The same without waiting for the device, where it works by itself. A step may start before the results of
         those before it are there; a row whose logits were not finite in one of them then fails again.
         """
-        begun, steady = time.perf_counter(), self._captured.steady
-        again = steady is not None and not self._unsettled.known and steady.again(batch)
+        begun, steady, granted = time.perf_counter(), self._captured.steady, None
+        again = steady is not None and self._unsettled.nothing and steady.again(batch)
         if steady is not None and again and (self._speculator is None or self._speculator.quiet(steady.slots)):
-            result = self._run_steady(steady, batch, begun)
+            granted = self._grant_pages(batch)
+            result = None if granted else self._run_steady(steady, batch, begun)
             if result is not None:
                 return result
         with self._device_errors():
-            return self._start(batch, begun)
+            return self._start(batch, begun, granted)
 
     @torch.inference_mode()
-    def _start(self, batch: StepBatch, begun: float) -> RunningStep:
+    def _start(self, batch: StepBatch, begun: float, granted: list[RowError] | None) -> RunningStep:
+        """``granted``: what was wrong with its grants, if they are done."""
         self._bind_thread()
         self._settle_steps()
         slots, generations, counts = (_ints(part) for part in (batch.slots, batch.generations, batch.counts))
@@ -118,7 +120,7 @@ class ModelRunner:
         if self._speculator is not None:
             self._speculator.settle(later=not (batch.drafts or batch.released))
             answer.draft = time.perf_counter() - begun
-        self._update_slots(batch, answer)
+        self._update_slots(batch, answer, granted)
         steady, chains = self._captured.steady, self._captured.chains
         if steady is not None and not (answer.failed or batch.drafts) and steady.fits(batch):
             result = self._run_steady(steady, batch, begun)
@@ -288,8 +290,8 @@ class ModelRunner:
             self._platform.bind_thread()
             self._thread = threading.get_ident()
 
-    def _update_slots(self, batch: StepBatch, answer: Answer) -> None:
-        """Releases, then admissions, then page grants."""
+    def _update_slots(self, batch: StepBatch, answer: Answer, granted: list[RowError] | None) -> None:
+        """Releases, then admissions, then page grants, unless they are done."""
         state = self._slots
         for slot in _ints(batch.released).tolist():
             self._drop(slot)
@@ -305,8 +307,14 @@ class ModelRunner:
             except Exception as error:  # whatever is wrong with one request is its own
                 self._drop(admission.slot)
                 answer.failed.append(RowError(admission.slot, admission.generation, str(error)))
+        answer.failed += self._grant_pages(batch) if granted is None else granted
+
+    def _grant_pages(self, batch: StepBatch) -> list[RowError]:
+        """-> what was wrong with them."""
+        failed: list[RowError] = []
         if not (batch.page_slots or batch.page_ids):
-            return
+            return failed
+        state = self._slots
         granted, pages = _ints(batch.page_slots), _ints(batch.page_ids)
         if len(granted) != len(pages):
             raise ValueError("page_slots and page_ids of a step must be of one length")
@@ -316,8 +324,9 @@ class ModelRunner:
             try:
                 state.grant(slot, pages[granted == slot])
             except SlotError as error:
-                answer.failed.append(RowError(slot, int(state.generation[slot]), str(error)))
+                failed.append(RowError(slot, int(state.generation[slot]), str(error)))
                 self._drop(slot)
+        return failed
 
     def _clean_granted(self, batch: StepBatch) -> None:
         """Pages that change hands while a step is under way that writes to them, for a request that has ended."""

@@ -36,9 +36,9 @@ class SteadyDecodes:
         self._draws: Draws | None = None
 
     def again(self, batch: StepBatch) -> bool:
-        """Whether its rows are those that fitted last, and nothing else is in it."""
+        """Whether its rows are those that fitted last, and but for grants nothing else is in it."""
         return self._rows == (batch.slots, batch.generations, batch.counts) and not (
-            batch.admitted or batch.released or batch.page_slots or batch.page_ids or batch.drafts
+            batch.admitted or batch.released or batch.drafts
         )
 
     def fits(self, batch: StepBatch) -> bool:

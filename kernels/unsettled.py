@@ -61,9 +61,9 @@ class Unsettled:
         self._settled.append((writes, broken))
 
     @property
-    def known(self) -> bool:
-        """Whether there is anything to take."""
-        return bool(self._settled)
+    def nothing(self) -> bool:
+        """Whether no step is under way, and there is nothing to take."""
+        return not (self._running or self._settled)
 
     def take(self) -> list[tuple[StepWrites, RowError]]:
         """Rows that were found not to be finite since the last call, and the steps they were found in."""

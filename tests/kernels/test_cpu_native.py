@@ -349,6 +349,22 @@ def test_steady_decodes_are_the_same_in_one_call(model, drive, prompts, monkeypa
     assert generated(drive(model, dtype="bfloat16"), texts, counts) == found
 
 
+def test_a_bad_grant_of_steady_decodes_fails_alone(model, drive, prompts):
+    driver = drive(model, dtype="bfloat16")
+    for slot, prompt in enumerate(prompts(9, 5), 1):
+        driver.admit(slot, prompt)
+        driver.step([(slot, len(prompt))])
+    driver.step([(1, 1), (2, 1)])
+    driver._granted.append((1, 0))
+    held = driver.runner._slots.page_count[2]
+    driver._granted.append((2, 7))
+    result = driver.step([(1, 1), (2, 1)])
+    assert [error.slot for error in result.failed] == [1]
+    assert np.frombuffer(result.accepted, np.int32).tolist() == [0, 1]
+    assert driver.runner._slots.page_count[2] == held + 1
+    assert not driver.step([(2, 1)]).failed
+
+
 def test_a_row_of_steady_decodes_that_is_not_finite_fails_alone(model, drive, prompts):
     driver = drive(model, dtype="bfloat16")
     for slot, prompt in enumerate(prompts(9, 5), 1):
