@@ -17,7 +17,7 @@ from tests.bench._device_rows import SHAPES
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["products"]
+__all__ = ["PEAK", "products", "projections"]
 
 PEAK = 4.8e12  # bytes a second: the H200's data sheet
 TOKENS = (1, 4, 16, 64)
@@ -32,11 +32,11 @@ def products(names: Sequence[str]) -> None:
     with torch.inference_mode():
         for name in names:
             print(f"\n| {name} | tokens | " + " | ".join(WAYS) + " |\n|" + "---|" * (2 + len(WAYS)), flush=True)
-            for projection, (outputs, inputs, gated) in _projections(name).items():
+            for projection, (outputs, inputs, gated) in projections(name).items():
                 _measure(projection, outputs, inputs, gated)
 
 
-def _projections(name: str) -> dict[str, tuple[int, int, bool]]:
+def projections(name: str) -> dict[str, tuple[int, int, bool]]:
     """Outputs, inputs, and whether the first half of the outputs goes through silu."""
     config = SHAPES[name]
     hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]

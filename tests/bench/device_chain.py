@@ -1,0 +1,117 @@
+"""The products of a layer as they follow one another on a GPU: ``python -m tests.bench device --only chain``.
+
+A chain of layers, each its four products and the norms between them (one more stands for attention), is one CUDA graph,
+in which a launch may start while the one before it ends. Microseconds of a layer for each way to make all products, the
+median of replays in turns, and below it the share of the time that reading the weights takes at ``PEAK``. Layers
+together are several times what the L2 cache holds.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tests.bench.device_products import PEAK, projections
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["chain"]
+
+KINDS = {
+    "bf16": (2.0, {1: ("vector",), 16: ("cuBLAS", "narrow", "skinny"), 64: ("cuBLAS", "narrow")}),
+    "int8": (1.0, {1: ("vector", "skinny", "single")}),
+    "fp8": (1.0, {1: ("vector", "skinny", "single")}),
+    "4 bits": (0.5 + 2 / 128, {1: ("tiles of 64", "tiles of 128", "single")}),
+}
+"""Bytes of a number, and the ways of so many tokens."""
+ROUNDS = 9
+BYTES = 2 << 30  # of a chain's weights, at least
+
+
+class _Forced:
+    """In place of ``Choices``: the way that is named."""
+
+    def __init__(self) -> None:
+        self.name = ""
+
+    def run(self, shape: object, ways: Mapping[str, Callable[[], Tensor]]) -> Tensor:
+        return ways[self.name]()
+
+
+def chain(names: Sequence[str]) -> None:
+    """Measure and print, a kind of weight at a time."""
+    import torch
+
+    with torch.inference_mode():
+        for name in names:
+            print(f"\n| {name} | tokens | way | us a layer | of the memory's rate |\n|---|---|---|---|---|", flush=True)
+            for kind in KINDS:
+                _measure(name, kind)
+
+
+def _measure(name: str, kind: str) -> None:
+    import torch
+
+    from kernels.cuda.norms import CudaNorm
+
+    each, ways = KINDS[kind]
+    shapes = [shape for what, shape in projections(name).items() if what != "head"]
+    size = sum(outputs * inputs for outputs, inputs, _ in shapes) * each
+    forced = _Forced()
+    layers = [[_linear(kind, *shape, forced) for shape in shapes] for _ in range(int(BYTES / size) + 1)]
+    hidden, attended = shapes[0][1], shapes[1][1]
+    norm, other = (CudaNorm(torch.ones(wide, dtype=torch.bfloat16, device="cuda"), 1e-5) for wide in (hidden, attended))
+
+    def run(first: Tensor) -> Tensor:
+        residual = first.clone()
+        x = norm(residual)
+        for qkv, output, gates, down in layers:
+            x = output(other(qkv(x)[:, :attended]))
+            x, residual = norm.add(x, residual)
+            x, residual = norm.add(down(gates(x)), residual)
+        return x
+
+    for tokens, some in ways.items():
+        first = torch.randn(tokens, hidden, dtype=torch.bfloat16, device="cuda")
+        graphs = {}
+        for forced.name in some:
+            run(first)
+            torch.cuda.synchronize()
+            graphs[forced.name] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graphs[forced.name]):
+                run(first)
+        taken: dict[str, list[float]] = {way: [] for way in graphs}
+        for _ in range(ROUNDS):
+            for way, graph in graphs.items():
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                graph.replay()
+                graph.replay()
+                end.record()
+                torch.cuda.synchronize()
+                taken[way].append(begin.elapsed_time(end) / 2 / len(layers) * 1e3)
+        for way, times in taken.items():
+            time = statistics.median(times)
+            share = size / PEAK * 1e6 / time
+            print(f"| {kind} | {tokens} | {way} | {time:.1f} | {share:.0%} |", flush=True)
+
+
+def _linear(kind: str, outputs: int, inputs: int, gated: bool, forced: Any) -> Callable[[Tensor], Tensor]:
+    import torch
+
+    from kernels.cuda.grouped import GroupedLinear, WideWeight
+    from kernels.cuda.linear import CudaLinear
+    from kernels.cuda.quantized import EightBitLinear
+    from kernels.quantization.weights import GroupedWeight, quantize_fp8, quantize_int8
+
+    if kind == "4 bits":
+        values = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8, device="cuda")
+        scales = (torch.rand(outputs, inputs // 128, device="cuda") / inputs**0.5 / 4).half()
+        weight = GroupedWeight(values, scales, None, 128, 4, dtype=torch.bfloat16)
+        return GroupedLinear(weight, None, WideWeight(values.device), forced, gated)
+    floats = torch.randn(outputs, inputs, dtype=torch.bfloat16, device="cuda") / inputs**0.5
+    if kind == "bf16":
+        return CudaLinear(floats, None, forced, gated)
+    return EightBitLinear((quantize_int8 if kind == "int8" else quantize_fp8)(floats), None, forced, gated)
