@@ -76,6 +76,15 @@ def test_products_are_those_of_what_the_weight_stands_for(outputs, inputs, group
                 assert torch.equal(linear.gated(x), platform.silu_and_mul(found))
 
 
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_scales_of_few_bits_are_multiplied_exactly(group, platform):
+    weight, _ = weight_of(40, 384, 8, group, symmetric=True)
+    short = dataclasses.replace(weight, scales=weight.scales.half())
+    x = torch.randn(3, 384).bfloat16()
+    expected = platform.make_linear(short.dequantize(torch.bfloat16), None)(x)
+    assert torch.equal(platform.make_quantized(short, None)(x), expected)
+
+
 def test_int8_weights_alone_are_one_group(platform, caplog):
     weight = dataclasses.replace(quantize_int8(torch.randn(96, 160)), activation=None)
     x = torch.randn(5, 160).bfloat16()
