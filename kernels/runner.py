@@ -141,22 +141,42 @@ class ModelRunner:
             running = self._run_step(self._captured.steps, step, batch, writes, answer, begun)
             if running is not None:
                 return running
-        forward = self._forward_batch(step, writes.pages)
-        self._unsettled.begin(writes)
         prepared = time.perf_counter()
-        hidden = None
-        captured = self._captured.verifies if step.verifies else self._captured.decodes
-        prompts = step.counts[step.decodes + step.verifies :]
-        if captured is not None and (not len(prompts) or prompts.max() <= captured.prompts):
-            hidden = captured.run(forward)
-            answer.graph_rows = 0 if hidden is None else len(step.slots)
-        if hidden is None:
-            hidden = self._model.forward(forward, self._caches)
-        self._outputs.read(step, hidden, forward.cache_index, answer)
+        found = self._verify(step, writes.pages)
+        if found is None:
+            forward = self._forward_batch(step, writes.pages)
+            self._unsettled.begin(writes)
+            prepared = time.perf_counter()
+            hidden, index = self._forward(step, forward, answer), forward.cache_index
+        else:
+            hidden, index = found
+            self._unsettled.begin(writes)
+            answer.graph_rows = len(step.slots)
+        self._outputs.read(step, hidden, index, answer)
         running = self._running(batch.number, answer, writes, begun, prepared)
         if self._speculator is not None:
             self._speculator.ahead()
         return running
+
+    def _verify(self, step: StepRows, pages: Ints) -> tuple[Tensor, Tensor] | None:
+        """What ``Decodes.verify`` gives, where every row of the step verifies a whole tree; None where it does not."""
+        prepared, drafts = self._captured.verifies, step.drafts
+        if drafts is None or prepared is None or prepared.verify is None or step.verifies < len(step.rows):
+            return None
+        if (step.counts < drafts.tree.tokens.shape[1]).any():
+            return None
+        return prepared.verify(step.starts, pages, drafts.tree)
+
+    def _forward(self, step: StepRows, batch: ForwardBatch, answer: Answer) -> Tensor:
+        """What the model makes of the step, by steps that were prepared where one fits."""
+        captured = self._captured.verifies if step.verifies else self._captured.decodes
+        prompts = step.counts[step.decodes + step.verifies :]
+        if captured is not None and (not len(prompts) or prompts.max() <= captured.prompts):
+            hidden = captured.run(batch)
+            if hidden is not None:
+                answer.graph_rows = len(step.slots)
+                return hidden
+        return self._model.forward(batch, self._caches)
 
     def _run_step(
         self, steps: Steps, step: StepRows, batch: StepBatch, writes: StepWrites, answer: Answer, begun: float

@@ -20,9 +20,10 @@ from torch import Tensor
 from kernels.batch import ForwardBatch
 from kernels.cuda.attention import AttentionPlan, DecodeRows, DraftRows
 from kernels.cuda.decode import split_count
+from kernels.cuda.staging import stage
 from kernels.cuda.verify import HEADER
 from kernels.platforms.rows import AttentionRows
-from kernels.speculative.tree import chain_bits
+from kernels.speculative.tree import DraftTree, chain_bits
 
 __all__ = ["DecodeGraphs", "Put", "capture_each", "capture_guesses"]
 
@@ -125,6 +126,34 @@ class DecodeGraphs:
         replay, hidden = self._graphs[size]
         replay()
         return hidden[:whole] if places is None else hidden.index_select(0, places)
+
+    def verify(
+        self, starts: npt.NDArray[np.int64], pages: npt.NDArray[np.int32], tree: DraftTree
+    ) -> tuple[Tensor, Tensor] | None:
+        """As ``Decodes.verify`` says: ``run`` of trees of as many nodes as a row may have."""
+        count, tokens = len(starts), self._tokens
+        size = next((size for size in self.sizes if size >= count), 0)
+        if not size or (size > count and not self._padded) or tree.tokens.shape[1] != tokens:
+            return None
+        if self._header == 1 or not (self._tree or tree.linear):
+            return None
+        state = np.zeros((size, HEADER + pages.shape[1]), dtype=np.int32)
+        state[:, 0], state[:, 1], state[:, 3] = np.arange(size) * tokens, tokens, 1
+        state[:count, 2], state[:count, 3], state[:count, HEADER:] = starts, starts + tokens, pages
+        index = self._cache_index[: size * tokens]
+        stage(
+            self._put(state),
+            tree,
+            self._token_ids,
+            self._positions,
+            index,
+            self._state,
+            self._bits,
+            self._page_size,
+        )
+        replay, hidden = self._graphs[size]
+        replay()
+        return hidden[: count * tokens], index[: count * tokens]
 
     def _places(self, rows: AttentionRows) -> Tensor:
         """Where the batch's tokens stand among those of rows that all have as many."""

@@ -354,7 +354,9 @@ class CudaPlatform(Platform):
         )
         if not graphs.sizes:
             return None
-        return Decodes(tuple(graphs.sizes), lambda batch: graphs.run(batch, next(iter(batch.plans.values()))))
+        return Decodes(
+            tuple(graphs.sizes), lambda batch: graphs.run(batch, next(iter(batch.plans.values()))), verify=graphs.verify
+        )
 
     def capture_steps(
         self,

@@ -13,8 +13,12 @@ from torch import Tensor
 from kernels.batch import ForwardBatch
 from kernels.platforms.operators import Draws
 from kernels.platforms.rows import DecodeTokens, StepTokens, TokenTable
+from kernels.speculative.tree import DraftTree
 
-__all__ = ["Advance", "Decodes", "HostPass", "StepFound", "Steps"]
+__all__ = ["Advance", "Decodes", "HostPass", "StepFound", "Steps", "Verify"]
+
+
+Verify = Callable[[npt.NDArray[np.int64], npt.NDArray[np.int32], DraftTree], tuple[Tensor, Tensor] | None]
 
 
 @dataclass(frozen=True)
@@ -24,11 +28,16 @@ class Decodes:
     ``run``: [tokens, hidden] of a batch of decodes and drafts, of up to the tokens a row that it was prepared for; None
     when it fits nothing that was prepared. The result is overwritten by the next call. ``prompts``: chunks of prompts
     fit as well, up to so many tokens of each.
+
+    ``verify``: of rows that all verify a tree, with no batch made of it: from the roots' positions int64 [rows], their
+    pages int32 [rows, columns] and the trees, what ``run`` gives, and where keys and values were put, int64 [tokens];
+    None, as that, also of trees of fewer nodes. It is None where there is no such way.
     """
 
     rows: tuple[int, ...]
     run: Callable[[ForwardBatch], Tensor | None]
     prompts: int = 0
+    verify: Verify | None = None
 
 
 @dataclass(frozen=True)

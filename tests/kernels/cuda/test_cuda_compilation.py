@@ -25,7 +25,9 @@ from kernels.cuda.numbers import PLAIN
 from kernels.cuda.quantized import EightBitLinear
 from kernels.cuda.sampling import likeliest
 from kernels.cuda.skinny import Form, Tiles
+from kernels.cuda.staging import stage
 from kernels.cuda.steps import enter, leave
+from kernels.cuda.verify import HEADER
 from kernels.platforms.rows import AttentionRows
 from kernels.quantization.weights import Fp8Weight, GroupedWeight, Int8Weight
 from kernels.speculative.growing import Accepted, GrowthShape
@@ -90,6 +92,8 @@ def guesses(dtype):
         move_accepted(caches, sampled, numbers, found.outcome, lambda parts: empty(2, dtype=torch.int64))
         brought = empty(rows, 3 + 129, dtype=torch.int64)
         bring(brought, found.outcome, found.tokens, features, host, outcome, given.tokens, features)
+        columns = empty(rows, HEADER + 129, dtype=torch.int32)
+        stage(columns, tree, sampled.int(), sampled, sampled, columns, tree.bits, 64)
         growing = CudaGrowing(shape, given)
         growing.observe()
         states = growing.start(empty(rows * (steps + 1), 4096, dtype=dtype))
