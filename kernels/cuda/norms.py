@@ -10,7 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.cuda.launch import overlapping
 
-__all__ = ["CudaNorm"]
+__all__ = ["CudaNorm", "norm_both"]
 
 
 @triton.jit
@@ -42,6 +42,41 @@ def _norm(
     wide = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide) / width + eps)
     tl.store(out + row * width + at, (wide * scale * gamma).to(value.dtype), mask=here)
+
+
+@triton.jit
+def _norm_both(
+    first,
+    second,
+    first_weight,
+    second_weight,
+    out,
+    first_eps,
+    second_eps,
+    first_stride,
+    second_stride,
+    width: tl.constexpr,
+    block: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """One of two tokens that are to stand side by side."""
+    at = tl.arange(0, block)
+    here = at < width
+    row, side = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
+    if side == 0:
+        gamma = tl.load(first_weight + at, mask=here, other=0.0).to(tl.float32)
+        value = tl.load(first + row * first_stride + at, mask=here, other=0.0)
+        eps = first_eps
+    else:
+        gamma = tl.load(second_weight + at, mask=here, other=0.0).to(tl.float32)
+        value = tl.load(second + row * second_stride + at, mask=here, other=0.0)
+        eps = second_eps
+    wide = value.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide) / width + eps)
+    tl.store(out + (row * 2 + side) * width + at, (wide * scale * gamma).to(value.dtype), mask=here)
 
 
 class CudaNorm:
@@ -84,3 +119,27 @@ class CudaNorm:
             launch_pdl=pdl,
         )
         return out
+
+
+def norm_both(first: Tensor, first_norm: CudaNorm, second: Tensor, second_norm: CudaNorm) -> Tensor:
+    """``first`` and ``second`` [tokens, width] of one dtype, each normed, side by side: [tokens, 2 * width]."""
+    tokens, width = first.shape
+    out = first.new_empty((tokens, 2 * width))
+    block, pdl = triton.next_power_of_2(width), overlapping(first.device)
+    _norm_both[(tokens, 2)](
+        first,
+        second,
+        first_norm.weight,
+        second_norm.weight,
+        out,
+        first_norm.eps,
+        second_norm.eps,
+        first.stride(0),
+        second.stride(0),
+        width,
+        block,
+        pdl,
+        num_warps=max(1, min(16, block // 256)),
+        launch_pdl=pdl,
+    )
+    return out

@@ -246,6 +246,15 @@ class Platform(Projections):
         ``weight`` has the input's last dimension, or its last two: a weight for each head.
         """
 
+    def norm_both(self, first: Tensor, first_norm: Norm, second: Tensor, second_norm: Norm) -> Tensor:
+        """[tokens, a] and [tokens, b], each normed -> side by side [tokens, a + b]."""
+        first, second = first_norm(first), second_norm(second)
+        width = first.shape[1]
+        both = self.empty_rows(len(first), width + second.shape[1], first.dtype)
+        self.add_rows(first, None, both[:, :width])
+        self.add_rows(second, None, both[:, width:])
+        return both
+
     def add_bias(self, x: Tensor, bias: Tensor) -> Tensor:
         """``x`` [tokens, dim] + ``bias`` [dim]. Overwrites ``x``."""
         return x.add_(bias)

@@ -29,7 +29,7 @@ from kernels.cuda.heads import place_heads
 from kernels.cuda.linear import CudaLinear
 from kernels.cuda.moving import move_accepted, move_caches
 from kernels.cuda.narrow_cache import NarrowCache
-from kernels.cuda.norms import CudaNorm
+from kernels.cuda.norms import CudaNorm, norm_both
 from kernels.cuda.quantized import EightBitLinear
 from kernels.cuda.sampling import likeliest
 from kernels.cuda.steps import StepGraphs
@@ -222,6 +222,11 @@ class CudaPlatform(Platform):
 
     def make_norm(self, weight: Tensor, eps: float) -> Norm:
         return CudaNorm(weight, eps)
+
+    def norm_both(self, first: Tensor, first_norm: Norm, second: Tensor, second_norm: Norm) -> Tensor:
+        if isinstance(first_norm, CudaNorm) and isinstance(second_norm, CudaNorm) and first.shape == second.shape:
+            return norm_both(first, first_norm, second, second_norm)
+        return super().norm_both(first, first_norm, second, second_norm)
 
     def angles(self, positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return angles(positions, frequencies, scale, dtype)

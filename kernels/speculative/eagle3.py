@@ -80,7 +80,7 @@ class Eagle3Model(HeadModel):
     def forward(self, batch: ForwardBatch, states: Tensor, caches: list[Any]) -> Tensor:
         cos, sin = self.rotary(batch.positions)
         (cache,) = caches
-        x = self.join(self.token_norm(self.ends.embed(batch.token_ids)), self.state_norm(states))
+        x = self.platform.norm_both(self.ends.embed(batch.token_ids), self.token_norm, states, self.state_norm)
         x, residual = self.layer(x, states, cos, sin, cache, batch)
         total = self.platform.empty_rows(len(x), self.width, x.dtype)
         self.platform.add_rows(x, residual, total)

@@ -89,8 +89,9 @@ class MtpHead(HeadModel):
     def forward(self, batch: ForwardBatch, states: Tensor, caches: list[Any]) -> Tensor:
         cos, sin = self.rotary(batch.positions)
         (cache,) = caches
-        token, state = self.token_norm(self.ends.embed(batch.token_ids)), self.state_norm(states)
-        residual = self.projection(self.join(token, state) if self.token_first else self.join(state, token))
+        both = (self.ends.embed(batch.token_ids), self.token_norm), (states, self.state_norm)
+        first, second = both if self.token_first else both[::-1]
+        residual = self.projection(self.platform.norm_both(*first, *second))
         x, residual = self.layer(self.input_norm(residual), residual, cos, sin, cache, batch)
         return self.last_norm.add(x, residual)[0]
 

@@ -20,7 +20,7 @@ from kernels.cuda.growing import CudaGrowing
 from kernels.cuda.heads import place_heads
 from kernels.cuda.linear import CudaLinear
 from kernels.cuda.moving import move_accepted, move_caches
-from kernels.cuda.norms import CudaNorm
+from kernels.cuda.norms import CudaNorm, norm_both
 from kernels.cuda.numbers import PLAIN
 from kernels.cuda.quantized import EightBitLinear
 from kernels.cuda.sampling import likeliest
@@ -48,6 +48,7 @@ def smalls(dtype):
         norm = CudaNorm(empty(width, dtype=dtype), 1e-5)
         norm(empty(5, width, dtype=dtype))
         norm.add(empty(5, width, dtype=dtype), empty(5, width, dtype=dtype))
+        norm_both(empty(5, width, dtype=dtype), norm, empty(5, width, dtype=dtype), norm)
     swiglu(empty(5, 2 * 3072, dtype=dtype))
     angles(empty(5, dtype=torch.int64), empty(128, dtype=FP32), 1.0, dtype)
     likeliest(empty(5, 151936, dtype=dtype))

@@ -17,7 +17,7 @@ from kernels.cuda.attention import attention, plan_attention
 from kernels.cuda.decode import DecodeScratch, split_count
 from kernels.cuda.heads import place_heads
 from kernels.cuda.linear import CudaLinear
-from kernels.cuda.norms import CudaNorm
+from kernels.cuda.norms import CudaNorm, norm_both
 from kernels.cuda.sampling import likeliest
 from kernels.platforms.rows import AttentionRows
 
@@ -43,6 +43,8 @@ def test_norm_and_norm_behind_an_addition(device, dtype, width):
         return value.float() * torch.rsqrt(value.float().square().mean(-1, keepdim=True) + 1e-5) * weight.float()
 
     near(norm(x), wanted(x))
+    other = CudaNorm(weight.flip(0), 1e-5)
+    near(norm_both(x, norm, residual, other), torch.cat((norm(x).float(), other(residual).float()), 1))
     total = (x.float() + residual.float()).to(dtype)
     normed, kept = norm.add(x, residual)
     near(normed, wanted(total))
