@@ -232,7 +232,7 @@ def _grouped(
     pair = gl.load(scales + place)
     if brain:
         first = (pair << 16).to(gl.float32, bitcast=True)
-        second = (pair & 0xFFFF0000).to(gl.int32).to(gl.float32, bitcast=True)
+        second = (pair & -65536).to(gl.float32, bitcast=True)
     else:
         first = pair.to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
         second = (pair >> 16).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
