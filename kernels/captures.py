@@ -58,6 +58,7 @@ class CapturedSteps:
         rows = min(rows, config.max_step_tokens // drafter.most_nodes)
         self.verifies = self._capture_decodes(rows, drafter.most_nodes, drafter.branches)
         drafter.capture(self._agree)
+        speculator.verifier.prepare(drafter.most_nodes, caches)
         self.target = target = HostTarget.make(platform, model, caches, windows, rows * drafter.most_nodes)
         if target is None:
             return

@@ -81,6 +81,10 @@ class AheadPasses:
             if not agree(captured is not None) or captured is None:
                 return
             self._passes[size] = captured, found
+        # So that no step waits for its kernel to be made.
+        nothing = self._host.new_zeros((1, self._host.shape[1] + 1))
+        outcome, tokens = torch.zeros_like(self._outcome[:1]), torch.zeros_like(self._tokens[:1])
+        self._bring(nothing, outcome, tokens, torch.zeros_like(self._features))
 
     @property
     def reach(self) -> int:
@@ -107,20 +111,25 @@ class AheadPasses:
         host = np.zeros((size, columns + 1), dtype=np.int64)
         host[:rows, 0], host[:rows, 1], host[:rows, 2 : 2 + pages.shape[1]] = roots, slots, pages
         host[:rows, columns] = places
-        given = put(host)
-        if not self._platform.bring_accepted(
-            given, outcome, tokens, features, self._host[:size], self._outcome, self._tokens, self._features
-        ):
-            self._host[:size].copy_(given[:, :columns])
-            self._outcome[:size].zero_()
-            self._outcome[:rows, : outcome.shape[1]].copy_(outcome)
-            self._tokens[:rows, : tokens.shape[1]].copy_(tokens)
-            at = (self._outcome[:rows, 2:] + given[:rows, columns:]).reshape(-1)
-            self._features[: len(at)].copy_(features.index_select(0, at))
+        self._bring(put(host), outcome, tokens, features)
         replay, found = self._passes[size]
         replay()
         tree = found[0]
         return DraftTree(tree.tokens[:rows], tree.parents[:rows], tree.depths[:rows], tree.bits[:rows], tree.linear)
+
+    def _bring(self, given: Tensor, outcome: Tensor, tokens: Tensor, features: Tensor) -> None:
+        """Put what rows accepted to where a pass finds it, as ``Platform.bring_accepted`` does."""
+        size, rows, columns = len(given), len(outcome), self._host.shape[1]
+        if self._platform.bring_accepted(
+            given, outcome, tokens, features, self._host[:size], self._outcome, self._tokens, self._features
+        ):
+            return
+        self._host[:size].copy_(given[:, :columns])
+        self._outcome[:size].zero_()
+        self._outcome[:rows, : outcome.shape[1]].copy_(outcome)
+        self._tokens[:rows, : tokens.shape[1]].copy_(tokens)
+        at = (self._outcome[:rows, 2:] + given[:rows, columns:]).reshape(-1)
+        self._features[: len(at)].copy_(features.index_select(0, at))
 
     def _run(self, rows: int) -> DraftTree:
         model, levels, caches = self._model, self._shape.steps + 1, self._caches

@@ -15,6 +15,7 @@ from kernels.sampling import Sampled, Sampler
 from kernels.slots import SlotTable
 from kernels.speculative.samples import Samples, Verified
 from kernels.speculative.settings import SpeculativeSettings
+from kernels.speculative.tree import chain
 from kernels.speculative.verify import Leniency, Walk, path_history, walk, walk_here
 
 __all__ = ["Verifier"]
@@ -34,6 +35,16 @@ class Verifier:
         self._here = platform.device.type == "cpu"
         self._accepted: Tensor | None = None  # the rows of ``Platform.accept`` in this step
         self._emitted = 0.0  # of settings.fixed_acceptance, what was rounded away so far
+
+    def prepare(self, nodes: int, caches: Sequence[object]) -> None:
+        """Have the kernels of the platform made that the first step with trees of so many nodes would wait for."""
+        device, table = self._platform.device, self._slots.tokens
+        tree = chain(torch.zeros((1, nodes), dtype=torch.int64, device=device))
+        sampled, broken = (torch.zeros(nodes, dtype=dtype, device=device) for dtype in (torch.int64, torch.bool))
+        rows = self._platform.put(np.array([[0, 0, 1, 0]], dtype=np.int64))  # a root alone, of nobody
+        found = self._platform.accept(tree, rows, sampled, broken, min(self._depth, nodes - 1), 0, table)
+        if found is not None:
+            self._platform.move_accepted(caches, sampled, rows, found.outcome)
 
     def place(self, step: StepRows, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Put the guesses among a batch's tokens, and their depths into its positions. -> both, int64 [tokens]."""
