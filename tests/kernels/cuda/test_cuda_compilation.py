@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 
-from kernels.cuda import narrow, skinny
+from kernels.cuda import narrow, single, skinny
 from kernels.cuda.accepting import accept, bring
 from kernels.cuda.activation import swiglu
 from kernels.cuda.angles import angles
@@ -21,7 +21,7 @@ from kernels.cuda.heads import place_heads
 from kernels.cuda.linear import CudaLinear
 from kernels.cuda.moving import move_accepted, move_caches
 from kernels.cuda.norms import CudaNorm, norm_both
-from kernels.cuda.numbers import PLAIN
+from kernels.cuda.numbers import BYTES, EIGHTHS, NIBBLES, PLAIN
 from kernels.cuda.quantized import EightBitLinear
 from kernels.cuda.sampling import likeliest
 from kernels.cuda.skinny import Form, Tiles
@@ -127,6 +127,23 @@ def skinny_products(dtype):
             skinny.multiply(empty(tokens, 4096, dtype=dtype), form, None, arrived, gated, tiles)
 
 
+def singles(dtype):
+    def scales(*shape):
+        return empty(*shape, dtype=torch.int32)
+
+    for outputs, inputs, gated in ((28672, 4096, True), (4096, 14336, False), (1000, 768, True)):
+        x, words = empty(1, inputs, dtype=dtype), inputs // 256
+        forms = [
+            Form(NIBBLES, empty(outputs, inputs // 4, dtype=torch.int16), scales(words, 1, outputs), zeros, 2, brain)
+            for brain in (False, True)
+            for zeros in (None, scales(words, outputs))
+        ]
+        for kind in (BYTES, EIGHTHS):
+            forms.append(Form(kind, empty(outputs, inputs // 2, dtype=torch.int16), empty(outputs, dtype=FP32)))
+        for form in forms:
+            single.multiply(x, form, empty(outputs, dtype=dtype), gated, 64)
+
+
 def eight_bits(dtype):
     for inputs in (1024, 4096):
         for weight in (
@@ -184,6 +201,7 @@ SHORT = {
     "skinny": skinny_products,
 }
 LONG = {
+    "singles": singles,
     "llama": lambda dtype: attend(dtype, *LLAMA, 64),
     "eight bits": eight_bits,
     "groups": groups,
