@@ -51,8 +51,7 @@ def test_what_fills_no_large_page_comes_from_the_allocator():
 
 
 @pytest.mark.skipif(not has_tiles() or not any(map(shutil.which, library.COMPILERS)), reason="no native operators")
-def test_packed_weights_ask_for_large_pages(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_packed_weights_ask_for_large_pages():
     library.build()
     opened = library.open_library()
     assert opened is not None

@@ -27,11 +27,8 @@ def generator():
 
 
 @pytest.fixture(scope="module")
-def _compiled(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        library.build()
-        yield
+def _compiled():
+    library.build()
 
 
 @pytest.fixture(params=["plain", pytest.param("native", marks=needs_native)])

@@ -25,11 +25,8 @@ TOKENS, PROMPTS, HEADS, KV_HEADS, DIM = 5, 160, 4, 2, 32
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        library.build()
-        yield
+def compiled():
+    library.build()
 
 
 @pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
