@@ -26,7 +26,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 def near(found: Tensor, wanted: Tensor) -> None:
     """The relative error of the whole, as a kernel's rounding leaves it."""
-    limit = {torch.float32: 2e-5, torch.float16: 2e-3}.get(found.dtype, 1e-2)
+    # The interpreter cuts numbers off where a GPU rounds them to bfloat16.
+    limit = {torch.float32: 2e-5, torch.float16: 2e-3}.get(found.dtype, 1e-2 if found.is_cuda else 2e-2)
     found, wanted = found.float().cpu(), wanted.float().cpu()
     assert torch.isfinite(found).all()
     assert (found - wanted).norm() <= limit * wanted.norm()
