@@ -125,11 +125,12 @@ class Engine:
         Raises EngineFailed when it was closed, and, only when it waits, with the reason when it cannot start.
         """
         life = self.life
-        life.begin()
+        life.require_new()
         self._loop = asyncio.get_running_loop()
         self.tracing = start_tracing(self.arguments, self._tracer_provider)
         if self.tracing is not None:
             self.timelines.listen(self.tracing)
+        life.begin()
         self._run = asyncio.create_task(self._live(), name="troupe-engine")
         if not wait:
             return

@@ -40,12 +40,15 @@ class Life:
         """It is busy with ``stage``, of which ``fraction`` (0 .. 1) is done."""
         self._progress = (fraction, stage)
 
-    def begin(self) -> None:
-        """Start, once. Raises EngineFailed when it was closed before."""
+    def require_new(self) -> None:
+        """Raises EngineFailed when it was closed before."""
         if self.began is not None:
             raise RuntimeError("This engine was started before. Make a new one.")
         if self.stop.is_set():
             raise EngineFailed("This engine was closed. Make a new one.")
+
+    def begin(self) -> None:
+        """From here on it runs."""
         self.began = time.monotonic()
 
     def ready(self) -> None:

@@ -155,7 +155,7 @@ class CudaGrowing:
         self._positions, self._index = torch.empty((2, steps, rows * width), dtype=torch.int64, device=device)
         self._nodes = torch.empty((rows, shape.kept), dtype=torch.int64, device=device)
         # Parents, depths and bits.
-        self._lines = torch.empty((3, rows, shape.kept), dtype=torch.int64, device=device).unbind(0)
+        self._lines = tuple(torch.empty_like(self._nodes) for _ in range(3))  # each aligned as any tensor of its own
         self._all = torch.empty((2, rows, shape.candidates), dtype=torch.int64, device=device)  # tokens, parents
         self._scores = torch.empty((rows, shape.candidates), dtype=torch.float32, device=device)
         self._before = self._seen = self._all  # of the last level; nothing reads them in the first

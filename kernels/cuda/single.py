@@ -252,7 +252,7 @@ def multiply(x: Tensor, form: Form, bias: Tensor | None, gated: bool, width: int
     outputs = outputs // 2 if gated else outputs
     nibbles = form.kind == NIBBLES
     rows = 8 if nibbles or length * PIECES[form.kind] >= _LONG else 4
-    warps = max(1, min(2 if nibbles else 4, length // 256))
+    warps = 1 << (max(1, min(2 if nibbles else 4, length // 256)).bit_length() - 1)
     scales = form.scales
     assert scales is not None
     out = x.new_empty((1, outputs))

@@ -14,6 +14,7 @@ programming guide, "Arithmetic Instructions"); putting them into the lowest bits
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from typing import Final
 
@@ -268,12 +269,18 @@ def single_suits(form: Form, x: Tensor) -> bool:
     """Whether ``kernels.cuda.single`` can multiply one token by the weight. It is written in Gluon, which Triton may
     lack and has no interpreter for.
     """
-    if x.device.type == "cpu" or find_spec("triton.experimental.gluon") is None:
-        return False
     length = form.words.shape[1]
-    if length % 8 or length * PIECES[form.kind] > _SINGLE_INPUTS:
+    if x.device.type == "cpu" or length % 8 or length * PIECES[form.kind] > _SINGLE_INPUTS:
         return False
-    return form.kind in (BYTES, EIGHTHS) or (form.kind == NIBBLES and form.slots == 2)
+    return (form.kind in (BYTES, EIGHTHS) or (form.kind == NIBBLES and form.slots == 2)) and _has_gluon()
+
+
+@cache
+def _has_gluon() -> bool:
+    try:
+        return find_spec("triton.experimental.gluon") is not None
+    except ImportError:
+        return False
 
 
 def token_block(tokens: int) -> int:

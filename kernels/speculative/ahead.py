@@ -79,8 +79,10 @@ class AheadPasses:
 
             captured = self._platform.capture_guesses(run)
             if not agree(captured is not None) or captured is None:
-                return
+                break
             self._passes[size] = captured, found
+        if not self._passes:
+            return
         # So that no step waits for its kernel to be made.
         nothing = self._host.new_zeros((1, self._host.shape[1] + 1))
         outcome, tokens = torch.zeros_like(self._outcome[:1]), torch.zeros_like(self._tokens[:1])

@@ -362,3 +362,23 @@ async def test_one_tenants_flood_leaves_places_and_turns_for_another(tiny_model:
         assert last < 16, ended
         assert engine.intake is not None
         assert engine.intake.door.sequences == 0
+
+
+async def test_a_start_that_fails_before_it_began_can_be_made_again(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = small_engine(tiny_model)
+    with monkeypatch.context() as patch:
+        patch.setattr("actors.engine.start_tracing", _cannot_trace)
+        with pytest.raises(ValueError, match="no such exporter"):
+            await engine.start(wait=False)
+    await engine.start(wait=False)
+    with pytest.raises(RuntimeError, match="started before"):
+        await engine.start(wait=False)
+    await engine.aclose()
+    with pytest.raises(RuntimeError, match="Make a new one"):
+        await engine.start()
+
+
+def _cannot_trace(*_: object) -> None:
+    raise ValueError("no such exporter")
