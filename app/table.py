@@ -41,6 +41,9 @@ from app.tokens import (
 
 __all__ = ["ROUTES", "routes"]
 
+_OF_CHATS = {"parallel_tool_calls"}
+"""What only chats have, and clients send with other bodies too: without effect there."""
+
 _OPENAI = (
     Route(
         path="/v1/models",
@@ -89,7 +92,7 @@ _OPENAI = (
         id_prefix="cmpl-",
         operation="text_completion",
         refused=REFUSED,
-        ignored=IGNORED,
+        ignored=IGNORED | _OF_CHATS,
         needs_engine=True,
     ),
 )
@@ -185,7 +188,7 @@ _NATIVE = (
         id_prefix="gen-",
         operation="generate_content",
         refused=REFUSED - {"input_ids"},
-        ignored=IGNORED,
+        ignored=IGNORED | _OF_CHATS,
         nested=(("sampling_params", NativeSampling),),
         needs_engine=True,
     ),

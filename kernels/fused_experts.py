@@ -14,6 +14,8 @@ __all__ = ["MIXTRAL", "Piece", "mixtral_name", "pieces"]
 
 MIXTRAL = "block_sparse_moe"
 _PLAIN = ".mlp."
+_MOST = 4096
+"""Experts of a layer. A header of a tensor without elements may name any number of them."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,14 @@ def mixtral_name(name: str) -> str:
 
 def pieces(name: str, shape: tuple[int, ...], mixtral: bool = False) -> dict[str, Piece]:
     """The weights that a tensor holds, by the names that each would have alone, of a Qwen3-MoE or a ``mixtral``; empty
-    when it holds no experts."""
+    when it holds no experts, or more than any model has."""
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     block, _, kind = name.rpartition(".")
     if not block.endswith(".experts") or len(shape) != 3:
         return {}
     count, rows, columns = shape
+    if not 0 < count <= _MOST or not rows or not columns:
+        return {}
     own = mixtral_name(block) if mixtral else block
     if kind == "down_proj":
         return {f"{own}.{e}.{down}.weight": Piece(name, e, 0, rows, columns) for e in range(count)}

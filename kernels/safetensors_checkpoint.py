@@ -20,6 +20,7 @@ from kernels.quantization.scheme import Scheme, Shapes, Stored
 
 __all__ = ["SafetensorsCheckpoint", "expected_tensors"]
 
+_STACKED = (".experts.gate_up_proj", ".experts.down_proj")
 _FLOATS = ("F16", "BF16", "F32", "F64")
 
 
@@ -44,7 +45,7 @@ class SafetensorsCheckpoint:
         self._pieces: dict[str, Piece] = {}
         self._renamed: dict[str, str] = {}
         mixtral = any(f".{MIXTRAL}." in name for name in wanted)
-        for name in [name for name in self._file_of if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))]:
+        for name in [name for name in self._file_of if name.endswith(_STACKED)]:
             held = pieces(name, tuple(self._open(self._file_of[name]).get_slice(name).get_shape()), mixtral)
             self._pieces.update(held)
             if held and mixtral:
@@ -152,7 +153,10 @@ class SafetensorsCheckpoint:
                 and parts[-1] != "inv_freq"
                 and not (scheme is not None and scheme.ignores(name, shapes))
             ):
-                wrong.append(f"{name} is in the checkpoint and not in the model")
+                if name.endswith(_STACKED):  # told first: every expert that it should hold is missing
+                    wrong.insert(0, f"{name} has shape {list(self._header(name)[0])}, which is none of experts")
+                else:
+                    wrong.append(f"{name} is in the checkpoint and not in the model")
         if wrong:
             more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
             raise LoadError(

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kernels.gguf.header import GgufError, GgufHeader
+from kernels.gguf.names import MOST_EXPERTS
 
 __all__ = ["ARCHITECTURES", "describe", "generation_defaults"]
 
@@ -25,8 +26,8 @@ ARCHITECTURES = {
 _ENDS = frozenset({"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"})
 """Control tokens that end an answer wherever they are found: many files name only one of theirs."""
 
-_MOST_EXPERTS = 4096
-"""Each is known by a name of its own."""
+_MOST_EXPERTS_OF_ALL = 1 << 20
+"""Of all layers together."""
 _CONTROL = 3
 _FLOATS = {0: "float32", 1: "float16", 30: "bfloat16"}
 _SAMPLING = ("temp", "top_k", "top_p", "min_p")
@@ -64,6 +65,9 @@ def describe(header: GgufHeader) -> dict[str, Any]:
             f"{header.path} has no tensor blk.{layers - 1}.attn_norm.weight, the last of {name}.block_count {layers} "
             "layers: it is no whole model; download it again"
         )
+    if layers * experts.get("num_experts", 0) > _MOST_EXPERTS_OF_ALL:
+        most = _MOST_EXPERTS_OF_ALL // layers
+        raise meta.wrong(f"{name}.expert_count", f"at most {most} in each of {layers} layers")
     return {
         "architectures": ["MixtralForCausalLM" if experts and name == "llama" else ARCHITECTURES[name]],
         "model_type": name,
@@ -106,8 +110,8 @@ def _experts(header: GgufHeader, meta: _Metadata, name: str) -> dict[str, Any]:
             "model again with a newer llama.cpp"
         )
     count, used = meta.size(f"{name}.expert_count"), meta.size(f"{name}.expert_used_count")
-    if count > _MOST_EXPERTS:
-        raise meta.wrong(f"{name}.expert_count", f"at most {_MOST_EXPERTS}")
+    if count > MOST_EXPERTS:
+        raise meta.wrong(f"{name}.expert_count", f"at most {MOST_EXPERTS}")
     found = {"num_experts": count, "num_experts_per_tok": used, "norm_topk_prob": True}
     if name == "llama":
         return found

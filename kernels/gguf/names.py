@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["expert_of", "foreign_name", "own_names"]
+__all__ = ["MOST_EXPERTS", "expert_of", "foreign_name", "own_names"]
 
 _WHOLE = {
     "model.embed_tokens": "token_embd",
@@ -27,6 +27,8 @@ _LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+MOST_EXPERTS = 4096
+"""Of a layer: each is known by a name of its own."""
 _EXPERTS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
 _MIXTRAL = {"w1": "ffn_gate_exps", "w3": "ffn_up_exps", "w2": "ffn_down_exps"}
 _ROUTERS = {"mlp.gate": "ffn_gate_inp", "block_sparse_moe.gate": "ffn_gate_inp"}
@@ -54,7 +56,8 @@ def expert_of(name: str) -> int | None:
 
 
 def own_names(name: str, experts: int, mixtral: bool) -> list[str]:
-    """The other way, of a tensor of so many ``experts`` all of theirs; none for a tensor that has no such name."""
+    """The other way, of a tensor of so many ``experts`` all of theirs; none for a tensor that has no such name, or
+    of more experts than are read."""
     module, _, kind = name.rpartition(".")
     if module in _OWN_WHOLE:
         return [f"{_OWN_WHOLE[module]}.{kind}"]
@@ -67,4 +70,6 @@ def own_names(name: str, experts: int, mixtral: bool) -> list[str]:
     if part in _ROUTERS.values():
         return [f"{block}.gate.{kind}"]
     own = {foreign: own for own, foreign in (_MIXTRAL if mixtral else _EXPERTS).items()}.get(part)
-    return [] if own is None else [f"{block}.experts.{expert}.{own}.{kind}" for expert in range(experts)]
+    if own is None or experts > MOST_EXPERTS:
+        return []
+    return [f"{block}.experts.{expert}.{own}.{kind}" for expert in range(experts)]

@@ -228,6 +228,13 @@ async def test_neutral_values_of_refused_fields_pass(application):
     assert response.status_code == 200
 
 
+async def test_what_only_chats_have_is_no_unknown_field_elsewhere(application, engine):
+    await post(application, {"prompt": "a", "parallel_tool_calls": False}, "/v1/completions")
+    await post(application, {"text": "a", "parallel_tool_calls": False}, "/generate")
+    assert engine.registry.get_sample_value("troupe_unknown_fields_total", {"field": "parallel_tool_calls"}) is None
+    assert len(engine.requests) == 2
+
+
 async def test_unknown_fields_are_counted_and_ignored(application, engine):
     for _ in range(2):
         response, _ = await post(application, {**BODY, "wibble": 1, "we ird": 2})

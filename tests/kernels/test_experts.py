@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from kernels.loading import stored_shapes
 from kernels.models.config import ConfigError, parse_config, read_config
 from kernels.models.decoder import tensor_shapes
 from kernels.models.names import is_projection
+from kernels.safetensors_checkpoint import SafetensorsCheckpoint
 from tests.kernels.parallel.ranks import run_ranks
 
 MIXTURE = {
@@ -123,6 +125,19 @@ def test_one_tensor_of_too_few_experts_is_told_by_their_names(reference, drive, 
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(LoadError, match=r"layers\.2\.mlp\.experts\.6\.down_proj\.weight is missing"):
         drive(tmp_path)
+
+
+@pytest.mark.parametrize("shape", [(4097, 2, 1), (9, 2, 0), (9, 0, 2), (0, 2, 2)])
+def test_a_header_makes_no_more_experts_than_models_have(shape, tmp_path):
+    """A tensor without elements may have any number of them, in a file of a few bytes."""
+    name = "model.layers.0.mlp.experts.down_proj"
+    save_file({name: torch.empty(shape, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
+    assert stored_shapes(tmp_path) == {name: shape}
+    expected = {f"model.layers.0.mlp.experts.{expert}.down_proj.weight": (2, 2) for expert in range(9)}
+    with pytest.raises(
+        LoadError, match=rf"config.json: {re.escape(name)} has shape {re.escape(str(list(shape)))}, which"
+    ):
+        SafetensorsCheckpoint(tmp_path).check(expected)
 
 
 def test_half_precision_stays_close(reference, drive, prompts):

@@ -14,6 +14,7 @@ import pytest
 from kernels.gguf.checkpoint import GgufCheckpoint
 from kernels.gguf.description import describe
 from kernels.gguf.header import GgufError, read_header
+from kernels.gguf.names import own_names
 from kernels.load_error import LoadError
 from kernels.models.config import ConfigError, parse_config
 from kernels.models.decoder import tensor_shapes
@@ -162,6 +163,20 @@ def test_no_more_layers_are_counted_than_there_are_tensors(tmp_path, tiny_model)
     file.write_bytes(file.read_bytes().replace(old, new))
     with pytest.raises(GgufError, match=f"the last of qwen3.block_count {count}"):
         describe(read_header(file))
+
+
+def test_no_more_experts_are_named_than_models_have(tmp_path, reference):
+    file = write_gguf(reference("parallel-moe").path, tmp_path / "broken.gguf")
+    header = read_header(file)
+    header.metadata.update({"qwen3moe.block_count": 257, "qwen3moe.expert_count": 4096})
+    norm = header.tensors["blk.0.attn_norm.weight"]
+    header.tensors.update({f"blk.{layer}.attn_norm.weight": norm for layer in range(257)})
+    with pytest.raises(
+        GgufError, match=r"qwen3moe.expert_count must be at most 4080 in each of 257 layers, and is '4096'"
+    ):
+        describe(header)
+    assert len(own_names("blk.0.ffn_up_exps.weight", 4096, False)) == 4096
+    assert own_names("blk.0.ffn_up_exps.weight", 4097, False) == []
 
 
 def test_unknown_architectures_are_named(tmp_path):
