@@ -39,14 +39,15 @@ class CpuExperts:
         self._native = native
         self._tell = tell
         self._table: ExpertTable | None = None
+        self._sought: Native | None = None  # for which there is a table, or none
         self._told = False
 
     def __call__(self, x: Tensor) -> Tensor:
         """Raises NotNative while operators are recorded, if there is none for this layer."""
         native, layer = self._native(), self.in_turn
         fits = native is not None and Native.fits_experts(x)
-        if fits and self._table is None:
-            self._table = self._tabled()
+        if fits and self._sought is not native:
+            self._sought, self._table = native, self._tabled()
         if native is not None and fits and self._table is not None:
             return native.experts(x, layer.router(x), self._table, layer.chosen, layer.normalized)
         if native is not None and native.recording:

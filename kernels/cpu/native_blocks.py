@@ -23,7 +23,7 @@ _CHUNK = 1 << 24
 
 
 class _Layout(ctypes.Structure):
-    """``Layout`` of kernels/cpu/native/blocks.h."""
+    """``Layout`` of kernels/cpu/native/layout.h."""
 
     _fields_ = (
         ("low", ctypes.c_int64),
@@ -38,13 +38,13 @@ class _Layout(ctypes.Structure):
 
 
 class _Blocks(ctypes.Structure):
-    """``Blocks`` of blocks.h."""
+    """``Blocks`` of layout.h."""
 
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("codes", "scales", "zeros", "whole", "less"))
 
 
 class NativeRows:
-    """Outputs of one type in the layout of blocks.h, from ``first`` on of the weight's."""
+    """Outputs of one type in the layout of blocks.h or codes.h, from ``first`` on of the weight's."""
 
     def __init__(self, library: Library, rows: BlockRows, first: int) -> None:
         self.outputs, self.inputs, self.first = len(rows.data), rows.inputs, first

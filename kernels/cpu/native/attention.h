@@ -173,6 +173,7 @@ inline void configure_columns(int64_t columns) {
         config.bytes[tile] = static_cast<uint16_t>(tile == 4 || tile == 5 ? 64 : 4 * columns);
         config.rows[tile] = TILE;
     }
+    asm volatile("" : : "m"(config));
     _tile_loadconfig(&config);
 }
 
@@ -250,6 +251,7 @@ inline void attend(const Attending& task, int64_t row, int64_t head, int64_t hea
     for (int64_t c = 0; c < together * each; c++) heads_of[c] = static_cast<int32_t>(c / each << 16);
     const __m512i spread = _mm512_load_si512(heads_of);
     configure_columns(each);
+    written();
     const float factor = static_cast<float>(op.f0) * LOG2_E;
     const int64_t line = op.narrow ? made.token() : token;
     if (op.narrow) made.widen(cached.place(first / TILE * TILE));

@@ -16,6 +16,7 @@ constexpr int64_t QUARTER = 8;  // outputs whose two inputs of a pair fill a vec
 // zeros), then cells. Of a cell: quarter by quarter vectors whose lane is `2 * output + input % 2`.
 //   2 bits: pair i of 16 in bits 2i; then high bits, of pair i in bit `i + 2`, rolled, two quarters a vector
 //   6 bits: pair 5j + i of vector j of 3 from bit 17 + 6i on, rolled, and two bits of pair 15 in what is left, from 15 on
+
 // Bytes of a packed weight: its head, then its blocks.
 inline int64_t packed_blocks(const Layout& of, int64_t outputs, int64_t inputs) {
     const int64_t size = of.by_output() ? Coded(of).block(inputs) : of.block(inputs);

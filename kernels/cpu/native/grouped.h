@@ -60,14 +60,14 @@ inline void pack_grouped(const uint8_t* values, const float* scales, const uint8
 
 // What codes of 4 bits stand for, by their zeros.
 struct alignas(64) Differences {
-    float values[16][16];
-    Differences() {
+    float values[16][16] = {};
+    constexpr Differences() {
         for (int zero = 0; zero < 16; zero++)
             for (int code = 0; code < 16; code++) values[zero][code] = static_cast<float>(code - zero);
     }
 };
 
-inline const Differences differences;
+inline constexpr Differences differences;  // nothing may run when the library is loaded, on whatever processor
 
 struct Grouped : Product {
     const int64_t* order;  // of the inputs, null: as they come

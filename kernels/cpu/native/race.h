@@ -14,7 +14,7 @@
 
 namespace troupe {
 
-// How a row is sampled. kernels/sampling.py's DRAWS mirrors it. temperature 0: the likeliest; top_k 0, top_p 1 and
+// How a row is sampled. kernels/platforms/operators.py's DRAWS mirrors it. temperature 0: the likeliest; top_k 0, top_p 1 and
 // log_min_p -inf: all tokens.
 struct Draw {
     uint32_t keys[2];  // the seed's
@@ -100,7 +100,7 @@ class Race {
         for (int64_t i = 0; i < count_; i += 16) {
             const __mmask16 here = mask(i);
             const __m512 x = load(logits_ + i, here);
-            const __m512i id = ids_ ? tokens(i, here) : _mm512_add_epi32(_mm512_set1_epi32(i), LANES);
+            const __m512i id = ids_ ? tokens(i, here) : _mm512_add_epi32(_mm512_set1_epi32(i), lanes());
             const __m512 clocks = _mm512_mask_i32gather_ps(_mm512_setzero_ps(), here, _mm512_srli_epi32(id, 5), logarithms_, 4);
             const __m512 bound = _mm512_sub_ps(scaled(x), clocks);
             __mmask16 open = _mm512_mask_cmp_ps_mask(here, bound, _mm512_set1_ps(reached), _CMP_GT_OQ) & kept(x, i, floor, last);
@@ -166,7 +166,7 @@ class Race {
     // Of the sixteen from `i` on those above `floor`, or equal to it and of an index up to `last`.
     __mmask16 kept(__m512 x, int64_t i, float floor, int64_t last) const {
         const __m512 least = _mm512_set1_ps(floor);
-        const __m512i index = _mm512_add_epi32(_mm512_set1_epi32(i), LANES);
+        const __m512i index = _mm512_add_epi32(_mm512_set1_epi32(i), lanes());
         const __mmask16 equal = _mm512_cmp_ps_mask(x, least, _CMP_EQ_OQ);
         return _mm512_cmp_ps_mask(x, least, _CMP_GT_OQ) | (equal & _mm512_cmple_epi32_mask(index, _mm512_set1_epi32(last)));
     }
@@ -177,7 +177,7 @@ class Race {
         return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
     }
 
-    inline static const __m512i LANES = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    static __m512i lanes() { return _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0); }
 
     const bf16* logits_;
     int64_t count_;

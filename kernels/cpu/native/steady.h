@@ -9,7 +9,7 @@
 
 namespace troupe {
 
-// kernels/cpu/steady.py mirrors this. By slot: tokens int32 [slots, stride], pages int32 [slots, columns].
+// `Table` of library.py mirrors this. By slot: tokens int32 [slots, stride], pages int32 [slots, columns].
 struct SlotTable {
     int32_t* tokens;
     int64_t tokens_stride;

@@ -1,4 +1,4 @@
-// bf16, exp and squares of numbers, sixteen at a time (AVX-512).
+// bf16, exp, and squares of numbers transposed, sixteen at a time (AVX-512).
 #pragma once
 #include <immintrin.h>
 
