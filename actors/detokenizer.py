@@ -82,6 +82,7 @@ class Detokenizer(Actor[DetokenizerProtocol]):
                 stop=params.stop,
                 include_stop=params.include_stop_str_in_output,
                 skip_special_tokens=params.skip_special_tokens,
+                shown=params.shown_special_tokens,
                 at_start=False,
             )
             if entry.output:

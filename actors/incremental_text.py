@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer
 
 from actors.stop_strings import StopStrings
-from actors.token_pieces import TokenPieces
+from actors.token_pieces import TokenPieces, TokenTexts
 
 __all__ = ["IncrementalText"]
 
@@ -29,9 +29,9 @@ class IncrementalText:
     each broken run is one U+FFFD.) The cost of a token does not depend on how many came before.
 
     tokenizer: or its :class:`TokenPieces`, where many texts share one. stop: strings that end the text; the one that is
-    complete first counts. include_stop: whether it is part of the text. skip_special_tokens: leave special tokens out.
-    at_start: the tokens open a text, where SentencePiece's decoders drop a leading space; False keeps it, for a text
-    that goes on from a prompt.
+    complete first counts. include_stop: whether it is part of the text. skip_special_tokens: leave special tokens out,
+    but for those that are ``shown``. at_start: the tokens open a text, where SentencePiece's decoders drop a leading
+    space; False keeps it, for a text that goes on from a prompt.
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class IncrementalText:
         stop: Sequence[str] = (),
         include_stop: bool = False,
         skip_special_tokens: bool = True,
+        shown: tuple[str, ...] = (),
         at_start: bool = True,
     ) -> None:
         pieces = tokenizer if isinstance(tokenizer, TokenPieces) else TokenPieces(tokenizer)
+        texts = pieces.texts(skip_special_tokens, shown)
         self._decoder: _Additive | _Windowed = (
-            _Additive(pieces, skip_special_tokens, at_start)
-            if pieces.additive
-            else _Windowed(pieces, skip_special_tokens)
+            _Additive(pieces, texts, at_start) if pieces.additive else _Windowed(pieces, texts)
         )
         self._stops = StopStrings(stop)
         self._include_stop = include_stop
@@ -106,10 +106,9 @@ class IncrementalText:
 class _Additive:
     """For decoders whose text is the sum of the tokens' bytes."""
 
-    def __init__(self, pieces: TokenPieces, skip_special_tokens: bool, at_start: bool) -> None:
+    def __init__(self, pieces: TokenPieces, texts: TokenTexts, at_start: bool) -> None:
         self._pieces = pieces
-        self._skipped = pieces.special if skip_special_tokens else frozenset[int]()
-        self._texts = pieces.texts(skip_special_tokens)
+        self._texts = texts
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._whole = True  # whether what has come so far ends with a whole character
         self._first_token = at_start
@@ -122,7 +121,7 @@ class _Additive:
                 return "".join(texts)
         pieces, data = self._pieces, bytearray()
         for token in token_ids:
-            if token in self._skipped:
+            if token in self._texts.skipped:
                 continue
             if self._first_token and pieces.known(token):
                 self._first_token = False
@@ -149,10 +148,9 @@ class _Windowed:
     The window starts at tokens that are handed out already, so a decoder that joins tokens sees what stands before.
     """
 
-    def __init__(self, pieces: TokenPieces, skip_special_tokens: bool) -> None:
+    def __init__(self, pieces: TokenPieces, texts: TokenTexts) -> None:
         self._pieces = pieces
-        self._skip = skip_special_tokens
-        self._skipped = pieces.special if skip_special_tokens else frozenset[int]()
+        self._skipped = texts.skipped
         self._before: list[int] = []
         self._new: list[int] = []
 
@@ -176,6 +174,6 @@ class _Windowed:
 
     def _difference(self) -> str:
         decode = self._pieces.tokenizer.decode
-        before: str = decode(self._before, skip_special_tokens=self._skip)
-        both: str = decode(self._before + self._new, skip_special_tokens=self._skip)
+        before: str = decode(self._before, skip_special_tokens=False)
+        both: str = decode(self._before + self._new, skip_special_tokens=False)
         return both[len(before) :]

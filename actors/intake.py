@@ -194,8 +194,8 @@ class Intake:
 
     # -- the way in
 
-    async def _admit(self, buffer: StreamBuffer) -> int:
-        """Render, encode, measure, write into the journal and submit; the prompt's length in tokens."""
+    async def _admit(self, buffer: StreamBuffer) -> Sequence[int]:
+        """Render, encode, measure, write into the journal and submit; the prompt's tokens."""
         # What the actors do for the request belongs to its own span, and no longer to what brought it.
         trace = current_traceparent.set(buffer.timeline.traceparent)
         try:
@@ -203,7 +203,7 @@ class Intake:
         finally:
             current_traceparent.reset(trace)
 
-    async def _submit(self, buffer: StreamBuffer) -> int:
+    async def _submit(self, buffer: StreamBuffer) -> Sequence[int]:
         request = self._wanted(buffer)
         if self._company.faults is not None:
             await self._company.faults.strike_async("admission")
@@ -216,7 +216,7 @@ class Intake:
         request.prompt_tokens = request.timeline.prompt_tokens = len(ids)
         specs = self._write_down(request, ids, max_tokens, tuple(bad_words))
         await self._company.scheduler.tell(Submit(sequences=specs))
-        return len(ids)
+        return ids
 
     def _wanted(self, buffer: StreamBuffer) -> _Request:
         """The request, or what ended it: it was aborted, the engine has ended, or its stream was closed."""

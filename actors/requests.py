@@ -84,6 +84,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    shown_special_tokens: tuple[str, ...] = ()  # not skipped all the same
     logprobs: int | None = None  # None: none; 0: the sampled token's; k: and the k most likely
     prompt_logprobs: int | None = None
     bad_words: tuple[str, ...] = ()

@@ -58,6 +58,7 @@ def validate(params: SamplingParams, *, vocab_size: int | None = None, limits: L
         if not isinstance(getattr(params, name), bool):
             raise _invalid(name, f"{name} must be true or false.")
     _check_strings("stop", params.stop, limits.stop_strings, limits.stop_string_chars)
+    _check_strings("shown_special_tokens", params.shown_special_tokens, limits.stop_strings, limits.stop_string_chars)
     _check_strings("bad_words", params.bad_words, limits.bad_words, limits.stop_string_chars)
     _check_ids("stop_token_ids", params.stop_token_ids, limits.stop_token_ids, vocab_size)
     if params.allowed_token_ids is not None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 
 from actors.faults import FaultInjector
@@ -15,6 +15,8 @@ from actors.turnstile import Turnstile
 from telemetry.timeline import Hop, RequestTimeline
 
 __all__ = ["RequestStream", "StreamBuffer", "merge"]
+
+_PROMPT_END = 16  # tokens of a prompt that its stream tells
 
 
 def merge(deltas: list[Delta]) -> Delta:
@@ -149,8 +151,9 @@ class StreamBuffer:
 class RequestStream:
     """Deltas of all choices of one request. Get it from :meth:`Engine.generate`.
 
-    Iterate it, or call :meth:`ready` first to learn whether the request is acceptable. :meth:`aclose` ends it early:
-    the engine then frees its slot and pages. A stream that is simply dropped is ended so too, when it is collected.
+    Iterate it, or call :meth:`ready` first to learn whether the request is acceptable, how many ``prompt_tokens`` it
+    has, and with which few its prompt ends (``prompt_end``). :meth:`aclose` ends it early: the engine then frees its
+    slot and pages. A stream that is simply dropped is ended so too, when it is collected.
 
     Raises while iterating: ``InvalidRequest`` (only before the first delta), ``RequestFailed``, ``RequestTimeout``,
     ``RequestAborted``, ``EngineFailed``.
@@ -162,13 +165,14 @@ class RequestStream:
         *,
         label: str | None,
         deadline: float | None,
-        admit: Callable[[StreamBuffer], Awaitable[int]],
+        admit: Callable[[StreamBuffer], Awaitable[Sequence[int]]],
         release: Callable[[StreamBuffer], None],
         faults: FaultInjector | None = None,
     ) -> None:
         self.request_id = buffer.request_id
         self.label = label
         self.prompt_tokens = 0
+        self.prompt_end: tuple[int, ...] = ()
         self._buffer = buffer
         self._deadline = deadline
         self._admit = admit
@@ -201,7 +205,8 @@ class RequestStream:
         self._admission = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(None if self._deadline is None else self._deadline - time.monotonic()):
-                self.prompt_tokens = await self._admit(self._buffer)
+                prompt = await self._admit(self._buffer)
+                self.prompt_tokens, self.prompt_end = len(prompt), tuple(prompt[-_PROMPT_END:])
         except TimeoutError:
             error = RequestTimeout("The request's time was over before it could start.")
             self._refused(error)

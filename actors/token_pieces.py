@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
 from typing import Any
 
 from tokenizers import Tokenizer
 
-__all__ = ["TokenPieces"]
+__all__ = ["TokenPieces", "TokenTexts"]
 
 _MARK = "\u2581"  # SentencePiece's visible space
 
@@ -47,7 +46,7 @@ class TokenPieces:
         self._byte_fallback = False
         self.additive = self._read(_steps(tokenizer))
         self._pieces: dict[int, bytes | None] = {}
-        self._texts = {skip: _Texts(self, self.special if skip else frozenset()) for skip in (False, True)}
+        self._texts: dict[tuple[bool, tuple[str, ...]], TokenTexts] = {}
 
     def _read(self, steps: list[dict[str, Any]]) -> bool:
         """Understand the decoder's steps, or not."""
@@ -79,9 +78,13 @@ class TokenPieces:
         """The bytes of a token, not always whole characters; none for an id without a token."""
         return (self._pieces[token_id] or b"") if self.known(token_id) else b""
 
-    def texts(self, skip_special_tokens: bool) -> Mapping[int, str | None]:
-        """By id, for every id, what a token adds to a text of whole characters; None where that is no whole one."""
-        return self._texts[skip_special_tokens]
+    def texts(self, skip_special_tokens: bool, shown: tuple[str, ...] = ()) -> TokenTexts:
+        """What each token adds to a text of whole characters. ``shown``: special tokens that are not skipped."""
+        key = skip_special_tokens, shown
+        if key not in self._texts:
+            skipped = self.special if skip_special_tokens else frozenset[int]()
+            self._texts[key] = TokenTexts(self, skipped - {self.tokenizer.token_to_id(token) for token in shown})
+        return self._texts[key]
 
     def first_piece(self, token_id: int) -> bytes:
         """The bytes of a token that opens a text."""
@@ -106,17 +109,17 @@ class TokenPieces:
         return token.encode()
 
 
-class _Texts(dict[int, str | None]):
-    """Filled as it is asked."""
+class TokenTexts(dict[int, str | None]):
+    """By id, for every id; None where that is no whole character. Those ``skipped`` add nothing. Filled as asked."""
 
     def __init__(self, pieces: TokenPieces, skipped: frozenset[int]) -> None:
         self._pieces = pieces
-        self._skipped = skipped
+        self.skipped = skipped
 
     def __missing__(self, token_id: int) -> str | None:
         text: str | None = None
         with contextlib.suppress(UnicodeDecodeError):
-            text = "" if token_id in self._skipped else self._pieces.piece(token_id).decode()
+            text = "" if token_id in self.skipped else self._pieces.piece(token_id).decode()
         self[token_id] = text
         return text
 

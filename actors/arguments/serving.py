@@ -187,7 +187,8 @@ SERVING_ARGUMENTS: tuple[Argument, ...] = (
         group="API",
         metavar="FORM",
         help="How the model writes the calls of the tools that a chat request gives. hermes (also qwen, qwen25): JSON "
-        "in <tool_call> blocks, which come back as tool_calls. off: what it writes stays text.",
+        "in <tool_call> blocks, which come back as tool_calls; the marks of calls and thoughts are shown then, special "
+        "tokens or not, unless a request sets skip_special_tokens. off: what it writes stays text.",
     ),
     Argument(
         name="stream-interval",

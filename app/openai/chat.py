@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
@@ -22,7 +22,7 @@ from app.openai.answers import (
 from app.openai.chunks import ChatChunks, UsageReport
 from app.openai.parameters import chat_names, chat_params, chat_prompt, label_of, salt_of
 from app.openai.requests import ChatRequest
-from app.openai.tool_calls import ToolCallReader
+from app.openai.tool_calls import MARKS, ToolCallReader, ends_in_thought
 from app.service import Service, json_response
 from app.sse import sse_response
 
@@ -34,7 +34,9 @@ async def chat_completions(service: Service, exchange: Exchange, body: ChatReque
     service.check_model(body.model)
     params = chat_params(body)
     names = chat_names(body)
-    reader = _reader(service, body)
+    calls = _may_call(service, body)
+    if calls and body.skip_special_tokens is None:
+        params = msgspec.structs.replace(params, shown_special_tokens=MARKS)
     stream = service.submit(
         exchange,
         chat_prompt(body, service.arguments),
@@ -45,6 +47,7 @@ async def chat_completions(service: Service, exchange: Exchange, body: ChatReque
         rename=names,
     )
     await service.accepted([stream], names)
+    reader = await _reader(service, body, stream.prompt_end) if calls else None
     created = int(time.time())
     if body.stream:
         usage = UsageReport(
@@ -64,13 +67,17 @@ async def chat_completions(service: Service, exchange: Exchange, body: ChatReque
     return json_response(_answer(service, exchange, body, collected, created, reader))
 
 
-def _reader(service: Service, body: ChatRequest) -> Callable[[], ToolCallReader] | None:
-    """What reads the tool calls of a choice; None where there can be none."""
-    if not body.tools or body.tool_choice == "none" or service.arguments.tool_call_parser == "off":
-        return None
-    names = {tool.function.name for tool in body.tools}
+def _may_call(service: Service, body: ChatRequest) -> bool:
+    """Whether tool calls are read."""
+    return bool(body.tools) and body.tool_choice != "none" and service.arguments.tool_call_parser != "off"
+
+
+async def _reader(service: Service, body: ChatRequest, prompt_end: Sequence[int]) -> Callable[[], ToolCallReader]:
+    """What reads the tool calls of a choice. ``prompt_end``: the last tokens of the prompt."""
+    names = {tool.function.name for tool in body.tools or ()}
     parallel = body.parallel_tool_calls is not False
-    return lambda: ToolCallReader(names, parallel=parallel)
+    thinking = ends_in_thought(await service.engine.detokenize(prompt_end, skip_special_tokens=False))
+    return lambda: ToolCallReader(names, parallel=parallel, thinking=thinking)
 
 
 def _answer(

@@ -15,10 +15,12 @@ from typing import Any, Literal
 
 import msgspec
 
-__all__ = ["CalledFunction", "ToolCall", "ToolCallReader"]
+__all__ = ["MARKS", "CalledFunction", "ToolCall", "ToolCallReader", "ends_in_thought"]
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _THINK, _THOUGHT = "<think>", "</think>"
+MARKS = (_OPEN, _CLOSE, _THINK, _THOUGHT)
+"""What the reader looks for. Tokenizers may have them as special tokens."""
 _PIECE = 1024
 
 
@@ -44,16 +46,18 @@ class _Written(msgspec.Struct):
 class ToolCallReader:
     """Takes the text of one choice apart as it comes. ``names``: the tools that may be called.
 
-    A block that is not a call of one of them stays text, to the letter, and so does what stands in a thought. Unless
-    ``parallel``, calls after the first are left out. White space behind a call belongs to it.
+    A block that is not a call of one of them stays text, to the letter, and so does what stands in a thought: one that
+    the text begins with, or, ``thinking``, that was begun before it. Elsewhere the mark of a thought is a word like
+    others. Unless ``parallel``, calls after the first are left out. White space behind a call belongs to it.
     """
 
-    def __init__(self, names: Collection[str], *, parallel: bool = True) -> None:
+    def __init__(self, names: Collection[str], *, parallel: bool = True, thinking: bool = False) -> None:
         self.calls = 0
         self._names = names
         self._parallel = parallel
         self._held = ""  # what may be the beginning of a mark
-        self._until = ""  # the mark that ends the block or the thought that is being read
+        self._until = _THOUGHT if thinking else ""  # the mark that ends the block or the thought that is being read
+        self._first = not thinking  # only white space has come so far
         self._block: list[str] = []
         self._behind = False  # only white space has come since the last call
 
@@ -84,7 +88,9 @@ class ToolCallReader:
         if self._behind:
             self._held = self._held.lstrip()
             self._behind = not self._held
-        marks = (self._until,) if self._until else (_OPEN, _THINK)
+        if self._first and (word := self._held.lstrip()):
+            self._first = word.startswith(_THINK[: len(word)])
+        marks = (self._until,) if self._until else (_OPEN, _THINK) if self._first else (_OPEN,)
         at, mark = min(((at, mark) for mark in marks if (at := self._held.find(mark)) >= 0), default=(-1, ""))
         if not mark:
             at = len(self._held) - max(_begun(self._held, mark) for mark in marks)
@@ -95,6 +101,7 @@ class ToolCallReader:
         elif mark in (_THINK, _THOUGHT):
             told.append(mark)
         if mark:
+            self._first = False
             self._until = {_OPEN: _CLOSE, _THINK: _THOUGHT}.get(mark, "")
         return bool(mark)
 
@@ -119,6 +126,11 @@ class ToolCallReader:
         except (msgspec.DecodeError, RecursionError, UnicodeError):
             return None
         return CalledFunction(written.name, arguments.decode()) if written.name in self._names else None
+
+
+def ends_in_thought(prompt: str) -> bool:
+    """Whether a prompt, of which this is the end, leaves the model within a thought, as some templates do."""
+    return prompt.rstrip().endswith(_THINK)
 
 
 def _begun(text: str, mark: str) -> int:

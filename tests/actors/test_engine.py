@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import pytest_asyncio
@@ -76,6 +77,14 @@ async def test_generates_the_length_asked_for_and_tells_usage(engine: Engine) ->
     assert result.usage.completion_tokens == 24
     assert result.usage.prompt_tokens == len(await engine.tokenize("The quick brown fox"))
     assert result.text == await engine.detokenize(result.token_ids, skip_special_tokens=True)
+
+
+async def test_special_tokens_that_are_shown(engine: Engine) -> None:
+    [start] = await engine.tokenize("<|im_start|>")
+    params = SamplingParams(max_tokens=2, ignore_eos=True, allowed_token_ids=(start,))
+    assert await text_of(engine, "The", params) == ""
+    shown = msgspec.structs.replace(params, shown_special_tokens=("<|im_start|>",))
+    assert await text_of(engine, "The", shown) == "<|im_start|>" * 2
 
 
 async def test_greedy_does_not_depend_on_company_cache_or_form(engine: Engine) -> None:

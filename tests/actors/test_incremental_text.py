@@ -214,9 +214,15 @@ def test_of_two_stop_strings_the_one_complete_first_counts(include, text):
 def test_special_tokens_are_skipped_or_shown():
     tokenizer = byte_level()
     end = tokenizer.token_to_id("<|end|>")
+    [other, *_] = (token for token in SPECIAL if token != "<|end|>")
+    special = tokenizer.token_to_id(other)
     ids = [*tokenizer.encode("hi").ids, end, tokenizer.token_to_id("<tool call>")]
     assert IncrementalText(tokenizer).push(ids) == ("hi<tool call>", None)
     assert IncrementalText(tokenizer, skip_special_tokens=False).push(ids) == ("hi<|end|><tool call>", None)
+    assert IncrementalText(tokenizer, shown=("<|end|>", "none")).push([*ids, special]) == ("hi<|end|><tool call>", None)
+    words = word_piece()
+    ended = [words.token_to_id(token) for token in ("<|end|>", other)]
+    assert IncrementalText(words, shown=("<|end|>",)).push(ended) == ("<|end|>", None)
     shown = IncrementalText(tokenizer, skip_special_tokens=False, stop=("<|end|>",))
     assert shown.push(ids) == ("hi", "<|end|>")
 

@@ -28,11 +28,11 @@ class House:
         self.released: list[StreamBuffer] = []
         self.error = error
 
-    async def admit(self, buffer: StreamBuffer) -> int:
+    async def admit(self, buffer: StreamBuffer) -> list[int]:
         await asyncio.sleep(0)
         if self.error is not None:
             raise self.error
-        return 7
+        return [*range(20)]
 
     def stream(
         self, *, choices: int = 1, interval: int = 1, deadline: float | None = None
@@ -47,7 +47,7 @@ async def test_deltas_that_wait_are_merged_and_the_end_releases_once() -> None:
     house = House()
     buffer, stream = house.stream()
     await stream.ready()
-    assert stream.prompt_tokens == 7
+    assert (stream.prompt_tokens, stream.prompt_end) == (20, tuple(range(4, 20)))
     for piece in (delta("ab", first=True), delta("cd"), delta("e", finish="stop")):
         buffer.push(piece)
     found = [d async for d in stream]

@@ -45,6 +45,7 @@ class FakeStream:
         self.params = params
         self.prompt = prompt
         self.prompt_tokens = 0
+        self.prompt_end: tuple[int, ...] = ()
         self.timeline: RequestTimeline | None = None
         self.aborted = asyncio.Event()
         self.over = asyncio.Event()
@@ -60,9 +61,8 @@ class FakeStream:
             raise self.engine.ready_error
         if self.prompt == "":
             raise InvalidRequest("prompt: must not be empty.", param="prompt")
-        self.prompt_tokens = (
-            len(await self.engine.tokenize(self.prompt)) if not isinstance(self.prompt, list) else len(self.prompt)
-        )
+        ids = self.prompt if isinstance(self.prompt, list) else await self.engine.tokenize(self.prompt)
+        self.prompt_tokens, self.prompt_end = len(ids), tuple(ids[-16:])
 
     def __aiter__(self) -> FakeStream:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from tests.app.test_chat import BODY, events, post
 NAMES = ("get_weather", "add")
 OSLO = '<tool_call>\n{"name": "get_weather", "arguments": {"city":  "Oslo"}}\n</tool_call>'
 SUM = '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>'
+CALLS = {re.sub("</?tool_call>", "", text).strip() for text in (OSLO, SUM, '{"name": "add"}')}
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in NAMES]
 
 
@@ -38,6 +40,9 @@ TEXTS: dict[str, Read] = {
     f"<think>\nI say {OSLO} </think>\n\n{SUM}": (f"<think>\nI say {OSLO} </think>\n\n", [("add", '{"a": 1}')]),
     OSLO.removesuffix("</tool_call>"): ("", [("get_weather", '{"city":  "Oslo"}')]),
     f"<think>{OSLO}": (f"<think>{OSLO}", []),
+    f" \n<think>{OSLO}</think><think>{SUM}": (f" \n<think>{OSLO}</think><think>", [("add", '{"a": 1}')]),
+    f"I <think> so. {SUM}": ("I <think> so. ", [("add", '{"a": 1}')]),
+    f"{SUM}<think>{SUM}": ("<think>", [("add", '{"a": 1}')] * 2),
     **{
         text: (text, [])
         for text in (
@@ -74,8 +79,21 @@ def test_nothing_but_calls_is_lost(parts: list[str]) -> None:
     text = "".join(parts)
     whole = read([text])
     assert read(list(text)) == whole
-    if not whole[1]:
-        assert whole[0] == text
+    thought = re.match(r"\s*<think>.*?(?:</think>|\Z)|", text, re.DOTALL)[0]
+    assert whole[0] == thought + re.sub(
+        r"<tool_call>(.*?)(?:</tool_call>|\Z)\s*", left, text[len(thought) :], flags=re.DOTALL
+    )
+
+
+def left(block: re.Match[str]) -> str:
+    """Nothing of a call, all of another block."""
+    return "" if block[1].strip() in CALLS else block[0]
+
+
+def test_a_thought_may_have_begun_in_the_prompt() -> None:
+    text = f"I say {OSLO}<think> </think>{SUM}"
+    assert read(list(text), thinking=True) == (text.removesuffix(SUM), [("add", '{"a": 1}')])
+    assert read([OSLO], thinking=True) == (OSLO, [])
 
 
 def test_text_is_told_as_soon_as_it_cannot_be_a_call() -> None:
@@ -100,6 +118,24 @@ async def test_an_answer_holds_the_calls(application, engine) -> None:
         assert second == {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     _, data = await post(application, {**BODY, "tools": TOOLS, "parallel_tool_calls": False})
     assert len(msgspec.json.decode(data)["choices"][0]["message"]["tool_calls"]) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_template_may_begin_the_thought(stream: bool, application, engine) -> None:
+    engine.answer = pieces(OSLO, "</think>")
+    for said, count in (("Hello! <think>\n", 0), ("<think></think>", 1)):  # the fake engine's prompts end with it
+        body = {"messages": [{"role": "user", "content": said}], "tools": TOOLS, "stream": stream}
+        _, data = await post(application, body)
+        assert data.count(b'"name":"get_weather"') == count
+
+
+async def test_marks_are_read_where_they_are_special_tokens(application, engine) -> None:
+    marks = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+    asked = ({}, marks), ({"skip_special_tokens": True}, ()), ({"tool_choice": "none"}, ()), ({"tools": []}, ())
+    for fields, shown in asked:
+        await post(application, {**BODY, "tools": TOOLS, **fields})
+        params = engine.requests[-1]["params"]
+        assert (params.skip_special_tokens, params.shown_special_tokens) == (True, shown)
 
 
 @pytest.mark.parametrize("stream", [False, True])
