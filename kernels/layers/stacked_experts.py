@@ -17,6 +17,7 @@ from kernels.quantization.weights import GroupedWeight, Int8Weight, Projection, 
 __all__ = ["Before", "StackedExperts", "may_be_dense", "refusal"]
 
 _Stack = TypeVar("_Stack")
+_BLOCK = 1 << 22  # elements of rows that are prepared at a time
 
 
 class StackedExperts(ABC, Generic[_Stack]):
@@ -64,6 +65,16 @@ class Before:
 
     def __call__(self, rows: Tensor, experts: Tensor) -> Tensor:
         """``rows`` [pairs, inputs], each of the expert ``experts`` int [pairs]."""
+        size = max(1, _BLOCK // rows.shape[1])
+        if len(rows) <= size:
+            return self._prepared(rows, experts)
+        out = torch.empty_like(rows)
+        # An index of all elements takes four times the rows' own memory, and so do floats in which they are rounded.
+        for some, owners, target in zip(rows.split(size), experts.split(size), out.split(size), strict=True):
+            target.copy_(self._prepared(some, owners))
+        return out
+
+    def _prepared(self, rows: Tensor, experts: Tensor) -> Tensor:
         if self.orders is not None:
             rows = rows.gather(1, self.orders.index_select(0, experts))
         if self.clips is not None:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.layers.experts import ExpertsInTurn, ExpertWeights
-from kernels.layers.stacked_experts import may_be_dense
+from kernels.layers.stacked_experts import may_be_dense, refusal
 from kernels.platforms.operators import Linear, Lookup
 from kernels.quantization.tokens import clip_tokens, settle_tokens
 from kernels.quantization.weights import GroupedWeight, Projection, QuantizedWeight
@@ -210,7 +210,8 @@ class Projections(ABC):
     def _stackable(
         self, experts: Sequence[ExpertWeights], kind: Callable[[Tensor | QuantizedWeight], object]
     ) -> list[ExpertWeights]:
-        """Those with weights of no ``kind``, or of several, in floats, so that all can be multiplied at once."""
+        """Those with weights of no ``kind``, or of several, in floats, so that all can be multiplied at once; where
+        that would not do, all as they are."""
 
         def floats(weight: Tensor | QuantizedWeight) -> Tensor:
             if isinstance(weight, Tensor):
@@ -224,15 +225,22 @@ class Projections(ABC):
             self.widened_bytes += dense.nbytes - weight.nbytes
             return dense
 
-        def one(weight: Projection) -> Projection:
+        def one(weight: Projection, dense: Callable[[Tensor | QuantizedWeight], Tensor]) -> Projection:
             pieces = weight if isinstance(weight, tuple) else (weight,)
             if not all(isinstance(piece, Tensor) or may_be_dense(piece) for piece in pieces):
                 return weight
             if len(pieces) > 1:
-                return torch.cat([floats(piece) for piece in pieces])
-            return pieces[0] if kind(pieces[0]) is not None else floats(pieces[0])
+                return torch.cat([dense(piece) for piece in pieces])
+            return pieces[0] if kind(pieces[0]) is not None else dense(pieces[0])
 
-        return [dataclasses.replace(expert, gate_up=one(expert.gate_up), down=one(expert.down)) for expert in experts]
+        def every(dense: Callable[[Tensor | QuantizedWeight], Tensor]) -> list[ExpertWeights]:
+            return [
+                dataclasses.replace(expert, gate_up=one(expert.gate_up, dense), down=one(expert.down, dense))
+                for expert in experts
+            ]
+
+        described = every(lambda weight: torch.empty(weight.shape, dtype=weight.dtype, device="meta"))
+        return every(floats) if refusal(described, kind) is None else list(experts)
 
     def empty_rows(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
         """[rows, width] for ``add_rows`` to write to."""

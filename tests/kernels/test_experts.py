@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 
@@ -9,12 +10,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kernels.layers.experts import ExpertsInTurn, choose
+from kernels.layers import stacked_experts
+from kernels.layers.experts import ExpertsInTurn, ExpertWeights, choose
+from kernels.layers.stacked_experts import Before
 from kernels.load_error import LoadError
 from kernels.loading import stored_shapes
 from kernels.models.config import ConfigError, parse_config, read_config
 from kernels.models.decoder import tensor_shapes
 from kernels.models.names import is_projection
+from kernels.platforms.projections import Projections
+from kernels.quantization.tokens import settle_tokens
+from kernels.quantization.weights import Fp8Weight, StaticActivation, quantize_fp8, quantize_int8
 from kernels.safetensors_checkpoint import SafetensorsCheckpoint
 from tests.kernels.parallel.ranks import run_ranks
 
@@ -56,6 +62,61 @@ def test_each_expert_that_is_chosen_runs_once_over_its_tokens():
     torch.testing.assert_close(layer(x), expected)
     counts = experts.flatten().bincount(minlength=4).tolist()
     assert calls == [(number, count) for number, count in enumerate(counts) if count]
+
+
+def test_inputs_are_prepared_in_blocks(monkeypatch):
+    """In the orders of their experts, clipped and rounded: whatever is made on the way is no larger than a block."""
+    orders = torch.stack([torch.randperm(8) for _ in range(3)])
+    before = Before(orders, torch.tensor([[0.5], [0.9], [0.7]]), True)
+    rows, owners = torch.randn(21, 8, dtype=torch.bfloat16), torch.randint(3, (21,))
+    whole = before(rows, owners)
+    sizes = []
+
+    def settle(x):
+        sizes.append(len(x))
+        return settle_tokens(x)
+
+    monkeypatch.setattr(stacked_experts, "_BLOCK", 5 * 8 + 1)
+    monkeypatch.setattr(stacked_experts, "settle_tokens", settle)
+    assert torch.equal(before(rows, owners), whole)
+    assert sizes == [5, 5, 5, 5, 1]
+    assert torch.equal(Before(orders, None, False)(rows, owners), rows.gather(1, orders[owners]))
+
+
+class OneKind(Projections):
+    """Takes floats and int8."""
+
+    device = torch.device("cpu")
+
+    def make_linear(self, weight, bias, shared=False):
+        return lambda x: x
+
+    def silu_and_mul(self, x):
+        return x
+
+    def stacked(self, experts):
+        return self._stackable(experts, lambda w: None if isinstance(w, Fp8Weight) else (type(w),))
+
+
+def test_experts_are_made_floats_only_where_all_can_then_stand_side_by_side():
+    weight, bias = torch.randn(8, 8, dtype=torch.bfloat16), torch.zeros(8)
+    whole, narrow = quantize_int8(weight), quantize_fp8(weight)
+    static = dataclasses.replace(whole, activation=StaticActivation(torch.ones(1)))
+    first = ExpertWeights(narrow, None, (narrow, whole), None)
+    platform = OneKind()
+    for other in (
+        ExpertWeights(narrow, bias, narrow, None),
+        ExpertWeights(narrow, None, narrow, bias),
+        ExpertWeights(whole, None, narrow, None),
+        ExpertWeights(narrow, None, (static, static), None),
+    ):
+        found = platform.stacked([first, other])
+        assert [(one.gate_up, one.down) for one in found] == [(one.gate_up, one.down) for one in (first, other)]
+    assert platform.widened_bytes == 0
+    [found, *_] = platform.stacked([first, ExpertWeights(weight, None, narrow, None)])
+    assert torch.equal(found.gate_up, narrow.dequantize(torch.bfloat16))
+    assert found.down.shape == (16, 8)
+    assert platform.widened_bytes > 0
 
 
 def test_which_layers_have_experts():
