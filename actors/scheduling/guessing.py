@@ -89,7 +89,11 @@ class Guessing:
             return
         alone = flight.counts[-1] == 1 and len(flight.samples) == flight.decodes
         if not result.drafted:
-            if alone:
+            if not alone:
+                steps.untimed(flight.adapted, 0, 0, 0)
+            elif flight.ahead:
+                steps.vain(flight.adapted, result.timing.whole)
+            else:
                 steps.timed(flight.adapted, 0, 0, result.timing.whole, 0)
             return
         drafted, accepted, depths = (
@@ -99,9 +103,14 @@ class Guessing:
             sequence = flight.sequences[row]
             if sequence.track is not None and accepted[row]:
                 steps.judged(sequence.track, int(accepted[row]) - 1, int(depths[row]))
-        if alone:
-            right = int((accepted - 1).clip(min=0)[depths > 0].sum())
-            steps.timed(flight.adapted, int(depths.max()), int(drafted.sum()), result.timing.whole, right)
+        right = int((accepted - 1).clip(min=0)[depths > 0].sum())
+        levels, nodes = int(depths.max()), int(drafted.sum())
+        if not alone:
+            steps.untimed(flight.adapted, levels, nodes, right)
+        elif nodes:
+            steps.timed(flight.adapted, levels, nodes, result.timing.whole, right)
+        else:
+            steps.vain(flight.adapted, result.timing.whole)
 
 
 def wants(sequence: Sequence, info: ModelInfo) -> int:

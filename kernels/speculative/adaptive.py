@@ -41,7 +41,7 @@ FORLORN = 0.1
 STREAK = 4
 """Probes in a row after one that was accepted, while there is time to lose."""
 TRIALS = 3
-"""Steps with guesses whose cost is believed, whatever it is."""
+"""Steps that all guess to learn what it costs, and steps with guesses whose cost is believed, whatever it is."""
 SURPRISE = 0.3
 """Share of what was expected by which a step's seconds are believed to be more or less: others use the machine, too."""
 
@@ -76,11 +76,12 @@ class Track:
 class _Cost:
     """Seconds of a step, at batch sizes of one power of two."""
 
-    __slots__ = ("credit", "deepest", "guesses", "paused", "per_level", "per_node", "plain", "seen")
+    __slots__ = ("credit", "deepest", "guesses", "paused", "per_level", "per_node", "plain", "seen", "trials")
 
     def __init__(self) -> None:
         self.seen = 0  # plain steps
         self.guesses = 0  # steps with guesses
+        self.trials = 0  # times that guesses were asked for whatever they cost: not all are timed, nor all made
         self.deepest = 0  # levels of the deepest of these
         self.paused = True  # whether the last step was plain
         self.credit = DEBT  # plain steps of time that may be lost
@@ -111,6 +112,15 @@ class _Cost:
             # Normalized least mean squares: what cannot be told apart is blamed by its share.
             self.per_level = max(0.0, self.per_level + error * levels)
             self.per_node = max(0.0, self.per_node + error * nodes)
+
+    def gained(self, gain: float) -> None:
+        """A step with guesses brought so many plain steps of time."""
+        least = -1.0 if self.guesses <= TRIALS else -DEBT
+        self.credit = min(max(self.credit + max(gain, least), -DEBT), SAVINGS)
+
+    def saved(self) -> None:
+        """A step without guesses went by."""
+        self.credit = max(self.credit, min(self.credit + PROBING, DEBT))
 
     def expected(self, levels: int, nodes: int) -> float:
         return self.plain + self.per_level * levels + self.per_node * nodes
@@ -148,7 +158,8 @@ class AdaptiveSteps:
         fixed = self._config.zero_step_probe_interval
         if self._idle is cost and self._steps % (fixed or SOONEST):
             return [0] * rows
-        may = cost.credit > 0 or cost.guesses < TRIALS  # what was promised was not always kept
+        trial = cost.trials < TRIALS
+        may = cost.credit > 0 or trial  # what was promised was not always kept
         if not (may or fixed):
             self._guessing, self._idle = 0, cost
             return [0] * rows
@@ -157,8 +168,10 @@ class AdaptiveSteps:
         for row, track in enumerate(tracks):
             if chosen[row]:
                 track.interval = SOONEST
-            elif cost.guesses < TRIALS or (self._steps % fixed == 0 if fixed else self._due(track, cost)):
+            elif (trial and track.hits[0] > FORLORN) or (self._steps % fixed == 0 if fixed else self._due(track, cost)):
                 chosen[row] = self._levels[0]
+        if trial and any(chosen):
+            cost.trials += 1
         self._guessing = self._guessing + 1 if all(chosen) else 0
         self._idle = None if any(chosen) else cost
         return chosen
@@ -198,13 +211,30 @@ class AdaptiveSteps:
         cost = self._cost(rows)
         cost.learn(levels, nodes, seconds, self._config.ema_alpha)
         if not nodes:
-            cost.credit = max(cost.credit, min(cost.credit + PROBING, DEBT))
+            cost.saved()
         elif cost.plain:
             expected = cost.expected(levels, nodes)
             taken = expected + _bounded(seconds - expected, SURPRISE * expected)
-            gain = 1 + accepted / rows - taken / cost.plain
-            least = -1.0 if cost.guesses <= TRIALS else -DEBT
-            cost.credit = min(max(cost.credit + max(gain, least), -DEBT), SAVINGS)
+            cost.gained(1 + accepted / rows - taken / cost.plain)
+
+    def untimed(self, rows: int, levels: int, nodes: int, accepted: int) -> None:
+        """A step of ``rows`` decodes among prompts: its guesses cost what such guesses do."""
+        if not rows:
+            return
+        cost = self._cost(rows)
+        if not nodes:
+            cost.saved()
+        elif cost.plain:
+            cost.gained(1 + accepted / rows - cost.expected(levels, nodes) / cost.plain)
+
+    def vain(self, rows: int, seconds: float) -> None:
+        """A step of ``rows`` decodes and nothing else took ``seconds``, in which the draft had no guess to make."""
+        if not rows or seconds <= 0:
+            return
+        cost = self._cost(rows)
+        cost.paused = False
+        if cost.plain:
+            cost.gained(min(1 - seconds / cost.plain, 0.0))
 
     def _cost(self, rows: int) -> _Cost:
         return self._costs.setdefault(rows.bit_length(), _Cost())

@@ -1,9 +1,11 @@
 """What the planner does where the worker verifies guesses. That it goes right in all traffic: test_planner_traffic."""
 
+import msgspec
 import pytest
 
 from actors.scheduling.testing import SimulatedRunner, model_info
-from kernels.step import SlotSampling
+from kernels.speculative.adaptive import AdaptiveSteps
+from kernels.step import SlotSampling, StepTiming
 from tests.actors.scheduling.stage import VOCAB, Stage, says, spec, unpack
 
 
@@ -171,6 +173,36 @@ def test_guesses_stop_where_they_do_not_pay_and_come_back():
     assert shares[1] > 80
     stage.planner.abort([1])
     assert stage.tokens(1) == says(range(5), len(stage.tokens(1)))
+
+
+def test_steps_among_prompts_are_charged_though_none_is_measured(monkeypatch):
+    charged = []
+    monkeypatch.setattr(AdaptiveSteps, "untimed", lambda _, *step: charged.append(step))
+    stage = Guessing(adaptive="{}", seconds=lambda drafted, deepest: 0.01 + 0.001 * deepest)
+    stage.submit(spec(1, range(5), max_tokens=80))
+    for number in range(12):
+        if number > 8:
+            stage.submit(spec(100 + number, range(3), max_tokens=1))
+        stage.step()
+    assert len(charged) == 3
+    assert all(rows == 1 and nodes == levels == accepted > 0 for rows, levels, nodes, accepted in charged)
+
+
+def test_a_draft_that_finds_nothing_is_seldom_asked():
+    """Its steps are no plain ones: the time that it took in vain is lost."""
+    stage = Guessing(adaptive="{}", accepts=lambda most: 0, pages=400, context_length=1500)
+    run, asked = stage.runner.run, []
+
+    def vain(batch):
+        asked.append(any(unpack(batch.drafts)))
+        timing = StepTiming(whole=0.015 if asked[-1] else 0.01)
+        return msgspec.structs.replace(run(batch), drafted=b"", depths=b"", timing=timing)
+
+    stage.runner.run = vain
+    stage.submit(spec(1, range(5), max_tokens=600))
+    stage.play(limit=700)
+    assert 0 < sum(asked) < 30
+    assert stage.tokens(1) == says(range(5), 600)
 
 
 def test_without_adapting_nothing_is_learnt():

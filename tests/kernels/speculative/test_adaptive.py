@@ -149,6 +149,82 @@ def test_a_machine_that_stalls_now_and_then_is_no_reason_to_guess() -> None:
     assert world.run(1500) * PLAIN > 0.97
 
 
+@pytest.mark.parametrize("rows", [1, 4])
+def test_trials_end_where_no_step_is_timed(rows: int) -> None:
+    """Prompts join every step: what guesses cost is never measured, that they are wrong is known all the same."""
+    policy = chain()
+    tracks = [policy.track() for _ in range(rows)]
+    for _ in range(5):
+        assert policy.choose(tracks)
+        policy.timed(rows, 0, 0, PLAIN, 0)
+    guessed = 0
+    for _ in range(2000):
+        levels = policy.choose(tracks)
+        guessed += any(levels)
+        for track, level in zip(tracks, levels, strict=True):
+            policy.judged(track, 0, level)
+        policy.untimed(rows, max(levels), sum(levels), 0)
+    assert 0 < guessed < 60
+
+
+def test_trials_spare_requests_whose_guesses_are_wrong() -> None:
+    policy = chain()
+    forlorn, fresh = policy.track(), policy.track()
+    for _ in range(60):
+        policy.judged(forlorn, 0, 1)
+    for _ in range(3):
+        assert policy.choose([forlorn, fresh]) == [0, 0]
+        policy.timed(2, 0, 0, PLAIN, 0)
+    forlorn.interval = 256
+    first, other = policy.choose([forlorn, fresh])
+    assert not first
+    assert other
+
+
+@pytest.mark.parametrize("timed", [True, False])
+def test_guesses_that_pay_go_on_among_prompts(timed: bool) -> None:
+    policy = chain()
+    world = World(policy, [0.95])
+    world.run(20)
+    for _ in range(100):
+        (levels,) = policy.choose(world.tracks)
+        policy.judged(world.tracks[0], levels, levels)
+        if timed:
+            policy.timed(1, levels, levels, PLAIN + (LEVEL + NODE) * levels, levels)
+        else:
+            policy.untimed(1, levels, levels, levels)
+    assert policy.choose(world.tracks)[0] > 3
+
+
+def test_guesses_that_are_wrong_among_prompts_end_them() -> None:
+    policy = chain()
+    world = World(policy, [0.95])
+    world.run(20)
+    assert policy.choose(world.tracks)[0]
+    for _ in range(200):
+        policy.untimed(1, 6, 6, 0)
+    assert policy.choose(world.tracks) == [0]
+    for _ in range(2000):
+        policy.untimed(1, 0, 0, 0)
+    assert any(policy.choose(world.tracks)[0] for _ in range(8))
+
+
+def test_drafts_in_vain_are_paid_for_and_are_no_plain_steps() -> None:
+    """An n-gram draft that finds nothing takes its time, too."""
+    policy = chain()
+    track = policy.track()
+    plain = vain = 0
+    for _ in range(2000):
+        if policy.choose([track])[0]:
+            vain += 1
+            policy.vain(1, 1.5 * PLAIN)
+        else:
+            plain += 1
+            policy.timed(1, 0, 0, PLAIN, 0)
+    assert 0 < vain < 50
+    assert World(policy, [0.9], node=0.01).run(300) > 1.8  # and guesses are not held to be dear for it
+
+
 def test_the_settings_have_their_effect() -> None:
     world = World(chain(candidate_steps=[0, 2, 5, 60]), [0.9])
     world.run(300)
