@@ -41,6 +41,10 @@ class Guessing:
         Guesses take positions behind the last known token, so they need pages early.
         """
         rows = draft.decodes
+        # Whoever is new stands last.
+        if self._steps is not None and rows[-1].track is not None and self._steps.rests(len(rows)):
+            draft.adapted = len(rows) if self._steps.times else 0
+            return
         if self._tokens:
             share = min(share, max(self._tokens // len(rows) - 1, 0))
         wanted = []

@@ -36,6 +36,10 @@ SOONEST = 8
 """Steps between two probes of a request, at first; in between a batch that does not guess is not thought over."""
 LATEST = 256
 """The same at last. All are powers of two, so that requests are probed in the same steps."""
+LONGEST = 32
+"""Steps that a batch that does not guess is not thought over, at most."""
+TIMED = 4
+"""One of so many of these steps is timed: what is not asked takes no time."""
 FORLORN = 0.1
 """A first guess's chance at which a request is probed ever more seldom even while there is time to lose."""
 STREAK = 4
@@ -96,7 +100,9 @@ class _Cost:
             if self.seen <= TRIALS and not self.guesses:  # what runs for the first time is slow
                 self.plain = min(seconds, self.plain or seconds)
                 self.per_level, self.per_node = 0.1 * self.plain, 0.03 * self.plain
-            self.plain += _bounded(seconds - self.plain, SURPRISE * self.plain) * 2 * weight
+            # Others' use of the machine makes a step longer, nothing makes it shorter; steps after guesses are few.
+            error = min(seconds - self.plain, SURPRISE * self.plain)
+            self.plain += error * min((2 if paused or error > 0 else 8) * weight, 1.0)
         elif self.seen:
             self.guesses += 1
             self.deepest = max(self.deepest, levels)
@@ -140,12 +146,28 @@ class AdaptiveSteps:
         self._steps = 0
         self._guessing = 0  # steps with guesses since the last without
         self._idle: _Cost | None = None  # where no row guessed, and nothing was learnt of any since
+        self._rest = SOONEST  # steps between two in which such a batch is thought over
         self._interval = SOONEST  # a new request's
 
     def track(self) -> Track:
         """A new request: it is expected to do as others did."""
         self._idle = None
         return Track(self._prior.copy(), self._interval)
+
+    def rests(self, rows: int) -> bool:
+        """Whether ``choose`` for the ``rows`` of the last step would let none of them guess, without a look at them;
+        it need not be asked then."""
+        if self._idle is None or self._cost(rows) is not self._idle or not (self._steps + 1) % self._rest:
+            return False
+        self._steps += 1
+        if not self.times:  # those that are timed are counted then
+            self._idle.saved()
+        return True
+
+    @property
+    def times(self) -> bool:
+        """Whether a step that ``rests`` is worth the time that timing takes."""
+        return self._steps % TIMED == TIMED // 2
 
     def choose(self, tracks: Sequence[Track]) -> list[int]:
         """Levels to draft for each row of the next step, 0 for none."""
@@ -156,8 +178,9 @@ class AdaptiveSteps:
             self._guessing = 0
             return [0] * rows
         fixed = self._config.zero_step_probe_interval
-        if self._idle is cost and self._steps % (fixed or SOONEST):
+        if self._idle is cost and self._steps % self._rest:
             return [0] * rows
+        self._rest = fixed or SOONEST
         trial = cost.trials < TRIALS
         may = cost.credit > 0 or trial  # what was promised was not always kept
         if not (may or fixed):
@@ -174,6 +197,8 @@ class AdaptiveSteps:
             cost.trials += 1
         self._guessing = self._guessing + 1 if all(chosen) else 0
         self._idle = None if any(chosen) else cost
+        if not fixed:
+            self._rest = min(LONGEST, *(1 if track.eager else track.interval for track in tracks))
         return chosen
 
     def _due(self, track: Track, cost: _Cost) -> bool:
@@ -209,12 +234,14 @@ class AdaptiveSteps:
         if not rows or seconds <= 0:
             return
         cost = self._cost(rows)
+        # After a pause the draft sees what was left for later: that is no part of what guesses cost, and still lost.
+        surprise = 1.0 if cost.paused else SURPRISE
         cost.learn(levels, nodes, seconds, self._config.ema_alpha)
         if not nodes:
             cost.saved()
         elif cost.plain:
             expected = cost.expected(levels, nodes)
-            taken = expected + _bounded(seconds - expected, SURPRISE * expected)
+            taken = expected + _bounded(seconds - expected, surprise * expected)
             cost.gained(1 + accepted / rows - taken / cost.plain)
 
     def untimed(self, rows: int, levels: int, nodes: int, accepted: int) -> None:

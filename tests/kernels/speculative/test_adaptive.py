@@ -225,6 +225,36 @@ def test_drafts_in_vain_are_paid_for_and_are_no_plain_steps() -> None:
     assert World(policy, [0.9], node=0.01).run(300) > 1.8  # and guesses are not held to be dear for it
 
 
+def test_a_plain_step_that_was_held_to_be_dear_is_soon_known_better() -> None:
+    """The machine was slow while plain steps were timed: guesses seem cheap beside them, and few plain ones follow."""
+    policy = chain()
+    world = World(policy, [0.5], node=0.3)
+    world.run(300)
+    for _ in range(40):
+        policy.timed(1, 0, 0, 2.2 * PLAIN, 0)
+    assert world.run(300) * PLAIN > 0.97
+
+
+def test_a_batch_that_does_not_guess_is_hardly_thought_over() -> None:
+    policy = chain()
+    world = World(policy, [0.01] * 4)
+    world.run(400)
+    rested = thought = 0
+    for _ in range(400):
+        if policy.rests(4):
+            rested += 1
+        else:
+            thought += 1
+            world.step()
+    assert rested > 300
+    assert any(map(any, world.levels[-thought:]))
+    assert not policy.rests(1)  # another batch size
+    while not policy.rests(4):
+        world.step()
+    policy.track()
+    assert not policy.rests(4)  # a new request
+
+
 def test_the_settings_have_their_effect() -> None:
     world = World(chain(candidate_steps=[0, 2, 5, 60]), [0.9])
     world.run(300)
