@@ -102,7 +102,7 @@ class _Cost:
                 self.per_level, self.per_node = 0.1 * self.plain, 0.03 * self.plain
             # Others' use of the machine makes a step longer, nothing makes it shorter; steps after guesses are few.
             error = min(seconds - self.plain, SURPRISE * self.plain)
-            self.plain += error * min((2 if paused or error > 0 else 8) * weight, 1.0)
+            self.plain += error * min((2 if paused or error > 0 else 6) * weight, 1.0)
         elif self.seen:
             self.guesses += 1
             self.deepest = max(self.deepest, levels)
@@ -235,7 +235,7 @@ class AdaptiveSteps:
             return
         cost = self._cost(rows)
         # After a pause the draft sees what was left for later: that is no part of what guesses cost, and still lost.
-        surprise = 1.0 if cost.paused else SURPRISE
+        surprise = (2 if cost.paused else 1) * SURPRISE
         cost.learn(levels, nodes, seconds, self._config.ema_alpha)
         if not nodes:
             cost.saved()
