@@ -23,8 +23,8 @@ class Writer:
 
 
 async def test_the_end_travels_with_the_last_piece() -> None:
-    async def admit(buffer: StreamBuffer) -> int:
-        return 1
+    async def admit(buffer: StreamBuffer) -> list[int]:
+        return [1]
 
     buffer = StreamBuffer(Timelines().open("r", operation="chat", model="m"), 2)
     stream = RequestStream(buffer, label=None, deadline=None, admit=admit, release=lambda buffer: None)
