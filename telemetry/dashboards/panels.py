@@ -6,6 +6,7 @@ instances of ``$instance``.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from string import ascii_uppercase
 from typing import Any
@@ -52,7 +53,7 @@ class Query:
 
 
 @dataclass(frozen=True)
-class Panel:
+class Panel(ABC):
     """What all panels have. ``width`` is in 24ths of the board; ``unit`` is Grafana's identifier of a unit."""
 
     title: str
@@ -99,8 +100,8 @@ class Panel:
             **{name: value for name, value in limits.items() if value is not None},
         }
 
-    def _type(self) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def _type(self) -> str: ...
 
     def _target(self) -> dict[str, Any]:
         return {"range": True}

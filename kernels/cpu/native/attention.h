@@ -164,17 +164,12 @@ inline void configure_columns(int64_t columns) {
     const int id = static_cast<int>(1 << 16 | columns);
     if (configured == id) return;
     configured = id;
-    struct alignas(64) {
-        uint8_t palette = 1, start = 0, reserved[14] = {};
-        uint16_t bytes[16] = {};
-        uint8_t rows[16] = {};
-    } config;
+    TileShapes config;
     for (int tile = 0; tile < 8; tile++) {
         config.bytes[tile] = static_cast<uint16_t>(tile == 4 || tile == 5 ? 64 : 4 * columns);
         config.rows[tile] = TILE;
     }
-    asm volatile("" : : "m"(config));
-    _tile_loadconfig(&config);
+    config.load();
 }
 
 // Keys and values as they lie in a cache of bf16.

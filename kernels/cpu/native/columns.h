@@ -49,18 +49,13 @@ inline void configure_outputs(int64_t first, int64_t second) {
     const int id = static_cast<int>(1 << 17 | first << 8 | second);
     if (configured == id) return;
     configured = id;
-    struct alignas(64) {
-        uint8_t palette = 1, start = 0, reserved[14] = {};
-        uint16_t bytes[16] = {};
-        uint8_t rows[16] = {};
-    } config;
+    TileShapes config;
     for (int tile = 0; tile < 8; tile++) {
         const int64_t tokens = tile < 4 ? (tile < 2 ? first : second) : tile == 6 ? first : tile == 7 ? second : TILE;
         config.bytes[tile] = static_cast<uint16_t>(4 * std::max<int64_t>(tokens, 1));
         config.rows[tile] = TILE;
     }
-    asm volatile("" : : "m"(config));
-    _tile_loadconfig(&config);
+    config.load();
 }
 
 // Sums of sixteen outputs [output][16 tokens] -> [token][32], of `tokens`.

@@ -21,22 +21,29 @@ inline void release_tiles() {
     configured = -1;
 }
 
+// Rows of each tile, and bytes of each row.
+struct alignas(64) TileShapes {
+    uint8_t palette = 1, start = 0, reserved[14] = {};
+    uint16_t bytes[16] = {};
+    uint8_t rows[16] = {};
+
+    void load() const {
+        asm volatile("" : : "m"(*this));  // the intrinsic tells the compiler of its first bytes only
+        _tile_loadconfig(this);
+    }
+};
+
 // Tiles 0-3 accumulate, 4-5 hold tokens, 6-7 weights. `first`, `second`: rows of the two tiles of tokens.
 inline void configure(int first, int second) {
     if (configured == first * 32 + second) return;
     configured = first * 32 + second;
-    struct alignas(64) {
-        uint8_t palette = 1, start = 0, reserved[14] = {};
-        uint16_t bytes[16] = {};
-        uint8_t rows[16] = {};
-    } config;
+    TileShapes config;
     const int rows[8] = {first, first, std::max(second, 1), std::max(second, 1), first, std::max(second, 1), 16, 16};
     for (int tile = 0; tile < 8; tile++) {
         config.bytes[tile] = LINE;
         config.rows[tile] = static_cast<uint8_t>(rows[tile]);
     }
-    asm volatile("" : : "m"(config));  // the intrinsic tells the compiler of its first bytes only
-    _tile_loadconfig(&config);
+    config.load();
 }
 
 // After what is written for tiles to load: their intrinsics do not tell the compiler what they read.
