@@ -75,7 +75,8 @@ async def test_readers_that_stop_slow_nobody_and_lose_their_response_at_the_dead
         assert engine.intake is not None
         for request in engine.intake._requests.values():
             buffer = request.buffer
-            assert buffer.output_tokens == 8 * 200
+            # The scheduler is done before its last tokens have passed the detokenizer.
+            await until(lambda buffer=buffer: buffer.output_tokens == 8 * 200)
             held = sum(len(delta.token_ids) for waiting in buffer._pending.values() for delta in waiting)
             assert 0 < held <= 8 * 200  # what waits is never more than the request itself
 
