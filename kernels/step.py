@@ -94,7 +94,7 @@ class StepBatch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepTiming(msgspec.Struct, frozen=True, array_like=True):
-    """Seconds. ``queued``: from arrival at the worker to start; ``prepare``: building inputs; ``run``: model and
+    """Seconds. ``queued``: from its sending to its start; ``prepare``: building inputs; ``run``: model and
     sampling; ``draft``: of ``prepare``, observing and drafting; ``whole``: from start, or from the end of the step
     before if that was later, to end.
 

@@ -1,6 +1,6 @@
 """An actor runtime for asyncio: typed messages, bounded mailboxes, supervision, and actors in child processes."""
 
-from actors.runtime.actor import Actor, Deferred, handles
+from actors.runtime.actor import Actor, Deferred, Later, handles, handles_in_thread
 from actors.runtime.clock import Clock, SystemClock
 from actors.runtime.context import ActorContext, Terminated
 from actors.runtime.errors import (
@@ -38,6 +38,7 @@ __all__ = [
     "HandlerCancelled",
     "Hung",
     "Lane",
+    "Later",
     "MailboxFull",
     "Message",
     "MessageTooLarge",
@@ -51,4 +52,5 @@ __all__ = [
     "current_actor",
     "current_traceparent",
     "handles",
+    "handles_in_thread",
 ]

@@ -5,12 +5,13 @@ import inspect
 import types
 import typing
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, overload
 
 from actors.runtime.context import ActorContext
 from actors.runtime.message import Message, reply_type
 
-__all__ = ["Actor", "Deferred", "Handler", "handlers_of", "handles"]
+__all__ = ["Actor", "Deferred", "Handler", "Later", "handlers_of", "handles", "handles_in_thread"]
 
 P = TypeVar("P")
 R = TypeVar("R")
@@ -27,11 +28,17 @@ an unfinished one ends with its incarnation, when the asker gets ActorDied.
 """
 
 
+Later = Future
+"""A deferred answer of a handler in the actor's thread; the thread that fulfils it sends it."""
+
+
 class Handler(NamedTuple):
-    """A method that handles a message type; `awaits` tells a coroutine function from a plain one."""
+    """A method that handles a message type; `awaits` tells a coroutine function from a plain one, `in_thread` whether
+    it runs in the actor's thread."""
 
     method: str
     awaits: bool
+    in_thread: bool = False
 
 
 class _Handles(Protocol[R]):
@@ -63,6 +70,20 @@ def handles(target: Any, /) -> Any:
     if not inspect.isfunction(target):
         raise TypeError(f"@handles marks a method or takes a message type, got {target!r}")
     target.__handles__ = None  # type: ignore[attr-defined]
+    return target
+
+
+def handles_in_thread(target: F, /) -> F:
+    """Mark a plain method of an actor in a child process as the handler of a message type in a thread of its own.
+
+    Such messages have a socket of their own. They are read, handled and answered in that thread, one at a time in the
+    order in which they were sent, while the mailbox goes on beside it: nothing of it wakes another thread, which costs
+    more than a small message's handling. The method takes the message and when it was sent (seconds of the monotonic
+    clock, which this host's processes share), and returns the answer or a :data:`Later`. Errors are as elsewhere, but
+    a deadline ends the asker's wait only. An orderly stop waits for the message in hand.
+    """
+    handles(target)
+    target.__in_thread__ = True  # type: ignore[attr-defined]
     return target
 
 
@@ -125,7 +146,10 @@ def handlers_of(actor: type[Actor[Any]]) -> dict[type[Message[Any, Any]], Handle
             if message in table:
                 raise TypeError(f"{where} and {table[message].method} both handle {message.__name__}: keep one of them")
             _check_reply(method, message, where)
-            table[message] = Handler(name, inspect.iscoroutinefunction(method))
+            in_thread = hasattr(marked, "__in_thread__")
+            if in_thread and inspect.iscoroutinefunction(method):
+                raise TypeError(f"{where} runs in a thread: make it a plain method")
+            table[message] = Handler(name, inspect.iscoroutinefunction(method), in_thread)
     actor._handlers = table
     return table
 
@@ -134,7 +158,9 @@ def _handled_types(method: Any, where: str) -> list[type[Message[Any, Any]]]:
     if method.__handles__ is not None:
         return [method.__handles__]
     parameters = list(inspect.signature(method).parameters)
-    if len(parameters) != 2:
+    if hasattr(method, "__in_thread__") and len(parameters) != 3:
+        raise TypeError(f"{where} must take self, one message and when that was sent")
+    if not hasattr(method, "__in_thread__") and len(parameters) != 2:
         raise TypeError(f"{where} must take self and one message")
     annotation = typing.get_type_hints(method).get(parameters[1])
     union = typing.get_origin(annotation) in (typing.Union, types.UnionType)

@@ -19,12 +19,14 @@ from actors.runtime.cell import Cell
 from actors.runtime.child_log import ChildLog
 from actors.runtime.errors import ActorDied, MessageTooLarge, first_cause
 from actors.runtime.events import Event, EventKind
+from actors.runtime.frames import Kind
 from actors.runtime.incarnation import LocalIncarnation
-from actors.runtime.link import Kind, Link
+from actors.runtime.link import Link
 from actors.runtime.message import Envelope, Message
 from actors.runtime.stacks import of_threads
 from actors.runtime.supervisor import Strategy, Supervision
 from actors.runtime.system import ActorSystem
+from actors.runtime.thread import ActorThread
 from actors.runtime.wire import ChildSpec, Death, LogLine, import_name, pack_error, unpack_header
 
 __all__ = ["main"]
@@ -36,12 +38,13 @@ _UNHURRIED = 1e6
 """Seconds. The parent decides how long a stop may take."""
 
 
-def main(sock: socket.socket, spec: bytes, turn: Callable[[], int]) -> None:
+def main(sock: socket.socket, thread_sock: socket.socket, spec: bytes, turn: Callable[[], int]) -> None:
     """Be the actor that `spec` describes until told to stop, until it dies, or until the parent is gone.
 
     What can be done ahead is done first; then `turn` waits until it is known which life this process is.
     """
     sock.set_inheritable(False)
+    thread_sock.set_inheritable(False)
     described = msgspec.msgpack.decode(spec, type=ChildSpec)
     # An error is dropped: the start meets it again, and there it can be told.
     with contextlib.suppress(Exception):
@@ -49,7 +52,7 @@ def main(sock: socket.socket, spec: bytes, turn: Callable[[], int]) -> None:
     incarnation = turn()
 
     async def live() -> None:
-        await _Child(described, incarnation, sock).live()
+        await _Child(described, incarnation, sock, thread_sock).live()
 
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(live())
@@ -86,7 +89,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 class _Child:
     """Posts the parent's messages to an actor in a system of its own, and sends back what comes of them."""
 
-    def __init__(self, spec: ChildSpec, incarnation: int, sock: socket.socket) -> None:
+    def __init__(self, spec: ChildSpec, incarnation: int, sock: socket.socket, thread_sock: socket.socket) -> None:
         self._spec = spec
         self._incarnation = incarnation
         self._loop = asyncio.get_running_loop()
@@ -95,6 +98,8 @@ class _Child:
         self._encode = msgspec.msgpack.Encoder().encode
         self._cell: Cell | None = None
         self._decoder: msgspec.msgpack.Decoder[Any] | None = None
+        self._thread_sock = thread_sock
+        self._actor_thread: ActorThread | None = None
         self._link = Link(self._loop, sock, self._on_frame, self._on_lost, spec.limit)
         self._log = ChildLog(self._send_log, lambda: self._link.backlog < _LOG_BACKLOG)
 
@@ -113,6 +118,8 @@ class _Child:
                 system.on_event(self._on_event)
                 await self._spawn(system)
                 await self._done.wait()
+                if self._actor_thread is not None and not system.failed.is_set():
+                    await self._loop.run_in_executor(None, self._actor_thread.end)
             if system.failed.cause is not None:
                 await self._die(system.failed.cause)
         except (Exception, SystemExit) as error:
@@ -129,16 +136,19 @@ class _Child:
         table = handlers_of(cls)
         if not table:
             raise TypeError(f"{spec.target} handles no message: mark its methods with @handles")
-        self._decoder = msgspec.msgpack.Decoder(Union[tuple(table)])  # noqa: UP007 - made at run time
-        arguments = _arguments(spec)
+        by_mailbox = [message for message, handler in table.items() if not handler.in_thread]
+        in_thread = {message: handler.method for message, handler in table.items() if handler.in_thread}
+        if by_mailbox:
+            self._decoder = msgspec.msgpack.Decoder(Union[tuple(by_mailbox)])  # noqa: UP007 - made at run time
+        actor = cls(*_arguments(spec))
 
         def make(cell: Cell, number: int) -> LocalIncarnation:
             self._cell = cell
-            return LocalIncarnation(cell, self._incarnation, cls(*arguments))
+            return LocalIncarnation(cell, self._incarnation, actor)
 
         await system.place(
             make,
-            frozenset(table),
+            frozenset(by_mailbox),
             name=spec.name,
             capacity=spec.window,
             control_capacity=spec.window,
@@ -148,7 +158,18 @@ class _Child:
             events=self._send_event,
             wait=True,
         )
-        self._link.send(Kind.READY, 0, self._encode([message.__name__ for message in table]))
+        if in_thread:
+            handlers = {message: getattr(actor, method) for message, method in in_thread.items()}
+            self._actor_thread = ActorThread(spec.name, self._thread_sock, handlers, self._crash_safely, spec.limit)
+        names = [[message.__name__ for message in part] for part in (by_mailbox, in_thread)]
+        self._link.send(Kind.READY, 0, self._encode(names))
+
+    def _crash_safely(self, error: BaseException) -> None:
+        self._loop.call_soon_threadsafe(self._crash, error)
+
+    def _crash(self, error: BaseException) -> None:
+        if self._cell is not None and self._cell.incarnation is not None:
+            self._cell.incarnation.crash(error)
 
     def _on_event(self, event: Event) -> None:
         if event.kind is EventKind.ESCALATED or event.kind is EventKind.STOPPED:

@@ -21,13 +21,13 @@ _BOOTSTRAP = """
 import signal
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 import importlib, json, os, socket, sys
-fd, parent = int(sys.argv[1]), int(sys.argv[2])
+fd, other, parent = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 if sys.platform == "linux":
     import ctypes
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 if os.getppid() != parent:
     os._exit(1)
-sock = socket.socket(fileno=fd)
+sock, thread_sock = socket.socket(fileno=fd), socket.socket(fileno=other)
 def read(size):
     data = b""
     while len(data) < size:
@@ -40,7 +40,7 @@ boot = json.loads(read(int.from_bytes(read(4), "little")))
 spec = read(int.from_bytes(read(4), "little"))
 sys.argv[1:] = []
 sys.path[:] = boot["path"]
-importlib.import_module(boot["entry"]).main(sock, spec, lambda: int.from_bytes(read(8), "little"))
+importlib.import_module(boot["entry"]).main(sock, thread_sock, spec, lambda: int.from_bytes(read(8), "little"))
 """
 
 _ENTRY = __name__.rpartition(".")[0] + ".child"
@@ -51,6 +51,10 @@ _LAST_DELAY = 120.0
 
 
 def _nothing() -> None:
+    pass
+
+
+def _ignore(error: BaseException | None) -> None:
     pass
 
 
@@ -68,20 +72,26 @@ class ChildProcess:
         boot = json.dumps({"path": [os.path.abspath(entry) for entry in sys.path], "entry": _ENTRY}).encode()
         body = msgspec.msgpack.encode(spec)
         ours, theirs = socket.socketpair()
+        thread_ours, thread_theirs = socket.socketpair()
+        passed = (theirs.fileno(), thread_theirs.fileno())
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOTSTRAP, str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-c", _BOOTSTRAP, *map(str, passed), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=2,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=passed,
                 env={**os.environ, **environment},
             )
         except BaseException:
             ours.close()
+            thread_ours.close()
             raise
         finally:
             theirs.close()
+            thread_theirs.close()
         self.link = Link(loop, ours, self._early_frame, self._early_end, spec.limit)
+        # To the actor's thread. Its end means nothing: the other link's tells.
+        self.thread_link = Link(loop, thread_ours, self._early_frame, _ignore, spec.limit)
         self.link.write(len(boot).to_bytes(4, "little") + boot + len(body).to_bytes(4, "little") + body)
         self._watch_exit()
 
@@ -103,7 +113,13 @@ class ChildProcess:
         """Let it be the actor's life number ``incarnation``."""
         self.on_exit = on_exit
         self.link.rebind(on_frame, on_lost)
+        self.thread_link.rebind(on_frame, lambda error: None if error is None else on_lost(error))
         self.link.write(incarnation.to_bytes(8, "little"))
+
+    def close(self) -> None:
+        """Close both links. May be called again."""
+        self.link.close()
+        self.thread_link.close()
 
     def terminate(self) -> None:
         self._process.terminate()
@@ -137,6 +153,7 @@ class ChildProcess:
             self._loop.call_later(0.02, self._poll_exit)
             return
         self.exited = True
+        self.thread_link.drain()
         self.link.drain()
         self.on_exit()
 
@@ -198,11 +215,11 @@ class Standby:
                     child.on_exit = self._notify
                     child.kill()
                     await self._until(lambda: child.exited)
-                    child.link.close()
+                    child.close()
 
     def _lost(self) -> None:
         if self._child is not None:
-            self._child.link.close()
+            self._child.close()
             self._child = None
         self._notify()
 

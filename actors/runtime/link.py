@@ -1,45 +1,13 @@
-"""Frames over a socket pair: what an actor in a child process and its system say to each other.
-
-A frame is a header of 13 bytes, little endian: u32 length of what follows the length, u8 kind, u64 correlation id;
-then the body. There is no listening port, and the other end is a process of our own making; a frame that makes no
-sense ends the link all the same.
-"""
+"""A socket pair between an actor in a child process and its system, driven by an event loop."""
 
 import asyncio
-import enum
 import socket
-import struct
 from collections import deque
 from collections.abc import Callable
 
-__all__ = ["FRAME_LIMIT", "BrokenLink", "Kind", "Link"]
+from actors.runtime.frames import FRAME_LIMIT, Frames, frame
 
-FRAME_LIMIT = 64 * 1024 * 1024
-"""Largest frame in bytes unless told otherwise."""
-
-_HEADER = struct.Struct("<IBQ")
-_OVERHEAD = _HEADER.size - 4  # what of the header counts in the length
-_BUFFER = 256 * 1024
-
-
-class Kind(enum.IntEnum):
-    """What a frame is. STACKS, MESSAGE and STOP go to the child, the others come from it."""
-
-    MESSAGE = 1
-    STOP = 2
-    STACKS = 11
-    READY = 3
-    REPLY = 4
-    ERROR = 5
-    EVENT = 6
-    LOG = 7
-    HEARTBEAT = 8
-    DIED = 9
-    STOPPED = 10
-
-
-class BrokenLink(Exception):
-    """The other end sent something that is not a frame of this protocol."""
+__all__ = ["Link"]
 
 
 class Link:
@@ -66,9 +34,7 @@ class Link:
         self._on_lost = on_lost
         self._unsent: deque[memoryview] = deque()
         self._flushed = asyncio.Event()
-        self._view = memoryview(bytearray(_BUFFER))
-        self._start = 0
-        self._end = 0
+        self._frames = Frames(limit)
         sock.setblocking(False)
         loop.add_reader(sock, self._readable)
 
@@ -83,12 +49,8 @@ class Link:
 
     def send(self, kind: int, correlation: int, *parts: bytes) -> None:
         """Send a frame now, or as soon as the other end has read enough. The caller has checked the limit."""
-        if self.closed:
-            return
-        length = _OVERHEAD
-        for part in parts:
-            length += len(part)
-        self.write(b"".join((_HEADER.pack(length, kind, correlation), *parts)))
+        if not self.closed:
+            self.write(frame(kind, correlation, *parts))
 
     def write(self, data: bytes) -> None:
         """Send bytes that are no frame: what a child reads before it knows of frames."""
@@ -134,51 +96,23 @@ class Link:
     def _receive(self) -> bool:
         """Read once and handle the whole frames there are. False when nothing more can be read now."""
         try:
-            count = self._sock.recv_into(self._view[self._end :])
+            more = self._frames.receive(self._sock)
         except (BlockingIOError, InterruptedError):
             return False
         except OSError:
-            count = 0
-        if count == 0:
+            more = False
+        if not more:
             self._lose(None)
             return False
-        self._end += count
         try:
-            self._frames()
+            self._frames.take(self._handle)
         except Exception as error:  # whatever it is, the stream has lost its meaning
             self._lose(error)
         return not self.closed
 
-    def _frames(self) -> None:
-        view, start, end = self._view, self._start, self._end
-        needed = _HEADER.size
-        while end - start >= _HEADER.size:
-            length, kind, correlation = _HEADER.unpack_from(view, start)
-            if not _OVERHEAD <= length <= self.limit:
-                raise BrokenLink(f"a frame of {length} bytes came, the limit is {self.limit}")
-            needed = 4 + length
-            if end - start < needed:
-                break
-            body = view[start + _HEADER.size : start + needed]
-            start += needed
-            needed = _HEADER.size
-            self._on_frame(kind, correlation, body)
-            if self.closed:
-                return
-        self._make_room(start, end, needed)
-
-    def _make_room(self, start: int, end: int, needed: int) -> None:
-        """Keep the beginning of a frame of `needed` bytes, in a buffer that the whole of it fits into."""
-        view, held = self._view, end - start
-        if held == 0 and len(view) > _BUFFER:
-            self._view = memoryview(bytearray(_BUFFER))
-        elif held and start + needed > len(view):
-            self._view = memoryview(bytearray(max(_BUFFER, needed)))
-            self._view[:held] = view[start:end]
-        elif held:
-            self._start, self._end = start, end
-            return
-        self._start, self._end = 0, held
+    def _handle(self, kind: int, correlation: int, body: memoryview) -> bool:
+        self._on_frame(kind, correlation, body)
+        return not self.closed
 
     def drain(self) -> None:
         """Handle what the other end sent before it went."""

@@ -12,8 +12,9 @@ from actors.runtime.cell import Cell
 from actors.runtime.child_process import ChildProcess, Standby
 from actors.runtime.clock import Timer, within
 from actors.runtime.errors import ChildCrash, MessageTooLarge, UnknownMessage
+from actors.runtime.frames import FRAME_LIMIT, Kind
 from actors.runtime.incarnation import Incarnation
-from actors.runtime.link import FRAME_LIMIT, Kind, Link
+from actors.runtime.link import Link
 from actors.runtime.message import Envelope, Lane, messages_of, reply_type
 from actors.runtime.wire import ChildSpec, Death, LogLine, name_of, pack_header, unpack_error, write_record
 
@@ -110,6 +111,7 @@ class ProcessIncarnation(Incarnation):
         self._link: Link | None = None
         self._scope = anyio.CancelScope()
         self._change = anyio.Event()
+        self._in_thread: frozenset[Any] = frozenset()  # messages that the actor's thread handles
         self._ready = False
         self._stopping = False
         self._gone = False  # the link has ended
@@ -189,7 +191,7 @@ class ProcessIncarnation(Incarnation):
         """Wait for the child's end, or bring it about; reap it and close what is open."""
         if self._heartbeat_timer is not None:
             self._heartbeat_timer.cancel()
-        child, link = self._child, self._link
+        child = self._child
         if child is None:
             return
         gone = self._gone
@@ -202,8 +204,7 @@ class ProcessIncarnation(Incarnation):
         if not child.exited:
             child.kill()
             await self._until(lambda: child.exited)
-        if link is not None:
-            link.close()
+        child.close()
         if self._in_order and not self.stop_requested:
             self.stopped_itself = True
         elif gone and not self.stop_requested:
@@ -253,8 +254,8 @@ class ProcessIncarnation(Incarnation):
                 self._send(envelope, sent)
 
     def _send(self, envelope: Envelope, sent: dict[int, tuple[Envelope, float]]) -> None:
-        cell, message, link = self.cell, envelope.message, self._link
-        assert link is not None
+        cell, message, child = self.cell, envelope.message, self._child
+        assert child is not None
         if envelope.reply is not None and envelope.reply.done():
             return
         now = cell.monotonic()
@@ -270,12 +271,16 @@ class ProcessIncarnation(Incarnation):
         except Exception as error:
             cell.refuse(envelope, error)
             return
-        if len(body) > link.limit - _HEADROOM:
-            cell.refuse(envelope, MessageTooLarge(f"a message of {len(body)} bytes is over the limit of {link.limit}"))
+        limit = self._plan.limit
+        if len(body) > limit - _HEADROOM:
+            cell.refuse(envelope, MessageTooLarge(f"a message of {len(body)} bytes is over the limit of {limit}"))
             return
         self._correlation += 1
         sent[self._correlation] = (envelope, now)
-        link.send(Kind.MESSAGE, self._correlation, pack_header(remaining, envelope.traceparent), body)
+        in_thread = message.__class__ in self._in_thread
+        header = pack_header(now if in_thread else remaining, envelope.traceparent)
+        link = child.thread_link if in_thread else child.link
+        link.send(Kind.MESSAGE, self._correlation, header, body)
 
     def _on_frame(self, kind: int, correlation: int, body: memoryview) -> None:
         if kind == Kind.REPLY or kind == Kind.ERROR:
@@ -287,7 +292,7 @@ class ProcessIncarnation(Incarnation):
         elif kind == Kind.LOG:
             write_record(msgspec.msgpack.decode(body, type=LogLine), self.cell.name)
         elif kind == Kind.READY:
-            self._on_ready(msgspec.msgpack.decode(body, type=list[str]))
+            self._on_ready(*msgspec.msgpack.decode(body, type=tuple[list[str], list[str]]))
         elif kind == Kind.DIED:
             self._death = msgspec.msgpack.decode(body, type=Death)
         elif kind == Kind.STOPPED:
@@ -323,8 +328,10 @@ class ProcessIncarnation(Incarnation):
         if not self._stopping and cell.mailbox:
             self._pump()
 
-    def _on_ready(self, names: list[str]) -> None:
-        handled = frozenset(message for message in self._plan.replies if message.__name__ in names)
+    def _on_ready(self, names: list[str], in_thread: list[str]) -> None:
+        self._in_thread = frozenset(message for message in self._plan.replies if message.__name__ in in_thread)
+        by_mailbox = frozenset(message for message in self._plan.replies if message.__name__ in names)
+        handled = by_mailbox | self._in_thread
         missing = sorted(message.__name__ for message in self._plan.replies if message not in handled)
         if missing:
             self.cell.system.logger.warning("%s has no handler for %s", self._plan.target, ", ".join(missing))

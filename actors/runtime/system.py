@@ -17,8 +17,8 @@ from actors.runtime.cell import Cell
 from actors.runtime.child_process import Standby
 from actors.runtime.clock import Clock, SystemClock
 from actors.runtime.events import ActorStatus, Event, EventKind, Observer
+from actors.runtime.frames import FRAME_LIMIT
 from actors.runtime.incarnation import Incarnation, LocalIncarnation
-from actors.runtime.link import FRAME_LIMIT
 from actors.runtime.message import Message
 from actors.runtime.process import ProcessIncarnation, launch, plan_process
 from actors.runtime.ref import ActorRef
@@ -198,7 +198,10 @@ class ActorSystem:
         failing start is the supervisor's affair.
         """
         first: list[Actor[P]] = [factory()]
-        accepts = frozenset(first[0]._handler_table())
+        table = first[0]._handler_table()
+        if any(handler.in_thread for handler in table.values()):
+            raise TypeError(f"{type(first[0]).__name__} handles messages in a thread: place it by spawn_process")
+        accepts = frozenset(table)
 
         def make(cell: Cell, number: int) -> Incarnation:
             return LocalIncarnation(cell, number, first.pop() if first else factory())

@@ -76,21 +76,22 @@ class LogLine(msgspec.Struct, frozen=True):
     traceparent: str | None
 
 
-def pack_header(remaining: float | None, traceparent: str | None) -> bytes:
-    """The deadline as seconds that remain, and the trace context."""
+def pack_header(time: float | None, traceparent: str | None) -> bytes:
+    """A time in seconds, and the trace context. To a mailbox: how long until the deadline; to an actor's thread: when
+    the message was sent, by the monotonic clock."""
     trace = b"" if traceparent is None else traceparent.encode("ascii", "replace")[:255]
-    return _HEADER.pack(math.nan if remaining is None else remaining, len(trace)) + trace
+    return _HEADER.pack(math.nan if time is None else time, len(trace)) + trace
 
 
 def unpack_header(body: memoryview) -> tuple[float | None, str | None, memoryview]:
-    """Seconds that remain, the trace context, and the rest of the frame. Raises ValueError."""
+    """The time, the trace context, and the rest of the frame. Raises ValueError."""
     try:
-        remaining, length = _HEADER.unpack_from(body)
+        time, length = _HEADER.unpack_from(body)
     except struct.error as error:
         raise ValueError("a message frame is too short") from error
     end = _HEADER.size + length
     trace = str(body[_HEADER.size : end], "ascii") if length else None
-    return (None if math.isnan(remaining) else remaining), trace, body[end:]
+    return (None if math.isnan(time) else time), trace, body[end:]
 
 
 def name_of(cls: type) -> str:

@@ -21,7 +21,7 @@ from actors.engine import Engine
 from actors.faults import FaultPlan
 from actors.requests import SamplingParams
 from actors.runtime.child_process import ChildProcess
-from actors.runtime.link import Kind
+from actors.runtime.frames import Kind
 from actors.streams import RequestStream
 from telemetry.timeline import Hop, Mark, RequestTimeline
 from tests.waiting import until

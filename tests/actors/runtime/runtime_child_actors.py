@@ -14,7 +14,16 @@ from typing import ClassVar
 
 import msgspec
 
-from actors.runtime import Actor, Lane, Message, RequestError, current_traceparent, handles
+from actors.runtime import (
+    Actor,
+    Lane,
+    Later,
+    Message,
+    RequestError,
+    current_traceparent,
+    handles,
+    handles_in_thread,
+)
 
 
 class ChildProtocol: ...
@@ -142,6 +151,13 @@ class Bequeath(Message[ChildProtocol, None], frozen=True):
     path: str
 
 
+class Work(Message[ChildProtocol, str], frozen=True):
+    """Of the actor's thread. `how`: say (the trace context), size, refuse, fail, later, later fail, held."""
+
+    how: str
+    text: str = ""
+
+
 def _note(path: str) -> None:
     with open(path, "w") as file:
         file.write("done")
@@ -149,6 +165,7 @@ def _note(path: str) -> None:
 
 class ChildActor(Actor[ChildProtocol]):
     prepared = ""
+    end = "in order"
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -165,7 +182,7 @@ class ChildActor(Actor[ChildProtocol]):
             raise RuntimeError("no device found")
 
     async def stopping(self) -> None:
-        logging.getLogger("troupe.child").warning("stopping in order")
+        logging.getLogger("troupe.child").warning("stopping %s", self.end)
 
     @handles
     def multiply(self, message: Multiply) -> int:
@@ -292,6 +309,36 @@ class ChildActor(Actor[ChildProtocol]):
         for fd in os.listdir("/proc/self/fd"):
             if _open(fd) and os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
                 os.write(int(fd), message.data)
+
+
+class ChildWithThread(ChildActor):
+    @handles_in_thread
+    def work(self, message: Work, sent: float) -> str | Later[str]:
+        assert threading.current_thread() is not threading.main_thread()
+        assert 0.0 <= time.monotonic() - sent < 600.0
+        if message.how == "refuse":
+            raise BadPrompt("too long", param="prompt")
+        if message.how == "fail":
+            raise ValueError("the device is on fire")
+        if message.how == "held":
+            _note(f"{message.text}.begun")
+            while not os.path.exists(message.text):
+                time.sleep(0.005)
+            self.end = f"after {message.text}"
+        if message.how == "size":
+            return "x" * int(message.text)
+        if not message.how.startswith("later"):
+            return current_traceparent.get() or message.text
+        later: Later[str] = Later()
+
+        def fulfil() -> None:
+            if message.how == "later":
+                later.set_result(message.text)
+            else:
+                later.set_exception(BadPrompt("no", param="x") if message.text else ValueError("lost later"))
+
+        threading.Thread(target=fulfil).start()
+        return later
 
 
 def _fail_step() -> None:
