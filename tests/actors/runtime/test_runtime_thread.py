@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
 from runtime_child_actors import BadPrompt, ChildProtocol, ChildWithThread, Multiply, Ping, Settings, Work
 
 from actors.runtime import (
