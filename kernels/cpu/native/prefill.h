@@ -1,21 +1,33 @@
 // Causal attention of a row's chunk of queries over all keys so far, block after block of keys (FlashAttention,
 // arXiv:2205.14135).
 //
-// Keys and values are laid out for AMX once, for all queries and all heads of a group. A block of scores is Q K^T for 32
-// queries of a head and 256 tokens, which stays in a core's first cache; its weights are rounded to bf16 for P V.
+// Keys and values are laid out for AMX once, for all queries and all heads of a group. Scores are K Q^T of 32 tokens and 32
+// queries of a head, so that each query is a lane of vectors; their weights, rounded to bf16, wait in a core's first cache
+// until V^T P is added up over a block of tokens.
 #pragma once
 #include "attention.h"
 
 namespace troupe {
 
 constexpr int64_t QUERIES = 2 * TILE;
-constexpr int64_t KEYS = 8 * DEPTH;              // tokens of a block of scores
-constexpr int64_t SCORES = KEYS + TILE;          // floats from one query's scores to the next one's
-constexpr int64_t LAID_OUT = 1 << 21;            // elements of keys, and of values, that stay in the cores' second caches
+constexpr int64_t TOGETHER = 8;        // blocks of 32 tokens, whose weights are added up together
+constexpr int64_t LAID_OUT = 1 << 21;  // elements of keys, and of values, that stay in the cores' second caches
+
+// The queries of one head, and what they have come to, sixteen at a time.
+struct Asking {
+    const bf16* queries;  // [32 dims][16 queries][pair of dims][query][2]
+    float* sums;          // [16 queries][dim][query]
+    float* whole;         // [query]: sums of weights
+    float* power;         // [query]: weights and sums are relative to 2 to this power
+    bf16* weights;        // [block][16 queries][pair of tokens][query][2] of blocks of 32 tokens
+    int64_t waiting = 0;  // blocks of weights that are not in the sums
+    const bf16* values;   // of these
+};
 
 struct Workspace {
     Scratch<float> floats;
     Scratch<bf16> halves;
+    std::vector<Asking> heads;
 };
 
 struct Prefilling {
@@ -23,15 +35,15 @@ struct Prefilling {
     const int32_t* pages;
     int64_t begin;         // the first of its queries in the step
     int64_t start, count;  // that one's position, and how many there are
-    int64_t first_block;  // of 32 tokens, the first that any query sees
-    int64_t blocks;       // from there on
-    int64_t head, heads;  // kv heads that are laid out at a time
-    bf16 *keys, *values;  // [kv head][block of 32 tokens][dim * 32]
+    int64_t first_block;   // of 32 tokens, the first that any query sees
+    int64_t blocks;        // from there on
+    int64_t head, heads;   // kv heads that are laid out at a time
+    bf16 *keys, *values;   // [kv head][block of 32 tokens][dim * 32]
     std::vector<Workspace>* spaces;  // by thread
 };
 
-// Of a block of 32 tokens, for each kv head: keys [32 dims][half of 16 tokens][pair of dims][token][2], values [16 dims]
-// [pair of tokens][dim][2]. What follows the last token is zero.
+// Of a block of 32 tokens, for each kv head: keys [32 dims][token][32], values [dim][token]. What follows the last token is
+// zero.
 inline void lay_out_chunk(void* context, int64_t block, int) {
     const Prefilling& task = *static_cast<const Prefilling*>(context);
     const int64_t dim = task.op->i0, kv_heads = task.op->i2, token = 2 * kv_heads * dim;
@@ -45,141 +57,179 @@ inline void lay_out_chunk(void* context, int64_t block, int) {
         if (task.op->narrow) return kept.line(places[i], task.head + head, d);
         return _mm512_loadu_si512(cached.keys + places[i] * token + head * dim + d);
     };
-    for (int64_t head = 0; head < task.heads; head++) {
-        bf16* keys = task.keys + (head * task.blocks + block) * dim * DEPTH;
-        for (int64_t d = 0; d < dim; d += DEPTH)
-            for (int64_t half = 0; half < 2; half++, keys += TILE * DEPTH) {
-                __m512i part[TILE];
-                for (int64_t i = 0; i < TILE; i++) part[i] = line(half * TILE + i, head, d);
-                transpose(part);
-                for (int64_t i = 0; i < TILE; i++) _mm512_store_si512(keys + i * DEPTH, part[i]);
-            }
-    }
     alignas(64) uint16_t order[DEPTH];  // of two tokens' dims
     for (int64_t i = 0; i < DEPTH; i++) order[i] = static_cast<uint16_t>(i / 2 + i % 2 * DEPTH);
     const __m512i low = _mm512_load_si512(order), high = _mm512_add_epi16(low, _mm512_set1_epi16(TILE));
     for (int64_t head = 0; head < task.heads; head++) {
+        bf16* keys = task.keys + (head * task.blocks + block) * dim * DEPTH;
+        for (int64_t i = 0; i < DEPTH; i++)
+            for (int64_t d = 0; d < dim; d += DEPTH) _mm512_store_si512(keys + d * DEPTH + i * DEPTH, line(i, head, d));
         bf16* values = task.values + (head * task.blocks + block) * dim * DEPTH;
-        for (int64_t pair = 0; pair < TILE; pair++, values += DEPTH)
-            for (int64_t d = 0; d < dim; d += DEPTH) {
+        for (int64_t d = 0; d < dim; d += DEPTH) {
+            __m512i first[TILE], second[TILE];  // [pair of tokens][dim][2]
+            for (int64_t pair = 0; pair < TILE; pair++) {
                 const __m512i even = line(2 * pair, kv_heads + head, d), odd = line(2 * pair + 1, kv_heads + head, d);
-                _mm512_store_si512(values + d * DEPTH, _mm512_permutex2var_epi16(even, low, odd));
-                _mm512_store_si512(values + (d + TILE) * DEPTH, _mm512_permutex2var_epi16(even, high, odd));
+                first[pair] = _mm512_permutex2var_epi16(even, low, odd);
+                second[pair] = _mm512_permutex2var_epi16(even, high, odd);
             }
+            transpose(first), transpose(second);
+            for (int64_t i = 0; i < TILE; i++, values += DEPTH) {
+                _mm512_store_si512(values, first[i]);
+                _mm512_store_si512(values + TILE * DEPTH, second[i]);
+            }
+            values += TILE * DEPTH;
+        }
     }
 }
 
-// 2^x to a ten thousandth, a twentieth of what rounding to bf16 takes; what is less than 2^-125 is that.
+// 2^x to less than a ten thousandth, a twentieth of what rounding to bf16 takes; a NaN stays one.
 inline __m512 rough_exp2(__m512 x) {
-    const __m512 magic = _mm512_set1_ps(12582912.0f);  // 1.5 * 2^23: a sum's last bits are a whole number
-    x = _mm512_max_ps(_mm512_set1_ps(-125.0f), x);     // a NaN stays one
-    const __m512 whole = _mm512_add_ps(x, magic), r = _mm512_sub_ps(x, _mm512_sub_ps(whole, magic));
-    __m512 p = _mm512_fmadd_ps(r, _mm512_set1_ps(5.517167e-2f), _mm512_set1_ps(2.4261113e-1f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.9326099e-1f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(9.9992807e-1f));
-    return _mm512_castsi512_ps(
-        _mm512_add_epi32(_mm512_castps_si512(p), _mm512_slli_epi32(_mm512_castps_si512(whole), 23)));
+    const __m512 r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // what is above a whole number
+    __m512 p = _mm512_fmadd_ps(r, _mm512_set1_ps(7.802452e-2f), _mm512_set1_ps(2.2606716e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.9583354e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(9.9992522e-1f));
+    return _mm512_scalef_ps(p, x);
 }
 
-// The queries of one head, and what they have come to.
-struct Asking {
-    const bf16* queries;  // [32 dims][query][32]
-    float* sums;          // [query][dim]
-    float* whole;         // [query][16]: parts of the sums of weights
-    float* power;         // [query]: weights and sums are relative to 2 to this power
+// Which tokens sixteen queries see: those at positions `least` < t <= `last`.
+struct Sight {
+    __m512i last, least;
+
+    __mmask16 of(int64_t position) const {
+        const __m512i at = _mm512_set1_epi32(static_cast<int>(position));
+        return _mm512_cmple_epi32_mask(at, last) & _mm512_cmpgt_epi32_mask(at, least);
+    }
 };
 
-// scores [query][SCORES]: Q K^T of `blocks` blocks of 32 tokens.
-inline void score(const Asking& of, const bf16* keys, int64_t blocks, int64_t dim, float* scores) {
-    for (int64_t block = 0; block < blocks; block++, scores += DEPTH) {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-        const bf16* queries = of.queries;
-        for (int64_t d = 0; d < dim; d += DEPTH, queries += QUERIES * DEPTH, keys += DEPTH * DEPTH) {
-            _tile_loadd(4, queries, 64);
-            _tile_loadd(6, keys, 64);
-            _tile_loadd(7, keys + TILE * DEPTH, 64);
-            _tile_loadd(5, queries + TILE * DEPTH, 64);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(1, 4, 7);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
+inline void multiply_tiles(const bf16* left, const bf16* right) {
+    _tile_loadd(4, left, 64);
+    _tile_loadd(6, right, 64);
+    _tile_loadd(7, right + TILE * DEPTH, 64);
+    _tile_loadd(5, left + TILE * DEPTH, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+}
+
+// K Q^T of 32 tokens: [16 queries][token][query].
+inline void score(const bf16* keys, const bf16* queries, int64_t dim, float* scores) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t d = 0; d < dim; d += DEPTH) multiply_tiles(keys + d * DEPTH, queries + d * QUERIES);
+    _tile_stored(0, scores, 64);
+    _tile_stored(1, scores + DEPTH * TILE, 64);
+    _tile_stored(2, scores + TILE * TILE, 64);
+    _tile_stored(3, scores + (DEPTH + TILE) * TILE, 64);
+}
+
+// Adds V^T P of the blocks whose weights wait.
+inline void add_up(Asking& of, int64_t dim) {
+    written();
+    for (int64_t d = 0; d < dim && of.waiting; d += DEPTH) {
+        float *low = of.sums + d * TILE, *high = low + dim * TILE;
+        _tile_loadd(0, low, 64);
+        _tile_loadd(1, high, 64);
+        _tile_loadd(2, low + TILE * TILE, 64);
+        _tile_loadd(3, high + TILE * TILE, 64);
+        for (int64_t block = 0; block < of.waiting; block++)
+            multiply_tiles(of.values + (block * dim + d) * DEPTH, of.weights + block * QUERIES * DEPTH);
+        _tile_stored(0, low, 64);
+        _tile_stored(1, high, 64);
+        _tile_stored(2, low + TILE * TILE, 64);
+        _tile_stored(3, high + TILE * TILE, 64);
+    }
+    of.values += of.waiting * dim * DEPTH;
+    of.waiting = 0;
+}
+
+// The largest score of each query, to its power of two if the weights so far are too small beside it.
+template <bool ALL>
+void raise(Asking& of, const float* scores, int64_t position, const Sight* sights, __m512 factor, int64_t dim) {
+    for (int64_t half = 0; half < 2; half++, scores += DEPTH * TILE) {
+        __m512 most = _mm512_set1_ps(2 * UNSEEN), other = most;
+        for (int64_t i = 0; i < DEPTH; i += 2) {
+            const __m512 even = _mm512_load_ps(scores + i * TILE), odd = _mm512_load_ps(scores + (i + 1) * TILE);
+            if (ALL) {
+                most = _mm512_max_ps(most, even), other = _mm512_max_ps(other, odd);
+            } else {
+                most = _mm512_mask_max_ps(most, sights[half].of(position + i), most, even);
+                other = _mm512_mask_max_ps(other, sights[half].of(position + i + 1), other, odd);
+            }
         }
-        _tile_stored(0, scores, 4 * SCORES);
-        _tile_stored(1, scores + TILE, 4 * SCORES);
-        _tile_stored(2, scores + TILE * SCORES, 4 * SCORES);
-        _tile_stored(3, scores + TILE * SCORES + TILE, 4 * SCORES);
+        most = _mm512_mul_ps(_mm512_max_ps(most, other), factor);
+        const __m512 before = _mm512_load_ps(of.power + half * TILE);
+        const __mmask16 far = _mm512_cmp_ps_mask(most, _mm512_add_ps(before, _mm512_set1_ps(FAR)), _CMP_GT_OQ);
+        if (!far) continue;
+        add_up(of, dim);
+        const __m512 power = _mm512_mask_mov_ps(before, far, most), by = exp2(_mm512_sub_ps(before, power));
+        _mm512_store_ps(of.power + half * TILE, power);
+        _mm512_store_ps(of.whole + half * TILE, _mm512_mul_ps(_mm512_load_ps(of.whole + half * TILE), by));
+        float* sums = of.sums + half * dim * TILE;
+        for (int64_t d = 0; d < dim; d++, sums += TILE) _mm512_store_ps(sums, _mm512_mul_ps(_mm512_load_ps(sums), by));
     }
 }
 
-// A query at position `last` sees positions last - window < t <= last: hides the others of tokens `begin` to `end`, of
-// which the first stands at `position`.
-inline void hide(float* scores, int64_t begin, int64_t end, int64_t position, int64_t last, int64_t window) {
-    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    const __m512i high = _mm512_set1_epi32(static_cast<int>(last));
-    const __m512i low = _mm512_set1_epi32(static_cast<int>(window ? last - window : -1));
-    for (int64_t i = begin / TILE * TILE; i < end; i += TILE) {
-        const __m512i at = _mm512_add_epi32(lanes, _mm512_set1_epi32(static_cast<int>(position + i)));
-        const __mmask16 hidden = _mm512_cmpgt_epi32_mask(at, high) | _mm512_cmple_epi32_mask(at, low);
-        _mm512_mask_storeu_ps(scores + i, hidden, _mm512_set1_ps(-3e38f));
-    }
-}
-
-// One query's scores of 32 tokens after 32 to weights in their place, of which bf16 takes half.
-inline void weigh(const Asking& of, int64_t query, float* scores, int64_t blocks, float factor, int64_t dim) {
-    __m512 most = _mm512_loadu_ps(scores), other = _mm512_loadu_ps(scores + TILE);
-    for (int64_t i = DEPTH; i < blocks * DEPTH; i += DEPTH) {
-        most = _mm512_max_ps(most, _mm512_loadu_ps(scores + i));
-        other = _mm512_max_ps(other, _mm512_loadu_ps(scores + i + TILE));
-    }
-    const float power = _mm512_reduce_max_ps(_mm512_max_ps(most, other)) * factor;
-    __m512 whole = _mm512_load_ps(of.whole + query * TILE), more = _mm512_setzero_ps();
-    if (power > of.power[query] + FAR) {
-        const __m512 by = exp2(_mm512_set1_ps(of.power[query] - power));
-        float* sums = of.sums + query * dim;
-        for (int64_t d = 0; d < dim && of.power[query] > UNSEEN; d += TILE)
-            _mm512_store_ps(sums + d, _mm512_mul_ps(_mm512_load_ps(sums + d), by));
-        whole = _mm512_mul_ps(whole, by);
-        of.power[query] = power;
-    }
-    const __m512 scale = _mm512_set1_ps(factor), above = _mm512_set1_ps(of.power[query]);
-    for (int64_t i = 0; i < blocks; i++, scores += DEPTH) {
-        const __m512 low = rough_exp2(_mm512_fmsub_ps(_mm512_loadu_ps(scores), scale, above));
-        const __m512 high = rough_exp2(_mm512_fmsub_ps(_mm512_loadu_ps(scores + TILE), scale, above));
-        whole = _mm512_add_ps(whole, low);
-        more = _mm512_add_ps(more, high);
-        const __m512bh both = _mm512_cvtne2ps_pbh(high, low);
-        _mm512_store_si512(scores, reinterpret_cast<__m512i>(both));
-    }
-    _mm512_store_ps(of.whole + query * TILE, _mm512_add_ps(whole, more));
-}
-
-// Adds P V of `blocks` blocks of 32 tokens. weights: where scores were.
-inline void add_up(const Asking& of, const float* weights, const bf16* values, int64_t blocks, int64_t dim) {
-    for (int64_t d = 0; d < dim; d += DEPTH) {
-        float *low = of.sums + d, *high = low + TILE * dim;
-        _tile_loadd(0, low, 4 * dim);
-        _tile_loadd(1, low + TILE, 4 * dim);
-        _tile_loadd(2, high, 4 * dim);
-        _tile_loadd(3, high + TILE, 4 * dim);
-        for (int64_t block = 0; block < blocks; block++) {
-            const float* weight = weights + block * DEPTH;
-            const bf16* value = values + (block * dim + d) * DEPTH;
-            _tile_loadd(4, weight, 4 * SCORES);
-            _tile_loadd(6, value, 64);
-            _tile_loadd(7, value + TILE * DEPTH, 64);
-            _tile_loadd(5, weight + TILE * SCORES, 4 * SCORES);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(1, 4, 7);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
+// Scores of the 32 tokens from `position` on to weights that wait. ALL: every query sees them all.
+template <bool ALL>
+void weigh(Asking& of, const float* scores, int64_t position, const Sight* sights, __m512 factor, int64_t dim) {
+    raise<ALL>(of, scores, position, sights, factor, dim);
+    alignas(64) static constexpr uint16_t ORDER[] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                     8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    const __m512i order = _mm512_load_si512(ORDER);
+    bf16* out = of.weights + of.waiting++ * QUERIES * DEPTH;
+    for (int64_t half = 0; half < 2; half++, scores += DEPTH * TILE) {
+        const __m512 power = _mm512_load_ps(of.power + half * TILE);
+        __m512 whole = _mm512_load_ps(of.whole + half * TILE), more = _mm512_setzero_ps();
+        for (int64_t i = 0; i < DEPTH; i += 2, out += DEPTH) {
+            __m512 even = rough_exp2(_mm512_fmsub_ps(_mm512_load_ps(scores + i * TILE), factor, power));
+            __m512 odd = rough_exp2(_mm512_fmsub_ps(_mm512_load_ps(scores + (i + 1) * TILE), factor, power));
+            if (!ALL) {
+                even = _mm512_maskz_mov_ps(sights[half].of(position + i), even);
+                odd = _mm512_maskz_mov_ps(sights[half].of(position + i + 1), odd);
+            }
+            whole = _mm512_add_ps(whole, even);
+            more = _mm512_add_ps(more, odd);
+            const __m512i both = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(odd, even));
+            _mm512_store_si512(out, _mm512_permutexvar_epi16(order, both));
         }
-        _tile_stored(0, low, 4 * dim);
-        _tile_stored(1, low + TILE, 4 * dim);
-        _tile_stored(2, high, 4 * dim);
-        _tile_stored(3, high + TILE, 4 * dim);
+        _mm512_store_ps(of.whole + half * TILE, _mm512_add_ps(whole, more));
+    }
+}
+
+// Up to 32 queries of one head [query][dim], `stride` apart, to Asking's queries.
+inline void lay_out_queries(const bf16* from, int64_t stride, int64_t queries, int64_t dim, bf16* out) {
+    for (int64_t d = 0; d < dim; d += DEPTH)
+        for (int64_t half = 0; half < QUERIES; half += TILE, out += TILE * DEPTH) {
+            __m512i part[TILE];
+            for (int64_t q = 0; q < TILE; q++)
+                part[q] = half + q < queries ? _mm512_loadu_si512(from + (half + q) * stride + d) : _mm512_setzero_si512();
+            transpose(part);
+            for (int64_t i = 0; i < TILE; i++) _mm512_store_si512(out + i * DEPTH, part[i]);
+        }
+}
+
+// What they have come to, to [query][dim].
+inline void divide_sums(const Asking& of, int64_t queries, int64_t dim, bf16* to, int64_t stride) {
+    for (int64_t half = 0; half < queries; half += TILE) {
+        const __m512 by = _mm512_div_ps(_mm512_set1_ps(1), _mm512_load_ps(of.whole + half));
+        for (int64_t d = 0; d < dim; d += DEPTH) {
+            __m512i low[TILE], high[TILE];
+            const float* sums = of.sums + half * dim + d * TILE;
+            for (int64_t i = 0; i < TILE; i++, sums += TILE) {
+                low[i] = _mm512_castps_si512(_mm512_mul_ps(_mm512_load_ps(sums), by));
+                high[i] = _mm512_castps_si512(_mm512_mul_ps(_mm512_load_ps(sums + TILE * TILE), by));
+            }
+            transpose(low);
+            transpose(high);
+            bf16* out = to + half * stride + d;
+            for (int64_t q = 0; q < std::min(TILE, queries - half); q++, out += stride) {
+                const __m512 first = _mm512_castsi512_ps(low[q]), second = _mm512_castsi512_ps(high[q]);
+                _mm512_storeu_si512(out, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second, first)));
+            }
+        }
     }
 }
 
@@ -192,62 +242,50 @@ inline void prefill_chunk(void* context, int64_t chunk, int thread) {
     const int64_t queries = std::min(QUERIES, task.count - query);
     const int64_t low = task.start + query, high = low + queries;  // positions of the queries
     const int64_t first = window ? std::max<int64_t>(0, low + 1 - window) / DEPTH : 0;
-    const int64_t end = (high + DEPTH - 1) / DEPTH;
+    const int64_t end = (high + DEPTH - 1) / DEPTH, heads = (task.head + head) * group;
 
     Workspace& space = (*task.spaces)[thread];
-    const int64_t each = QUERIES * (dim + TILE + 1);
-    float* scores = space.floats.of(QUERIES * SCORES + group * each);
-    float* floats = scores + QUERIES * SCORES;
-    bf16* halves = space.halves.of(group * QUERIES * dim);
-    std::memset(floats, 0, group * each * sizeof(float));
-    const int64_t heads = (task.head + head) * group;
-    auto asking = [&](int64_t h) {
-        float* from = floats + h * each;
-        return Asking{halves + h * QUERIES * dim, from, from + QUERIES * dim, from + QUERIES * (dim + TILE)};
-    };
+    const int64_t floats = QUERIES * (dim + 2), halves = QUERIES * dim;
+    float* scores = space.floats.of(QUERIES * DEPTH + group * floats);
+    bf16* weights = space.halves.of(TOGETHER * QUERIES * DEPTH + group * halves);
+    std::memset(scores + QUERIES * DEPTH, 0, group * floats * sizeof(float));
+    const bf16* from = static_cast<const bf16*>(op.a) + (task.begin + query) * op.stride_a + heads * dim;
+    const int64_t offset = (head * task.blocks + first - task.first_block) * dim * DEPTH;
+    space.heads.resize(group);
     for (int64_t h = 0; h < group; h++) {
-        const Asking of = asking(h);
-        bf16* out = halves + h * QUERIES * dim;
-        for (int64_t d = 0; d < dim; d += DEPTH)
-            for (int64_t q = 0; q < QUERIES; q++, out += DEPTH) {
-                const bf16* from = static_cast<const bf16*>(op.a) + (task.begin + query + q) * op.stride_a + (heads + h) * dim + d;
-                _mm512_store_si512(out, q < queries ? _mm512_loadu_si512(from) : _mm512_setzero_si512());
-            }
-        for (int64_t q = 0; q < QUERIES; q++) of.power[q] = UNSEEN;
+        bf16* laid_out = weights + TOGETHER * QUERIES * DEPTH + h * halves;
+        float* sums = scores + QUERIES * DEPTH + h * floats;
+        lay_out_queries(from + h * dim, op.stride_a, queries, dim, laid_out);
+        space.heads[h] = {laid_out, sums, sums + QUERIES * dim, sums + QUERIES * (dim + 1), weights, 0, task.values + offset};
+        for (int64_t q = 0; q < QUERIES; q++) space.heads[h].power[q] = UNSEEN;
+    }
+    Sight sights[2];
+    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i latest = _mm512_set1_epi32(static_cast<int>(high - 1)), none = _mm512_set1_epi32(-1);
+    for (int64_t half = 0; half < 2; half++) {
+        const __m512i own = _mm512_add_epi32(lanes, _mm512_set1_epi32(static_cast<int>(low + half * TILE)));
+        sights[half].last = _mm512_min_epi32(own, latest);
+        sights[half].least = window ? _mm512_sub_epi32(sights[half].last, _mm512_set1_epi32(static_cast<int>(window))) : none;
     }
 
     configure(TILE, TILE);
-    const float factor = static_cast<float>(op.f0) * LOG2_E;
-    for (int64_t block = first; block < end; block += KEYS / DEPTH) {
-        const int64_t blocks = std::min(KEYS / DEPTH, end - block), position = block * DEPTH;
-        const int64_t from = (head * task.blocks + block - task.first_block) * dim * DEPTH;
-        const int64_t tokens = blocks * DEPTH, seen = std::max<int64_t>(0, low + 1 - position);
-        const int64_t before = window ? std::min(tokens, high - window - position) : 0;
-        for (int64_t h = 0; h < group; h++) {
-            const Asking of = asking(h);
-            score(of, task.keys + from, blocks, dim, scores);
-            for (int64_t q = 0; q < QUERIES; q++) {
-                float* row = scores + q * SCORES;
-                const int64_t last = std::min(low + q, high - 1);
-                hide(row, 0, before, position, last, window);
-                hide(row, seen, tokens, position, last, window);
-                weigh(of, q, row, blocks, factor, dim);
+    written();
+    const __m512 factor = _mm512_set1_ps(static_cast<float>(op.f0) * LOG2_E);
+    for (int64_t begin = first; begin < end; begin += TOGETHER)
+        for (Asking& of : space.heads) {
+            for (int64_t block = begin; block < std::min(begin + TOGETHER, end); block++) {
+                const int64_t position = block * DEPTH;
+                score(task.keys + offset + (block - first) * dim * DEPTH, of.queries, dim, scores);
+                if (position + DEPTH <= low + 1 && (!window || position + window >= high))
+                    weigh<true>(of, scores, position, sights, factor, dim);
+                else
+                    weigh<false>(of, scores, position, sights, factor, dim);
             }
-            add_up(of, scores, task.values + from, blocks, dim);
+            add_up(of, dim);
         }
-    }
-    for (int64_t h = 0; h < group; h++) {
-        const Asking of = asking(h);
-        for (int64_t q = 0; q < queries; q++) {
-            bf16* out = static_cast<bf16*>(op.out) + (task.begin + query + q) * op.stride_out + (heads + h) * dim;
-            const __m512 scale = _mm512_set1_ps(1 / _mm512_reduce_add_ps(_mm512_load_ps(of.whole + q * TILE)));
-            for (const float *sums = of.sums + q * dim, *end = sums + dim; sums < end; sums += DEPTH, out += DEPTH) {
-                const __m512 first = _mm512_mul_ps(_mm512_load_ps(sums), scale);
-                const __m512 second = _mm512_mul_ps(_mm512_load_ps(sums + TILE), scale);
-                _mm512_storeu_si512(out, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second, first)));
-            }
-        }
-    }
+    for (int64_t h = 0; h < group; h++)
+        divide_sums(space.heads[h], queries, dim,
+                    static_cast<bf16*>(op.out) + (task.begin + query) * op.stride_out + (heads + h) * dim, op.stride_out);
 }
 
 // The chunk of a prompt that is a step's sequence. `space`: memory to reuse, because memory that is new to a process is
