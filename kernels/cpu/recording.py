@@ -35,6 +35,8 @@ class Engine:
     def __init__(self, library: Library, threads: int) -> None:
         self.library = library
         engine = library.open(threads)
+        if engine is None:
+            raise RuntimeError(f"the system did not start {threads} threads for native operators; lower --cpu-threads")
         self._engine = engine
         self._close = weakref.finalize(self, library.close, engine)
         self._recording: Recording | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -108,6 +109,29 @@ def test_linear(rows, biased, platform, plain, generator):
     close(whole, plain.make_linear(weight.float(), None if bias is None else bias.float())(x.float()))
     last = x[-1:]
     assert torch.equal(linear(last), whole[-1:])  # the same bits alone
+
+
+def test_no_rows_are_no_work(platform, generator):
+    linear = platform.make_linear(torch.randn(83, 64, generator=generator).to(BF16), None)
+    assert linear(torch.empty(0, 64, dtype=BF16)).shape == (0, 83)
+
+
+def test_what_there_is_no_memory_for_is_an_error(platform, generator):
+    """In whatever thread it happens; what comes after it runs."""
+    weight, x = torch.randn(2, 300, 64, generator=generator).to(BF16)
+    linear = platform.make_linear(weight, None)
+    expected = linear(x)
+    op = library.Op(kind=3, a=x.data_ptr(), b=x.data_ptr(), out=x.data_ptr(), stride_a=64, i0=1 << 46, i1=64)
+    with pytest.raises(MemoryError, match="lower --"):
+        linear.call.native.run(ctypes.byref(op), 1, library.Step(len(x)))
+    assert torch.equal(linear(x), expected)
+
+
+def test_threads_that_do_not_start_are_an_error(monkeypatch):
+    found = library.open_library()
+    monkeypatch.setattr(found, "open", lambda threads: None)
+    with pytest.raises(RuntimeError, match="--cpu-threads"):
+        Native(found, 1 << 20)
 
 
 def test_a_large_linear_layer(platform, plain, generator):

@@ -118,10 +118,19 @@ class Library:
         self.packed_blocks.argtypes, self.packed_blocks.restype = [pointer, number, number], number
         self.begin_blocks.argtypes, self.begin_blocks.restype = [pointer, number, number, pointer], None
         self.pack_blocks.argtypes, self.pack_blocks.restype = [pointer, number, number, number, pointer], None
-        self.run.argtypes, self.run.restype = [pointer, pointer, number, ctypes.POINTER(Step)], None
+        self.run.argtypes, self.run.restype = [pointer, pointer, number, ctypes.POINTER(Step)], ctypes.c_int
+        self.run.errcheck = _ran
         self.advance = library.troupe_advance
         self.advance.argtypes = [pointer, pointer, number, ctypes.POINTER(Table), pointer, number, *[pointer] * 4]
         self.advance.restype = number
+
+
+def _ran(enough: int, function: object, arguments: tuple[object, ...]) -> None:
+    if not enough:
+        raise MemoryError(
+            "there is no memory for what the native operators hold of a step; lower --chunked-prefill-size, "
+            "--max-total-tokens or --max-running-requests, or give the process more"
+        )
 
 
 def open_library() -> Library | None:

@@ -34,6 +34,16 @@ struct Engine {
     Experts experts;
 };
 
+// However a call ends, the helpers sleep, and other libraries find the tiles as they want them.
+struct Ending {
+    Team& team;
+
+    ~Ending() {
+        team.rest();
+        release_tiles();
+    }
+};
+
 struct Rows {
     const Op* op;
     const Step* step;
@@ -287,7 +297,12 @@ int troupe_ready() {
     return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
 }
 
-void* troupe_open(int threads) { return new Engine(threads); }
+// null: so many threads could not be started.
+void* troupe_open(int threads) try {
+    return new Engine(threads);
+} catch (const std::exception&) {
+    return nullptr;
+}
 
 void troupe_close(void* engine) { delete static_cast<Engine*>(engine); }
 
@@ -340,29 +355,33 @@ void troupe_pack_blocks(const Blocks* from, int64_t first, int64_t outputs, int6
     pack_blocks(*from, first, outputs, inputs, static_cast<uint8_t*>(packed));
 }
 
-void troupe_run(void* engine, const Op* ops, int64_t count, const Step* step) {
+// -> whether there was memory for all of it.
+int troupe_run(void* engine, const Op* ops, int64_t count, const Step* step) try {
     Engine& on = *static_cast<Engine*>(engine);
-    for (int64_t i = 0; i < count; i++) run(on, ops[i], *step);
-    on.team.rest();
-    release_tiles();
+    const Ending ending = {on.team};
+    for (int64_t i = 0; i < count && step->rows > 0; i++) run(on, ops[i], *step);
+    return true;
+} catch (const std::exception&) {
+    return false;
 }
 
 // One token more of each of the slots, by a program that leaves the likeliest in `likeliest`, and whether one is not to be
 // used in `broken`; `draw` (or null): a DRAW that finds others. -> an Advanced.
 int64_t troupe_advance(void* engine, const Op* ops, int64_t count, const SlotTable* table, const int64_t* slots, int64_t rows,
-                       const int64_t* likeliest, const uint8_t* broken, const Op* draw, int32_t* found) {
+                       const int64_t* likeliest, const uint8_t* broken, const Op* draw, int32_t* found) try {
     Engine& on = *static_cast<Engine*>(engine);
     Step step;
     const Advanced prepared = prepare(*table, slots, rows, on.memory, step);
     if (prepared != DONE) return prepared;
+    const Ending ending = {on.team};
     for (int64_t i = 0; i < count; i++) run(on, ops[i], step);
     if (draw) {
         step.positions = step.lengths;  // where what is drawn will stand
         run(on, *draw, step);
         likeliest = static_cast<const int64_t*>(draw->out);
     }
-    on.team.rest();
-    release_tiles();
     return keep(*table, slots, rows, likeliest, broken, found);
+} catch (const std::exception&) {  // of memory: the step is left to others, who say so
+    return UNFIT;
 }
 }

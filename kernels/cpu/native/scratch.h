@@ -17,6 +17,7 @@ class Scratch {
     T* of(int64_t size) {
         if (size > size_) {
             std::free(held_);
+            size_ = 0;
             held_ = static_cast<T*>(std::aligned_alloc(64, (size * sizeof(T) + 63) / 64 * 64));
             if (!held_) throw std::bad_alloc();
             size_ = size;

@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <new>
 #include <thread>
 #include <vector>
 
@@ -14,23 +15,25 @@ namespace troupe {
 
 class Team {
   public:
+    // Throws std::system_error.
     explicit Team(int threads) {
-        for (int i = 1; i < threads; i++) helpers_.emplace_back([this, i] { help(i); });
+        try {
+            for (int i = 1; i < threads; i++) helpers_.emplace_back([this, i] { help(i); });
+        } catch (...) {
+            end();
+            throw;
+        }
     }
 
-    ~Team() {
-        stop_.store(true);
-        awake_.fetch_add(1);
-        awake_.notify_all();
-        for (auto& helper : helpers_) helper.join();
-    }
+    ~Team() { end(); }
 
     int size() const { return 1 + static_cast<int>(helpers_.size()); }
 
     // Let the helpers sleep. They wake up for the next chunks to share.
     void rest() { running_.store(false, std::memory_order_release); }
 
-    // call(context, chunk, thread) for every chunk below `chunks`; returns when all are done.
+    // call(context, chunk, thread) for every chunk below `chunks`; returns when all are done. Throws std::bad_alloc where one
+    // had no memory.
     void each(int64_t chunks, void (*call)(void*, int64_t, int), void* context) {
         if (helpers_.empty() || chunks < 2) {
             for (int64_t chunk = 0; chunk < chunks; chunk++) call(context, chunk, 0);
@@ -48,6 +51,7 @@ class Team {
         while (claim(0)) {
         }
         for (int spins = 0; done_.load(std::memory_order_acquire) != chunks; spins++) relax(spins);
+        if (failed_.load(std::memory_order_relaxed)) failed_.store(false, std::memory_order_relaxed), throw std::bad_alloc();
     }
 
   private:
@@ -65,11 +69,22 @@ class Team {
             Region region = region_[(ticket >> 32) % 8];
             if (chunk >= region.chunks) return false;
             if (ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) {
-                region.call(region.context, chunk, thread);
+                try {
+                    region.call(region.context, chunk, thread);
+                } catch (...) {  // in a helper it would end the process
+                    failed_.store(true, std::memory_order_relaxed);
+                }
                 done_.fetch_add(1, std::memory_order_acq_rel);
                 return true;
             }
         }
+    }
+
+    void end() {
+        stop_.store(true);
+        awake_.fetch_add(1);
+        awake_.notify_all();
+        for (auto& helper : helpers_) helper.join();
     }
 
     // Whom this thread waits for may want its core.
@@ -99,6 +114,7 @@ class Team {
     alignas(64) std::atomic<uint32_t> awake_{0};
     std::atomic<bool> running_{false};
     std::atomic<bool> stop_{false};
+    std::atomic<bool> failed_{false};
 };
 
 }  // namespace troupe
