@@ -12,6 +12,7 @@ from actors.arguments import Arguments
 from actors.cache_manager import CacheManager
 from actors.configuration import planner_config, runner_config
 from actors.detokenizer import Detokenizer
+from actors.early import EarlyWorkers
 from actors.faults import FaultInjector, FaultPlan
 from actors.journal import Journal
 from actors.placement import place
@@ -69,6 +70,7 @@ class Company:
         on_ready: Callable[[ModelInfo], None],
         tracing: Tracing | None = None,
         faults: FaultPlan | None = None,
+        early: EarlyWorkers | None = None,
     ) -> None:
         self.journal = journal
         self.faults = None if faults is None else FaultInjector(faults.path, self._worker_process)
@@ -82,6 +84,7 @@ class Company:
         self._on_progress = on_progress
         self._on_ready = on_ready
         self._tracing = tracing
+        self._early = early
         self._assembled = False
 
     async def assemble(self) -> None:
@@ -127,6 +130,7 @@ class Company:
             ),
             on_progress=self._on_progress,
             on_loaded=self._workers_loaded,
+            early=self._early,
         )
         # The workers' processes start first: they take longest, and the rest is put up while they import.
         await group.spawn(

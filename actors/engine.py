@@ -11,6 +11,7 @@ root logger and has no global state: several engines may live in one loop. When 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
 from collections.abc import Coroutine, Sequence
@@ -24,6 +25,7 @@ from actors.arguments import ArgumentError, Arguments
 from actors.company import Company
 from actors.configuration import metric_options
 from actors.deaths import log_death, reason
+from actors.early import EarlyWorkers
 from actors.faults import FaultPlan
 from actors.intake import Intake, Prompt
 from actors.journal import Journal
@@ -62,6 +64,7 @@ class Engine:
     a ready :class:`Arguments` instead. ``registry`` receives the metrics until the engine is closed; without it the
     engine makes its own.
     ``tracer_provider`` receives the traces: the service's own, with its exporter; without it --enable-trace decides.
+    ``early``: workers' processes that were started before; the engine ends those it does not need.
     ``faults`` is for tests of what happens when something breaks: see :mod:`actors.faults`.
     Raises :class:`ArgumentError` for wrong keywords.
     """
@@ -73,6 +76,7 @@ class Engine:
         registry: CollectorRegistry | None = None,
         tracer_provider: TracerProvider | None = None,
         faults: FaultPlan | None = None,
+        early: EarlyWorkers | None = None,
         **keywords: object,
     ) -> None:
         if arguments is None:
@@ -94,6 +98,7 @@ class Engine:
         self.tracing: Tracing | None = None  # from start() on, when traces are wanted
         self._tracer_provider = tracer_provider
         self._faults = faults
+        self._early = early
         self.timelines = Timelines()
         if arguments.log_requests:
             as_json = (arguments.log_requests_format or arguments.log_format) == "json"
@@ -145,6 +150,12 @@ class Engine:
         if life.stop.is_set():
             raise EngineFailed("The engine was closed while it started.")
 
+    async def settled(self, timeout: float) -> None:
+        """Return when the start is over, or after ``timeout`` seconds; :attr:`status` says how it went."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self.life.settled.wait()
+
     async def aclose(self) -> None:
         """End live requests with an error, stop the actors in reverse order, and leave nothing behind. Idempotent."""
         self.life.stop.set()
@@ -176,6 +187,8 @@ class Engine:
             self.life.failed(error)
         finally:
             self._end_requests()
+            if self._early is not None:
+                self._early.close()
             self._reporting.stop()
             if self.tracing is not None:
                 await self.tracing.close()
@@ -216,6 +229,7 @@ class Engine:
             on_ready=self._on_ready,
             tracing=self.tracing,
             faults=self._faults,
+            early=self._early,
         )
         self._company = company
         self.intake = Intake(self.arguments, model, company, self.timelines)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from actors.early import EarlyWorkers
 from actors.protocol import Load, LoadProgress, WorkerConfig, WorkerLoaded, WorkerProtocol
 from actors.runtime import ActorRef, ActorSystem, Backoff, ChildCrash, Event, EventKind, Message, Strategy, Supervision
 from kernels.step import ModelInfo
@@ -25,8 +26,9 @@ class WorkerGroup:
     numbers of the processes are, and it has a rendezvous of its own, so that nobody of one life meets anybody of
     another.
 
-    ``configure``: the config of a rank. ``address``: a rendezvous (host:port) for all lives; else each gets a free port
-    of this host. ``on_loaded``: called when every rank of a life has loaded, with what rank 0 says, and the epoch.
+    ``early``: processes that the first life may begin with. ``configure``: the config of a rank. ``address``: a
+    rendezvous (host:port) for all lives; else each gets a free port of this host. ``on_loaded``: called when every rank
+    of a life has loaded, with what rank 0 says, and the epoch.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class WorkerGroup:
         configure: Callable[[int], WorkerConfig],
         on_progress: Callable[[str, float], None],
         on_loaded: Callable[[ModelInfo, int], None],
+        early: EarlyWorkers | None = None,
     ) -> None:
         self.workers: list[ActorRef[WorkerProtocol]] = []
         self._system = system
@@ -46,6 +49,7 @@ class WorkerGroup:
         self._configure = configure
         self._on_progress = on_progress
         self._on_loaded = on_loaded
+        self._early = early
         self._epoch = -1
         self._running: dict[int, int] = {}  # rank -> incarnation of its process, of those since the last death
         self._progress: dict[int, float] = {}
@@ -76,6 +80,7 @@ class WorkerGroup:
                 ),
                 group="workers",
                 standby=standby,
+                blank=partial(self._early.take, rank) if self._early is not None else lambda: None,
                 start_timeout=_START_TIMEOUT,
                 stop_timeout=5.0,
                 heartbeat_timeout=silence,

@@ -26,6 +26,7 @@ from app.table import routes
 from app.warmup import warm_up
 
 if TYPE_CHECKING:
+    from actors.early import EarlyWorkers
     from actors.engine import Engine
 
 __all__ = ["Troupe", "create_app"]
@@ -105,7 +106,7 @@ class Troupe(Quart):
         with ProgressReport() as report:
             while status.phase == "starting":
                 report.show(status.progress, status.stage)
-                await asyncio.sleep(_WATCH_SECONDS)
+                await self.engine.settled(_WATCH_SECONDS)
                 status = self.engine.status
         if status.phase == "ready":
             if not self.service.warm:
@@ -191,10 +192,11 @@ async def _read_body() -> bytes:
     return data
 
 
-def create_app(arguments: Arguments, engine: Engine | None = None) -> Troupe:
-    """The application for these arguments. Without ``engine`` it makes its own; either way it starts and closes it."""
+def create_app(arguments: Arguments, engine: Engine | None = None, early: EarlyWorkers | None = None) -> Troupe:
+    """The application for these arguments. Without ``engine`` it makes its own, of ``early`` workers if they are given;
+    either way it starts and closes it."""
     if engine is None:
         from actors.engine import Engine
 
-        engine = Engine(arguments=arguments)
+        engine = Engine(arguments=arguments, early=early)
     return Troupe(engine, arguments)

@@ -12,10 +12,14 @@ import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from actors.arguments import ArgumentError, Arguments
 from app.arguments import load_arguments
 from app.help import overview, serve_help
+
+if TYPE_CHECKING:
+    from actors.early import EarlyWorkers
 
 __all__ = ["main"]
 
@@ -80,6 +84,16 @@ def _dashboards(words: Sequence[str]) -> int:
 
 def _run(arguments: Arguments) -> int:
     # Here and not at the top: help and wrong arguments must not wait for the web framework.
+    from actors.early import EarlyWorkers
+
+    early = EarlyWorkers(arguments)
+    try:
+        return _run_with(arguments, early)
+    finally:
+        early.close()
+
+
+def _run_with(arguments: Arguments, early: EarlyWorkers) -> int:
     import uvloop
 
     from app.application import create_app
@@ -97,7 +111,7 @@ def _run(arguments: Arguments) -> int:
         )
 
     async def run() -> bool:
-        app = create_app(arguments)
+        app = create_app(arguments, early=early)
         with QuietCollector(lambda: len(app.service.live) <= QUIET).running():
             return await serve(app, app, config, sockets)
 

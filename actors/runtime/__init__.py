@@ -1,6 +1,7 @@
 """An actor runtime for asyncio: typed messages, bounded mailboxes, supervision, and actors in child processes."""
 
 from actors.runtime.actor import Actor, Deferred, Later, handles, handles_in_thread
+from actors.runtime.blank_process import BlankProcess
 from actors.runtime.clock import Clock, SystemClock
 from actors.runtime.context import ActorContext, Terminated
 from actors.runtime.errors import (
@@ -15,10 +16,11 @@ from actors.runtime.errors import (
     UnknownMessage,
 )
 from actors.runtime.events import ActorStatus, Event, EventKind, Observer
+from actors.runtime.failure import Failure
 from actors.runtime.message import Lane, Message, current_actor, current_traceparent
 from actors.runtime.ref import ActorRef
 from actors.runtime.supervisor import Backoff, Strategy, Supervision
-from actors.runtime.system import ActorSystem, Failure
+from actors.runtime.system import ActorSystem
 
 __all__ = [
     "Actor",
@@ -29,6 +31,7 @@ __all__ = [
     "ActorSystem",
     "AskTimeout",
     "Backoff",
+    "BlankProcess",
     "ChildCrash",
     "Clock",
     "Deferred",

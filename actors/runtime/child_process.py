@@ -1,49 +1,18 @@
 """A child process and the link to it, from its launch to its end; and one kept in standby for a quick restart."""
 
 import asyncio
-import json
 import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 
 import anyio
 import msgspec
 
+from actors.runtime.blank_process import BlankProcess
 from actors.runtime.clock import Clock, within
 from actors.runtime.link import Link
 from actors.runtime.wire import ChildSpec
 
 __all__ = ["ChildProcess", "Standby"]
-
-_BOOTSTRAP = """
-import signal
-signal.signal(signal.SIGINT, signal.SIG_IGN)
-import importlib, json, os, socket, sys
-fd, other, parent = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-if sys.platform == "linux":
-    import ctypes
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-if os.getppid() != parent:
-    os._exit(1)
-sock, thread_sock = socket.socket(fileno=fd), socket.socket(fileno=other)
-def read(size):
-    data = b""
-    while len(data) < size:
-        part = sock.recv(size - len(data))
-        if not part:
-            os._exit(1)
-        data += part
-    return data
-boot = json.loads(read(int.from_bytes(read(4), "little")))
-spec = read(int.from_bytes(read(4), "little"))
-sys.argv[1:] = []
-sys.path[:] = boot["path"]
-importlib.import_module(boot["entry"]).main(sock, thread_sock, spec, lambda: int.from_bytes(read(8), "little"))
-"""
-
-_ENTRY = __name__.rpartition(".")[0] + ".child"
 
 _FIRST_DELAY = 2.0
 _LAST_DELAY = 120.0
@@ -61,38 +30,27 @@ def _ignore(error: BaseException | None) -> None:
 class ChildProcess:
     """Launched at once; it gets its actor's class ready and then waits until :meth:`begin` gives it its turn.
 
-    Raises OSError when no process can be started. ``exited`` is set, and ``on_exit`` called, when it has ended and was
-    reaped.
+    ``blank``: a process with this environment that it becomes. Raises OSError when no process can be started.
+    ``exited`` is set, and ``on_exit`` called, when it has ended and was reaped.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, spec: ChildSpec, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        spec: ChildSpec,
+        environment: Mapping[str, str],
+        blank: BlankProcess | None = None,
+    ) -> None:
         self.exited = False
         self.on_exit: Callable[[], None] = _nothing
         self._loop = loop
-        boot = json.dumps({"path": [os.path.abspath(entry) for entry in sys.path], "entry": _ENTRY}).encode()
         body = msgspec.msgpack.encode(spec)
-        ours, theirs = socket.socketpair()
-        thread_ours, thread_theirs = socket.socketpair()
-        passed = (theirs.fileno(), thread_theirs.fileno())
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOTSTRAP, *map(str, passed), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                pass_fds=passed,
-                env={**os.environ, **environment},
-            )
-        except BaseException:
-            ours.close()
-            thread_ours.close()
-            raise
-        finally:
-            theirs.close()
-            thread_theirs.close()
-        self.link = Link(loop, ours, self._early_frame, self._early_end, spec.limit)
+        blank = blank or BlankProcess(environment)
+        self._process = blank.process
+        self.link = Link(loop, blank.sock, self._early_frame, self._early_end, spec.limit)
         # To the actor's thread. Its end means nothing: the other link's tells.
-        self.thread_link = Link(loop, thread_ours, self._early_frame, _ignore, spec.limit)
-        self.link.write(len(boot).to_bytes(4, "little") + boot + len(body).to_bytes(4, "little") + body)
+        self.thread_link = Link(loop, blank.thread_sock, self._early_frame, _ignore, spec.limit)
+        self.link.write(blank.start_of_stream + len(body).to_bytes(4, "little") + body)
         self._watch_exit()
 
     @property

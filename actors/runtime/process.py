@@ -1,98 +1,31 @@
 """An actor in a child process, as its system sees it."""
 
-import logging
 import signal
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, Union
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import anyio
 import msgspec
 
+from actors.runtime.blank_process import BlankProcess
 from actors.runtime.cell import Cell
 from actors.runtime.child_process import ChildProcess, Standby
 from actors.runtime.clock import Timer, within
 from actors.runtime.errors import ChildCrash, MessageTooLarge, UnknownMessage
-from actors.runtime.frames import FRAME_LIMIT, Kind
+from actors.runtime.frames import Kind
 from actors.runtime.incarnation import Incarnation
 from actors.runtime.link import Link
-from actors.runtime.message import Envelope, Lane, messages_of, reply_type
-from actors.runtime.wire import ChildSpec, Death, LogLine, name_of, pack_header, unpack_error, write_record
+from actors.runtime.message import Envelope, Lane
+from actors.runtime.process_plan import ProcessPlan, launch
+from actors.runtime.wire import Death, LogLine, pack_header, unpack_error, write_record
 
-__all__ = ["ProcessIncarnation", "ProcessPlan", "launch", "plan_process"]
+__all__ = ["ProcessIncarnation"]
 
 _KILL_AFTER = 1.0
 """Seconds between SIGTERM and SIGKILL, and between the end of a child's link and SIGKILL."""
 
 _HEADROOM = 512
 """Bytes of a frame that are not the message: header, deadline, trace context."""
-
-
-class ProcessPlan(msgspec.Struct, frozen=True):
-    """What every incarnation of one child actor has in common. Times in seconds, sizes in bytes."""
-
-    target: str
-    config: bytes
-    config_type: str | None
-    environment: dict[str, str]
-    start_timeout: float
-    heartbeat: float
-    heartbeat_timeout: float | None
-    window: int
-    limit: int
-    events: Any  # msgspec decoder of what the child may tell, or None
-    replies: dict[Any, Any]  # message class -> msgspec decoder of its reply
-
-
-def plan_process(
-    protocol: type,
-    *,
-    target: str,
-    config: Any,
-    config_type: type | None,
-    environment: Mapping[str, str] | None,
-    event_types: frozenset[Any],
-    start_timeout: float,
-    heartbeat: float,
-    heartbeat_timeout: float | None,
-    window: int,
-    limit: int = FRAME_LIMIT,
-) -> ProcessPlan:
-    """Check what can be checked before a child is started. Raises ValueError or TypeError that says what to change."""
-    messages = list(messages_of(protocol))
-    if not messages:
-        raise ValueError(f"no message of {protocol.__name__} is known here: import the module that defines them")
-    if target.count(":") != 1:
-        raise ValueError(f"target must be 'package.module:Class', got {target!r}")
-    if config is not None and config_type is None:
-        config_type = type(config)
-    return ProcessPlan(
-        target=target,
-        config=msgspec.msgpack.encode(config),
-        config_type=None if config_type is None else name_of(config_type),
-        environment=dict(environment or {}),
-        start_timeout=start_timeout,
-        heartbeat=heartbeat,
-        heartbeat_timeout=heartbeat_timeout,
-        window=window,
-        limit=limit,
-        events=msgspec.msgpack.Decoder(Union[tuple(event_types)]) if event_types else None,  # noqa: UP007
-        replies={message: msgspec.msgpack.Decoder(reply_type(message)) for message in messages},
-    )
-
-
-def launch(cell: Cell, plan: ProcessPlan) -> ChildProcess:
-    """Start a child that gets ready to be the actor of `cell`."""
-    spec = ChildSpec(
-        name=cell.name,
-        target=plan.target,
-        config_type=plan.config_type,
-        config=plan.config,
-        window=plan.window,
-        limit=plan.limit,
-        heartbeat=plan.heartbeat,
-        log_level=logging.getLogger("troupe").getEffectiveLevel(),
-    )
-    return ChildProcess(cell.loop, spec, plan.environment)
 
 
 class ProcessIncarnation(Incarnation):
@@ -103,9 +36,17 @@ class ProcessIncarnation(Incarnation):
     ones go back into the mailbox, and every ask under way fails with ActorDied.
     """
 
-    def __init__(self, cell: Cell, number: int, plan: ProcessPlan, standby: Standby | None = None) -> None:
+    def __init__(
+        self,
+        cell: Cell,
+        number: int,
+        plan: ProcessPlan,
+        standby: Standby | None = None,
+        blank: Callable[[], BlankProcess | None] = lambda: None,
+    ) -> None:
         super().__init__(cell, number)
         self._standby = standby
+        self._blank = blank
         self._plan = plan
         self._child: ChildProcess | None = None
         self._link: Link | None = None
@@ -169,7 +110,7 @@ class ProcessIncarnation(Incarnation):
     def _begin(self) -> None:
         child = None if self._standby is None else self._standby.take()
         if child is None or child.exited or child.link.closed:
-            child = launch(self.cell, self._plan)
+            child = launch(self.cell, self._plan, self._blank())
         self._child, self._link, self.pid = child, child.link, child.pid
         child.begin(self.number, self._on_frame, self._on_lost, self._on_exit)
 

@@ -5,7 +5,7 @@ import contextvars
 import logging
 import random
 import typing
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -13,49 +13,27 @@ import anyio
 import anyio.abc
 
 from actors.runtime.actor import Actor
+from actors.runtime.blank_process import BlankProcess
 from actors.runtime.cell import Cell
 from actors.runtime.child_process import Standby
 from actors.runtime.clock import Clock, SystemClock
 from actors.runtime.events import ActorStatus, Event, EventKind, Observer
+from actors.runtime.failure import Failure
 from actors.runtime.frames import FRAME_LIMIT
 from actors.runtime.incarnation import Incarnation, LocalIncarnation
 from actors.runtime.message import Message
-from actors.runtime.process import ProcessIncarnation, launch, plan_process
+from actors.runtime.process import ProcessIncarnation
+from actors.runtime.process_plan import launch, plan_process
 from actors.runtime.ref import ActorRef
 from actors.runtime.supervisor import Supervision, Unit
 from actors.runtime.system_events import SystemEvents
 
-__all__ = ["ActorSystem", "Events", "Failure"]
+__all__ = ["ActorSystem", "Events"]
 
 P = TypeVar("P")
 
 Events = ActorRef[Any] | Callable[[Message[Any, None]], None] | None
 """Where an actor's `parent_tell` goes: an actor, a plain function, or nowhere."""
-
-
-class Failure:
-    """Set once, with the cause, when a crash escalates past the last supervisor. Await it for the cause."""
-
-    def __init__(self) -> None:
-        self.cause: BaseException | None = None
-        self.actor: str | None = None
-        self._event = anyio.Event()
-
-    def set(self, actor: str, cause: BaseException) -> None:
-        if self.cause is None:
-            self.actor, self.cause = actor, cause
-            self._event.set()
-
-    def is_set(self) -> bool:
-        return self.cause is not None
-
-    async def wait(self) -> BaseException:
-        await self._event.wait()
-        assert self.cause is not None
-        return self.cause
-
-    def __await__(self) -> Generator[Any, None, BaseException]:
-        return self.wait().__await__()
 
 
 class ActorSystem:
@@ -241,6 +219,7 @@ class ActorSystem:
         window: int = 16,
         frame_limit: int = FRAME_LIMIT,
         standby: bool = False,
+        blank: Callable[[], BlankProcess | None] = lambda: None,
         wait: bool = True,
     ) -> ActorRef[P]:
         """Start the actor class `target` ("package.module:Class") in a child process, as `Class(config)`.
@@ -251,7 +230,8 @@ class ActorSystem:
         (a message type or a union) says what may come, and for a ref is what its actor handles unless given. A child
         whose event loop is silent for `heartbeat_timeout` seconds is killed. At most `window` messages of a lane are
         under way to the child; `frame_limit` is in bytes. With `standby` a second child waits, its imports and
-        `Actor.prepare` done, to be the next life when this one dies. Waiting and errors are those of `spawn`.
+        `Actor.prepare` done, to be the next life when this one dies. `blank` gives a process that was
+        started before, for the child to be. Waiting and errors are those of `spawn`.
         """
         if events_type is not None:
             types = frozenset(typing.get_args(events_type) or (events_type,))
@@ -275,7 +255,7 @@ class ActorSystem:
             if standby and cell.standby is None:
                 cell.standby = Standby(lambda: launch(cell, plan), self.clock)
                 self.start_task(cell.standby.run, f"{cell.name} standby")
-            return ProcessIncarnation(cell, number, plan, cell.standby)
+            return ProcessIncarnation(cell, number, plan, cell.standby, blank)
 
         return await self.place(
             make,

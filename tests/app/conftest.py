@@ -172,6 +172,9 @@ class FakeEngine:
         self.flushed = 0
         self.closed = False
 
+    async def settled(self, timeout: float) -> None:
+        await asyncio.sleep(min(timeout, 0.01))
+
     async def start(self, *, wait: bool = True) -> None:
         if self.start_error is not None:
             self.status = EngineStatus(phase="failed", progress=0.1, stage="weights", error=self.start_error)

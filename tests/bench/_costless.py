@@ -113,7 +113,9 @@ def costless_workers() -> Iterator[None]:
     room: Any = ActorSystem
 
     async def spawn_costless(self: ActorSystem, *arguments: Any, name: str, target: str, **keywords: Any) -> Any:
-        target = "tests.bench._costless:CostlessWorker" if name.startswith("worker-") else target
+        if name.startswith("worker-"):
+            target = "tests.bench._costless:CostlessWorker"
+            keywords.pop("blank", None)  # that has PyTorch
         return await spawn(self, *arguments, name=name, target=target, **keywords)
 
     room.spawn_process = spawn_costless
