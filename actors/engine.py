@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -24,16 +24,17 @@ from actors import report
 from actors.arguments import ArgumentError, Arguments
 from actors.company import Company
 from actors.configuration import metric_options
-from actors.deaths import log_death, reason
+from actors.deaths import Deaths
 from actors.early import EarlyWorkers
 from actors.faults import FaultPlan
 from actors.intake import Intake, Prompt
 from actors.journal import Journal
 from actors.life import Life
+from actors.outcomes import finish, first
 from actors.protocol import Flush
 from actors.reporting import Reporting
 from actors.requests import Chat, EngineDraining, EngineFailed, SamplingParams
-from actors.runtime import ActorStatus, ActorSystem, Event, EventKind, current_traceparent
+from actors.runtime import ActorStatus, ActorSystem, current_traceparent
 from actors.served_model import ServedModel, open_model
 from actors.status import EngineStatus, Health
 from actors.streams import RequestStream
@@ -110,6 +111,14 @@ class Engine:
         self._company: Company | None = None
         self._system: ActorSystem | None = None
         self.life = Life()
+        self._deaths = Deaths(
+            arguments.device,
+            self.life,
+            self.vitals,
+            self.traffic,
+            model_info=lambda: self.model_info,
+            journal=lambda: None if self._company is None else self._company.journal,
+        )
         self._run: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -161,7 +170,7 @@ class Engine:
         self.life.stop.set()
         self.life.stopped()
         if self._run is not None:
-            await _finish(self._run)
+            await finish(self._run)
         if not self._owns_registry:
             self.metrics.close()
 
@@ -171,11 +180,12 @@ class Engine:
             observer: object | None = self.traffic if self.metrics.enabled else None
             if self.tracing is not None:
                 observer = ActorSpans(self.tracing, observer)
-            async with ActorSystem(name="troupe", log_death=self._log_death, observer=observer) as system:
+            async with ActorSystem(name="troupe", log_death=self._deaths.tell, observer=observer) as system:
                 self._system = system
                 self._reporting.start(system)
-                system.on_event(self._on_event)
-                system.start_task(self._watchdog(system).run, "troupe-watchdog")
+                system.on_event(self._deaths.on_event)
+                soft, hard = self.arguments.soft_watchdog_timeout, self.arguments.watchdog_timeout
+                system.start_task(Watchdog(system, soft=soft, hard=hard).run, "troupe-watchdog")
                 try:
                     await self._serve(system)
                 except Exception as error:
@@ -195,16 +205,12 @@ class Engine:
             self._system = None
             self.life.settled.set()
 
-    def _watchdog(self, system: ActorSystem) -> Watchdog:
-        arguments = self.arguments
-        return Watchdog(system, soft=arguments.soft_watchdog_timeout, hard=arguments.watchdog_timeout)
-
     async def _serve(self, system: ActorSystem) -> None:
         """Set up and live, until the engine is closed. Raises what ends it otherwise."""
         stop, broken = self.life.stop, self.life.broken
         if not stop.is_set():
-            await _first(stop.wait(), broken.wait(), self._set_up(system))
-        await _first(stop.wait(), broken.wait())
+            await first(stop.wait(), broken.wait(), self._set_up(system))
+        await first(stop.wait(), broken.wait())
         if not stop.is_set():
             raise EngineFailed(self.life.error)
 
@@ -240,35 +246,6 @@ class Engine:
         self._model.loaded(info)
         self.life.ready()
 
-    def _on_event(self, event: Event) -> None:
-        if event.kind is EventKind.DIED:
-            self.traffic.died(event.actor, event.cause)
-        if event.kind is EventKind.DIED and event.actor.startswith("worker-"):
-            self.vitals.worker_lost()
-            self.life.progress("restarting the worker", 0.0)
-            if self.model_info is None:
-                # What cannot be loaded once will not load the next time either: say why and give up.
-                self.life.give_up(reason(event.cause))
-        elif event.kind is EventKind.ESCALATED:
-            self.life.give_up(f"Actor {event.actor} failed too often: {reason(event.cause)}")
-        elif event.kind is EventKind.STOPPED and self.life.phase in ("starting", "ready", "draining"):
-            # Nobody asked it to: without it the others would wait for ever.
-            self.life.give_up(f"Actor {event.actor} has ended for good: {reason(event.cause)}")
-
-    def _log_death(self, event: Event) -> None:
-        """A worker's death is told with the requests in its batch."""
-        if not event.actor.startswith("worker-"):
-            log_death(event)
-            return
-        journal = self._company.journal if self._company is not None else Journal()
-        batch = self.vitals.read_batch() if self.vitals.read_batch is not None else ()
-        entries = [entry for sequence in batch if (entry := journal.get(sequence)) is not None]
-        log_death(
-            event,
-            device=self.model_info.device if self.model_info is not None else self.arguments.device,
-            batch=tuple(dict.fromkeys(entry.stream.request_id for entry in entries)),
-        )
-
     # -- requests
 
     def generate(
@@ -302,7 +279,8 @@ class Engine:
                 traceparent=current_traceparent.get(),
             )
         try:
-            return self._require_ready().open(
+            self.life.require_admitting()
+            return self._require_intake().open(
                 prompt,
                 params or SamplingParams(),
                 timeline=timeline,
@@ -316,10 +294,6 @@ class Engine:
             timeline.mark("rejected", time.monotonic())
             self.timelines.close(timeline, Outcome(error_type=type(error).__name__, message=str(error)))
             raise
-
-    def _require_ready(self) -> Intake:
-        self.life.require_admitting()
-        return self._require_intake()
 
     def _require_intake(self) -> Intake:
         self.life.require_running()
@@ -423,30 +397,3 @@ class Engine:
     def describe(self) -> dict[str, Any]:
         """Everything an operator may want to know, without secrets: for /server_info."""
         return report.describe(self)
-
-
-async def _first(*awaitables: Coroutine[Any, Any, object]) -> None:
-    """Return when one of them is done, and raise what it raised; the others are cancelled."""
-    tasks = [asyncio.create_task(awaitable) for awaitable in awaitables]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    for task in done:
-        task.result()
-
-
-async def _finish(task: asyncio.Task[None]) -> None:
-    """Wait for a task to its end, also when the waiter is cancelled meanwhile; the cancellation comes after."""
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError as error:
-            if task.cancelled():
-                break
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
