@@ -19,6 +19,7 @@ __all__ = [
     "argmax",
     "block_maxima",
     "in_order",
+    "likeliest",
     "log_normaliser",
     "select",
     "stable_sum",
@@ -45,6 +46,14 @@ def argmax(logits: Tensor, rows: Tensor, block_max: Tensor) -> Tensor:
     ids = block_max.argmax(-1, keepdim=True) * BLOCK + torch.arange(BLOCK, device=logits.device)
     values = logits.reshape(-1)[rows[:, None] * vocab + ids.clamp(max=vocab - 1)]
     return ids.gather(1, values.argmax(-1, keepdim=True)).squeeze(1)
+
+
+def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The likeliest token ids int64 [rows] of ``logits`` [rows, vocab], and which rows are broken: 0 in these."""
+    wide = logits.float()
+    blocks = block_maxima(wide)
+    broken = ~blocks.amax(-1).isfinite()
+    return argmax(wide, torch.arange(len(wide)), blocks).masked_fill_(broken, 0), broken
 
 
 def select(logits: Tensor, rows: Tensor, block_max: Tensor, at_least: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import mmap
 
 import torch
 from torch import Tensor
 
-__all__ = ["LARGE_PAGE", "empty_large"]
+__all__ = ["LARGE_PAGE", "empty_large", "zeros"]
 
 LARGE_PAGE = 2 << 20
+
+_WORTH_IT = 1 << 15
+"""Bytes of one of many parts that are filled one by one, from which on large pages are worth what they round up."""
 
 
 def empty_large(size: int, dtype: torch.dtype) -> Tensor:
@@ -23,3 +28,13 @@ def empty_large(size: int, dtype: torch.dtype) -> Tensor:
     )
     start = -memory.data_ptr() % LARGE_PAGE
     return memory[start : start + needed].view(dtype)
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """``shape[0]`` parts, in memory as it comes from the system, taken as they are first written; torch's would be
+    written at once."""
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if math.prod(shape[1:]) * dtype.itemsize >= _WORTH_IT and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a system without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)

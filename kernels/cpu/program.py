@@ -5,6 +5,7 @@ The number of rows is the step's, so one program serves all steps of up to the r
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from kernels.batch import ForwardBatch
 from kernels.cpu.native.library import Op, Step
 from kernels.cpu.operators import Native
-from kernels.cpu.recording import Recording
+from kernels.cpu.recording import NotNative
 from kernels.platforms.rows import AttentionRows, DecodeTokens
 
 __all__ = ["Program", "step_of"]
@@ -34,8 +35,28 @@ class Program:
     kept: list[object]
 
     @classmethod
-    def of(cls, native: Native, recording: Recording, out: Tensor, states: Tensor | None) -> Program:
-        """``states``: where those of a batch were while it was recorded."""
+    def record(
+        cls,
+        native: Native,
+        forward: Callable[[ForwardBatch], Tensor],
+        windows: Sequence[int],
+        plan: Callable[[AttentionRows, int], object],
+        tokens: int,
+        states: Tensor | None,
+    ) -> Program | None:
+        """``forward`` of up to so many tokens; None where it has something that is no native operator.
+
+        ``plan``: a window's plan of attention. ``states``: where those of a batch are, if it has any.
+        """
+        zeros = torch.zeros(tokens, dtype=torch.int64)
+        pages = np.zeros((tokens, 1), dtype=np.int32)
+        nothing = AttentionRows(np.zeros(tokens, np.int64), np.ones(tokens, np.int64), pages, tokens)
+        plans = {window: plan(nothing, window) for window in windows}
+        try:
+            with native.record(tokens) as recording:
+                out = forward(ForwardBatch(zeros, zeros, zeros, plans, states))
+        except NotNative:
+            return None
         ops = recording.ops
         return cls(native, (Op * len(ops))(*ops), len(ops), out, states, recording.kept)
 

@@ -3,10 +3,7 @@ oneDNN, and fp32."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import math
-import mmap
 import subprocess
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.batch import ForwardBatch
-from kernels.blocks import argmax, block_maxima
-from kernels.cpu.attention import AttentionPlan, AttentionPlanner, native_attention, paged_attention, with_short
+from kernels.blocks import likeliest
+from kernels.cpu.attention import AttentionPlan, AttentionPlanner, with_short
+from kernels.cpu.caches import attend, clear_pages, make_caches, make_narrow_caches, move_tokens, write_tokens
 from kernels.cpu.experts import CpuExperts
 from kernels.cpu.host import has_tiles, host_memory, usable_cores
 from kernels.cpu.linear import CpuLinear, TiedLinear, bf16_is_fast
@@ -37,7 +35,7 @@ from kernels.platforms.base import Memory, Platform, PlatformError
 from kernels.platforms.operators import Draws, Linear, Lookup, Norm
 from kernels.platforms.prepared import Decodes, HostPass
 from kernels.platforms.rows import AttentionRows
-from kernels.quantization.cache import LayerScales, narrow
+from kernels.quantization.cache import LayerScales
 from kernels.quantization.gguf_weight import GgufWeight
 from kernels.quantization.weights import GroupedWeight, Int8Weight, Projection, QuantizedWeight
 
@@ -47,9 +45,6 @@ _log = logging.getLogger("troupe.kernels")
 
 _GATED = (CpuLinear, CpuInt8Linear, CpuGroupedLinear, CpuBlocksLinear)
 """Layers that may have products with gates."""
-
-_LARGE_PAGE = 1 << 15
-"""Bytes of one layer's page of the cache from which on large pages of the system are worth the memory they round up."""
 
 
 class CpuPlatform(Platform):
@@ -146,28 +141,14 @@ class CpuPlatform(Platform):
         self._planner = AttentionPlanner(page_size, dtype)
         self._native_attention &= dtype == torch.bfloat16 and Native.fits_attention(page_size, head_dim)
         shape = (pages, page_size, 2, kv_heads, head_dim)
-
-        kept = self.cache_dtype
-        if kept is None:
-            return [_zeros(shape, dtype) for _ in range(layers)]
-        fixed: Sequence[LayerScales | None] = scales or [None] * layers
-        found = [
-            NarrowPages(
-                _zeros(shape, kept),
-                _zeros(shape[:-1], self.scale_dtype) if narrow(kept) and layer is None else None,
-                layer,
-            )
-            for layer in fixed
-        ]
+        if self.cache_dtype is None:
+            return make_caches(layers, shape, dtype)
+        found = make_narrow_caches(layers, shape, self.cache_dtype, self.scale_dtype, scales)
         self._native_attention &= found[0].kept is not None
         return found
 
     def clear_pages(self, caches: list[Tensor] | list[NarrowPages], pages: list[int]) -> None:
-        for cache in caches:
-            if isinstance(cache, NarrowPages):
-                cache.clear(pages)
-            else:
-                cache[pages] = 0
+        clear_pages(caches, pages)
 
     def make_linear(self, weight: Tensor, bias: Tensor | None, shared: bool = False) -> Linear:
         linear = CpuLinear(weight, bias, shared, self._native)
@@ -255,10 +236,8 @@ class CpuPlatform(Platform):
         in_turn = ExpertsInTurn(
             self.make_linear(router, bias), [(self._gated(up), down) for up, down in linears], chosen, normalized
         )
-        return CpuExperts(in_turn, linears, lambda: self._native, self._tell_in_turn)
-
-    def _tell_in_turn(self) -> None:
-        self._tell("experts are run one by one by torch's operators: decodes are no program")
+        slow = "experts are run one by one by torch's operators: decodes are no program"
+        return CpuExperts(in_turn, linears, lambda: self._native, lambda: self._tell(slow))
 
     def settle(self, x: Tensor) -> Tensor:
         native = self._native_for(x.dtype, Native.fits_settle(x))
@@ -327,12 +306,7 @@ class CpuPlatform(Platform):
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The likeliest token ids int64 [rows] of ``logits`` [rows, vocab], and which rows are broken: 0 in these."""
         native = self._native_for(logits.dtype, True)
-        if native is not None:
-            return native.greedy(logits)
-        wide = logits.float()
-        blocks = block_maxima(wide)
-        broken = ~blocks.amax(-1).isfinite()
-        return argmax(wide, torch.arange(len(wide)), blocks).masked_fill_(broken, 0), broken
+        return likeliest(logits) if native is None else native.greedy(logits)
 
     def draw(
         self, logits: Tensor, draws: Draws, positions: Tensor, ids: Tensor | None, vocab: int
@@ -362,18 +336,11 @@ class CpuPlatform(Platform):
         return qkv[:, :heads]
 
     def write_cache(self, cache: Tensor | NarrowPages, index: Tensor, keys_values: Tensor) -> None:
-        if isinstance(cache, NarrowPages):
-            return cache.write(index, keys_values, self._native_for(keys_values.dtype, cache.kept is not None))
-        native = self._native_for(keys_values.dtype, True)
-        if native is not None:
-            return native.write(cache, index, keys_values)
-        cache.view(-1, *keys_values.shape[1:]).index_copy_(0, index, keys_values)
+        fits = not isinstance(cache, NarrowPages) or cache.kept is not None
+        write_tokens(cache, index, keys_values, self._native_for(keys_values.dtype, fits))
 
     def move_cache(self, cache: Tensor | NarrowPages, source: Tensor, target: Tensor) -> None:
-        if isinstance(cache, NarrowPages):
-            return cache.move(source, target)
-        tokens = cache.view(-1, *cache.shape[2:])
-        tokens.index_copy_(0, target, tokens.index_select(0, source))
+        move_tokens(cache, source, target)
 
     def plan_attention(self, rows: AttentionRows, window: int) -> AttentionPlan | NarrowPlan:
         assert self._planner is not None, "make_cache comes first"
@@ -386,16 +353,7 @@ class CpuPlatform(Platform):
         self, queries: Tensor, cache: Tensor | NarrowPages, plan: AttentionPlan | NarrowPlan, scale: float
     ) -> Tensor:
         native = self._native_for(queries.dtype, self._native_attention)
-        if isinstance(plan, NarrowPlan):
-            assert isinstance(cache, NarrowPages)
-            plan, pages = plan.over_pages
-            return paged_attention(queries, cache.widened(pages, queries.dtype), plan, scale)
-        if native is None:
-            assert isinstance(cache, Tensor)
-            return paged_attention(queries, cache, plan, scale)
-        kept = cache.kept if isinstance(cache, NarrowPages) else cache
-        assert kept is not None
-        return native_attention(queries, kept, plan, scale, native)
+        return attend(queries, cache, plan, scale, native)
 
     def capture_decodes(
         self,
@@ -435,25 +393,6 @@ class CpuPlatform(Platform):
     def _record(
         self, forward: Callable[[ForwardBatch], Tensor], windows: Sequence[int], tokens: int, held: Tensor | None
     ) -> Program | None:
-        native = self._native
-        if native is None or self._ranks > 1:
+        if self._native is None or self._ranks > 1:
             return None
-        zeros = torch.zeros(tokens, dtype=torch.int64)
-        pages = np.zeros((tokens, 1), dtype=np.int32)
-        nothing = AttentionRows(np.zeros(tokens, np.int64), np.ones(tokens, np.int64), pages, tokens)
-        plans = {window: self.plan_attention(nothing, window) for window in windows}
-        try:
-            with native.record(tokens) as recording:
-                out = forward(ForwardBatch(zeros, zeros, zeros, plans, held))
-        except NotNative:
-            return None
-        return Program.of(native, recording, out, held)
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Memory as it comes from the system, untouched; torch's would be written."""
-    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if math.prod(shape[1:]) * dtype.itemsize >= _LARGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a system without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+        return Program.record(self._native, forward, windows, self.plan_attention, tokens, held)
