@@ -15,8 +15,6 @@ __all__ = ["NativeBlocks", "NativeRows"]
 
 _PLANES = {2: (2, 0), 3: (2, 1), 4: (4, 0), 5: (5, 0), 6: (6, 0)}
 """Bits of a code -> those in its planes."""
-_IMPLIED = 64
-"""What codes of 6 bits are more by than they are, where they are read."""
 _TABLE = 32
 _CHUNK = 1 << 24
 """Codes that are opened at a time."""
@@ -44,7 +42,7 @@ class _Blocks(ctypes.Structure):
 
 
 class NativeRows:
-    """Outputs of one type in the layout of blocks.h or codes.h, from ``first`` on of the weight's."""
+    """Outputs of one type in the layout of blocks.h, from ``first`` on of the weight's."""
 
     def __init__(self, library: Library, rows: BlockRows, first: int) -> None:
         self.outputs, self.inputs, self.first = len(rows.data), rows.inputs, first
@@ -84,9 +82,9 @@ class NativeBlocks:
 def _layout(kind: Kind) -> _Layout:
     low, high = _PLANES[kind.bits]
     layout = _Layout(low, high, kind.block, kind.group, kind.zeros)
-    if kind.bits == 6:
-        layout.offset = _IMPLIED - kind.values[0]
-    else:
+    if kind.bits > 3:
+        layout.offset = -min(kind.values)
+    if kind.bits < 5:
         layout.table[:] = [float(kind.values[at % len(kind.values)]) for at in range(_TABLE)]
     return layout
 

@@ -16,12 +16,13 @@ _DEPTH = 32  # inputs of a tile's row
 class NativeGrouped:
     """A weight of groups in the layout of kernels/cpu/native/grouped.h, its scales and zeros behind it.
 
-    ``order`` int64 [inputs]: of the inputs; None: as they come.
+    ``order`` int64 [inputs]: of the inputs; None: as they come. ``zeroed``: whether zeros are others than the middle.
     """
 
     def __init__(self, library: Library, weight: GroupedWeight) -> None:
         self.outputs, self.inputs = weight.shape
         self.group, self.bits = weight.group, weight.bits
+        self.zeroed = weight.zeros is not None
         self.order = None if weight.order is None else weight.order.contiguous()
         sizes = self.outputs, self.inputs, self.group, int(self.bits)
         self.memory = empty_large(library.packed_grouped(*sizes), torch.uint8)

@@ -53,4 +53,5 @@ def products(weight: AnyWeight, bias: Tensor | None, gated: bool = False) -> Pro
         return [(op, 0, (weight.memory, bias))]
     op.kind, op.i2, op.i3 = _GROUPED, weight.group, weight.bits
     op.i4 = 0 if weight.order is None else weight.order.data_ptr()
+    op.f0 = weight.zeroed
     return [(op, 0, (weight.memory, bias, weight.order))]

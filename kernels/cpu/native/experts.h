@@ -25,7 +25,8 @@ struct Expert {
     double clip_up, clip_down;
 };
 
-using AnyProduct = std::variant<Product, Product8, Grouped, CodeProduct, BlockProduct>;
+using AnyProduct = std::variant<Product, Product8, Grouped<4>, Grouped<8>, BlockProduct<2, 0>, BlockProduct<2, 1>, BlockProduct<4, 0>,
+                                BlockProduct<5, 0>, BlockProduct<6, 0>>;
 
 struct Job {
     AnyProduct product;
@@ -38,8 +39,9 @@ struct Experts {
     std::vector<float> weights;  // [tokens, chosen], in the order of the experts
     std::vector<int32_t> ids, places, tokens, active;
     std::vector<int64_t> begins;  // pairs of an expert, and where the last's end
-    Scratch<bf16> inputs, both, inner, results, ordered, columns;
+    Scratch<bf16> inputs, both, inner, results, ordered;
     Tokens8 rounded;
+    Planes planes;
     std::vector<Job> jobs;
     std::vector<Job*> large;
 };
@@ -173,48 +175,48 @@ inline void add_job(Layer& layer, const Op& op, int64_t expert, const bf16* x, i
         case LINEAR: return add(Product{operands(sizeof(bf16))});
         case LINEAR8:
             return add(Product8{operands(sizeof(int8_t)), x, stride_x, &at.rounded, static_cast<float>(op.f0), op.i2, before});
-        case GROUPED:
-            return add(Grouped{{operands(sizeof(bf16))}, reinterpret_cast<const int64_t*>(op.i4), nullptr, op.i2, op.i3});
+        case GROUPED: {
+            const Widened of = {{operands(sizeof(bf16))}};
+            const auto* order = reinterpret_cast<const int64_t*>(op.i4);
+            const bool zeroed = op.f0 != 0;
+            return op.i3 == 4 ? add(Grouped<4>{of, order, nullptr, op.i2, zeroed}) : add(Grouped<8>{of, order, nullptr, op.i2, zeroed});
+        }
         case BLOCKS:
-            if (static_cast<const Layout*>(op.b)->by_output()) return add(CodeProduct{{operands(sizeof(bf16))}});
-            return add(BlockProduct{{operands(sizeof(bf16))}});
+            return with_planes(*static_cast<const Layout*>(op.b), [&]<int LOW, int HIGH>() {
+                add(BlockProduct<LOW, HIGH>{{{operands(sizeof(bf16))}}});
+            });
     }
 }
 
-// Whether tokens are laid out as columns once, rather than by each chunk, which takes longer for more than a few.
-inline bool in_columns(const Operands& p) { return p.rows > 4 && p.rows < FEW; }
-
-// A product's inputs as its weight has them: rounded, in another order, or as columns.
+// A product's inputs as its weight has them: rounded, or in another order.
 inline void prepare_chunk(void* context, int64_t chunk, int) {
     const Layer& layer = *static_cast<const Layer*>(context);
     Job& job = layer.memory.jobs[chunk];
-    if (auto* p = std::get_if<Product8>(&job.product)) {
-        for (int64_t row = 0; row < p->rows; row++) round_token(*p, row);
-        p->x = reinterpret_cast<const char*>(p->tokens->values.data() + job.first * p->inputs()), p->stride_x = p->inputs();
-    } else if (auto* p = std::get_if<Grouped>(&job.product)) {
-        const int64_t first = job.first * p->inputs();
-        if (p->order) {
-            bf16* ordered = layer.memory.ordered.of(0) + first;
-            for (int64_t row = 0; row < p->rows; row++) order_inputs(*p, row, ordered + row * p->inputs());
-            p->x = reinterpret_cast<const char*>(ordered), p->stride_x = p->inputs() * sizeof(bf16);
+    std::visit([&]<class P>(P& p) {
+        if constexpr (requires { p.tokens; }) {
+            for (int64_t row = 0; row < p.rows; row++) round_token(p, row);
+            p.x = reinterpret_cast<const char*>(p.tokens->values.data() + job.first * p.inputs()), p.stride_x = p.inputs();
         }
-    }
-    const auto lay_out = [&](auto* p) {
-        if (!p || !in_columns(*p)) return;
-        bf16* columns = layer.memory.columns.of(0) + job.first * p->inputs();
-        for (int64_t row = 0; row < p->rows; row += TILE) lay_out_columns(*p, row, 0, p->lines, columns);
-        p->columns = columns;
-    };
-    lay_out(std::get_if<Grouped>(&job.product));
-    lay_out(std::get_if<CodeProduct>(&job.product));
+        if constexpr (requires { p.order; }) {
+            if (p.order) {
+                bf16* ordered = layer.memory.ordered.of(0) + job.first * p.inputs();
+                for (int64_t row = 0; row < p.rows; row++) order_inputs(p, row, ordered + row * p.inputs());
+                p.x = reinterpret_cast<const char*>(ordered), p.stride_x = p.inputs() * sizeof(bf16);
+            }
+        }
+        if constexpr (requires { p.whole; })
+            if (const Preparing<P> preparing = {p, layer.memory.planes, job.first}; preparing.wanted()) {
+                for (int64_t row = 0; row < p.rows; row++) preparing.row(row);
+                preparing.tell(p);
+            }
+    }, job.product);
 }
 
 inline void multiply_chunk(Product& p, int64_t chunk, int thread) { multiply_few<Product>(&p, chunk, thread); }
 inline void multiply_chunk(Product8& p, int64_t chunk, int thread) { multiply_few<Product8>(&p, chunk, thread); }
-inline void multiply_chunk(Grouped& p, int64_t chunk, int) { multiply_by_columns(p, chunk); }
-inline void multiply_chunk(CodeProduct& p, int64_t chunk, int) { multiply_by_columns(p, chunk); }
-inline void multiply_chunk(BlockProduct& p, int64_t chunk, int thread) {
-    with_planes(p.layout(), [&]<int LOW, int HIGH>() { multiply_blocks_chunk<LOW, HIGH>(&p, chunk, thread); });
+template <class P>
+void multiply_chunk(P& p, int64_t chunk, int thread) {
+    multiply_widened_chunk<P>(&p, chunk, thread);
 }
 
 inline void shared_chunk(void* context, int64_t chunk, int thread) {
@@ -240,10 +242,13 @@ inline void run_jobs(Layer& layer) {
     const int64_t tokens = at.jobs.back().first + rows_of(at.jobs.back());
     bool prepared = false;
     for (Job& job : at.jobs) {
-        if (std::holds_alternative<Product8>(job.product)) prepared = true, at.rounded.reserve(tokens, inputs);
-        if (auto* p = std::get_if<Grouped>(&job.product); p && p->order) prepared = true, at.ordered.of(tokens * inputs);
-        if (const size_t kind = job.product.index(); kind != 2 && kind != 3) continue;
-        if (std::visit([](auto& p) { return in_columns(p); }, job.product)) prepared = true, at.columns.of(tokens * inputs);
+        std::visit([&]<class P>(P& p) {
+            if constexpr (requires { p.tokens; }) prepared = true, at.rounded.reserve(tokens, inputs);
+            if constexpr (requires { p.order; })
+                if (p.order) prepared = true, at.ordered.of(tokens * inputs);
+            if constexpr (requires { p.whole; })
+                if (const Preparing<P> preparing = {p, at.planes}; preparing.wanted()) prepared = true, preparing.reserve(tokens);
+        }, job.product);
     }
     if (prepared) layer.team.each(at.jobs.size(), prepare_chunk, &layer);
     int64_t chunks = 0;

@@ -10,15 +10,15 @@ constexpr int64_t CELL = WIDE * DEPTH;  // weights of 32 outputs and 32 inputs
 
 // The head of a packed weight. `low` bits of each code, 2 and 4 to 6, and of 2 perhaps `high` 1 in another plane. `super` inputs
 // share a scale (and a zero) in float16; with `group` below it, whole scales (and zeros) of groups multiply these. `table`: what a
-// code of up to 5 bits stands for. One of 6 bits is read as 64 and itself, which is `offset` more than what it stands for.
+// code of up to 4 bits stands for; with `offset` it is from 0 to 255. A code of 5 or 6 bits is `offset` more than what it stands for.
 struct alignas(64) Layout {
     int64_t low, high, super, group, zeros, offset;
     float table[32];
 
-    bool by_output() const { return low == 4 || low == 5; }  // codes.h, else blocks.h
+    bool in_fours() const { return low >= 4; }  // cells.h
     int64_t groups() const { return group < super ? super / group : 0; }
 
-    // What blocks.h has of 32 outputs and `super` inputs.
+    // Bytes of 32 outputs and `super` inputs.
     int64_t cell() const { return CELL * (low + high) / 8; }
     int64_t factors() const { return WIDE * (1 + zeros) * (2 + groups()); }
     int64_t part() const { return factors() + super / DEPTH * cell(); }

@@ -27,8 +27,9 @@ struct Engine {
     std::vector<Panel> panels;
     std::vector<Scratch<float>> scores;
     std::vector<Workspace> spaces;
-    Scratch<bf16> laid_out, columns;
+    Scratch<bf16> laid_out;
     Tokens8 tokens;
+    Planes planes;
     std::vector<bf16> ordered;
     StepMemory memory;
     Experts experts;
@@ -251,14 +252,17 @@ void run(Engine& engine, const Op& op, const Step& step) {
         case LINEAR8:
             return multiply(engine.team, Product8{operands(engine, op, step, sizeof(int8_t)), static_cast<bf16*>(op.a),
                                                   op.stride_a, &engine.tokens, static_cast<float>(op.f0), op.i2});
-        case GROUPED:
-            return multiply(engine.team, Grouped{{operands(engine, op, step, sizeof(bf16))},
-                                                 reinterpret_cast<const int64_t*>(op.i4), &engine.ordered, op.i2, op.i3},
-                            engine.columns);
+        case GROUPED: {
+            const Widened of = {{operands(engine, op, step, sizeof(bf16))}};
+            const auto* order = reinterpret_cast<const int64_t*>(op.i4);
+            const bool zeroed = op.f0 != 0;
+            if (op.i3 == 4) return multiply(engine.team, Grouped<4>{of, order, &engine.ordered, op.i2, zeroed}, engine.planes);
+            return multiply(engine.team, Grouped<8>{of, order, &engine.ordered, op.i2, zeroed}, engine.planes);
+        }
         case BLOCKS:
-            if (static_cast<const Layout*>(op.b)->by_output())
-                return multiply_by_outputs(engine.team, CodeProduct{{operands(engine, op, step, sizeof(bf16))}}, engine.columns);
-            return multiply(engine.team, BlockProduct{{operands(engine, op, step, sizeof(bf16))}});
+            return with_planes(*static_cast<const Layout*>(op.b), [&]<int LOW, int HIGH>() {
+                multiply_made(engine.team, BlockProduct<LOW, HIGH>{{{operands(engine, op, step, sizeof(bf16))}}}, engine.planes);
+            });
         case EXPERTS: return run_experts({engine.team, engine.panels, engine.experts, op, step});
         case ATTENTION:
             attention(engine.team, engine.scores, op, step);

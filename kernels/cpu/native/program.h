@@ -15,7 +15,7 @@ enum Kind : int64_t { EMBED, ANGLES, NORM, LINEAR, ROTARY, WRITE, ATTENTION, SIL
 //              others, out is silu(gate) * other, i1 a multiple of 64
 //   LINEAR8    as LINEAR with b a weight of int8 (whole.h); f0 scale of every token, 0: each its own; i2 offset
 //   GROUPED    as LINEAR with b a weight of groups (grouped.h); i2 inputs of a group, i3 bits, i4 address of the inputs'
-//              order int64 [i0], 0: as they come
+//              order int64 [i0], 0: as they come; f0: whether zeros are others than the middle
 //   BLOCKS     as LINEAR with b a weight in blocks (blocks.h)
 //   ROTARY     a x, b cosines, c sines -> out; i0 dim, i1 heads
 //   PLACE      a queries, keys and values: NORM and ROTARY of the first two, in one pass, and WRITE; b cosines, c sines, out

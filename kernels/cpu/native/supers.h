@@ -1,0 +1,157 @@
+// Products of up to 32 tokens with a block of 32 outputs of whole numbers, of whose inputs some at a time, a super, share a scale (and
+// a zero). Nothing is rounded but tokens, where they are few (planes.h), and sums. So few are one way's and so many another's; within
+// either a token's result is the same bits whatever the tokens beside it.
+//
+// `S` is what is known of a block: GROUP, inputs within a super that have whole scales (0: none have); ZEROS; `lines()` of a super;
+// `cell(line)`; `codes(cell, half, four)`, one a byte; `open(line, out)`, all of a line as bf16 in the order of matrix.h; `whole(line,
+// second, half)` and `less(line, half)`, whole scales and zeros of groups; `end(super, half, some, less, found)`, which adds a super's
+// sums to those before; `fetch(line)`, for later.
+#pragma once
+#include "layout.h"
+#include "planes.h"
+
+namespace troupe {
+
+// Sums [token][32] of up to four tokens.
+template <int ROWS, class S>
+void multiply_vectors(const S& of, const Whole& x, float* sums) {
+    constexpr bool twice = S::GROUP == TILE;
+    __m512 found[ROWS][2], some[ROWS][2], less[ROWS][2];
+    for (int row = 0; row < ROWS; row++) found[row][0] = found[row][1] = _mm512_setzero_ps();
+    for (int64_t line = 0, super = 0; line < x.lines; super++) {
+        for (int row = 0; row < ROWS; row++)
+            for (int half = 0; half < 2; half++) some[row][half] = less[row][half] = _mm512_setzero_ps();
+        for (const int64_t end = line + of.lines(); line < end; line++) {
+            of.fetch(line);
+            __m512 values[ROWS][2];
+            const auto part = [&]<int PART>() {
+                VectorSums<ROWS> sum;
+                const uint8_t* cell = of.cell(line);
+#pragma GCC unroll 8
+                for (int64_t four = twice ? 4 * PART : 0; four < (twice ? 4 * PART + 4 : 8); four++)
+                    sum.add(x, line, four, of.codes(cell, 0, four), of.codes(cell, 1, four));
+                for (int half = 0; half < 2; half++) {
+                    const __m512 by = S::GROUP ? of.whole(line, PART, half) : _mm512_setzero_ps();
+                    for (int row = 0; row < ROWS; row++) {
+                        const __m512 value = sum.of(row, half, x.offsets + (row * x.lines + line) * OFFSETS + (twice ? PART : HALVES));
+                        values[row][half] = !S::GROUP ? value : PART ? _mm512_fmadd_ps(value, by, values[row][half]) : _mm512_mul_ps(value, by);
+                    }
+                }
+            };
+            part.template operator()<0>();
+            if constexpr (twice) part.template operator()<1>();
+            for (int half = 0; half < 2; half++) {
+                const __m512 by = S::ZEROS && S::GROUP ? of.less(line, half) : _mm512_set1_ps(1.0f);
+                for (int row = 0; row < ROWS; row++) {
+                    const float* scales = x.scales + (row * x.lines + line) * 2;
+                    some[row][half] = _mm512_fmadd_ps(values[row][half], _mm512_set1_ps(scales[0]), some[row][half]);
+                    if (S::ZEROS) less[row][half] = _mm512_fmadd_ps(by, _mm512_set1_ps(scales[1]), less[row][half]);
+                }
+            }
+        }
+        for (int half = 0; half < 2; half++)
+            for (int row = 0; row < ROWS; row++) found[row][half] = of.end(super, half, some[row][half], less[row][half], found[row][half]);
+    }
+    for (int row = 0; row < ROWS; row++)
+        for (int half = 0; half < 2; half++) _mm512_store_ps(sums + row * WIDE + half * TILE, found[row][half]);
+}
+
+// More tokens, as bf16 [row][32 inputs of each line], on AMX. What tiles multiply is 128 and a code, of up to 7 bits, which a bf16 is
+// made of by a mask. `shares` [row][part][2]: of so many inputs as have a scale of their own, the sum, times 128 and the offset, and
+// the sum.
+struct Shared {
+    const char* x;
+    int64_t stride;
+    const float* shares;
+    int64_t parts, lines;
+};
+
+// Tiles as those of `configure`, but for half the inputs.
+inline void configure_halves(int first, int second) {
+    const int id = 1 << 18 | first << 8 | second;
+    if (configured == id) return;
+    configured = id;
+    TileShapes config;
+    const int rows[8] = {first, first, std::max(second, 1), std::max(second, 1), first, std::max(second, 1), 8, 8};
+    for (int tile = 0; tile < 8; tile++) {
+        config.bytes[tile] = tile == 4 || tile == 5 ? LINE / 2 : LINE;
+        config.rows[tile] = static_cast<uint8_t>(rows[tile]);
+    }
+    config.load();
+}
+
+// Sums [token][32] of up to 32 tokens from `row` on.
+template <class S>
+void multiply_shared(const S& of, const Shared& x, int64_t row, int64_t rows, float* sums) {
+    constexpr int HALVED = S::GROUP == TILE ? 2 : 1;
+    alignas(64) bf16 wide[2][WIDE * DEPTH];
+    alignas(64) float found[2][WIDE * WIDE], some[WIDE * WIDE], less[WIDE * WIDE];
+    const int64_t more = std::max<int64_t>(rows - TILE, 0), each = S::GROUP ? 1 : of.lines(), in_super = S::GROUP ? of.lines() * HALVED : 1;
+    const int first = static_cast<int>(std::min(rows, TILE)), second = static_cast<int>(more);
+    HALVED == 2 ? configure_halves(first, second) : configure(first, second);
+    for (int64_t i = 0; i < rows * WIDE; i += TILE) _mm512_store_ps(sums + i, _mm512_setzero_ps());
+
+    const auto take = [&](int64_t part) {  // what tiles have stored of it
+        const int64_t super = part / in_super, at = part % in_super, line = S::GROUP ? part / HALVED : 0;
+        const float* from = found[part % 2];
+        for (int64_t half = 0; half < 2; half++) {
+            const __m512 one = _mm512_set1_ps(1.0f), by = S::GROUP ? of.whole(line, part % HALVED, half) : one;
+            const __m512 zero = S::GROUP && S::ZEROS ? of.less(line, half) : one;
+            const float* share = x.shares + (row * x.parts + part) * 2;
+            for (int64_t i = half * TILE; i < rows * WIDE; i += WIDE, share += 2 * x.parts) {
+                __m512 value = _mm512_sub_ps(_mm512_load_ps(from + i), _mm512_set1_ps(share[0])), off = _mm512_set1_ps(share[1]);
+                if (S::GROUP) {
+                    value = at ? _mm512_fmadd_ps(value, by, _mm512_load_ps(some + i)) : _mm512_mul_ps(value, by);
+                    if (S::ZEROS) off = at ? _mm512_fmadd_ps(off, zero, _mm512_load_ps(less + i)) : _mm512_mul_ps(off, zero);
+                    if (at + 1 < in_super) {
+                        _mm512_store_ps(some + i, value);
+                        if (S::ZEROS) _mm512_store_ps(less + i, off);
+                        continue;
+                    }
+                }
+                _mm512_store_ps(sums + i, of.end(super, half, value, off, _mm512_load_ps(sums + i)));
+            }
+        }
+    };
+
+    const char *tokens = x.x + row * x.stride, *others = tokens + TILE * x.stride;
+    of.open(0, wide[0]);
+    for (int64_t part = 0, line = 0; part < x.parts; part++) {
+        _tile_zero(0);
+        _tile_zero(1);
+        if (more) {
+            _tile_zero(2);
+            _tile_zero(3);
+        }
+        const int64_t half = part % HALVED * LINE / HALVED;
+        for (const int64_t end = line + each; line < end; line++) {
+            // What was stored just now would be waited for: the next is made first.
+            if (half == 0 && line + 1 < x.lines) of.open(line + 1, wide[(line + 1) % 2]);
+            written();
+            const bf16* weights = wide[line % 2] + half / 4 * WIDE;
+            _tile_loadd(4, tokens + line * LINE + half, x.stride);
+            _tile_loadd(6, weights, LINE);
+            _tile_loadd(7, weights + WIDE * DEPTH / 2, LINE);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            if (more) {
+                _tile_loadd(5, others + line * LINE + half, x.stride);
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_dpbf16ps(3, 5, 7);
+            }
+        }
+        if (HALVED == 2 && half == 0) line--;
+        float* to = found[part % 2];
+        _tile_stored(0, to, 2 * LINE);
+        _tile_stored(1, to + TILE, 2 * LINE);
+        if (more) {
+            _tile_stored(2, to + TILE * WIDE, 2 * LINE);
+            _tile_stored(3, to + TILE * WIDE + TILE, 2 * LINE);
+        }
+        written();
+        if (part) take(part - 1);
+    }
+    take(x.parts - 1);
+}
+
+}  // namespace troupe

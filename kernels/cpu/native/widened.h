@@ -1,0 +1,176 @@
+// Products with weights of whole numbers, whose tokens are rounded to whole numbers, too (supers.h); or of which, where tokens are
+// many, bf16 is made in the order of matrix.h, 32 inputs of 32 outputs after the others.
+//
+// A kind of product `P` has a `Maker(p, block)` of a block's weights, whose `line(line, out)` makes the next 32 inputs, and
+// `with_supers(block, call)`, which calls with what supers.h knows of a block, if codes are `in_fours()` (cells.h). `shares()`: inputs
+// that have a scale of their own; `below_128()`: whether codes are.
+#pragma once
+#include <optional>
+
+#include "layout.h"
+#include "supers.h"
+
+namespace troupe {
+
+struct Widened : Product {
+    std::optional<Whole> whole = {};    // its tokens, if they are rounded
+    std::optional<Shared> shared = {};  // or if they are not
+
+    static constexpr bool made = true;
+};
+
+inline thread_local Scratch<bf16> widened;  // a block's weights, where more rows meet them
+
+// All of a block.
+template <class P>
+const char* widen_block(const P& p, int64_t block, bf16* out) {
+    typename P::Maker maker(p, block);
+    for (int64_t line = 0; line < p.lines; line++) maker.line(line, out + line * CELL);
+    written();
+    return reinterpret_cast<const char*>(out);
+}
+
+// Up to 32 rows: what is widened meets its tokens at once.
+template <class P>
+void multiply_widened(const P& p, int64_t block, int64_t row, int64_t rows, float* sums) {
+    alignas(64) bf16 wide[2][CELL];
+    const char *x = p.x + row * p.stride_x, *second = x + TILE * p.stride_x;
+    const int64_t more = std::max<int64_t>(rows - TILE, 0);
+    configure(static_cast<int>(std::min(rows, TILE)), static_cast<int>(more));
+    _tile_zero(0);
+    _tile_zero(1);
+    if (more) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    typename P::Maker maker(p, block);
+    maker.line(0, wide[0]);
+    for (int64_t line = 0, turn = 0; line < p.lines; line++, turn ^= 1, x += LINE, second += LINE) {
+        // What was stored just now would be waited for: the next is widened first.
+        if (line + 1 < p.lines) maker.line(line + 1, wide[turn ^ 1]);
+        written();
+        _tile_loadd(4, x, p.stride_x);
+        _tile_loadd(6, wide[turn], LINE);
+        _tile_loadd(7, wide[turn] + CELL / 2, LINE);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (more) {
+            _tile_loadd(5, second, p.stride_x);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, sums, 2 * LINE);
+    _tile_stored(1, sums + TILE, 2 * LINE);
+    if (more) {
+        _tile_stored(2, sums + TILE * WIDE, 2 * LINE);
+        _tile_stored(3, sums + TILE * WIDE + TILE, 2 * LINE);
+    }
+}
+
+template <class P>
+void multiply_rounded(const P& p, int64_t block, int64_t rows, float* sums) {
+    p.with_supers(block, [&](const auto& supers) {
+        with_rows(rows, [&]<int ROWS>() { multiply_vectors<ROWS>(supers, *p.whole, sums); });
+    });
+}
+
+template <class P>
+void multiply_widened_chunk(void* context, int64_t chunk, int) {
+    const P& p = *static_cast<const P*>(context);
+    const int64_t all = blocks(p.wide()), first = chunk * p.chunk, size = p.inputs() * WIDE;
+    alignas(64) float sums[2][WIDE * WIDE];
+    bf16* wide = p.rows > WIDE && !p.shared ? widened.of(2 * size) : nullptr;
+    for (int64_t block = first; block < std::min(first + p.chunk, all); block++) {
+        const int64_t others = block + (p.gated ? all : 0);
+        if (wide) widen_block(p, others, wide);
+        if (wide && p.gated) widen_block(p, block, wide + size);
+        for (int64_t row = 0; row < p.rows; row += WIDE) {
+            const int64_t rows = std::min(WIDE, p.rows - row);
+            const auto run = [&](int64_t of, const bf16* weights, float* to) {
+                if (p.whole) return multiply_rounded(p, of, rows, to);
+                if (p.shared) return p.with_supers(of, [&](const auto& supers) { multiply_shared(supers, *p.shared, row, rows, to); });
+                if (!wide) return multiply_widened(p, of, row, rows, to);
+                Product alone = p;
+                alone.weight = reinterpret_cast<const char*>(weights);
+                Ahead nothing;
+                multiply_block(alone, 0, row, rows, to, {}, nothing);
+            };
+            if (p.gated) run(block, wide + size, sums[1]);
+            run(others, wide, sums[0]);
+            written();
+            finish<Product>(p, {sums[0], p.gated ? sums[1] : nullptr, row, rows, block * WIDE}, 0, rows);
+        }
+    }
+}
+
+constexpr int64_t SPARSE = 64;  // inputs to a scale from which on scales are few beside products
+
+// What a product wants to be known of its tokens beforehand. `first`: of its rows in `planes`.
+template <class P>
+struct Preparing {
+    const P& p;
+    Planes& planes;
+    int64_t first = 0;
+
+    bool rounded() const { return p.rows <= FEWEST && P::in_fours(); }
+    bool shared() const { return !rounded() && p.rows <= (p.shares() < SPARSE ? TILE : WIDE) && p.below_128(); }
+    bool wanted() const { return rounded() || shared(); }
+    int64_t parts() const { return p.inputs() / p.shares(); }
+    float* shares() const { return planes.shares.of(0) + first * p.lines * HALVES * 2; }  // others' parts may be others
+    void reserve(int64_t rows) const { planes.reserve(rows, p.lines, rounded()); }
+
+    void row(int64_t row) const {
+        const bf16* x = reinterpret_cast<const bf16*>(p.x + row * p.stride_x);
+        if (rounded()) return round_planes(x, p.lines, p.offset(), first + row, planes);
+        share_out(x, p.inputs(), p.shares(), static_cast<float>(128 + p.offset()), shares() + row * parts() * 2);
+    }
+
+    void tell(P& to) const {
+        if (rounded()) to.whole.emplace(planes, first, p.lines);
+        if (shared()) to.shared = {p.x, p.stride_x, shares(), parts(), p.lines};
+    }
+};
+
+template <class P>
+void prepare_rows_chunk(void* context, int64_t chunk, int) {
+    const auto& of = *static_cast<const Preparing<P>*>(context);
+    for (int64_t row = 4 * chunk; row < std::min(of.p.rows, 4 * chunk + 4); row++) of.row(row);
+}
+
+template <class P>
+void multiply_made(Team& team, P p, Planes& planes) {
+    if (p.rows >= FEW) return multiply_all(team, p);
+    Preparing<P> preparing = {p, planes};
+    if (preparing.wanted()) {
+        preparing.reserve(p.rows);
+        team.each((p.rows + 3) / 4, prepare_rows_chunk<P>, &preparing);
+        preparing.tell(p);
+    }
+    team.each(divide(p, team.size()), multiply_widened_chunk<P>, &p);
+}
+
+// Where four inputs' codes of sixteen outputs are, as the lowest bytes of pairs of eight: [pair][eight].
+struct PairOrder {
+    __m512i of[2][2];
+
+    PairOrder() {
+        const __m512i lanes = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+        for (int pair = 0; pair < 2; pair++)
+            for (int eight = 0; eight < 2; eight++) of[pair][eight] = _mm512_add_epi32(lanes, _mm512_set1_epi32(pair + 32 * eight));
+    }
+
+    // As floats.
+    __m512 floats(__m512i codes, int pair, int eight) const {
+        return _mm512_cvtepi32_ps(_mm512_maskz_permutexvar_epi8(0x1111111111111111, of[pair][eight], codes));
+    }
+};
+
+// Numbers of 32 outputs, each for the two inputs of a pair: four vectors.
+inline void spread(__m512 of, __m512* to) {
+    const __m512i low = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
+    to[0] = _mm512_permutexvar_ps(low, of);
+    to[1] = _mm512_permutexvar_ps(_mm512_add_epi32(low, _mm512_set1_epi32(8)), of);
+}
+
+}  // namespace troupe

@@ -1,0 +1,23 @@
+"""What native products with quantized weights must come to."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["assert_only_rounded_once"]
+
+TOKENS = 5e-5
+"""A token's numbers are rounded to a 65,000th of the largest beside them."""
+
+
+def assert_only_rounded_once(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """``found`` bf16 is ``x @ weight.T + bias`` for a ``weight`` of float32 [outputs, inputs] that nothing rounded."""
+    wide, exact = x.double(), weight.double().t()
+    expected = wide @ exact
+    if bias is not None:
+        expected += bias.double()
+    half_a_step = 2.0 ** (torch.frexp(expected).exponent - 9)
+    allowed = half_a_step + TOKENS * (wide.abs() @ exact.abs())
+    worst = ((found.double() - expected).abs() / allowed).max()
+    assert worst <= 1, f"{float(worst):.2f} times as far from the exact product as its rounding"
