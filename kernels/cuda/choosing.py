@@ -34,12 +34,16 @@ class Choices:
 
     def run(self, shape: Shape, ways: Mapping[str, Callable[[], Tensor]]) -> Tensor:
         """The product, by the quickest of the ``ways``. All give the same, but for rounding."""
+        chosen = self.name(shape, lambda: ways)
+        return ways[chosen]() if chosen is not None else next(iter(ways.values()))()
+
+    def name(self, shape: Shape, trial: Callable[[], Mapping[str, Callable[[], Tensor]]]) -> str | None:
+        """The quickest way; None where that is not known. ``trial``: the ways as they may be tried, any number of
+        times; each may do more than the product, all the same."""
         chosen = self._chosen.get(shape)
-        if chosen is None:
-            if torch.cuda.is_current_stream_capturing():
-                return next(iter(ways.values()))()
-            chosen = self._chosen[shape] = self._quickest(shape, ways)
-        return ways[chosen]()
+        if chosen is None and not torch.cuda.is_current_stream_capturing():
+            chosen = self._chosen[shape] = self._quickest(shape, trial())
+        return chosen
 
     def _quickest(self, shape: Shape, ways: Mapping[str, Callable[[], Tensor]]) -> str:
         same = agreeing(shape, made(shape, ways))

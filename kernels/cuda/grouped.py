@@ -4,13 +4,17 @@ more by cuBLAS, with the weight made 16 bits wide first, in memory that all laye
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.cuda import packing, skinny
 from kernels.cuda.activation import swiglu
-from kernels.cuda.choosing import Choices
+from kernels.cuda.behind import Fused
+from kernels.cuda.choosing import Choices, Shape
+from kernels.cuda.norms import Before
 from kernels.cuda.skinny import Tiles, single_suits
 from kernels.quantization.weights import GroupedWeight
 
@@ -76,24 +80,39 @@ class GroupedLinear:
         low, high = Tiles(64, self._words, 6, 4), Tiles(128, self._words, 4, 8)
         if self._choices is None:
             return self._few(x, low if len(x) <= _FEW else high)
-        ways = {"tiles of 64": lambda: self._few(x, low), "tiles of 128": lambda: self._few(x, high)}
+        ways: dict[str, Callable[[], Tensor]] = {
+            "tiles of 64": lambda: self._few(x, low),
+            "tiles of 128": lambda: self._few(x, high),
+        }
         if len(x) == 1 and single_suits(self._form, x):
-            ways["single"] = lambda: self._single(x)
+            ways |= self._single(x)
         if len(x) > _FEW:
             del ways["tiles of 64"]
             ways["made wide"] = lambda: self._wide(x)
-        kind = f"{self._form.kind} gated" if self._gated else f"{self._form.kind}"
         block = 1 if len(x) == 1 else skinny.token_block(len(x))
-        shape = (kind, block, *self._shape, self._words, self._form.slots, x.dtype)
-        return self._choices.run(shape, ways)
+        return self._choices.run((*self.shape, block, x.dtype), ways)
 
     def _few(self, x: Tensor, tiles: Tiles) -> Tensor:
         return skinny.multiply(x, self._form, self.bias, self._arrived, self._gated, tiles)
 
-    def _single(self, x: Tensor) -> Tensor:
+    def _single(self, x: Tensor) -> dict[str, Callable[[], Tensor]]:
         from kernels.cuda import single
 
-        return single.multiply(x, self._form, self.bias, self._gated, self._words)
+        return single.ways(x, self._form, self.bias, self._gated, self._words)
+
+    @property
+    def shape(self) -> Shape:
+        """As ``kernels.cuda.behind`` wants it."""
+        kind = f"{self._form.kind} gated" if self._gated else f"{self._form.kind}"
+        return (kind, *self._shape, self._words, self._form.slots)
+
+    def behind(self, x: Tensor, before: Before) -> dict[str, Fused]:
+        """As ``kernels.cuda.behind`` wants it."""
+        if self._order is not None or len(x) > 1 or not single_suits(self._form, x):
+            return {}
+        from kernels.cuda import single
+
+        return single.fused(x, self._form, self.bias, self._gated, self._words, before)
 
     def _wide(self, x: Tensor) -> Tensor:
         weight = self._room.room(*self._shape, x.dtype)

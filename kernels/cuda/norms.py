@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -10,7 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.cuda.launch import overlapping
 
-__all__ = ["CudaNorm", "norm_both"]
+__all__ = ["Before", "CudaNorm", "norm_both"]
 
 
 @triton.jit
@@ -77,6 +79,17 @@ def _norm_both(
     wide = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide) / width + eps)
     tl.store(out + (row * 2 + side) * width + at, (wide * scale * gamma).to(value.dtype), mask=here)
+
+
+@dataclass(frozen=True, eq=False)
+class Before:
+    """The norm before a product of one token, for kernels that do both: of its sum with ``residual`` [1, inputs], dense
+    and of the token's dtype, times ``gain`` [inputs].
+    """
+
+    residual: Tensor
+    gain: Tensor
+    eps: float
 
 
 class CudaNorm:

@@ -6,6 +6,8 @@ they need not be rounded. Of more tokens each is rounded by its own scale.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -14,8 +16,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.cuda import skinny
 from kernels.cuda.activation import swiglu
-from kernels.cuda.choosing import Choices
+from kernels.cuda.behind import Fused
+from kernels.cuda.choosing import Choices, Shape
 from kernels.cuda.launch import overlapping
+from kernels.cuda.norms import Before
 from kernels.cuda.numbers import BYTES, EIGHTHS, wide_conversion
 from kernels.cuda.skinny import Form, Tiles, single_suits
 from kernels.quantization.weights import FP8_MOST, Fp8Weight, Int8Weight
@@ -197,27 +201,41 @@ class EightBitLinear:
         tokens = len(x)
         if tokens > skinny.MOST_TOKENS or (tokens > 1 and self._form is None):
             return self._many(x)
-        ways = {"rounded": lambda: self._many(x)} if tokens > 1 else {"vector": lambda: self._vector(x)}
+        ways: dict[str, Callable[[], Tensor]] = (
+            {"rounded": lambda: self._many(x)} if tokens > 1 else {"vector": lambda: self._vector(x)}
+        )
         if self._form is not None and x.is_contiguous():
             if tokens == 1 and single_suits(self._form, x):
-                ways["single"] = lambda: self._single(x)
+                ways |= self._single(x)
             tiles = Tiles(64, _WORDS, 6, 4) if tokens <= _FEW else Tiles(128, _WORDS, 4, 8)
             ways["skinny"] = lambda: self._few(x, tiles)
         if self._choices is None:
             return ways["skinny" if "skinny" in ways and 1 < tokens <= _FEW else next(iter(ways))]()
-        kind = f"{self._kind} gated" if self._gated else f"{self._kind}"
         block = 1 if tokens == 1 else skinny.token_block(tokens)
-        return self._choices.run((kind, block, *self.weight.shape, x.dtype), ways)
+        return self._choices.run((*self.shape, block, x.dtype), ways)
 
     def _few(self, x: Tensor, tiles: Tiles) -> Tensor:
         assert self._form is not None
         return skinny.multiply(x, self._form, self.bias, self._arrived, self._gated, tiles)
 
-    def _single(self, x: Tensor) -> Tensor:
+    def _single(self, x: Tensor) -> dict[str, Callable[[], Tensor]]:
         from kernels.cuda import single
 
         assert self._form is not None
-        return single.multiply(x, self._form, self.bias, self._gated, _WORDS)
+        return single.ways(x, self._form, self.bias, self._gated, _WORDS)
+
+    @property
+    def shape(self) -> Shape:
+        """As ``kernels.cuda.behind`` wants it."""
+        return (f"{self._kind} gated" if self._gated else f"{self._kind}", *self.weight.shape)
+
+    def behind(self, x: Tensor, before: Before) -> dict[str, Fused]:
+        """As ``kernels.cuda.behind`` wants it."""
+        if self._form is None or len(x) > 1 or not single_suits(self._form, x):
+            return {}
+        from kernels.cuda import single
+
+        return single.fused(x, self._form, self.bias, self._gated, _WORDS, before)
 
     def _many(self, x: Tensor) -> Tensor:
         found = self._product(x)

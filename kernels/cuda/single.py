@@ -1,14 +1,20 @@
-"""One token by a weight of 8 or 4 bits, with as few instructions a number as there may be.
+"""One token by a weight of 8 or 4 bits, with as few instructions a number as there may be, and the norm in front of it.
 
-Such a product is as fast as the weight is read only where a few instructions make do with many of its numbers. A thread
-takes 16 bytes of some rows, all of them at once and before the kernel in front has ended. Whole numbers are multiplied
-as they are, by whole numbers of 16 bits that the thread makes of its part of the token, with a scale of their own, so
-that they are as close to it as bfloat16 is: two such products are one instruction (PTX, "dp2a"). Their sums become
-floating point once for all of a thread's numbers that share their scales. Numbers of e4m3 become float16 two at a time.
+Such a product is as fast as the weight is read only where nothing waits and a few instructions make do with many of its
+numbers. What is the weight's own, its scales and the norm's gain included, is on its way before the kernel in front has
+ended. A program makes the token ready once for all its rows: whole numbers are multiplied as they are, by whole numbers
+of 16 bits, each 16 or 32 of which have a scale of their own, so that they are as close to the token as bfloat16 is;
+numbers of e4m3 become float16, and so does the token (``kernels.cuda.packed``).
+
+The norm is ``gain * s * rsqrt(mean(s^2) + eps)`` of the token's sum with the residual. A product is linear: the weight
+is multiplied by ``gain * s``, and what comes of it by the rest, which is known when all of the token was read.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
@@ -18,264 +24,315 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.cuda.behind import Fused
 from kernels.cuda.launch import overlapping
+from kernels.cuda.norms import Before
 from kernels.cuda.numbers import NIBBLES, PIECES
+from kernels.cuda.packed import (
+    alternate,
+    by_bytes,
+    by_eighths,
+    by_nibbles,
+    half,
+    inverse,
+    joined,
+    largest,
+    whole,
+)
 from kernels.cuda.skinny import Form
 
-__all__ = ["multiply"]
+__all__ = ["Cut", "cuts", "fused", "multiply", "ways"]
 
 _LONG: Final = 8192  # inputs from which a program has more rows
 
 
-@gluon.jit
-def _rounded(value, inverse):
-    """The nearest whole number as the lower half of a word; the sum is exact, and its last bits are the number."""
-    return (value * inverse + 12582912.0).to(gl.int32, bitcast=True)
+@dataclass(frozen=True)
+class Cut:
+    """How a product is cut: a program has ``rows`` outputs and ``warps``, of which ``across`` share a row, and of a row
+    it takes 16 bytes so many times, ``fours``, at a time.
+    """
+
+    rows: int
+    warps: int
+    across: int
+    fours: int
 
 
 @gluon.jit
-def _pairs(low, high):
-    """Two numbers of 16 bits in a word, from the lower halves."""
-    return (low & 0xFFFF) | (high << 16)
+def _numbers(first, mask):
+    return gl.load(first, mask=mask, other=0, eviction_policy="evict_first")
 
 
 @gluon.jit
-def _quarters(eight, threads: gl.constexpr, layout: gl.constexpr):
-    """[threads, 8] -> those at even and at odd places, [1, threads, 4], as the words of a row lie."""
-    low, high = gl.split(eight.reshape(threads, 4, 2))
-    flat: gl.constexpr = gl.SliceLayout(0, layout)
-    return gl.convert_layout(low, flat)[None, :, :], gl.convert_layout(high, flat)[None, :, :]
+def _slots(slots, row, outputs, every, tile, tall: gl.constexpr, sums: gl.constexpr):
+    """Of each row and four words what their tile has, the rows of a thread at once."""
+    at = slots + tile[None, :] * every + row[:, None]
+    return gl.convert_layout(gl.load(at, mask=(row < outputs)[:, None], other=0), sums)
 
 
 @gluon.jit
-def _lower(numbers, bytes_, total, signed: gl.constexpr):
-    """total + the two numbers by the lower two bytes."""
-    code: gl.constexpr = "dp2a.lo.s32.s32 $0, $1, $2, $3;" if signed else "dp2a.lo.s32.u32 $0, $1, $2, $3;"
-    return gl.inline_asm_elementwise(code, "=r,r,r,r", [numbers, bytes_, total], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _upper(numbers, bytes_, total, signed: gl.constexpr):
-    code: gl.constexpr = "dp2a.hi.s32.s32 $0, $1, $2, $3;" if signed else "dp2a.hi.s32.u32 $0, $1, $2, $3;"
-    return gl.inline_asm_elementwise(code, "=r,r,r,r", [numbers, bytes_, total], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _bytes(word, low, high):
-    """Sums of 16 numbers of int8 for each row and thread."""
-    zero = gl.zeros_like(word)
-    return gl.sum(_upper(high, word, _lower(low, word, zero, True), True), 2)
-
-
-@gluon.jit
-def _nibbles(word, low, high):
-    """Sums of 16 numbers, those of the lower halves of bytes."""
-    zero = gl.zeros_like(word)
-    word = word & 0x0F0F0F0F
-    return gl.sum(_upper(high, word, _lower(low, word, zero, False), False), 2)
-
-
-@gluon.jit
-def _eighths(word, first, second, third, fourth):
-    """Sums of 16 numbers of e4m3 for each row and thread; by those of the token at each place of a word's four."""
-    code: gl.constexpr = """{
-        .reg .b16 l, h, a, b, c, d; .reg .b32 u, v; .reg .f32 p, t;
-        mov.b32 {l, h}, $1;
-        cvt.rn.f16x2.e4m3x2 u, l; cvt.rn.f16x2.e4m3x2 v, h; mov.b32 {a, b}, u; mov.b32 {c, d}, v;
-        cvt.f32.f16 p, a; mul.rn.f32 t, p, $2; cvt.f32.f16 p, b; fma.rn.f32 t, p, $3, t;
-        cvt.f32.f16 p, c; fma.rn.f32 t, p, $4, t; cvt.f32.f16 p, d; fma.rn.f32 $0, p, $5, t; }"""
-    found = gl.inline_asm_elementwise(
-        code, "=f,r,f,f,f,f", [word, first, second, third, fourth], dtype=gl.float32, is_pure=True, pack=1
-    )
-    return gl.sum(found, 2)
-
-
-@gluon.jit
-def _largest(value):
-    """Bits of the largest of a thread's numbers; a NaN is larger than infinity."""
-    return gl.max(value.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-
-
-@gluon.jit
-def _inverse(bits):
-    """What makes the largest 32767, and what undoes it."""
-    most = gl.maximum(bits, 0x0D800000).to(gl.float32, bitcast=True)
-    return 32767.0 / most, most * (1.0 / 32767.0)
+def _read(x, residual, summed, at, inside, writes, normed: gl.constexpr):
+    value = gl.load(x + at, mask=inside, other=0.0)
+    if normed:
+        more = gl.load(residual + at, mask=inside, other=0.0)
+        value = (value.to(gl.float32) + more.to(gl.float32)).to(value.dtype)
+        gl.store(summed + at, value, mask=inside & writes)
+    return value.to(gl.float32)
 
 
 @gluon.jit
 def _single(
     x,
+    residual,
+    summed,
+    gain,
     words,
     scales,
     zeros,
     bias,
     out,
+    eps,
     outputs,
+    every,
     length: gl.constexpr,
     rows: gl.constexpr,
     warps: gl.constexpr,
+    across: gl.constexpr,
+    fours: gl.constexpr,
     kind: gl.constexpr,
     width: gl.constexpr,
     zeroed: gl.constexpr,
     brain: gl.constexpr,
     biased: gl.constexpr,
     gated: gl.constexpr,
+    normed: gl.constexpr,
     pdl: gl.constexpr,
 ):
-    """``rows`` outputs a program; ``length``: words of 32 bits of a row. ``width``: of a tile of ``packing``, words of
-    16 bits. ``gated``: and what silu of them is multiplied by, ``outputs`` rows further down.
+    """``length``: words of 32 bits of a row. ``width``: of a tile of ``packing``, words of 16 bits. ``every``: rows of
+    the weight, twice the ``outputs`` if ``gated``: the second half is what silu of the first is multiplied by.
     """
     like: gl.constexpr = out.dtype.element_ty
-    threads: gl.constexpr = 32 * warps
-    held: gl.constexpr = gl.BlockedLayout([rows, 1, 4], [1, 32, 1], [1, warps, 1], [2, 1, 0])
+    held: gl.constexpr = gl.BlockedLayout(
+        [rows * across // warps, 1, 4], [1, 32, 1], [warps // across, across, 1], [2, 1, 0]
+    )
+    tall: gl.constexpr = gl.BlockedLayout([rows * across // warps, 1], [1, 32], [warps // across, across], [0, 1])
     sums: gl.constexpr = gl.SliceLayout(2, held)
-    across: gl.constexpr = gl.SliceLayout(1, sums)
-    eight: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [warps, 1], [1, 0])
-    sixteen: gl.constexpr = gl.BlockedLayout([1, 16], [32, 1], [warps, 1], [1, 0])
+    beside: gl.constexpr = gl.SliceLayout(0, sums)
+    flat: gl.constexpr = gl.SliceLayout(0, held)
+    # Numbers of the token that share a scale lie in some pieces; so many of a piece are a thread's.
+    pieces: gl.constexpr = 4 if kind == 1 else 1
+    piece: gl.constexpr = 8 if kind == 1 else 16
+    many: gl.constexpr = max(2, min(piece, fours * piece // (32 * warps)))
+    token: gl.constexpr = gl.BlockedLayout(
+        [1, pieces, many], [32 * many // piece, 1, piece // many], [warps, 1, 1], [2, 1, 0]
+    )
+    lead: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, token))
     chunks: gl.constexpr = length // 4
-    tile: gl.constexpr = width // 8  # threads of a tile
-    turns: gl.constexpr = (chunks + threads - 1) // threads
+    turns: gl.constexpr = (chunks + fours - 1) // fours
+    tile: gl.constexpr = width // 8 if kind == 1 else 1  # fours of words that share their slots
+    stride: gl.constexpr = fours * pieces * piece  # of the token, a turn
+    most: gl.constexpr = 1.0 if kind == 4 else 32767.0
+
     base = gl.program_id(0) * rows
-    row = gl.minimum(base + gl.arange(0, rows, layout=across), outputs - 1)
-    every = outputs * 2 if gated else outputs
-    chunk = gl.arange(0, threads, layout=gl.SliceLayout(0, sums))
-    four = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(0, held)))
-    four = gl.expand_dims(gl.expand_dims(four, 0), 0)
-    there = gl.expand_dims(gl.expand_dims(chunk, 0), 2) * 4 + four
-    first = words + gl.expand_dims(gl.expand_dims(row, 1), 2).to(gl.int64) * length + there
+    row = base + gl.arange(0, rows, layout=gl.SliceLayout(1, sums))
+    near = gl.minimum(row, outputs - 1)
+    high_row = base + gl.arange(0, rows, layout=gl.SliceLayout(1, tall))
+    high_tile = gl.arange(0, fours, layout=gl.SliceLayout(0, tall)) // tile
+    place = gl.expand_dims(gl.arange(0, fours, layout=gl.SliceLayout(1, flat)), 1) * 4
+    place = gl.expand_dims(place + gl.arange(0, 4, layout=gl.SliceLayout(0, flat))[None, :], 0)
+    first = words + gl.expand_dims(gl.expand_dims(near, 1), 2).to(gl.int64) * length + place
+    second = first + outputs.to(gl.int64) * length
+    chunk = gl.arange(0, fours, layout=lead)
+    start = chunk // tile * (4 * width) + chunk % tile * 8 if kind == 1 else chunk * 16
+    at = start[:, None] + gl.arange(0, pieces, layout=gl.SliceLayout(0, gl.SliceLayout(2, token)))[None, :] * width
+    number = gl.arange(0, piece, layout=gl.SliceLayout(0, gl.SliceLayout(1, token)))
+    at = gl.expand_dims(at, 2) + gl.expand_dims(gl.expand_dims(number, 0), 1)
+    inside = gl.expand_dims(gl.expand_dims(chunk, 1), 2)
+    writes = gl.program_id(0) == 0
+
     if pdl:
         gdc_launch_dependents()
-    inside = there < length
-    w = gl.load(first, mask=inside, other=0, eviction_policy="evict_first")
-    u = w
+    word = _numbers(first, place < length)
+    other = word
     if gated:
-        u = gl.load(first + outputs.to(gl.int64) * length, mask=inside, other=0, eviction_policy="evict_first")
+        other = _numbers(second, place < length)
+    if turns > 1:
+        next_word = _numbers(first + fours * 4, place + fours * 4 < length)
+        if gated:
+            next_other = _numbers(second + fours * 4, place + fours * 4 < length)
+    if kind == 1:
+        end: gl.constexpr = (chunks - 1) // tile
+        slot = gl.minimum(high_tile, end)
+        pair = _slots(scales, high_row, outputs, every, slot, tall, sums)
+        zero = _slots(zeros, high_row, outputs, every, slot, tall, sums) if zeroed else pair
+        if gated:
+            other_pair = _slots(scales + outputs, high_row, outputs, every, slot, tall, sums)
+            other_zero = _slots(zeros + outputs, high_row, outputs, every, slot, tall, sums) if zeroed else other_pair
+    else:
+        scale_of = gl.load(scales + near)
+        if gated:
+            other_scale = gl.load(scales + outputs + near)
+    if biased:
+        added = gl.load(bias + near).to(gl.float32)
+        if gated:
+            other_added = gl.load(bias + outputs + near).to(gl.float32)
+    if normed:
+        gamma = gl.load(gain + at, mask=inside < chunks, other=0.0)
     if pdl:
         gdc_wait()
-    total = gl.zeros([rows, threads], gl.float32, sums)
-    other = gl.zeros([rows, threads], gl.float32, sums)
+
+    total = gl.zeros([rows, fours], gl.float32, sums)
+    other_total = gl.zeros([rows, fours], gl.float32, sums)
+    squares = gl.zeros([fours], gl.float32, lead)
     for turn in gl.static_range(turns):
-        if turn > 0:
-            inside = there + turn * threads * 4 < length
-            w = gl.load(first + turn * threads * 4, mask=inside, other=0, eviction_policy="evict_first")
-            if gated:
-                second = first + outputs.to(gl.int64) * length
-                u = gl.load(second + turn * threads * 4, mask=inside, other=0, eviction_policy="evict_first")
+        value = _read(x, residual, summed, at + turn * stride, inside + turn * fours < chunks, writes, normed)
+        if normed:
+            squares += gl.sum(gl.sum(value * value, 2), 1)
+            value *= gamma.to(gl.float32)
+            if turn + 1 < turns:
+                ahead = inside + (turn + 1) * fours < chunks
+                gamma = gl.load(gain + at + (turn + 1) * stride, mask=ahead, other=0.0)
+        most_of, scale = inverse(gl.max(largest(value, 2), 1), most)
+        value *= gl.expand_dims(gl.expand_dims(most_of, 1), 2)
+        scale = gl.convert_layout(scale, beside)[None, :]
         if kind == 1:
-            mine = turn * threads + gl.arange(0, threads, layout=gl.SliceLayout(1, eight))
-            start = mine // tile * (4 * width) + mine % tile * 8
-            at = x + start[:, None] + gl.arange(0, 8, layout=gl.SliceLayout(0, eight))[None, :]
-            exists = (mine < chunks)[:, None]
-            v0 = gl.load(at, mask=exists, other=0.0).to(gl.float32)
-            v1 = gl.load(at + width, mask=exists, other=0.0).to(gl.float32)
-            v2 = gl.load(at + 2 * width, mask=exists, other=0.0).to(gl.float32)
-            v3 = gl.load(at + 3 * width, mask=exists, other=0.0).to(gl.float32)
-            bits = gl.maximum(gl.maximum(_largest(v0), _largest(v1)), gl.maximum(_largest(v2), _largest(v3)))
-            inverse, scale = _inverse(bits)
-            q0, q1 = _rounded(v0, inverse[:, None]), _rounded(v1, inverse[:, None])
-            q2, q3 = _rounded(v2, inverse[:, None]), _rounded(v3, inverse[:, None])
-            front = gl.sum((q0 - 0x4B400000) + (q1 - 0x4B400000), 1)
-            back = gl.sum((q2 - 0x4B400000) + (q3 - 0x4B400000), 1)
-            low, high = _quarters(_pairs(q0, q1), threads, held)
-            lower, upper = _quarters(_pairs(q2, q3), threads, held)
-            scale = gl.convert_layout(scale, gl.SliceLayout(0, sums))[None, :]
-            front = gl.convert_layout(front, gl.SliceLayout(0, sums))[None, :]
-            back = gl.convert_layout(back, gl.SliceLayout(0, sums))[None, :]
-            which = gl.minimum(chunk + turn * threads, chunks - 1) // tile
-            place = which[None, :] * every + row[:, None]
-            total += _grouped(w, low, high, lower, upper, front, back, scales, zeros, place, zeroed, brain) * scale
+            if turn > 0:
+                slot = gl.minimum(high_tile + turn * fours // tile, end)
+                pair = _slots(scales, high_row, outputs, every, slot, tall, sums)
+                zero = _slots(zeros, high_row, outputs, every, slot, tall, sums) if zeroed else pair
+                if gated:
+                    other_pair = _slots(scales + outputs, high_row, outputs, every, slot, tall, sums)
+                    other_zero = (
+                        _slots(zeros + outputs, high_row, outputs, every, slot, tall, sums) if zeroed else other_pair
+                    )
+            numbers = whole(value)
+            front, back = gl.split(gl.sum(gl.sum(numbers - 0x4B400000, 2).reshape(fours, 2, 2), 2))
+            front = gl.convert_layout(front, beside)[None, :]
+            back = gl.convert_layout(back, beside)[None, :]
+            one, two = gl.split(numbers.reshape(fours, 2, 2, 8).permute(0, 1, 3, 2))
+            lower, upper = gl.split(joined(one, two).permute(0, 2, 1))
+            a, b = alternate(lower, fours, flat)
+            c, d = alternate(upper, fours, flat)
+            total += by_nibbles(word, a, b, c, d, front, back, pair, zero, zeroed, brain) * scale
             if gated:
-                place += outputs
-                other += _grouped(u, low, high, lower, upper, front, back, scales, zeros, place, zeroed, brain) * scale
+                found = by_nibbles(other, a, b, c, d, front, back, other_pair, other_zero, zeroed, brain)
+                other_total += found * scale
         else:
-            mine = turn * threads + gl.arange(0, threads, layout=gl.SliceLayout(1, sixteen))
-            at = x + mine[:, None] * 16 + gl.arange(0, 16, layout=gl.SliceLayout(0, sixteen))[None, :]
-            value = gl.load(at, mask=(mine < chunks)[:, None], other=0.0).to(gl.float32)
+            numbers = whole(value) if kind == 3 else half(value)
+            one, two = gl.split(numbers.reshape(fours, 8, 2))
+            a, b = alternate(joined(one, two), fours, flat)
             if kind == 3:
-                inverse, scale = _inverse(_largest(value))
-                q0, q1 = gl.split(_rounded(value, inverse[:, None]).reshape(threads, 8, 2))
-                low, high = _quarters(_pairs(q0, q1), threads, held)
-                scale = gl.convert_layout(scale, gl.SliceLayout(0, sums))[None, :]
-                total += _bytes(w, low, high).to(gl.float32) * scale
+                total += by_bytes(word, a, b, True).to(gl.float32) * scale
                 if gated:
-                    other += _bytes(u, low, high).to(gl.float32) * scale
+                    other_total += by_bytes(other, a, b, True).to(gl.float32) * scale
             else:
-                even, odd = gl.split(value.reshape(threads, 8, 2))
-                v0, v2 = _quarters(even, threads, held)
-                v1, v3 = _quarters(odd, threads, held)
-                total += _eighths(w, v0, v1, v2, v3)
+                total += by_eighths(word, a, b) * scale
                 if gated:
-                    other += _eighths(u, v0, v1, v2, v3)
+                    other_total += by_eighths(other, a, b) * scale
+        if turn + 1 < turns:
+            word = next_word
+            if gated:
+                other = next_other
+        if turn + 2 < turns:
+            ahead_of = place + (turn + 2) * fours * 4 < length
+            next_word = _numbers(first + (turn + 2) * fours * 4, ahead_of)
+            if gated:
+                next_other = _numbers(second + (turn + 2) * fours * 4, ahead_of)
     found = gl.sum(total, 1)
+    up = gl.sum(other_total, 1)
+    if normed:
+        norm = gl.rsqrt(gl.sum(squares, 0) / (chunks * pieces * piece) + eps)
+        found *= norm
+        up *= norm
     if kind != 1:
-        found *= gl.load(scales + row)
+        found *= scale_of
+        if gated:
+            up *= other_scale
     if biased:
-        found += gl.load(bias + row).to(gl.float32)
+        found += added
+        if gated:
+            up += other_added
     if gated:
-        up = gl.sum(other, 1)
-        if kind != 1:
-            up *= gl.load(scales + outputs + row)
-        if biased:
-            up += gl.load(bias + outputs + row).to(gl.float32)
         # Rounded as the product is where the activation is an operator of its own.
         gate = found.to(like).to(gl.float32)
         found = gate / (1.0 + gl.exp(-gate)) * up.to(like).to(gl.float32)
-    gl.store(out + row, found.to(like))
+    gl.store(out + row, found.to(like), mask=row < outputs)
 
 
-@gluon.jit
-def _grouped(
-    word, low, high, lower, upper, front, back, scales, zeros, place, zeroed: gl.constexpr, brain: gl.constexpr
-):
-    """Sums of 32 numbers, each half of which has its scale. ``front``, ``back``: sums of what halves are taken by."""
-    pair = gl.load(scales + place)
-    if brain:
-        first = (pair << 16).to(gl.float32, bitcast=True)
-        second = (pair & -65536).to(gl.float32, bitcast=True)
+def cuts(form: Form, gated: bool) -> dict[str, Cut]:
+    """The ways to cut a product, by name. Where a warp has rows for itself less is added up between threads; where
+    several share them a thread holds less of the token.
+    """
+    nibbles, chunks = form.kind == NIBBLES, form.words.shape[1] // 8
+    warps = 1 << (max(1, min(2 if nibbles else 4, chunks // 32)).bit_length() - 1)
+    rows = (4 if gated else 8) if nibbles else 8 if chunks * 8 * PIECES[form.kind] >= _LONG else 4
+    found = {"single": Cut(rows, warps, warps, 32 * warps)}
+    if nibbles:
+        most, held = 8 if gated else 16, chunks <= 128
+        found["warps of a row"] = Cut(most, 4 if held else 8, 2, 64)
+        if held:
+            found["rows of a warp"] = Cut(most, 4, 1, 128)
     else:
-        first = pair.to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
-        second = (pair >> 16).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
-    if zeroed:
-        zero = gl.load(zeros + place)
-        less, least = front * (zero & 255), back * ((zero >> 8) & 255)
-    else:
-        less, least = front * 8, back * 8
-    here = _nibbles(word, low, high) - less
-    there = _nibbles(word >> 4, lower, upper) - least
-    return here.to(gl.float32) * first + there.to(gl.float32) * second
+        found["warps of a row"] = Cut(4 if gated else 8, 4, 4, 128)
+        found["rows of a warp"] = Cut(8, 4, 1, 64)
+    return found
 
 
-def multiply(x: Tensor, form: Form, bias: Tensor | None, gated: bool, width: int) -> Tensor:
-    """``x`` [1, inputs], dense -> [1, outputs], or half as many. ``width``: words of a tile of ``packing``."""
-    outputs, length = form.words.shape
-    outputs = outputs // 2 if gated else outputs
-    nibbles = form.kind == NIBBLES
-    rows = 8 if nibbles or length * PIECES[form.kind] >= _LONG else 4
-    warps = 1 << (max(1, min(2 if nibbles else 4, length // 256)).bit_length() - 1)
+def multiply(
+    x: Tensor, form: Form, bias: Tensor | None, gated: bool, width: int, cut: Cut, before: Before | None = None
+) -> tuple[Tensor, Tensor]:
+    """``x`` [1, inputs], dense -> [1, outputs], or half as many, and its sum with the residual that is ``before`` it;
+    else ``x``. ``width``: words of a tile of ``packing``.
+    """
+    every, length = form.words.shape
+    outputs = every // 2 if gated else every
     scales = form.scales
     assert scales is not None
-    out = x.new_empty((1, outputs))
+    out, summed = x.new_empty((1, outputs)), x if before is None else torch.empty_like(x)
     pdl = overlapping(x.device)
-    _single[(triton.cdiv(outputs, rows),)](
+    _single[(triton.cdiv(outputs, cut.rows),)](
         x,
+        x if before is None else before.residual,
+        summed,
+        x if before is None else before.gain,
         form.words.view(torch.int32),
         scales,
         scales if form.zeros is None else form.zeros,
         scales if bias is None else bias,
         out,
+        0.0 if before is None else before.eps,
         outputs,
+        every,
         length // 2,
-        rows,
-        warps,
+        cut.rows,
+        cut.warps,
+        cut.across,
+        cut.fours,
         form.kind,
         width,
         form.zeros is not None,
         form.brain,
         bias is not None,
         gated,
+        before is not None,
         pdl,
-        num_warps=warps,
+        num_warps=cut.warps,
         launch_pdl=pdl,
     )
-    return out
+    return out, summed
+
+
+def ways(x: Tensor, form: Form, bias: Tensor | None, gated: bool, width: int) -> dict[str, Callable[[], Tensor]]:
+    """``multiply`` by each of the ``cuts``."""
+    return {
+        name: partial(lambda cut: multiply(x, form, bias, gated, width, cut)[0], cut)
+        for name, cut in cuts(form, gated).items()
+    }
+
+
+def fused(x: Tensor, form: Form, bias: Tensor | None, gated: bool, width: int, before: Before) -> dict[str, Fused]:
+    """The same with the norm ``before``; not by the first of the cuts, which makes a token ready for too few rows."""
+    return {
+        name: partial(multiply, x, form, bias, gated, width, cut, before)
+        for name, cut in list(cuts(form, gated).items())[1:]
+    }

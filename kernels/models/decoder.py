@@ -30,6 +30,7 @@ from kernels.parallel.group import Group
 from kernels.parallel.layers import VocabularyEmbedding, VocabularyHead, row_parallel
 from kernels.platforms.base import Platform
 from kernels.platforms.operators import Linear, Norm
+from kernels.platforms.projections import BehindNorm
 
 __all__ = ["Decoder", "tensor_shapes"]
 
@@ -120,23 +121,29 @@ class Attention:
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch) -> Tensor:
         """``x`` [tokens, hidden] -> [tokens, hidden]"""
-        qkv = self.qkv(x).view(-1, self.heads + 2 * self.kv_heads, self.dim)
+        return self.attend(self.qkv(x), cos, sin, cache, batch)
+
+    def attend(self, projected: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch) -> Tensor:
+        """What follows the first projection, whose result is ``projected`` [tokens, (heads + 2 * kv_heads) * dim]."""
+        qkv = projected.view(-1, self.heads + 2 * self.kv_heads, self.dim)
         queries = self.platform.place_heads(qkv, self.heads, self.head_norms, cos, sin, cache, batch.cache_index)
         plan = batch.plans[self.window]
         return self.output(self.platform.attention(queries, cache, plan, self.scale))
 
 
 class FeedForward:
-    """``down(silu(gate(x)) * up(x))``"""
+    """``down(silu(gate(x)) * up(x))`` of what ``norm`` gives."""
 
-    def __init__(self, config: ModelConfig, layer: int, source: TensorSource, platform: Platform, group: Group) -> None:
+    def __init__(
+        self, norm: Norm, config: ModelConfig, layer: int, source: TensorSource, platform: Platform, group: Group
+    ) -> None:
         prefix = f"model.layers.{layer}.mlp"
-        self.platform = platform
         parts = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
-        self.gate_up = platform.make_gated_projection(
+        gate_up = platform.make_gated_projection(
             source.projection(parts),
             source.biases(parts),
         )
+        self.gate_up = platform.make_behind_norm(norm, gate_up)
         self.down = row_parallel(
             platform,
             group,
@@ -144,8 +151,10 @@ class FeedForward:
             source.biases([f"{prefix}.down_proj"]),
         )
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self.gate_up(x))
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """As ``BehindNorm``."""
+        inner, total = self.gate_up.add(x, residual)
+        return self.down(inner), total
 
 
 class DecoderLayer:
@@ -153,26 +162,25 @@ class DecoderLayer:
 
     def __init__(self, config: ModelConfig, layer: int, source: TensorSource, platform: Platform, group: Group) -> None:
         prefix = f"model.layers.{layer}"
-        self.attention_norm = _norm(f"{prefix}.input_layernorm", source, platform, config)
+        norm = _norm(f"{prefix}.input_layernorm", source, platform, config)
         self.attention = Attention(config, layer, source, platform, group)
-        self.mlp_norm = _norm(f"{prefix}.post_attention_layernorm", source, platform, config)
-        self.mlp: FeedForward | SparseFeedForward
+        self.qkv = platform.make_behind_norm(norm, self.attention.qkv)
+        norm = _norm(f"{prefix}.post_attention_layernorm", source, platform, config)
+        self.mlp: FeedForward | BehindNorm
         if config.experts is not None and layer in config.experts.layers:
-            self.mlp = SparseFeedForward(config.experts, prefix, source, platform, group)
+            self.mlp = BehindNorm(norm, SparseFeedForward(config.experts, prefix, source, platform, group))
         else:
-            self.mlp = FeedForward(config, layer, source, platform, group)
+            self.mlp = FeedForward(norm, config, layer, source, platform, group)
 
     def __call__(
         self, x: Tensor | None, residual: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch
     ) -> tuple[Tensor, Tensor]:
         """``x``: what the layer before has not yet added to ``residual`` (None before the first)."""
         if x is None:
-            x = self.attention_norm(residual)
+            projected = self.qkv(residual)
         else:
-            x, residual = self.attention_norm.add(x, residual)
-        x = self.attention(x, cos, sin, cache, batch)
-        x, residual = self.mlp_norm.add(x, residual)
-        return self.mlp(x), residual
+            projected, residual = self.qkv.add(x, residual)
+        return self.mlp.add(self.attention.attend(projected, cos, sin, cache, batch), residual)
 
 
 class Decoder:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,31 +17,24 @@ from kernels.cuda.activation import swiglu
 from kernels.cuda.angles import angles
 from kernels.cuda.attention import AttentionPlan, attention, plan_attention, plan_guesses
 from kernels.cuda.candidates import candidates
-from kernels.cuda.choosing import Choices
 from kernels.cuda.decode import DecodeScratch
 from kernels.cuda.errors import explain
-from kernels.cuda.experts import CudaExperts
 from kernels.cuda.graphs import DecodeGraphs, capture_guesses
-from kernels.cuda.grouped import GroupedLinear, WideWeight
 from kernels.cuda.growing import CudaGrowing
 from kernels.cuda.heads import place_heads
-from kernels.cuda.linear import CudaLinear
 from kernels.cuda.moving import move_accepted, move_caches
 from kernels.cuda.narrow_cache import NarrowCache
-from kernels.cuda.norms import CudaNorm, norm_both
-from kernels.cuda.quantized import EightBitLinear
+from kernels.cuda.norms import CudaNorm
 from kernels.cuda.sampling import likeliest
 from kernels.cuda.steps import StepGraphs
 from kernels.device_memory import device_memory, step_memory
 from kernels.graph_sizes import graph_sizes
-from kernels.layers.experts import ExpertWeights
-from kernels.layers.stacked_experts import refusal
-from kernels.platforms.base import Fetched, Memory, Platform, PlatformError
-from kernels.platforms.operators import Acceptance, Linear, Norm
+from kernels.platforms.base import Fetched, Memory, PlatformError
+from kernels.platforms.cuda_layers import CudaLayers
+from kernels.platforms.operators import Acceptance, Norm
 from kernels.platforms.prepared import Decodes, Steps
 from kernels.platforms.rows import AttentionRows
 from kernels.quantization.cache import LayerScales, narrow
-from kernels.quantization.weights import Fp8Weight, GroupedWeight, Int8Weight, Projection, QuantizedWeight
 from kernels.speculative.growing import Accepted, Growing, GrowthShape
 from kernels.speculative.tree import DraftTree, chain
 from kernels.staging import Staging, fetch
@@ -56,7 +48,7 @@ _DRAFTING_ROWS = 16
 _PAGE_SIZES = (16, 32, 64, 128, 256)
 
 
-class CudaPlatform(Platform):
+class CudaPlatform(CudaLayers):
     """One GPU of this process: ``config.device_index`` counts those that CUDA_VISIBLE_DEVICES shows.
 
     A layer's cache is one tensor [pages, 2, kv_heads, page_size, head_dim]. Raises PlatformError when the device is not
@@ -79,7 +71,7 @@ class CudaPlatform(Platform):
             raise PlatformError(
                 f"there is no GPU {index}: this process sees {count}; see --base-gpu-id and CUDA_VISIBLE_DEVICES"
             )
-        self.device = torch.device("cuda", index)
+        super().__init__(torch.device("cuda", index))
         torch.cuda.set_device(self.device)
         major, minor = torch.cuda.get_device_capability(self.device)
         if major < 8:
@@ -101,8 +93,6 @@ class CudaPlatform(Platform):
         self._kv_heads = 1
         self._staging: Staging | None = None
         self._scratch = DecodeScratch(self.device)
-        self._wide = WideWeight(self.device)
-        self._choices = Choices(self.device)
         self._begins: dict[tuple[int, ...], Tensor] = {}
         self._pool: Any = None  # memory of captured passes
 
@@ -184,49 +174,6 @@ class CudaPlatform(Platform):
                 cache.clear(pages)
             else:
                 cache[pages] = 0
-
-    def make_linear(self, weight: Tensor, bias: Tensor | None, shared: bool = False) -> Linear:
-        return CudaLinear(weight, bias, self._choices)
-
-    def make_gated(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        return CudaLinear(weight, bias, self._choices, gated=True)
-
-    def make_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
-        return self._quantized(weight, bias, gated=False) or super().make_quantized(weight, bias)
-
-    def make_gated_projection(self, weight: Projection, bias: Tensor | None) -> Linear:
-        found = self._quantized(weight, bias, gated=True)
-        return found or super().make_gated_projection(weight, bias)
-
-    def _quantized(self, weight: Projection, bias: Tensor | None, gated: bool) -> Linear | None:
-        """None where there is no kernel for it."""
-        if isinstance(weight, QuantizedWeight) and weight.clip is not None:
-            return None
-        if isinstance(weight, Int8Weight) and weight.activation is None:
-            weight = weight.grouped()
-        if isinstance(weight, GroupedWeight) and weight.activation is None and GroupedLinear.fits(weight):
-            return GroupedLinear(weight, bias, self._wide, self._choices, gated)
-        if isinstance(weight, Int8Weight | Fp8Weight) and EightBitLinear.fits(weight, self.device):
-            return EightBitLinear(weight, bias, self._choices, gated)
-        return None
-
-    def make_experts(
-        self, router: Tensor, bias: Tensor | None, experts: Sequence[ExpertWeights], chosen: int, normalized: bool
-    ) -> Linear:
-        kind = partial(CudaExperts.kind, capability=torch.cuda.get_device_capability(self.device))
-        experts = self._stackable(experts, kind)
-        reason = refusal(experts, kind)
-        if reason is not None:
-            return self._in_turn(router, bias, experts, chosen, normalized, reason)
-        return CudaExperts(self.make_linear(router, bias), experts, chosen, normalized)
-
-    def make_norm(self, weight: Tensor, eps: float) -> Norm:
-        return CudaNorm(weight, eps)
-
-    def norm_both(self, first: Tensor, first_norm: Norm, second: Tensor, second_norm: Norm) -> Tensor:
-        if isinstance(first_norm, CudaNorm) and isinstance(second_norm, CudaNorm) and first.shape == second.shape:
-            return norm_both(first, first_norm, second, second_norm)
-        return super().norm_both(first, first_norm, second, second_norm)
 
     def angles(self, positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return angles(positions, frequencies, scale, dtype)

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from kernels.layers.experts import ExpertsInTurn, ExpertWeights
 from kernels.layers.stacked_experts import may_be_dense, refusal
-from kernels.platforms.operators import Linear, Lookup
+from kernels.platforms.operators import Linear, Lookup, Norm
 from kernels.quantization.tokens import clip_tokens, settle_tokens
 from kernels.quantization.weights import GroupedWeight, Projection, QuantizedWeight
 
-__all__ = ["Clipped", "Projections", "Settled", "SideBySide"]
+__all__ = ["BehindNorm", "Clipped", "Projections", "Settled", "SideBySide"]
 
 _log = logging.getLogger("troupe.kernels")
 
@@ -37,6 +37,22 @@ class SideBySide:
         for piece, begin, end in zip(self.pieces, self.firsts, (*self.firsts[1:], self.width), strict=True):
             self.platform.add_rows(piece(x), None, out[:, begin:end])
         return out
+
+
+class BehindNorm:
+    """A linear layer, or what has its form, of what a norm gives."""
+
+    def __init__(self, norm: Norm, linear: Linear) -> None:
+        self.norm = norm
+        self.linear = linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.linear(self.norm(x))
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """``s = x + residual``; the layer of the norm of s, and s. May overwrite both inputs."""
+        normed, total = self.norm.add(x, residual)
+        return self.linear(normed), total
 
 
 @dataclass(frozen=True)
@@ -174,6 +190,10 @@ class Projections(ABC):
         dense = weight.dequantize(weight.dtype)
         self.widened_bytes += dense.nbytes - weight.nbytes
         return self.make_linear(dense, bias)
+
+    def make_behind_norm(self, norm: Norm, linear: Linear) -> BehindNorm:
+        """``linear`` of what ``norm`` gives; in one kernel where the platform has one for both."""
+        return BehindNorm(norm, linear)
 
     def make_experts(
         self, router: Tensor, bias: Tensor | None, experts: Sequence[ExpertWeights], chosen: int, normalized: bool

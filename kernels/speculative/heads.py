@@ -81,15 +81,14 @@ class HeadLayer:
         config, platform, group = weights.local, context.platform, context.group
         source = weights.layer(prefix)
         self.attention = Attention(config, 0, source, platform, group)
-        self.mlp_norm = platform.make_norm(weights.take([f"{prefix}.post_attention_layernorm.weight"]), config.norm_eps)
-        self.mlp = FeedForward(config, 0, source, platform, group)
+        norm = platform.make_norm(weights.take([f"{prefix}.post_attention_layernorm.weight"]), config.norm_eps)
+        self.mlp = FeedForward(norm, config, 0, source, platform, group)
 
     def __call__(
         self, x: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch
     ) -> tuple[Tensor, Tensor]:
         """``x``: what attention reads. -> what is still to be added to the residual, and that."""
-        x, residual = self.mlp_norm.add(self.attention(x, cos, sin, cache, batch), residual)
-        return self.mlp(x), residual
+        return self.mlp.add(self.attention(x, cos, sin, cache, batch), residual)
 
 
 class HeadModel(DraftModel):

@@ -1,7 +1,7 @@
 """The products of a layer as they follow one another on a GPU: ``python -m tests.bench device --only chain``.
 
-A chain of layers, each its four products and the norms between them (one more stands for attention), is one CUDA graph,
-in which a launch may start while the one before it ends. Microseconds of a layer for each way to make all products, the
+A chain of layers, each its four products and norms before two of them (one stands for attention), is one CUDA graph, in
+which a launch may start while the one before it ends. Microseconds of a layer for each way to make all products, the
 median of replays in turns, and below it the share of the time that reading the weights takes at ``PEAK``. Layers
 together are several times what the L2 cache holds.
 """
@@ -19,25 +19,37 @@ if TYPE_CHECKING:
 
 __all__ = ["chain"]
 
+WITHIN = ", norms within"
+SINGLE = (
+    "single",
+    *(name + norms for name in ("warps of a row", "rows of a warp") for norms in ("", WITHIN)),
+)
 KINDS = {
-    "bf16": (2.0, {1: ("vector",), 16: ("cuBLAS", "narrow", "skinny"), 64: ("cuBLAS", "narrow")}),
-    "int8": (1.0, {1: ("vector", "skinny", "single")}),
-    "fp8": (1.0, {1: ("vector", "skinny", "single")}),
-    "4 bits": (0.5 + 2 / 128, {1: ("tiles of 64", "tiles of 128", "single")}),
+    "bf16": (
+        2.0,
+        {1: ("vector", "within", "within, more rows"), 16: ("cuBLAS", "narrow", "skinny"), 64: ("cuBLAS", "narrow")},
+    ),
+    "int8": (1.0, {1: ("vector", "skinny", *SINGLE)}),
+    "fp8": (1.0, {1: ("vector", "skinny", *SINGLE)}),
+    "4 bits": (0.5 + 2 / 128, {1: ("tiles of 64", "tiles of 128", *SINGLE)}),
 }
-"""Bytes of a number, and the ways of so many tokens."""
+"""Bytes of a number, and the ways of so many tokens. "within" and what ends so: the norm is made by the product."""
 ROUNDS = 9
 BYTES = 2 << 30  # of a chain's weights, at least
 
 
 class _Forced:
-    """In place of ``Choices``: the way that is named."""
+    """In place of ``Choices``: the way that is wanted, where there is one of that name, else the last or none."""
 
     def __init__(self) -> None:
-        self.name = ""
+        self.way = ""
 
     def run(self, shape: object, ways: Mapping[str, Callable[[], Tensor]]) -> Tensor:
-        return ways[self.name]()
+        wanted = self.way.removesuffix(WITHIN)
+        return ways[wanted if wanted in ways else next(reversed(ways))]()
+
+    def name(self, shape: object, trial: object) -> str | None:
+        return self.way.removesuffix(WITHIN) if "within" in self.way else None
 
 
 def chain(names: Sequence[str]) -> None:
@@ -54,6 +66,7 @@ def chain(names: Sequence[str]) -> None:
 def _measure(name: str, kind: str) -> None:
     import torch
 
+    from kernels.cuda.behind import CudaBehindNorm
     from kernels.cuda.norms import CudaNorm
 
     each, ways = KINDS[kind]
@@ -64,23 +77,24 @@ def _measure(name: str, kind: str) -> None:
     hidden, attended = shapes[0][1], shapes[1][1]
     norm, other = (CudaNorm(torch.ones(wide, dtype=torch.bfloat16, device="cuda"), 1e-5) for wide in (hidden, attended))
 
+    behind = [[CudaBehindNorm(norm, linear, forced) for linear in (layer[0], layer[2])] for layer in layers]
+
     def run(first: Tensor) -> Tensor:
-        residual = first.clone()
-        x = norm(residual)
-        for qkv, output, gates, down in layers:
-            x = output(other(qkv(x)[:, :attended]))
-            x, residual = norm.add(x, residual)
-            x, residual = norm.add(down(gates(x)), residual)
+        x, residual = first, first.clone()
+        for (_, output, _, down), (qkv, gates) in zip(layers, behind, strict=True):
+            x, residual = qkv.add(x, residual)
+            x, residual = gates.add(output(other(x[:, :attended])), residual)
+            x = down(x)
         return x
 
     for tokens, some in ways.items():
         first = torch.randn(tokens, hidden, dtype=torch.bfloat16, device="cuda")
         graphs = {}
-        for forced.name in some:
+        for forced.way in some:
             run(first)
             torch.cuda.synchronize()
-            graphs[forced.name] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graphs[forced.name]):
+            graphs[forced.way] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graphs[forced.way]):
                 run(first)
         taken: dict[str, list[float]] = {way: [] for way in graphs}
         for _ in range(ROUNDS):

@@ -20,7 +20,7 @@ from kernels.cuda.growing import CudaGrowing
 from kernels.cuda.heads import place_heads
 from kernels.cuda.linear import CudaLinear
 from kernels.cuda.moving import move_accepted, move_caches
-from kernels.cuda.norms import CudaNorm, norm_both
+from kernels.cuda.norms import Before, CudaNorm, norm_both
 from kernels.cuda.numbers import BYTES, EIGHTHS, NIBBLES, PLAIN
 from kernels.cuda.quantized import EightBitLinear
 from kernels.cuda.sampling import likeliest
@@ -106,7 +106,14 @@ def guesses(dtype):
 def products(dtype):
     for outputs, inputs in ((6144, 4096), (4096, 14336), (128256, 4096), (1024, 3072)):
         CudaLinear(empty(outputs, inputs, dtype=dtype), None)(empty(1, inputs, dtype=dtype))
-    CudaLinear(empty(28672, 4096, dtype=dtype), None, gated=True)(empty(1, 4096, dtype=dtype))
+    for linear in (
+        CudaLinear(empty(28672, 4096, dtype=dtype), None, gated=True),
+        CudaLinear(empty(6144, 4096, dtype=dtype), None),
+    ):
+        x = empty(1, 4096, dtype=dtype)
+        linear(x)
+        for fused in linear.behind(x, Before(x, x, 1e-5)).values():
+            fused()
     CudaLinear(empty(6144, 1024, dtype=dtype), empty(6144, dtype=dtype), gated=True)(empty(1, 1024, dtype=dtype))
 
 
@@ -135,13 +142,17 @@ def singles(dtype):
         x, words = empty(1, inputs, dtype=dtype), inputs // 256
         forms = [
             Form(NIBBLES, empty(outputs, inputs // 4, dtype=torch.int16), scales(words, 1, outputs), zeros, 2, brain)
-            for brain in (False, True)
-            for zeros in (None, scales(words, outputs))
+            for brain, zeros in ((False, None), (True, scales(words, outputs)))
         ]
         for kind in (BYTES, EIGHTHS) if torch.cuda.get_device_capability()[0] > 8 else (BYTES,):
             forms.append(Form(kind, empty(outputs, inputs // 2, dtype=torch.int16), empty(outputs, dtype=FP32)))
         for form in forms:
-            single.multiply(x, form, empty(outputs, dtype=dtype), gated, 64)
+            bias = empty(outputs, dtype=dtype)
+            for way in single.ways(x, form, bias, gated, 64).values():
+                way()
+            if inputs == 4096:
+                for fused in single.fused(x, form, bias, gated, 64, Before(x, x, 1e-5)).values():
+                    fused()
 
 
 def eight_bits(dtype):

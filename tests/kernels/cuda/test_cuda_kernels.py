@@ -14,14 +14,28 @@ from kernels.cuda import narrow
 from kernels.cuda.activation import swiglu
 from kernels.cuda.angles import angles
 from kernels.cuda.attention import attention, plan_attention
+from kernels.cuda.behind import CudaBehindNorm
+from kernels.cuda.choosing import Choices
 from kernels.cuda.decode import DecodeScratch, split_count
 from kernels.cuda.heads import place_heads
 from kernels.cuda.linear import CudaLinear
-from kernels.cuda.norms import CudaNorm, norm_both
+from kernels.cuda.norms import Before, CudaNorm, norm_both
 from kernels.cuda.sampling import likeliest
+from kernels.platforms.projections import BehindNorm
 from kernels.platforms.rows import AttentionRows
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+class Chosen(Choices):
+    """What is ``chosen`` by the test, and the ways that were to be ``tried``."""
+
+    def __init__(self) -> None:
+        self.chosen, self.tried = "", {}
+
+    def name(self, shape, trial):
+        self.tried = trial()
+        return self.chosen
 
 
 def near(found: Tensor, wanted: Tensor) -> None:
@@ -70,6 +84,35 @@ def test_linear_layers(device, dtype, biased, outputs, inputs, tokens):
     wanted = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double()).float()
     near(CudaLinear(weight, bias)(x), wanted)
     near(CudaLinear(weight, bias, gated=True)(x), torch.nn.functional.silu(wanted[:, :outputs]) * wanted[:, outputs:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("outputs", "inputs"), [(96, 48), (33, 1024), (64, 5120)])
+def test_linear_layers_behind_a_norm(device, dtype, outputs, inputs):
+    """All ways, and the choice between them, beside the norm and the layer as they are."""
+    weight = torch.randn(2 * outputs, inputs, device=device).to(dtype)
+    bias = torch.randn(2 * outputs, device=device).to(dtype)
+    x, residual = (torch.randn(2, 1, inputs, device=device) / math.sqrt(inputs)).to(dtype)
+    norm = CudaNorm((torch.randn(inputs, device=device) / math.sqrt(inputs)).to(dtype), 1e-5)
+    for gated in (False, True):
+        linear = CudaLinear(weight, bias, gated=gated)
+        assert not linear.behind(torch.cat((x, x)), Before(residual, norm.weight, norm.eps))
+        wanted, total = BehindNorm(norm, linear).add(x.clone(), residual.clone())
+        for way in linear.behind(x, Before(residual, norm.weight, norm.eps)).values():
+            found, summed = way()
+            near(found, wanted)
+            near(summed, total)
+        choices = Chosen()
+        for name in ("apart", "within"):
+            choices.chosen = name
+            found, summed = CudaBehindNorm(norm, linear, choices).add(x.clone(), residual.clone())
+            near(found, wanted)
+            near(summed, total)
+        tried = [way() for way in choices.tried.values()]
+        assert next(iter(choices.tried)) == "apart"
+        assert len(tried) == 3
+        for product in tried + [way() for way in choices.tried.values()]:  # a trial leaves no traces
+            near(product, wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,4 +1,4 @@
-"""One token by weights of 8 and 4 bits, on a GPU: Gluon has no interpreter. That it compiles is tested elsewhere."""
+"""One token by weights of 8 and 4 bits, on a GPU, or by Triton's interpreter as ``plain`` says."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from kernels.cuda import packing, single, skinny
+from kernels.cuda import packing, single
 from kernels.cuda.choosing import made
+from kernels.cuda.norms import Before
 from kernels.cuda.numbers import BYTES, EIGHTHS
 from kernels.cuda.skinny import Form
 from kernels.quantization.weights import GroupedWeight, quantize_fp8, quantize_int8
+from tests.kernels.cuda.plain import single_in_triton
 
 
 def weights(kind, outputs, inputs, device):
@@ -28,29 +30,53 @@ def weights(kind, outputs, inputs, device):
     return weight, packing.pack(weight)
 
 
+@pytest.fixture(scope="module")
+def products(tmp_path_factory):
+    return single if torch.cuda.is_available() else single_in_triton(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("kind", ["int8", "fp8", "nibbles", "zeros", "brain"])
-@pytest.mark.parametrize(("outputs", "inputs"), [(200, 768), (1000, 1536), (96, 14336)])
-def test_products_of_one_token(outputs, inputs, kind, gated, device):
+@pytest.mark.parametrize(("outputs", "inputs"), [(72, 768), (40, 5120), (24, 14336)])
+def test_products_of_one_token(outputs, inputs, kind, gated, normed, device, products):
+    if kind == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("the device has no numbers of e4m3")
     torch.manual_seed(outputs)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
     weight, form = weights(kind, outputs, inputs, device)
-    x, bias = (
-        torch.randn(1, inputs).bfloat16().to(device) / math.sqrt(inputs),
-        torch.randn(outputs).bfloat16().to(device),
-    )
+    bias = torch.randn(outputs).to(dtype).to(device)
+    x, residual = (torch.randn(2, 1, inputs) / math.sqrt(inputs)).to(dtype).to(device)
     x[0, 5] *= 100  # what shares its scale is not lost
-    if not skinny.single_suits(form, x):
-        pytest.skip("the device has no such products")
-    wanted = (x.double() @ weight.dequantize(torch.float64).T + bias.double()).float()
+    gain = ((torch.randn(inputs) + 1) / math.sqrt(inputs)).to(dtype).to(device)
+    before = Before(residual, gain, 1e-5) if normed else None
+    taken = x.double()
+    if normed:
+        taken = (x + residual).double()
+        taken = taken * torch.rsqrt(taken.square().mean() + 1e-5) * gain.double()
+    wanted = (taken @ weight.dequantize(torch.float64).T + bias.double()).float()
     if gated:
         gate, up = wanted.chunk(2, 1)
         wanted = silu(gate) * up
     width = packing.tile_words(weight) if isinstance(weight, GroupedWeight) else 64
-    found = single.multiply(x, form, bias, gated, width).float()
-    assert (found - wanted).norm() < 0.006 * wanted.norm()
-    for broken in (torch.nan, torch.inf):
-        x[0, 3] = broken
-        assert not single.multiply(x, form, bias, gated, width).isfinite().any()
+    every = single.cuts(form, gated)
+    for name, cut in every.items() if device.type == "cuda" else list(every.items())[-1:]:
+        found, summed = products.multiply(x, form, bias, gated, width, cut, before)
+        assert (found.float() - wanted).norm() < 0.006 * wanted.norm(), name
+        if normed:
+            torch.testing.assert_close(summed, x + residual, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+@pytest.mark.parametrize("kind", ["int8", "fp8", "nibbles"])
+def test_a_token_that_is_not_finite_stays_so(kind, broken, device, products):
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
+    _, form = weights(kind, 96, 768, device)
+    x, gain = torch.randn(1, 768).to(dtype).to(device), torch.ones(768).to(dtype).to(device)
+    x[0, 3] = broken
+    for before in (None, Before(torch.ones_like(x), gain, 1e-5)):
+        cut = single.cuts(form, False)["rows of a warp"]
+        assert not products.multiply(x, form, None, False, 64, cut, before)[0].isfinite().any()
 
 
 def test_a_way_that_cannot_be_made_is_left_out(caplog):

@@ -1,0 +1,123 @@
+"""Products of several small numbers in a word of 32 bits at once, for ``kernels.cuda.single``; PTX has one for pairs.
+
+Whole numbers are multiplied by whole numbers of 16 bits, numbers of e4m3 by numbers of float16: two in a word each.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+__all__ = ["alternate", "by_bytes", "by_eighths", "by_nibbles", "half", "inverse", "joined", "largest", "whole"]
+
+
+@gluon.jit
+def lower(numbers, bytes_, total, signed: gl.constexpr):
+    """total + the two numbers of 16 bits by the lower two bytes."""
+    code: gl.constexpr = "dp2a.lo.s32.s32 $0, $1, $2, $3;" if signed else "dp2a.lo.s32.u32 $0, $1, $2, $3;"
+    return gl.inline_asm_elementwise(code, "=r,r,r,r", [numbers, bytes_, total], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def upper(numbers, bytes_, total, signed: gl.constexpr):
+    """The same of the upper two."""
+    code: gl.constexpr = "dp2a.hi.s32.s32 $0, $1, $2, $3;" if signed else "dp2a.hi.s32.u32 $0, $1, $2, $3;"
+    return gl.inline_asm_elementwise(code, "=r,r,r,r", [numbers, bytes_, total], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def eighths(word, low, high):
+    """Four numbers of e4m3 by four of float16 -> two sums of two of them, in float16."""
+    code: gl.constexpr = """{
+        .reg .b16 l, h; .reg .b32 u, v; mov.b32 {l, h}, $1;
+        cvt.rn.f16x2.e4m3x2 u, l; cvt.rn.f16x2.e4m3x2 v, h; mul.rn.f16x2 u, u, $2; fma.rn.f16x2 $0, v, $3, u; }"""
+    return gl.inline_asm_elementwise(code, "=r,r,r,r", [word, low, high], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def add_halves(one, other):
+    """Two numbers of float16 each."""
+    code: gl.constexpr = "add.rn.f16x2 $0, $1, $2;"
+    return gl.inline_asm_elementwise(code, "=r,r,r", [one, other], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def sum_halves(word):
+    """The sum of a word's two numbers of float16, in float32."""
+    code: gl.constexpr = """{
+        .reg .b16 l, h; .reg .f32 a, b; mov.b32 {l, h}, $1; cvt.f32.f16 a, l; cvt.f32.f16 b, h; add.f32 $0, a, b; }"""
+    return gl.inline_asm_elementwise(code, "=f,r", [word], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def by_bytes(word, low, high, signed: gl.constexpr):
+    """Sums of the 16 products of each four words."""
+    return gl.sum(upper(high, word, lower(low, word, gl.zeros_like(word), signed), signed), 2)
+
+
+@gluon.jit
+def by_eighths(word, low, high):
+    """The same of e4m3."""
+    return sum_halves(gl.reduce(eighths(word, low, high), 2, add_halves))
+
+
+@gluon.jit
+def by_nibbles(
+    word, low, high, upper_low, upper_high, front, back, pair, zero, zeroed: gl.constexpr, brain: gl.constexpr
+):
+    """Sums of the 32 products of each four words, each half of which has its scale, two in a ``pair``.
+
+    ``front``, ``back``: sums of what the halves are taken by; ``zero``: two bytes, what the halves are less by. A
+    nibble that is the upper half of its byte counts 16 times: to shift it would be an instruction more.
+    """
+    if zeroed:
+        less, least = front * (zero & 255), back * ((zero >> 4) & 0xFF0)
+    else:
+        less, least = front * 8, back * 128
+    here = by_bytes(word & 0x0F0F0F0F, low, high, False) - less
+    there = by_bytes(word & -0x0F0F0F10, upper_low, upper_high, False) - least
+    if brain:
+        first = (pair << 16).to(gl.float32, bitcast=True)
+        second = (pair & -65536).to(gl.float32, bitcast=True)
+    else:
+        first = pair.to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
+        second = (pair >> 16).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
+    return here.to(gl.float32) * first + there.to(gl.float32) * (second * 0.0625)
+
+
+@gluon.jit
+def largest(value, axis: gl.constexpr):
+    """Bits of the largest of positive numbers; a NaN is larger than infinity."""
+    return gl.max(value.to(gl.int32, bitcast=True) & 0x7FFFFFFF, axis)
+
+
+@gluon.jit
+def inverse(bits, most: gl.constexpr):
+    """What makes the largest ``most``, and what undoes it."""
+    found = gl.maximum(bits, 0x0D800000).to(gl.float32, bitcast=True)
+    return most / found, found * (1.0 / most)
+
+
+@gluon.jit
+def whole(value):
+    """The nearest whole number as the lower half of a word; the sum is exact, and its last bits are the number."""
+    return (value + 12582912.0).to(gl.int32, bitcast=True)
+
+
+@gluon.jit
+def half(value):
+    """As a number of float16, the lower half of a word."""
+    return value.to(gl.float16).to(gl.int16, bitcast=True).to(gl.int32)
+
+
+@gluon.jit
+def joined(first, second):
+    """A word of the lower halves."""
+    return (first & 0xFFFF) | (second << 16)
+
+
+@gluon.jit
+def alternate(pairs, fours: gl.constexpr, flat: gl.constexpr):
+    """[fours, 8] -> those at even and at odd places, [1, fours, 4], as the words of a row lie."""
+    even, odd = gl.split(pairs.reshape(fours, 4, 2))
+    return gl.convert_layout(even, flat)[None, :, :], gl.convert_layout(odd, flat)[None, :, :]
