@@ -29,9 +29,16 @@ class Watchdog:
         self._reported: set[tuple[str, int | None, str | None]] = set()
 
     async def run(self) -> None:
+        """Look again and again. Where this loop itself stood still, answers wait to be read: the look after it is the
+        one that judges."""
+        clock, interval = self._system.clock, min(self._soft, self._hard) / _LOOKS
+        excused = False
         while True:
-            await self._system.clock.sleep(min(self._soft, self._hard) / _LOOKS)
-            self.look()
+            due = clock.monotonic() + interval
+            await clock.sleep(interval)
+            excused = not excused and clock.monotonic() - due > interval
+            if not excused:
+                self.look()
 
     def look(self) -> None:
         """Judge every actor by what it has in hand now."""
