@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.app.real_server import RealServer, running
+from tests.waiting import PATIENCE, blocking_until
 
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 ADMIN = {"x-api-key": "admin-key"}
 USER = {"x-api-key": "user-key"}
 
@@ -24,7 +25,7 @@ class Target:
     def __init__(self, server: RealServer) -> None:
         self.server = server
         self.url = server.url
-        self.client = httpx.Client(base_url=server.url, headers=USER, timeout=60)
+        self.client = httpx.Client(base_url=server.url, headers=USER, timeout=PATIENCE)
         self.info: dict[str, Any] = self.client.get("/server_info").json()
         self.vocab: int = self.info["model_info"]["vocab_size"]
         self.context: int = self.info["model_info"]["context_length"]
@@ -33,6 +34,12 @@ class Target:
         options.setdefault("headers", {"Content-Type": "application/json"})
         content = body if isinstance(body, bytes) else msgspec.json.encode(body)
         return self.client.post(path, content=content, **options)
+
+    def refuses(self, path: str, body: object, param: str) -> None:
+        """It answers that this field is wrong."""
+        answer = self.post(path, body)
+        assert answer.status_code == 400, answer.text[:300]
+        assert (answer.json()["error"]["param"] or "").startswith(param), answer.text[:300]
 
     def lives(self) -> dict[str, int]:
         """Which life of each actor this is. Those that requests may end by their templates are left out."""
@@ -51,15 +58,17 @@ class Target:
     def assert_unharmed(self) -> None:
         """The same processes and actors as at the start, nothing running, no page lost, nothing undelivered."""
         assert self.server.process.poll() is None, self.server.log.read_text()[-4000:]
-        deadline = time.monotonic() + 20
-        while (now := self.client.get("/server_info").json())["requests"]["sequences"] and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert now["requests"]["sequences"] == 0
+        now: dict[str, Any] = {}
+
+        def rests() -> bool:
+            now.update(self.client.get("/server_info").json())
+            cache = now["cache"]
+            return bool(now["requests"]["sequences"] == cache["used"] == cache["sequences"] == 0)
+
+        blocking_until(rests, "it does not come to rest")
         first = {a["name"]: (a["pid"], a["incarnation"]) for a in self.info["actors"]}
         assert {a["name"]: (a["pid"], a["incarnation"]) for a in now["actors"]} == first
-        while (cache := self.client.get("/server_info").json()["cache"])["used"] and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert cache["used"] == cache["sequences"] == 0
+        cache = now["cache"]
         assert cache["free"] + cache["evictable"] == cache["total"]
         assert self.dead_letters() == 0
         assert "Traceback" not in self.server.log.read_text()
