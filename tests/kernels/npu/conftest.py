@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -38,3 +39,23 @@ if not REASON:
         found = active()
         assert found is not None
         return found
+
+    @pytest.fixture(scope="session")
+    def streams(simulator):
+        """How many streams each device has for graphs to take."""
+        return [simulator.cann.streams_left(device) for device in range(simulator.cann.devices)]
+
+    @pytest.fixture(autouse=True)
+    def rested_devices(simulator, streams):
+        """Each test finds the devices of its process as the first one did, whichever ran before it: well, at rest, with
+        nothing in flight, and with all of their memory and streams."""
+        import torch
+
+        gc.collect()  # graphs and runners of other tests go, and give back what they held
+        torch.npu.set_stream(torch.npu.default_stream())
+        simulator.faults.clear()
+        simulator.engine.order.host_waited()
+        torch.npu.synchronize()
+        torch.npu.empty_cache()
+        for device, left in enumerate(streams):
+            simulator.cann.set_streams_left(device, left)

@@ -313,6 +313,6 @@ assert said[0] == said[1]
 """
     environment = os.environ | {"TROUPE_NPU_SIMULATOR": "A5", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "aten.add.Tensor: dtype: float64" in done.stderr

@@ -25,7 +25,7 @@ def start(code: str, **environment: str) -> subprocess.Popen[str]:
 
 
 def said(process: subprocess.Popen[str]) -> str:
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=400)
     assert process.returncode == 0, err
     return out
 
@@ -81,6 +81,6 @@ from kernels.npu.simulator.activate import activate
 activate("A2")
 """
     process = start(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=400)
     assert process.returncode == 1
     assert "before the first import of torch" in err

@@ -97,7 +97,7 @@ print(x.cpu().tolist())
 
 def test_a_fault_by_environment() -> None:
     process = start(CODE, "lost@2@add_")
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=400)
     assert process.returncode == 1
     assert "507010" in out
 
