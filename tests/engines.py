@@ -1,11 +1,14 @@
 """Engines for tests."""
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 from actors.engine import Engine
+from tests.waiting import until
 
-__all__ = ["small_engine"]
+__all__ = ["halt_in_a_step", "rest", "small_engine"]
 
 
 def small_engine(model: Path, **keywords: Any) -> Engine:
@@ -18,3 +21,32 @@ def small_engine(model: Path, **keywords: Any) -> Engine:
         "max_total_tokens": 4096,
     }
     return Engine(model=str(model), **(options | keywords))
+
+
+async def rest(engine: Engine) -> None:
+    """Wait until no sequence runs or waits, no step is owed and no page is in use."""
+
+    def rests() -> bool:
+        usage, load = engine.vitals.cache(), engine.vitals.scheduler
+        return (
+            usage is not None
+            and load is not None
+            and usage.used == load.running == load.waiting == load.steps_in_flight == 0
+            and engine.vitals.oldest_step_sent is None
+        )
+
+    await until(rests, "the engine did not come to rest")
+
+
+async def halt_in_a_step(engine: Engine) -> int:
+    """Halt the worker's process when it owes an answer that will not come any more; its pid."""
+    pid = int(engine.describe()["workers"][0]["pid"] or 0)
+    os.kill(pid, signal.SIGSTOP)
+    sent: list[float | None] = []
+
+    def owes() -> bool:  # what it had answered before is read, and what follows from it is sent
+        sent.append(engine.vitals.oldest_step_sent)
+        return len(sent) > 20 and len(set(sent[-20:])) == 1 and sent[-1] is not None
+
+    await until(owes, "it owes no step")
+    return pid

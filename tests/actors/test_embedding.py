@@ -12,6 +12,7 @@ import uvloop
 
 from actors.engine import Engine
 from actors.requests import SamplingParams
+from tests.waiting import PATIENCE
 
 PROGRAM = """
 import asyncio, logging, os, signal, sys
@@ -43,7 +44,7 @@ def test_a_service_with_its_own_app_package(tiny_model: Path, tmp_path: Path) ->
     (tmp_path / "app" / "__init__.py").write_text('NAME = "mine"\n')
     (tmp_path / "service.py").write_text(PROGRAM)
     done = subprocess.run(
-        [sys.executable, "service.py", str(tiny_model)], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [sys.executable, "service.py", str(tiny_model)], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "served by mine\n"
@@ -61,6 +62,6 @@ def test_in_a_loop_of_another_thread_and_on_uvloop(tiny_model: Path) -> None:
 
     thread = threading.Thread(target=lambda: asyncio.run(generate()))
     thread.start()
-    thread.join(120)
+    thread.join(PATIENCE)
     uvloop.run(generate())
     assert counts == [8, 8]

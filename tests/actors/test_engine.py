@@ -31,8 +31,9 @@ from actors.requests import (
 )
 from actors.streams import RequestStream, merge
 from tests import engines
+from tests.engines import rest
 from tests.tiny_model import make_tiny_model
-from tests.waiting import until
+from tests.waiting import PATIENCE, until
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
@@ -56,18 +57,20 @@ async def collect(stream: RequestStream) -> dict[int, Delta]:
 
 
 async def text_of(engine: Engine, prompt: str, params: SamplingParams = GREEDY) -> str:
-    return (await collect(engine.generate(prompt, params)))[0].text
+    return await read_text(engine.generate(prompt, params))
 
 
-async def idle(engine: Engine) -> None:
-    """Wait until nothing runs; then no page may be in use."""
-    for _ in range(400):
-        usage = engine.describe()["cache"]
-        load = engine.describe()["scheduler"]
-        if usage["used"] == 0 and load["running"] == load["waiting"] == load["steps_in_flight"] == 0:
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError(f"not idle: {engine.describe()['cache']} {engine.describe()['scheduler']}")
+async def under_way(engine: Engine, prompts: list[str], params: SamplingParams) -> list[asyncio.Task[str]]:
+    """Readers of requests that all have said something and have not ended."""
+    streams = [engine.generate(prompt, params) for prompt in prompts]
+    buffers = [stream._buffer for stream in streams]
+    tasks = [asyncio.create_task(read_text(stream)) for stream in streams]
+    await until(lambda: all(buffer.output_tokens for buffer in buffers), "they do not decode")
+    return tasks
+
+
+async def read_text(stream: RequestStream) -> str:
+    return (await collect(stream))[0].text
 
 
 async def test_generates_the_length_asked_for_and_tells_usage(engine: Engine) -> None:
@@ -94,7 +97,7 @@ async def test_greedy_does_not_depend_on_company_cache_or_form(engine: Engine) -
     assert together == alone
     ids = await engine.tokenize(prompts[0])
     assert (await collect(engine.generate(ids, GREEDY)))[0].text == alone[0]
-    await idle(engine)
+    await rest(engine)
 
 
 async def test_a_second_look_at_the_same_prompt_comes_from_the_cache(engine: Engine) -> None:
@@ -122,7 +125,7 @@ async def test_stop_string_cuts_the_text_and_frees_the_slot(engine: Engine) -> N
     assert result.text == full[:where]
     assert result.finish_reason == "stop"
     assert result.matched_stop == stop
-    await idle(engine)
+    await rest(engine)
 
 
 async def test_stop_token_ids_end_and_are_not_shown(engine: Engine) -> None:
@@ -187,7 +190,7 @@ async def test_aborts_at_every_stage_free_everything(engine: Engine) -> None:
     await streams[1].ready()
     await streams[1].aclose()  # queued
     readers = [asyncio.create_task(collect(s)) for s in streams[2:]]
-    await asyncio.sleep(0.05)
+    await until(lambda: streams[2]._buffer.output_tokens, "nothing runs")
     for reader in readers[::2]:
         reader.cancel()
     for stream in streams[2::2]:
@@ -198,7 +201,7 @@ async def test_aborts_at_every_stage_free_everything(engine: Engine) -> None:
     for result in results[3::2]:
         assert isinstance(result, dict)
         assert len(result[0].token_ids) == 400
-    await idle(engine)
+    await rest(engine)
     assert engine.describe()["requests"] == {"live": 0, "sequences": 0, "refused": 0}
 
 
@@ -206,18 +209,18 @@ async def test_abort_by_label_is_exact(engine: Engine) -> None:
     long = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
     stream = engine.generate("Once", long, request_id="job-1")
     reader = asyncio.create_task(collect(stream))
-    await asyncio.sleep(0.02)
+    await until(lambda: stream._buffer.output_tokens, "it does not run")
     assert await engine.abort("job") == 0
     assert await engine.abort("job-1") == 1
     with pytest.raises(RequestAborted):
         await reader
-    await idle(engine)
+    await rest(engine)
 
 
 async def test_a_timeout_ends_the_request(engine: Engine) -> None:
     with pytest.raises(RequestTimeout):
         await collect(engine.generate("Once", SamplingParams(max_tokens=480, ignore_eos=True), timeout=0.02))
-    await idle(engine)
+    await rest(engine)
 
 
 async def test_what_is_too_late_is_dropped_where_it_waits(tiny_model: Path) -> None:
@@ -244,7 +247,7 @@ async def test_what_is_too_late_is_dropped_where_it_waits(tiny_model: Path) -> N
 
 async def test_flush_empties_the_prefix_cache(engine: Engine) -> None:
     await text_of(engine, "one two three four five six seven eight nine ten " * 4)
-    await idle(engine)
+    await rest(engine)
     assert engine.describe()["cache"]["evictable"] > 0
     assert await engine.flush_cache()
     assert engine.describe()["cache"]["evictable"] == 0
@@ -254,15 +257,14 @@ async def test_a_killed_worker_loses_no_request_and_changes_no_token(engine: Eng
     params = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
     prompts = [f"The lazy dog {i}" for i in range(6)]
     expected = await asyncio.gather(*(text_of(engine, p, params) for p in prompts))
-    readers = [asyncio.create_task(text_of(engine, p, params)) for p in prompts]
-    await asyncio.sleep(0.15)
+    readers = await under_way(engine, prompts, params)
     [worker] = engine.describe()["workers"]
     os.kill(worker["pid"], signal.SIGKILL)
     assert await asyncio.gather(*readers) == expected
     [restarted] = engine.describe()["workers"]
     assert restarted["pid"] != worker["pid"]
     assert restarted["restarts"] == worker["restarts"] + 1
-    await idle(engine)
+    await rest(engine)
 
 
 @pytest.mark.parametrize("victim", ["scheduler", "cache", "detokenizer", "tokenizers"])
@@ -270,14 +272,13 @@ async def test_a_crash_of_any_actor_in_the_loop_loses_no_request(engine: Engine,
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, stop=("no such text",))
     prompts = [f"Again and again {i}" for i in range(6)]
     expected = await asyncio.gather(*(text_of(engine, p, params) for p in prompts))
-    readers = [asyncio.create_task(text_of(engine, p, params)) for p in prompts]
-    await asyncio.sleep(0.05)
+    readers = await under_way(engine, prompts, params)
     assert engine._system is not None
     assert engine._company is not None
     found = getattr(engine._company, victim)
     engine._system.crash_actor(found[0] if isinstance(found, list) else found, RuntimeError("injected"))
     assert await asyncio.gather(*readers) == expected
-    await idle(engine)
+    await rest(engine)
 
 
 async def test_refuses_at_the_door_when_full_and_admits_again(tiny_model: Path) -> None:
@@ -294,9 +295,8 @@ async def test_refuses_at_the_door_when_full_and_admits_again(tiny_model: Path) 
 
 async def test_drain_refuses_new_and_ends_old_at_the_deadline(tiny_model: Path) -> None:
     async with small_engine(tiny_model) as engine:
-        quick = asyncio.create_task(text_of(engine, "Once", GREEDY))
-        await asyncio.sleep(0.01)
-        assert await engine.drain(20.0)
+        (quick,) = await under_way(engine, ["Once"], GREEDY)
+        assert await engine.drain(PATIENCE)
         assert await quick
         with pytest.raises(EngineDraining):
             engine.generate("Once")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
@@ -16,6 +15,7 @@ import pytest_asyncio
 from actors.engine import Engine
 from actors.requests import Chat, SamplingParams
 from telemetry.log_lines import Event
+from tests.engines import halt_in_a_step
 
 LONG = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
 
@@ -66,10 +66,7 @@ async def test_a_workers_death_is_logged_once_with_its_batch(engine: Engine, cap
     (worker,) = [actor for actor in engine.actors() if actor.name == "worker-0"]
     assert worker.pid is not None
     with caplog.at_level(logging.INFO, logger="troupe"):
-        # Stopped first, so that it dies with a step in hand.
-        os.kill(worker.pid, signal.SIGSTOP)
-        await asyncio.sleep(0.2)
-        os.kill(worker.pid, signal.SIGKILL)
+        os.kill(await halt_in_a_step(engine), signal.SIGKILL)
         for reader in readers:
             async for _ in reader:
                 pass

@@ -21,7 +21,7 @@ from actors.detokenizer import Detokenizer
 from actors.faults import Fault
 from actors.requests import Chat, EngineDraining, RequestTimeout, SamplingParams
 from tests.actors.breaking import Reading, Rig, breakable
-from tests.waiting import until
+from tests.waiting import PATIENCE, until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.long]
 
@@ -86,7 +86,7 @@ async def test_what_cannot_be_cannot_be(rig: Rig) -> None:
 async def test_a_fault(rig: Rig, undisturbed: dict[str, tuple[object, ...]], stage: str, fault: str) -> None:
     cell = Cell(rig, stage, fault, EXPECTED[fault][stage])
     try:
-        await asyncio.wait_for(cell.play(), 60)
+        await asyncio.wait_for(cell.play(), PATIENCE)
     finally:
         rig.engine.life.phase = "ready"  # a drain is for good, but the other cells need this engine
         rig.plan.clear()
@@ -169,7 +169,7 @@ class Cell:
     async def drain(self) -> None:
         self.arm()
         try:
-            self.drained = await self.rig.engine.drain(0.2 if self.expected == CUT else 30.0)
+            self.drained = await self.rig.engine.drain(0.2 if self.expected == CUT else PATIENCE)
         except Exception as error:
             self.drained = error
 

@@ -15,7 +15,7 @@ import pytest_asyncio
 from actors.faults import Fault
 from actors.requests import SamplingParams
 from tests.actors.breaking import Rig, breakable
-from tests.waiting import until
+from tests.waiting import PATIENCE, until
 
 pytestmark = [
     pytest.mark.long,
@@ -71,7 +71,7 @@ async def outlives(rig: Rig, stage: str, operator: str, expected: list[dict[int,
     await until(lambda: started[0][0].count >= 2, "it does not decode")
     rig.plan.add(Fault(stage, "device", nth=2, operator=operator))  # type: ignore[arg-type]
     started += [rig.start(prompt, GREEDY) for prompt in more]
-    readings = await asyncio.wait_for(asyncio.gather(*(task for _, task in started)), 300)
+    readings = await asyncio.wait_for(asyncio.gather(*(task for _, task in started)), PATIENCE)
     assert rig.plan.pending() == 0
     assert rig.restarts() > before
     assert [reading.error for reading in readings] == [None] * len(PROMPTS)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 import pytest
 import pytest_asyncio
 
@@ -20,7 +19,7 @@ from actors.protocol import LoadProgress
 from actors.requests import Chat, EngineFailed, RequestFailed, SamplingParams
 from actors.runtime import Message
 from tests.actors.breaking import Reading, Rig, breakable
-from tests.waiting import until
+from tests.waiting import PATIENCE, until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.long]
 
@@ -54,10 +53,6 @@ def crash(rig: Rig, *actors: str) -> None:
     assert rig.engine._system is not None
     for actor in actors:
         rig.engine._system.crash_actor(actor, RuntimeError("injected"))
-
-
-def children() -> set[int]:
-    return {child.pid for child in psutil.Process().children()}
 
 
 async def live(rig: Rig) -> tuple[list[Reading], list[asyncio.Task[Reading]]]:
@@ -97,7 +92,7 @@ async def test_a_storm_loses_and_alters_nothing(rig: Rig, expected: Expected, se
         else:
             crash(rig, what)
         await asyncio.sleep(rng.choice([0.0, 0.02, 0.3]))
-    await asyncio.wait_for(asyncio.gather(*tasks), 90)
+    await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE)
     rig.plan.clear()
     rig.wire._armed.clear()
     for reading, (tokens, texts) in zip(readings, expected, strict=True):
@@ -130,7 +125,7 @@ async def test_a_storm_loses_and_alters_nothing(rig: Rig, expected: Expected, se
 async def test_faults_at_the_same_moment(rig: Rig, expected: Expected, victims: tuple[str, ...]) -> None:
     readings, tasks = await live(rig)
     crash(rig, *victims)
-    await asyncio.wait_for(asyncio.gather(*tasks), 60)
+    await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE)
     await all_whole(rig, readings, expected)
 
 
@@ -144,7 +139,7 @@ async def test_the_next_worker_dies_before_it_has_loaded(rig: Rig, expected: Exp
     os.kill(first, signal.SIGKILL)
     await until(lambda: rig.worker_pid not in (0, first), "no next worker")
     os.kill(rig.worker_pid, signal.SIGKILL)
-    await asyncio.wait_for(asyncio.gather(*tasks), 60)
+    await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE)
     await all_whole(rig, readings, expected)
 
 
@@ -165,18 +160,21 @@ async def test_the_next_worker_is_stopped_while_it_loads(
     readings, tasks = await live(rig)
     monkeypatch.setattr(cell, "emit", stop)
     os.kill(rig.worker_pid, signal.SIGKILL)
-    await asyncio.wait_for(asyncio.gather(*tasks), 60)
+    await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE)
     assert stopped
     await all_whole(rig, readings, expected)
 
 
 async def test_a_worker_dies_with_the_one_that_is_prepared_to_follow_it(rig: Rig, expected: Expected) -> None:
     readings, tasks = await live(rig)
-    named = {actor.pid for actor in rig.engine.actors()}
-    await until(lambda: bool(children() - named), "no standby")
-    for pid in children() - named | {rig.worker_pid}:
+    assert rig.engine._system is not None
+    standby = rig.engine._system._cells["worker-0"].standby
+    assert standby is not None
+    await until(lambda: standby.pid, "no standby")
+    for pid in (standby.pid, rig.worker_pid):
+        assert pid
         os.kill(pid, signal.SIGKILL)
-    await asyncio.wait_for(asyncio.gather(*tasks), 60)
+    await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE)
     await all_whole(rig, readings, expected)
 
 
@@ -186,7 +184,7 @@ async def test_an_actor_dies_while_the_worker_is_away(rig: Rig, expected: Expect
     os.kill(rig.worker_pid, signal.SIGKILL)
     await until(lambda: rig.engine.vitals.worker is None, "it lives")
     crash(rig, victim)
-    await asyncio.wait_for(asyncio.gather(*tasks), 60)
+    await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE)
     await all_whole(rig, readings, expected)
 
 
@@ -195,7 +193,7 @@ async def test_the_detokenizer_dies_of_what_a_new_scheduler_waits_for(rig: Rig, 
     readings, tasks = await live(rig)
     rig.plan.add(Fault("detokenize", "exception", nth=1))
     crash(rig, "scheduler")
-    await asyncio.wait_for(asyncio.gather(*tasks), 60)
+    await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE)
     rig.plan.clear()
     await all_whole(rig, readings, expected)
 
@@ -203,7 +201,7 @@ async def test_the_detokenizer_dies_of_what_a_new_scheduler_waits_for(rig: Rig, 
 async def test_the_worker_dies_again_while_a_drain_waits(rig: Rig, expected: Expected) -> None:
     readings, tasks = await live(rig)
     await until(lambda: readings[-1].count >= 1, "it does not decode")
-    drain = asyncio.create_task(rig.engine.drain(60))
+    drain = asyncio.create_task(rig.engine.drain(PATIENCE))
     rig.plan.add(Fault("decode", "kill", nth=2))
     await until(lambda: rig.plan.pending() == 0, "nobody died")
     await until(lambda: rig.engine.vitals.worker is None, "it lives")

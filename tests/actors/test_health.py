@@ -65,7 +65,7 @@ async def test_a_tokenizer_whose_thread_hangs_is_replaced(
         def hang(text: str, **keywords: Any) -> list[int]:
             if not hung.is_set():
                 hung.set()
-                released.wait(60)
+                released.wait(600)
             return encode(text, **keywords)
 
         monkeypatch.setattr(codec, "encode", hang)
@@ -83,9 +83,11 @@ async def test_a_tokenizer_whose_thread_hangs_is_replaced(
             lambda: sum(thread.name.startswith("troupe-tokenizer") for thread in threading.enumerate()) == 1,
             "the thread of the first life goes on",
         )
-        (stands,) = [message for message in caplog.messages if "stands here" in message]
-        assert "thread troupe-tokenizer_0" in stands
-        assert "in hang" in stands
+        # On a busy machine others may be slow too.
+        assert any(
+            "stands here" in message and "thread troupe-tokenizer_0" in message and "in hang" in message
+            for message in caplog.messages
+        )
         await rig.rest()
 
 

@@ -22,6 +22,7 @@ from actors.engine import Engine
 from actors.requests import EngineFailed, SamplingParams
 from actors.streams import merge
 from tests.app.real_server import running
+from tests.waiting import PATIENCE
 
 pytestmark = [
     pytest.mark.skipif(
@@ -199,7 +200,7 @@ async def test_over_http(generation: str, graphs: bool, tmp_path: Path, monkeypa
     else:
         arguments += ["--npu-simulator", simulator]
     with running(tmp_path / "log", *arguments) as server:
-        async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as client:
 
             async def ask(prompt: str, **sampling: Any) -> dict[str, Any]:
                 params = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True} | sampling

@@ -16,6 +16,7 @@ from actors.arguments import ArgumentError
 from actors.engine import Engine
 from actors.requests import InvalidRequest, QueueFull, SamplingParams
 from telemetry.metric_names import METRICS
+from tests.engines import rest
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -27,16 +28,6 @@ def small(model: Path, **keywords: object) -> Engine:
 async def take(engine: Engine, params: SamplingParams = PARAMS) -> None:
     async for _ in engine.generate([5, 6, 7, 8], params):
         pass
-
-
-async def quiet(engine: Engine) -> None:
-    """Return when nothing runs and the device owes nothing, so that two readings are of one moment."""
-    async with asyncio.timeout(60):
-        while True:
-            load = engine.vitals.scheduler
-            if load is not None and load.running == load.waiting == 0 and engine.vitals.oldest_step_sent is None:
-                return
-            await asyncio.sleep(0.01)
 
 
 def scrape(engine: Engine) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
@@ -75,7 +66,7 @@ async def test_an_engines_metrics_tell_what_it_did(
             engine.generate([], PARAMS)
         with pytest.raises(QueueFull):
             engine.generate([1], SamplingParams(n=4))
-        await quiet(engine)
+        await rest(engine)  # so that two readings are of one moment
         found = await asyncio.to_thread(scrape, engine)
         assert engine.traffic.flows["worker-0", "Step"].count >= 12
 

@@ -17,6 +17,7 @@ from actors.requests import EngineFailed, SamplingParams
 from actors.streams import RequestStream, merge
 from tests import engines
 from tests.addresses import held_address
+from tests.waiting import PATIENCE, until
 
 GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
@@ -27,7 +28,7 @@ small_engine = partial(engines.small_engine, device="cpu", standby_worker=False)
 
 
 async def read_out(stream: RequestStream) -> list[int]:
-    async with asyncio.timeout(300):
+    async with asyncio.timeout(PATIENCE):
         return list(merge([delta async for delta in stream]).token_ids)
 
 
@@ -97,10 +98,7 @@ async def test_ranks_whose_lives_have_other_numbers_serve(tiny_model: Path) -> N
         first = pids(engine)[0]
 
         async def kill_the_next() -> None:
-            for _ in range(60_000):
-                if pids(engine)[0] not in (0, first):
-                    break
-                await asyncio.sleep(0.001)
+            await until(lambda: pids(engine)[0] not in (0, first), "no next worker")
             os.kill(pids(engine)[0], signal.SIGKILL)
 
         killer = asyncio.create_task(kill_the_next())

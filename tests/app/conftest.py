@@ -31,6 +31,7 @@ from app.application import Troupe, create_app
 from telemetry.metrics import EngineMetrics
 from telemetry.timeline import Outcome, RequestTimeline, Timelines
 from telemetry.traffic import Traffic
+from tests import waiting
 
 ANSWER = ["Paris", " is", " the", " capital", " of", " France."]
 
@@ -268,16 +269,8 @@ def application(engine: FakeEngine) -> Troupe:
 
 @pytest.fixture
 def until() -> Callable[[Callable[[], object]], Awaitable[None]]:
-    """Wait for a condition, or fail after a while."""
-
-    async def wait(condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(180):
-            while True:
-                if condition():
-                    return
-                await asyncio.sleep(0.005)
-
-    return wait
+    """Wait for a condition, or fail after a long while."""
+    return waiting.until
 
 
 @pytest.fixture
@@ -323,7 +316,7 @@ class Server:
     async def aclose(self) -> None:
         self.stop()
         for _, task in self._running:
-            await asyncio.wait_for(task, 60)
+            await asyncio.wait_for(task, waiting.PATIENCE)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 
 from tests.addresses import hold_port, port_of
+from tests.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,7 +37,7 @@ class RealServer:
                 env={**os.environ, **(environment or {})},
             )
 
-    def wait_ready(self, limit: float = 300.0) -> None:
+    def wait_ready(self, limit: float = 600.0) -> None:
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self.log.read_text()
@@ -53,7 +54,7 @@ class RealServer:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
-                self.process.wait(120)
+                self.process.wait(PATIENCE)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()

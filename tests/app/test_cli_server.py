@@ -22,6 +22,7 @@ from hypercorn.protocol.http_stream import HTTPStream
 import app.server
 from actors.arguments import Arguments
 from app.server import READS_A_TURN, SIGNALS, Crowd, configuration, listen, serve
+from tests.waiting import PATIENCE
 
 
 class Application:
@@ -66,7 +67,7 @@ class Running:
     def __init__(self, signals: Sequence[signal.Signals] = SIGNALS) -> None:
         self.application = Application()
         self.config = configuration(Arguments(port=0))
-        self.config.graceful_timeout = 5
+        self.config.graceful_timeout = PATIENCE
         sockets = listen(self.config)
         self.url = f"http://127.0.0.1:{sockets.insecure_sockets[0].getsockname()[1]}"
         self.inheritable = sockets.insecure_sockets[0].get_inheritable()
@@ -96,20 +97,20 @@ async def running(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Running]:
 async def stream(server: Running) -> "asyncio.Task[str]":
     async def read() -> str:
         async with httpx.AsyncClient(trust_env=False) as client:
-            return (await client.get(server.url, timeout=60)).text
+            return (await client.get(server.url, timeout=PATIENCE)).text
 
     task = asyncio.create_task(read())
-    await asyncio.wait_for(server.application.streaming.wait(), 60)
+    await asyncio.wait_for(server.application.streaming.wait(), PATIENCE)
     return task
 
 
 async def test_a_signal_drains_and_nothing_is_cut(running: Running) -> None:
     reader = await stream(running)
     running.signal()
-    await asyncio.wait_for(running.application.draining.wait(), 60)
+    await asyncio.wait_for(running.application.draining.wait(), PATIENCE)
     assert not running.task.done()
     running.application.let_go.set()
-    assert await asyncio.wait_for(running.task, 60) is True
+    assert await asyncio.wait_for(running.task, PATIENCE) is True
     assert await reader == "firstlast"
     assert running.application.drains == [None]
     assert running.application.closed
@@ -119,7 +120,7 @@ async def test_a_second_signal_ends_the_draining(running: Running) -> None:
     reader = await stream(running)
     running.signal()
     running.signal()
-    assert await asyncio.wait_for(running.task, 60) is True
+    assert await asyncio.wait_for(running.task, PATIENCE) is True
     assert await reader == "firstlast"
     assert running.application.drains[-1] == 0
     assert running.application.closed
@@ -127,7 +128,7 @@ async def test_a_second_signal_ends_the_draining(running: Running) -> None:
 
 async def test_a_failed_engine_ends_the_server(running: Running) -> None:
     running.application.failed.set()
-    assert await asyncio.wait_for(running.task, 60) is False
+    assert await asyncio.wait_for(running.task, PATIENCE) is False
     assert running.application.drains == []
     assert running.application.closed
 
@@ -139,7 +140,7 @@ async def test_a_draining_that_fails_still_stops(running: Running, monkeypatch: 
     monkeypatch.setattr(running.application, "drain", broken)
     await asyncio.sleep(0)
     running.signal()
-    assert await asyncio.wait_for(running.task, 60) is True
+    assert await asyncio.wait_for(running.task, PATIENCE) is True
     assert running.application.closed
 
 
@@ -150,7 +151,7 @@ async def test_a_failed_start_of_the_application_is_raised(running: Running, mon
 
     config = configuration(Arguments(port=0))
     with pytest.raises(Exception, match="no such thing"):
-        await asyncio.wait_for(serve(broken, running.application, config, listen(config)), 20)
+        await asyncio.wait_for(serve(broken, running.application, config, listen(config)), PATIENCE)
 
 
 @pytest.mark.parametrize("requests", [0, 1, 2])
@@ -162,7 +163,7 @@ async def test_a_client_that_has_gone_keeps_no_connection(running: Running, requ
 async def leave(server: Running, requests: int) -> None:
     server.application.let_go.set()
     reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         for _ in range(requests):
             writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
             await reader.readuntil(b"\r\n0\r\n\r\n")
@@ -178,10 +179,10 @@ async def test_servers_of_one_process_and_hypercorns_own_do_not_notice_each_othe
     assert hypercorn.protocol.H11Protocol is H11Protocol
     assert hypercorn.protocol.h11.HTTPStream is HTTPStream
     other.application.failed.set()
-    assert await asyncio.wait_for(other.task, 60) is False
+    assert await asyncio.wait_for(other.task, PATIENCE) is False
     await leave(running, 1)
     running.signal()
-    assert await asyncio.wait_for(running.task, 60) is True
+    assert await asyncio.wait_for(running.task, PATIENCE) is True
 
 
 async def test_the_port_is_not_inherited(running: Running) -> None:
@@ -233,7 +234,7 @@ def test_real_signals(number: signal.Signals) -> None:
             assert process.stdout is not None
             assert process.stdout.readline() == "started\n"
             process.send_signal(number)
-            out, _ = process.communicate(timeout=120)
+            out, _ = process.communicate(timeout=PATIENCE)
         finally:
             process.kill()
     assert out == "drained\n"
@@ -268,7 +269,7 @@ async def test_a_crowd_is_read_a_few_connections_a_turn(running: Running, monkey
         for each in sockets:
             each.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         loop.call_soon(count)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             await all_read.wait()
         assert max(turns.count(number) for number in turns) <= READS_A_TURN
         running.application.let_go.set()

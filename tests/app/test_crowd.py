@@ -10,6 +10,7 @@ import msgspec
 
 from tests.app.real_server import running
 from tests.bench.crowd import Crowd, one, quantile
+from tests.waiting import PATIENCE
 
 SMALL = ("--dtype", "float32", "--cpu-threads", "1", "--max-total-tokens", "16384")
 
@@ -26,8 +27,9 @@ async def test_a_crowd_is_admitted_or_refused_and_nobody_is_dropped(tmp_path: Pa
         assert crowd.admitted >= 100
         assert crowd.refused == {429: 300 - crowd.admitted}
         assert all(1 <= wait <= 120 for wait in crowd.retry_after)
-        async with httpx.AsyncClient(timeout=60) as client:
-            told = (await client.get(f"{server.url}/server_info")).json()
+        async with httpx.AsyncClient(timeout=PATIENCE) as client, asyncio.timeout(PATIENCE):
+            while (told := (await client.get(f"{server.url}/server_info")).json())["requests"]["live"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
         assert told["requests"] == {"live": 0, "sequences": 0, "refused": 300 - crowd.admitted}
 
 

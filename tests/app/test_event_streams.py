@@ -13,6 +13,7 @@ import pytest
 import app.server
 from actors.arguments import Arguments
 from app.server import Crowd, configuration, listen, serve
+from tests.waiting import PATIENCE
 
 Until = Callable[[Callable[[], object]], Awaitable[None]]
 
@@ -88,6 +89,7 @@ async def streams(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Streams]:
         yield
 
     application, config = Streams(), configuration(Arguments(port=0))
+    config.graceful_timeout = 10 * PATIENCE
     monkeypatch.setattr(app.server, "_signals", no_signals)
     monkeypatch.setattr(app.server, "Crowd", lambda: application.crowd)
     sockets = listen(config)
@@ -115,7 +117,7 @@ async def test_the_server_sends_pieces_past_h11(streams: Streams, monkeypatch: p
 
     monkeypatch.setattr(h11.Connection, "send", spy)
     reader, writer = await asyncio.open_connection("127.0.0.1", streams.port)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         writer.write(request("/short"))
         assert (await reader.readuntil(b"\r\n0\r\n\r\n")).endswith(CHUNKS)
     assert seen == [h11.Response, h11.Data, h11.EndOfMessage]  # the last piece ends the message
@@ -126,7 +128,7 @@ async def test_requests_behind_each_other_get_each_their_answer(streams: Streams
     """Pipelined, a HEAD among them; the last one speaks HTTP/1.0: no chunks, and the connection's end is its end."""
     reader, writer = await asyncio.open_connection("127.0.0.1", streams.port)
     writer.write(request("/short") + request("/short", "HEAD") + request("/short") + request("/short", version="1.0"))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         answer = await reader.read()
     bodies = [part.partition(b"\r\n\r\n")[2] for part in answer.split(b"HTTP/1.1 200 \r\n")[1:]]
     assert bodies == [CHUNKS, b"", CHUNKS, b"data: 1\n\ndata: 2\n\n"]
@@ -137,7 +139,7 @@ async def test_a_stream_that_breaks_is_not_ended(streams: Streams, until: Until)
     """A client must see that something is missing: no last chunk, and no more requests on this connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", streams.port)
     writer.write(request("/broken") + request("/short"))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         answer = await reader.read()
     assert answer.endswith(b"\r\n\r\n9\r\ndata: 1\n\n\r\n")
     await until(lambda: not streams.crowd.open)  # with the request behind it never read
@@ -147,7 +149,7 @@ async def test_a_stream_that_breaks_is_not_ended(streams: Streams, until: Until)
 async def test_a_client_that_does_not_read_holds_the_stream_up(streams: Streams, until: Until) -> None:
     """What waits for it is what sockets hold, and its going ends the stream, though it sent more in between."""
     reader, writer = await asyncio.open_connection("127.0.0.1", streams.port, limit=1024)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         writer.write(request("/long") + request("/short"))
         await reader.readuntil(b"data: 1\n\n")
         await streams.stand_still()
@@ -163,7 +165,7 @@ async def test_a_client_that_does_not_read_loses_its_connection(
 ) -> None:
     monkeypatch.setattr(app.server, "LINGER_TIMEOUT", 0.1)
     reader, writer = await asyncio.open_connection("127.0.0.1", streams.port, limit=1024)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         writer.write(request("/long"))
         await reader.readuntil(b"data: 1\n\n")
         await streams.stand_still()
@@ -175,7 +177,7 @@ async def test_a_client_that_does_not_read_loses_its_connection(
 async def test_a_request_behind_the_last_one_does_not_hold_up_the_end(streams: Streams) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", streams.port)
     assert streams.serving is not None
-    async with asyncio.timeout(5):  # half of what connections get to close
+    async with asyncio.timeout(PATIENCE):  # less than connections get to close
         writer.write(request("/held") + request("/short"))
         await reader.readuntil(b"data: 1\n\n")
         streams.failed.set()

@@ -8,6 +8,7 @@ from typing import Any
 
 from app.exchange import KEEP_ALIVE, Exchange
 from app.request_body import RequestBody
+from tests.waiting import PATIENCE
 
 
 async def test_a_cancellation_is_not_lost_in_a_comment_that_is_being_written(engine):
@@ -47,7 +48,7 @@ async def test_a_cancellation_is_not_lost_in_a_comment_that_is_being_written(eng
         await comment
 
     handler = asyncio.create_task(handle())
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         await writing.wait()
         news.set()
         await waits.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import httpx
 import pytest
 
 from tests.app.real_server import RealServer, running
+from tests.waiting import PATIENCE
 
 
 @pytest.mark.long
@@ -21,16 +23,20 @@ async def test_a_worker_that_keeps_dying_ends_the_process_with_an_error(tmp_path
     with running(tmp_path / "log", str(tiny_model), *options) as server:
         killing = asyncio.create_task(kill_workers(server))
         body = {"prompt": [5, 6, 7], "max_tokens": 500, "ignore_eos": True, "stream": True, "temperature": 0}
-        ends = []
-        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        ends: list[list[str]] = []
+
+        async def ask(client: httpx.AsyncClient) -> None:
             while not killing.done():
                 try:
                     async with client.stream("POST", "/v1/completions", json=body) as response:
                         ends.append([line async for line in response.aiter_lines() if line.startswith("data: ")])
                 except httpx.TransportError:
-                    break
+                    return
+
+        async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as client:
+            await asyncio.gather(*(ask(client) for _ in range(3)))  # so that one is live whenever the engine gives up
         await killing
-        assert await asyncio.to_thread(server.process.wait, 30) == 3
+        assert await asyncio.to_thread(server.process.wait, PATIENCE) == 3
         lines = server.log.read_text()
     assert "worker-0 failed too often: killed by SIGKILL" in lines
     told = [json.loads(end[-2].removeprefix("data: ")) for end in ends if len(end) > 1 and '"error"' in end[-2]]
@@ -41,7 +47,7 @@ async def test_a_worker_that_keeps_dying_ends_the_process_with_an_error(tmp_path
 async def kill_workers(server: RealServer) -> None:
     """Each as soon as it runs steps, until the server ends."""
     killed: set[int] = set()
-    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as client:
         while server.process.poll() is None:
             try:
                 told = (await client.get("/server_info")).json()
@@ -49,8 +55,9 @@ async def kill_workers(server: RealServer) -> None:
                 return
             pid = (told.get("workers") or [{}])[0].get("pid")
             if pid and pid not in killed:
-                os.kill(pid, signal.SIGKILL)
                 killed.add(pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             await asyncio.sleep(0.05)
 
 
@@ -59,12 +66,12 @@ def test_sigterm_ends_a_stream_that_stands_still_at_the_deadline(tmp_path: Path,
     """Its worker is stopped and does not even hear of the end; the client is told, and the exit is an orderly one."""
     options = ["--dtype", "float32", "--cpu-threads", "1", "--max-total-tokens", "4096", "--shutdown-timeout", "1"]
     with running(tmp_path / "log", str(tiny_model), *options) as server:
-        worker = httpx.get(f"{server.url}/server_info", timeout=60).json()["workers"][0]["pid"]
+        worker = httpx.get(f"{server.url}/server_info", timeout=PATIENCE).json()["workers"][0]["pid"]
         os.kill(worker, signal.SIGSTOP)
         body = {"prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=PATIENCE) as response:
             server.process.send_signal(signal.SIGTERM)
             lines = [line for line in response.iter_lines() if line.startswith("data: ")]
         assert json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == "engine_draining"
         assert lines[-1] == "data: [DONE]"
-        assert server.process.wait(60) == 0
+        assert server.process.wait(PATIENCE) == 0

@@ -16,6 +16,7 @@ import pytest
 from actors.status import EngineStatus
 from app.progress import ProgressReport
 from app.single import workers_asked
+from tests.waiting import PATIENCE
 
 BODY = {"messages": [{"role": "user", "content": "x"}]}
 
@@ -46,7 +47,7 @@ async def test_requests_while_loading_are_told_to_come_back(application, engine)
 
 async def test_the_lifespan_does_not_wait_for_loading(application, engine):
     engine.status = EngineStatus(phase="starting", progress=0.0, stage="weights")
-    async with asyncio.timeout(60), application.test_app() as running:
+    async with asyncio.timeout(PATIENCE), application.test_app() as running:
         response = await running.test_client().get("/ready")
         assert response.status_code == 503
         engine.status = EngineStatus(phase="ready", progress=1.0, stage="ready")
@@ -57,7 +58,7 @@ async def test_the_lifespan_does_not_wait_for_loading(application, engine):
 async def test_a_failed_start_is_told_everywhere(application, engine):
     engine.start_error = "weights are missing"
     async with application.test_app():
-        await asyncio.wait_for(application.failed.wait(), 60)
+        await asyncio.wait_for(application.failed.wait(), PATIENCE)
         assert application.exit_code == 1
         response, told = await get(application, "/ready")
         assert (response.status_code, told["error"]) == (503, "weights are missing")
@@ -115,7 +116,7 @@ async def test_drain_lets_requests_finish(application, engine, serve, until):
     async with httpx.AsyncClient(timeout=60) as client:
         running = asyncio.create_task(client.post(f"{url}/v1/chat/completions", json={**BODY, "stream": True}))
         await until(lambda: engine.streams)
-        draining = asyncio.create_task(application.drain(5))
+        draining = asyncio.create_task(application.drain(PATIENCE))
         await until(lambda: engine.status.phase == "draining")
         engine.gate.set()
         assert await draining is True

@@ -21,6 +21,7 @@ from actors.arguments import Arguments
 from app.application import create_app
 from tests.app.conftest import FakeEngine, Server
 from tests.app.real_server import RealServer, running
+from tests.waiting import PATIENCE
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs the playwright package: pip install -e .[browser]")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -57,7 +58,7 @@ def open_page(browser: Any) -> Iterator[Any]:
         context = browser.new_context(**{"viewport": {"width": 1360, "height": 860}, **keywords})
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(1000 * PATIENCE)
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on(
             "console",
@@ -90,7 +91,7 @@ def load(server: RealServer) -> Iterator[Any]:
             "ignore_eos": True,
         }
         while not stop.is_set():
-            with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=60) as response:
+            with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=PATIENCE) as response:
                 for _ in response.iter_lines():
                     if stop.is_set():
                         return
@@ -183,9 +184,11 @@ def test_a_trace_id_can_be_copied(server, open_page):
         f"{server.url}/v1/chat/completions",
         json={"messages": [{"role": "user", "content": "Hello"}], "temperature": 0.5},
         headers={"traceparent": f"00-{trace}-b7ad6b7169203331-01"},
-        timeout=30,
+        timeout=PATIENCE,
     )
-    handle = httpx.get(f"{server.url}/stage/requests/{asked.headers['x-request-id']}", timeout=60).json()["handle"]
+    handle = httpx.get(f"{server.url}/stage/requests/{asked.headers['x-request-id']}", timeout=PATIENCE).json()[
+        "handle"
+    ]
     wait_frames(page)
     page.hover("#timeline .window")
     page.click(f".request[aria-label^='Request {handle}:']")
@@ -274,7 +277,7 @@ def test_the_stage_moves_under_load_and_shows_a_killed_worker(server, open_page,
     ]
     assert places[0] != places[1], "the lights stand still"
     assert page.locator("[data-actor=worker] .badge").text_content() == ""
-    os.kill(httpx.get(f"{server.url}/server_info", timeout=60).json()["workers"][0]["pid"], signal.SIGKILL)
+    os.kill(httpx.get(f"{server.url}/server_info", timeout=PATIENCE).json()["workers"][0]["pid"], signal.SIGKILL)
     page.wait_for_selector("[data-actor=worker][data-state=restarting], [data-actor=worker].struck")
     page.wait_for_function("() => document.querySelector('[data-actor=worker] .badge').textContent === '↻ 1'")
     assert page.locator("#figure-restarts").text_content() == "1"
@@ -380,7 +383,7 @@ def locked_server() -> Iterator[str]:
 
     thread = threading.Thread(target=asyncio.run, args=(serve(),))
     thread.start()
-    yield address.result(20)
+    yield address.result(PATIENCE)
     stop.set()
     thread.join()
 

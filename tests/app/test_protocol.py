@@ -9,6 +9,8 @@ import httpx
 import msgspec
 import pytest
 
+from tests.waiting import PATIENCE
+
 BODY = {"messages": [{"role": "user", "content": "x"}]}
 
 
@@ -16,7 +18,7 @@ BODY = {"messages": [{"role": "user", "content": "x"}]}
 async def test_a_client_that_hangs_up_frees_its_request(application, engine, serve, stream, until):
     engine.gate = asyncio.Event()
     url = await serve(application)
-    async with httpx.AsyncClient(timeout=60) as client:
+    async with httpx.AsyncClient(timeout=PATIENCE) as client:
         task = asyncio.create_task(client.post(f"{url}/v1/chat/completions", json={**BODY, "stream": stream}))
         await until(lambda: engine.streams)
         task.cancel()
@@ -45,7 +47,7 @@ async def test_a_hang_up_right_behind_the_request_is_seen(application, engine, s
 async def test_a_hang_up_in_the_middle_of_a_stream(application, engine, serve, until):
     engine.gate, engine.gate_at = asyncio.Event(), 2
     url = await serve(application)
-    async with httpx.AsyncClient(timeout=60) as client:
+    async with httpx.AsyncClient(timeout=PATIENCE) as client:
         async with client.stream(
             "POST", f"{url}/v1/completions", json={"prompt": ["a", "b"], "stream": True}
         ) as answer:
@@ -63,7 +65,7 @@ async def test_silence_is_filled_with_comments(make_application, serve):
     url = await serve(application)
     lines = []
     async with (
-        httpx.AsyncClient(timeout=60) as client,
+        httpx.AsyncClient(timeout=PATIENCE) as client,
         client.stream("POST", f"{url}/v1/chat/completions", json={**BODY, "stream": True}) as answer,
     ):
         assert answer.status_code == 200
@@ -85,7 +87,7 @@ async def test_silence_is_filled_with_comments(make_application, serve):
 async def test_no_comments_when_turned_off(make_application, serve):
     application = make_application(sse_keep_alive_interval=0.0)
     url = await serve(application)
-    async with httpx.AsyncClient(timeout=60) as client:
+    async with httpx.AsyncClient(timeout=PATIENCE) as client:
         answer = await client.post(f"{url}/v1/chat/completions", json={**BODY, "stream": True})
     assert ": keep-alive" not in answer.text
 
@@ -104,7 +106,7 @@ async def test_a_reader_that_stalls_loses_its_response(application, engine, serv
     await until(lambda: engine.streams)
     await until(lambda: not engine.open and not application.service.live)
     assert engine.streams[0].aborted.is_set()
-    assert engine.registry.get_sample_value("troupe_slow_reader_seconds_count") == 1
+    await until(lambda: engine.registry.get_sample_value("troupe_slow_reader_seconds_count"))
     assert engine.registry.get_sample_value("troupe_slow_reader_seconds_sum") > 0.1
     writer.transport.abort()
 
@@ -118,7 +120,7 @@ async def test_a_stream_outlives_every_response_timeout(application, engine):
 async def test_a_refusal_before_the_body_is_read_closes_cleanly(make_application, serve):
     application = make_application(api_key="key")
     url = await serve(application)
-    async with httpx.AsyncClient(timeout=60) as client:
+    async with httpx.AsyncClient(timeout=PATIENCE) as client:
         answer = await client.post(f"{url}/v1/chat/completions", json={"messages": "x" * 3_000_000})
         assert answer.status_code == 401
         assert (await client.get(f"{url}/live")).status_code == 200
@@ -138,7 +140,7 @@ async def test_many_streams_with_hang_ups_leave_nothing(application, engine, ser
                         return ""
         return text
 
-    async with httpx.AsyncClient(limits=httpx.Limits(max_connections=60), timeout=30) as client:
+    async with httpx.AsyncClient(limits=httpx.Limits(max_connections=60), timeout=PATIENCE) as client:
         texts = await asyncio.gather(*(one(client, number) for number in range(60)))
     assert texts == ["" if number % 3 == 0 else "Paris is the capital of France." for number in range(60)]
     await until(lambda: not engine.open and not application.service.live)
@@ -148,7 +150,7 @@ async def test_many_streams_with_hang_ups_leave_nothing(application, engine, ser
 async def test_a_server_that_stops_without_draining_cuts_no_stream(application, engine, serve, stream, until):
     engine.gate, engine.gate_at = asyncio.Event(), 2
     url, stop = await serve(application), serve.stop
-    async with httpx.AsyncClient(timeout=60) as client:
+    async with httpx.AsyncClient(timeout=PATIENCE) as client:
         running = asyncio.create_task(client.post(f"{url}/v1/completions", json={"prompt": "x", "stream": stream}))
         await until(lambda: engine.streams)
         stop()
@@ -166,7 +168,7 @@ async def test_a_server_that_stops_without_draining_cuts_no_stream(application, 
 async def test_a_hang_up_while_the_prompt_is_encoded(application, engine, serve, until):
     engine.tokenizing = asyncio.Event()
     url = await serve(application)
-    async with httpx.AsyncClient(timeout=60) as client:
+    async with httpx.AsyncClient(timeout=PATIENCE) as client:
         task = asyncio.create_task(client.post(f"{url}/v1/completions", json={"prompt": ["a", "b"]}))
         await until(lambda: len(engine.streams) == 2)
         task.cancel()
@@ -181,7 +183,7 @@ async def test_a_body_that_does_not_arrive(application, serve):
     writer.write(
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
     )
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         head = await reader.readuntil(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 408")
     writer.close()

@@ -9,7 +9,6 @@ import random
 import re
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import pytest
 
 from app.understudy.lessons.world import COUNTRIES
 from tests.app.real_server import RealServer, running, serving
+from tests.waiting import PATIENCE, blocking_until
 
 QUESTION = [{"role": "user", "content": "List 3 countries and their capitals."}]
 
@@ -98,8 +98,8 @@ def test_a_tool_is_called_and_its_answer_told(box: RealServer) -> None:
 
 def test_probes_and_information(box: RealServer) -> None:
     for path in ("/live", "/ready", "/health", "/health_generate", "/model_info", "/metrics", "/openapi.json", "/docs"):
-        assert httpx.get(box.url + path, timeout=30).status_code == 200, path
-    [worker] = httpx.get(f"{box.url}/server_info", timeout=30).json()["workers"]
+        assert httpx.get(box.url + path, timeout=PATIENCE).status_code == 200, path
+    [worker] = httpx.get(f"{box.url}/server_info", timeout=PATIENCE).json()["workers"]
     assert os.path.exists(f"/proc/{worker['pid']}")
     assert worker["device"] == "cpu"
 
@@ -113,7 +113,7 @@ async def test_256_streams_with_random_hang_ups(tiny: RealServer) -> None:
         return {"model": "", "prompt": prompts[i], "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 
     limits = httpx.Limits(max_connections=300)
-    async with httpx.AsyncClient(base_url=tiny.url, timeout=120, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=tiny.url, timeout=PATIENCE, limits=limits) as client:
 
         async def stream(i: int) -> str | None:
             text = []
@@ -143,20 +143,20 @@ async def test_256_streams_with_random_hang_ups(tiny: RealServer) -> None:
             assert results[i] == response.json()["choices"][0]["text"]
         assert all(results[i] is not None for i in stayed)
 
-        for _ in range(200):
-            info = (await client.get("/server_info")).json()
-            cache, load = info["cache"], info["scheduler"]
-            if cache["used"] == 0 and load["running"] == load["waiting"] == 0:
-                break
-            await asyncio.sleep(0.05)
-        assert cache["used"] == 0
+        async with asyncio.timeout(PATIENCE):
+            while True:
+                info = (await client.get("/server_info")).json()
+                cache, load = info["cache"], info["scheduler"]
+                if cache["used"] == load["running"] == load["waiting"] == info["requests"]["live"] == 0:
+                    break
+                await asyncio.sleep(0.05)
         assert cache["free"] + cache["evictable"] == cache["total"]
-        assert info["requests"]["live"] == 0
 
 
 async def test_a_killed_worker_pauses_the_streams_and_they_go_on(tiny: RealServer) -> None:
+    """And its death is a line of the log."""
     body = {"model": "", "prompt": [5, 6, 7, 8], "max_tokens": 400, "temperature": 0, "ignore_eos": True}
-    async with httpx.AsyncClient(base_url=tiny.url, timeout=120) as client:
+    async with httpx.AsyncClient(base_url=tiny.url, timeout=PATIENCE) as client:
         expected = (await client.post("/v1/completions", json=body)).json()["choices"][0]["text"]
         info = (await client.get("/server_info")).json()
         killed = False
@@ -165,46 +165,47 @@ async def test_a_killed_worker_pauses_the_streams_and_they_go_on(tiny: RealServe
             async for line in response.aiter_lines():
                 if line.startswith("data: {"):
                     text += json.loads(line[6:])["choices"][0]["text"]
-                    if len(text) > 20 and not killed:
+                    if not killed:
+                        os.kill(info["workers"][0]["pid"], signal.SIGSTOP)  # so that it dies with a step in hand
+                        await asyncio.sleep(0.5)
                         os.kill(info["workers"][0]["pid"], signal.SIGKILL)
                         killed = True
         assert killed
         assert text == expected
         assert (await client.get("/server_info")).json()["workers"][0]["restarts"] == 1
+    (death,) = [line for line in tiny.log.read_text().splitlines() if " died" in line]
+    assert re.search(r"ERROR   troupe.engine: Actor worker-0 died: killed by SIGKILL .*device=\w+ batch=\w+", death)
 
 
-def test_a_record_is_a_line_and_probes_are_none(box: RealServer, tiny: RealServer) -> None:
+def test_a_record_is_a_line_and_probes_are_none(tiny: RealServer) -> None:
     record = re.compile(
         r"[-\d]{10} [:\d]{8},\d{3} (INFO|WARNING|ERROR) +troupe[\w.]*: |    \| |\[.*\] \[INFO\] Running"
     )
-    for server in (box, tiny):
-        text = server.log.read_text()
-        assert all(record.match(line) for line in text.splitlines()), text
-        assert "POST /v1/" in text
-        assert "/ready" not in text
-    deaths = [line for line in tiny.log.read_text().splitlines() if " died" in line]
-    assert len(deaths) == 1
-    assert re.search(r"ERROR   troupe.engine: Actor worker-0 died: killed by SIGKILL .*device=\w+ batch=\w+", deaths[0])
+    for path in ("/ready", "/metrics"):
+        httpx.get(tiny.url + path, timeout=PATIENCE)
+    httpx.post(f"{tiny.url}/v1/completions", json={"prompt": [5], "max_tokens": 1}, timeout=PATIENCE)
+    blocking_until(lambda: "POST /v1/" in tiny.log.read_text())
+    lines = tiny.log.read_text().splitlines()
+    assert all(record.match(line) for line in lines), lines
+    assert not any("/ready" in line or "/metrics" in line for line in lines)
 
 
 def test_sigterm_lets_a_stream_finish_and_exits_zero(tmp_path: Path, tiny_model: Path) -> None:
     options = ["--dtype", "float32", "--cpu-threads", "1", "--max-total-tokens", "4096"]
     with running(tmp_path / "log", str(tiny_model), *options) as server:
         body = {"prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=PATIENCE) as response:
             lines = response.iter_lines()
             next(lines)
             server.process.send_signal(signal.SIGTERM)
             rest = list(lines)
         assert rest[-2 if rest[-1] == "" else -1] == "data: [DONE]"
         assert not any('"error"' in line for line in rest)
-        assert server.process.wait(60) == 0
+        assert server.process.wait(PATIENCE) == 0
 
 
 def test_a_model_that_is_not_there_ends_the_process_with_the_reason(tmp_path: Path) -> None:
     server = serving(tmp_path / "log", str(tmp_path / "nothing"))
-    deadline = time.monotonic() + 60
-    while server.process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.05)
+    blocking_until(lambda: server.process.poll() is not None)
     assert server.stop() not in (0, None)
     assert "does not exist" in server.log.read_text()

@@ -14,6 +14,7 @@ from hypercorn.asyncio.tcp_server import TCPServer
 
 from actors.arguments import Arguments
 from app.application import Troupe, create_app
+from tests.waiting import PATIENCE
 
 MANY = {"prompt": [5, 6, 7], "max_tokens": 200, "n": 8, "ignore_eos": True, "stream": True, "logprobs": 5}
 FEW = {"prompt": [8, 9], "max_tokens": 100, "ignore_eos": True, "stream": True}
@@ -65,13 +66,13 @@ async def test_readers_that_stop_slow_nobody_and_lose_their_response_at_the_dead
     dead = [await never_reads(url, MANY) for _ in range(2)]
     try:
         await until(lambda: engine.intake is not None and engine.intake.door.sequences == 16)
-        async with httpx.AsyncClient(timeout=60) as client:
+        async with httpx.AsyncClient(timeout=PATIENCE) as client:
             answers = await asyncio.gather(*(client.post(f"{url}/v1/completions", json=FEW) for _ in range(4)))
         assert all(answer.text.endswith("data: [DONE]\n\n") and "error" not in answer.text for answer in answers)
 
         # The engine has made every token of those who do not read: none of its steps waited for them.
         await until(lambda: engine.vitals.scheduler is not None and engine.vitals.scheduler.running == 0)
-        assert len(service.live) == 2
+        await until(lambda: len(service.live) == 2)  # the others' exchanges end after their last byte
         assert engine.intake is not None
         for request in engine.intake._requests.values():
             buffer = request.buffer
@@ -84,11 +85,9 @@ async def test_readers_that_stop_slow_nobody_and_lose_their_response_at_the_dead
         for exchange in service.live:
             exchange._send_deadline = 0.2
         await until(lambda: not service.live)
-        assert engine.intake.door.sequences == len(engine.intake) == 0
+        await until(lambda: engine.intake.door.sequences == len(engine.intake) == 0)
         await until(lambda: engine.vitals.cache() is not None and engine.vitals.cache().used == 0)
-        slow = engine.registry.get_sample_value("troupe_slow_reader_seconds_count")
-        assert slow is not None
-        assert slow >= 2
+        await until(lambda: (engine.registry.get_sample_value("troupe_slow_reader_seconds_count") or 0) >= 2)
     finally:
         for taken in dead:
             taken.close()

@@ -18,6 +18,7 @@ from app.stage.graph import edges
 from app.stage.requests import RequestViews
 from telemetry.timeline import Outcome, Timelines
 from telemetry.traffic import Traffic
+from tests.waiting import PATIENCE
 
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -121,16 +122,17 @@ async def test_frames_follow_each_other_and_tell_only_what_changed(application, 
 
 async def test_one_picture_is_drawn_for_all_viewers(application, engine, serve):
     url = await serve(application)
-    told = await asyncio.gather(*(events(url, "/stage", 3) for _ in range(6)))
+    told = await asyncio.gather(*(events(url, "/stage?frames=3", 3) for _ in range(6)))
     numbers = [one["number"] for seen in told for one in seen]
     assert len(numbers) == 18
     assert application.service.stage.drawn == max(numbers)
     assert max(numbers) < 18
 
 
-async def test_nothing_is_drawn_without_a_viewer(application, engine, serve):
+async def test_nothing_is_drawn_without_a_viewer(application, engine, serve, until):
     url = await serve(application)
     await events(url, "/stage", 1)
+    await until(lambda: application.service.stage.viewers == 0)
     drawn = application.service.stage.drawn
     await asyncio.sleep(3 * frames.FRAME_SECONDS)
     assert application.service.stage.drawn == drawn
@@ -186,7 +188,7 @@ async def test_a_stopping_server_ends_the_feed(application, engine, serve, until
     looking = asyncio.create_task(look())
     await until(lambda: application.service.stage.viewers)
     await application.drain(0)
-    lines = await asyncio.wait_for(looking, 60)
+    lines = await asyncio.wait_for(looking, PATIENCE)
     assert lines[-1] == "data: [DONE]"
     assert "error" in lines[-2]
 

@@ -39,7 +39,7 @@ SERVER += ("--max-queued-requests", "24", "--sse-keep-alive-interval", "0.5")
 GENERATING = ("/v1/completions", "/v1/chat/completions", "/generate")
 MAX_SLOPE = 2.0  # MiB a minute of the server process
 SLOPE_FROM = 240.0  # seconds of traffic from which the slope is judged: before that, caches still fill
-REST_SECONDS = 60.0
+REST_SECONDS = 300.0
 """The longest that the server may take to come to rest: a worker killed at the end is loaded again."""
 
 
@@ -142,9 +142,11 @@ class Client:
         while time.monotonic() < until:
             self._count += 1
             kind = self._rng.choices(list(kinds), list(kinds.values()))[0]
+            if self._count == 1:  # so that everything happens, however few requests there is time for
+                kind = list(kinds)[self._number % len(kinds)]
             name = kind.__name__.lstrip("_").replace("_", " ")
             try:
-                async with asyncio.timeout(120), Http(self._url, self._rng) as http:
+                async with asyncio.timeout(600), Http(self._url, self._rng) as http:
                     outcome = await kind(http)
                 self._ledger.ended[f"{name}: {outcome}"] += 1
             except (Unexpected, OSError, EOFError, ValueError, KeyError, TimeoutError) as error:

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 
 import httpx
 
+from tests.waiting import PATIENCE
+
 
 class Load:
     """``streams`` clients with this API key ask ``url`` again and again; :meth:`run` goes on until :meth:`stop`."""
@@ -31,7 +33,7 @@ class Load:
         headers = {"Authorization": f"Bearer {self._key}"}
         limits = httpx.Limits(max_connections=self._streams + 40)
         async with (
-            httpx.AsyncClient(base_url=self._url, timeout=60, limits=limits, headers=headers) as client,
+            httpx.AsyncClient(base_url=self._url, timeout=PATIENCE, limits=limits, headers=headers) as client,
             asyncio.TaskGroup() as tasks,
         ):
             for _ in range(self._streams):
@@ -74,4 +76,4 @@ def under_load(url: str, key: str, streams: int = 12) -> Iterator[Load]:
         yield load
     finally:
         load.stop()
-        thread.join(60)
+        thread.join(PATIENCE)

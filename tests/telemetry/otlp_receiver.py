@@ -17,6 +17,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceResponse,
 )
 
+from tests.waiting import PATIENCE
+
 
 class Received:
     """A span as it came, with plain attributes. Ids are hexadecimal, times nanoseconds."""
@@ -80,7 +82,7 @@ class Collector:
 
     def wait(self, condition: Callable[[], object], what: str) -> None:
         """Block until it is so; for use in a thread."""
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
             if condition():
                 return

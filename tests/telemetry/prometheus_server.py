@@ -16,6 +16,7 @@ import yaml
 
 from telemetry.dashboards import FOLDER
 from tests.addresses import hold_port, port_of
+from tests.waiting import PATIENCE
 
 MISSING = [name for name in ("prometheus", "promtool") if shutil.which(name) is None]
 WHY = f"{' and '.join(MISSING)} not installed (Debian: apt install prometheus)"
@@ -23,7 +24,7 @@ WHY = f"{' and '.join(MISSING)} not installed (Debian: apt install prometheus)"
 
 def promtool(*arguments: str, stdin: bytes | None = None) -> str:
     """What promtool says; raises AssertionError when it finds anything wrong."""
-    done = subprocess.run(["promtool", *arguments], input=stdin, capture_output=True, timeout=60, check=False)
+    done = subprocess.run(["promtool", *arguments], input=stdin, capture_output=True, timeout=PATIENCE, check=False)
     said = (done.stdout + done.stderr).decode()
     assert done.returncode == 0, said
     return said
@@ -55,9 +56,9 @@ class Prometheus:
                 stdout=out,
                 stderr=out,
             )
-        self._http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30)
+        self._http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE)
 
-    def wait_until(self, expr: str, limit: float = 60.0) -> None:
+    def wait_until(self, expr: str, limit: float = PATIENCE) -> None:
         """Until ``expr`` gives at least one series."""
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline:
@@ -99,7 +100,7 @@ class Prometheus:
     def stop(self) -> None:
         self._http.close()
         self.process.terminate()
-        self.process.wait(120)
+        self.process.wait(PATIENCE)
         self._held.close()
 
 

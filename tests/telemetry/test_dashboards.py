@@ -19,6 +19,7 @@ from telemetry.dashboards import BOARDS, FOLDER, board_file, copy_files, stale_b
 from telemetry.dashboards.board import Board
 from telemetry.metric_names import METRICS
 from tests.telemetry.prometheus_server import MISSING, WHY, promtool
+from tests.waiting import PATIENCE
 
 ROOT = FOLDER.parents[1]
 UNITS = {"short", "s", "percentunit", "bytes", "ops", "reqps", "si:tok/s", "si:pages/s"}
@@ -75,7 +76,7 @@ def test_a_changed_and_a_left_over_board_are_stale(tmp_path: Path) -> None:
 
 def test_the_command_checks_and_writes_nothing_then() -> None:
     command = [sys.executable, "-m", "telemetry.dashboards", "--check"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=PATIENCE, check=False)
     assert (done.returncode, done.stdout) == (0, b"")
 
 

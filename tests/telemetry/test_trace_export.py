@@ -28,6 +28,7 @@ from telemetry.trace_export import TraceExport, TraceOptions, make_exporter
 from telemetry.tracing import Tracing
 from telemetry.worker_spans import STEP_ROW, TracedRow, forward_spans
 from tests import engines
+from tests.waiting import PATIENCE
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -47,7 +48,7 @@ class Blocked(SpanExporter):
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         self.begun.set()
-        self.open.wait(20)
+        self.open.wait(PATIENCE)
         self.taken += [span.name for span in spans]
         return SpanExportResult.SUCCESS
 
@@ -60,12 +61,12 @@ async def test_a_full_queue_drops_and_counts_and_never_waits() -> None:
     export = TraceExport(TraceOptions(ratio=1.0, delay=10), exporter=exporter, queue=4)
     tracer = export.provider.get_tracer("t")
     tracer.start_span("first").end()
-    assert await asyncio.to_thread(exporter.begun.wait, 10)
+    assert await asyncio.to_thread(exporter.begun.wait, PATIENCE)
     for number in range(10):
         tracer.start_span(f"span-{number}").end()
     assert export.dropped == 6  # four wait, the first is under way
     exporter.open.set()
-    await export.close(10)
+    await export.close(PATIENCE)
     assert exporter.taken == ["first", *[f"span-{number}" for number in range(4)]]
     assert (export.exported, export.dropped) == (5, 6)
     tracer.start_span("late").end()
@@ -76,7 +77,7 @@ async def test_a_close_does_not_wait_for_a_collector_that_hangs() -> None:
     exporter = Blocked()
     export = TraceExport(TraceOptions(ratio=1.0, delay=10), exporter=exporter)
     export.provider.get_tracer("t").start_span("span").end()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         await export.close(0.05)
 
 
@@ -108,7 +109,7 @@ async def test_a_ratio_decides_for_traces_that_begin_here() -> None:
         assert ours.traceparent.endswith("-00" if ratio == 0.0 else "-01")
         for timeline in (ours, theirs):
             timelines.close(timeline, Outcome())
-        await export.close(10)
+        await export.close(PATIENCE)
         spans = [span for span in exporter.get_finished_spans() if span.name == "chat m"]
         assert len(spans) == expected
 
@@ -121,13 +122,13 @@ async def test_what_the_environment_says_is_respected(monkeypatch: pytest.Monkey
     assert export.resource.attributes["service.name"] == "mine"
     assert export.resource.attributes["deployment.environment.name"] == "test"
     assert not export.provider.get_tracer("t").start_span("a").is_recording()
-    await export.close(10)
+    await export.close(PATIENCE)
     monkeypatch.delenv("OTEL_SERVICE_NAME")
     monkeypatch.delenv("OTEL_TRACES_SAMPLER")
     export = TraceExport(TraceOptions(), exporter=InMemorySpanExporter())
     assert export.resource.attributes["service.name"] == "troupe"
     assert export.provider.get_tracer("t").start_span("a").is_recording()
-    await export.close(10)
+    await export.close(PATIENCE)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +178,7 @@ class Steps:
         return self.timelines.open(name, operation="chat", model="m", traceparent=traceparent)
 
     async def spans(self) -> dict[str, ReadableSpan]:
-        await self.export.close(10)
+        await self.export.close(PATIENCE)
         return {span.name: span for span in self.exporter.get_finished_spans()}
 
 

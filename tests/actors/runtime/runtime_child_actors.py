@@ -24,6 +24,7 @@ from actors.runtime import (
     handles,
     handles_in_thread,
 )
+from tests.waiting import until
 
 
 class ChildProtocol: ...
@@ -80,6 +81,12 @@ class Raise(Message[ChildProtocol, None], frozen=True):
 
 class Sleep(Message[ChildProtocol, None], frozen=True):
     seconds: float
+
+
+class Hold(Message[ChildProtocol, None], frozen=True):
+    """Is in hand until there is a file ``path``."""
+
+    path: str
 
 
 class Block(Message[ChildProtocol, None], frozen=True):
@@ -223,6 +230,10 @@ class ChildActor(Actor[ChildProtocol]):
     @handles
     async def sleep(self, message: Sleep) -> None:
         await asyncio.sleep(message.seconds)
+
+    @handles
+    async def hold(self, message: Hold) -> None:
+        await until(lambda: os.path.exists(message.path))
 
     @handles
     def block(self, message: Block) -> None:

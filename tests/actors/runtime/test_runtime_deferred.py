@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from actors.runtime import Actor, ActorDied, ActorSystem, Deferred, Message, RequestError, handles
+from tests.waiting import until
 
 
 class Desk:
@@ -73,7 +74,7 @@ async def test_any_other_error_is_a_crash_that_answers_everything_unfinished() -
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(result, ActorDied) for result in results)
         task = asyncio.create_task(ref.ask(Promise(number=3), timeout=60))
-        await asyncio.sleep(0.2)
+        await until(lambda: system.describe()[0].incarnation == 1)
         await ref.tell(Keep(number=3))
         assert await task == 6
         assert system.describe()[0].incarnation == 1
@@ -85,8 +86,7 @@ async def test_an_asker_that_gives_up_leaves_no_complaint() -> None:
         with pytest.raises(TimeoutError):
             await ref.ask(Promise(number=1), timeout=0.01)
         await ref.tell(Keep(number=1))
-        await asyncio.sleep(0.001)
-        assert system.late_replies == 1
+        await until(lambda: system.late_replies == 1)
 
 
 class Panic(BaseException):
@@ -106,7 +106,7 @@ async def test_a_base_exception_is_a_crash_of_its_actor_alone() -> None:
         with pytest.raises(ActorDied):
             await fragile.ask(Keep(number=1), timeout=60)
         waiting = asyncio.create_task(sturdy.ask(Promise(number=1), timeout=60))
-        await asyncio.sleep(0.2)
+        await until(lambda: system.describe()[0].incarnation == 1)
         await sturdy.tell(Keep(number=1))
         assert await waiting == 2
         assert [actor.incarnation for actor in system.describe()] == [1, 0]

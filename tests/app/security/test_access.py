@@ -16,6 +16,7 @@ from app.application import Troupe
 from app.auth import Level
 from app.routes import Route, RouteTable
 from tests.app.security.conftest import Target
+from tests.waiting import PATIENCE
 
 CLOSED = (401, 404)
 SERVER = ("127.0.0.1", 8000)
@@ -232,7 +233,7 @@ REQUEST_LINES = [
 @pytest.mark.parametrize("host", ["localhost", "localhost/health", "health"])
 def test_on_the_wire_no_request_line_opens_a_route(target: Target, line: str, host: str) -> None:
     port = int(target.url.rpartition(":")[2])
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as connection:
         connection.sendall(f"{line}\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode("latin-1"))
         answer = b""
         while piece := connection.recv(65536):
@@ -246,7 +247,7 @@ def test_the_same_answer_whatever_is_hidden(target: Target) -> None:
     """A key is asked for before a path is known not to be there."""
     import httpx
 
-    with httpx.Client(base_url=target.url, timeout=60) as nobody:
+    with httpx.Client(base_url=target.url, timeout=PATIENCE) as nobody:
         there, not_there = nobody.get("/v1/models"), nobody.get("/v1/nothing")
     assert there.status_code == not_there.status_code == 401
     assert there.json() == not_there.json()

@@ -22,13 +22,14 @@ from actors.arguments import Arguments
 from app.application import MAX_BODY, Troupe
 from app.server import configuration, listen, serve
 from tests.app.security.conftest import Target
+from tests.waiting import PATIENCE, blocking_until, until
 
 HEAD = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nx-api-key: user-key\r\nContent-Type: application/json\r\n"
 
 
 @contextlib.contextmanager
 def connected(target: Target) -> Iterator[socket.socket]:
-    with socket.create_connection(("127.0.0.1", int(target.url.rpartition(":")[2])), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", int(target.url.rpartition(":")[2])), timeout=PATIENCE) as connection:
         yield connection
 
 
@@ -46,7 +47,7 @@ def send_while_read(connection: socket.socket, pieces: Iterator[bytes], most: in
     sent = 0
     connection.settimeout(0.0)
     answer = b""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE
     for piece in pieces:
         while piece and time.monotonic() < deadline:
             try:
@@ -67,7 +68,7 @@ def send_while_read(connection: socket.socket, pieces: Iterator[bytes], most: in
             sent, piece = sent + done, piece[done:]
         if answer or sent >= most:
             break
-    connection.settimeout(20)
+    connection.settimeout(PATIENCE)
     return answer + read_all(connection), sent
 
 
@@ -307,10 +308,7 @@ def test_a_client_that_half_closes_is_let_go(target: Target) -> None:
             connection.sendall(part.encode())
             connection.shutdown(socket.SHUT_WR)
             read_all(connection)
-    deadline = time.monotonic() + 10
-    while process.num_fds() > before and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert process.num_fds() <= before
+    blocking_until(lambda: process.num_fds() <= before, "a connection is kept")
 
 
 # -- HTTP/2
@@ -423,7 +421,7 @@ def test_frames_out_of_turn(target: Target, frames: str) -> None:
 async def hurried(
     make_application: Callable[..., Troupe], monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[Troupe, int]]:
-    monkeypatch.setattr(app.server, "HEADER_TIMEOUT", 0.3)
+    monkeypatch.setattr(app.server, "HEADER_TIMEOUT", 1.0)
     monkeypatch.setattr(app.server, "_signals", lambda numbers, handler: contextlib.nullcontext())
     application = make_application()
     application.config["BODY_TIMEOUT"] = 0.3
@@ -446,7 +444,7 @@ async def dripping(port: int, before: bytes, drip: bytes) -> bytes:
     answer = b""
     with contextlib.suppress(ConnectionError):
         writer.write(before)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             while not reader.at_eof():
                 writer.write(drip)
                 with contextlib.suppress(TimeoutError):
@@ -462,7 +460,7 @@ async def test_a_head_that_comes_drop_by_drop_is_not_waited_for(hurried: tuple[T
 
 async def test_a_connection_that_says_nothing_is_closed(hurried: tuple[Troupe, int]) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", hurried[1])
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         assert await reader.read() == b""
     writer.close()
 
@@ -487,15 +485,14 @@ async def test_a_server_keeps_files_for_itself(hurried: tuple[Troupe, int], monk
     port = sockets.insecure_sockets[0].getsockname()[1]
     task = asyncio.create_task(serve(application, application, config, sockets))
     held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         with contextlib.suppress(ConnectionError):
             assert await held[2][0].read() == b""
         assert crowd.open == 2
         for _, writer in held:
             writer.close()
-        while crowd.open:  # noqa: ASYNC110 - it is another's count
-            await asyncio.sleep(0.01)
-        async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+        await until(lambda: not crowd.open)
+        async with httpx.AsyncClient(trust_env=False, timeout=PATIENCE) as client:
             assert (await client.get(f"http://127.0.0.1:{port}/live")).status_code == 200
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
