@@ -18,6 +18,7 @@ from actors.protocol import Render, RendererConfig, RendererProtocol
 from actors.rendering import Rendering
 from actors.requests import LIMITS, Chat, InvalidRequest, RequestFailed, SamplingParams
 from actors.runtime import ActorDied, ActorSystem, ChildCrash
+from tests.waiting import until
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ bos_token }}"
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -109,7 +110,7 @@ async def test_a_killed_renderer_is_replaced_and_its_request_rendered_once_more(
         assert status.pid is not None
         os.kill(status.pid, signal.SIGSTOP)
         waiting = asyncio.create_task(rendering_.render(chat("again")))
-        await asyncio.sleep(0.05)
+        await until(lambda: system.describe()[0].message)
         os.kill(status.pid, signal.SIGKILL)
         assert await waiting == "[user]again<s>"
         assert lives(system) == {"renderer-0": 1}
@@ -155,9 +156,13 @@ async def test_a_guests_loop_delays_no_one_else(monkeypatch: pytest.MonkeyPatch)
     async with started(guests=True) as (rendering_, system):
         await rendering_.render(chat())  # it has started
         looping = asyncio.create_task(rendering_.render(chat(template=ENDLESS)))
-        await asyncio.sleep(0.05)
+        guests = {actor.name: actor for actor in system.describe()}["renderer-guests"].pid
+        assert guests is not None
+        await until(lambda: {actor.name: actor.message for actor in system.describe()}["renderer-guests"])
+        os.kill(guests, signal.SIGSTOP)  # so that it has time enough left, however busy the machine is
         assert await rendering_.render(chat()) == "[user]hi<s>"
         assert not looping.done()
+        os.kill(guests, signal.SIGCONT)
         with pytest.raises(InvalidRequest, match="stopped"):
             await looping
         assert await rendering_.render(chat(template="next")) == "next"

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import logging
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,12 @@ from actors.arguments import ArgumentError
 from actors.engine import Engine
 from actors.requests import InvalidRequest, QueueFull, SamplingParams
 from telemetry.metric_names import METRICS
-from tests.engines import rest
+from tests.engines import rest, small_engine
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
-def small(model: Path, **keywords: object) -> Engine:
-    return Engine(model=str(model), dtype="float32", cpu_threads=1, max_total_tokens=1024, **keywords)
+small = partial(small_engine, max_total_tokens=1024)
 
 
 async def take(engine: Engine, params: SamplingParams = PARAMS) -> None:

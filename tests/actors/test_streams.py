@@ -9,6 +9,7 @@ import pytest
 from actors.requests import Delta, InvalidRequest, RequestAborted, RequestFailed, RequestTimeout, Usage
 from actors.streams import RequestStream, StreamBuffer
 from telemetry.timeline import Timelines
+from tests.waiting import until
 
 
 def delta(text: str, *, index: int = 0, finish: str | None = None, first: bool = False) -> Delta:
@@ -117,7 +118,7 @@ async def test_a_deadline_ends_a_stream_that_waits() -> None:
 async def test_cancelling_a_reader_leaves_the_stream_usable() -> None:
     buffer, stream = House().stream()
     reader = asyncio.ensure_future(anext(stream))
-    await asyncio.sleep(0.001)
+    await until(lambda: buffer._waiter)
     reader.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reader
@@ -160,7 +161,7 @@ async def test_closing_wakes_a_reader_in_another_task() -> None:
     house = House()
     buffer, stream = house.stream()
     reader = asyncio.ensure_future(anext(stream, None))
-    await asyncio.sleep(0.001)
+    await until(lambda: buffer._waiter)
     await stream.aclose()
     assert await asyncio.wait_for(reader, 60) is None
     assert house.released == [buffer]
@@ -169,7 +170,7 @@ async def test_closing_wakes_a_reader_in_another_task() -> None:
 async def test_two_readers_at_once_are_refused_and_the_first_reads_on() -> None:
     buffer, stream = House().stream()
     reader = asyncio.ensure_future(anext(stream))
-    await asyncio.sleep(0.001)
+    await until(lambda: buffer._waiter)
     with pytest.raises(RuntimeError, match="another task"):
         await asyncio.wait_for(anext(stream), 60)
     buffer.push(delta("a", finish="stop"))

@@ -11,6 +11,7 @@ from actors.requests import InvalidRequest
 from actors.runtime import ActorDied, ActorSystem
 from actors.text_codec import TextCodec
 from actors.tokenizer import INLINE_CHARS, Tokenizer
+from tests.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +81,9 @@ async def test_decoding(codec: TextCodec) -> None:
 
 async def test_a_crash_answers_what_waited_and_the_next_life_encodes(codec: TextCodec) -> None:
     async with ActorSystem() as system:
-        ref = await system.spawn(lambda: Tokenizer(codec, batch_timeout=30.0), name="tokenizer")
+        ref = await system.spawn(lambda: Tokenizer(codec, batch_timeout=600.0), name="tokenizer")
         waiting = asyncio.create_task(ref.ask(Encode(prompt="the fox"), timeout=60))
-        await asyncio.sleep(0.01)
+        await until(lambda: system.describe()[0].message == "Encode")
         system.crash_actor(ref, RuntimeError("injected"))
         with pytest.raises(ActorDied):
             await waiting

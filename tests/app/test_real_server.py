@@ -153,6 +153,13 @@ async def test_256_streams_with_random_hang_ups(tiny: RealServer) -> None:
         assert cache["free"] + cache["evictable"] == cache["total"]
 
 
+async def until_a_step_is_owed(client: httpx.AsyncClient) -> None:
+    age = re.compile(r"^troupe_step_age_seconds\S* (\S+)$", re.MULTILINE)
+    async with asyncio.timeout(PATIENCE):
+        while not [found for found in age.findall((await client.get("/metrics")).text) if float(found) > 0.3]:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
 async def test_a_killed_worker_pauses_the_streams_and_they_go_on(tiny: RealServer) -> None:
     """And its death is a line of the log."""
     body = {"model": "", "prompt": [5, 6, 7, 8], "max_tokens": 400, "temperature": 0, "ignore_eos": True}
@@ -167,7 +174,7 @@ async def test_a_killed_worker_pauses_the_streams_and_they_go_on(tiny: RealServe
                     text += json.loads(line[6:])["choices"][0]["text"]
                     if not killed:
                         os.kill(info["workers"][0]["pid"], signal.SIGSTOP)  # so that it dies with a step in hand
-                        await asyncio.sleep(0.5)
+                        await until_a_step_is_owed(client)
                         os.kill(info["workers"][0]["pid"], signal.SIGKILL)
                         killed = True
         assert killed

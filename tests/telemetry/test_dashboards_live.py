@@ -48,6 +48,12 @@ class Stage:
             blocking_until(lambda: self.prometheus.query(expr), seconds=30)
         return self.prometheus.query(expr)
 
+    def look_back(self, expr: str) -> list[dict[str, Any]]:
+        """The series of ``expr`` since the server began, asked for in the same way."""
+        with suppress(AssertionError):
+            blocking_until(lambda: self.prometheus.query_range(expr, SECONDS), seconds=30)
+        return self.prometheus.query_range(expr, SECONDS)
+
     def expression(self, text: str) -> str:
         """A panel's query with Grafana's variables filled in."""
         values = {
@@ -102,7 +108,7 @@ def test_every_panel_shows_data(stage: Stage, board: Board) -> None:
         if target.get("instant"):
             found = stage.ask(expr)
         else:
-            found = stage.prometheus.query_range(expr, SECONDS)
+            found = stage.look_back(expr)
         place = f"{panel['title']} [{target['legendFormat']}]: {expr}"
         if not found:
             empty.append(place)
@@ -130,7 +136,7 @@ def test_panels_of_faults_show_the_faults(stage: Stage) -> None:
     for title, legend in FAULTS:
         [board] = [board for board in BOARDS if board.title == title]
         found = [
-            stage.prometheus.query_range(stage.expression(target["expr"]), SECONDS)
+            stage.look_back(stage.expression(target["expr"]))
             for _, target in targets(board)
             if target["legendFormat"] == legend and "clamp_min(" in target["expr"]
         ]
@@ -142,7 +148,7 @@ def test_panels_of_faults_show_the_faults(stage: Stage) -> None:
 def test_the_restart_is_marked_on_every_board(stage: Stage) -> None:
     for board in BOARDS:
         [note] = json.loads(board_file(board).read_text(encoding="utf-8"))["annotations"]["list"]
-        found = stage.prometheus.query_range(stage.expression(note["expr"]), SECONDS)
+        found = stage.look_back(stage.expression(note["expr"]))
         actors = {(series["metric"]["instance"], series["metric"]["actor"]) for series in found}
         # One instance may be missing: a scrape that failed at that moment, on a busy machine, hides the change.
         assert actors

@@ -120,9 +120,11 @@ async def by_an_error() -> None:
 
 async def by_cancellation_in_the_middle_of_its_stop() -> None:
     opened = asyncio.Event()
+    systems: list[ActorSystem] = []
 
     async def use() -> None:
         async with ActorSystem() as system:
+            systems.append(system)
             _, remote = await warm(system)
             remote.offer(Block(600))
             await until(lambda: system.describe()[1].message == "Block")
@@ -130,8 +132,8 @@ async def by_cancellation_in_the_middle_of_its_stop() -> None:
 
     task = asyncio.create_task(use())
     await opened.wait()
-    await asyncio.sleep(0.1)  # it waits out the stop timeout of 5 s now
-    task.cancel()
+    await until(lambda: systems[0].stopping)
+    task.cancel()  # while it waits out the stop timeout of 5 s
     with pytest.raises(asyncio.CancelledError):
         await task
 
