@@ -437,9 +437,9 @@ async def traffic(url: str, seconds: float, clients: int, seed: int, ledger: Led
     await asyncio.gather(*(Client(url, number, seed, ledger).live(until) for number in range(clients)))
 
 
-async def kill_workers(observer: Observer, every: float, ledger: Ledger) -> None:
-    """kill -9 of the worker, until cancelled."""
-    while True:
+async def kill_workers(observer: Observer, every: float, until: float, ledger: Ledger) -> None:
+    """kill -9 of the worker again and again until that monotonic time; the last requests may end much later."""
+    while time.monotonic() + every < until:
         await asyncio.sleep(every)
         for worker in (await observer.info())["workers"]:
             if worker["pid"] and worker["state"] == "running":
@@ -478,7 +478,7 @@ async def soak(
     first = await observer.metrics()
     helpers = [asyncio.create_task(watch_memory(observer, ledger))]
     if kill_every:
-        helpers.append(asyncio.create_task(kill_workers(observer, kill_every, ledger)))
+        helpers.append(asyncio.create_task(kill_workers(observer, kill_every, time.monotonic() + seconds, ledger)))
     try:
         await traffic(url, seconds, clients, seed, ledger)
     finally:
