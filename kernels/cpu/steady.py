@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from kernels.cpu.native.library import Table
+from kernels.cpu import chains
 from kernels.cpu.program import Program
 from kernels.platforms.operators import Draws
-from kernels.platforms.prepared import Advance
+from kernels.platforms.prepared import Advance, GuessChains, Guessed, HostPass, ObserveTokens, VerifyChains
 from kernels.platforms.rows import DecodeTokens, TokenTable
 
 __all__ = ["CpuPass"]
@@ -35,17 +35,7 @@ class CpuPass:
         native, found = program.native, np.zeros(len(likeliest), dtype=np.int32)
         drawn, unsound = np.zeros(len(likeliest), dtype=np.int64), np.zeros(len(likeliest), dtype=np.bool_)
         draw = native.drawing(logits, drawn, unsound)
-        described = Table(
-            table.tokens.ctypes.data,
-            table.tokens.shape[1],
-            table.known.ctypes.data,
-            table.computed.ctypes.data,
-            table.page_count.ctypes.data,
-            table.targets.ctypes.data,
-            table.pages.ctypes.data,
-            table.pages.shape[1],
-            table.page_size,
-        )
+        described = chains.described(table)
         run = native.library.advance
         before = (native.address, program.ops, program.count, ctypes.byref(described))
         results = (likeliest.ctypes.data, broken.ctypes.data)
@@ -62,3 +52,27 @@ class CpuPass:
             return b"" if code == _OVER else None
 
         return advance
+
+    def observe(
+        self, table: TokenTable, ahead: int, given: Tensor, left: Tensor | None, states: Tensor | None
+    ) -> ObserveTokens:
+        return chains.observe(self._program, table, ahead, given, left, states)
+
+    def guess(
+        self,
+        then: HostPass,
+        first: Guessed,
+        later: Guessed,
+        ids: Tensor | None,
+        states: Tensor,
+        headed: Tensor,
+        before: Tensor,
+        page_size: int,
+    ) -> GuessChains:
+        assert isinstance(then, CpuPass)
+        return chains.guess(self._program, then._program, first, later, ids, states, headed, before, page_size)
+
+    def verify(
+        self, table: TokenTable, logits: Tensor, likeliest: npt.NDArray[np.int64], broken: npt.NDArray[np.bool_]
+    ) -> VerifyChains:
+        return chains.verify(self._program, table, logits, likeliest, broken)

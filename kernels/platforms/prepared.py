@@ -15,7 +15,20 @@ from kernels.platforms.operators import Draws
 from kernels.platforms.rows import DecodeTokens, StepTokens, TokenTable
 from kernels.speculative.tree import DraftTree
 
-__all__ = ["Advance", "Decodes", "HostPass", "StepFound", "Steps", "Verify"]
+__all__ = [
+    "Advance",
+    "Decodes",
+    "GuessChains",
+    "Guessed",
+    "HostPass",
+    "ObserveTokens",
+    "StepFound",
+    "Steps",
+    "Verify",
+    "VerifyChains",
+]
+
+Longs = npt.NDArray[np.int64]
 
 
 Verify = Callable[[npt.NDArray[np.int64], npt.NDArray[np.int32], DraftTree], tuple[Tensor, Tensor] | None]
@@ -68,6 +81,28 @@ table. -> these int32 [rows]; nothing when the sequences are at their end, all o
 run, or its logits are not to be used: then nothing was done that is not done again."""
 
 
+ObserveTokens = Callable[[Longs, Longs, Longs, npt.NDArray[np.int16] | None, Longs], None]
+"""Runs a draft over tokens of ``slots``: ``counts`` of each from position ``starts`` on, int64 [rows]. Of ``features``
+[.., width], as their bits, or None, the tokens' are at ``places`` int64 [tokens]."""
+
+GuessChains = Callable[[Longs, Longs, Longs, npt.NDArray[np.int32], int, Draws | None], Longs]
+"""Guesses behind the ``roots`` of ``slots``, at ``starts`` and on in the draft's cache, int64 [rows], by ``pages``
+int32 [rows, columns]; so many, drawn as ``Draws`` [rows] say or the likeliest. -> int64 [guesses, rows]."""
+
+VerifyChains = Callable[[Longs, Longs, Longs, Longs, Draws | None], Longs | None]
+"""Verifies chains: of each of ``slots`` the first ``counts`` of ``tokens`` int64 [rows, n], from the root at position
+``roots`` on. What follows, drawn as ``Draws`` [tokens] say or the likeliest, is added to the table. -> tokens that each
+has more, int64 [rows]; None when logits are not to be used: then nothing was done that is not done again."""
+
+
+@dataclass(frozen=True)
+class Guessed:
+    """What a pass of a draft leaves: ``logits`` [rows, vocab], and the likeliest ``tokens`` int64 [rows] of them."""
+
+    logits: Tensor
+    tokens: Tensor
+
+
 class HostPass(Protocol):
     """A pass that was prepared: the tensors that it returned when it was hold its results, whenever it has run."""
 
@@ -80,4 +115,34 @@ class HostPass(Protocol):
 
         ``table``: of the sequences, whose arrays stay where they are.
         """
+        ...
+
+    def observe(
+        self, table: TokenTable, ahead: int, given: Tensor, left: Tensor | None, states: Tensor | None
+    ) -> ObserveTokens:
+        """It is of a draft: the token that goes with a position is that ``ahead`` of it, its features are read from
+        ``given`` [tokens, width]. What it leaves in ``left`` [tokens, n] of each row's last goes to ``states`` [slots,
+        n]."""
+        ...
+
+    def guess(
+        self,
+        then: HostPass,
+        first: Guessed,
+        later: Guessed,
+        ids: Tensor | None,
+        states: Tensor,
+        headed: Tensor,
+        before: Tensor,
+        page_size: int,
+    ) -> GuessChains:
+        """It makes the first guess, of ``headed`` [rows, n], where ``states`` [slots, n] are brought; ``then`` the
+        others, of ``before`` [rows, n], where it leaves what is next. ``ids``: the tokens that logits are of; None: all.
+        """
+        ...
+
+    def verify(
+        self, table: TokenTable, logits: Tensor, likeliest: Longs, broken: npt.NDArray[np.bool_]
+    ) -> VerifyChains:
+        """It is of the model, with results as ``advance`` has them."""
         ...

@@ -18,9 +18,8 @@ from torch import Tensor
 from kernels.batch import ForwardBatch
 from kernels.platforms.base import Platform
 from kernels.platforms.operators import Draw, Draws
-from kernels.platforms.prepared import HostPass
+from kernels.platforms.prepared import GuessChains, Guessed, HostPass, ObserveTokens
 from kernels.platforms.rows import DecodeTokens
-from kernels.rows import ragged
 from kernels.slots import SlotTable
 from kernels.speculative.places import DraftPlaces
 
@@ -126,15 +125,14 @@ class HostChains(HostDrafts):
         self,
         state: SlotTable,
         places: DraftPlaces,
-        states: Tensor,
         reached: Longs,
         first: int,
-        passes: tuple[HostPass, Tensor, Tensor, HostPass, Tensor, Choice, HostPass, Tensor, Choice],
+        observe: ObserveTokens,
+        guess: GuessChains,
+        tokens: int,
     ) -> None:
-        self._state, self._places, self._first = state, places, first
-        self._states, self._reached = raw(states), reached
-        self._observe, features, left, self._head, headed, self._headed_for, self._guess, before, self._next = passes
-        self._features, self._left, self._headed, self._before = raw(features), raw(left), raw(headed), raw(before)
+        self._state, self._places, self._reached, self._first = state, places, reached, first
+        self._observe, self._guess, self._tokens = observe, guess, tokens
 
     @classmethod
     def make(
@@ -189,9 +187,10 @@ class HostChains(HostDrafts):
         if observing is None or heading is None or guessing is None:
             return None
         left, *found = kept
-        at_first, then = Choice(platform, *found[:2], ids), Choice(platform, *found[2:], ids)
-        passes = (observing, seen, left, heading, headed, at_first, guessing, before, then)
-        return cls(state, places, states, reached, first, passes)
+        at_first, then = Guessed(*found[:2]), Guessed(*found[2:])
+        seeing = observing.observe(state.table, 1 - first, seen, left, states)
+        chains = heading.guess(guessing, at_first, then, ids, states, headed, before, state.page_size)
+        return cls(state, places, reached, first, seeing, chains, len(left))
 
     def observe(self, seen: SeenHere) -> bool:
         state, slots, starts, counts = self._state, seen.slots, seen.starts, seen.counts
@@ -202,20 +201,9 @@ class HostChains(HostDrafts):
             counts = ends - starts
             if counts.min() < 1:
                 return False
-        count = int(counts.sum())
-        if count > len(self._left) or counts.max() > LONGEST:
+        if counts.sum() > self._tokens or counts.max() > LONGEST:
             return False
-        owners, positions = np.repeat(slots, counts), ragged(starts, counts)
-        assert state.here is not None
-        ids = state.here[owners, positions + (1 - self._first)]
-        if seen.features is not None:
-            self._features[:count] = seen.features[seen.places]
-        offsets = np.zeros(len(slots) + 1, dtype=np.int64)
-        np.cumsum(counts, out=offsets[1:])
-        pages = state.pages[slots, : int(ends.max() - 1) // state.page_size + 1]
-        index = places_of(state.pages, owners, positions, state.page_size)
-        self._observe(DecodeTokens(ids, positions, index, pages, ends, offsets))
-        self._states[slots] = self._left[offsets[1:] - 1]
+        self._observe(slots, starts, counts, seen.features, seen.places)
         self._reached[slots] = ends
         return True
 
@@ -225,25 +213,10 @@ class HostChains(HostDrafts):
         starts = roots + self._first
         if (self._reached[slots] != starts).any():
             return None
-        state, count = self._state, len(slots)
-        found = np.empty((steps, count), dtype=np.int64)
-        columns = int(roots.max() + steps) // state.page_size + 1
-        given = state.pages[slots, :columns]
-        table = self._places.table(slots, roots, given, capacity, max(1, steps - 1))
-        positions = starts + np.arange(max(1, steps - 1))[:, None]
-        index = places_of(table, np.arange(count), positions, state.page_size)
-        states = self._states[slots]
-        self._headed[:count] = states
-        ids = np.zeros(count, dtype=np.int32)
-        lengths = positions + 1
-        self._head(DecodeTokens(ids, positions[0], index[0], table, lengths[0]))
-        found[0] = self._headed_for.best(count, draws, roots + 1)
-        self._before[:count] = states
-        for step in range(1, steps):
-            ids[:] = found[step - 1]
-            at = step - 1
-            self._guess(DecodeTokens(ids, positions[at], index[at], table, lengths[at]))
-            found[step] = self._next.best(count, draws, roots + 1 + step)
+        state, places = self._state, max(1, steps - 1)
+        given = state.pages[slots, : int(roots.max() + steps) // state.page_size + 1]
+        table = self._places.table(slots, roots, given, capacity, places)
+        found = self._guess(slots, roots, starts, table, steps, draws)
         assert state.here is not None
         return self.chains(state.here[slots, roots], found.T, limits)
 
@@ -258,14 +231,13 @@ class HostBlocks(HostDrafts):
         block: int,
         nodes: int,
         mask: int,
-        observe: HostPass,
-        features: Tensor,
+        observe: ObserveTokens,
+        tokens: int,
         guess: HostPass,
         choice: Choice,
     ) -> None:
         self._state, self._places, self._block, self._nodes, self._mask = state, places, block, nodes, mask
-        self._observe, self._guess = observe, guess
-        self._features, self._choice = raw(features), choice
+        self._observe, self._tokens, self._guess, self._choice = observe, tokens, guess, choice
         self._everything = np.full((1, block), -1 if block == 64 else (1 << block) - 1, dtype=np.int64)
 
     @classmethod
@@ -306,18 +278,14 @@ class HostBlocks(HostDrafts):
         if observing is None or guessing is None:
             return None
         choice = Choice(platform, *kept, None)
-        return cls(state, places, block, nodes, mask, observing, seen, guessing, choice)
+        seeing = observing.observe(state.table, 0, seen, None, None)
+        return cls(state, places, block, nodes, mask, seeing, len(seen), guessing, choice)
 
     def observe(self, seen: SeenHere) -> bool:
-        state, count = self._state, int(seen.counts.sum())
         assert seen.features is not None
-        if count > len(self._features):
+        if seen.counts.sum() > self._tokens:
             return False
-        owners, positions = np.repeat(seen.slots, seen.counts), ragged(seen.starts, seen.counts)
-        self._features[:count] = seen.features[seen.places]
-        index = places_of(state.pages, owners, positions, state.page_size)
-        pages = state.pages[owners, :1]  # nothing is attended
-        self._observe(DecodeTokens(np.zeros(count, dtype=np.int32), positions, index, pages, positions))
+        self._observe(seen.slots, seen.starts, seen.counts, seen.features, seen.places)
         return True
 
     def draft(

@@ -61,6 +61,7 @@ class SteadyChains:
         self._drafts, self._target, self._caches, self._max_rows, self._steps = drafts, target, caches, max_rows, steps
         drafter = speculator.drafter
         self._depth, self._most, self._linear = drafter.depth, drafter.most_nodes - 1, not drafter.branches
+        self._verify = target.run.verify(state.table, target.logits, target.tokens, target.broken)
         self._rows: tuple[bytes, bytes] | None = None  # slots and generations that were found fit
         self._slots: Longs = np.zeros(0, dtype=np.int64)
         self._draws: Draws | None = None
@@ -114,51 +115,59 @@ class SteadyChains:
 
     def run(self, batch: StepBatch, trees: GuessesHere) -> Chained | None:
         """Verify them. None when a row is not finite: then nothing was done that is not done again."""
-        state, slots, counts, target = self._state, self._slots, trees.counts, self._target
+        state, slots, counts = self._state, self._slots, trees.counts
         assert state.here is not None
-        rows, width = trees.tokens.shape
         roots = state.known[slots] - 1
-        offsets = np.zeros(rows + 1, dtype=np.int64)
+        offsets = np.zeros(len(slots) + 1, dtype=np.int64)
         np.cumsum(counts, out=offsets[1:])
+        draws = None if self._draws is None else np.repeat(self._draws, counts)
+        if trees.parents is None:
+            accepted = self._verify(slots, roots, counts, trees.tokens, draws)
+            if accepted is None:
+                return None
+            kept, depths = ragged(offsets[:-1], accepted), counts - 1
+        else:
+            found = self._run_trees(trees, roots, offsets, draws)
+            if found is None:
+                return None
+            accepted, kept, depths = found
+        features = self._target.features if self._speculator.drafter.features else None
+        seen = SeenHere(slots, roots, accepted, features, kept)
+        self._speculator.show_next(seen, np.frombuffer(batch.generations, dtype=np.int32))
+        self._speculator.drafter.judged(slots.tolist(), (accepted - 1).tolist(), depths.tolist())
+        emitted = state.here[np.repeat(slots, accepted), ragged(roots + 1, accepted)]
+        return Chained(emitted, accepted.astype(np.int32), (counts - 1).astype(np.int32), depths.astype(np.int32))
+
+    def _run_trees(
+        self, trees: GuessesHere, roots: Longs, offsets: Longs, draws: Draws | None
+    ) -> tuple[Longs, Longs, Longs] | None:
+        """-> tokens accepted of each row, which nodes of the step they are, and how deep each tree was."""
+        state, slots, counts = self._state, self._slots, trees.counts
+        assert state.here is not None
+        assert trees.depths is not None
+        rows, width = trees.tokens.shape
         levels = np.arange(width)
         run = levels < counts[:, None]
         ids = trees.tokens[run].astype(np.int32)
         places = (roots[:, None] + levels)[run]
         index = places_of(state.pages, np.repeat(slots, counts), places, state.page_size)
-        positions = places if trees.depths is None else (roots[:, None] + trees.depths)[run]
+        positions = (roots[:, None] + trees.depths)[run]
         lengths = roots + counts
         pages = state.pages[slots, : int(lengths.max() - 1) // state.page_size + 1]
-        draws = None if self._draws is None else np.repeat(self._draws, counts)
         tokens = DecodeTokens(ids, positions, index, pages, lengths, offsets, trees.bits)
-        sampled, broken = target.next(tokens, draws, positions + 1)
+        sampled, broken = self._target.next(tokens, draws, positions + 1)
         if broken.any():
             return None
         after = np.zeros((rows, width), dtype=np.int64)
         after[run] = sampled
-        if trees.parents is None:
-            right = (trees.tokens[:, 1:] == after[:, :-1]) & run[:, 1:]
-            accepted = np.logical_and.accumulate(right, axis=1).sum(1) + 1
-            kept = ragged(offsets[:-1], accepted)
-            said, depths = after, counts - 1
-        else:
-            paths = _walk(trees, after, self._depth)
-            accepted = np.array([len(path) for path in paths], dtype=np.int64)
-            kept = np.repeat(offsets[:-1], accepted) + np.concatenate(paths)
-            said = np.zeros((rows, int(accepted.max())), dtype=np.int64)
-            said[np.arange(said.shape[1]) < accepted[:, None]] = sampled[kept]
-            self._move(index, kept, ragged(offsets[:-1], accepted))
-            assert trees.depths is not None
-            depths = np.where(run, trees.depths, 0).max(1)
-        there = np.arange(said.shape[1])
-        state.here[slots[:, None], roots[:, None] + 1 + there] = said
+        paths = _walk(trees, after, self._depth)
+        accepted = np.array([len(path) for path in paths], dtype=np.int64)
+        kept = np.repeat(offsets[:-1], accepted) + np.concatenate(paths)
+        self._move(index, kept, ragged(offsets[:-1], accepted))
+        state.here[np.repeat(slots, accepted), ragged(roots + 1, accepted)] = sampled[kept]
         state.known[slots] += accepted
         state.computed[slots] += accepted
-        features = target.features if self._speculator.drafter.features else None
-        seen = SeenHere(slots, roots, accepted, features, kept)
-        self._speculator.show_next(seen, np.frombuffer(batch.generations, dtype=np.int32))
-        self._speculator.drafter.judged(slots.tolist(), (accepted - 1).tolist(), depths.tolist())
-        emitted = said[there < accepted[:, None]].astype(np.int32)
-        return Chained(emitted, accepted.astype(np.int32), (counts - 1).astype(np.int32), depths.astype(np.int32))
+        return accepted, kept, np.where(run, trees.depths, 0).max(1)
 
     def _move(self, index: Longs, kept: Longs, consecutive: Longs) -> None:
         """Bring the keys and values of accepted nodes to the positions that follow one another."""

@@ -16,7 +16,22 @@ import tempfile
 import weakref
 from pathlib import Path
 
-__all__ = ["Awaited", "BuildError", "Library", "Op", "Step", "Table", "build", "built", "open_library", "start_build"]
+__all__ = [
+    "Awaited",
+    "Behind",
+    "BuildError",
+    "Chain",
+    "Library",
+    "Observation",
+    "Op",
+    "RowTokens",
+    "Step",
+    "Table",
+    "build",
+    "built",
+    "open_library",
+    "start_build",
+]
 
 HERE = Path(__file__).parent
 FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC", "-pthread", "-march=sapphirerapids", "-fno-math-errno")
@@ -92,6 +107,63 @@ class Table(ctypes.Structure):
     )
 
 
+class RowTokens(ctypes.Structure):
+    """``RowTokens`` of chains.h."""
+
+    _fields_ = (
+        ("rows", ctypes.c_int64),
+        ("slots", ctypes.c_void_p),
+        ("starts", ctypes.c_void_p),
+        ("counts", ctypes.c_void_p),
+    )
+
+
+class Observation(ctypes.Structure):
+    """``Observation`` of chains.h."""
+
+    _fields_ = (
+        ("ahead", ctypes.c_int64),
+        ("features", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
+        ("places", ctypes.c_void_p),
+        ("given", ctypes.c_void_p),
+        ("width", ctypes.c_int64),
+        ("left", ctypes.c_void_p),
+        ("states", ctypes.c_void_p),
+        ("kept", ctypes.c_int64),
+    )
+
+
+class Chain(ctypes.Structure):
+    """``Chain`` of chains.h."""
+
+    _fields_ = (
+        ("ops", ctypes.c_void_p * 2),
+        ("counts", ctypes.c_int64 * 2),
+        ("chosen", ctypes.c_void_p * 2),
+        ("draws", ctypes.c_void_p * 2),
+        ("stands_for", ctypes.c_void_p),
+        ("states", ctypes.c_void_p),
+        ("headed", ctypes.c_void_p),
+        ("before", ctypes.c_void_p),
+        ("width", ctypes.c_int64),
+    )
+
+
+class Behind(ctypes.Structure):
+    """``Behind`` of chains.h."""
+
+    _fields_ = (
+        ("rows", ctypes.c_int64),
+        ("slots", ctypes.c_void_p),
+        ("roots", ctypes.c_void_p),
+        ("starts", ctypes.c_void_p),
+        ("pages", ctypes.c_void_p),
+        ("columns", ctypes.c_int64),
+        ("page_size", ctypes.c_int64),
+    )
+
+
 class Library:
     """The functions of one compiled library."""
 
@@ -123,6 +195,16 @@ class Library:
         self.advance = library.troupe_advance
         self.advance.argtypes = [pointer, pointer, number, ctypes.POINTER(Table), pointer, number, *[pointer] * 4]
         self.advance.restype = number
+        table, rows = ctypes.POINTER(Table), ctypes.POINTER(RowTokens)
+        self.observe = library.troupe_observe
+        self.observe.argtypes = [pointer, pointer, number, table, rows, ctypes.POINTER(Observation)]
+        self.observe.restype, self.observe.errcheck = ctypes.c_int, _ran
+        self.guess = library.troupe_guess
+        self.guess.argtypes = [pointer, ctypes.POINTER(Chain), ctypes.POINTER(Behind), number, pointer]
+        self.guess.restype, self.guess.errcheck = ctypes.c_int, _ran
+        self.verify = library.troupe_verify
+        self.verify.argtypes = [pointer, pointer, number, table, rows, pointer, number, *[pointer] * 4]
+        self.verify.restype = number
 
 
 def _ran(enough: int, function: object, arguments: tuple[object, ...]) -> None:

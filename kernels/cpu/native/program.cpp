@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "blocks.h"
+#include "chains.h"
 #include "experts.h"
 #include "grouped.h"
 #include "matrix.h"
@@ -33,16 +34,6 @@ struct Engine {
     std::vector<bf16> ordered;
     StepMemory memory;
     Experts experts;
-};
-
-// However a call ends, the helpers sleep, and other libraries find the tiles as they want them.
-struct Ending {
-    Team& team;
-
-    ~Ending() {
-        team.rest();
-        release_tiles();
-    }
 };
 
 struct Rows {
@@ -286,6 +277,19 @@ void run(Engine& engine, const Op& op, const Step& step) {
     engine.team.each((step.rows + rows.each - 1) / rows.each, rows_chunk, &rows);
 }
 
+// Programs run by an engine. However a call ends, the helpers sleep, and other libraries find the tiles as they want them.
+struct Running {
+    Engine& on;
+    explicit Running(void* engine) : on(*static_cast<Engine*>(engine)) {}
+    ~Running() {
+        on.team.rest();
+        release_tiles();
+    }
+    void operator()(const Ops& ops, const Step& step) const {
+        for (int64_t i = 0; i < ops.count && step.rows > 0; i++) run(on, ops.first[i], step);
+    }
+};
+
 }  // namespace troupe
 
 using namespace troupe;
@@ -361,9 +365,7 @@ void troupe_pack_blocks(const Blocks* from, int64_t first, int64_t outputs, int6
 
 // -> whether there was memory for all of it.
 int troupe_run(void* engine, const Op* ops, int64_t count, const Step* step) try {
-    Engine& on = *static_cast<Engine*>(engine);
-    const Ending ending = {on.team};
-    for (int64_t i = 0; i < count && step->rows > 0; i++) run(on, ops[i], *step);
+    Running{engine}(Ops{ops, count}, *step);
     return true;
 } catch (const std::exception&) {
     return false;
@@ -373,19 +375,49 @@ int troupe_run(void* engine, const Op* ops, int64_t count, const Step* step) try
 // used in `broken`; `draw` (or null): a DRAW that finds others. -> an Advanced.
 int64_t troupe_advance(void* engine, const Op* ops, int64_t count, const SlotTable* table, const int64_t* slots, int64_t rows,
                        const int64_t* likeliest, const uint8_t* broken, const Op* draw, int32_t* found) try {
-    Engine& on = *static_cast<Engine*>(engine);
+    const Running running(engine);
     Step step;
-    const Advanced prepared = prepare(*table, slots, rows, on.memory, step);
+    const Advanced prepared = prepare(*table, slots, rows, running.on.memory, step);
     if (prepared != DONE) return prepared;
-    const Ending ending = {on.team};
-    for (int64_t i = 0; i < count; i++) run(on, ops[i], step);
+    running(Ops{ops, count}, step);
     if (draw) {
         step.positions = step.lengths;  // where what is drawn will stand
-        run(on, *draw, step);
+        running(Ops{draw, 1}, step);
         likeliest = static_cast<const int64_t*>(draw->out);
     }
     return keep(*table, slots, rows, likeliest, broken, found);
 } catch (const std::exception&) {  // of memory: the step is left to others, who say so
+    return UNFIT;
+}
+
+// Guesses: see chains.h. A draft sees what was computed; -> whether there was memory for it. ...
+int troupe_observe(void* engine, const Op* ops, int64_t count, const SlotTable* table, const RowTokens* rows,
+                   const Observation* seen) try {
+    const Running running(engine);
+    observe(running, running.on.memory, Ops{ops, count}, *table, *rows, *seen);
+    return true;
+} catch (const std::exception&) {
+    return false;
+}
+
+// ... It makes `steps` guesses behind each of the rows' `roots`, `found` [steps, rows]; -> the same. ...
+int troupe_guess(void* engine, const Chain* chain, const Behind* rows, int64_t steps, int64_t* found) try {
+    const Running running(engine);
+    guess(running, running.on.memory, *chain, *rows, steps, found);
+    return true;
+} catch (const std::exception&) {
+    return false;
+}
+
+// ... The model verifies chains, tokens [rows, stride] with the roots first. -> an Advanced.
+int64_t troupe_verify(void* engine, const Op* ops, int64_t count, const SlotTable* table, const RowTokens* rows,
+                      const int64_t* tokens, int64_t stride, const int64_t* likeliest, const uint8_t* broken, const Op* draw,
+                      int64_t* accepted) try {
+    const Running running(engine);
+    StepMemory& memory = running.on.memory;
+    likeliest = verify(running, memory, Ops{ops, count}, *table, *rows, tokens, stride, likeliest, draw);
+    return accept(*table, *rows, likeliest, broken, memory, accepted);
+} catch (const std::exception&) {
     return UNFIT;
 }
 }

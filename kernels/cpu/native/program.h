@@ -65,4 +65,9 @@ struct Step {
     int64_t prompts;
 };
 
+struct Ops {
+    const Op* first;
+    int64_t count;
+};
+
 }  // namespace troupe

@@ -23,7 +23,7 @@ enum Advanced : int64_t { DONE, UNFIT, BROKEN, OVER };
 
 struct StepMemory {
     std::vector<int32_t> ids, pages;
-    std::vector<int64_t> positions, index, lengths;
+    std::vector<int64_t> positions, index, lengths, offsets;
 };
 
 // The step of `rows` slots; UNFIT when one of them has no decode to run, OVER when all are at their end.
