@@ -118,7 +118,7 @@ class ModelRunner:
             raise ValueError(f"a step of {counts.sum()} tokens is over max_step_tokens, {self._config.max_step_tokens}")
         answer = Answer(slots, generations)
         if self._speculator is not None:
-            self._speculator.settle(later=not (batch.drafts or batch.released))
+            self._speculator.settle(bool(batch.drafts), bool(batch.released))
             answer.draft = time.perf_counter() - begun
         self._update_slots(batch, answer, granted)
         steady, chains = self._captured.steady, self._captured.chains

@@ -137,7 +137,8 @@ class HostPass(Protocol):
         page_size: int,
     ) -> GuessChains:
         """It makes the first guess, of ``headed`` [rows, n], where ``states`` [slots, n] are brought; ``then`` the
-        others, of ``before`` [rows, n], where it leaves what is next. ``ids``: the tokens that logits are of; None: all.
+        others, of ``before`` [rows, n], where it leaves what is next. ``ids``: the tokens that logits are of;
+        None: all.
         """
         ...
 

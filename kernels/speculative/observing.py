@@ -22,6 +22,8 @@ SHORT = 16
 """Tokens up to which a row that is observed is no prompt."""
 BACKLOG = 16
 """Decodes of a slot that wait to be seen together, at most."""
+DORMANT, WAKES = 48, 16
+"""Steps without guesses after which hardly any are made; so many of them one with guesses makes up for."""
 
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int32]
@@ -64,8 +66,9 @@ class _Seen:
 class Observer:
     """Keeps decodes of a few steps for later where nobody drafts: seen together they cost as much as one."""
 
-    def __init__(self, drafter: Drafter, platform: Platform, slots: SlotTable) -> None:
-        self._drafter, self._platform, self._slots = drafter, platform, slots
+    def __init__(self, drafter: Drafter, platform: Platform, slots: SlotTable, adaptive: bool = False) -> None:
+        self._drafter, self._platform, self._slots, self._adaptive = drafter, platform, slots, adaptive
+        self._rested = 0
         self._backlog: list[_Seen] = []
         self._here: HostDrafts | None = None
         self._unseen: Unseen | None = None
@@ -81,10 +84,37 @@ class Observer:
         """Whether decodes may be shown ``later``: ``settle_here`` was called."""
         return self._unseen is not None
 
+    @property
+    def dormant(self) -> bool:
+        """Whether hardly a step guesses, so that what one computes is as a rule of no use to the drafter."""
+        return self._rested >= DORMANT
+
+    def woken(self) -> None:
+        """A step is to guess."""
+        self._rested = max(0, self._rested - WAKES)
+
     def later(self, slots: Longs, generations: Ints, positions: Longs, features: Raw | None) -> None:
         """Decodes that are not to be seen yet."""
         assert self._unseen is not None
-        if not self._unseen.add(slots, generations, positions, features if self._drafter.features else None):
+        self._bound(self._unseen.add(slots, generations, positions, features if self._drafter.features else None))
+
+    def later_chunks(self, run: Run, rows: Longs) -> None:
+        """Rows of a run without guesses that are not to be seen, unless somebody guesses."""
+        assert self._unseen is not None
+        step, features = run.step, None if run.features is None else raw(run.features)
+        self._unseen.add_chunks(
+            step.slots[rows], run.generations[rows], step.starts[rows], step.counts[rows], features, step.offsets[rows]
+        )
+
+    def _bound(self, room: bool) -> None:
+        """``room``: for another step of decodes."""
+        if self._adaptive:
+            self._rested = min(self._rested + 1, 2 * DORMANT)
+        if room or self._unseen is None:
+            return
+        if self.dormant:
+            self._unseen.forget()
+        else:
             self.flush()
 
     def goes_on(self, slots: Longs) -> bool:
@@ -95,8 +125,8 @@ class Observer:
         """One more decode of each of the very ``slots`` that were to be seen ``later`` last. -> whether they were."""
         assert self._unseen is not None
         room = self._unseen.more(slots, features if self._drafter.features else None)
-        if room is False:
-            self.flush()
+        if room is not None:
+            self._bound(room)
         return room is not None
 
     def add(self, run: Run, rows: Longs, counts: Longs, paths: Longs | None) -> None:

@@ -60,7 +60,7 @@ class Speculator:
         self._slots = slots
         self.verifier = Verifier(settings, platform, sampler, slots, drafter.depth)
         self._wants = np.zeros(len(slots.known), dtype=bool)
-        self._observer = Observer(drafter, platform, slots)
+        self._observer = Observer(drafter, platform, slots, settings.adaptive.enabled)
         self._last: Run | None = None
         self._chained: tuple[SeenHere, Ints] | None = None  # what a step of chains accepted, with its generations
         self._found: tuple[Tensor, Tensor] | None = None  # the last step's outcome, and what follows each node passed
@@ -115,10 +115,14 @@ class Speculator:
 
     # -- before a step ------------------------------------------------------------------------------------------------
 
-    def settle(self, later: bool) -> None:
-        """Learn what the last step accepted, and let the drafter see what it computed; ``later``: nothing is drafted
-        and no slot changes hands in the step that comes, so that seeing it can wait.
+    def settle(self, drafts: bool, released: bool) -> None:
+        """Learn what the last step accepted, and let the drafter see what it computed. That can wait where nothing is
+        drafted in the step that comes, unless slots are ``released`` in it whose pages others may share.
         """
+        dormant = self._observer.dormant
+        later = not drafts and (dormant or not released)
+        if drafts:
+            self._observer.woken()
         chained, self._chained = self._chained, None
         if chained is not None:
             self._observer.show(*chained)
@@ -131,6 +135,9 @@ class Speculator:
         sound = state.active[step.slots] & (state.generation[step.slots] == run.generations)
         counts = step.counts
         paths: Longs | None = None
+        if later and dormant and not step.verifies and step.decodes < len(step.rows):
+            self._observer.later_chunks(run, np.flatnonzero(sound & self._wants[step.slots]))
+            return
         if later and self._observer.keeps and step.decodes == len(step.rows):
             kept = np.flatnonzero(sound & self._wants[step.slots])
             features = None if run.features is None else raw(run.features)[kept]

@@ -2,6 +2,9 @@
 
 Seen one by one they would cost as much as a draft. Nothing is put together for them in the meantime: a step that makes
 no guesses is to cost what it costs an engine that makes none.
+
+Where hardly a step guesses, prompts are kept here, too, and what does not fit is forgotten: a draft that has seen the
+last of a sequence guesses well enough to show that guessing is worth it again, and requests after that are seen whole.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ SLOT_BYTES = 1 << 20
 """Of features that are kept of a slot, at most."""
 LEAST, MOST = 64, 256
 """Tokens of a slot that are kept at most, were its features large or none."""
+CHUNK = 64
+"""Of these, of a prompt: its last."""
 
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
@@ -41,6 +46,17 @@ class _Stretch:
     begins: list[int]
 
 
+@dataclass
+class _Chunks:
+    """Rows of a step: ``counts`` tokens of each from ``positions`` on, whose features lie from ``begins`` on."""
+
+    slots: Longs
+    generations: Ints
+    positions: Longs
+    counts: Longs
+    begins: Longs
+
+
 class Unseen:
     """``width``: of a token's features; 0 where they are of no use."""
 
@@ -51,6 +67,46 @@ class Unseen:
         self._features: Raw = np.zeros((room, width), dtype=np.int16)  # taken from the system as it is written
         self._kept = self._steps = 0
         self._stretches: list[_Stretch] = []
+        self._chunks: list[_Chunks] = []
+
+    def add_chunks(
+        self, slots: Longs, generations: Ints, positions: Longs, counts: Longs, features: Raw | None, places: Longs
+    ) -> bool:
+        """``counts`` tokens of each slot from ``positions`` on, of which only the last are kept. -> whether there was
+        room. ``places``: of the first of each among ``features`` [tokens, width]."""
+        cut = np.maximum(counts - CHUNK, 0)
+        some = counts - cut
+        total = int(some.sum())
+        if self._kept + total > len(self._features) - len(self._state.known):
+            return False
+        begins = self._kept + np.cumsum(some) - some
+        if features is not None:
+            self._features[self._kept : self._kept + total] = features[ragged(places + cut, some)]
+        self._chunks.append(_Chunks(slots, generations, positions + cut, some, begins))
+        self._kept += total
+        return True
+
+    def forget(self) -> None:
+        """Keep the later half of the steps alone."""
+        steps, half = self._steps, self._most // 2
+        while self._stretches and steps > half:
+            over = self._stretches[0]
+            cut = min(steps - half, len(over.begins))
+            over.positions = over.positions + cut
+            del over.begins[:cut]
+            steps -= cut
+            if not over.begins and len(self._stretches) > 1:
+                self._stretches.pop(0)
+            elif not over.begins:
+                break
+        first = next((each.begins[0] for each in self._stretches if each.begins), self._kept)
+        self._chunks = [each for each in self._chunks if each.begins[0] >= first]
+        for each in self._stretches:
+            each.begins = [begin - first for begin in each.begins]
+        for chunks in self._chunks:
+            chunks.begins = chunks.begins - first
+        self._features[: self._kept - first] = self._features[first : self._kept].copy()
+        self._kept, self._steps = self._kept - first, steps
 
     def add(self, slots: Longs, generations: Ints, positions: Longs, features: Raw | None) -> bool:
         """A token of each slot, at the position after the one before. -> whether there is room for another step.
@@ -74,26 +130,38 @@ class Unseen:
             self._features[begin : begin + rows] = features
         self._stretches[-1].begins.append(begin)
         self._kept, self._steps = begin + rows, self._steps + 1
-        return self._steps < self._most
+        return self._steps < self._most and self._kept + len(self._state.known) < len(self._features)
 
     def take(self) -> SeenHere | None:
-        """All of requests that are there still, those with the fewest tokens first; nothing is kept then."""
+        """Of requests that are there still the last tokens that follow one another, those with the fewest first;
+        nothing is kept then."""
         stretches, self._stretches = self._stretches, []
+        chunks, self._chunks = self._chunks, []
         self._kept = self._steps = 0
-        if not stretches:
+        if not (stretches or chunks):
             return None
         state = self._state
         slots, positions, places = [], [], []
+        for part in chunks:
+            alive = np.flatnonzero(state.active[part.slots] & (state.generation[part.slots] == part.generations))
+            if len(alive):
+                slots.append(np.repeat(part.slots[alive], part.counts[alive]))
+                positions.append(ragged(part.positions[alive], part.counts[alive]))
+                places.append(ragged(part.begins[alive], part.counts[alive]))
         for each in stretches:
             alive = np.flatnonzero(state.active[each.slots] & (state.generation[each.slots] == each.generations))
             steps = np.arange(len(each.begins))[:, None]
             slots.append(np.tile(each.slots[alive], len(steps)))
             positions.append((each.positions[alive] + steps).reshape(-1))
             places.append((np.array(each.begins)[:, None] + alive).reshape(-1))
-        owners, at, found = (np.concatenate(parts) for parts in (slots, positions, places))
-        if not len(owners):
+        if not any(map(len, slots)):
             return None
+        owners, at, found = (np.concatenate(parts) for parts in (slots, positions, places))
         order = np.lexsort((at, owners))
+        if chunks:  # of a long prompt not all is here
+            owned, gaps = owners[order], at[order] - np.arange(len(order))
+            last = np.searchsorted(owned, owned, "right") - 1
+            order = order[gaps == gaps[last]]
         named, first, counts = np.unique(owners[order], return_index=True, return_counts=True)
         least = np.argsort(counts, kind="stable")
         rows = ragged(first[least], counts[least])
