@@ -218,6 +218,9 @@ class ModelRunner:
         trees = chains.draft(batch)
         if trees is None:
             return None
+        if trees.counts.max() == 1:
+            steady = self._captured.steady
+            return self._run_steady(steady, batch, begun) if steady is not None and steady.fits(batch) else None
         prepared = time.perf_counter()
         found = chains.run(batch, trees)
         if found is None:

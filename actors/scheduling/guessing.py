@@ -33,6 +33,16 @@ class Guessing:
     def enabled(self) -> bool:
         return self._depth > 0
 
+    def rests(self, draft: Draft) -> bool:
+        """Whether none of the draft's decodes is to guess, so far as can be told without a look at them."""
+        steps, rows = self._steps, draft.decodes
+        # Whoever is new stands last.
+        if steps is None or rows[-1].track is None or not steps.rests(len(rows)):
+            return False
+        if steps.times:
+            draft.adapted = len(rows)
+        return True
+
     def allow(self, draft: Draft, share: int, spare: int, page_size: int) -> None:
         """Give each decode of the draft as many guesses as its request wants, that could still be of use to it, that
         are ``share`` at most, that the worker gains by in so large a batch, and that there are pages for. ``spare``:
@@ -41,10 +51,6 @@ class Guessing:
         Guesses take positions behind the last known token, so they need pages early.
         """
         rows = draft.decodes
-        # Whoever is new stands last.
-        if self._steps is not None and rows[-1].track is not None and self._steps.rests(len(rows)):
-            draft.adapted = len(rows) if self._steps.times else 0
-            return
         if self._tokens:
             share = min(share, max(self._tokens // len(rows) - 1, 0))
         wanted = []
@@ -89,7 +95,11 @@ class Guessing:
     def learn(self, flight: Flight, result: StepResult) -> None:
         """What a step's answer says of the guesses that were made."""
         steps = self._steps
-        if steps is None or not flight.adapted:
+        if steps is None:
+            return
+        if flight.decodes < len(flight.samples):
+            steps.interrupted()
+        if not flight.adapted:
             return
         alone = flight.counts[-1] == 1 and len(flight.samples) == flight.decodes
         if not result.drafted:

@@ -114,7 +114,7 @@ class StepPlanning:
         self._available -= len(growers)
         draft.decodes = rows
         draft.budget -= len(rows)
-        if rows and self._guessing is not None:
+        if rows and self._guessing is not None and not self._guessing.rests(draft):
             # No more than half of the step while others have prompts to run; no page that somebody else might need in
             # this step or, while all go on by a page, in the next.
             prompts = self._roster.prefilling or self._roster.waiting

@@ -1,10 +1,11 @@
 """How many guesses are worth making, by what was accepted and what steps cost (``--speculative-adaptive``).
 
-A step of a batch costs ``plain + per_level * levels + per_node * nodes`` seconds: what a step without guesses costs at
-that batch size, each pass of the draft, and each guess that is verified. A request's k-th guess is accepted with a
-probability that is learnt as it goes. The plan of a step is the one that promises the most tokens a second, and plain
-decoding where none promises more. Rows that do not guess are probed now and then: of each request twice as seldom
-after every probe that changed nothing, and of all never more than a small share of the time pays for.
+A step of a batch costs ``plain + start + per_level * levels + per_node * nodes`` seconds: what a step without guesses
+costs at that batch size, what guessing takes at all, each pass of the draft, and each guess that is verified. A
+request's k-th guess is accepted with a probability that is learnt as it goes. The plan of a step is the one that
+promises the most tokens a second, and plain decoding where none promises more. Rows that do not guess are probed now
+and then: twice as seldom after every probe that changed nothing, new requests as seldom as those before them, and never
+more than a small share of the time pays for.
 
 Pure: no clock, no torch. One plan is made for all ranks of a model, for measured times differ between them.
 """
@@ -21,9 +22,9 @@ import numpy.typing as npt
 
 __all__ = ["AdaptiveConfig", "AdaptiveSteps", "Track"]
 
-PRIOR = 0.6
-"""A guess's chance of being accepted, before any was judged."""
-LEAST_GAIN = 1.04
+PRIOR, SURE = 0.6, 4
+"""A guess's chance of being accepted before any was judged, which counts as so many that were."""
+LEAST_GAIN = 1.06
 """Guessing must promise this much over plain decoding: promises are noisy, and plain decoding keeps its word."""
 PROBING = 0.005
 """Share of the time that guessing may lose."""
@@ -31,23 +32,32 @@ DEBT, SAVINGS = 4.0, 64.0
 """Plain steps of time that may be lost and not yet made up for, as many of them before anything was gained; and that
 may be lost of what was gained before."""
 REFRESH = 32
-"""Steps with guesses between two without, which tell what a plain one costs now."""
+"""Steps with guesses before one without, which tells whether a plain one costs less now; not whether it costs more, for
+it still sees to what guesses left behind."""
 SOONEST = 8
 """Steps between two probes of a request, at first; in between a batch that does not guess is not thought over."""
-LATEST = 256
+LATEST = 512
 """The same at last. All are powers of two, so that requests are probed in the same steps."""
-LONGEST = 32
+LONGEST = 64
 """Steps that a batch that does not guess is not thought over, at most."""
-TIMED = 4
+TIMED = 8
 """One of so many of these steps is timed: what is not asked takes no time."""
-FORLORN = 0.1
-"""A first guess's chance at which a request is probed ever more seldom even while there is time to lose."""
+HOLDS, KNOWN = 3, 8
+"""Steps that a plan serves after its own, once the costs of so many steps with guesses are known."""
+FORLORN = 0.15
+"""A first guess's chance at which a request is no trial, and probed ever more seldom even with time to lose."""
 STREAK = 4
 """Probes in a row after one that was accepted, while there is time to lose."""
 TRIALS = 3
 """Steps that all guess to learn what it costs, and steps with guesses whose cost is believed, whatever it is."""
+TRIED = 16
+"""Levels of a batch's rows together in the first of them, at most."""
 SURPRISE = 0.3
-"""Share of what was expected by which a step's seconds are believed to be more or less: others use the machine, too."""
+"""Share of what was expected by which a step's seconds are believed to be more: others use the machine, too."""
+DEARER, CHEAPER = 1, 8
+"""Weights of steps that took longer and less long than expected: nothing makes a step shorter, much makes it longer."""
+GUESSED = (0.3, 0.08, 0.03)
+"""Start, level and node in plain steps, before any was timed; and how much each may be to blame for a surprise."""
 
 Reals = npt.NDArray[np.float64]
 
@@ -69,10 +79,11 @@ class AdaptiveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Track:
     """What is known of one request. ``hits`` [levels]: chances of each guess, given that those before it were right."""
 
-    __slots__ = ("eager", "hits", "interval")
+    __slots__ = ("eager", "hits", "interval", "judged")
 
-    def __init__(self, hits: Reals, interval: int) -> None:
+    def __init__(self, hits: list[float], interval: int) -> None:
         self.hits = hits
+        self.judged = SURE  # times
         self.eager = 0  # probes to make at once
         self.interval = interval  # steps between others
 
@@ -80,7 +91,7 @@ class Track:
 class _Cost:
     """Seconds of a step, at batch sizes of one power of two."""
 
-    __slots__ = ("credit", "deepest", "guesses", "paused", "per_level", "per_node", "plain", "seen", "trials")
+    __slots__ = ("credit", "deepest", "guesses", "paused", "per_level", "per_node", "plain", "seen", "start", "trials")
 
     def __init__(self) -> None:
         self.seen = 0  # plain steps
@@ -89,9 +100,7 @@ class _Cost:
         self.deepest = 0  # levels of the deepest of these
         self.paused = True  # whether the last step was plain
         self.credit = DEBT  # plain steps of time that may be lost
-        self.plain = 0.0
-        self.per_level = 0.0
-        self.per_node = 0.0
+        self.plain = self.start = self.per_level = self.per_node = 0.0
 
     def learn(self, levels: int, nodes: int, seconds: float, weight: float) -> None:
         paused, self.paused = self.paused, not nodes
@@ -99,25 +108,29 @@ class _Cost:
             self.seen += 1
             if self.seen <= TRIALS and not self.guesses:  # what runs for the first time is slow
                 self.plain = min(seconds, self.plain or seconds)
-                self.per_level, self.per_node = 0.1 * self.plain, 0.03 * self.plain
-            # Others' use of the machine makes a step longer, nothing makes it shorter; steps after guesses are few.
-            error = min(seconds - self.plain, SURPRISE * self.plain)
-            self.plain += error * min((2 if paused or error > 0 else 6) * weight, 1.0)
+                self.start, self.per_level, self.per_node = (share * self.plain for share in GUESSED)
+            if paused or self.seen <= TRIALS or seconds < self.plain:
+                self.plain += _believed(seconds - self.plain, self.plain, weight)
         elif self.seen:
             self.guesses += 1
             self.deepest = max(self.deepest, levels)
             expected = self.expected(levels, nodes)
             error = seconds - expected
+            if self.guesses > TRIALS:
+                error = _believed(error, expected, weight)
             if paused:  # the draft saw much that was left for later
                 error = min(error, 0.0)
-            if self.guesses > TRIALS:
-                error = 2 * weight * _bounded(error, SURPRISE * expected)
-            elif error > 0:  # of the first few the quickest is believed most
-                error /= self.guesses
-            error /= levels**2 + nodes**2
             # Normalized least mean squares: what cannot be told apart is blamed by its share.
-            self.per_level = max(0.0, self.per_level + error * levels)
-            self.per_node = max(0.0, self.per_node + error * nodes)
+            start, level, node = (share * share for share in GUESSED)
+            error /= start + level * levels**2 + node * nodes**2
+            self.start = max(0.0, self.start + error * start)
+            self.per_level = max(0.0, self.per_level + error * level * levels)
+            self.per_node = max(0.0, self.per_node + error * node * nodes)
+
+    @property
+    def refresh(self) -> int:
+        """Steps with guesses before one without: fewer while little is known of what those cost."""
+        return min(REFRESH, SOONEST + 2 * self.seen)
 
     def gained(self, gain: float) -> None:
         """A step with guesses brought so many plain steps of time."""
@@ -129,7 +142,7 @@ class _Cost:
         self.credit = max(self.credit, min(self.credit + PROBING, DEBT))
 
     def expected(self, levels: int, nodes: int) -> float:
-        return self.plain + self.per_level * levels + self.per_node * nodes
+        return self.plain + self.start + self.per_level * levels + self.per_node * nodes
 
 
 class AdaptiveSteps:
@@ -141,17 +154,19 @@ class AdaptiveSteps:
         most = len(nodes) - 1
         chosen = {level for level in self._config.candidate_steps if level <= most}
         self._levels = sorted(chosen - {0}) if self._config.candidate_steps else list(range(1, most + 1))
-        self._prior: Reals = np.full(most, PRIOR)
+        self._prior = [PRIOR] * most
+        self._judged = SURE  # times
         self._costs: dict[int, _Cost] = {}
         self._steps = 0
         self._guessing = 0  # steps with guesses since the last without
         self._idle: _Cost | None = None  # where no row guessed, and nothing was learnt of any since
         self._rest = SOONEST  # steps between two in which such a batch is thought over
         self._interval = SOONEST  # a new request's
+        self._plan: tuple[_Cost, list[Track], list[int]] | None = None  # made in a step before this one
+        self._served = 0  # steps, by this plan
 
     def track(self) -> Track:
         """A new request: it is expected to do as others did."""
-        self._idle = None
         return Track(self._prior.copy(), self._interval)
 
     def rests(self, rows: int) -> bool:
@@ -174,9 +189,15 @@ class AdaptiveSteps:
         rows = len(tracks)
         cost = self._cost(rows)
         self._steps += 1
-        if not self._levels or cost.seen < self._config.warmup_batches or self._guessing >= REFRESH:
+        if not self._levels or cost.seen < self._config.warmup_batches or self._guessing >= cost.refresh:
             self._guessing = 0
             return [0] * rows
+        held, self._plan = self._plan, None
+        if held is not None and held[0] is cost and cost.credit > 0 and self._served < HOLDS and held[1] == tracks:
+            self._plan = held
+            self._served += 1
+            self._guessing += 1
+            return held[2]
         fixed = self._config.zero_step_probe_interval
         if self._idle is cost and self._steps % self._rest:
             return [0] * rows
@@ -186,17 +207,29 @@ class AdaptiveSteps:
         if not (may or fixed):
             self._guessing, self._idle = 0, cost
             return [0] * rows
-        chances = np.cumprod(np.stack([track.hits for track in tracks]), axis=1)
-        chosen = self._best(cost, chances) if may else [0] * rows
+        chances = np.cumprod(np.array([track.hits for track in tracks]), axis=1)
+        probed: list[int] = []
+        if trial:  # the deepest and the shallowest tell most of costs
+            deep = bisect_right(self._levels, max(self._levels[0], TRIED // rows))
+            some = self._levels[0 if cost.trials % 2 else deep - 1]
+            chosen = [some if track.hits[0] > FORLORN else 0 for track in tracks]
+        else:
+            chosen = self._best(cost, chances, LEAST_GAIN) if may else [0] * rows
         for row, track in enumerate(tracks):
             if chosen[row]:
                 track.interval = SOONEST
-            elif (trial and track.hits[0] > FORLORN) or (self._steps % fixed == 0 if fixed else self._due(track, cost)):
-                chosen[row] = self._levels[0]
+            elif self._steps % fixed == 0 if fixed else self._due(track, cost):
+                probed.append(row)
+        if probed:
+            deep = self._best(cost, chances[probed], 0.0) if cost.credit > DEBT and not fixed else [0] * len(probed)
+            for row, levels in zip(probed, deep, strict=True):
+                chosen[row] = levels or self._levels[0]
         if trial and any(chosen):
             cost.trials += 1
-        self._guessing = self._guessing + 1 if all(chosen) else 0
+        self._guessing = self._guessing + 1 if any(chosen) else 0
         self._idle = None if any(chosen) else cost
+        if all(chosen) and not trial and cost.guesses >= KNOWN:
+            self._plan, self._served, self._interval = (cost, list(tracks), chosen), 0, SOONEST
         if not fixed:
             self._rest = min(LONGEST, *(1 if track.eager else track.interval for track in tracks))
         return chosen
@@ -208,7 +241,8 @@ class AdaptiveSteps:
             return True
         if self._steps % track.interval:
             return False
-        cheap = cost.credit > DEBT / 2 and track.hits[0] > FORLORN
+        # There is time to lose where guesses have brought some.
+        cheap = cost.credit > DEBT and track.hits[0] > FORLORN
         track.interval = self._interval = SOONEST if cheap else min(2 * track.interval, LATEST)
         return True
 
@@ -218,14 +252,17 @@ class AdaptiveSteps:
             return
         self._idle = None
         alpha = self._config.ema_alpha
-        if accepted and levels == self._levels[0] and track.hits[0] < PRIOR:
-            track.eager, track.interval, self._interval = STREAK, SOONEST, SOONEST
-        for hits, weight in ((track.hits, alpha), (self._prior, alpha / 4)):
-            reached = min(accepted + 1, levels)
-            right = np.arange(reached) < accepted
-            hits[:reached] += weight * (right - hits[:reached])
+        if accepted == levels == self._levels[0] and track.hits[0] < PRIOR:
+            track.eager = STREAK
+        track.judged, self._judged = track.judged + 1, self._judged + 1
+        own, shared = max(alpha, 1 / track.judged) if alpha >= 0.1 else alpha, max(alpha / 4, 1 / self._judged)
+        for hits, weight in ((track.hits, own), (self._prior, shared)):
+            for level in range(min(accepted + 1, levels)):
+                hits[level] += weight * ((level < accepted) - hits[level])
             # What was not tried is slowly expected to be like the last that was.
-            hits[levels:] += weight / 4 * (hits[levels - 1] - hits[levels:])
+            last = hits[levels - 1]
+            for level in range(levels, len(hits)):
+                hits[level] += weight / 4 * (last - hits[level])
 
     def timed(self, rows: int, levels: int, nodes: int, seconds: float, accepted: int) -> None:
         """A step of ``rows`` decodes and nothing else took ``seconds``: the deepest draft had ``levels``, and
@@ -264,15 +301,25 @@ class AdaptiveSteps:
             cost.gained(min(1 - seconds / cost.plain, 0.0))
 
     def _cost(self, rows: int) -> _Cost:
-        return self._costs.setdefault(rows.bit_length(), _Cost())
+        size = rows.bit_length()
+        found = self._costs.get(size)
+        if found is None:
+            found = self._costs[size] = _Cost()
+        return found
 
-    def _best(self, cost: _Cost, chances: Reals) -> list[int]:
-        """The plan of the most tokens a second. ``chances`` [rows, levels]: that so many guesses are accepted."""
+    def interrupted(self) -> None:
+        """Prompts were run, which the draft will see before it guesses again."""
+        for cost in self._costs.values():
+            cost.paused = True
+
+    def _best(self, cost: _Cost, chances: Reals, gain: float) -> list[int]:
+        """The plan of the most tokens a second; plain decoding where it is not ``gain`` times better. ``chances``
+        [rows, levels]: that so many guesses are accepted."""
         rows = len(chances)
         steps = np.diff(self._nodes)
         rate = rows / cost.plain
         best = np.zeros(rows, dtype=np.int64)
-        least = rate * LEAST_GAIN
+        least = rate * gain
         tried = bisect_right(self._levels, cost.deepest)
         for most in self._levels[: max(1, 2 * tried)]:  # few at first, whose cost says that of more
             # A level is worth it while it promises more than its seconds would yield elsewhere.
@@ -287,6 +334,11 @@ class AdaptiveSteps:
                 best, least = levels, tokens / seconds
                 rate = least
         return [int(level) for level in best]
+
+
+def _believed(error: float, expected: float, weight: float) -> float:
+    """What an estimate changes by."""
+    return min(error, SURPRISE * expected) * min((DEARER if error > 0 else CHEAPER) * weight, 1.0)
 
 
 def _bounded(value: float, most: float) -> float:
