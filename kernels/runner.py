@@ -25,11 +25,11 @@ from kernels.platforms.prepared import Steps
 from kernels.platforms.rows import AttentionRows, StepTokens
 from kernels.platforms.select import select_platform
 from kernels.rows import StepRows
-from kernels.slots import SlotError
 from kernels.speculative.speculator import Speculator
 from kernels.speculative.steady import SteadyChains
 from kernels.steady import SteadyDecodes
 from kernels.step import ModelInfo, RowError, RunnerConfig, StepBatch, StepResult, StepTiming
+from kernels.tenants import Tenants
 from kernels.unsettled import StepWrites, Unsettled
 
 __all__ = ["ModelRunner"]
@@ -74,10 +74,11 @@ class ModelRunner:
         opened = open_model(config, platform, self._progress)
         self._group = join_group(platform, config)
         loaded = load_model(opened, config, platform, self._group, self._progress, clock)
-        self._model, self._windows, self._sampler = loaded.model, loaded.windows, loaded.sampler
-        self._slots, self._caches, self._draft_caches = loaded.slots, loaded.caches, loaded.draft_caches
+        self._model, self._windows = loaded.model, loaded.windows
+        self._slots, self._caches = loaded.slots, loaded.caches
         self._speculator, self._outputs = loaded.speculator, loaded.outputs
         self._captured = CapturedSteps(loaded)
+        self._tenants = Tenants(loaded, self._captured, self._unsettled)
         clock.end("warmup")
         self._progress("warmup", 1.0)
         return msgspec.structs.replace(loaded.info, load_seconds=clock.seconds, graph_rows=self._captured.rows)
@@ -89,7 +90,7 @@ class ModelRunner:
         as a whole.
         """
         result = self.start(batch).result()
-        self._settle_steps()
+        self._tenants.settle()
         return result
 
     def start(self, batch: StepBatch) -> RunningStep:
@@ -99,10 +100,13 @@ class ModelRunner:
         begun, steady, granted = time.perf_counter(), self._captured.steady, None
         again = steady is not None and self._unsettled.nothing and steady.again(batch)
         if steady is not None and again and (self._speculator is None or self._speculator.quiet(steady.slots)):
-            granted = self._grant_pages(batch)
+            granted = self._tenants.grant(batch)
             result = None if granted else self._run_steady(steady, batch, begun)
             if result is not None:
                 return result
+        chains = self._captured.chains
+        if chains is not None and batch.drafts and chains.again(batch) and chains.over:
+            return _of_no_use(batch)
         with self._device_errors():
             return self._start(batch, begun, granted)
 
@@ -110,7 +114,7 @@ class ModelRunner:
     def _start(self, batch: StepBatch, begun: float, granted: list[RowError] | None) -> RunningStep:
         """``granted``: what was wrong with its grants, if they are done."""
         self._bind_thread()
-        self._settle_steps()
+        self._tenants.settle()
         slots, generations, counts = (_ints(part) for part in (batch.slots, batch.generations, batch.counts))
         if not len(slots) == len(generations) == len(counts):
             raise ValueError("slots, generations and counts of a step must have one entry for each row")
@@ -120,7 +124,7 @@ class ModelRunner:
         if self._speculator is not None:
             self._speculator.settle(bool(batch.drafts), bool(batch.released))
             answer.draft = time.perf_counter() - begun
-        self._update_slots(batch, answer, granted)
+        self._tenants.update(batch, answer.failed, granted)
         steady, chains = self._captured.steady, self._captured.chains
         if steady is not None and not (answer.failed or batch.drafts) and steady.fits(batch):
             result = self._run_steady(steady, batch, begun)
@@ -283,16 +287,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Drop the model and the cache. The runner is of no further use."""
-        for name in (
-            "_captured",
-            "_outputs",
-            "_speculator",
-            "_model",
-            "_caches",
-            "_draft_caches",
-            "_slots",
-            "_sampler",
-        ):
+        for name in ("_tenants", "_captured", "_outputs", "_speculator", "_model", "_caches", "_slots"):
             self.__dict__.pop(name, None)
         self._group.close()
         self._group = Group()
@@ -312,74 +307,6 @@ class ModelRunner:
         if self._thread != threading.get_ident():
             self._platform.bind_thread()
             self._thread = threading.get_ident()
-
-    def _update_slots(self, batch: StepBatch, answer: Answer, granted: list[RowError] | None) -> None:
-        """Releases, then admissions, then page grants, unless they are done."""
-        state = self._slots
-        for slot in _ints(batch.released).tolist():
-            self._drop(slot)
-        self._clean_granted(batch)
-        if batch.admitted and not state.active.any() and self._platform.renew():  # a request sees one kind of operator
-            self._captured.capture()
-        for admission in batch.admitted:
-            try:
-                state.admit(admission)
-                self._sampler.admit(admission.slot, admission.sampling, admission.prompt_length)
-                if self._speculator is not None:
-                    self._speculator.admit(admission)
-            except Exception as error:  # whatever is wrong with one request is its own
-                self._drop(admission.slot)
-                answer.failed.append(RowError(admission.slot, admission.generation, str(error)))
-        answer.failed += self._grant_pages(batch) if granted is None else granted
-
-    def _grant_pages(self, batch: StepBatch) -> list[RowError]:
-        """-> what was wrong with them."""
-        failed: list[RowError] = []
-        if not (batch.page_slots or batch.page_ids):
-            return failed
-        state = self._slots
-        granted, pages = _ints(batch.page_slots), _ints(batch.page_ids)
-        if len(granted) != len(pages):
-            raise ValueError("page_slots and page_ids of a step must be of one length")
-        for slot in dict.fromkeys(granted.tolist()):
-            if not (0 < slot < len(state.known) and state.active[slot]):
-                continue  # its admission failed, or its request just ended
-            try:
-                state.grant(slot, pages[granted == slot])
-            except SlotError as error:
-                failed.append(RowError(slot, int(state.generation[slot]), str(error)))
-                self._drop(slot)
-        return failed
-
-    def _clean_granted(self, batch: StepBatch) -> None:
-        """Pages that change hands while a step is under way that writes to them, for a request that has ended."""
-        if not (batch.page_ids or batch.admitted):
-            return
-        size = self._config.page_size
-        own = [_ints(admission.pages)[-(-admission.computed // size) :] for admission in batch.admitted]
-        self._clear(self._unsettled.among(np.concatenate([_ints(batch.page_ids), *own])))
-
-    def _settle_steps(self) -> None:
-        """Drop the requests that were found not to be finite, and clean what they wrote to, unless it is someone
-        else's by now: then it was cleaned before. What earlier steps wrote was sound, and others may read it.
-        """
-        for writes, error in self._unsettled.take():
-            if self._slots.active[error.slot] and self._slots.generation[error.slot] == error.generation:
-                self._drop(error.slot)
-            self._clear([page for page in writes.of(error.slot, error.generation) if not self._slots.holds(page)])
-
-    def _clear(self, pages: list[int]) -> None:
-        if pages:
-            self._platform.clear_pages(self._caches, pages)
-            if self._draft_caches:
-                self._platform.clear_pages(self._draft_caches, pages)
-
-    def _drop(self, slot: int) -> None:
-        if 0 < slot < len(self._slots.known):
-            self._slots.release(slot)
-            self._sampler.release(slot)
-            if self._speculator is not None:
-                self._speculator.release(slot)
 
     def _draft(self, speculator: Speculator, step: StepRows, batch: StepBatch, answer: Answer) -> StepRows:
         """Have guesses made for the rows that may verify some."""

@@ -66,6 +66,14 @@ class SteadyChains:
         self._slots: Longs = np.zeros(0, dtype=np.int64)
         self._draws: Draws | None = None
 
+    def again(self, batch: StepBatch) -> bool:
+        """Whether its rows are those that fitted last, and nothing else is in it."""
+        return (
+            self._rows == (batch.slots, batch.generations)
+            and batch.counts == _ONE * len(self._slots)
+            and not (batch.admitted or batch.released or batch.page_ids)
+        )
+
     def fits(self, batch: StepBatch) -> bool:
         """Whether its rows, releases, admissions and grants done, are such."""
         rows = len(batch.slots) // 4

@@ -157,14 +157,14 @@ def test_a_bad_row_fails_alone(row, says, driver):
 
 
 def test_sampling_that_cannot_be_set_up_fails_alone(driver, monkeypatch):
-    set_up = driver.runner._sampler.admit
+    set_up = driver.runner._tenants._sampler.admit
 
     def admit(slot, *rest):
         if slot == 2:
             raise ValueError("no such thing")
         set_up(slot, *rest)
 
-    monkeypatch.setattr(driver.runner._sampler, "admit", admit)
+    monkeypatch.setattr(driver.runner._tenants._sampler, "admit", admit)
     both = (admission(), admission(slot=2, pages=(2,)))
     result = driver.runner.run(step(1, [(1, 1, 3), (2, 1, 3)], admitted=both))
     assert ints(result.accepted) == [1, 0]
