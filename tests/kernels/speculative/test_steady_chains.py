@@ -12,7 +12,7 @@ import torch
 from app.understudy import MODEL_DIR
 from app.understudy.drafts import draft_arguments
 from kernels.speculative import unseen
-from kernels.speculative.settings import SpeculativeSettings
+from kernels.speculative.settings import AdaptiveSettings, SpeculativeSettings
 from kernels.step import SlotSampling
 from tests.kernels.conftest import ints
 from tests.kernels.speculative.oracles import run_mixed
@@ -37,13 +37,13 @@ def said():
     return {}
 
 
-def guessing(drive, algorithm):
+def guessing(drive, algorithm, **more):
     """A driver with the draft in the box, and the rows of the steps of chains that it ran."""
     found = {name.removeprefix("speculative_"): value for name, value in draft_arguments(algorithm).items()}
     found.setdefault("num_draft_tokens", 12)
     steps = found.pop("num_steps", found["num_draft_tokens"] - 1)
     found["topk"] = found.pop("eagle_topk", 1)
-    driver = drive(MODEL_DIR, speculation=SpeculativeSettings(algorithm, num_steps=steps, **found), **OPTIONS)
+    driver = drive(MODEL_DIR, speculation=SpeculativeSettings(algorithm, num_steps=steps, **found, **more), **OPTIONS)
     chains = driver.runner._captured.chains
     if chains is None:
         pytest.skip("this processor has no native operators, or they are not compiled yet")
@@ -92,7 +92,8 @@ def test_steps_without_guesses_cost_what_they_cost_others_and_are_seen_later(alg
     assert not rows
     known = [list(driver.tokens[slot]) for slot in (1, 2)]
     accepted = guess_on(driver, 12)
-    assert rows == [2] * 12
+    assert set(rows) == {2}
+    assert len(rows) == 12 or algorithm == "NGRAM"  # which finds none now and then: then the step is a plain one
     said = truth(drive, MODEL_DIR, ASKED[:2], GREEDY[:2], 300, **OPTIONS)[0]
     for slot in (1, 2):
         assert driver.tokens[slot] == said[slot - 1][: len(driver.tokens[slot])]
@@ -103,6 +104,41 @@ def test_steps_without_guesses_cost_what_they_cost_others_and_are_seen_later(alg
     at_once = guess_on(driver, 12)
     assert np.mean(at_once) > 1.4
     assert np.mean(accepted) > 1 + 0.8 * (np.mean(at_once) - 1)
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "DFLASH", "STANDALONE"])
+def test_a_draft_that_hardly_guesses_is_shown_the_last_of_what_was_run_once_it_does(algorithm, drive, monkeypatch):
+    """Neither prompts nor tokens before; and what it guesses then is often right, and never said where it is wrong."""
+    monkeypatch.setattr(unseen, "MOST", 64)
+    driver, rows = guessing(drive, algorithm, adaptive=AdaptiveSettings(enabled=True))
+    observer, shown = driver.runner._speculator.observer, []
+    see = observer._see
+    observer._see = lambda seen, *rest: shown.extend(seen.counts.tolist()) or see(seen, *rest)
+    asked = [ASKED[0], [token for _ in range(3) for token in ASKED[3]]]
+    driver.admit(1, asked[0])
+    driver.step([(1, driver.pending(1))])
+    for _ in range(59):
+        driver.step([(1, 1)])
+    shown.clear()
+    driver.admit(2, asked[1])
+    driver.step([(1, 1), (2, 70)])
+    driver.step([(1, 1), (2, driver.pending(2))])
+    for _ in range(20):
+        driver.step([(1, 1), (2, 1)])
+    driver.admit(3, ASKED[1])
+    driver.step([(1, 1), (2, 1), (3, driver.pending(3))])
+    driver.release(3)
+    for _ in range(40):
+        driver.step([(1, 1), (2, 1)])
+    assert not shown
+    assert not rows
+    accepted = guess_on(driver, 12)
+    assert rows[-10:] == [2] * 10
+    assert max(shown) > 32
+    assert np.mean(accepted) > 1.2
+    said = truth(drive, MODEL_DIR, asked, GREEDY[:2], 300, **OPTIONS)[0]
+    for slot in (1, 2):
+        assert driver.tokens[slot] == said[slot - 1][: len(driver.tokens[slot])]
 
 
 def guess_on(driver, steps):
