@@ -28,7 +28,7 @@ def test_spare_pages_count(algorithm, drive, monkeypatch):
     monkeypatch.setattr(CpuPlatform, "memory", lambda self: Memory(free, free))
     monkeypatch.setattr("kernels.loaded_model.cache_pages", sized)
     driver = drive(MODEL_DIR, speculation=speculation, page_size=16)
-    caches = driver.runner._draft_caches
+    caches = driver.runner._tenants._caches[1]
     beside = sum(cache[driver.info.num_pages :].nbytes for cache in caches)
     assert beside > 0
     assert made["memory"].free == free - beside

@@ -1,5 +1,7 @@
 """What a rejected guess leaves behind the known tokens, were it not a number, harms nobody."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ PROMPT = [(7 * place) % 3000 + 300 for place in range(21)]
 def poison(driver, slot):
     """Every place of the slot's pages behind its computed tokens, in the target's caches and in the draft's."""
     size, computed = driver.info.page_size, driver.computed[slot]
-    for cache in (*driver.runner._caches, *driver.runner._draft_caches):
+    for cache in itertools.chain(*driver.runner._tenants._caches):
         for column, page in enumerate(driver.pages[slot]):
             first = max(0, computed - column * size)
             if first < size:
