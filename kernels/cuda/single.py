@@ -49,13 +49,15 @@ _LONG: Final = 8192  # inputs from which a program has more rows
 @dataclass(frozen=True)
 class Cut:
     """How a product is cut: a program has ``rows`` outputs and ``warps``, of which ``across`` share a row, and of a row
-    it takes 16 bytes so many times, ``fours``, at a time.
+    it takes 16 bytes so many times, ``fours``, at a time. ``registers``: the most of a thread, so that enough programs
+    run at once.
     """
 
     rows: int
     warps: int
     across: int
     fours: int
+    registers: int | None = None
 
 
 @gluon.jit
@@ -269,9 +271,9 @@ def cuts(form: Form, gated: bool) -> dict[str, Cut]:
     found = {"single": Cut(rows, warps, warps, 32 * warps)}
     if nibbles:
         most, held = 8 if gated else 16, chunks <= 128
-        found["warps of a row"] = Cut(most, 4 if held else 8, 2, 64)
+        found["warps of a row"] = Cut(most, 4 if held else 8, 2, 64, 128)
         if held:
-            found["rows of a warp"] = Cut(most, 4, 1, 128)
+            found["rows of a warp"] = Cut(most, 4, 1, 128, 168)
     else:
         found["warps of a row"] = Cut(4 if gated else 8, 4, 4, 128)
         found["rows of a warp"] = Cut(8, 4, 1, 64)
@@ -317,6 +319,7 @@ def multiply(
         before is not None,
         pdl,
         num_warps=cut.warps,
+        maxnreg=cut.registers,
         launch_pdl=pdl,
     )
     return out, summed

@@ -218,7 +218,7 @@ LONG = {
     "groups": groups,
     "small": lambda dtype: attend(dtype, *SMALL, 16, (100,)),
 }
-SPILLED = {"_prefill": 512, "_drafts": 512}
+SPILLED = {"_prefill": 512, "_drafts": 512, "_single": 128}
 """Bytes that some kernels write for want of registers, on some devices or with some sizes of pages: known, and little
 beside what they read."""
 

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 import numpy as np
 import pytest
 import torch
 
+from kernels.cuda.behind import CudaBehindNorm
+from kernels.cuda.choosing import Choices
 from kernels.cuda.errors import DeviceError, explain
+from kernels.cuda.grouped import GroupedLinear, WideWeight
+from kernels.cuda.linear import CudaLinear
+from kernels.cuda.norms import CudaNorm
+from kernels.cuda.quantized import EightBitLinear
+from kernels.layers.biased_norm import BiasedNorm
 from kernels.platforms.base import PlatformError
 from kernels.platforms.cuda import CudaPlatform
-from kernels.quantization.weights import GroupedWeight, Int8Weight
+from kernels.platforms.projections import BehindNorm
+from kernels.quantization.weights import GroupedWeight, Int8Weight, quantize_int8
 from kernels.step import SlotSampling
 from tests.kernels.conftest import FAMILIES, SPARSE
 from tests.kernels.parity import half_precision, scored, traffic
@@ -29,6 +38,26 @@ def test_weights_whose_inputs_are_rounded_first_have_no_product_of_their_own():
     clipped = Int8Weight(torch.zeros(64, 256, dtype=torch.int8), torch.ones(64), clip=torch.ones(1))
     for weight in (grouped, clipped):
         assert platform._quantized(weight, None, gated=True) is None
+
+
+def test_norms_go_with_the_products_that_can_make_them(device):
+    """And not with what is no norm of the platform's own, or no product of a weight."""
+    platform = CudaPlatform.__new__(CudaPlatform)
+    platform._choices = Choices(device)
+    norm = CudaNorm(torch.ones(256, device=device), 1e-5)
+    dense = torch.randn(64, 256, device=device)
+    grouped = GroupedWeight(
+        torch.zeros(64, 128, dtype=torch.uint8), torch.ones(64, 2), None, 128, 4, dtype=torch.float16
+    )
+    eight = dataclasses.replace(quantize_int8(dense), dtype=torch.float16)
+    for linear in (
+        CudaLinear(dense, None),
+        EightBitLinear(eight, None),
+        GroupedLinear(grouped.to(device), None, WideWeight(device)),
+    ):
+        assert isinstance(platform.make_behind_norm(norm, linear), CudaBehindNorm)
+        assert type(platform.make_behind_norm(BiasedNorm(platform, norm, norm.weight), linear)) is BehindNorm
+    assert type(platform.make_behind_norm(norm, lambda x: x)) is BehindNorm
 
 
 @on_a_gpu
