@@ -28,6 +28,7 @@ constexpr int64_t LONG = 16;             // the same where many rows come by, so
 constexpr int64_t MANY = 12;             // blocks of rows
 constexpr int64_t TOKENS = 1152 << 10;   // bytes of a panel's tokens: what a second cache holds while weights pass by
 constexpr int64_t MOST = 576;            // rows of a panel
+constexpr int64_t SECOND = 2 << 20;      // bytes of a second cache
 
 // One thread's memory for a panel, in a large page if the system has one: of its own, for the allocator's may have been
 // written to before, in small ones.
@@ -346,8 +347,10 @@ inline int64_t divide(Operands& p, int threads) {
 // Of a product of many rows, for so many threads.
 template <class P>
 Panels<P> divide_rows(P& p, int threads) {
-    // What is more than the second cache holds comes back from memory, and need not be read before it is written.
-    p.past = p.rows * p.wide() > 1 << 20 && p.stride_out % WIDE == 0 && reinterpret_cast<uintptr_t>(p.out) % LINE == 0;
+    // What is more than the second cache holds, or driven out of it by weights, comes back from memory, and need not be read
+    // before it is written.
+    const int64_t kept = p.outputs * p.lines * LINE > SECOND ? 1 << 19 : 1 << 20;
+    p.past = p.rows * p.wide() >= kept && p.stride_out % WIDE == 0 && reinterpret_cast<uintptr_t>(p.out) % LINE == 0;
     // Three blocks of rows at least, of which panels that are as long as one another have two: what is pending of one
     // is finished beside the other.
     const int64_t held = TOKENS / (LINES * p.lines), most = std::clamp<int64_t>(held, 3, MOST / WIDE);
