@@ -45,6 +45,7 @@ def planner_config(
         max_running=a.max_running_requests,
         max_slots=a.max_running_requests + 1,
         step_tokens=_step_tokens(a, context_length, placement),
+        tail_tokens=_tail_tokens(a, placement),
         max_prefill_tokens=a.max_prefill_tokens,
         prefill_max_requests=a.prefill_max_requests,
         chunked=chunk_size(a, placement) > 0,
@@ -80,7 +81,7 @@ def runner_config(
         page_size=a.page_size or placement.page_size,
         max_total_tokens=a.max_total_tokens or 0,
         mem_fraction_static=a.mem_fraction_static or 0.0,
-        max_step_tokens=_step_tokens(a, context_length, placement),
+        max_step_tokens=_step_tokens(a, context_length, placement) + _tail_tokens(a, placement),
         threads=a.cpu_threads or 0,
         random_seed=a.random_seed or 0,
         op_timeout=min(OP_TIMEOUT, a.watchdog_timeout * 2 / 3),
@@ -116,3 +117,11 @@ def _step_tokens(arguments: Arguments, context_length: int, placement: Placement
     chunk = chunk_size(arguments, placement)
     budget = chunk if chunk > 0 else max(arguments.max_prefill_tokens, context_length)
     return max(budget, arguments.max_running_requests)
+
+
+def _tail_tokens(arguments: Arguments, placement: Placement) -> int:
+    """By how much a step may be longer so that a prompt ends in it; nothing where somebody says how long steps are.
+
+    Only on a CPU, where a step's time grows with its tokens, and no graph is of a certain size.
+    """
+    return placement.chunk_size // 8 if placement.device == "cpu" and arguments.chunked_prefill_size is None else 0

@@ -18,6 +18,7 @@ class PlannerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int
     max_slots: int  # slots are 1 .. max_slots - 1
     step_tokens: int  # token budget of a step, at least max_running: a decode of every sequence fits
+    tail_tokens: int = 0  # a prompt of which no more would be left for the next step is run to its end: see Draft.chunk
     max_prefill_tokens: int = 16384  # prefill tokens a step, within step_tokens
     prefill_max_requests: int | None = None  # prefill rows a step
     chunked: bool = True  # False: a prompt waits for a step of its own rather than be split

@@ -52,7 +52,8 @@ class Flight:
 
 
 class Draft:
-    """Rows in the order they will run: decodes, then prefills, the newly admitted last. ``budget``: tokens left."""
+    """Rows in the order they will run: decodes, then prefills, the newly admitted last. ``budget``: tokens left;
+    ``tail``: by how many the last prefill may exceed it."""
 
     __slots__ = (
         "adapted",
@@ -69,10 +70,12 @@ class Draft:
         "prefill_rows",
         "samples",
         "short",
+        "tail",
     )
 
-    def __init__(self, budget: int, prefill_rows: int) -> None:
+    def __init__(self, budget: int, prefill_rows: int, tail: int = 0) -> None:
         self.budget = budget
+        self.tail = tail
         self.prefill_rows = prefill_rows  # how many more of them may join
         self.decodes: list[Sequence] = []
         self.drafts: list[int] = []  # of decodes: guesses that each may verify; empty when none may
@@ -97,6 +100,16 @@ class Draft:
         self.pages += pages
         sequence.pages += pages
         sequence.capacity += pages * page_size
+
+    def limit_prefills(self, tokens: int) -> None:
+        """Let prefills have no more than ``tokens``."""
+        self.budget = min(self.budget, tokens)
+        self.tail = min(self.tail, tokens - self.budget)
+
+    def chunk(self, rest: int) -> int:
+        """How many of the ``rest`` tokens of a prompt to run. A few tokens that would be left for the next step are not
+        left: decodes beside it take a few from every step, and a prompt as long as a step would always need two."""
+        return rest if rest <= self.budget + self.tail else self.budget
 
     def prefill(self, sequence: Sequence, count: int) -> None:
         """Run the next ``count`` tokens of a prompt; the last ones sample."""

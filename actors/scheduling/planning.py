@@ -57,10 +57,10 @@ class StepPlanning:
     def fill(self, now: float, *, idle: bool) -> Generator[CacheMessage, CacheReply, tuple[Draft, tuple[Grant, ...]]]:
         """The next draft and the pages for it. ``idle``: nothing is in flight, so that waiting for it will not help."""
         config, roster = self._config, self._roster
-        draft = Draft(config.step_tokens, config.prefill_max_requests or config.max_running)
+        draft = Draft(config.step_tokens, config.prefill_max_requests or config.max_running, config.tail_tokens)
         first = yield from self._make_room(draft)
         yield from self._plan_decodes(draft)
-        draft.budget = min(draft.budget, config.max_prefill_tokens)
+        draft.limit_prefills(config.max_prefill_tokens)
         yield from self._plan_prefills(draft)
         while idle and draft.empty and roster.running:
             yield from self._unblock(draft)
@@ -160,7 +160,7 @@ class StepPlanning:
             if draft.budget <= 0 or draft.prefill_rows <= 0:
                 break
             rest = sequence.known - sequence.scheduled
-            count = min(rest, draft.budget)
+            count = draft.chunk(rest)
             pages = -(-(sequence.scheduled + count) // self._roster.page_size) - sequence.pages
             if pages > self._available:
                 yield from self._settle(draft)
@@ -274,7 +274,7 @@ class StepPlanning:
                 break
             roster.start(sequence, lease)
             draft.admitted[sequence.id] = lease.pages
-            count = min(sequence.known - sequence.scheduled, draft.budget)
+            count = draft.chunk(sequence.known - sequence.scheduled)
             self._run_prefill(draft, sequence, count, -(-(sequence.scheduled + count) // size) - sequence.pages)
             reserve += self._growth.pages((sequence,), size)
 

@@ -91,7 +91,14 @@ def test_chunks_suit_the_device_unless_somebody_says() -> None:
     ):
         assert planner_config(arguments, 4096, gpu).step_tokens == tokens
         assert runner_config(arguments, Path("m"), 4096, gpu).max_step_tokens == tokens
-    assert planner_config(Arguments(model_path="m"), 4096, CPU).step_tokens == 512
+        assert planner_config(arguments, 4096, gpu).tail_tokens == 0
+    for arguments, tokens, tail in (
+        (Arguments(model_path="m"), 512, 64),
+        (Arguments(model_path="m", chunked_prefill_size=512), 512, 0),
+    ):
+        planned = planner_config(arguments, 4096, CPU)
+        assert (planned.step_tokens, planned.tail_tokens) == (tokens, tail)
+        assert runner_config(arguments, Path("m"), 4096, CPU).max_step_tokens == tokens + tail
 
 
 def test_a_hung_kernel_is_noticed_before_its_worker_is_killed_for_silence() -> None:

@@ -61,7 +61,7 @@ class Stage:
         self.runner = SimulatedRunner(
             self.info,
             max_slots=self.config.max_slots,
-            max_step_tokens=self.config.step_tokens,
+            max_step_tokens=self.config.step_tokens + self.config.tail_tokens,
             fails=self.fails,
         )
         self.hear(self.planner.worker_ready(self.info, self.now))

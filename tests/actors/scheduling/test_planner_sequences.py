@@ -101,6 +101,18 @@ def test_a_prompt_longer_than_the_budget_runs_in_chunks():
     assert stage.tokens(0) == says(range(20), 1)
 
 
+def test_a_short_tail_of_a_prompt_is_not_left_for_the_next_step():
+    stage = Stage(step_tokens=8, tail_tokens=2)
+    stage.submit(spec(0, range(8)), spec(1, range(20, 28)), spec(2, range(40, 51)), spec(3, range(60, 70)))
+    steps = [counts(stage.step()) for _ in range(4)]
+    assert steps == [[8], [1, 8], [1, 1, 6], [1, 1, 5, 1]]
+    stage.play()
+    assert [len(stage.tokens(number)) for number in range(4)] == [4, 4, 4, 4]
+    bounded = Stage(step_tokens=8, tail_tokens=2, max_prefill_tokens=7)
+    bounded.submit(spec(0, range(8)))
+    assert counts(bounded.step()) == [7]
+
+
 def test_max_prefill_tokens_bounds_the_prefills_of_a_step():
     stage = Stage(max_prefill_tokens=5)
     stage.submit(spec(0, range(7)), spec(1, range(20, 23)))

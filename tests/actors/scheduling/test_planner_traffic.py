@@ -67,6 +67,7 @@ class PlannerTraffic(RuleBasedStateMachine):
             max_running=max_running,
             max_slots=max_running + 1 + spare_slots,
             step_tokens=max_running + budget,
+            tail_tokens=budget // 2,
             **options,
         )
         self.planner = Planner(self.config)
@@ -96,7 +97,7 @@ class PlannerTraffic(RuleBasedStateMachine):
         self.runner = SimulatedRunner(
             self.info,
             max_slots=self.config.max_slots,
-            max_step_tokens=self.config.step_tokens,
+            max_step_tokens=self.config.step_tokens + self.config.tail_tokens,
             fails=lambda tokens: "poisoned" if tokens[0] == POISON else None,
             accepts=lambda most: self.acceptance.randint(0, most),
         )
