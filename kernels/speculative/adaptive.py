@@ -26,6 +26,8 @@ PRIOR, SURE = 0.6, 4
 """A guess's chance of being accepted before any was judged, which counts as so many that were."""
 LEAST_GAIN = 1.06
 """Guessing must promise this much over plain decoding: promises are noisy, and plain decoding keeps its word."""
+HOPEFUL = 0.9
+"""The same of probes that are worth some of what guesses have brought before."""
 PROBING = 0.005
 """Share of the time that guessing may lose."""
 DEBT, SAVINGS = 4.0, 64.0
@@ -218,12 +220,15 @@ class AdaptiveSteps:
         for row, track in enumerate(tracks):
             if chosen[row]:
                 track.interval = SOONEST
-            elif self._steps % fixed == 0 if fixed else self._due(track, cost):
+            elif self._steps % fixed == 0 if fixed else self._due(track):
                 probed.append(row)
-        if probed:
-            deep = self._best(cost, chances[probed], 0.0) if cost.credit > DEBT and not fixed else [0] * len(probed)
-            for row, levels in zip(probed, deep, strict=True):
+        if probed:  # there is time to lose where guesses have brought some
+            rich = cost.credit > DEBT and not fixed
+            plan = self._best(cost, chances[probed], HOPEFUL) if rich else [0] * len(probed)
+            for row, levels in zip(probed, plan, strict=True):
                 chosen[row] = levels or self._levels[0]
+                if levels and tracks[row].hits[0] > FORLORN:
+                    tracks[row].interval = self._interval = SOONEST
         if trial and any(chosen):
             cost.trials += 1
         self._guessing = self._guessing + 1 if any(chosen) else 0
@@ -234,16 +239,14 @@ class AdaptiveSteps:
             self._rest = min(LONGEST, *(1 if track.eager else track.interval for track in tracks))
         return chosen
 
-    def _due(self, track: Track, cost: _Cost) -> bool:
+    def _due(self, track: Track) -> bool:
         """Whether a request that does not guess is to be probed."""
         if track.eager:
             track.eager -= 1
             return True
         if self._steps % track.interval:
             return False
-        # There is time to lose where guesses have brought some.
-        cheap = cost.credit > DEBT and track.hits[0] > FORLORN
-        track.interval = self._interval = SOONEST if cheap else min(2 * track.interval, LATEST)
+        track.interval = self._interval = min(2 * track.interval, LATEST)
         return True
 
     def judged(self, track: Track, accepted: int, levels: int) -> None:

@@ -110,11 +110,9 @@ class Observer:
         """``room``: for another step of decodes."""
         if self._adaptive:
             self._rested = min(self._rested + 1, 2 * DORMANT)
-        if room or self._unseen is None:
-            return
-        if self.dormant:
+        if self.dormant and self._unseen is not None:
             self._unseen.forget()
-        else:
+        elif not room:
             self.flush()
 
     def goes_on(self, slots: Longs) -> bool:

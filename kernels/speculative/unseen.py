@@ -24,8 +24,8 @@ SLOT_BYTES = 1 << 20
 """Of features that are kept of a slot, at most."""
 LEAST, MOST = 64, 256
 """Tokens of a slot that are kept at most, were its features large or none."""
-CHUNK = 64
-"""Of these, of a prompt: its last."""
+LAST = 32
+"""Tokens of a slot that are left when some are forgotten, and of a prompt that is kept here."""
 
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
@@ -74,7 +74,7 @@ class Unseen:
     ) -> bool:
         """``counts`` tokens of each slot from ``positions`` on, of which only the last are kept. -> whether there was
         room. ``places``: of the first of each among ``features`` [tokens, width]."""
-        cut = np.maximum(counts - CHUNK, 0)
+        cut = np.maximum(counts - LAST, 0)
         some = counts - cut
         total = int(some.sum())
         if self._kept + total > len(self._features) - len(self._state.known):
@@ -87,11 +87,13 @@ class Unseen:
         return True
 
     def forget(self) -> None:
-        """Keep the later half of the steps alone."""
-        steps, half = self._steps, self._most // 2
-        while self._stretches and steps > half:
+        """Keep the last steps alone, once there are twice as many."""
+        steps = self._steps
+        if steps < 2 * LAST and self._kept + len(self._state.known) < len(self._features):
+            return
+        while self._stretches and steps > LAST:
             over = self._stretches[0]
-            cut = min(steps - half, len(over.begins))
+            cut = min(steps - LAST, len(over.begins))
             over.positions = over.positions + cut
             del over.begins[:cut]
             steps -= cut

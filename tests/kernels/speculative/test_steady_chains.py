@@ -134,7 +134,7 @@ def test_a_draft_that_hardly_guesses_is_shown_the_last_of_what_was_run_once_it_d
     assert not rows
     accepted = guess_on(driver, 12)
     assert rows[-10:] == [2] * 10
-    assert max(shown) > 32
+    assert 2 * unseen.LAST > max(shown) >= unseen.LAST
     assert np.mean(accepted) > 1.2
     said = truth(drive, MODEL_DIR, asked, GREEDY[:2], 300, **OPTIONS)[0]
     for slot in (1, 2):
