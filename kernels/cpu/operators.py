@@ -14,6 +14,7 @@ from torch import Tensor
 from kernels.cpu.native.library import Op, Step
 from kernels.cpu.native_blocks import NativeBlocks, NativeRows
 from kernels.cpu.native_experts import ExpertTable
+from kernels.cpu.native_fp8 import NativeFp8
 from kernels.cpu.native_grouped import NativeGrouped
 from kernels.cpu.native_int8 import NativeInt8
 from kernels.cpu.products import NativeWeight, Products, products
@@ -119,8 +120,10 @@ class Native(Engine):
         """As ``linear``, of tokens that are rounded to whole numbers."""
         return self._multiply(x, weight.outputs // 2 if gated else weight.outputs, products(weight, bias, gated))
 
-    def linear_grouped(self, x: Tensor, weight: NativeGrouped, bias: Tensor | None, gated: bool = False) -> Tensor:
-        """As ``linear``, with a weight of whole numbers of which groups share a scale."""
+    def linear_grouped(
+        self, x: Tensor, weight: NativeGrouped | NativeFp8, bias: Tensor | None, gated: bool = False
+    ) -> Tensor:
+        """As ``linear``, with a weight of whole numbers, or of e4m3, of which groups share a scale."""
         return self._multiply(x, weight.outputs // 2 if gated else weight.outputs, products(weight, bias, gated))
 
     def linear_blocks(self, x: Tensor, weight: NativeBlocks, bias: Tensor | None, gated: bool = False) -> Tensor:

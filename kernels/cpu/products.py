@@ -10,6 +10,7 @@ from torch import Tensor
 from kernels.cpu.large_pages import empty_large
 from kernels.cpu.native.library import Op
 from kernels.cpu.native_blocks import NativeBlocks
+from kernels.cpu.native_fp8 import NativeFp8
 from kernels.cpu.native_grouped import NativeGrouped
 from kernels.cpu.native_int8 import NativeInt8
 from kernels.cpu.recording import Engine
@@ -18,6 +19,7 @@ __all__ = ["AnyWeight", "NativeWeight", "Products", "products"]
 
 _LINEAR = 3
 _LINEAR8, _GROUPED, _BLOCKS = range(11, 14)
+_FP8 = 18
 
 
 class NativeWeight:
@@ -30,7 +32,7 @@ class NativeWeight:
         native.library.pack(source.data_ptr(), self.outputs, self.inputs, self.memory.data_ptr())
 
 
-AnyWeight: TypeAlias = NativeWeight | NativeInt8 | NativeGrouped | NativeBlocks
+AnyWeight: TypeAlias = NativeWeight | NativeInt8 | NativeGrouped | NativeFp8 | NativeBlocks
 Products: TypeAlias = list[tuple[Op, int, tuple[Tensor | None, ...]]]
 """Operators without tokens and results, the outputs before each one's, and what must live while they are used."""
 
@@ -49,6 +51,8 @@ def products(weight: AnyWeight, bias: Tensor | None, gated: bool = False) -> Pro
     op.c = None if bias is None else bias.data_ptr()
     if isinstance(weight, NativeInt8):
         op.kind, op.i2, op.f0 = _LINEAR8, weight.offset, weight.scale
+    if isinstance(weight, NativeFp8):
+        op.kind, op.i2 = _FP8, weight.group
     if not isinstance(weight, NativeGrouped):
         return [(op, 0, (weight.memory, bias))]
     op.kind, op.i2, op.i3 = _GROUPED, weight.group, weight.bits

@@ -6,13 +6,14 @@ from torch import Tensor
 
 from kernels.cpu.native_blocks import NativeBlocks
 from kernels.cpu.native_experts import ExpertProduct
+from kernels.cpu.native_fp8 import NativeFp8
 from kernels.cpu.native_grouped import NativeGrouped
 from kernels.cpu.native_int8 import NativeInt8
 from kernels.cpu.operators import Native
 from kernels.cpu.recording import NotNative
 from kernels.quantization.gguf_weight import GgufWeight
 from kernels.quantization.int8 import Int8Linear
-from kernels.quantization.weights import GroupedWeight, Int8Weight
+from kernels.quantization.weights import Fp8Weight, GroupedWeight, Int8Weight
 
 __all__ = ["CpuBlocksLinear", "CpuGroupedLinear", "CpuInt8Linear"]
 
@@ -58,12 +59,16 @@ class CpuInt8Linear:
 
 
 class CpuGroupedLinear:
-    """Native products with whole weights of 4 or 8 bits, of which groups share a scale."""
+    """Native products with whole weights of 4 or 8 bits, or of e4m3, of which groups share a scale."""
 
-    def __init__(self, weight: GroupedWeight, bias: Tensor | None, native: Native) -> None:
+    def __init__(self, weight: GroupedWeight | Fp8Weight, bias: Tensor | None, native: Native) -> None:
         self.bias = bias
         self.native = native
-        self._packed = NativeGrouped(native.library, weight)
+        self._packed: NativeGrouped | NativeFp8
+        if isinstance(weight, Fp8Weight):
+            self._packed = NativeFp8(native.library, weight)
+        else:
+            self._packed = NativeGrouped(native.library, weight)
 
     @property
     def nbytes(self) -> int:

@@ -23,6 +23,7 @@ from kernels.cpu.linear import CpuLinear, TiedLinear, bf16_is_fast
 from kernels.cpu.narrow_cache import NarrowPages, NarrowPlan
 from kernels.cpu.native.library import Awaited, built, open_library, start_build
 from kernels.cpu.native_blocks import NativeBlocks
+from kernels.cpu.native_fp8 import NativeFp8
 from kernels.cpu.native_grouped import NativeGrouped
 from kernels.cpu.norm import CpuNorm
 from kernels.cpu.operators import Native
@@ -37,7 +38,7 @@ from kernels.platforms.prepared import Decodes, HostPass
 from kernels.platforms.rows import AttentionRows
 from kernels.quantization.cache import LayerScales
 from kernels.quantization.gguf_weight import GgufWeight
-from kernels.quantization.weights import GroupedWeight, Int8Weight, Projection, QuantizedWeight
+from kernels.quantization.weights import Fp8Weight, GroupedWeight, Int8Weight, Projection, QuantizedWeight
 
 __all__ = ["CpuPlatform"]
 
@@ -188,6 +189,8 @@ class CpuPlatform(Platform):
         found = weight.grouped() if isinstance(weight, Int8Weight) else weight
         if isinstance(found, GroupedWeight):
             fits = NativeGrouped.fits(found)
+        elif isinstance(found, Fp8Weight):
+            fits = NativeFp8.fits(found)
         else:
             fits = isinstance(found, GgufWeight) and NativeBlocks.fits(found)
         if not fits:
@@ -197,7 +200,7 @@ class CpuPlatform(Platform):
             reason = "there are no native products, which need AMX and a C++ compiler"
             return self.make_dequantized(weight, bias, reason)
         packed: CpuGroupedLinear | CpuBlocksLinear
-        if isinstance(found, GroupedWeight):
+        if isinstance(found, GroupedWeight | Fp8Weight):
             packed = CpuGroupedLinear(found, bias, native)
         else:
             assert isinstance(found, GgufWeight)

@@ -9,6 +9,7 @@
 
 #include "attention.h"
 #include "blocks.h"
+#include "fp8.h"
 #include "grouped.h"
 #include "program.h"
 #include "rows.h"
@@ -26,7 +27,7 @@ struct Expert {
 };
 
 using AnyProduct = std::variant<Product, Product8, Grouped<4>, Grouped<8>, BlockProduct<2, 0>, BlockProduct<2, 1>, BlockProduct<4, 0>,
-                                BlockProduct<5, 0>, BlockProduct<6, 0>>;
+                                BlockProduct<5, 0>, BlockProduct<6, 0>, Fp8Product>;
 
 struct Job {
     AnyProduct product;
@@ -181,6 +182,7 @@ inline void add_job(Layer& layer, const Op& op, int64_t expert, const bf16* x, i
             const bool zeroed = op.f0 != 0;
             return op.i3 == 4 ? add(Grouped<4>{of, order, nullptr, op.i2, zeroed}) : add(Grouped<8>{of, order, nullptr, op.i2, zeroed});
         }
+        case FP8: return add(Fp8Product{{{operands(sizeof(bf16))}}, op.i2});
         case BLOCKS:
             return with_planes(*static_cast<const Layout*>(op.b), [&]<int LOW, int HIGH>() {
                 add(BlockProduct<LOW, HIGH>{{{operands(sizeof(bf16))}}});

@@ -172,6 +172,7 @@ class Library:
         self.ready = library.troupe_ready
         self.open, self.close = library.troupe_open, library.troupe_close
         self.packed_grouped, self.pack_grouped = library.troupe_packed_grouped, library.troupe_pack_grouped
+        self.packed_fp8, self.pack_fp8 = library.troupe_packed_fp8, library.troupe_pack_fp8
         self.packed_blocks = library.troupe_packed_blocks
         self.begin_blocks, self.pack_blocks = library.troupe_begin_blocks, library.troupe_pack_blocks
         self.packed8, self.pack8 = library.troupe_packed8, library.troupe_pack8
@@ -187,6 +188,8 @@ class Library:
         self.packed_grouped.argtypes, self.packed_grouped.restype = [number] * 4, number
         self.pack_grouped.argtypes = [pointer, pointer, pointer, number, number, number, number, pointer]
         self.pack_grouped.restype = None
+        self.packed_fp8.argtypes, self.packed_fp8.restype = [number] * 3, number
+        self.pack_fp8.argtypes, self.pack_fp8.restype = [pointer, pointer, *[number] * 3, pointer], None
         self.packed_blocks.argtypes, self.packed_blocks.restype = [pointer, number, number], number
         self.begin_blocks.argtypes, self.begin_blocks.restype = [pointer, number, number, pointer], None
         self.pack_blocks.argtypes, self.pack_blocks.restype = [pointer, number, number, number, pointer], None

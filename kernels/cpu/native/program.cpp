@@ -9,6 +9,7 @@
 #include "blocks.h"
 #include "chains.h"
 #include "experts.h"
+#include "fp8.h"
 #include "grouped.h"
 #include "matrix.h"
 #include "narrow.h"
@@ -250,6 +251,7 @@ void run(Engine& engine, const Op& op, const Step& step) {
             if (op.i3 == 4) return multiply(engine.team, Grouped<4>{of, order, &engine.ordered, op.i2, zeroed}, engine.planes);
             return multiply(engine.team, Grouped<8>{of, order, &engine.ordered, op.i2, zeroed}, engine.planes);
         }
+        case FP8: return multiply_made(engine.team, Fp8Product{{{operands(engine, op, step, sizeof(bf16))}}, op.i2}, engine.planes);
         case BLOCKS:
             return with_planes(*static_cast<const Layout*>(op.b), [&]<int LOW, int HIGH>() {
                 multiply_made(engine.team, BlockProduct<LOW, HIGH>{{{operands(engine, op, step, sizeof(bf16))}}}, engine.planes);
@@ -348,6 +350,14 @@ void troupe_pack_grouped(const void* values, const void* scales, const void* zer
     in_large_pages(packed, packed_grouped(outputs, inputs, group, bits));
     pack_grouped(static_cast<const uint8_t*>(values), static_cast<const float*>(scales),
                  static_cast<const uint8_t*>(zeros), outputs, inputs, group, bits, static_cast<uint8_t*>(packed));
+}
+
+int64_t troupe_packed_fp8(int64_t outputs, int64_t inputs, int64_t group) { return packed_fp8(outputs, inputs, group); }
+
+void troupe_pack_fp8(const void* values, const void* scales, int64_t outputs, int64_t inputs, int64_t group, void* packed) {
+    in_large_pages(packed, packed_fp8(outputs, inputs, group));
+    pack_fp8(static_cast<const uint8_t*>(values), static_cast<const float*>(scales), outputs, inputs, group,
+             static_cast<uint8_t*>(packed));
 }
 
 int64_t troupe_packed_blocks(const Layout* layout, int64_t outputs, int64_t inputs) {

@@ -5,7 +5,7 @@
 namespace troupe {
 
 enum Kind : int64_t { EMBED, ANGLES, NORM, LINEAR, ROTARY, WRITE, ATTENTION, SILU, EXPERTS, GREEDY, ADD, LINEAR8, GROUPED, BLOCKS,
-                      WRITE_NARROW, SETTLE, PLACE, DRAW };
+                      WRITE_NARROW, SETTLE, PLACE, DRAW, FP8 };
 
 // Tensors are bf16 unless said otherwise, row-major, their rows (tokens) `stride` elements apart.
 //   EMBED      a table [vocab, i0] -> out; i1: whether it is packed as the weight of a LINEAR
@@ -16,6 +16,7 @@ enum Kind : int64_t { EMBED, ANGLES, NORM, LINEAR, ROTARY, WRITE, ATTENTION, SIL
 //   LINEAR8    as LINEAR with b a weight of int8 (whole.h); f0 scale of every token, 0: each its own; i2 offset
 //   GROUPED    as LINEAR with b a weight of groups (grouped.h); i2 inputs of a group, i3 bits, i4 address of the inputs'
 //              order int64 [i0], 0: as they come; f0: whether zeros are others than the middle
+//   FP8        as LINEAR with b a weight of e4m3 (fp8.h); i2 inputs that have a scale of their own
 //   BLOCKS     as LINEAR with b a weight in blocks (blocks.h)
 //   ROTARY     a x, b cosines, c sines -> out; i0 dim, i1 heads
 //   PLACE      a queries, keys and values: NORM and ROTARY of the first two, in one pass, and WRITE; b cosines, c sines, out

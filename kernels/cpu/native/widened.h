@@ -88,7 +88,8 @@ void multiply_widened_chunk(void* context, int64_t chunk, int) {
         for (int64_t row = 0; row < p.rows; row += WIDE) {
             const int64_t rows = std::min(WIDE, p.rows - row);
             const auto run = [&](int64_t of, const bf16* weights, float* to) {
-                if (p.whole) return multiply_rounded(p, of, rows, to);
+                if constexpr (P::in_fours())
+                    if (p.whole) return multiply_rounded(p, of, rows, to);
                 if (p.shared) return p.with_supers(of, [&](const auto& supers) { multiply_shared(supers, *p.shared, row, rows, to); });
                 if (!wide) return multiply_widened(p, of, row, rows, to);
                 Product alone = p;

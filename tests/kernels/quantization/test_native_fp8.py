@@ -1,0 +1,69 @@
+"""The CPU's native products with weights of e4m3."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from kernels.cpu.host import has_tiles
+from kernels.cpu.native import library
+from kernels.cpu.quantized import CpuGroupedLinear
+from kernels.platforms.cpu import CpuPlatform
+from kernels.quantization.weights import Fp8Weight
+from tests.rounded_once import assert_only_rounded_once
+
+pytestmark = [
+    pytest.mark.skipif(not has_tiles(), reason="the processor has no AMX"),
+    pytest.mark.skipif(not any(map(shutil.which, library.COMPILERS)), reason="no C++ compiler"),
+]
+
+
+@pytest.fixture
+def platform():
+    library.build()
+    platform = CpuPlatform(2)
+    platform.dtype("bfloat16", None)
+    return platform
+
+
+def weight_of(outputs, inputs, block, sizes=255):
+    """All numbers there are, or so many of the largest."""
+    generator = torch.Generator().manual_seed(outputs)
+    codes = 127 - torch.randint(1, sizes // 2 + 1, (outputs, inputs), generator=generator, dtype=torch.uint8)
+    codes |= torch.randint(0, 2, codes.shape, generator=generator, dtype=torch.uint8) << 7
+    shape = (outputs,) if block is None else (-(-outputs // block[0]), -(-inputs // block[1]))
+    return Fp8Weight(codes.view(torch.float8_e4m3fn), torch.rand(shape, generator=generator) * 0.01 + 0.001, block)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "block"),
+    [(96, 192, None), (33, 64, None), (160, 320, (128, 128)), (64, 256, (64, 64)), (64, 96, (1, 32))],
+)
+def test_products_round_no_weight_or_are_those_of_bf16_to_the_bit(outputs, inputs, block, platform):
+    for sizes in (255, 200):  # with numbers below 2^-6, and without
+        weight, bias = weight_of(outputs, inputs, block, sizes), torch.randn(outputs).bfloat16()
+        linear = platform.make_quantized(weight, bias)
+        dense = platform.make_linear(weight.dequantize(torch.bfloat16), bias)
+        assert isinstance(linear, CpuGroupedLinear)
+        assert linear.nbytes == weight.nbytes + platform.widened_bytes
+        platform.widened_bytes = 0
+        for rows in (1, 16, 33, 140):
+            x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)).bfloat16()
+            found = linear(x)
+            if rows > 32:
+                assert found.equal(dense(x))
+            else:
+                assert_only_rounded_once(found, x, weight.dequantize(torch.float32), bias)
+            if outputs % 64 == 0:
+                assert linear.gated(x).equal(platform.silu_and_mul(found))
+
+
+def test_a_weight_with_what_is_no_number_is_dequantized(platform):
+    weight = weight_of(64, 64, None)
+    weight.values.view(torch.uint8)[3, 5] = 0x7F
+    linear = platform.make_quantized(weight, None)
+    found = linear(torch.ones(2, 64).bfloat16())
+    assert found[:, 3].isnan().all()
+    assert found.isnan().sum() == 2
