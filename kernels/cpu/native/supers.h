@@ -80,36 +80,41 @@ inline void configure_halves(int first, int second) {
     config.load();
 }
 
-// Sums [token][32] of up to 32 tokens from `row` on.
+// Sums [token][32] of up to 32 tokens from `row` on, of up to 16 where groups have whole scales.
 template <class S>
 void multiply_shared(const S& of, const Shared& x, int64_t row, int64_t rows, float* sums) {
-    constexpr int HALVED = S::GROUP == TILE ? 2 : 1;
+    constexpr int HALVED = S::GROUP == TILE ? 2 : 1, IN_SUPER = S::GROUP ? 8 * HALVED : 1;  // parts of a super
     alignas(64) bf16 wide[2][WIDE * DEPTH];
-    alignas(64) float found[2][WIDE * WIDE], some[WIDE * WIDE], less[WIDE * WIDE];
-    const int64_t more = std::max<int64_t>(rows - TILE, 0), each = S::GROUP ? 1 : of.lines(), in_super = S::GROUP ? of.lines() * HALVED : 1;
+    alignas(64) float found[S::GROUP ? IN_SUPER : 2][(S::GROUP ? TILE : WIDE) * WIDE];
+    constexpr int64_t HELD = sizeof(found) / sizeof(found[0]), SIZE = sizeof(found[0]) / sizeof(float);
+    const int64_t more = std::max<int64_t>(rows - TILE, 0), each = S::GROUP ? 1 : of.lines();
     const int first = static_cast<int>(std::min(rows, TILE)), second = static_cast<int>(more);
     HALVED == 2 ? configure_halves(first, second) : configure(first, second);
     for (int64_t i = 0; i < rows * WIDE; i += TILE) _mm512_store_ps(sums + i, _mm512_setzero_ps());
 
-    const auto take = [&](int64_t part) {  // what tiles have stored of it
-        const int64_t super = part / in_super, at = part % in_super, line = S::GROUP ? part / HALVED : 0;
-        const float* from = found[part % 2];
+    const auto take = [&](int64_t super) {  // what tiles have stored of its parts
+        const int64_t part = super * IN_SUPER, line = super * 8;
+        const float* from = found[part % HELD];
         for (int64_t half = 0; half < 2; half++) {
-            const __m512 one = _mm512_set1_ps(1.0f), by = S::GROUP ? of.whole(line, part % HALVED, half) : one;
-            const __m512 zero = S::GROUP && S::ZEROS ? of.less(line, half) : one;
+            __m512 by[IN_SUPER], zeros[IN_SUPER];
+            for (int i = 0; S::GROUP && i < IN_SUPER; i++) {
+                by[i] = of.whole(line + i / HALVED, i % HALVED, half);
+                if (S::ZEROS) zeros[i] = of.less(line + i / HALVED, half);
+            }
             const float* share = x.shares + (row * x.parts + part) * 2;
             for (int64_t i = half * TILE; i < rows * WIDE; i += WIDE, share += 2 * x.parts) {
-                __m512 value = _mm512_sub_ps(_mm512_load_ps(from + i), _mm512_set1_ps(share[0])), off = _mm512_set1_ps(share[1]);
-                if (S::GROUP) {
-                    value = at ? _mm512_fmadd_ps(value, by, _mm512_load_ps(some + i)) : _mm512_mul_ps(value, by);
-                    if (S::ZEROS) off = at ? _mm512_fmadd_ps(off, zero, _mm512_load_ps(less + i)) : _mm512_mul_ps(off, zero);
-                    if (at + 1 < in_super) {
-                        _mm512_store_ps(some + i, value);
-                        if (S::ZEROS) _mm512_store_ps(less + i, off);
-                        continue;
+                __m512 some = _mm512_sub_ps(_mm512_load_ps(from + i), _mm512_set1_ps(share[0])), less = _mm512_set1_ps(share[1]);
+                if constexpr (S::GROUP != 0) {
+                    some = _mm512_mul_ps(some, by[0]);
+                    if (S::ZEROS) less = _mm512_mul_ps(less, zeros[0]);
+#pragma GCC unroll 16
+                    for (int j = 1; j < IN_SUPER; j++) {
+                        const __m512 value = _mm512_sub_ps(_mm512_load_ps(from + j * SIZE + i), _mm512_set1_ps(share[2 * j]));
+                        some = _mm512_fmadd_ps(value, by[j], some);
+                        if (S::ZEROS) less = _mm512_fmadd_ps(_mm512_set1_ps(share[2 * j + 1]), zeros[j], less);
                     }
                 }
-                _mm512_store_ps(sums + i, of.end(super, half, value, off, _mm512_load_ps(sums + i)));
+                _mm512_store_ps(sums + i, of.end(super, half, some, less, _mm512_load_ps(sums + i)));
             }
         }
     };
@@ -141,7 +146,7 @@ void multiply_shared(const S& of, const Shared& x, int64_t row, int64_t rows, fl
             }
         }
         if (HALVED == 2 && half == 0) line--;
-        float* to = found[part % 2];
+        float* to = found[part % HELD];
         _tile_stored(0, to, 2 * LINE);
         _tile_stored(1, to + TILE, 2 * LINE);
         if (more) {
@@ -149,9 +154,10 @@ void multiply_shared(const S& of, const Shared& x, int64_t row, int64_t rows, fl
             _tile_stored(3, to + TILE * WIDE + TILE, 2 * LINE);
         }
         written();
-        if (part) take(part - 1);
+        if (IN_SUPER == 1 && part) take(part - 1);  // what tiles have stored just now would be waited for
+        if (IN_SUPER > 1 && part % IN_SUPER == IN_SUPER - 1) take(part / IN_SUPER);
     }
-    take(x.parts - 1);
+    if (IN_SUPER == 1) take(x.parts - 1);
 }
 
 }  // namespace troupe

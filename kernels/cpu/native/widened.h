@@ -105,9 +105,7 @@ void multiply_widened_chunk(void* context, int64_t chunk, int) {
     }
 }
 
-constexpr int64_t SPARSE = 64;  // inputs to a scale from which on scales are few beside products
-
-// What a product wants to be known of its tokens beforehand. `first`: of its rows in `planes`.
+// What a product wants to be known of its tokens beforehand. The fewer inputs a scale has, the fewer tokens are worth scaling sums. `first`: of its rows in `planes`.
 template <class P>
 struct Preparing {
     const P& p;
@@ -115,7 +113,7 @@ struct Preparing {
     int64_t first = 0;
 
     bool rounded() const { return p.rows <= FEWEST && P::in_fours(); }
-    bool shared() const { return !rounded() && p.rows <= (p.shares() < SPARSE ? TILE : WIDE) && p.below_128(); }
+    bool shared() const { return !rounded() && p.rows <= std::min(p.shares() / 2, WIDE) && p.below_128(); }
     bool wanted() const { return rounded() || shared(); }
     int64_t parts() const { return p.inputs() / p.shares(); }
     float* shares() const { return planes.shares.of(0) + first * p.lines * HALVES * 2; }  // others' parts may be others
