@@ -80,6 +80,21 @@ def test_products_are_those_of_what_the_weight_stands_for(outputs, inputs, group
                     assert torch.equal(linear.gated(x), platform.silu_and_mul(found))
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_token_that_is_not_finite_leaves_the_others_alone(bits, platform):
+    linear = platform.make_quantized(weight_of(64, 256, bits, 64)[0], None)
+    for rows in (4, 8, 40):
+        x = torch.randn(rows, 256).bfloat16()
+        x[2] = 0
+        others, expected = [0, *range(2, rows)], linear(x)
+        assert (expected[2] == 0).all()
+        for wrong in (torch.nan, -torch.inf):
+            x[1, 37] = wrong
+            found = linear(x)
+            assert not found[1].isfinite().any()
+            assert torch.equal(found[others], expected[others])
+
+
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_scales_of_few_bits_are_multiplied_exactly(group, platform):
     weight, _ = weight_of(40, 384, 8, group, symmetric=True)
