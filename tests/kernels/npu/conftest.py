@@ -42,8 +42,22 @@ if not REASON:
 
     @pytest.fixture(scope="session")
     def streams(simulator):
-        """How many streams each device has for graphs to take."""
+        """How many streams each device has for graphs to take, once it is in use."""
+        import torch
+
+        for device in range(simulator.cann.devices):
+            torch.ones(1, device=f"npu:{device}").add_(1)
+        torch.npu.synchronize()
+        torch.npu.empty_cache()
         return [simulator.cann.streams_left(device) for device in range(simulator.cann.devices)]
+
+    @pytest.fixture(scope="module", autouse=True)
+    def _quick_collections(simulator):
+        """What the libraries have made is not looked through again before each test."""
+        gc.collect()
+        gc.freeze()
+        yield
+        gc.unfreeze()
 
     @pytest.fixture(autouse=True)
     def rested_devices(simulator, streams):
