@@ -20,11 +20,8 @@ class EarlyWorkers:
         self._blank: dict[int, BlankProcess] = {}
         with contextlib.suppress(ArgumentError, OSError):
             placement = place(arguments, os.environ)
-            modules = ["actors.worker"]
-            if placement.device == "cpu":
-                modules.append("kernels.sparing:import_torch")
-            if not placement.simulator:  # one wants to be there before PyTorch is
-                modules.append("kernels.runner")
+            # A simulated device wants to be there before PyTorch is.
+            modules = ["actors.worker"] if placement.simulator else ["actors.worker", "kernels.runner"]
             for rank in range(arguments.tensor_parallel_size):
                 environment = placement.environment(arguments, rank, os.environ, arguments.watchdog_timeout)
                 blank = self._blank[rank] = BlankProcess(environment, modules)

@@ -142,10 +142,6 @@ def _import_runner(config: WorkerConfig) -> type[ModelRunner]:
         from kernels.npu.simulator.activate import activate
 
         activate(config.runner.npu_simulator)  # before anybody imports torch
-    elif config.runner.device == "cpu":
-        from kernels.sparing import import_torch
-
-        import_torch()
     from kernels.runner import ModelRunner
 
     runner: type[ModelRunner] = ModelRunner

@@ -34,10 +34,7 @@ sys.path[:] = boot["path"]
 entry = importlib.import_module(boot["entry"])
 for name in boot["modules"]:
     with contextlib.suppress(Exception):
-        module, _, function = name.partition(":")
-        module = importlib.import_module(module)
-        if function:
-            getattr(module, function)()
+        importlib.import_module(name)
 spec = read(int.from_bytes(read(4), "little"))
 entry.main(sock, thread_sock, spec, lambda: int.from_bytes(read(8), "little"))
 """
@@ -46,8 +43,8 @@ _ENTRY = __name__.rpartition(".")[0] + ".child"
 
 
 class BlankProcess:
-    """Started at once, with ``environment`` added to its own; it imports ``modules`` and waits. One may have a function
-    behind a colon, which is called. An error is dropped: the actor meets it again, and there it can be told.
+    """Started at once, with ``environment`` added to its own; it imports ``modules`` and waits. An error of an import
+    is dropped: the actor meets it again, and there it can be told.
 
     ``sock`` and ``thread_sock``: the parent's ends of its links. Raises OSError when no process can be started.
     """
