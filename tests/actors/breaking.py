@@ -117,8 +117,8 @@ class Wire:
         wire = self
 
         class FaultyChild(ChildProcess):
-            def __init__(self, loop: Any, spec: Any, environment: Any) -> None:
-                super().__init__(loop, spec, environment)
+            def __init__(self, loop: Any, spec: Any, environment: Any, blank: Any) -> None:
+                super().__init__(loop, spec, environment, blank)
                 self._name = spec.name
                 self._held: list[tuple[int, int, bytes]] | None = None
 
@@ -153,7 +153,7 @@ class Wire:
                 for kind, correlation, body in held:
                     on_frame(kind, correlation, memoryview(body))
 
-        monkeypatch.setattr("actors.runtime.process.ChildProcess", FaultyChild)
+        monkeypatch.setattr("actors.runtime.process_plan.ChildProcess", FaultyChild)
 
 
 class Rig:
