@@ -14,7 +14,7 @@ __all__ = ["EarlyWorkers"]
 
 class EarlyWorkers:
     """A process for each rank, without a model yet. What is wrong with the arguments, or keeps processes from being
-    started, is left for the engine to tell: then there are none."""
+    started, is left for the engine to tell: then there are none from that rank on."""
 
     def __init__(self, arguments: Arguments) -> None:
         self._blank: dict[int, BlankProcess] = {}
@@ -33,5 +33,7 @@ class EarlyWorkers:
 
     def close(self) -> None:
         """End what nobody has taken. May be called again."""
+        for blank in self._blank.values():
+            blank.kill()
         while self._blank:
             self._blank.popitem()[1].close()

@@ -171,6 +171,8 @@ class Engine:
         self.life.stopped()
         if self._run is not None:
             await finish(self._run)
+        elif self._early is not None:
+            self._early.close()
         if not self._owns_registry:
             self.metrics.close()
 

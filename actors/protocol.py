@@ -311,6 +311,7 @@ class Load(Message[WorkerProtocol, None], frozen=True):
     ``incarnation``: of the worker. ``epoch``: of the group's life. ``rendezvous``: where its ranks meet, host:port.
     """
 
+    timed: ClassVar[bool] = False  # it has a time of its own: WorkerConfig.load_timeout
     incarnation: int
     epoch: int
     rendezvous: str = ""

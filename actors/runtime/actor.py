@@ -77,7 +77,8 @@ def handles_in_thread(target: F, /) -> F:
     """Mark a plain method of an actor in a child process as the handler of a message type in a thread of its own.
 
     Such messages have a socket of their own. They are read, handled and answered in that thread, one at a time in the
-    order in which they were sent, while the mailbox goes on beside it: nothing of it wakes another thread, which costs
+    order in which they were sent, while the mailbox goes on beside it (and fewer messages of a lane than the window
+    allows are under way): nothing of it wakes another thread, which costs
     more than a small message's handling. The method takes the message and when it was sent (seconds of the monotonic
     clock, which this host's processes share), and returns the answer or a :data:`Later`. Errors are as elsewhere, but
     a deadline ends the asker's wait only. An orderly stop waits for the message in hand.

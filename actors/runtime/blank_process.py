@@ -54,7 +54,12 @@ class BlankProcess:
         path = [os.path.abspath(entry) for entry in sys.path]
         boot = json.dumps({"path": path, "entry": _ENTRY, "modules": list(modules)}).encode()
         self.sock, theirs = socket.socketpair()
-        self.thread_sock, thread_theirs = socket.socketpair()
+        try:
+            self.thread_sock, thread_theirs = socket.socketpair()
+        except OSError:
+            self.sock.close()
+            theirs.close()
+            raise
         passed = (theirs.fileno(), thread_theirs.fileno())
         try:
             self.process = subprocess.Popen(
@@ -79,9 +84,13 @@ class BlankProcess:
         self.sock.sendall(self.start_of_stream)  # it reads this at once
         self.start_of_stream = b""
 
+    def kill(self) -> None:
+        """Begin to end it."""
+        self.process.kill()
+
     def close(self) -> None:
         """End it; for whoever has it and no use for it."""
-        self.process.kill()
+        self.kill()
         self.process.wait()
         self.sock.close()
         self.thread_sock.close()

@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, Union
 
 import msgspec
@@ -118,8 +118,6 @@ class _Child:
                 system.on_event(self._on_event)
                 await self._spawn(system)
                 await self._done.wait()
-                if self._actor_thread is not None and not system.failed.is_set():
-                    await self._loop.run_in_executor(None, self._actor_thread.end)
             if system.failed.cause is not None:
                 await self._die(system.failed.cause)
         except (Exception, SystemExit) as error:
@@ -144,7 +142,7 @@ class _Child:
 
         def make(cell: Cell, number: int) -> LocalIncarnation:
             self._cell = cell
-            return LocalIncarnation(cell, self._incarnation, actor)
+            return _Life(cell, self._incarnation, actor, self.end_thread)
 
         await system.place(
             make,
@@ -163,6 +161,10 @@ class _Child:
             self._actor_thread = ActorThread(spec.name, self._thread_sock, handlers, self._crash_safely, spec.limit)
         names = [[message.__name__ for message in part] for part in (by_mailbox, in_thread)]
         self._link.send(Kind.READY, 0, self._encode(names))
+
+    async def end_thread(self) -> None:
+        if self._actor_thread is not None:
+            await self._loop.run_in_executor(None, self._actor_thread.end)
 
     def _crash_safely(self, error: BaseException) -> None:
         self._loop.call_soon_threadsafe(self._crash, error)
@@ -242,6 +244,19 @@ class _Child:
             await asyncio.wait_for(self._link.flush(), 1.0)
         finally:
             os._exit(1)
+
+
+class _Life(LocalIncarnation):
+    """Ends the actor's thread before the actor hears that it stops."""
+
+    def __init__(
+        self, cell: Cell, number: int, actor: Actor[Any], end_thread: Callable[[], Coroutine[Any, Any, None]]
+    ) -> None:
+        super().__init__(cell, number, actor)
+        self._end_thread = end_thread
+
+    async def before_stopping(self) -> None:
+        await self._end_thread()
 
 
 class _ReplyFrame:

@@ -166,7 +166,12 @@ class LocalIncarnation(Incarnation):
             self.mark_started()
             await self._serve()
         if self.cause is None:
+            await self.before_stopping()
+        if self.cause is None:
             await self._actor.stopping()
+
+    async def before_stopping(self) -> None:
+        """Runs after the last message of an orderly stop, before the actor's own `stopping`."""
 
     async def _serve(self) -> None:
         cell = self.cell

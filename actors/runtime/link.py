@@ -34,6 +34,7 @@ class Link:
         self._on_lost = on_lost
         self._unsent: deque[memoryview] = deque()
         self._flushed = asyncio.Event()
+        self._muted = False
         self._frames = Frames(limit)
         sock.setblocking(False)
         loop.add_reader(sock, self._readable)
@@ -54,6 +55,8 @@ class Link:
 
     def write(self, data: bytes) -> None:
         """Send bytes that are no frame: what a child reads before it knows of frames."""
+        if self._muted:
+            return
         if self._unsent:
             self._keep(memoryview(data))
             return
@@ -62,7 +65,7 @@ class Link:
         except (BlockingIOError, InterruptedError):
             sent = 0
         except OSError:
-            self._lose(None)
+            self._mute()
             return
         if sent < len(data):
             self._keep(memoryview(data)[sent:])
@@ -80,7 +83,7 @@ class Link:
             except (BlockingIOError, InterruptedError):
                 return
             except OSError:
-                self._lose(None)
+                self._mute()
                 return
             self.backlog -= sent
             if sent < len(data):
@@ -124,6 +127,14 @@ class Link:
         if self._unsent:
             self._flushed = asyncio.Event()
             await self._flushed.wait()
+
+    def _mute(self) -> None:
+        """The other end reads no more. What it has said is still to be read, and the end of that is the link's."""
+        self._muted = True
+        self._loop.remove_writer(self._sock)
+        self._unsent.clear()
+        self._flushed.set()
+        self.backlog = 0
 
     def _lose(self, error: BaseException | None) -> None:
         if not self.closed:

@@ -47,6 +47,8 @@ class Message(msgspec.Struct, Generic[P, R_co], frozen=True, tag=True):
     lane: ClassVar[Lane] = Lane.DATA
     redeliver: ClassVar[bool] = False
     """Give a told message to the next incarnation once if its handler crashed; the second crash makes it poison."""
+    timed: ClassVar[bool] = True
+    """Whether its handler can be found to take too long; one that is not bounds its own time."""
 
 
 class ReplySlot(Protocol):

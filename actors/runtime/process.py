@@ -32,8 +32,9 @@ class ProcessIncarnation(Incarnation):
     """One child process.
 
     Messages stay in the mailbox here until the child has room: at most `window` of each lane are on their way. A
-    child handles them in order, so only the oldest of each lane can have been in hand when it dies; the other told
-    ones go back into the mailbox, and every ask under way fails with ActorDied.
+    child handles them in order, in its mailbox and in its thread, so only the oldest that each of these has of a lane
+    can have been in hand when it dies; the other told ones go back into the mailbox, and every ask under way fails
+    with ActorDied.
     """
 
     def __init__(
@@ -318,10 +319,11 @@ class ProcessIncarnation(Incarnation):
         in_hand: list[Envelope] = []
         untouched: list[Envelope] = []
         for sent in reversed(self._sent):
-            envelopes = [envelope for envelope, _ in sent.values()]
-            first = 0 if self._in_order else 1
-            in_hand += envelopes[:first]
-            untouched += envelopes[first:]
+            begun = {True, False} if self._in_order else set()  # by the thread, by the mailbox
+            for envelope, _ in sent.values():
+                by_thread = envelope.message.__class__ in self._in_thread
+                (untouched if by_thread in begun else in_hand).append(envelope)
+                begun.add(by_thread)
         return in_hand, untouched
 
 

@@ -384,7 +384,9 @@ class ActorSystem:
                     pid=None if incarnation is None else incarnation.pid,
                     mailbox=cell.mailbox.depths(),
                     message=None if in_hand is None else type(in_hand.message).__name__,
-                    message_age=None if incarnation is None or in_hand is None else now - incarnation.since(),
+                    message_age=None
+                    if incarnation is None or in_hand is None or not in_hand.message.timed
+                    else now - incarnation.since(),
                     heartbeat_age=None if incarnation is None else incarnation.heartbeat_age(),
                 )
             )

@@ -74,10 +74,12 @@ class Unseen:
     ) -> bool:
         """``counts`` tokens of each slot from ``positions`` on, of which only the last are kept. -> whether there was
         room. ``places``: of the first of each among ``features`` [tokens, width]."""
+        if not len(slots):
+            return True
         cut = np.maximum(counts - LAST, 0)
         some = counts - cut
         total = int(some.sum())
-        if self._kept + total > len(self._features) - len(self._state.known):
+        if self._kept + total > len(self._features) - (LAST + 1) * len(self._state.known):  # for steps that are left
             return False
         begins = self._kept + np.cumsum(some) - some
         if features is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,13 @@ from actors.requests import EngineFailed
 class Started:
     def __init__(self, environment: Mapping[str, str], modules: Sequence[str]) -> None:
         self.environment, self.modules = environment, modules
-        self.begun = self.closed = False
+        self.begun = self.killed = self.closed = False
 
     def begin(self) -> None:
         self.begun = True
+
+    def kill(self) -> None:
+        self.killed = True
 
     def close(self) -> None:
         self.closed = True
@@ -67,3 +71,18 @@ async def test_an_engine_that_does_not_come_to_them_ends_them(started: list[Star
     with pytest.raises(EngineFailed, match=r"config\.json"):
         await Engine(arguments=arguments, early=EarlyWorkers(arguments)).start()
     assert [each.closed for each in started] == [True]
+
+
+async def test_an_engine_that_is_never_started_ends_them(started: list[Started], tmp_path: Path) -> None:
+    arguments = Arguments.from_keywords(model=str(tmp_path), device="cpu")
+    await Engine(arguments=arguments, early=EarlyWorkers(arguments)).aclose()
+    assert [each.closed for each in started] == [True]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a socket pair")
+async def test_an_engine_makes_them_its_workers(tiny_model: Path) -> None:
+    arguments = Arguments.from_keywords(model=str(tiny_model), device="cpu", max_total_tokens=512, cpu_threads=1)
+    workers = EarlyWorkers(arguments)
+    pid = workers._blank[0].process.pid
+    async with Engine(arguments=arguments, early=workers) as engine:
+        assert [worker["pid"] for worker in engine.describe()["workers"]] == [pid]

@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -14,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent / "runtime"))
 
 from runtime_child_actors import Block, ChildProtocol, Ping, Settings
 
+from actors import protocol as worker_protocol
 from actors.runtime import Actor, ActorDied, ActorRef, ActorSystem, Backoff, Message, Supervision, handles
 from actors.runtime.testing import TestKit
 from actors.watchdog import Watchdog
@@ -29,10 +31,18 @@ class Wait(Message[Protocol, str], frozen=True):
     for_ever: bool
 
 
+class Load(Message[Protocol, str], frozen=True):
+    timed: ClassVar[bool] = False
+
+
 class Waiter(Actor[Protocol]):
     @handles
     async def wait(self, message: Wait) -> str:
         return await self.deep_down(message.for_ever)
+
+    @handles
+    async def load(self, message: Load) -> str:
+        return await self.deep_down(True)
 
     async def deep_down(self, for_ever: bool) -> str:
         if for_ever:
@@ -104,6 +114,19 @@ async def test_an_idle_actor_is_never_too_old(system: ActorSystem, caplog: pytes
     Watchdog(system, soft=0.0, hard=0.0).look()
     assert reports(caplog) == []
     assert system.describe()[0].incarnation == 0
+
+
+async def test_a_message_that_bounds_its_own_time_is_never_too_old(
+    system: ActorSystem, caplog: pytest.LogCaptureFixture
+) -> None:
+    ref = await waiter(system)
+    asked = asyncio.ensure_future(ref.ask(Load(), timeout=30.0))
+    await until(lambda: system.describe()[0].message == "Load")
+    Watchdog(system, soft=0.0, hard=0.0).look()
+    assert reports(caplog) == []
+    assert system.describe()[0].incarnation == 0
+    assert not worker_protocol.Load.timed
+    asked.cancel()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a socket pair and signals")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import logging
 import shutil
@@ -14,7 +15,7 @@ from kernels.cpu.native import library
 from kernels.layers.experts import ExpertWeights
 from kernels.platforms.cpu import CpuPlatform
 from kernels.quantization.gguf_weight import BlockRows, GgufWeight
-from kernels.quantization.weights import GroupedWeight, quantize_int8
+from kernels.quantization.weights import GroupedWeight, quantize_fp8, quantize_int8
 from tests.gguf_writer import write_gguf
 
 pytestmark = [
@@ -80,6 +81,7 @@ KINDS = {
     "4 by 8": lambda weight: grouped(weight, activation="dynamic"),
     "4 by 8, clipped": lambda weight: grouped(weight, activation="dynamic", clip=torch.tensor([0.7])),
     "int8, clipped": lambda weight: dataclasses.replace(quantize_int8(weight), clip=torch.tensor([0.9])),
+    "e4m3": quantize_fp8,
     "blocks": blocks,
     "side by side": lambda weight: (shuffled(weight[:64]), blocks(weight[64:128]), *int8_and_rest(weight[128:])),
     "mixed": None,
@@ -125,6 +127,21 @@ def test_one_operator_gives_what_experts_one_by_one_give(kind, platform, monkeyp
     monkeypatch.setattr(layer, "in_turn", None)
     with pytest.raises(AttributeError):  # of the router: nothing else is taken from it
         layer(x)
+
+
+def test_what_there_was_no_memory_for_is_not_run_again(platform):
+    layer = layer_of(platform, "floats")
+    x = tokens_of(layer, 6)
+    expected = layer(x)
+    ops = [op for kept in layer._table._kept if isinstance(kept, ctypes.Array) for op in kept]
+    sizes = [op.i0 for op in ops]
+    for op in ops:
+        op.i0 = 1 << 44
+    with pytest.raises(MemoryError):
+        layer(torch.randn(1500, HIDDEN).to(BF16))
+    for op, size in zip(ops, sizes, strict=True):
+        op.i0 = size
+    assert torch.equal(layer(x), expected)
 
 
 def test_a_token_that_is_not_finite_leaves_the_others_alone(platform):

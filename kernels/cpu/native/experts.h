@@ -293,6 +293,7 @@ inline void add_up_chunk(void* context, int64_t chunk, int) {
 inline void run_experts(Layer layer) {
     Experts& at = layer.memory;
     const int64_t pairs = layer.pairs(), rows = layer.step.rows, hidden = layer.hidden(), width = layer.inner();
+    at.jobs.clear();  // of a call that ended early
     at.ids.resize(pairs), at.weights.resize(pairs);
     layer.team.each((rows + 7) / 8, choose_chunk, &layer);
     arrange(layer);

@@ -1,6 +1,6 @@
 // Products with whole weights of 4 or 8 bits, of which groups of an output's inputs share a scale (and a zero). What many tokens meet
 // is made `(value - zero) * scale` in float32 and rounded to bf16, so that such a product is, bit for bit, that with a weight which was
-// made bf16 before (matrix.h).
+// made bf16 before (matrix.h); with act-order sums are taken in another order.
 #pragma once
 #include "cells.h"
 

@@ -80,7 +80,7 @@ inline void share_out(const bf16* x, int64_t inputs, int64_t each, float times, 
         __m512 sum = _mm512_setzero_ps();
         for (int64_t i = 0; i < each; i += TILE) sum = _mm512_add_ps(sum, load(x + part + i));
         shares[1] = _mm512_reduce_add_ps(sum);
-        shares[0] = times * shares[1];
+        shares[0] = times == 0.0f ? 0.0f : times * shares[1];  // also of a sum that is not finite
     }
 }
 

@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from runtime_child_actors import BadPrompt, ChildProtocol, ChildWithThread, Multiply, Ping, Settings, Work
+from runtime_child_actors import BadPrompt, ChildProtocol, ChildWithThread, Exit, Leave, Multiply, Ping, Settings, Work
 
 from actors.runtime import (
     Actor,
@@ -93,7 +93,35 @@ async def test_an_orderly_stop_waits_for_the_message_in_hand(
     gate.touch()
     await stopping
     assert f"stopping after {gate}" in caplog.text
+    assert await asked == str(gate)
+
+
+async def test_an_actor_that_stops_itself_answers_in_its_thread_first(
+    system: ActorSystem, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ref = await spawn(system, stop_timeout=60.0)
+    gate = tmp_path / "gate"
+    asked = asyncio.create_task(ref.ask(Work("held", str(gate)), timeout=60))
+    await until((tmp_path / "gate.begun").exists, "it was not begun")
+    await ref.ask(Leave(), timeout=60)
+    more = asyncio.create_task(ref.ask(Work("say", "too late"), timeout=60))  # nobody reads any more
+    await asyncio.sleep(0.01)
+    gate.touch()
+    assert await asked == str(gate)
+    await asyncio.gather(more, return_exceptions=True)
+    await until(lambda: f"stopping after {gate}" in caplog.text, "it stopped before")
+
+
+async def test_a_message_that_kills_is_not_handled_again(system: ActorSystem, tmp_path: Path) -> None:
+    ref = await spawn(system)
+    gate = tmp_path / "gate"
+    asked = asyncio.create_task(ref.ask(Work("held", str(gate)), timeout=60))
+    await until((tmp_path / "gate.begun").exists, "it was not begun")
+    await ref.tell(Exit(code=3))
     await asyncio.gather(asked, return_exceptions=True)
+    assert await ref.ask(Work("say", "alive"), timeout=60) == "alive"
+    assert await ref.ask(Ping(), timeout=60) == "pong"  # behind what the mailbox would have again
+    assert system.describe()[0].incarnation == 1
 
 
 async def test_only_a_process_has_such_a_thread(system: ActorSystem) -> None:

@@ -228,3 +228,44 @@ def test_a_row_that_is_not_finite_is_left_to_others(drive):
     result = driver.step([(1, 1)], {1: 4})
     assert len(rows) == 2
     assert [error.slot for error in result.failed] == [1]
+
+
+def dormant(drive, algorithm="EAGLE"):
+    """A driver whose draft is shown nothing, with one request in slot 1."""
+    driver, _ = guessing(drive, algorithm, adaptive=AdaptiveSettings(enabled=True))
+    driver.admit(1, ASKED[0])
+    driver.step([(1, driver.pending(1))])
+    for _ in range(60):
+        driver.step([(1, 1)])
+    assert driver.runner._speculator.observer.dormant
+    return driver
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "STANDALONE"])
+def test_a_request_without_guesses_comes_while_a_draft_hardly_guesses(algorithm, drive):
+    driver = dormant(drive, algorithm)
+    driver.release(1)
+    driver.admit(2, ASKED[1], sampling=SlotSampling(temperature=0.0, drafts=0))
+    driver.step([(2, driver.pending(2))])
+    driver.step([(2, 1)])
+    driver.admit(3, ASKED[1])
+    driver.step([(3, driver.pending(3)), (2, 1)])
+    for _ in range(80):
+        driver.step([(2, 1), (3, 1)])
+    assert driver.runner._speculator.observer.dormant
+
+
+def test_prompts_leave_room_for_steps_that_a_draft_has_not_seen(drive, monkeypatch):
+    monkeypatch.setattr(unseen, "MOST", 64)
+    driver = dormant(drive)
+    slots = list(range(1, 17))
+    for slot in slots[1:]:
+        driver.admit(slot, ASKED[0])
+        driver.step([(slot, driver.pending(slot))])
+    driver.step([(slot, 1) for slot in slots], dict.fromkeys(slots, 2))
+    for _ in range(20):  # prompts come and go beside the others
+        driver.release(16)
+        driver.admit(16, ASKED[3])
+        driver.step([*((slot, 1) for slot in slots[:-1]), (16, driver.pending(16))])
+        driver.step([(slot, 1) for slot in slots])
+    assert driver.runner._speculator.observer.dormant
