@@ -263,9 +263,25 @@ def test_prompts_leave_room_for_steps_that_a_draft_has_not_seen(drive, monkeypat
         driver.admit(slot, ASKED[0])
         driver.step([(slot, driver.pending(slot))])
     driver.step([(slot, 1) for slot in slots], dict.fromkeys(slots, 2))
+    for _ in range(3):
+        driver.step([(slot, 1) for slot in slots])
     for _ in range(20):  # prompts come and go beside the others
         driver.release(16)
         driver.admit(16, ASKED[3])
         driver.step([*((slot, 1) for slot in slots[:-1]), (16, driver.pending(16))])
         driver.step([(slot, 1) for slot in slots])
     assert driver.runner._speculator.observer.dormant
+
+
+def test_of_a_long_prompt_the_last_tokens_that_follow_one_another_are_seen(drive):
+    driver = dormant(drive)
+    state = driver.runner._slots
+    store = unseen.Unseen(state, 4)
+    features = np.zeros((80, 4), dtype=np.int16)
+    slot, generation = np.array([1]), state.generation[[1]]
+    for start in (0, 40):  # of each the last are kept, and there is a gap between
+        store.add_chunks(slot, generation, np.array([start]), np.array([40]), features, np.array([start]))
+    store.add(slot, generation, np.array([80]), features[:1])
+    seen = store.take()
+    assert seen is not None
+    assert (seen.slots.tolist(), seen.starts.tolist(), seen.counts.tolist()) == ([1], [48], [33])
