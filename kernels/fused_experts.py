@@ -48,8 +48,8 @@ def mixtral_name(name: str) -> str:
 
 
 def pieces(name: str, shape: tuple[int, ...], mixtral: bool = False) -> dict[str, Piece]:
-    """The weights that a tensor holds, by the names that each would have alone, of a Qwen3-MoE or a ``mixtral``; empty
-    when it holds no experts, or more than any model has."""
+    """The weights that a tensor holds, by the names that each would have alone, of a Qwen2-MoE or a Qwen3-MoE, or of a
+    ``mixtral``; empty when it holds no experts, or more than any model has."""
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     block, _, kind = name.rpartition(".")
     if not block.endswith(".experts") or len(shape) != 3:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,14 @@ def write_gguf(
     *,
     pre: str = "qwen2",
     replaced: Mapping[str, tuple[np.ndarray, gguf.GGMLQuantizationType]] | None = None,
+    apart: bool = False,
     change: Callable[[Any], None] | None = None,
 ) -> Path:
     """``model`` as ``file``. Matrices are of type ``kind`` where their rows allow it, else float32.
 
-    ``replaced``: tensors by their names in the file. ``change``: says what it likes over what the model's own files
-    say. The tokenizer, where there is one, must be byte-level BPE.
+    ``replaced``: tensors by their names in the file. ``apart``: experts are tensors of their own, as files of early
+    2024 have them. ``change``: says what it likes over what the model's own files say. The tokenizer, where there is
+    one, must be byte-level BPE.
     """
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     family = config["architectures"][0].removesuffix("ForCausalLM").lower()
@@ -57,14 +60,19 @@ def write_gguf(
         writer.add_expert_used_count(config["num_experts_per_tok"])
         if "moe_intermediate_size" in config:
             writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        if "shared_expert_intermediate_size" in config:
+            writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     _rope(writer, config, dim)
     if (model / "tokenizer.json").is_file():
         _tokenizer(writer, model, pre)
     names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, arch.upper()), config["num_hidden_layers"])
-    for name, tensor in _stacked(load_file(model / "model.safetensors")).items():
+    tensors = load_file(model / "model.safetensors")
+    for name, tensor in (tensors if apart else _stacked(tensors)).items():
         if name == "lm_head.weight" and config.get("tie_word_embeddings"):
             continue
         values = tensor.float().numpy()
+        if name.endswith(".shared_expert_gate.weight"):
+            values = values[0]  # as the converter writes what has one row
         if arch == "llama" and ".q_proj." in name:
             values = _interleaved(values, heads)
         elif arch == "llama" and ".k_proj." in name:
@@ -72,7 +80,7 @@ def write_gguf(
         router = name.endswith(".gate.weight")  # which llama.cpp leaves in floats
         fits = values.ndim > 1 and not router and values.shape[-1] % gguf.GGML_QUANT_SIZES[kind_of(kind)][0] == 0
         chosen = kind_of(kind) if fits else F32
-        own = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        own = names.get_name(name, try_suffixes=(".weight", ".bias")) or _of_expert(name)
         stored, chosen = (replaced or {}).get(own) or (gguf.quants.quantize(values, chosen), chosen)
         writer.add_tensor(own, stored, raw_dtype=chosen)
     if change is not None:
@@ -82,6 +90,13 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def _of_expert(name: str) -> str:
+    """What the package has no name for any more."""
+    layer, expert, part = re.fullmatch(r"model\.layers\.(\d+)\..*\.experts\.(\d+)\.(\w+)\.weight", name).groups()
+    foreign = {"w1": "gate", "w2": "down", "w3": "up"}.get(part, part.removesuffix("_proj"))
+    return f"blk.{layer}.ffn_{foreign}.{expert}.weight"
 
 
 def _stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

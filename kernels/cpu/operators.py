@@ -273,17 +273,20 @@ class Native(Engine):
         """Where the results of ``add`` go."""
         return self._empty(rows, width)
 
-    def add(self, x: Tensor, y: Tensor | None, out: Tensor) -> None:
-        """``out`` [rows, width] = ``x`` + ``y``, or a copy of ``x``."""
+    def add(self, x: Tensor, y: Tensor | None, out: Tensor, logits: Tensor | None = None) -> None:
+        """``out`` [rows, width] = ``x`` + ``y``, or a copy of ``x``. ``logits`` [rows, 1]: of whose sigmoid ``y`` is
+        multiplied with."""
         op = Op(
             kind=_ADD,
             a=x.data_ptr(),
             b=None if y is None else y.data_ptr(),
+            c=None if logits is None else logits.data_ptr(),
             out=out.data_ptr(),
             stride_a=x.stride(0),
             stride_b=0 if y is None else y.stride(0),
             stride_out=out.stride(0),
             i0=x.shape[1],
+            i1=0 if logits is None else logits.stride(0),
         )
         self._call(op, Step(len(x)))
 

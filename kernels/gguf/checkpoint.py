@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels.gguf.description import describe
 from kernels.gguf.header import GgufError, GgufHeader, TensorInfo
-from kernels.gguf.names import expert_of, foreign_name, own_names
+from kernels.gguf.names import Names, expert_of, experts_apart
 from kernels.models.names import is_projection
 from kernels.parallel.partition import Part
 from kernels.quantization.scheme import Scheme
@@ -60,15 +60,16 @@ class GgufCheckpoint:
         permuted = config["model_type"] == "llama"
         self._heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
         self._heads = self._heads if permuted else {}
-        self._mixtral = config["architectures"] == ["MixtralForCausalLM"]
+        self._names = Names(experts_apart(header.tensors), config["architectures"] == ["MixtralForCausalLM"])
+        self._tensors = {name: _as_matrix(name, info) for name, info in header.tensors.items()}
         self._data = np.memmap(header.path, np.uint8, "r")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor that has a name here."""
         found: dict[str, tuple[int, ...]] = {}
-        for name, info in self._header.tensors.items():
+        for name, info in self._tensors.items():
             stacked = len(info.shape) == 3
-            for own in own_names(name, info.shape[0] if stacked else 0, self._mixtral):
+            for own in self._names.own(name, info.shape[0] if stacked else 0):
                 found[own] = info.shape[1:] if stacked else info.shape
         return found
 
@@ -77,8 +78,8 @@ class GgufCheckpoint:
 
     def _info(self, name: str) -> TensorInfo | None:
         """What the file says of a tensor, of an expert's what that would be if it were there for itself."""
-        info, expert = self._header.tensors.get(foreign_name(name)), expert_of(name)
-        if info is None or expert is None:
+        info, expert = self._tensors.get(self._names.foreign(name)), expert_of(name)
+        if info is None or expert is None or not self._names.stacked(name):
             return info
         if len(info.shape) != 3 or expert >= info.shape[0]:
             return None
@@ -89,11 +90,11 @@ class GgufCheckpoint:
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme | None = None) -> None:
         """Compare with what the model expects, and with the file's size. Raises GgufError that names what is wrong."""
-        tensors = self._header.tensors
+        tensors, foreign_name = self._tensors, self._names.foreign
         wrong: list[str] = []
-        experts = Counter(foreign_name(name) for name in shapes if expert_of(name) is not None)
+        experts = Counter(foreign_name(name) for name in shapes if self._names.stacked(name))
         expected = {
-            foreign_name(name): (experts[foreign_name(name)], *shape) if expert_of(name) is not None else shape
+            foreign_name(name): (experts[foreign_name(name)], *shape) if self._names.stacked(name) else shape
             for name, shape in shapes.items()
         }
         for foreign, shape in expected.items():
@@ -137,7 +138,7 @@ class GgufCheckpoint:
         kinds: Counter[str] = Counter()
         for name, shape in shapes.items():
             if len(shape) == 2 and not (scheme is not None and _stays(name, (shape[0], shape[1]), scheme)):
-                kinds[self._kinds[self._header.tensors[foreign_name(name)].kind].name] += 1
+                kinds[self._kinds[self._tensors[self._names.foreign(name)].kind].name] += 1
         made = [f"{count} of {kind}" for kind, count in kinds.items() if kind not in ("F32", "F16", "BF16")]
         if made:
             _log.info("%s: weights made floats of while they are loaded: %s", self._header.path, ", ".join(made))
@@ -174,7 +175,7 @@ class GgufCheckpoint:
         info = self._info(name)
         problem = "is missing" if info is None else self._problem(info)
         if info is None or problem is not None:
-            raise GgufError(f"{self._header.path}: {foreign_name(name)} {problem}; download it again")
+            raise GgufError(f"{self._header.path}: {self._names.foreign(name)} {problem}; download it again")
         found = torch.empty(info.shape)
         self.fill(name, found, None)
         return found
@@ -198,6 +199,12 @@ class GgufCheckpoint:
             if part is not None and part.dimension == 1:
                 values = part.of(values)
             target[begin - first : end - first].copy_(values)
+
+
+def _as_matrix(name: str, info: TensorInfo) -> TensorInfo:
+    """Files have the one row of what weighs the expert that all tokens take without its first dimension."""
+    lone = name.endswith(".ffn_gate_inp_shexp.weight") and len(info.shape) == 1
+    return dataclasses.replace(info, shape=(1, *info.shape)) if lone else info
 
 
 def _stays(name: str, shape: tuple[int, int], scheme: Scheme) -> bool:

@@ -18,6 +18,7 @@ __all__ = ["ARCHITECTURES", "describe", "generation_defaults"]
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
+    "qwen2moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
 }
@@ -39,8 +40,8 @@ def describe(header: GgufHeader) -> dict[str, Any]:
     name = meta.text("general.architecture")
     if name not in ARCHITECTURES:
         raise GgufError(
-            f"{header.path} has architecture {name!r}; those that are read from GGUF are "
-            f"{', '.join(ARCHITECTURES)} (Mistral and Mixtral are llama)"
+            f"{header.path} has architecture {name!r} (general.architecture); those that are read from GGUF are "
+            f"{', '.join(ARCHITECTURES)} (Mistral and Mixtral are llama): use a model of one of these"
         )
     if meta.number("split.count", 1) > 1:
         raise GgufError(
@@ -93,29 +94,42 @@ def describe(header: GgufHeader) -> dict[str, Any]:
 
 def _experts(header: GgufHeader, meta: _Metadata, name: str) -> dict[str, Any]:
     """What is said of experts; empty: there are none. llama.cpp makes the weights of those that are chosen add up to
-    one, whatever the model's maker says of it."""
+    one, whatever the model's maker says of it, but for Qwen2-MoE."""
     if not meta.number(f"{name}.expert_count", 0):
         if name.endswith("moe"):
             raise meta.wrong(f"{name}.expert_count", "a whole number of at least 1")
         return {}
-    if name not in ("llama", "qwen3moe"):
-        raise GgufError(f"{header.path} is a mixture of experts of {name}; those that are read are llama and qwen3moe")
-    if meta.number(f"{name}.expert_shared_count", 0):
+    if name not in ("llama", "qwen2moe", "qwen3moe"):
         raise GgufError(
-            f"{header.path} has experts that all tokens take ({name}.expert_shared_count), which is no model here"
-        )
-    if not any(tensor.endswith("ffn_gate_exps.weight") for tensor in header.tensors):
-        raise GgufError(
-            f"{header.path} has its experts in tensors of their own, not in ffn_gate_exps and the like: convert the "
-            "model again with a newer llama.cpp"
+            f"{header.path} is a mixture of experts of {name} ({name}.expert_count); those that are read are llama, "
+            "qwen2moe and qwen3moe: use a model of one of these"
         )
     count, used = meta.size(f"{name}.expert_count"), meta.size(f"{name}.expert_used_count")
     if count > MOST_EXPERTS:
         raise meta.wrong(f"{name}.expert_count", f"at most {MOST_EXPERTS}")
-    found = {"num_experts": count, "num_experts_per_tok": used, "norm_topk_prob": True}
+    found = {"num_experts": count, "num_experts_per_tok": used, "norm_topk_prob": name != "qwen2moe"}
+    if name == "qwen2moe":
+        return found | _beside_the_shared(meta, used)
+    shared = next((tensor for tensor in header.tensors if tensor.partition(".weight")[0].endswith("_shexp")), "")
+    if shared or meta.number(f"{name}.expert_shared_count", 0):
+        raise GgufError(
+            f"{header.path} has an expert that all tokens take ({shared or f'{name}.expert_shared_count'}), which a "
+            f"model of {name} has not here: of those that have one qwen2moe is read; use such a model"
+        )
     if name == "llama":
         return found
     return found | {"moe_intermediate_size": meta.size(f"{name}.expert_feed_forward_length")}
+
+
+def _beside_the_shared(meta: _Metadata, used: int) -> dict[str, Any]:
+    """Sizes of Qwen2-MoE's experts, and of the one that all tokens take. Early files say neither: then those that a
+    token takes are together as wide as that one, which is as wide as a plain layer."""
+    name = "qwen2moe"
+    whole = meta.size(f"{name}.feed_forward_length")
+    return {
+        "moe_intermediate_size": meta.size(f"{name}.expert_feed_forward_length", max(whole // used, 1)),
+        "shared_expert_intermediate_size": meta.size(f"{name}.expert_shared_feed_forward_length", whole),
+    }
 
 
 def generation_defaults(header: GgufHeader) -> dict[str, Any]:

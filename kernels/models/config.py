@@ -36,11 +36,13 @@ class ConfigError(ValueError):
 class Family:
     """How a family differs from the plain decoder when config.json is silent."""
 
-    qkv_bias: bool = False  # q, k and v always have a bias, whatever attention_bias says
+    qkv_bias: bool = False  # q, k and v have a bias, whatever attention_bias says
     qk_norm: bool = False  # RMS norm over head_dim of each query and key head
     window_switch: bool = False  # sliding_window counts only with use_sliding_window, from layer max_window_layers on
+    window_even: bool = False  # with window_switch: it counts for the even ones of those before that layer instead
     window: bool = False  # sliding_window counts for every layer when it is set
     experts: str = ""  # how its feed-forward layers of experts are described: as qwen or mixtral do; empty: it has none
+    shared: bool = False  # besides the experts that it takes, a token takes one that all take
 
 
 FAMILIES: dict[str, Family] = {
@@ -49,6 +51,7 @@ FAMILIES: dict[str, Family] = {
     "MistralForCausalLM": Family(window=True),
     "MixtralForCausalLM": Family(window=True, experts="mixtral"),
     "Qwen2ForCausalLM": Family(qkv_bias=True, window_switch=True),
+    "Qwen2MoeForCausalLM": Family(qkv_bias=True, window_switch=True, window_even=True, experts="qwen", shared=True),
     "Qwen3ForCausalLM": Family(qk_norm=True, window_switch=True),
     "Qwen3MoeForCausalLM": Family(qk_norm=True, window_switch=True, experts="qwen"),
 }
@@ -81,8 +84,9 @@ class ExpertsConfig:
     """Feed-forward layers of which a token takes a few of many (Shazeer et al., arXiv 1701.06538).
 
     ``layers``: which of the decoder's. ``chosen``: experts that a token takes. ``normalized``: whether their weights
-    are made to add up to one. ``block``, ``gate``, ``up``, ``down``: what a checkpoint calls the block of a layer, and
-    an expert's projections.
+    are made to add up to one. ``shared``: the inner dimension of an expert that all tokens take besides, weighted by
+    the sigmoid of a logit of its own (``shared_expert_gate``); 0: there is none. ``block``, ``gate``, ``up``, ``down``:
+    what a checkpoint calls the block of a layer, and an expert's projections.
     """
 
     layers: frozenset[int]
@@ -90,6 +94,7 @@ class ExpertsConfig:
     chosen: int
     inner: int
     normalized: bool
+    shared: int = 0
     block: str = "mlp"
     gate: str = "gate_proj"
     up: str = "up_proj"
@@ -189,6 +194,7 @@ def parse_config(raw: Mapping[str, Any], quantized: bool = False) -> ModelConfig
     if rope.kind == "yarn":
         max_positions = max(max_positions, int(rope.original_length * rope.factor))
     attention_bias = bool(raw.get("attention_bias", False))
+    qkv_bias = family.qkv_bias and (not family.shared or bool(raw.get("qkv_bias", True)))
     dtype = raw.get("dtype") or raw.get("torch_dtype")
     return ModelConfig(
         architecture=family_name,
@@ -202,7 +208,7 @@ def parse_config(raw: Mapping[str, Any], quantized: bool = False) -> ModelConfig
         norm_eps=_number(raw, "rms_norm_eps", 1e-6),
         max_positions=max_positions,
         rope=rope,
-        qkv_bias=family.qkv_bias or attention_bias,
+        qkv_bias=qkv_bias or attention_bias,
         output_bias=attention_bias and not family.qkv_bias,
         mlp_bias=bool(raw.get("mlp_bias", False)),
         qk_norm=family.qk_norm,
@@ -251,13 +257,14 @@ def _experts(raw: Mapping[str, Any], family: Family, layers: int) -> ExpertsConf
         raise ConfigError(f"config.json: num_experts_per_tok {chosen} is more than {key} {count}")
     if mixtral:
         inner, names = _size(raw, "intermediate_size"), ("block_sparse_moe", "w1", "w3", "w2")
-        return ExpertsConfig(frozenset(range(layers)), count, chosen, inner, True, *names)
+        return ExpertsConfig(frozenset(range(layers)), count, chosen, inner, True, 0, *names)
     plain, step = raw.get("mlp_only_layers") or [], _size(raw, "decoder_sparse_step", 1)
     if not isinstance(plain, list) or not all(type(layer) is int for layer in plain):
         raise ConfigError(f"config.json: mlp_only_layers must be a list of layers, and is {plain!r}")
     sparse = frozenset(layer for layer in range(layers) if layer not in plain and (layer + 1) % step == 0)
     normalized = bool(raw.get("norm_topk_prob", False))
-    return ExpertsConfig(sparse, count, chosen, _size(raw, "moe_intermediate_size"), normalized)
+    shared = _size(raw, "shared_expert_intermediate_size") if family.shared else 0
+    return ExpertsConfig(sparse, count, chosen, _size(raw, "moe_intermediate_size"), normalized, shared)
 
 
 def _windows(raw: Mapping[str, Any], family: Family, layers: int) -> tuple[int, ...]:
@@ -272,6 +279,8 @@ def _windows(raw: Mapping[str, Any], family: Family, layers: int) -> tuple[int, 
             raise ConfigError("config.json: layer_types must say full_attention or sliding_attention for each layer")
         return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
     first = int(raw.get("max_window_layers", 28)) if family.window_switch else 0
+    if family.window_even:
+        return tuple(window if layer % 2 == 0 and layer < first else 0 for layer in range(layers))
     return tuple(window if layer >= first else 0 for layer in range(layers))
 
 

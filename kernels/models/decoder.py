@@ -1,4 +1,4 @@
-"""The decoder that Llama, Mistral, Qwen2 and Qwen3 share, and with layers of experts Mixtral and Qwen3-MoE.
+"""The decoder that Llama, Mistral, Qwen2 and Qwen3 share, and with layers of experts Mixtral, Qwen2-MoE and Qwen3-MoE.
 
     h = embed(ids)
     for each layer:  h = h + attention(norm(h));  h = h + mlp(norm(h))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kernels.models.config import ConfigError, ModelConfig
+from kernels.models.config import ConfigError, ExpertsConfig, ModelConfig
 
 __all__ = ["Part", "local_config", "tensor_parts"]
 
@@ -49,6 +49,7 @@ def local_config(config: ModelConfig, size: int) -> ModelConfig:
     }
     if config.experts is not None:
         parts["moe_intermediate_size"] = config.experts.inner
+        parts["shared_expert_intermediate_size"] = config.experts.shared
     for name, number in parts.items():
         if number % size:
             raise ConfigError(
@@ -65,10 +66,12 @@ def local_config(config: ModelConfig, size: int) -> ModelConfig:
         heads=config.heads // size,
         kv_heads=max(1, config.kv_heads // size),
         intermediate_size=config.intermediate_size // size,
-        experts=None
-        if config.experts is None
-        else dataclasses.replace(config.experts, inner=config.experts.inner // size),
+        experts=None if config.experts is None else _local_experts(config.experts, size),
     )
+
+
+def _local_experts(experts: ExpertsConfig, size: int) -> ExpertsConfig:
+    return dataclasses.replace(experts, inner=experts.inner // size, shared=experts.shared // size)
 
 
 def _remedy(config: ModelConfig) -> str:
@@ -77,8 +80,8 @@ def _remedy(config: ModelConfig) -> str:
 
 
 def _fits(config: ModelConfig, size: int) -> bool:
-    inner = config.intermediate_size if config.experts is None else config.experts.inner
-    numbers = (config.heads, config.intermediate_size, inner, config.vocab_size)
+    experts = () if config.experts is None else (config.experts.inner, config.experts.shared)
+    numbers = (config.heads, config.intermediate_size, *experts, config.vocab_size)
     return not any(number % size for number in numbers) and not (config.kv_heads % size and size % config.kv_heads)
 
 

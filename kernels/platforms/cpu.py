@@ -306,6 +306,13 @@ class CpuPlatform(Platform):
             return native.add(x, y, out)
         super().add_rows(x, y, out)
 
+    def add_weighted(self, x: Tensor, y: Tensor, logits: Tensor) -> Tensor:
+        native = self._native_for(x.dtype, Native.fits_add(x.shape[1]))
+        if native is None:
+            return super().add_weighted(x, y, logits)
+        native.add(x, y, x, logits)
+        return x
+
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The likeliest token ids int64 [rows] of ``logits`` [rows, vocab], and which rows are broken: 0 in these."""
         native = self._native_for(logits.dtype, True)

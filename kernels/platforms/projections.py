@@ -273,6 +273,10 @@ class Projections(ABC):
         else:
             torch.add(x, y, out=out)
 
+    def add_weighted(self, x: Tensor, y: Tensor, logits: Tensor) -> Tensor:
+        """``x + sigmoid(logits) * y`` of [tokens, hidden] and ``logits`` [tokens, 1]. May overwrite ``x``."""
+        return torch.addcmul(x, y, logits.sigmoid())
+
     def _tell(self, message: str, *values: object) -> None:
         """Log a fallback, once."""
         if (message, *values) not in self._told:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.gguf.blocks import KINDS, half
 from kernels.gguf.header import GgufError, GgufHeader
-from kernels.gguf.names import foreign_name
+from kernels.gguf.names import Names, experts_apart
 from kernels.quantization.gguf_weight import BlockRows, GgufWeight
 from kernels.quantization.scheme import Files, Scheme, Stored
 from kernels.quantization.weights import GroupedWeight, QuantizedWeight
@@ -31,10 +31,14 @@ class GgufScheme(Scheme):
 
     def __init__(self, header: GgufHeader) -> None:
         self._tensors = header.tensors
+        self._names = Names(experts_apart(header.tensors))
 
     def _kind(self, module: str) -> int:
-        found = self._tensors.get(foreign_name(f"{module}.weight"))
+        found = self._tensors.get(self._foreign(module))
         return -1 if found is None else found.kind
+
+    def _foreign(self, module: str) -> str:
+        return self._names.foreign(f"{module}.weight")
 
     def tensors(self, module: str, shape: tuple[int, int]) -> dict[str, Stored] | None:
         number = self._kind(module)
@@ -54,21 +58,21 @@ class GgufScheme(Scheme):
         if kind in KINDS:
             data = files.read(f"{module}.weight").view(shape[0], -1, KINDS[kind].size)
             for at in KINDS[kind].halves:
-                _check(module, half(data, at))
+                _check(self._foreign(module), half(data, at))
             return GgufWeight((BlockRows(KINDS[kind], data),))
         blocks = files.read(f"{module}.weight").view(shape[0], shape[1] // _BLOCK, _BYTES[kind])
         scales = half(blocks, 0)
-        _check(module, scales)
+        _check(self._foreign(module), scales)
         if kind == _Q8_0:
             values = (blocks[:, :, 2:] ^ 0x80).view(shape)  # a signed byte and 128
             return GroupedWeight(values, scales, None, _BLOCK, 8)
         return GroupedWeight(_paired(blocks[:, :, 2:]).view(shape[0], shape[1] // 2), scales, None, _BLOCK, 4)
 
 
-def _check(module: str, scales: Tensor) -> None:
+def _check(foreign: str, scales: Tensor) -> None:
     if not bool(scales.isfinite().all()):
         raise GgufError(
-            f"{foreign_name(f'{module}.weight')} has scales that are not finite (NaN or infinite): the file is broken; "
+            f"{foreign} has scales that are not finite (NaN or infinite): the file is broken; "
             "download it again, or quantize the model anew"
         )
 

@@ -171,8 +171,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 19, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
 }
+SHARED = EXPERTS | {"shared_expert_intermediate_size": 96}
+
 SPARSE: dict[str, tuple[str, dict[str, Any]]] = {  # with layers of experts
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 21}),
+    "qwen2-moe": ("Qwen2Moe", SHARED | {"decoder_sparse_step": 2}),
     "qwen3-moe": ("Qwen3Moe", EXPERTS),
     "qwen3-moe-some": ("Qwen3Moe", EXPERTS | {"mlp_only_layers": [0], "norm_topk_prob": True}),
     "qwen3-moe-step": ("Qwen3Moe", EXPERTS | {"decoder_sparse_step": 2, "tie_word_embeddings": True}),
@@ -187,6 +190,10 @@ DIVISIBLE: dict[str, tuple[str, dict[str, Any]]] = {  # by two; the first has on
     "parallel-moe": (  # native operators take its sizes
         "Qwen3Moe",
         EXPERTS | {"vocab_size": 212, "hidden_size": 64, "head_dim": 32, "norm_topk_prob": True},
+    ),
+    "parallel-shared": (
+        "Qwen2Moe",
+        SHARED | {"vocab_size": 212, "hidden_size": 64, "head_dim": 32, "num_attention_heads": 2},
     ),
 }
 

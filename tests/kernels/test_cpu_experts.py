@@ -170,9 +170,17 @@ def test_of_experts_that_are_as_likely_the_first_are_taken(platform):
     torch.testing.assert_close(found.float(), expected, atol=1e-2, rtol=1e-2)
 
 
-def test_a_model_of_experts_decodes_by_a_program(reference, drive, prompts, caplog, monkeypatch, tmp_path):
+def test_what_all_tokens_take_is_weighted_and_added(platform):
+    x, y = (torch.randn(40, HIDDEN, generator=torch.Generator().manual_seed(seed)).to(BF16) for seed in (1, 2))
+    logits = torch.linspace(-90, 90, 40)[:, None].to(BF16)
+    expected = x.float() + y.float() * logits.float().sigmoid()
+    torch.testing.assert_close(platform.add_weighted(x, y, logits), expected.to(BF16), atol=0, rtol=2**-7)
+
+
+@pytest.mark.parametrize("name", ["parallel-moe", "parallel-shared"])
+def test_a_model_of_experts_decodes_by_a_program(name, reference, drive, prompts, caplog, monkeypatch, tmp_path):
     texts = prompts(40, 11)
-    path = reference("parallel-moe").path
+    path = reference(name).path
 
     def run(path=path, **options):
         driver = drive(path, **{"dtype": "bfloat16"} | options)

@@ -21,6 +21,7 @@ FAMILIES = [
     "qwen2-window",
     "qwen3",
     "mixtral",
+    "qwen2-moe",
     "qwen3-moe",
     "qwen3-moe-some",
     "qwen3-moe-step",

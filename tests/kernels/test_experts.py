@@ -133,11 +133,20 @@ def test_which_layers_have_experts():
         ({"num_experts_per_tok": 9}, "num_experts_per_tok 9 is more than num_experts 8"),
         ({"mlp_only_layers": "all"}, "mlp_only_layers must be a list of layers"),
         ({"moe_intermediate_size": 0}, "moe_intermediate_size must be"),
+        ({"architectures": ["Qwen2MoeForCausalLM"]}, "shared_expert_intermediate_size must be"),
     ],
 )
 def test_a_description_that_makes_no_sense_is_refused(change, says):
     with pytest.raises(ConfigError, match=says):
         parse_config(MIXTURE | change)
+
+
+def test_which_layers_of_qwen2_moe_have_windows_and_biases():
+    family = MIXTURE | {"architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 48}
+    windows = {"use_sliding_window": True, "sliding_window": 21, "max_window_layers": 3}
+    assert parse_config(family | windows).windows == (21, 0, 21, 0, 0, 0)  # as transformers has it
+    assert parse_config(family).qkv_bias
+    assert not parse_config(family | {"qkv_bias": False}).qkv_bias
 
 
 def test_what_chooses_experts_is_no_projection():
@@ -153,9 +162,10 @@ def test_an_expert_that_is_missing_is_named(reference, drive):
         drive(path, config_overrides=json.dumps({"num_local_experts": 8}))
 
 
-def test_experts_may_be_kept_in_one_tensor_a_layer(reference, drive, tmp_path, prompts):
+@pytest.mark.parametrize("name", ["parallel-moe", "parallel-shared"])
+def test_experts_may_be_kept_in_one_tensor_a_layer(name, reference, drive, tmp_path, prompts):
     """As transformers has them in memory; two ranks read their parts of them, and they are quantized as others are."""
-    model, texts = reference("parallel-moe"), prompts(5, 23)
+    model, texts = reference(name), prompts(5, 23)
     model.model.save_pretrained(tmp_path, save_original_format=False)
     held = stored_shapes(tmp_path)
     assert held["model.layers.0.mlp.experts.6.up_proj.weight"] == (32, 64)
@@ -201,8 +211,9 @@ def test_a_header_makes_no_more_experts_than_models_have(shape, tmp_path):
         SafetensorsCheckpoint(tmp_path).check(expected)
 
 
-def test_half_precision_stays_close(reference, drive, prompts):
-    model = reference("parallel-moe")
+@pytest.mark.parametrize("name", ["parallel-moe", "parallel-shared"])
+def test_half_precision_stays_close(name, reference, drive, prompts):
+    model = reference(name)
     driver = drive(model.path, dtype="bfloat16")
     (prompt,) = prompts(40)
     driver.admit(1, prompt)
@@ -223,6 +234,9 @@ def test_two_ranks_say_what_one_says(reference, drive, prompts):
 
 
 def test_ranks_that_do_not_divide_an_expert_are_refused(reference, drive):
+    override = json.dumps({"shared_expert_intermediate_size": 33})
+    with pytest.raises(ConfigError, match=r"shared_expert_intermediate_size 33 .* this model takes 1"):
+        drive(reference("parallel-shared").path, tp_size=2, rendezvous="127.0.0.1:1", config_overrides=override)
     override = json.dumps({"moe_intermediate_size": 33})
     with pytest.raises(ConfigError, match=r"moe_intermediate_size 33 .* --tensor-parallel-size 2; this model takes 1"):
         drive(reference("parallel-moe").path, tp_size=2, rendezvous="127.0.0.1:1", config_overrides=override)

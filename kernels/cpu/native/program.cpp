@@ -185,6 +185,7 @@ void add(const Op& op, const Step&, int64_t row) {
         return;
     }
     const bf16* y = at<bf16>(op.b, row, op.stride_b);
+    if (op.c) return add_weighted(x, y, *at<bf16>(op.c, row, op.i1), out, op.i0);
     for (int64_t i = 0; i < op.i0; i += 16) store(out + i, _mm512_add_ps(load(x + i), load(y + i)));
 }
 

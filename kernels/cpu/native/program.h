@@ -26,7 +26,8 @@ enum Kind : int64_t { EMBED, ANGLES, NORM, LINEAR, ROTARY, WRITE, ATTENTION, SIL
 //   ATTENTION  a queries, b cache [pages, i4, 2, i2, i0] -> out; i0 dim, i1 heads, i2 kv heads, i3 window, f0 scale
 //   SETTLE     a x -> out, each row rounded to whole shares of its largest over 127; i0 elements of a row, a multiple of 16
 //   SILU       a gate | up [rows, 2 * i0] -> out [rows, i0]
-//   ADD        a x, b y or null -> out = x + y; i0 elements of a row
+//   ADD        a x, b y or null -> out = x + y; i0 elements of a row. c logits or null: out = x + sigmoid(logit) * y, i1 from
+//              one to the next
 //   EXPERTS    a x, b logits of a router, c Expert[i1] (experts.h) -> out; i0 elements of a row, i2 experts that a row takes, i3
 //              inner dimension, i4: whether their weights add up to one
 //   GREEDY     a logits [rows, i0] -> out int64 [rows] the likeliest ids, b bool [rows]: a NaN, +inf or nothing but -inf

@@ -40,4 +40,11 @@ inline void silu_row(const bf16* gate, bf16* out, int64_t size) {
     for (int64_t i = 0; i < size; i += 16) store(out + i, _mm512_mul_ps(silu(load(gate + i)), load(gate + size + i)));
 }
 
+// x + sigmoid(logit) * y; `x` may be `out`.
+inline void add_weighted(const bf16* x, const bf16* y, bf16 logit, bf16* out, int64_t size) {
+    const __m512 one = _mm512_set1_ps(1.0f), wide = widen(_mm256_set1_epi16(static_cast<int16_t>(logit)));
+    const __m512 share = _mm512_div_ps(one, _mm512_add_ps(one, exp(_mm512_sub_ps(_mm512_setzero_ps(), wide))));
+    for (int64_t i = 0; i < size; i += 16) store(out + i, _mm512_fmadd_ps(share, load(y + i), load(x + i)));
+}
+
 }  // namespace troupe

@@ -100,7 +100,7 @@ def test_types_that_stay_quantized_stand_for_the_same(kind, bits, wide, tmp_path
     "family",
     [
         *("llama2", "llama3.1", "llama-biased", "llama-linear", "llama-yarn", "mistral-full", "qwen2", "qwen3"),
-        *("mixtral", "parallel-moe"),
+        *("mixtral", "parallel-moe", "parallel-shared"),
     ],
 )
 def test_families_compute_what_their_directories_do(family, reference, drive, prompts, tmp_path):
@@ -130,6 +130,25 @@ def test_quantized_models_compute_what_their_floats_do(kind, wide, drive, tmp_pa
     found = greedy(drive, file, prompt)
     assert found == greedy(drive, floats(wide, tmp_path / "floats", file), prompt)
     assert found == greedy(drive, file, prompt, quantization="unquant")
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), [("mixtral", "F32"), ("parallel-moe", "Q8_0"), ("parallel-shared", "Q5_1")]
+)
+def test_experts_may_be_tensors_of_their_own(family, kind, reference, drive, tmp_path):
+    """As files of early 2024 have them: they say what a file of stacked ones says."""
+    path, prompt = reference(family).path, list(range(5, 17))
+    files = [write_gguf(path, tmp_path / f"{apart}.gguf", kind, apart=apart) for apart in (False, True)]
+    stacked, apart = (GgufCheckpoint(read_header(file)) for file in files)
+    assert apart.shapes() == stacked.shapes()
+    name = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
+    name = name if family == "mixtral" else "model.layers.1.mlp.experts.3.down_proj.weight"
+    assert apart.floats(name).equal(stacked.floats(name))
+    found, other = (drive(file, dtype="float32") for file in files)
+    for driver in (found, other):
+        driver.admit(1, prompt)
+    assert found.generate(1, 24) == other.generate(1, 24)
+    assert found.info.weight_bytes == other.info.weight_bytes
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q5_1"])

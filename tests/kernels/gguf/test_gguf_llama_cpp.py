@@ -5,6 +5,8 @@ Runs where llama-server (and for Q4_K_M llama-quantize) is on the PATH.
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 
 import httpx
@@ -13,7 +15,9 @@ import pytest
 from actors.model_files import ModelFiles
 from actors.text_codec import TextCodec
 from tests.bench.gguf_answers import BLOCKS, DECIDED, LENGTH, OPEN, answer, prefers, prompt_of, rounded_inputs
+from tests.gguf_writer import write_gguf
 from tests.llama_server import QUANTIZE, SERVER, serve, write_as
+from tests.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.skipif(SERVER is None or QUANTIZE is None, reason="llama.cpp is not installed")
 
@@ -79,3 +83,25 @@ def test_texts_have_the_same_tokens(file, llama):
     for text in TEXTS:
         answer = llama.post("/tokenize", json={"content": text, "add_special": True, "parse_special": True})
         assert codec.encode(text) == answer.json()["tokens"], text
+
+
+@pytest.mark.parametrize("name", ["parallel-moe", "parallel-shared"])
+def test_a_mixture_of_experts_says_the_same(name, reference, drive, tmp_path):
+    """A token takes the same experts with the same weights, and the one that all take."""
+    tiny = make_tiny_model(tmp_path / "tiny", vocab_size=212)
+    model = tmp_path / "model"
+    shutil.copytree(reference(name).path, model)
+    for part in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny / part, model / part)
+    stored = json.loads((model / "tokenizer.json").read_text())
+    stored["model"]["vocab"] = {token: place for token, place in stored["model"]["vocab"].items() if place < 212}
+    stored["model"]["merges"] = stored["model"]["merges"][:1]
+    (model / "tokenizer.json").write_text(json.dumps(stored))
+    file = write_gguf(model, tmp_path / "model.gguf")
+    prompt = list(range(5, 17))
+    with serve(file) as client:
+        body = {"prompt": prompt, "n_predict": LENGTH, "temperature": 0, "return_tokens": True, "ignore_eos": True}
+        told = client.post("/completion", json=body).json()["tokens"]
+    driver = drive(file)
+    driver.admit(1, prompt)
+    assert driver.generate(1, len(prompt) + LENGTH)[len(prompt) :] == told

@@ -111,7 +111,7 @@ def scores(driver, prompt):
     return np.frombuffer(driver.step([(1, len(prompt))]).prompt_logprobs, np.float32)
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe", "qwen3-moe-some", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen2-moe", "qwen3-moe", "qwen3-moe-some", "mixtral"])
 def test_graphs_say_what_eager_steps_say(name, reference, drive, prompts, simulator):
     """And that is likely to the model in float32."""
     model, (first, second) = reference(name), prompts(40, 9)
@@ -200,9 +200,15 @@ def test_words_of_four_bits_are_in_graphs(reference, drive, prompts, tmp_path):
     assert len(drivers[1].generate(1, 50)) == 50
 
 
-@pytest.mark.parametrize("kind", ["int8", "W8A8_DYNAMIC", "W4A8_DYNAMIC"])
-def test_quantized_experts_are_in_graphs(kind, reference, drive, prompts, tmp_path):
-    source, (prompt,) = reference("parallel-moe").path, prompts(40)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *(("parallel-moe", kind) for kind in ("int8", "W8A8_DYNAMIC", "W4A8_DYNAMIC")),
+        ("parallel-shared", "W8A8_DYNAMIC"),
+    ],
+)
+def test_quantized_experts_are_in_graphs(name, kind, reference, drive, prompts, tmp_path):
+    source, (prompt,) = reference(name).path, prompts(40)
     path, flag = (source, "int8") if kind == "int8" else (write(source, tmp_path, lambda module: kind)[0], "")
     drivers = [
         drive(path, quantization=flag, dtype="bfloat16", page_size=PAGE),
