@@ -7,9 +7,9 @@ in front of it, whose result it only needs afterwards: the memory is never idle 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
-import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
@@ -18,12 +18,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.cuda import narrow, skinny
 from kernels.cuda.activation import swiglu
-from kernels.cuda.behind import Fused
 from kernels.cuda.choosing import Choices, Shape
 from kernels.cuda.launch import overlapping
-from kernels.cuda.norms import Before
 from kernels.cuda.numbers import PLAIN
 from kernels.cuda.skinny import Form, Tiles
+from kernels.device_memory import device_memory
 
 __all__ = ["CudaLinear"]
 
@@ -32,30 +31,26 @@ _ALIGN = 16
 _FEW = 16  # tokens up to which a program may take twice the rows
 _WORDS = 64
 _TILES = Tiles(128, _WORDS, 6, 4)
+_MORE = 2  # weights that a trial has beside the layer's own
+_ROOM = 2 * _MORE  # times the weight's bytes that have to be free for them
 
 
 @triton.jit
 def _vector(
     x,
-    residual,
-    summed,
-    gain,
     weight,
     bias,
     out,
-    eps,
     outputs,
     inputs: tl.constexpr,
     rows: tl.constexpr,
     block: tl.constexpr,
     biased: tl.constexpr,
     gated: tl.constexpr,
-    normed: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """``rows`` outputs a program. ``gated``: of twice ``outputs`` rows of weight, the second half is what silu of the
-    first is multiplied by. ``normed``: of the norm of ``x + residual``: what does not differ between the inputs is left
-    to the end.
+    first is multiplied by.
     """
     row = tl.program_id(0) * rows + tl.arange(0, rows)
     at = tl.arange(0, block)
@@ -70,9 +65,6 @@ def _vector(
     if gated:
         second = first + outputs.to(tl.int64) * inputs
         u = tl.load(second, mask=there & (at < inputs)[None, :], other=0.0, eviction_policy="evict_first")
-    if normed:
-        gamma = tl.load(gain + at, mask=at < inputs, other=0.0).to(tl.float32)
-        squares = tl.zeros([block], tl.float32)
     if pdl:
         gdc_wait()
     for begin in tl.static_range(0, inputs, block):
@@ -82,31 +74,15 @@ def _vector(
             if gated:
                 u = tl.load(second + begin, mask=mask, other=0.0, eviction_policy="evict_first")
         inside = begin + at < inputs
-        value = tl.load(x + begin + at, mask=inside, other=0.0)
-        if normed:
-            value = value.to(tl.float32) + tl.load(residual + begin + at, mask=inside, other=0.0).to(tl.float32)
-            value = value.to(summed.dtype.element_ty)
-            tl.store(summed + begin + at, value, mask=inside & (tl.program_id(0) == 0))
-        value = value.to(tl.float32)
-        if normed:
-            squares += value * value
-            value *= gamma
-            if begin + block < inputs:
-                gamma = tl.load(gain + begin + block + at, mask=begin + block + at < inputs, other=0.0).to(tl.float32)
-        value = value[None, :]
+        value = tl.load(x + begin + at, mask=inside, other=0.0).to(tl.float32)[None, :]
         total += w.to(tl.float32) * value
         if gated:
             other += u.to(tl.float32) * value
     result = tl.sum(total, 1)
-    if normed:
-        norm = tl.rsqrt(tl.sum(squares) / inputs + eps)
-        result *= norm
     if biased:
         result += tl.load(bias + row, mask=row < outputs, other=0.0).to(tl.float32)
     if gated:
         up = tl.sum(other, 1)
-        if normed:
-            up *= norm
         if biased:
             up += tl.load(bias + outputs + row, mask=row < outputs, other=0.0).to(tl.float32)
         # Rounded as the product is where the activation is an operator of its own.
@@ -116,39 +92,31 @@ def _vector(
     tl.store(out + row, result.to(out.dtype.element_ty), mask=row < outputs)
 
 
-def _multiply(
-    x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, before: Before | None = None, flight: int = 4096
-) -> tuple[Tensor, Tensor]:
-    """``x`` [1, inputs] -> [1, outputs], and the sum with the residual that is ``before`` it, else ``x``. ``flight``:
-    numbers of the weight that a program has on their way."""
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool) -> Tensor:
+    """``x`` [1, inputs] -> [1, outputs]."""
     outputs, inputs = weight.shape
     outputs = outputs // 2 if gated else outputs
     block = min(2048, triton.next_power_of_2(inputs))
     # Measured: 8 KiB of weight a program in flight and a vector of 16 bytes a thread.
-    rows = max(1, min(8, flight // block // (2 if gated else 1)))
-    out, summed = x.new_empty((1, outputs)), x if before is None else torch.empty_like(x)
+    rows = max(1, min(8, 4096 // block // (2 if gated else 1)))
+    out = x.new_empty((1, outputs))
     pdl = overlapping(x.device)
     _vector[(triton.cdiv(outputs, rows),)](
         x,
-        x if before is None else before.residual,
-        summed,
-        x if before is None else before.gain,
         weight,
         weight if bias is None else bias,
         out,
-        0.0 if before is None else before.eps,
         outputs,
         inputs,
         rows,
         block,
         bias is not None,
         gated,
-        before is not None,
         pdl,
         num_warps=4,
         launch_pdl=pdl,
     )
-    return out, summed
+    return out
 
 
 def _alone(x: Tensor, weight: Tensor) -> bool:
@@ -176,35 +144,51 @@ class CudaLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         if _alone(x, self.weight):
-            return _multiply(x, self.weight, self.bias, self._gated)[0]
+            return _multiply(x, self.weight, self.bias, self._gated)
         if not 1 < len(x) <= narrow.MOST_TOKENS:
             return self._many(x)
         if self._choices is None:
             return self._narrow(x) if narrow.suits(x, self.weight, self._gated) else self._many(x)
+        shape = ("in a row", *self.shape, max(_FEW, skinny.token_block(len(x))), x.dtype)
+        return self._choices.run(shape, self._ways(x), lambda: self._trial(x))
+
+    def _ways(self, x: Tensor) -> dict[str, Callable[[], Tensor]]:
+        """The ways to multiply a few tokens, by name."""
         ways = {"cuBLAS": lambda: self._many(x)}
         if narrow.able(x, self.weight):
-            ways["narrow"] = lambda: self._narrow(x)
+            for name, cut in narrow.cuts(len(x), self.weight, self._gated).items():
+                ways[name] = partial(self._narrow, x, cut)
         form = self._form
         if form is not None and len(x) <= _FEW and x.is_contiguous():
             ways["skinny"] = lambda: skinny.multiply(x, form, self.bias, self._arrived, self._gated, _TILES)
-        return self._choices.run((*self.shape, max(_FEW, skinny.token_block(len(x))), x.dtype), ways)
+        return ways
+
+    def _trial(self, x: Tensor) -> dict[str, Callable[[], Tensor]]:
+        """The ways, each several times in a row with weights of their own and a small kernel between, as products
+        follow one another in a step: where a product starts early it takes room from the one before it.
+        """
+        row = [self._ways(x)]
+        if x.is_cuda and device_memory(x.device).free > _ROOM * self.weight.nbytes:
+            row += [CudaLinear(self.weight.clone(), self.bias, None, self._gated)._ways(x) for _ in range(_MORE)]
+
+        def in_a_row(name: str) -> Tensor:
+            swiglu(x)
+            product = row[0][name]()
+            for other in row[1:]:
+                swiglu(x)
+                other[name]()
+            swiglu(x)
+            return product
+
+        return {name: partial(in_a_row, name) for name in row[0]}
 
     @property
     def shape(self) -> Shape:
-        """As ``kernels.cuda.behind`` wants it."""
+        """What tells it from others."""
         return ("16 bits gated" if self._gated else "16 bits", *self.weight.shape)
 
-    def behind(self, x: Tensor, before: Before) -> dict[str, Fused]:
-        """As ``kernels.cuda.behind`` wants it."""
-        if not _alone(x, self.weight):
-            return {}
-        return {
-            name: partial(_multiply, x, self.weight, self.bias, self._gated, before, flight)
-            for name, flight in (("within", 4096), ("within, more rows", 8192))
-        }
-
-    def _narrow(self, x: Tensor) -> Tensor:
-        return narrow.multiply(x, self.weight, self.bias, self._arrived, self._gated)
+    def _narrow(self, x: Tensor, cut: narrow.Cut | None = None) -> Tensor:
+        return narrow.multiply(x, self.weight, self.bias, self._arrived, self._gated, cut)
 
     def _many(self, x: Tensor) -> Tensor:
         found = F.linear(x, self.weight, self.bias)

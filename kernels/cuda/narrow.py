@@ -3,9 +3,16 @@
 A program holds the sums of some rows of the weight with all tokens, so that each weight is read once. Where there are
 too few rows to fill the device each is cut into parts; the part that ends last adds them up, always in the same order.
 While the kernel in front of it ends, a program already has its first tiles of the weight brought to the L2 cache.
+
+Programs that come up so early take the places that are free, so few long ones end up two on one multiprocessor and none
+on another; many short ones even out, but leave more sums to add up. Which ``Cut`` is the quickest differs from shape to
+shape (``kernels.cuda.choosing`` measures).
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
 
 import torch
 import triton
@@ -15,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.cuda.launch import overlapping, roomy
 
-__all__ = ["MOST_TOKENS", "able", "counters", "multiply", "suits"]
+__all__ = ["MOST_TOKENS", "Cut", "able", "counters", "cuts", "multiply", "suits"]
 
 MOST_TOKENS = 64
 _ROWS = 64
@@ -24,6 +31,18 @@ _STAGES = 4
 _MANY = 16384  # outputs that fill the device
 _LONG = 4096  # inputs from which cuBLAS is quicker with fewer tokens than ...
 _FROM = 17
+_PARTS: Final = (2048, 1024, 512)  # inputs of a part
+_MOST_PARTS: Final = 32
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A program takes so many ``rows`` of the weight, one of their ``splits`` parts, ``block`` inputs at a time."""
+
+    rows: int
+    block: int
+    splits: int
+    warps: int
 
 
 @triton.jit
@@ -39,7 +58,7 @@ def _prefetch(place):
     )
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "splits"])
 def _narrow(
     x,
     weight,
@@ -49,12 +68,13 @@ def _narrow(
     arrived,
     tokens,
     outputs,
-    inputs: tl.constexpr,
+    inputs,
+    splits,
     token_block: tl.constexpr,
     rows: tl.constexpr,
     block: tl.constexpr,
-    splits: tl.constexpr,
     stages: tl.constexpr,
+    parted: tl.constexpr,
     biased: tl.constexpr,
     gated: tl.constexpr,
     pdl: tl.constexpr,
@@ -62,13 +82,13 @@ def _narrow(
     """``rows`` rows of the weight a program. ``gated``: half of them are what silu of the other half is multiplied by,
     ``outputs`` rows further down.
     """
-    tile, split = tl.program_id(0), tl.program_id(1)
+    split, tile = tl.program_id(0), tl.program_id(1)
     kept: tl.constexpr = rows // 2 if gated else rows  # outputs of a program
     of = tl.arange(0, rows)
     row = tl.minimum(tile * kept + of % kept, outputs - 1) + of // kept * outputs
     token = tl.arange(0, token_block)
     at = tl.arange(0, block)
-    share: tl.constexpr = (inputs // block + splits - 1) // splits
+    share = (inputs // block + splits - 1) // splits
     begin = split * share
     end = tl.minimum(begin + share, inputs // block)
     first = weight + row[:, None].to(tl.int64) * inputs + at[None, :]
@@ -86,7 +106,7 @@ def _narrow(
         w = tl.load(first + index * block, eviction_policy="evict_first")
         v = tl.load(value + index * block, mask=there, other=0.0)
         total = tl.dot(w, tl.trans(v), total)
-    if splits > 1:
+    if parted:
         size: tl.constexpr = rows * token_block
         place = of[:, None] * token_block + token[None, :]
         part = partial + tile.to(tl.int64) * splits * size
@@ -98,7 +118,7 @@ def _narrow(
         tl.debug_barrier()
         tl.store(arrived + tile, 0)
         total = tl.zeros([rows, token_block], tl.float32)
-        for number in tl.static_range(0, splits):
+        for number in range(splits):
             total += tl.load(part + number * size + place, cache_modifier=".cg")
     if biased:
         total += tl.load(bias + row).to(tl.float32)[:, None]
@@ -129,7 +149,7 @@ def suits(x: Tensor, weight: Tensor, gated: bool) -> bool:
     return gated or len(x) <= 32 or outputs >= _MANY or inputs >= _MANY // 2 or outputs * inputs <= 1 << 23
 
 
-def _cut(tokens: int, tiles: int, inputs: int) -> int:
+def _splits(tokens: int, tiles: int, inputs: int) -> int:
     """Into how many parts the rows of a weight are cut."""
     most = 256 if inputs >= _MANY // 2 and tokens <= 32 else 192
     splits = 1
@@ -143,20 +163,35 @@ def counters(weight: Tensor) -> Tensor:
     return torch.zeros(triton.cdiv(len(weight), _ROWS), dtype=torch.int32, device=weight.device)
 
 
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, arrived: Tensor, gated: bool) -> Tensor:
-    """``x`` [tokens, inputs] -> [tokens, outputs], or half as many. ``arrived``: of ``counters``."""
+def cuts(tokens: int, weight: Tensor, gated: bool) -> dict[str, Cut]:
+    """The ways to cut a product, by name, no two the same. The first fills the device once or twice."""
     outputs, inputs = weight.shape
-    large = gated or (outputs >= _MANY and len(x) > 32)
+    large = gated or (outputs >= _MANY and tokens > 32)
     rows, block = (2 * _ROWS, _BLOCK // 2) if large else (_ROWS, _BLOCK)
-    outputs, tiles = outputs // 2 if gated else outputs, triton.cdiv(outputs, rows)
-    if gated:
-        tiles = triton.cdiv(outputs, rows // 2)
-    splits = _cut(len(x), tiles, inputs)
+    tiles = triton.cdiv(outputs, rows)
+    found = {"narrow": Cut(rows, block, _splits(tokens, tiles, inputs), 8 if large else 4)}
+    for part in _PARTS:
+        cut = Cut(_ROWS, _BLOCK, triton.cdiv(inputs, part), 4)
+        if part <= inputs <= part * _MOST_PARTS and cut not in found.values():
+            found[f"narrow, parts of {part}"] = cut
+    return found
+
+
+def multiply(
+    x: Tensor, weight: Tensor, bias: Tensor | None, arrived: Tensor, gated: bool, cut: Cut | None = None
+) -> Tensor:
+    """``x`` [tokens, inputs] -> [tokens, outputs], or half as many. ``arrived``: of ``counters``. ``cut``: the first of
+    ``cuts`` if None.
+    """
+    outputs, inputs = weight.shape
+    cut = cut or next(iter(cuts(len(x), weight, gated).values()))
+    outputs, kept = (outputs // 2, cut.rows // 2) if gated else (outputs, cut.rows)
+    tiles = triton.cdiv(outputs, kept)
     token_block = max(16, triton.next_power_of_2(len(x)))
     out = x.new_empty((len(x), outputs))
-    partial = out if splits == 1 else x.new_empty(tiles * splits * rows * token_block, dtype=torch.float32)
+    partial = out if cut.splits == 1 else x.new_empty(tiles * cut.splits * cut.rows * token_block, dtype=torch.float32)
     pdl = overlapping(x.device)
-    _narrow[(tiles, splits)](
+    _narrow[(cut.splits, tiles)](
         x,
         weight,
         weight if bias is None else bias,
@@ -166,15 +201,16 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, arrived: Tensor, ga
         len(x),
         outputs,
         inputs,
+        cut.splits,
         token_block,
-        rows,
-        block,
-        splits,
+        cut.rows,
+        cut.block,
         _STAGES,
+        cut.splits > 1,
         bias is not None,
         gated,
         pdl,
-        num_warps=8 if large else 4,
+        num_warps=cut.warps,
         launch_pdl=pdl,
     )
     return out

@@ -24,16 +24,21 @@ SINGLE = (
     "single",
     *(name + norms for name in ("warps of a row", "rows of a warp") for norms in ("", WITHIN)),
 )
+PARTS = tuple(f"narrow, parts of {part}" for part in (2048, 1024, 512))
 KINDS = {
     "bf16": (
         2.0,
-        {1: ("vector", "within", "within, more rows"), 16: ("cuBLAS", "narrow", "skinny"), 64: ("cuBLAS", "narrow")},
+        {
+            1: ("vector",),
+            16: ("cuBLAS", "narrow", *PARTS, "skinny"),
+            64: ("cuBLAS", "narrow", *PARTS),
+        },
     ),
     "int8": (1.0, {1: ("vector", "skinny", *SINGLE)}),
     "fp8": (1.0, {1: ("vector", "skinny", *SINGLE)}),
     "4 bits": (0.5 + 2 / 128, {1: ("tiles of 64", "tiles of 128", *SINGLE)}),
 }
-"""Bytes of a number, and the ways of so many tokens. "within" and what ends so: the norm is made by the product."""
+"""Bytes of a number, and the ways of so many tokens. What ends in "within": the norm is made by the product."""
 ROUNDS = 9
 BYTES = 2 << 30  # of a chain's weights, at least
 
@@ -44,7 +49,7 @@ class _Forced:
     def __init__(self) -> None:
         self.way = ""
 
-    def run(self, shape: object, ways: Mapping[str, Callable[[], Tensor]]) -> Tensor:
+    def run(self, shape: object, ways: Mapping[str, Callable[[], Tensor]], trial: object = None) -> Tensor:
         wanted = self.way.removesuffix(WITHIN)
         return ways[wanted if wanted in ways else next(reversed(ways))]()
 
@@ -66,8 +71,9 @@ def chain(names: Sequence[str]) -> None:
 def _measure(name: str, kind: str) -> None:
     import torch
 
-    from kernels.cuda.behind import CudaBehindNorm
+    from kernels.cuda.behind import CudaBehindNorm, Fuses
     from kernels.cuda.norms import CudaNorm
+    from kernels.platforms.projections import BehindNorm
 
     each, ways = KINDS[kind]
     shapes = [shape for what, shape in projections(name).items() if what != "head"]
@@ -77,7 +83,13 @@ def _measure(name: str, kind: str) -> None:
     hidden, attended = shapes[0][1], shapes[1][1]
     norm, other = (CudaNorm(torch.ones(wide, dtype=torch.bfloat16, device="cuda"), 1e-5) for wide in (hidden, attended))
 
-    behind = [[CudaBehindNorm(norm, linear, forced) for linear in (layer[0], layer[2])] for layer in layers]
+    behind = [
+        [
+            CudaBehindNorm(norm, linear, forced) if isinstance(linear, Fuses) else BehindNorm(norm, linear)
+            for linear in (layer[0], layer[2])
+        ]
+        for layer in layers
+    ]
 
     def run(first: Tensor) -> Tensor:
         x, residual = first, first.clone()

@@ -107,24 +107,16 @@ def guesses(dtype):
 def products(dtype):
     for outputs, inputs in ((6144, 4096), (4096, 14336), (128256, 4096), (1024, 3072)):
         CudaLinear(empty(outputs, inputs, dtype=dtype), None)(empty(1, inputs, dtype=dtype))
-    for linear in (
-        CudaLinear(empty(28672, 4096, dtype=dtype), None, gated=True),
-        CudaLinear(empty(6144, 4096, dtype=dtype), None),
-    ):
-        x = empty(1, 4096, dtype=dtype)
-        linear(x)
-        for fused in linear.behind(x, Before(x, x, 1e-5)).values():
-            fused()
+    CudaLinear(empty(28672, 4096, dtype=dtype), None, gated=True)(empty(1, 4096, dtype=dtype))
     CudaLinear(empty(6144, 1024, dtype=dtype), empty(6144, dtype=dtype), gated=True)(empty(1, 1024, dtype=dtype))
 
 
 def few_tokens(dtype):
     for tokens in (16, 32, 64):
-        for outputs, inputs in ((4096, 1024), (6144, 4096), (4096, 14336), (151936, 1024)):
+        for gated, outputs, inputs in ((False, 4096, 1024), (False, 151936, 1024), (True, 28672, 4096)):
             weight = empty(outputs, inputs, dtype=dtype)
-            narrow.multiply(empty(tokens, inputs, dtype=dtype), weight, None, narrow.counters(weight), False)
-        weight = empty(28672, 4096, dtype=dtype)
-        narrow.multiply(empty(tokens, 4096, dtype=dtype), weight, None, narrow.counters(weight), True)
+            for cut in narrow.cuts(tokens, weight, gated).values():
+                narrow.multiply(empty(tokens, inputs, dtype=dtype), weight, None, narrow.counters(weight), gated, cut)
 
 
 def skinny_products(dtype):

@@ -19,7 +19,7 @@ from kernels.cuda.choosing import Choices
 from kernels.cuda.decode import DecodeScratch, attend_decodes, attend_raw, split_count
 from kernels.cuda.heads import place_heads
 from kernels.cuda.linear import CudaLinear
-from kernels.cuda.norms import Before, CudaNorm, norm_both
+from kernels.cuda.norms import CudaNorm, norm_both
 from kernels.cuda.raw_heads import RawHeads, Shape
 from kernels.cuda.sampling import likeliest
 from kernels.platforms.projections import BehindNorm
@@ -87,33 +87,54 @@ def test_linear_layers(device, dtype, biased, outputs, inputs, tokens):
     near(CudaLinear(weight, bias, gated=True)(x), torch.nn.functional.silu(wanted[:, :outputs]) * wanted[:, outputs:])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("outputs", "inputs"), [(96, 48), (33, 1024), (64, 5120)])
-def test_linear_layers_behind_a_norm(device, dtype, outputs, inputs):
-    """All ways, and the choice between them, beside the norm and the layer as they are."""
-    weight = torch.randn(2 * outputs, inputs, device=device).to(dtype)
-    bias = torch.randn(2 * outputs, device=device).to(dtype)
-    x, residual = (torch.randn(2, 1, inputs, device=device) / math.sqrt(inputs)).to(dtype)
-    norm = CudaNorm((torch.randn(inputs, device=device) / math.sqrt(inputs)).to(dtype), 1e-5)
-    for gated in (False, True):
-        linear = CudaLinear(weight, bias, gated=gated)
-        assert not linear.behind(torch.cat((x, x)), Before(residual, norm.weight, norm.eps))
-        wanted, total = BehindNorm(norm, linear).add(x.clone(), residual.clone())
-        for way in linear.behind(x, Before(residual, norm.weight, norm.eps)).values():
-            found, summed = way()
-            near(found, wanted)
-            near(summed, total)
-        choices = Chosen()
-        for name in ("apart", "within"):
-            choices.chosen = name
-            found, summed = CudaBehindNorm(norm, linear, choices).add(x.clone(), residual.clone())
-            near(found, wanted)
-            near(summed, total)
-        tried = [way() for way in choices.tried.values()]
-        assert next(iter(choices.tried)) == "apart"
-        assert len(tried) == 3
-        for product in tried + [way() for way in choices.tried.values()]:  # a trial leaves no traces
-            near(product, wanted)
+class Fusing(CudaLinear):
+    """Makes the norm before it in two ways, by torch's operators."""
+
+    def behind(self, x, before):
+        if len(x) > 1:
+            return {}
+
+        def within():
+            total = x + before.residual
+            return self(torch.nn.functional.rms_norm(total, total.shape[1:], before.gain, before.eps)), total
+
+        return {"within": within, "otherwise": within}
+
+
+def test_linear_layers_behind_a_norm(device):
+    """The choice between the ways, beside the norm and the layer as they are."""
+    x, residual = torch.randn(2, 1, 48, device=device) / 7
+    norm = CudaNorm(torch.randn(48, device=device) / 7, 1e-5)
+    linear = Fusing(torch.randn(96, 48, device=device), torch.randn(96, device=device))
+    wanted, total = BehindNorm(norm, linear).add(x.clone(), residual.clone())
+    choices = Chosen()
+    for name in ("apart", "within"):
+        choices.chosen = name
+        found, summed = CudaBehindNorm(norm, linear, choices).add(x.clone(), residual.clone())
+        near(found, wanted)
+        near(summed, total)
+    assert list(choices.tried) == ["apart", "within", "otherwise"]
+    for way in [*choices.tried.values()] * 2:  # a trial leaves no traces
+        near(way(), wanted)
+    both = torch.cat((x, x))
+    near(CudaBehindNorm(norm, linear, choices).add(both.clone(), both.clone())[0], linear(norm(both + both)))
+
+
+@pytest.mark.parametrize(("tokens", "gated"), [(2, False), (40, True)])
+def test_products_of_a_few_tokens_are_tried_in_a_row(device, monkeypatch, tokens, gated):
+    """Every way is tried, and gives the layer's product."""
+    if device.type == "cpu":
+        monkeypatch.setattr(narrow, "able", lambda x, weight: True)
+    weight = torch.randn(192, 1024, device=device).half()
+    x = (torch.randn(tokens, 1024, device=device) / 32).half()
+    wanted = CudaLinear(weight, None, None, gated)(x)
+    choices = Chosen()
+    linear = CudaLinear(weight, None, choices, gated)
+    for choices.chosen in ("cuBLAS", "narrow", "narrow, parts of 1024"):
+        near(linear(x), wanted)
+    assert choices.tried.keys() >= {"cuBLAS", "narrow, parts of 1024", *(["skinny"] if tokens <= 16 else [])}
+    for way in choices.tried.values():
+        near(way(), wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -126,10 +147,13 @@ def test_products_of_a_few_tokens(device, dtype, biased, outputs, inputs, tokens
     x = (torch.randn(tokens, inputs, device=device) / math.sqrt(inputs)).to(dtype)
     wanted = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double()).float()
     arrived = narrow.counters(weight)
-    for _ in range(2):  # the counters of parts must be back at zero
-        near(narrow.multiply(x, weight, bias, arrived, gated=False), wanted)
-        gated = narrow.multiply(x, weight, bias, arrived, gated=True)
-        near(gated, torch.nn.functional.silu(wanted[:, :outputs]) * wanted[:, outputs:])
+    both = torch.nn.functional.silu(wanted[:, :outputs]) * wanted[:, outputs:]
+    for cut in narrow.cuts(tokens, weight, gated=False).values():
+        for _ in range(2):  # the counters of parts must be back at zero
+            near(narrow.multiply(x, weight, bias, arrived, gated=False, cut=cut), wanted)
+    for cut in narrow.cuts(tokens, weight, gated=True).values():
+        near(narrow.multiply(x, weight, bias, arrived, gated=True, cut=cut), both)
+    near(narrow.multiply(x, weight, bias, arrived, gated=True), both)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
