@@ -6,13 +6,13 @@ Where a product's kernel can make the norm itself, both ways are measured once f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor
 
-from kernels.cuda.choosing import Choices, Shape
+from kernels.cuda.choosing import Choices, Shape, Way, in_a_row
 from kernels.cuda.norms import Before, CudaNorm
 from kernels.platforms.projections import BehindNorm
 
@@ -35,6 +35,10 @@ class Fuses(Protocol):
         """The ways to do so with ``x`` [1, inputs], by name; none where there are none."""
         ...
 
+    def copies(self) -> Sequence[Fuses]:
+        """Layers like this, with weights of their own, to try it; as many as there is memory for."""
+        ...
+
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
@@ -46,26 +50,26 @@ class CudaBehindNorm(BehindNorm):
         self._norm, self._linear, self._choices = norm, linear, choices
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        ways = self._ways(x, residual)
+        ways = self._ways(self._linear, x, residual)
         if not ways:
             return super().add(x, residual)
         shape = ("behind a norm", *self._linear.shape, x.dtype)
-        name = self._choices.name(shape, lambda: self._trial(x, residual, ways))
+        name = self._choices.name(shape, lambda: self._trial(x, residual))
         return ways[name]() if name in ways else super().add(x, residual)
 
-    def _ways(self, x: Tensor, residual: Tensor) -> Mapping[str, Fused]:
+    def _ways(self, linear: Fuses, x: Tensor, residual: Tensor) -> Mapping[str, Fused]:
         if len(x) > 1 or not x.is_contiguous() or not residual.is_contiguous():
             return {}
-        return self._linear.behind(x, Before(residual, self._norm.weight, self._norm.eps))
+        return linear.behind(x, Before(residual, self._norm.weight, self._norm.eps))
 
-    def _trial(self, x: Tensor, residual: Tensor, ways: Mapping[str, Fused]) -> dict[str, Callable[[], Tensor]]:
-        """The ways without traces, each behind a kernel that ends while it starts, as it is in a step."""
+    def _trial(self, x: Tensor, residual: Tensor) -> dict[str, Way]:
+        """The ways without traces."""
         total = x + residual
 
-        def behind(way: Callable[[], Tensor]) -> Tensor:
-            self._norm(x)
-            return way()
+        def ways(linear: Fuses) -> dict[str, Way]:
+            fused = self._ways(linear, x, residual)
+            return {"apart": lambda: linear(self._norm(total))} | {
+                name: partial(lambda way: way()[0], way) for name, way in fused.items()
+            }
 
-        return {"apart": lambda: behind(lambda: self._linear(self._norm(total)))} | {
-            name: partial(behind, partial(lambda way: way()[0], way)) for name, way in ways.items()
-        }
+        return in_a_row([ways(linear) for linear in (self._linear, *self._linear.copies())], lambda: None)

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-__all__ = ["Choices", "Shape"]
+from kernels.device_memory import device_memory
+
+__all__ = ["Choices", "Shape", "Way", "Ways", "in_a_row", "spare"]
 
 _log = logging.getLogger("troupe.kernels.cuda")
 
 Shape: TypeAlias = tuple[str | int | torch.dtype, ...]
 """What tells products apart: their kind, sizes and tokens."""
 
+Way: TypeAlias = Callable[[], Tensor]
+Ways: TypeAlias = Mapping[str, Way]
+
 _ROUNDS = 7
 _FLUSHED = 256 << 20  # bytes: several times what the L2 cache holds
 _AHEAD = 4  # times that they are written, so that the host has launched all of a way before it begins
 _MARGIN = 0.03  # by which a way must be quicker than the first
+_COPIES = 2  # of a layer that is tried
+_ROOM = 2 * _COPIES  # times a weight's bytes that have to be free for them
 _ROUNDING = 0.1  # of a product's norm: more than inputs of 8 bits differ by from inputs of 16
 
 
@@ -36,15 +44,15 @@ class Choices:
     def run(
         self,
         shape: Shape,
-        ways: Mapping[str, Callable[[], Tensor]],
-        trial: Callable[[], Mapping[str, Callable[[], Tensor]]] | None = None,
+        ways: Ways,
+        trial: Callable[[], Ways] | None = None,
     ) -> Tensor:
         """The product, by the quickest of the ``ways``. All give the same, but for rounding. ``trial``: as of
         ``name``, if not the ways themselves."""
         chosen = self.name(shape, trial or (lambda: ways))
         return ways[chosen]() if chosen is not None else next(iter(ways.values()))()
 
-    def name(self, shape: Shape, trial: Callable[[], Mapping[str, Callable[[], Tensor]]]) -> str | None:
+    def name(self, shape: Shape, trial: Callable[[], Ways]) -> str | None:
         """The quickest way; None where that is not known. ``trial``: the ways as they may be tried, any number of
         times; each may do more than the product, all the same."""
         chosen = self._chosen.get(shape)
@@ -52,7 +60,7 @@ class Choices:
             chosen = self._chosen[shape] = self._quickest(shape, trial())
         return chosen
 
-    def _quickest(self, shape: Shape, ways: Mapping[str, Callable[[], Tensor]]) -> str:
+    def _quickest(self, shape: Shape, ways: Ways) -> str:
         same = agreeing(shape, made(shape, ways))
         ways = {name: ways[name] for name in same}
         taken: dict[str, list[float]] = {name: [] for name in ways}
@@ -73,7 +81,31 @@ class Choices:
         return choose(shape, {name: statistics.median(times) for name, times in taken.items()})
 
 
-def made(shape: Shape, ways: Mapping[str, Callable[[], Tensor]]) -> dict[str, Tensor]:
+def spare(weight: Tensor) -> int:
+    """How many copies of a layer with such a ``weight`` there is memory for, of those that are wanted to try it."""
+    room = device_memory(weight.device).free if weight.is_cuda else 0
+    return _COPIES if room > _ROOM * weight.nbytes else 0
+
+
+def in_a_row(layers: Sequence[Ways], between: Callable[[], object]) -> dict[str, Way]:
+    """Each way of the first of ``layers``, and after it the same of the others, which have weights of their own; with
+    ``between`` before, between and behind them. So products follow one another in a step: one that starts early takes
+    room from the one before it, which does not show where it is alone.
+    """
+
+    def row(name: str) -> Tensor:
+        between()
+        product = layers[0][name]()
+        for layer in layers[1:]:
+            between()
+            layer[name]()
+        between()
+        return product
+
+    return {name: partial(row, name) for name in layers[0]}
+
+
+def made(shape: Shape, ways: Ways) -> dict[str, Tensor]:
     """The products of all ways that there are here. The first has to be; for another the compiler may be too old."""
     first = next(iter(ways))
     found: dict[str, Tensor] = {}

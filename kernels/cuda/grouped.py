@@ -4,7 +4,8 @@ more by cuBLAS, with the weight made 16 bits wide first, in memory that all laye
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from torch import Tensor
 from kernels.cuda import packing, skinny
 from kernels.cuda.activation import swiglu
 from kernels.cuda.behind import Fused
-from kernels.cuda.choosing import Choices, Shape
+from kernels.cuda.choosing import Choices, Shape, Way, in_a_row, spare
 from kernels.cuda.norms import Before
 from kernels.cuda.skinny import Tiles, single_suits
 from kernels.quantization.weights import GroupedWeight
@@ -77,28 +78,38 @@ class GroupedLinear:
         x = x.contiguous()
         if len(x) > skinny.MOST_TOKENS:
             return self._wide(x)
-        low, high = Tiles(64, self._words, 6, 4), Tiles(128, self._words, 4, 8)
+        ways = self._ways(x)
         if self._choices is None:
-            return self._few(x, low if len(x) <= _FEW else high)
-        ways: dict[str, Callable[[], Tensor]] = {
-            "tiles of 64": lambda: self._few(x, low),
-            "tiles of 128": lambda: self._few(x, high),
-        }
-        if len(x) == 1 and single_suits(self._form, x):
-            ways |= self._single(x)
-        if len(x) > _FEW:
-            del ways["tiles of 64"]
-            ways["made wide"] = lambda: self._wide(x)
+            return next(iter(ways.values()))()
         block = 1 if len(x) == 1 else skinny.token_block(len(x))
-        return self._choices.run((*self.shape, block, x.dtype), ways)
+        return self._choices.run(("in a row", *self.shape, block, x.dtype), ways, lambda: self._trial(x))
+
+    def _trial(self, x: Tensor) -> dict[str, Way]:
+        return in_a_row([layer._ways(x) for layer in (self, *self.copies())], lambda: swiglu(x))
+
+    def _ways(self, x: Tensor) -> dict[str, Way]:
+        """The ways to multiply a few tokens, by name."""
+        few, more = Tiles(64, self._words, 6, 4), Tiles(128, self._words, 4, 8)
+        if len(x) > _FEW:
+            return {"tiles of 128": lambda: self._few(x, more), "made wide": lambda: self._wide(x)}
+        ways: dict[str, Way] = {"tiles of 64": lambda: self._few(x, few), "tiles of 128": lambda: self._few(x, more)}
+        if len(x) == 1 and single_suits(self._form, x):
+            from kernels.cuda import single
+
+            ways |= single.ways(x, self._form, self.bias, self._gated, self._words)
+        return ways
+
+    def copies(self) -> list[GroupedLinear]:
+        """As ``kernels.cuda.behind`` wants it."""
+        found = []
+        for _ in range(spare(self._form.words)):
+            twin = copy(self)
+            twin._form = replace(self._form, words=self._form.words.clone())
+            found.append(twin)
+        return found
 
     def _few(self, x: Tensor, tiles: Tiles) -> Tensor:
         return skinny.multiply(x, self._form, self.bias, self._arrived, self._gated, tiles)
-
-    def _single(self, x: Tensor) -> dict[str, Callable[[], Tensor]]:
-        from kernels.cuda import single
-
-        return single.ways(x, self._form, self.bias, self._gated, self._words)
 
     @property
     def shape(self) -> Shape:

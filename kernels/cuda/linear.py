@@ -7,7 +7,6 @@ in front of it, whose result it only needs afterwards: the memory is never idle 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch.nn.functional as F
@@ -18,11 +17,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.cuda import narrow, skinny
 from kernels.cuda.activation import swiglu
-from kernels.cuda.choosing import Choices, Shape
+from kernels.cuda.choosing import Choices, Shape, Way, in_a_row, spare
 from kernels.cuda.launch import overlapping
 from kernels.cuda.numbers import PLAIN
 from kernels.cuda.skinny import Form, Tiles
-from kernels.device_memory import device_memory
 
 __all__ = ["CudaLinear"]
 
@@ -31,8 +29,6 @@ _ALIGN = 16
 _FEW = 16  # tokens up to which a program may take twice the rows
 _WORDS = 64
 _TILES = Tiles(128, _WORDS, 6, 4)
-_MORE = 2  # weights that a trial has beside the layer's own
-_ROOM = 2 * _MORE  # times the weight's bytes that have to be free for them
 
 
 @triton.jit
@@ -152,9 +148,9 @@ class CudaLinear:
         shape = ("in a row", *self.shape, max(_FEW, skinny.token_block(len(x))), x.dtype)
         return self._choices.run(shape, self._ways(x), lambda: self._trial(x))
 
-    def _ways(self, x: Tensor) -> dict[str, Callable[[], Tensor]]:
+    def _ways(self, x: Tensor) -> dict[str, Way]:
         """The ways to multiply a few tokens, by name."""
-        ways = {"cuBLAS": lambda: self._many(x)}
+        ways: dict[str, Way] = {"cuBLAS": lambda: self._many(x)}
         if narrow.able(x, self.weight):
             for name, cut in narrow.cuts(len(x), self.weight, self._gated).items():
                 ways[name] = partial(self._narrow, x, cut)
@@ -163,24 +159,9 @@ class CudaLinear:
             ways["skinny"] = lambda: skinny.multiply(x, form, self.bias, self._arrived, self._gated, _TILES)
         return ways
 
-    def _trial(self, x: Tensor) -> dict[str, Callable[[], Tensor]]:
-        """The ways, each several times in a row with weights of their own and a small kernel between, as products
-        follow one another in a step: where a product starts early it takes room from the one before it.
-        """
-        row = [self._ways(x)]
-        if x.is_cuda and device_memory(x.device).free > _ROOM * self.weight.nbytes:
-            row += [CudaLinear(self.weight.clone(), self.bias, None, self._gated)._ways(x) for _ in range(_MORE)]
-
-        def in_a_row(name: str) -> Tensor:
-            swiglu(x)
-            product = row[0][name]()
-            for other in row[1:]:
-                swiglu(x)
-                other[name]()
-            swiglu(x)
-            return product
-
-        return {name: partial(in_a_row, name) for name in row[0]}
+    def _trial(self, x: Tensor) -> dict[str, Way]:
+        copies = [CudaLinear(self.weight.clone(), self.bias, None, self._gated) for _ in range(spare(self.weight))]
+        return in_a_row([layer._ways(x) for layer in (self, *copies)], lambda: swiglu(x))
 
     @property
     def shape(self) -> Shape:

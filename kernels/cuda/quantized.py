@@ -6,7 +6,7 @@ they need not be rounded. Of more tokens each is rounded by its own scale.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import triton
@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.cuda import skinny
 from kernels.cuda.activation import swiglu
 from kernels.cuda.behind import Fused
-from kernels.cuda.choosing import Choices, Shape
+from kernels.cuda.choosing import Choices, Shape, Way, in_a_row, spare
 from kernels.cuda.launch import overlapping
 from kernels.cuda.norms import Before
 from kernels.cuda.numbers import BYTES, EIGHTHS, wide_conversion
@@ -201,28 +201,34 @@ class EightBitLinear:
         tokens = len(x)
         if tokens > skinny.MOST_TOKENS or (tokens > 1 and self._form is None):
             return self._many(x)
-        ways: dict[str, Callable[[], Tensor]] = (
-            {"rounded": lambda: self._many(x)} if tokens > 1 else {"vector": lambda: self._vector(x)}
-        )
-        if self._form is not None and x.is_contiguous():
-            if tokens == 1 and single_suits(self._form, x):
-                ways |= self._single(x)
-            tiles = Tiles(64, _WORDS, 6, 4) if tokens <= _FEW else Tiles(128, _WORDS, 4, 8)
-            ways["skinny"] = lambda: self._few(x, tiles)
+        ways = self._ways(x)
         if self._choices is None:
             return ways["skinny" if "skinny" in ways and 1 < tokens <= _FEW else next(iter(ways))]()
         block = 1 if tokens == 1 else skinny.token_block(tokens)
-        return self._choices.run((*self.shape, block, x.dtype), ways)
+        return self._choices.run(("in a row", *self.shape, block, x.dtype), ways, lambda: self._trial(x))
 
-    def _few(self, x: Tensor, tiles: Tiles) -> Tensor:
-        assert self._form is not None
-        return skinny.multiply(x, self._form, self.bias, self._arrived, self._gated, tiles)
+    def _ways(self, x: Tensor) -> dict[str, Way]:
+        """The ways to multiply a few tokens, by name."""
+        tokens, form = len(x), self._form
+        ways: dict[str, Way] = {"rounded": lambda: self._many(x)} if tokens > 1 else {"vector": lambda: self._vector(x)}
+        if form is not None and x.is_contiguous():
+            if tokens == 1 and single_suits(form, x):
+                from kernels.cuda import single
 
-    def _single(self, x: Tensor) -> dict[str, Callable[[], Tensor]]:
-        from kernels.cuda import single
+                ways |= single.ways(x, form, self.bias, self._gated, _WORDS)
+            tiles = Tiles(64, _WORDS, 6, 4) if tokens <= _FEW else Tiles(128, _WORDS, 4, 8)
+            ways["skinny"] = lambda: skinny.multiply(x, form, self.bias, self._arrived, self._gated, tiles)
+        return ways
 
-        assert self._form is not None
-        return single.ways(x, self._form, self.bias, self._gated, _WORDS)
+    def _trial(self, x: Tensor) -> dict[str, Way]:
+        return in_a_row([layer._ways(x) for layer in (self, *self.copies())], lambda: swiglu(x))
+
+    def copies(self) -> list[EightBitLinear]:
+        """As ``kernels.cuda.behind`` wants it."""
+        return [
+            EightBitLinear(replace(self.weight, values=self.weight.values.clone()), self.bias, None, self._gated)
+            for _ in range(spare(self.weight.values))
+        ]
 
     @property
     def shape(self) -> Shape:

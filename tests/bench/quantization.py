@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import statistics
 import tempfile
 from pathlib import Path
@@ -109,6 +110,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--skip-accuracy", action="store_true")
     given = parser.parse_args(argv)
     if given.child:
+        logging.basicConfig(level=logging.WARNING, format="%(message)s")
+        logging.getLogger("troupe.kernels.cuda").setLevel(logging.INFO)  # which products were chosen
         answer(json.loads(given.child))
         return 0
     schemes = [FLOATS, *given.schemes]

@@ -100,6 +100,9 @@ class Fusing(CudaLinear):
 
         return {"within": within, "otherwise": within}
 
+    def copies(self):
+        return [Fusing(self.weight.clone(), self.bias)]
+
 
 def test_linear_layers_behind_a_norm(device):
     """The choice between the ways, beside the norm and the layer as they are."""
