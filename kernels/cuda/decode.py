@@ -136,6 +136,7 @@ def _decode(
     page_size: tl.constexpr,
     block: tl.constexpr,
     lead: tl.constexpr,
+    least: tl.constexpr,
     splits: tl.constexpr,
     precision: tl.constexpr,
     stages: tl.constexpr,
@@ -160,10 +161,8 @@ def _decode(
             gdc_wait()
     length = tl.load(lengths + row * length_stride)
     held = length  # tokens that are read from the cache
-    least = 1  # blocks of a part
     if raw:
         held = length - 1
-        least = lead // block
     first = 0
     if window > 0:
         first = tl.maximum(length - window, 0)
@@ -302,8 +301,13 @@ def attend_raw(
     if shape is None:
         shape = raw_shape(rows, cache.shape[2], _dim_block(dim), qkv.element_size() == 4, qkv.device)
     queries = qkv[:, : every - 2 * cache.shape[2]]
-    splits = min(splits, triton.next_power_of_2(triton.cdiv(pages.shape[1] * cache.shape[3], shape.lead)))
+    splits = min(splits, triton.next_power_of_2(triton.cdiv(pages.shape[1] * cache.shape[3], _part(shape))))
     _launch(queries, raw, shape, cache, None, pages, lengths, window, scale, splits, scratch, out)
+
+
+def _part(shape: Shape) -> int:
+    """Tokens of a part, at least: to put parts together takes longer than to read some more tokens."""
+    return max(256, shape.lead)
 
 
 def _dim_block(dim: int) -> int:
@@ -327,9 +331,9 @@ def _launch(
     rows, heads, dim = queries.shape
     _, _, kv_heads, page_size, _ = cache.shape
     wide, dim_block, group = queries.element_size() == 4, _dim_block(dim), heads // kv_heads
-    lead, warps, stages = 0, 4, 2 if wide else 3
+    block, lead, least, warps, stages = 32 if wide else 64, 0, 1, 4, 2 if wide else 3
     if shape is not None:
-        lead, warps, stages = shape.lead, shape.warps, shape.stages
+        lead, least, warps, stages = shape.lead, _part(shape) // block, shape.warps, shape.stages
     partial, stats, arrived = scratch.room(rows, heads, kv_heads, dim, splits)
     pdl = overlapping(queries.device)
     _decode[(rows, kv_heads, splits)](
@@ -358,8 +362,9 @@ def _launch(
         dim_block,
         max(16, triton.next_power_of_2(group)),
         page_size,
-        32 if wide else 64,
+        block,
         lead,
+        least,
         splits,
         "ieee" if wide else "tf32",
         stages,

@@ -18,7 +18,7 @@ from kernels.cuda.launch import roomy
 
 __all__ = ["RawHeads", "Shape", "begin_raw", "raw_shape"]
 
-_FEW_PROGRAMS = 32  # so many rows and key heads, each a program, leave the device to what is quickest alone
+_FEW_PROGRAMS, _SOME_PROGRAMS = 32, 264  # rows and key heads, each a program, one or two to a multiprocessor
 
 
 @triton.jit
@@ -132,8 +132,7 @@ class RawHeads:
 @dataclass(frozen=True)
 class Shape:
     """Of programs over raw queries. ``lead``: tokens that each reads before the projection has ended, a power of two
-    and at least 64 (32 in float32); it reads no fewer, so that short sequences are not split. ``stages`` of the loop
-    over the rest.
+    and at least 64 (32 in float32). ``stages`` of the loop over the rest.
     """
 
     lead: int
@@ -143,8 +142,10 @@ class Shape:
 
 def raw_shape(rows: int, kv_heads: int, dim_block: int, wide: bool, device: torch.device) -> Shape:
     """Alone on their multiprocessors, programs read all at once; where there are more, several share one."""
+    programs = rows * kv_heads
     if wide:
         return Shape(32, 4, 2)
-    if rows * kv_heads > _FEW_PROGRAMS or not roomy(device):
-        return Shape(64, 4)
-    return Shape(max(64, min(256, 32768 // dim_block)), 8)
+    if programs > _SOME_PROGRAMS or not roomy(device):
+        return Shape(64, 4 if dim_block <= 128 else 8)
+    most = 256 if programs <= _FEW_PROGRAMS else 128
+    return Shape(max(64, min(most, 32768 // dim_block)), 8)

@@ -257,7 +257,7 @@ def test_raw_heads_are_placed_and_attended_to_at_once(device, dtype, normed, win
     """As the two kernels that do one after the other, for what is read first being little and much."""
     if device.type == "cpu" and dtype == torch.bfloat16:
         pytest.skip("the interpreter knows no bfloat16 products")
-    lengths = [1, 65, 300, 66, 2, 1]
+    lengths = [1, 65, 600, 66, 2, 1]
     cache, pages = filled(device, dtype, lengths, kv_heads, dim, page_size)
     pages[-1] = 0  # a row that a graph has too many: it writes to the dump page
     state = torch.from_numpy(np.concatenate((np.array(lengths, dtype=np.int32)[:, None], pages), 1)).to(device)
@@ -277,8 +277,8 @@ def test_raw_heads_are_placed_and_attended_to_at_once(device, dtype, normed, win
     attend_decodes(placed[:, :heads], kept, *arguments, 4, scratch, wanted)
     before = qkv.clone()
     changed = (kept != cache).any(-1)
-    little = Shape(32 if dtype == torch.float32 else 64, 4)
-    for shape, splits in ((None, 4), (little, 4), (Shape(128, 4), 1)):
+    lead = 32 if dtype == torch.float32 else 64
+    for shape, splits in ((None, 4), (Shape(lead, 4), 4), (Shape(2 * lead, 8), 1)):
         found, written = torch.full_like(wanted, torch.nan), cache.clone()
         for _ in range(2):  # the counters of split sequences must be back at zero
             attend_raw(qkv, RawHeads(weight, 1e-6, cos, sin, index), written, *arguments, splits, scratch, found, shape)
