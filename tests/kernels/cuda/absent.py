@@ -31,7 +31,12 @@ META = torch.device("meta")
 class _EveryWay:
     """In place of ``Choices``: all ways are taken, so that all are compiled."""
 
-    def run(self, shape: object, ways: Mapping[str, Callable[[], Tensor]]) -> Tensor:
+    def run(
+        self,
+        shape: object,
+        ways: Mapping[str, Callable[[], Tensor]],
+        trial: Callable[[], Mapping[str, Callable[[], Tensor]]] | None = None,
+    ) -> Tensor:
         first, *_ = [way() for way in ways.values()]
         return first
 
