@@ -301,13 +301,8 @@ def attend_raw(
     if shape is None:
         shape = raw_shape(rows, cache.shape[2], _dim_block(dim), qkv.element_size() == 4, qkv.device)
     queries = qkv[:, : every - 2 * cache.shape[2]]
-    splits = min(splits, triton.next_power_of_2(triton.cdiv(pages.shape[1] * cache.shape[3], _part(shape))))
+    splits = min(splits, triton.next_power_of_2(triton.cdiv(pages.shape[1] * cache.shape[3], shape.part)))
     _launch(queries, raw, shape, cache, None, pages, lengths, window, scale, splits, scratch, out)
-
-
-def _part(shape: Shape) -> int:
-    """Tokens of a part, at least: to put parts together takes longer than to read some more tokens."""
-    return max(256, shape.lead)
 
 
 def _dim_block(dim: int) -> int:
@@ -333,7 +328,7 @@ def _launch(
     wide, dim_block, group = queries.element_size() == 4, _dim_block(dim), heads // kv_heads
     block, lead, least, warps, stages = 32 if wide else 64, 0, 1, 4, 2 if wide else 3
     if shape is not None:
-        lead, least, warps, stages = shape.lead, _part(shape) // block, shape.warps, shape.stages
+        lead, least, warps, stages = shape.lead, shape.part // block, shape.warps, shape.stages
     partial, stats, arrived = scratch.room(rows, heads, kv_heads, dim, splits)
     pdl = overlapping(queries.device)
     _decode[(rows, kv_heads, splits)](

@@ -132,12 +132,14 @@ class RawHeads:
 @dataclass(frozen=True)
 class Shape:
     """Of programs over raw queries. ``lead``: tokens that each reads before the projection has ended, a power of two
-    and at least 64 (32 in float32). ``stages`` of the loop over the rest.
+    and at least 64 (32 in float32). ``stages`` of the loop over the rest. ``part``: tokens that a part has at least, a
+    multiple of ``lead``: to put parts together takes longer than to read some more tokens.
     """
 
     lead: int
     warps: int
     stages: int = 3
+    part: int = 256
 
 
 def raw_shape(rows: int, kv_heads: int, dim_block: int, wide: bool, device: torch.device) -> Shape:

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 __all__ = ["heads"]
 
 LAYERS = 32
-ROWS = (1, 16, 64)
-CONTEXTS = (160, 600, 4096)
-SHAPED = ((64, 4, 3), (64, 4, 5), (128, 4, 3), (128, 8, 3), (128, 8, 5), (256, 8, 3))
-"""Tokens that are read first, warps, and stages."""
+ROWS = (1, 4, 16)
+CONTEXTS = (160, 384, 600, 4096)
+SHAPED = ((64, 4, 3, 64), (64, 4, 3, 256), (128, 4, 3, 128), (128, 4, 3, 256), (128, 8, 3, 256), (256, 8, 3, 256))
+"""Tokens that are read first, warps, stages, and tokens of a part."""
 ROUNDS = 9
 
 
@@ -119,7 +119,7 @@ def _measure(model: _Model, rows: int) -> None:
     from kernels.cuda.raw_heads import Shape
 
     ways: dict[str, Shape | None] = {"products": None, "two kernels": None, "one": None}
-    ways |= {f"one, {shape[0]} tokens, {shape[1]} warps, {shape[2]} stages": Shape(*shape) for shape in SHAPED}
+    ways |= {f"one, {shape[0]} tokens, {shape[1]} warps, {shape[2]} stages, parts of {shape[3]}": Shape(*shape) for shape in SHAPED}
     graphs: dict[str, Callable[[], None]] = {}
     found: dict[str, Tensor] = {}
     model.lengthen(CONTEXTS[0])
