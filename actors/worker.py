@@ -15,7 +15,7 @@ import msgspec
 
 from actors.faults import FaultInjector
 from actors.protocol import Load, LoadProgress, Step, WorkerConfig, WorkerLoaded, WorkerProtocol
-from actors.runtime import Actor, Later, RequestError, handles_in_thread
+from actors.runtime import Actor, Answered, Later, RequestError, handles_in_thread
 from kernels.step import ModelInfo, RunnerConfig, StepResult
 from telemetry.worker_spans import TracedRow, WorkerSpan, forward_spans, guess_spans
 
@@ -91,7 +91,7 @@ class Worker(Actor[WorkerProtocol]):
         return info
 
     @handles_in_thread
-    def step(self, message: Step, sent: float) -> StepResult | Later[StepResult]:
+    def step(self, message: Step, sent: float) -> StepResult | Answered[StepResult] | Later[StepResult]:
         """A step that nobody waits for any more runs all the same: others follow it."""
         if message.epoch != self._epoch:
             raise StaleStep(f"Step {message.batch.number} is of life {message.epoch}, this is {self._epoch}.")
@@ -103,7 +103,8 @@ class Worker(Actor[WorkerProtocol]):
             self._faults.strike("prefill" if prefills or batch.admitted else "decode")
         step = self._runner.start(batch)
         if step.done:
-            return self._finish(step, batch.traces, sent, begun)
+            result = self._finish(step, batch.traces, sent, begun)
+            return result if step.rest is None else Answered(result, step.rest)
         return self._waiting.submit(self._finish, step, batch.traces, sent, begun)
 
     def _finish(self, step: RunningStep, traces: tuple[TracedRow, ...], sent: float, begun: float) -> StepResult:

@@ -30,11 +30,13 @@ class PromptScores:
 
 
 class RunningStep:
-    """A step whose work was given to the device. ``done``: whether nothing is left to wait for."""
+    """A step whose work was given to the device. ``done``: whether nothing is left to wait for. ``rest``: what is to be
+    done before the next step and may be while nobody waits: to be called in the model's thread, or not at all."""
 
-    def __init__(self, finish: Callable[[], StepResult], done: bool) -> None:
+    def __init__(self, finish: Callable[[], StepResult], done: bool, rest: Callable[[], None] | None = None) -> None:
         self._finish = finish
         self.done = done
+        self.rest = rest
 
     def result(self) -> StepResult:
         """Wait for it. Once, in any thread, and in the order of the steps. Raises what the device reports."""

@@ -8,6 +8,7 @@ from kernels.batch import ForwardBatch
 from kernels.host_target import HostTarget
 from kernels.loaded_model import LoadedModel
 from kernels.platforms.prepared import Decodes, Steps
+from kernels.prompt_ends import PromptEnds
 from kernels.speculative.steady import SteadyChains
 from kernels.steady import SteadyDecodes
 
@@ -18,9 +19,9 @@ class CapturedSteps:
     """Of one model. Each is None where the platform gains nothing by it, or not all ranks could.
 
     ``decodes``: the model's part of steps of decodes. ``verifies``: the same of decodes that all have guesses.
-    ``steady`` and ``chains``: all of such a step, where the device is the host. ``steps``: all of a step of decodes,
-    whatever is sampled then; there are no ``decodes`` beside them. ``target``: what ``steady`` and ``chains`` both run
-    where there are guesses.
+    ``steady`` and ``chains``: all of such a step, where the device is the host; ``ends``: of one that runs prompts to
+    their ends. ``steps``: all of a step of decodes, whatever is sampled then; there are no ``decodes`` beside them.
+    ``target``: what ``steady`` and ``chains`` both run where there are guesses.
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
@@ -29,6 +30,7 @@ class CapturedSteps:
         self.verifies: Decodes | None = None
         self.steady: SteadyDecodes | None = None
         self.chains: SteadyChains | None = None
+        self.ends: PromptEnds | None = None
         self.steps: Steps | None = None
         self.target: HostTarget | None = None
         self.capture()
@@ -45,13 +47,14 @@ class CapturedSteps:
         config, platform, model, caches = loaded.config, loaded.platform, loaded.model, loaded.caches
         windows, speculator = sorted(loaded.windows), loaded.speculator
         rows = config.max_slots - 1
-        self.verifies = self.steady = self.chains = self.target = None
+        self.verifies = self.steady = self.chains = self.target = self.ends = None
         self.steps = self._capture_steps(rows) if speculator is None and loaded.group.size == 1 else None
         self.decodes = self._capture_decodes(rows) if self.steps is None else None
         if speculator is None:
             target = HostTarget.make(platform, model, caches, windows, rows)
             if target is not None:
                 self.steady = SteadyDecodes(loaded.slots, loaded.sampler, target, rows)
+                self.ends = PromptEnds.make(platform, model, caches, windows, loaded.slots, loaded.sampler, rows)
             return
         assert config.speculation is not None
         drafter = speculator.drafter
@@ -63,6 +66,7 @@ class CapturedSteps:
         if target is None:
             return
         self.steady = SteadyDecodes(loaded.slots, loaded.sampler, target, rows)
+        self.ends = PromptEnds.make(platform, model, caches, windows, loaded.slots, loaded.sampler, rows)
         drafts = drafter.host_drafts(loaded.slots, rows)
         speculator.observer.settle_here(drafts, target.features.shape[1])
         if drafts is not None and speculator.exact:

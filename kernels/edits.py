@@ -22,6 +22,17 @@ __all__ = ["BatchEdits", "SlotEdits"]
 class SlotEdits:
     """The sparse part of a slot's sampling, as arrays; ids outside the vocabulary are dropped."""
 
+    @staticmethod
+    def any(sampling: SlotSampling) -> bool:
+        """Whether there can be such a part: most requests have none."""
+        return bool(
+            sampling.allowed_ids
+            or sampling.ban_ids
+            or sampling.bad_words
+            or sampling.bias_ids
+            or (sampling.min_tokens > 0 and sampling.stop_ids)
+        )
+
     def __init__(self, sampling: SlotSampling, vocab_size: int) -> None:
         words = [word for word in sampling.bad_words if word]
         self.allowed = _ids(sampling.allowed_ids, vocab_size)

@@ -24,6 +24,7 @@ from kernels.platforms.base import Fetched
 from kernels.platforms.prepared import Steps
 from kernels.platforms.rows import AttentionRows, StepTokens
 from kernels.platforms.select import select_platform
+from kernels.prompt_ends import PromptEnds
 from kernels.rows import StepRows
 from kernels.speculative.speculator import Speculator
 from kernels.speculative.steady import SteadyChains
@@ -105,14 +106,31 @@ class ModelRunner:
             if result is not None:
                 return result
         chains = self._captured.chains
-        if chains is not None and batch.drafts and chains.again(batch) and chains.over:
-            return _of_no_use(batch)
+        if chains is not None and batch.drafts and self._unsettled.nothing and chains.again(batch):
+            result = self._again(chains, batch, begun)
+            if result is not None:
+                return result
+            chains = None
         with self._device_errors():
-            return self._start(batch, begun, granted)
+            return self._start(batch, begun, granted, chains)
 
     @torch.inference_mode()
-    def _start(self, batch: StepBatch, begun: float, granted: list[RowError] | None) -> RunningStep:
-        """``granted``: what was wrong with its grants, if they are done."""
+    def _again(self, chains: SteadyChains, batch: StepBatch, begun: float) -> RunningStep | None:
+        """Rows that guessed in the step before; None when it is not for them any more."""
+        if chains.over:
+            return _of_no_use(batch)
+        assert self._speculator is not None
+        self._bind_thread()
+        with self._device_errors():
+            self._speculator.settle(True, False)
+            seen = time.perf_counter() - begun
+            return self._run_chains(chains, batch, begun, seen) if chains.goes_on() else None
+
+    @torch.inference_mode()
+    def _start(
+        self, batch: StepBatch, begun: float, granted: list[RowError] | None, chains: SteadyChains | None
+    ) -> RunningStep:
+        """``granted``: what was wrong with its grants, if they are done. ``chains``: where they may be for it."""
         self._bind_thread()
         self._tenants.settle()
         slots, generations, counts = (_ints(part) for part in (batch.slots, batch.generations, batch.counts))
@@ -125,13 +143,18 @@ class ModelRunner:
             self._speculator.settle(bool(batch.drafts), bool(batch.released))
             answer.draft = time.perf_counter() - begun
         self._tenants.update(batch, answer.failed, granted)
-        steady, chains = self._captured.steady, self._captured.chains
+        steady = self._captured.steady
         if steady is not None and not (answer.failed or batch.drafts) and steady.fits(batch):
             result = self._run_steady(steady, batch, begun)
             if result is not None:
                 return result
         if chains is not None and batch.drafts and not answer.failed and chains.fits(batch):
             result = self._run_chains(chains, batch, begun, answer.draft)
+            if result is not None:
+                return result
+        ends = self._captured.ends
+        if ends is not None and not (answer.failed or batch.drafts):
+            result = self._run_ends(ends, batch, begun, answer.draft)
             if result is not None:
                 return result
         rows = self._fit_rows(slots, generations, counts, answer)
@@ -245,7 +268,31 @@ class ModelRunner:
             depths=found.depths.tobytes(),
             timing=timing,
         )
-        return RunningStep(lambda: result, True)
+        return RunningStep(lambda: result, True, self._rest)
+
+    def _run_ends(self, ends: PromptEnds, batch: StepBatch, begun: float, seen: float) -> RunningStep | None:
+        """None when it is not for them, or a row is not finite: then nothing was done that is not done again. ``seen``:
+        as above."""
+        prepared = time.perf_counter()
+        found = ends.run(batch)
+        if found is None:
+            return None
+        if self._speculator is not None:
+            self._speculator.show_ends(found, _ints(batch.generations))
+        ended = self._ended = time.perf_counter()
+        rows = len(found.slots)
+        timing = StepTiming(
+            prepare=prepared - begun, run=ended - prepared, graph_rows=rows, draft=seen, whole=ended - begun
+        )
+        accepted = np.ones(rows, dtype=np.int32).tobytes()
+        result = StepResult(batch.number, accepted=accepted, tokens=found.tokens, timing=timing)
+        return RunningStep(lambda: result, True, None if self._speculator is None else self._rest)
+
+    @torch.inference_mode()
+    def _rest(self) -> None:
+        assert self._speculator is not None
+        with self._device_errors():
+            self._speculator.rest()
 
     def _running(
         self, number: int, answer: Answer, writes: StepWrites | None, begun: float, prepared: float

@@ -30,6 +30,7 @@ _GREEDY_BELOW = 1e-5  # a temperature under which sampling is greedy
 _FEW_LOGITS = 1 << 14  # so few that looking at all of them is quicker than choosing among them; the result is the same
 _MOST_K = 1024
 _PLANS = 8
+_GREEDY = SlotSampling(temperature=0.0)
 _SCORE_CHUNK = 1 << 24  # logits scored at once
 
 
@@ -75,6 +76,7 @@ class _Slots:
         self.held_until = np.zeros(count, np.int64)  # the position from which stop tokens may be sampled
         self.logprobs = np.full(count, -1, np.int32)
         self.edits: dict[int, SlotEdits] = {}
+        self.raced = np.ones(count, dtype=bool)  # nothing edits the logits, and no log-probabilities are wanted
 
     def put(self, slot: int, sampling: SlotSampling, prompt_length: int, vocab_size: int) -> None:
         greedy = sampling.temperature < _GREEDY_BELOW or sampling.top_k == 1
@@ -89,10 +91,13 @@ class _Slots:
         self.prompt_length[slot] = prompt_length
         self.held_until[slot] = prompt_length + sampling.min_tokens
         self.logprobs[slot] = sampling.logprobs
-        edits = SlotEdits(sampling, vocab_size)
         self.edits.pop(slot, None)
-        if edits:
-            self.edits[slot] = edits
+        if SlotEdits.any(sampling):
+            edits = SlotEdits(sampling, vocab_size)
+            if edits:
+                self.edits[slot] = edits
+        penalised = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty) != (1, 0, 0)
+        self.raced[slot] = not (penalised or sampling.logprobs >= 0 or slot in self.edits)
 
     def draws(self, at: npt.NDArray[np.int64]) -> Draws:
         found = np.empty(len(at), DRAWS)
@@ -103,7 +108,7 @@ class _Slots:
         return found
 
     def clear(self, slot: int) -> None:
-        self.put(slot, SlotSampling(temperature=0.0), 0, 1)
+        self.put(slot, _GREEDY, 0, 1)
 
 
 class _Plan:
@@ -155,9 +160,9 @@ class _Plan:
         self.scored = put(scored) if len(scored) else None
         self.top_counts = torch.from_numpy(logprobs.clip(min=0))
         self.most = int(logprobs.max(initial=0))
-        self.raced = not (edited or len(penalised) or len(scored))
-        self.plain = self.raced and not len(sampled)
-        self.draws: Draws | None = state.draws(at) if self.raced and len(sampled) else None
+        raced = bool(state.raced[at].all())
+        self.plain = raced and not len(sampled)
+        self.draws: Draws | None = state.draws(at) if raced and len(sampled) else None
 
 
 class Sampler:
@@ -220,11 +225,12 @@ class Sampler:
 
     def raced(self, slots: tuple[int, ...]) -> bool:
         """Whether nothing edits the logits of any of them, and no log-probabilities are wanted."""
-        return self._plan(slots).raced
+        return bool(self._slots.raced[list(slots)].all())
 
     def draws(self, slots: tuple[int, ...]) -> Draws | None:
         """How such are sampled; None when all are greedy."""
-        return self._plan(slots).draws
+        at = np.array(slots, dtype=np.int64)
+        return self._slots.draws(at) if self._slots.temperature[at].any() else None
 
     def sample(
         self,

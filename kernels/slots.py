@@ -112,7 +112,10 @@ class SlotTable:
             raise SlotError(f"{admission.computed} computed of {len(tokens)} tokens: at least one must be left to run")
         if admission.computed > len(pages) * self.page_size:
             raise SlotError(f"{admission.computed} computed tokens do not fit {len(pages)} pages")
-        self.tokens[slot, : len(tokens)] = self._platform.put(tokens.copy())
+        if self.here is not None:
+            self.here[slot, : len(tokens)] = tokens
+        else:
+            self.tokens[slot, : len(tokens)] = self._platform.put(tokens.copy())
         self.known[slot] = len(tokens)
         self.computed[slot] = admission.computed
         self.prompt_length[slot] = admission.prompt_length

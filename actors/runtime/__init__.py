@@ -1,6 +1,6 @@
 """An actor runtime for asyncio: typed messages, bounded mailboxes, supervision, and actors in child processes."""
 
-from actors.runtime.actor import Actor, Deferred, Later, handles, handles_in_thread
+from actors.runtime.actor import Actor, Answered, Deferred, Later, handles, handles_in_thread
 from actors.runtime.blank_process import BlankProcess
 from actors.runtime.clock import Clock, SystemClock
 from actors.runtime.context import ActorContext, Terminated
@@ -29,6 +29,7 @@ __all__ = [
     "ActorRef",
     "ActorStatus",
     "ActorSystem",
+    "Answered",
     "AskTimeout",
     "Backoff",
     "BlankProcess",

@@ -6,12 +6,13 @@ import types
 import typing
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, overload
 
 from actors.runtime.context import ActorContext
 from actors.runtime.message import Message, reply_type
 
-__all__ = ["Actor", "Deferred", "Handler", "Later", "handlers_of", "handles", "handles_in_thread"]
+__all__ = ["Actor", "Answered", "Deferred", "Handler", "Later", "handlers_of", "handles", "handles_in_thread"]
 
 P = TypeVar("P")
 R = TypeVar("R")
@@ -30,6 +31,15 @@ an unfinished one ends with its incarnation, when the asker gets ActorDied.
 
 Later = Future
 """A deferred answer of a handler in the actor's thread; the thread that fulfils it sends it."""
+
+
+@dataclass(frozen=True)
+class Answered(Generic[R]):
+    """An answer of a handler in the actor's thread that is sent before ``then`` is called there. What ``then`` raises
+    is a crash."""
+
+    answer: R
+    then: Callable[[], None]
 
 
 class Handler(NamedTuple):
@@ -80,8 +90,8 @@ def handles_in_thread(target: F, /) -> F:
     order in which they were sent, while the mailbox goes on beside it (and fewer messages of a lane than the window
     allows are under way): nothing of it wakes another thread, which costs
     more than a small message's handling. The method takes the message and when it was sent (seconds of the monotonic
-    clock, which this host's processes share), and returns the answer or a :data:`Later`. Errors are as elsewhere, but
-    a deadline ends the asker's wait only. An orderly stop waits for the message in hand.
+    clock, which this host's processes share), and returns the answer, a :data:`Later` or an :class:`Answered`. Errors
+    are as elsewhere, but a deadline ends the asker's wait only. An orderly stop waits for the message in hand.
     """
     handles(target)
     target.__in_thread__ = True  # type: ignore[attr-defined]

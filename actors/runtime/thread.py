@@ -9,7 +9,7 @@ from typing import Any, Union
 
 import msgspec
 
-from actors.runtime.actor import Later
+from actors.runtime.actor import Answered, Later
 from actors.runtime.errors import MessageTooLarge, RequestError
 from actors.runtime.frames import Frames, Kind, frame
 from actors.runtime.message import Message, current_actor, current_traceparent
@@ -82,6 +82,9 @@ class ActorThread:
         else:
             if isinstance(result, Later):
                 result.add_done_callback(partial(self._settle, correlation))
+            elif isinstance(result, Answered):
+                self._reply(correlation, result.answer)
+                result.then()
             else:
                 self._reply(correlation, result)
         return not self._over

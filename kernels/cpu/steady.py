@@ -9,9 +9,10 @@ import numpy.typing as npt
 from torch import Tensor
 
 from kernels.cpu import chains
+from kernels.cpu.native.library import Head, RowTokens
 from kernels.cpu.program import Program
 from kernels.platforms.operators import Draws
-from kernels.platforms.prepared import Advance, GuessChains, Guessed, HostPass, ObserveTokens, VerifyChains
+from kernels.platforms.prepared import Advance, GuessChains, Guessed, HostPass, ObserveTokens, ReachEnds, VerifyChains
 from kernels.platforms.rows import DecodeTokens, TokenTable
 
 __all__ = ["CpuPass"]
@@ -76,3 +77,42 @@ class CpuPass:
         self, table: TokenTable, logits: Tensor, likeliest: npt.NDArray[np.int64], broken: npt.NDArray[np.bool_]
     ) -> VerifyChains:
         return chains.verify(self._program, table, logits, likeliest, broken)
+
+    def reach(
+        self,
+        head: HostPass,
+        table: TokenTable,
+        hidden: Tensor,
+        last: Tensor,
+        found: Guessed,
+        broken: npt.NDArray[np.bool_],
+    ) -> ReachEnds:
+        assert isinstance(head, CpuPass)
+        model, then = self._program, head._program
+        native, room = model.native, len(last)
+        where, rows, tokens = chains.described(table), RowTokens(), np.zeros(room, dtype=np.int32)
+        drawn, unsound = np.zeros(room, dtype=np.int64), np.zeros(room, dtype=np.bool_)
+        draw = native.drawing(found.logits, drawn, unsound)
+        ending = Head(
+            ctypes.addressof(then.ops), then.count, hidden.data_ptr(), hidden.stride(0), last.data_ptr(), last.shape[1]
+        )
+        call = native.library.reach
+        before = (native.address, model.ops, model.count, *map(ctypes.byref, (where, rows, ending)))
+        results, drawing = (found.tokens.data_ptr(), broken.ctypes.data), ctypes.byref(draw)
+        held = (model, then, table, where, hidden, last, found, broken, drawn, unsound)
+
+        def reach(
+            slots: npt.NDArray[np.int64],
+            starts: npt.NDArray[np.int64],
+            counts: npt.NDArray[np.int64],
+            draws: Draws | None,
+        ) -> bytes | None:
+            assert held
+            rows.rows = len(slots)
+            rows.slots, rows.starts, rows.counts = slots.ctypes.data, starts.ctypes.data, counts.ctypes.data
+            if draws is not None:
+                draw.b = draws.ctypes.data
+            code = call(*before, *results, None if draws is None else drawing, tokens.ctypes.data)
+            return None if code else tokens[: len(slots)].tobytes()
+
+        return reach

@@ -22,6 +22,7 @@ __all__ = [
     "Guessed",
     "HostPass",
     "ObserveTokens",
+    "ReachEnds",
     "StepFound",
     "Steps",
     "Verify",
@@ -95,6 +96,12 @@ VerifyChains = Callable[[Longs, Longs, Longs, Longs, Draws | None], Longs | None
 has more, int64 [rows]; None when logits are not to be used: then nothing was done that is not done again."""
 
 
+ReachEnds = Callable[[Longs, Longs, Longs, Draws | None], bytes | None]
+"""Runs ``counts`` tokens of each of ``slots`` from position ``starts`` on, int64 [rows], to the last that is known.
+What follows, drawn as ``Draws`` [rows] say or the likeliest, is added to the table. -> these int32 [rows]; None when
+logits are not to be used: then nothing was done that is not done again."""
+
+
 @dataclass(frozen=True)
 class Guessed:
     """What a pass of a draft leaves: ``logits`` [rows, vocab], and the likeliest ``tokens`` int64 [rows] of them."""
@@ -146,4 +153,17 @@ class HostPass(Protocol):
         self, table: TokenTable, logits: Tensor, likeliest: Longs, broken: npt.NDArray[np.bool_]
     ) -> VerifyChains:
         """It is of the model, with results as ``advance`` has them."""
+        ...
+
+    def reach(
+        self,
+        head: HostPass,
+        table: TokenTable,
+        hidden: Tensor,
+        last: Tensor,
+        found: Guessed,
+        broken: npt.NDArray[np.bool_],
+    ) -> ReachEnds:
+        """It is of the model and leaves ``hidden`` [tokens, n]; those of the rows' last tokens are brought to ``last``
+        [rows, n], of which ``head`` makes ``found``, and ``broken`` as ``advance`` has it."""
         ...

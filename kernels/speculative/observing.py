@@ -98,13 +98,13 @@ class Observer:
         assert self._unseen is not None
         self._bound(self._unseen.add(slots, generations, positions, features if self._drafter.features else None))
 
-    def later_chunks(self, run: Run, rows: Longs) -> None:
-        """Rows of a run without guesses that are not to be seen, unless somebody guesses."""
+    def later_chunks(
+        self, slots: Longs, generations: Ints, starts: Longs, counts: Longs, features: Raw | None, places: Longs
+    ) -> None:
+        """``counts`` tokens of each slot from ``starts`` on that are not to be seen, unless somebody guesses.
+        ``places``: of the first of each among the ``features`` [tokens, n]."""
         assert self._unseen is not None
-        step, features = run.step, None if run.features is None else raw(run.features)
-        self._unseen.add_chunks(
-            step.slots[rows], run.generations[rows], step.starts[rows], step.counts[rows], features, step.offsets[rows]
-        )
+        self._unseen.add_chunks(slots, generations, starts, counts, features, places)
 
     def _bound(self, room: bool) -> None:
         """``room``: for another step of decodes."""

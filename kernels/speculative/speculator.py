@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from kernels.platforms.base import Platform
-from kernels.rows import StepRows
+from kernels.prompt_ends import Reached
+from kernels.rows import StepRows, ragged
 from kernels.sampling import Sampled, Sampler
 from kernels.slots import SlotTable
 from kernels.speculative.drafter import Drafter, DraftRows, Drafts
@@ -63,6 +64,7 @@ class Speculator:
         self._observer = Observer(drafter, platform, slots, settings.adaptive.enabled)
         self._last: Run | None = None
         self._chained: tuple[SeenHere, Ints] | None = None  # what a step of chains accepted, with its generations
+        self._reached: tuple[Reached, Ints] | None = None  # the same of a step that ran prompts to their ends
         self._found: tuple[Tensor, Tensor] | None = None  # the last step's outcome, and what follows each node passed
         self._grown: _Grown | None = None
         self._whole = True  # whether the last trees had all levels
@@ -98,10 +100,42 @@ class Speculator:
         """What a step on the host accepted is to be seen before the next one."""
         self._chained = seen, generations
 
+    def show_ends(self, reached: Reached, generations: Ints) -> None:
+        """The same of what a step without guesses ran on the host."""
+        self._reached = reached, generations
+
     def quiet(self, slots: Longs) -> bool:
         """Whether nothing is to be settled before another step of plain decodes like the last, whose ``slots`` these
         are, nor to be seen after it."""
-        return self._last is None and self._chained is None and self._observer.goes_on(slots)
+        idle = self._last is None and self._chained is None and self._reached is None
+        return idle and self._observer.goes_on(slots)
+
+    def rest(self) -> None:
+        """Let the drafter see what it has to see before the next step, whatever that is: the last was answered, and
+        nobody waits."""
+        chained, self._chained = self._chained, None
+        if chained is not None:
+            self._observer.show(*chained)
+        if not self._observer.dormant:
+            self._see_ends(False)
+
+    def _see_ends(self, later: bool) -> None:
+        """``later``: it can wait, and hardly a step guesses."""
+        if self._reached is None:
+            return
+        (reached, generations), self._reached = self._reached, None
+        # Of a request that does not speculate prompts are observed all the same: others may share them.
+        wanted = self._wants[reached.slots]
+        rows = np.flatnonzero(wanted if later else wanted | (reached.counts > 1))
+        if not len(rows):
+            return
+        slots, starts, counts = reached.slots[rows], reached.starts[rows], reached.counts[rows]
+        features = reached.features if self.drafter.features else None
+        first = (np.cumsum(reached.counts) - reached.counts)[rows]
+        if later:
+            self._observer.later_chunks(slots, generations[rows], starts, counts, features, first)
+        else:
+            self._observer.show(SeenHere(slots, starts, counts, features, ragged(first, counts)), generations[rows])
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -126,6 +160,7 @@ class Speculator:
         chained, self._chained = self._chained, None
         if chained is not None:
             self._observer.show(*chained)
+        self._see_ends(later and dormant)
         run, self._last = self._last, None
         if run is None:
             if not later:
@@ -136,7 +171,16 @@ class Speculator:
         counts = step.counts
         paths: Longs | None = None
         if later and dormant and not step.verifies and step.decodes < len(step.rows):
-            self._observer.later_chunks(run, np.flatnonzero(sound & self._wants[step.slots]))
+            kept = np.flatnonzero(sound & self._wants[step.slots])
+            features = None if run.features is None else raw(run.features)
+            self._observer.later_chunks(
+                step.slots[kept],
+                run.generations[kept],
+                step.starts[kept],
+                step.counts[kept],
+                features,
+                step.offsets[kept],
+            )
             return
         if later and self._observer.keeps and step.decodes == len(step.rows):
             kept = np.flatnonzero(sound & self._wants[step.slots])

@@ -71,6 +71,7 @@ class SteadyChains:
         return (
             self._rows == (batch.slots, batch.generations)
             and batch.counts == _ONE * len(self._slots)
+            and len(batch.drafts) == len(batch.slots)
             and not (batch.admitted or batch.released or batch.page_ids)
         )
 
@@ -90,7 +91,11 @@ class SteadyChains:
             if self._draws is not None and self._target.draw is None:
                 return False
             self._slots, self._rows = slots.astype(np.int64), (batch.slots, batch.generations)
-        slots = self._slots
+        return self.goes_on()
+
+    def goes_on(self) -> bool:
+        """Whether the rows that fitted last have another such step before them, were no more asked than that."""
+        state, slots = self._state, self._slots
         known, room = state.known[slots], state.page_count[slots] * state.page_size
         fits = (state.computed[slots] + 1 == known) & (known <= room) & (known < state.longest)
         return bool(fits.all()) and self._speculator.wanted(slots)

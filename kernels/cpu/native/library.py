@@ -21,6 +21,7 @@ __all__ = [
     "Behind",
     "BuildError",
     "Chain",
+    "Head",
     "Library",
     "Observation",
     "Op",
@@ -164,6 +165,19 @@ class Behind(ctypes.Structure):
     )
 
 
+class Head(ctypes.Structure):
+    """``Head`` of ends.h."""
+
+    _fields_ = (
+        ("ops", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("hidden", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
+        ("last", ctypes.c_void_p),
+        ("width", ctypes.c_int64),
+    )
+
+
 class Library:
     """The functions of one compiled library."""
 
@@ -208,6 +222,9 @@ class Library:
         self.verify = library.troupe_verify
         self.verify.argtypes = [pointer, pointer, number, table, rows, pointer, number, *[pointer] * 4]
         self.verify.restype = number
+        self.reach = library.troupe_reach
+        self.reach.argtypes = [pointer, pointer, number, table, rows, ctypes.POINTER(Head), *[pointer] * 4]
+        self.reach.restype = number
 
 
 def _ran(enough: int, function: object, arguments: tuple[object, ...]) -> None:

@@ -8,6 +8,7 @@
 #include "attention.h"
 #include "blocks.h"
 #include "chains.h"
+#include "ends.h"
 #include "experts.h"
 #include "fp8.h"
 #include "grouped.h"
@@ -428,6 +429,15 @@ int64_t troupe_verify(void* engine, const Op* ops, int64_t count, const SlotTabl
     StepMemory& memory = running.on.memory;
     likeliest = verify(running, memory, Ops{ops, count}, *table, *rows, tokens, stride, likeliest, draw);
     return accept(*table, *rows, likeliest, broken, memory, accepted);
+} catch (const std::exception&) {
+    return UNFIT;
+}
+
+// Sequences are run up to their last known tokens: see ends.h. -> an Advanced.
+int64_t troupe_reach(void* engine, const Op* ops, int64_t count, const SlotTable* table, const RowTokens* rows,
+                     const Head* head, const int64_t* likeliest, const uint8_t* broken, const Op* draw, int32_t* found) try {
+    const Running running(engine);
+    return reach(running, running.on.memory, Ops{ops, count}, *table, *rows, *head, likeliest, broken, draw, found);
 } catch (const std::exception&) {
     return UNFIT;
 }
