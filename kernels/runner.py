@@ -100,7 +100,7 @@ class ModelRunner:
         """
         begun, steady, granted = time.perf_counter(), self._captured.steady, None
         again = steady is not None and self._unsettled.nothing and steady.again(batch)
-        if steady is not None and again and (self._speculator is None or self._speculator.quiet(steady.slots)):
+        if steady is not None and again and (self._speculator is None or self._speculator.calm):
             granted = self._tenants.grant(batch)
             result = None if granted else self._run_steady(steady, batch, begun)
             if result is not None:

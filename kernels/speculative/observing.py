@@ -68,7 +68,8 @@ class Observer:
 
     def __init__(self, drafter: Drafter, platform: Platform, slots: SlotTable, adaptive: bool = False) -> None:
         self._drafter, self._platform, self._slots, self._adaptive = drafter, platform, slots, adaptive
-        self._rested = 0
+        self._wide = drafter.features
+        self._rested = self._unrested = 0  # steps without guesses, and those not yet counted among them
         self._backlog: list[_Seen] = []
         self._here: HostDrafts | None = None
         self._unseen: Unseen | None = None
@@ -87,16 +88,18 @@ class Observer:
     @property
     def dormant(self) -> bool:
         """Whether hardly a step guesses, so that what one computes is as a rule of no use to the drafter."""
-        return self._rested >= DORMANT
+        return self._adaptive and self._rested + self._unrested >= DORMANT
 
     def woken(self) -> None:
         """A step is to guess."""
+        self._count()
         self._rested = max(0, self._rested - WAKES)
 
-    def later(self, slots: Longs, generations: Ints, positions: Longs, features: Raw | None) -> None:
-        """Decodes that are not to be seen yet."""
+    def later(self, slots: Longs, generations: Ints, positions: Longs, features: Raw | None) -> bool:
+        """Decodes that are not to be seen yet. -> as ``more``."""
         assert self._unseen is not None
-        self._bound(self._unseen.add(slots, generations, positions, features if self._drafter.features else None))
+        self._unrested += 1
+        return self.bound(self._unseen.add(slots, generations, positions, features if self._wide else None))
 
     def later_chunks(
         self, slots: Longs, generations: Ints, starts: Longs, counts: Longs, features: Raw | None, places: Longs
@@ -106,26 +109,31 @@ class Observer:
         assert self._unseen is not None
         self._unseen.add_chunks(slots, generations, starts, counts, features, places)
 
-    def _bound(self, room: bool) -> None:
-        """``room``: for another step of decodes."""
-        if self._adaptive:
-            self._rested = min(self._rested + 1, 2 * DORMANT)
+    def bound(self, room: bool) -> bool:
+        """See or forget what is kept where there is no ``room`` for more. -> whether there was, or is now."""
+        self._count()
         if self.dormant and self._unseen is not None:
             self._unseen.forget()
-        elif not room:
+            return True
+        if not room:
             self.flush()
+        return room
 
-    def goes_on(self, slots: Longs) -> bool:
-        """Whether ``more`` of them may be kept without anything being seen."""
-        return self._unseen is not None and self._unseen.goes_on(slots)
+    def _count(self) -> None:
+        if self._adaptive:
+            self._rested = min(self._rested + self._unrested, 2 * DORMANT)
+        self._unrested = 0
 
-    def more(self, slots: Longs, features: Raw | None) -> bool:
-        """One more decode of each of the very ``slots`` that were to be seen ``later`` last. -> whether they were."""
+    def follows(self, slots: Longs) -> bool:
+        """Whether the very ``slots`` are those of which decodes were to be seen ``later`` last."""
+        return self._unseen is not None and self._unseen.follows(slots)
+
+    def more(self, features: Raw | None) -> bool:
+        """One more decode of each of these. -> whether there can be another without ``bound``."""
         assert self._unseen is not None
-        room = self._unseen.more(slots, features if self._drafter.features else None)
-        if room is not None:
-            self._bound(room)
-        return room is not None
+        room = self._unseen.more(features if self._wide else None)
+        self._unrested += 1
+        return room
 
     def add(self, run: Run, rows: Longs, counts: Longs, paths: Longs | None) -> None:
         """``rows`` of the run computed ``counts`` [all rows] tokens each, and in those that verified guesses they are

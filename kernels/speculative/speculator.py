@@ -67,6 +67,8 @@ class Speculator:
         self._reached: tuple[Reached, Ints] | None = None  # the same of a step that ran prompts to their ends
         self._found: tuple[Tensor, Tensor] | None = None  # the last step's outcome, and what follows each node passed
         self._grown: _Grown | None = None
+        self.calm = False
+        """Whether nothing is to be settled before another step of plain decodes like the last, nor to be seen after it."""
         self._whole = True  # whether the last trees had all levels
 
     @property
@@ -87,14 +89,20 @@ class Speculator:
 
         ``slots``: the same array for as long as the requests are the same.
         """
-        if self._observer.more(slots, features):
+        if self.calm:
+            self.calm = self._observer.more(features)
+            return
+        if self._observer.follows(slots):
+            self.calm = self._observer.bound(self._observer.more(features))
             return
         wants = self._wants[slots]
-        if not wants.all():
+        every = bool(wants.all())
+        if not every:
             slots, features = slots[wants], features[wants]
         if len(slots):
             state = self._slots
-            self._observer.later(slots, state.generation[slots], state.computed[slots] - 1, features)
+            room = self._observer.later(slots, state.generation[slots], state.computed[slots] - 1, features)
+            self.calm = every and room
 
     def show_next(self, seen: SeenHere, generations: Ints) -> None:
         """What a step on the host accepted is to be seen before the next one."""
@@ -103,12 +111,6 @@ class Speculator:
     def show_ends(self, reached: Reached, generations: Ints) -> None:
         """The same of what a step without guesses ran on the host."""
         self._reached = reached, generations
-
-    def quiet(self, slots: Longs) -> bool:
-        """Whether nothing is to be settled before another step of plain decodes like the last, whose ``slots`` these
-        are, nor to be seen after it."""
-        idle = self._last is None and self._chained is None and self._reached is None
-        return idle and self._observer.goes_on(slots)
 
     def rest(self) -> None:
         """Let the drafter see what it has to see before the next step, whatever that is: the last was answered, and
@@ -155,6 +157,7 @@ class Speculator:
         """
         dormant = self._observer.dormant
         later = not drafts and (dormant or not released)
+        self.calm = False
         if drafts:
             self._observer.woken()
         chained, self._chained = self._chained, None

@@ -38,12 +38,14 @@ def most_unseen(width: int) -> int:
 
 @dataclass
 class _Stretch:
-    """Steps in a row of the same requests: their positions in the first, and from which feature on each step's lie."""
+    """``steps`` in a row of the same requests: their positions in the first, whose features lie from ``begin`` on, those
+    of the others behind."""
 
     slots: Longs
     generations: Ints
     positions: Longs
-    begins: list[int]
+    begin: int
+    steps: int = 0
 
 
 @dataclass
@@ -65,6 +67,7 @@ class Unseen:
         self._most = most_unseen(width)
         room = len(state.known) * self._most
         self._features: Raw = np.zeros((room, width), dtype=np.int16)  # taken from the system as it is written
+        self._full = room - 2 * len(state.known)  # there may be no room for two more steps
         self._kept = self._steps = 0
         self._stretches: list[_Stretch] = []
         self._chunks: list[_Chunks] = []
@@ -91,50 +94,52 @@ class Unseen:
     def forget(self) -> None:
         """Keep the last steps alone, once there are twice as many."""
         steps = self._steps
-        if steps < 2 * LAST and self._kept + len(self._state.known) < len(self._features):
+        if steps < 2 * LAST and self._kept < self._full:
             return
         while self._stretches and steps > LAST:
             over = self._stretches[0]
-            cut = min(steps - LAST, len(over.begins))
+            cut = min(steps - LAST, over.steps)
             over.positions = over.positions + cut
-            del over.begins[:cut]
+            over.begin += cut * len(over.slots)
+            over.steps -= cut
             steps -= cut
-            if not over.begins and len(self._stretches) > 1:
+            if not over.steps and len(self._stretches) > 1:
                 self._stretches.pop(0)
-            elif not over.begins:
+            elif not over.steps:
                 break
-        first = next((each.begins[0] for each in self._stretches if each.begins), self._kept)
+        first = next((each.begin for each in self._stretches if each.steps), self._kept)
         self._chunks = [each for each in self._chunks if each.begins[0] >= first]
         for each in self._stretches:
-            each.begins = [begin - first for begin in each.begins]
+            each.begin -= first
         for chunks in self._chunks:
             chunks.begins = chunks.begins - first
         self._features[: self._kept - first] = self._features[first : self._kept].copy()
         self._kept, self._steps = self._kept - first, steps
 
     def add(self, slots: Longs, generations: Ints, positions: Longs, features: Raw | None) -> bool:
-        """A token of each slot, at the position after the one before. -> whether there is room for another step.
+        """A token of each slot, at the position after the one before. -> whether there is room for two more steps.
         ``features`` [rows, width]."""
-        self._stretches.append(_Stretch(slots, generations, positions, []))
-        return self._keep(slots, features)
+        stretch = _Stretch(slots, generations, positions, self._kept)
+        self._stretches.append(stretch)
+        return self._keep(stretch, features)
 
-    def goes_on(self, slots: Longs) -> bool:
-        """Whether ``slots`` are what was added last, and room is left after one more step of them."""
-        return bool(self._stretches) and self._stretches[-1].slots is slots and self._steps + 1 < self._most
+    def follows(self, slots: Longs) -> bool:
+        """Whether ``slots`` are what was added last, and nothing was since."""
+        last = self._stretches[-1] if self._stretches else None
+        return last is not None and last.slots is slots and last.begin + last.steps * len(slots) == self._kept
 
-    def more(self, slots: Longs, features: Raw | None) -> bool | None:
-        """The same, one position on; None, and nothing is kept, when ``slots`` is not what was added last."""
-        if not self._stretches or self._stretches[-1].slots is not slots:
-            return None
-        return self._keep(slots, features)
+    def more(self, features: Raw | None) -> bool:
+        """The same of the slots that were added last, one position on."""
+        return self._keep(self._stretches[-1], features)
 
-    def _keep(self, slots: Longs, features: Raw | None) -> bool:
-        begin, rows = self._kept, len(slots)
+    def _keep(self, stretch: _Stretch, features: Raw | None) -> bool:
+        begin = self._kept
+        self._kept = end = begin + len(stretch.slots)
         if features is not None:
-            self._features[begin : begin + rows] = features
-        self._stretches[-1].begins.append(begin)
-        self._kept, self._steps = begin + rows, self._steps + 1
-        return self._steps < self._most and self._kept + len(self._state.known) < len(self._features)
+            self._features[begin:end] = features
+        stretch.steps += 1
+        self._steps += 1
+        return self._steps + 1 < self._most and end < self._full
 
     def take(self) -> SeenHere | None:
         """Of requests that are there still the last tokens that follow one another, those with the fewest first;
@@ -154,10 +159,10 @@ class Unseen:
                 places.append(ragged(part.begins[alive], part.counts[alive]))
         for each in stretches:
             alive = np.flatnonzero(state.active[each.slots] & (state.generation[each.slots] == each.generations))
-            steps = np.arange(len(each.begins))[:, None]
+            steps = np.arange(each.steps)[:, None]
             slots.append(np.tile(each.slots[alive], len(steps)))
             positions.append((each.positions[alive] + steps).reshape(-1))
-            places.append((np.array(each.begins)[:, None] + alive).reshape(-1))
+            places.append((each.begin + steps * len(each.slots) + alive).reshape(-1))
         if not any(map(len, slots)):
             return None
         owners, at, found = (np.concatenate(parts) for parts in (slots, positions, places))
