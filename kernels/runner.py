@@ -220,8 +220,11 @@ class ModelRunner:
             self._outputs.rest(step, found, answer)
         return self._running(batch.number, answer, writes, begun, prepared)
 
-    def _run_steady(self, steady: SteadyDecodes, batch: StepBatch, begun: float) -> RunningStep | None:
-        """None when it is not for them, or a row is not finite: then nothing was done that is not done again."""
+    def _run_steady(
+        self, steady: SteadyDecodes, batch: StepBatch, begun: float, vain: bool = False
+    ) -> RunningStep | None:
+        """None when it is not for them, or a row is not finite: then nothing was done that is not done again. ``vain``:
+        guesses were asked for."""
         prepared = time.perf_counter()
         tokens = steady.run()
         if tokens is None:
@@ -230,11 +233,15 @@ class ModelRunner:
             return _of_no_use(batch)
         rows = len(steady.slots)
         if self._speculator is not None and self._captured.target is not None:
-            self._speculator.show_later(steady.slots, self._captured.target.features[:rows])
+            features = self._captured.target.features[:rows]
+            if vain:
+                self._speculator.show_vain(steady.slots, features, _ints(batch.generations))
+            else:
+                self._speculator.show_later(steady.slots, features)
         ended = self._ended = time.perf_counter()
         timing = StepTiming(prepare=prepared - begun, run=ended - prepared, graph_rows=rows, whole=ended - begun)
         result = StepResult(batch.number, accepted=batch.counts, tokens=tokens, timing=timing)
-        return RunningStep(lambda: result, True)
+        return RunningStep(lambda: result, True, self._rest if vain else None)
 
     def _run_chains(self, chains: SteadyChains, batch: StepBatch, begun: float, seen: float) -> RunningStep | None:
         """None when it is not for them: then nothing was done that is not done again. ``seen``: seconds that observing
@@ -247,7 +254,8 @@ class ModelRunner:
             return None
         if trees.counts.max() == 1:
             steady = self._captured.steady
-            return self._run_steady(steady, batch, begun) if steady is not None and steady.fits(batch) else None
+            fits = steady is not None and steady.fits(batch)
+            return self._run_steady(steady, batch, begun, vain=True) if steady is not None and fits else None
         prepared = time.perf_counter()
         found = chains.run(batch, trees)
         if found is None:

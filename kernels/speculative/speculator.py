@@ -68,7 +68,7 @@ class Speculator:
         self._found: tuple[Tensor, Tensor] | None = None  # the last step's outcome, and what follows each node passed
         self._grown: _Grown | None = None
         self.calm = False
-        """Whether nothing is to be settled before another step of plain decodes like the last, nor to be seen after it."""
+        """Whether before more of the decodes that were run last nothing is to be settled, nor to be seen after them."""
         self._whole = True  # whether the last trees had all levels
 
     @property
@@ -103,6 +103,14 @@ class Speculator:
             state = self._slots
             room = self._observer.later(slots, state.generation[slots], state.computed[slots] - 1, features)
             self.calm = every and room
+
+    def show_vain(self, slots: Longs, features: Raw, generations: Ints) -> None:
+        """The same where there was no guess to make, though some were asked for."""
+        if not self.drafter.needs_host_tokens:  # whose next guess wants this token, and a glance at it costs nothing
+            self.show_later(slots, features)
+            return
+        ones = np.ones(len(slots), dtype=np.int64)
+        self.show_next(SeenHere(slots, self._slots.computed[slots] - 1, ones, None, ones), generations)
 
     def show_next(self, seen: SeenHere, generations: Ints) -> None:
         """What a step on the host accepted is to be seen before the next one."""

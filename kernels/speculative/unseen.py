@@ -38,8 +38,8 @@ def most_unseen(width: int) -> int:
 
 @dataclass
 class _Stretch:
-    """``steps`` in a row of the same requests: their positions in the first, whose features lie from ``begin`` on, those
-    of the others behind."""
+    """``steps`` in a row of the same requests: their positions in the first, whose features lie from ``begin`` on,
+    those of the others behind."""
 
     slots: Longs
     generations: Ints

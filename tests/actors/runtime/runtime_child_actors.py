@@ -10,12 +10,14 @@ import sys
 import threading
 import time
 import warnings
+from functools import partial
 from typing import ClassVar
 
 import msgspec
 
 from actors.runtime import (
     Actor,
+    Answered,
     Lane,
     Later,
     Message,
@@ -159,7 +161,7 @@ class Bequeath(Message[ChildProtocol, None], frozen=True):
 
 
 class Work(Message[ChildProtocol, str], frozen=True):
-    """Of the actor's thread. `how`: say (the trace context), size, refuse, fail, later, later fail, held."""
+    """Of the actor's thread. `how`: say (the trace context), size, refuse, fail, later, later fail, held, first."""
 
     how: str
     text: str = ""
@@ -324,7 +326,7 @@ class ChildActor(Actor[ChildProtocol]):
 
 class ChildWithThread(ChildActor):
     @handles_in_thread
-    def work(self, message: Work, sent: float) -> str | Later[str]:
+    def work(self, message: Work, sent: float) -> str | Answered[str] | Later[str]:
         assert threading.current_thread() is not threading.main_thread()
         assert 0.0 <= time.monotonic() - sent < 600.0
         if message.how == "refuse":
@@ -338,6 +340,8 @@ class ChildWithThread(ChildActor):
             self.end = f"after {message.text}"
         if message.how == "size":
             return "x" * int(message.text)
+        if message.how.startswith("first"):
+            return Answered("first", partial(self._then, message.how, message.text))
         if not message.how.startswith("later"):
             return current_traceparent.get() or message.text
         later: Later[str] = Later()
@@ -350,6 +354,13 @@ class ChildWithThread(ChildActor):
 
         threading.Thread(target=fulfil).start()
         return later
+
+    def _then(self, how: str, gate: str) -> None:
+        if how == "first fail":
+            raise ValueError("lost after the answer")
+        while not os.path.exists(gate):
+            time.sleep(0.005)
+        self.end = f"after {gate}"
 
 
 def _fail_step() -> None:

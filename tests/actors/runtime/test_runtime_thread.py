@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,24 @@ async def test_a_request_error_is_the_askers_and_anything_else_a_death(system: A
             await ref.ask(Work(bad), timeout=60)
         assert await ref.ask(Work("say", "alive"), timeout=60) == "alive"
         assert system.describe()[0].incarnation == number
+
+
+async def test_an_answer_that_comes_first_waits_for_nothing_and_what_follows_it_is_the_threads(
+    system: ActorSystem, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ref = await spawn(system, stop_timeout=60.0)
+    gate = tmp_path / "gate"
+    assert await ref.ask(Work("first", str(gate)), timeout=60) == "first"
+    after = asyncio.create_task(ref.ask(Work("say", "after"), timeout=60))
+    assert await ref.ask(Ping(), timeout=60) == "pong"
+    assert not after.done()
+    gate.touch()
+    assert await after == "after"
+    with suppress(ActorDied):  # its death may be told before its answer
+        assert await ref.ask(Work("first fail"), timeout=60) == "first"
+    await until(lambda: system.describe()[0].incarnation == 1, "it lived on")
+    assert await ref.ask(Work("say", "alive"), timeout=60) == "alive"
+    assert "lost after the answer" in caplog.text
 
 
 async def test_an_orderly_stop_waits_for_the_message_in_hand(

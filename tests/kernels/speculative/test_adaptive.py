@@ -5,7 +5,7 @@ import random
 import msgspec
 import pytest
 
-from kernels.speculative.adaptive import AdaptiveConfig, AdaptiveSteps, Track
+from kernels.speculative.adaptive import STREAK, AdaptiveConfig, AdaptiveSteps, Track
 
 PLAIN, LEVEL, NODE = 1.0, 0.12, 0.04
 
@@ -313,3 +313,57 @@ def test_tracks_are_apart() -> None:
     policy.judged(one, 0, 1)
     assert isinstance(one, Track)
     assert other.hits[0] > one.hits[0]
+
+
+def test_what_a_draft_sees_after_a_pause_is_lost_and_no_part_of_what_guesses_cost() -> None:
+    policy = chain()
+    World(policy, [0.9]).run(100)
+    cost = policy._cost(1)
+
+    def guessed(seconds: float) -> tuple[float, float]:
+        """What is expected of such a step then, and what was lost by this one."""
+        credit = cost.credit = 0.0
+        policy.timed(1, 3, 3, seconds, 0)
+        return cost.expected(3, 3), credit - cost.credit
+
+    usual = PLAIN + 3 * (LEVEL + NODE)
+    held, lost = guessed(usual)
+    for pause in (lambda: policy.timed(1, 0, 0, PLAIN, 0), policy.interrupted):
+        pause()
+        expected, more = guessed(1.6 * usual)
+        assert expected <= held
+        assert more > lost + 0.5 * usual
+    expected, more = guessed(1.6 * usual)  # without one it is believed to be the machine's, in part
+    assert expected > held
+    assert more < lost + 0.4 * usual
+
+
+def test_a_plain_step_that_sees_to_what_guesses_left_does_not_say_what_plain_steps_cost() -> None:
+    policy = chain()
+    World(policy, [0.9]).run(100)
+    cost = policy._cost(1)
+    plain = cost.plain
+    policy.timed(1, 3, 3, 1.5, 0)
+    policy.timed(1, 0, 0, 1.2 * plain, 0)
+    assert cost.plain == plain
+    policy.timed(1, 0, 0, 1.2 * plain, 0)
+    assert cost.plain > plain
+
+
+def test_a_probe_that_was_right_is_followed_by_others_at_once() -> None:
+    world = World(chain(), [0.01])
+    world.run(400)
+    world.chances = [1.0]
+    while not world.levels[-1][0]:
+        world.step()
+    for _ in range(STREAK):
+        world.step()
+        assert world.levels[-1][0]
+
+
+def test_deep_drafts_are_come_to_by_twice_the_depth_that_was_tried() -> None:
+    world = World(chain(16), [0.99] * 8, node=0.01)
+    world.run(200)
+    depths = [max(levels) for levels in world.levels if any(levels)]
+    assert max(depths) == 16
+    assert all(depth <= 2 * max(depths[:number]) for number, depth in enumerate(depths) if number)

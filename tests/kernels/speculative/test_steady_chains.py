@@ -241,6 +241,66 @@ def dormant(drive, algorithm="EAGLE"):
     return driver
 
 
+def test_a_few_steps_with_guesses_wake_a_draft_however_long_it_slept(drive):
+    driver = dormant(drive)
+    for _ in range(90):
+        driver.step([(1, 1)])
+    for _ in range(4):
+        driver.step([(1, 1)], {1: 4})
+    assert not driver.runner._speculator.observer.dormant
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, MIXED], ids=["greedy", "sampled"])
+def test_prompts_are_run_to_their_ends_in_one_call_and_seen_while_nobody_waits(sampling, drive, said):
+    """Alone, together and beside decodes; long ones, and those whose scores are wanted, are left to others."""
+    driver, _ = guessing(drive, "EAGLE3")
+    ends, speculator = driver.runner._captured.ends, driver.runner._speculator
+    ran, shown = [], []
+    run, show = ends.run, speculator.observer.show
+
+    def spy(batch):
+        found = run(batch)
+        if found is not None:
+            ran.append(len(found.slots))
+        return found
+
+    ends.run = spy
+    speculator.observer.show = lambda seen, *rest: shown.append(seen.counts.tolist()) or show(seen, *rest)
+    truths = said.get(sampling[1])
+    if truths is None:
+        truths = said[sampling[1]] = truth(drive, MODEL_DIR, ASKED, sampling, LENGTH + 20, **OPTIONS)[0]
+    for slot in (1, 2):
+        driver.admit(slot, ASKED[slot - 1], sampling=sampling[slot - 1])
+    driver.step([(1, 5), (2, 23)])
+    assert (ran, shown) == ([2], [])
+    speculator.rest()
+    assert shown == [[5, 23]]
+    driver.admit(3, ASKED[2], sampling=sampling[2])
+    driver.step([(1, 1), (2, 1), (3, 10)])  # not to its end
+    driver.step([(1, 1), (2, 1), (3, 7)])
+    assert ran == [2, 3]
+    driver.admit(4, ASKED[3], sampling=msgspec.structs.replace(sampling[3], prompt_logprobs=0))
+    driver.step([(4, 40)])
+    driver.admit(5, ASKED[3] + truths[3][40:60])
+    driver.step([(5, 60)])
+    assert ran == [2, 3]
+    for slot in (1, 2, 3, 4):
+        assert driver.tokens[slot] == truths[slot - 1][: len(driver.tokens[slot])]
+
+
+def test_a_prompt_that_is_not_finite_is_left_to_others(drive):
+    driver, _ = guessing(drive, "EAGLE3")
+    driver.admit(1, ASKED[1])
+    driver.step([(1, 10)])
+    with torch.inference_mode():
+        driver.runner._caches[0][driver.pages[1][0]] = float("nan")
+    driver.admit(2, ASKED[0])
+    result = driver.step([(1, 13), (2, 5)])
+    assert [error.slot for error in result.failed] == [1]
+    assert ints(result.accepted) == [0, 1]
+    assert driver.runner._speculator._reached is None
+
+
 @pytest.mark.parametrize("algorithm", ["EAGLE", "STANDALONE"])
 def test_a_request_without_guesses_comes_while_a_draft_hardly_guesses(algorithm, drive):
     driver = dormant(drive, algorithm)
