@@ -351,7 +351,7 @@ def test_a_plain_step_that_sees_to_what_guesses_left_does_not_say_what_plain_ste
 
 
 def test_a_probe_that_was_right_is_followed_by_others_at_once() -> None:
-    world = World(chain(), [0.01])
+    world = World(chain(), [0.01], node=0.5)  # of which most must be right
     world.run(400)
     world.chances = [1.0]
     while not world.levels[-1][0]:
@@ -362,7 +362,9 @@ def test_a_probe_that_was_right_is_followed_by_others_at_once() -> None:
 
 
 def test_deep_drafts_are_come_to_by_twice_the_depth_that_was_tried() -> None:
-    world = World(chain(16), [0.99] * 8, node=0.01)
+    policy = chain(16)
+    World(policy, [0.99], node=0.01).run(200)  # from which more rows expect as much
+    world = World(policy, [0.99] * 8, node=0.01)
     world.run(200)
     depths = [max(levels) for levels in world.levels if any(levels)]
     assert max(depths) == 16

@@ -283,9 +283,22 @@ def test_prompts_are_run_to_their_ends_in_one_call_and_seen_while_nobody_waits(s
     driver.step([(4, 40)])
     driver.admit(5, ASKED[3] + truths[3][40:60])
     driver.step([(5, 60)])
+    driver.admit(6, ASKED[3], sampling=SlotSampling(temperature=0.0, frequency_penalty=0.5))
+    driver.step([(6, 40)])
     assert ran == [2, 3]
     for slot in (1, 2, 3, 4):
         assert driver.tokens[slot] == truths[slot - 1][: len(driver.tokens[slot])]
+
+
+def test_n_grams_are_told_of_steps_that_they_had_no_guess_for_while_nobody_waits(drive):
+    driver, rows = guessing(drive, "NGRAM")
+    speculator = driver.runner._speculator
+    driver.admit(1, ASKED[3])
+    driver.step([(1, 40)])
+    driver.step([(1, 1)], {1: 4})
+    speculator.rest()
+    assert not rows
+    assert speculator.drafter._told[1] == len(driver.tokens[1])
 
 
 def test_a_prompt_that_is_not_finite_is_left_to_others(drive):
