@@ -297,11 +297,11 @@ def attend_raw(
     ``lengths``, ``pages`` and what the cache has of earlier tokens must not be of a kernel that may run still: a kernel
     launched without overlap, a copy or the begin of a graph stands between.
     """
-    rows, every, dim = qkv.shape
+    every, dim = qkv.shape[1:]
     if shape is None:
-        shape = raw_shape(rows, cache.shape[2], _dim_block(dim), qkv.element_size() == 4, qkv.device)
+        shape = raw_shape(_dim_block(dim), qkv.element_size() == 4)
     queries = qkv[:, : every - 2 * cache.shape[2]]
-    splits = min(splits, triton.next_power_of_2(triton.cdiv(pages.shape[1] * cache.shape[3], shape.part)))
+    splits = min(splits, triton.next_power_of_2(triton.cdiv(pages.shape[1] * cache.shape[3], shape.part or shape.lead)))
     _launch(queries, raw, shape, cache, None, pages, lengths, window, scale, splits, scratch, out)
 
 
@@ -328,7 +328,7 @@ def _launch(
     wide, dim_block, group = queries.element_size() == 4, _dim_block(dim), heads // kv_heads
     block, lead, least, warps, stages = 32 if wide else 64, 0, 1, 4, 2 if wide else 3
     if shape is not None:
-        lead, least, warps, stages = shape.lead, shape.part // block, shape.warps, shape.stages
+        lead, least, warps, stages = shape.lead, (shape.part or shape.lead) // block, shape.warps, shape.stages
     partial, stats, arrived = scratch.room(rows, heads, kv_heads, dim, splits)
     pdl = overlapping(queries.device)
     _decode[(rows, kv_heads, splits)](

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from kernels.cuda.launch import roomy
+__all__ = ["MOST_ROWS", "RawHeads", "Shape", "begin_raw", "raw_shape"]
 
-__all__ = ["RawHeads", "Shape", "begin_raw", "raw_shape"]
-
-_FEW_PROGRAMS, _SOME_PROGRAMS = 32, 264  # rows and key heads, each a program, one or two to a multiprocessor
+MOST_ROWS = 1  # of more, two kernels are quicker where sequences are longer than some hundred tokens
 
 
 @triton.jit
@@ -133,21 +130,15 @@ class RawHeads:
 class Shape:
     """Of programs over raw queries. ``lead``: tokens that each reads before the projection has ended, a power of two
     and at least 64 (32 in float32). ``stages`` of the loop over the rest. ``part``: tokens that a part has at least, a
-    multiple of ``lead``: to put parts together takes longer than to read some more tokens.
+    multiple of ``lead``, if not 0: as many.
     """
 
     lead: int
     warps: int
     stages: int = 3
-    part: int = 256
+    part: int = 0
 
 
-def raw_shape(rows: int, kv_heads: int, dim_block: int, wide: bool, device: torch.device) -> Shape:
-    """Alone on their multiprocessors, programs read all at once; where there are more, several share one."""
-    programs = rows * kv_heads
-    if wide:
-        return Shape(32, 4, 2)
-    if programs > _SOME_PROGRAMS or not roomy(device):
-        return Shape(64, 4 if dim_block <= 128 else 8)
-    most = 256 if programs <= _FEW_PROGRAMS else 128
-    return Shape(max(64, min(most, 32768 // dim_block)), 8)
+def raw_shape(dim_block: int, wide: bool) -> Shape:
+    """What is quickest for a row, seen on an H200 with heads of 128."""
+    return Shape(32, 4, 2) if wide else Shape(max(64, min(128, 16384 // dim_block)), 4)

@@ -25,7 +25,7 @@ from kernels.cuda.heads import place_heads
 from kernels.cuda.moving import move_accepted, move_caches
 from kernels.cuda.narrow_cache import NarrowCache
 from kernels.cuda.norms import CudaNorm
-from kernels.cuda.raw_heads import RawHeads
+from kernels.cuda.raw_heads import MOST_ROWS, RawHeads
 from kernels.cuda.sampling import likeliest
 from kernels.cuda.steps import StepGraphs
 from kernels.device_memory import device_memory, step_memory
@@ -284,7 +284,7 @@ class CudaPlatform(CudaLayers):
         plan: AttentionPlan,
         scale: float,
     ) -> Tensor:
-        if isinstance(cache, NarrowCache) or not plan.only_decodes:
+        if isinstance(cache, NarrowCache) or not plan.only_decodes or len(qkv) > MOST_ROWS:
             return super().attend_heads(qkv, heads, norm, cos, sin, cache, index, plan, scale)
         assert norm is None or isinstance(norm, CudaNorm)
         gains, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)

@@ -119,7 +119,8 @@ def _measure(model: _Model, rows: int) -> None:
     from kernels.cuda.raw_heads import Shape
 
     ways: dict[str, Shape | None] = {"products": None, "two kernels": None, "one": None}
-    ways |= {f"one, {shape[0]} tokens, {shape[1]} warps, {shape[2]} stages, parts of {shape[3]}": Shape(*shape) for shape in SHAPED}
+    for lead, warps, stages, part in SHAPED:
+        ways[f"one, {lead} tokens, {warps} warps, {stages} stages, parts of {part}"] = Shape(lead, warps, stages, part)
     graphs: dict[str, Callable[[], None]] = {}
     found: dict[str, Tensor] = {}
     model.lengthen(CONTEXTS[0])
