@@ -31,12 +31,13 @@ def write_gguf(
     replaced: Mapping[str, tuple[np.ndarray, gguf.GGMLQuantizationType]] | None = None,
     apart: bool = False,
     change: Callable[[Any], None] | None = None,
+    tensors: Callable[[Any], None] | None = None,
 ) -> Path:
     """``model`` as ``file``. Matrices are of type ``kind`` where their rows allow it, else float32.
 
     ``replaced``: tensors by their names in the file. ``apart``: experts are tensors of their own, as files of early
-    2024 have them. ``change``: says what it likes over what the model's own files say. The tokenizer, where there is
-    one, must be byte-level BPE.
+    2024 have them. ``change``: says what it likes over what the model's own files say; ``tensors``: adds some. The
+    tokenizer, where there is one, must be byte-level BPE.
     """
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     family = config["architectures"][0].removesuffix("ForCausalLM").lower()
@@ -66,8 +67,8 @@ def write_gguf(
     if (model / "tokenizer.json").is_file():
         _tokenizer(writer, model, pre)
     names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, arch.upper()), config["num_hidden_layers"])
-    tensors = load_file(model / "model.safetensors")
-    for name, tensor in (tensors if apart else _stacked(tensors)).items():
+    held = load_file(model / "model.safetensors")
+    for name, tensor in (held if apart else _stacked(held)).items():
         if name == "lm_head.weight" and config.get("tie_word_embeddings"):
             continue
         values = tensor.float().numpy()
@@ -83,6 +84,8 @@ def write_gguf(
         own = names.get_name(name, try_suffixes=(".weight", ".bias")) or _of_expert(name)
         stored, chosen = (replaced or {}).get(own) or (gguf.quants.quantize(values, chosen), chosen)
         writer.add_tensor(own, stored, raw_dtype=chosen)
+    if tensors is not None:
+        tensors(writer)
     if change is not None:
         change(_Over(writer))
     writer.write_header_to_file()

@@ -2,7 +2,9 @@
 
 llama.cpp rotates neighbours of a head where Hugging Face rotates its halves, so files of the llama architecture hold
 the rows of query and key projections in another order; here they are as they were. Types are those that the gguf
-package can make floats of.
+package can make floats of. A matrix may have a factor in a tensor of its own, as converters of NVFP4 checkpoints write
+it: ``blk.N.ffn_up.scale`` float32 [1], of stacked experts [experts]. What there is about inputs (``input_scale``) is
+not used: they are not rounded.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from kernels.models.names import is_projection
 from kernels.parallel.partition import Part
 from kernels.quantization.scheme import Scheme
 
-__all__ = ["READ", "GgufCheckpoint"]
+__all__ = ["READ", "GgufCheckpoint", "factor_of", "not_finite"]
 
 _log = logging.getLogger("troupe.kernels")
 
@@ -34,10 +36,12 @@ READ = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
     *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
     *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
-    *("TQ1_0", "TQ2_0", "MXFP4"),
+    *("TQ1_0", "TQ2_0", "MXFP4", "NVFP4"),
 )
-"""Types of tensors that are read."""
+"""Types of tensors that are read: all that the gguf package makes floats of."""
 
+_BESIDE = (".scale", ".input_scale")
+_FLOATS = ("F32", "F16", "BF16")
 _CHUNK = 1 << 22
 """Elements made floats of at a time: weights are never whole in float32."""
 
@@ -105,6 +109,8 @@ class GgufCheckpoint:
                 wrong.append(f"{foreign} has shape {list(info.shape)}, the metadata asks for {list(shape)}")
             elif (problem := self._problem(info)) is not None:
                 wrong.append(f"{foreign} {problem}")
+            elif (problem := self._factor_problem(foreign, info)) is not None:
+                wrong.append(f"{factor_of(foreign)} {problem}")
         layers = {name.split(".")[1] for name in expected if name.startswith("blk.")}
         wrong += [
             f"{name} is in the file and not in the model"
@@ -113,6 +119,7 @@ class GgufCheckpoint:
             and name.split(".")[1] in layers
             and name not in expected
             and not name.endswith("attn_rot_embd")
+            and not (name.endswith(_BESIDE) and f"{name.rpartition('.')[0]}.weight" in expected)
         ]
         if wrong:
             more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
@@ -134,12 +141,34 @@ class GgufCheckpoint:
             return f"ends at byte {end}, and the file at {self._header.size}"
         return None
 
+    def _factor_problem(self, foreign: str, info: TensorInfo) -> str | None:
+        """What is wrong with the factor of a tensor; None: nothing, or it has none."""
+        factor = self._tensors.get(factor_of(foreign))
+        if factor is None:
+            return None
+        count = info.shape[0] if len(info.shape) == 3 else 1
+        if factor.kind not in self._kinds or self._kinds[factor.kind].name != "F32" or factor.shape != (count,):
+            return f"must be {count} float32, and is of type {factor.kind} and shape {list(factor.shape)}"
+        if (problem := self._problem(factor)) is None and not np.isfinite(self._floats32(factor)).all():
+            problem = "is not finite (NaN or infinite)"
+        return problem
+
+    def _floats32(self, info: TensorInfo) -> np.ndarray[Any, np.dtype[np.float32]]:
+        return self._rows(info).reshape(-1).view(np.float32)
+
+    def _factor(self, name: str) -> float:
+        """What a checked tensor's values are multiplied with."""
+        factor = self._tensors.get(factor_of(self._names.foreign(name)))
+        if factor is None:
+            return 1.0
+        return float(self._floats32(factor)[(expert_of(name) or 0) if self._names.stacked(name) else 0])
+
     def _tell(self, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme | None) -> None:
         kinds: Counter[str] = Counter()
         for name, shape in shapes.items():
             if len(shape) == 2 and not (scheme is not None and _stays(name, (shape[0], shape[1]), scheme)):
                 kinds[self._kinds[self._tensors[self._names.foreign(name)].kind].name] += 1
-        made = [f"{count} of {kind}" for kind, count in kinds.items() if kind not in ("F32", "F16", "BF16")]
+        made = [f"{count} of {kind}" for kind, count in kinds.items() if kind not in _FLOATS]
         if made:
             _log.info("%s: weights made floats of while they are loaded: %s", self._header.path, ", ".join(made))
 
@@ -173,17 +202,20 @@ class GgufCheckpoint:
     def floats(self, name: str) -> Tensor:
         """A whole tensor, float32 on the host. Raises GgufError."""
         info = self._info(name)
+        foreign = self._names.foreign(name)
         problem = "is missing" if info is None else self._problem(info)
+        if info is not None and problem is None:
+            problem = self._factor_problem(foreign, self._tensors[foreign])
         if info is None or problem is not None:
-            raise GgufError(f"{self._header.path}: {self._names.foreign(name)} {problem}; download it again")
+            raise GgufError(f"{self._header.path}: {foreign} {problem}; download it again")
         found = torch.empty(info.shape)
         self.fill(name, found, None)
         return found
 
     def fill(self, name: str, target: Tensor, part: Part | None) -> None:
-        """Write a part of a checked tensor to ``target``, in its dtype."""
+        """Write a part of a checked tensor to ``target``, in its dtype. Raises GgufError."""
         info = self._checked(name)
-        kind, rows = self._kinds[info.kind], self._rows(info)
+        kind, rows, factor = self._kinds[info.kind], self._rows(info), self._factor(name)
         order = self._order(name, info.shape[0])
         if len(info.shape) == 1:
             whole = self._quants.dequantize(rows, kind).reshape(-1)
@@ -196,9 +228,25 @@ class GgufCheckpoint:
             end = min(begin + step, last)
             chosen = rows[begin:end] if order is None else rows[order[begin:end]]
             values = torch.from_numpy(np.array(self._quants.dequantize(chosen, kind), np.float32))
+            if kind.name not in _FLOATS and not bool(values.isfinite().all()):
+                raise not_finite(self._names.foreign(name))
+            if factor != 1.0:
+                values *= factor
             if part is not None and part.dimension == 1:
                 values = part.of(values)
             target[begin - first : end - first].copy_(values)
+
+
+def factor_of(foreign: str) -> str:
+    """What the factor of a tensor is called, where it has one."""
+    return f"{foreign.rpartition('.')[0]}.scale"
+
+
+def not_finite(foreign: str) -> GgufError:
+    return GgufError(
+        f"{foreign} has scales that are not finite (NaN or infinite): the file is broken; download it again, or "
+        "quantize the model anew"
+    )
 
 
 def _as_matrix(name: str, info: TensorInfo) -> TensorInfo:

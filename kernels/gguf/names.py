@@ -89,6 +89,8 @@ class Names:
         """The other way, of a tensor of so many ``experts`` all of theirs; none for a tensor that has no such name, or
         of more experts than are read."""
         module, _, kind = name.rpartition(".")
+        if kind not in ("weight", "bias"):
+            return []
         if module in _OWN_WHOLE:
             return [f"{_OWN_WHOLE[module]}.{kind}"]
         layer, _, part = module.removeprefix("blk.").partition(".")

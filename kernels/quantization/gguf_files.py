@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from kernels.gguf.blocks import KINDS, half
-from kernels.gguf.header import GgufError, GgufHeader
+from kernels.gguf.checkpoint import factor_of, not_finite
+from kernels.gguf.header import GgufHeader
 from kernels.gguf.names import Names, experts_apart
 from kernels.quantization.gguf_weight import BlockRows, GgufWeight
 from kernels.quantization.scheme import Files, Scheme, Stored
@@ -34,8 +35,10 @@ class GgufScheme(Scheme):
         self._names = Names(experts_apart(header.tensors))
 
     def _kind(self, module: str) -> int:
-        found = self._tensors.get(self._foreign(module))
-        return -1 if found is None else found.kind
+        """-1 of one that becomes floats: blocks have no place for a factor."""
+        foreign = self._foreign(module)
+        found = self._tensors.get(foreign)
+        return -1 if found is None or factor_of(foreign) in self._tensors else found.kind
 
     def _foreign(self, module: str) -> str:
         return self._names.foreign(f"{module}.weight")
@@ -71,10 +74,7 @@ class GgufScheme(Scheme):
 
 def _check(foreign: str, scales: Tensor) -> None:
     if not bool(scales.isfinite().all()):
-        raise GgufError(
-            f"{foreign} has scales that are not finite (NaN or infinite): the file is broken; "
-            "download it again, or quantize the model anew"
-        )
+        raise not_finite(foreign)
 
 
 def _paired(halves: Tensor) -> Tensor:

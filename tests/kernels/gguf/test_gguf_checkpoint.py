@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kernels.gguf.checkpoint import READ, GgufCheckpoint
-from kernels.gguf.header import read_header
+from kernels.gguf.header import GgufError, read_header
 from kernels.loading import open_weights
 from kernels.models.config import read_config
 from kernels.parallel.partition import Part
@@ -79,7 +79,59 @@ def test_no_type_of_the_package_is_forgotten():
             known.add(kind.name)
         except (NotImplementedError, ValueError):
             continue
-    assert known - {"NVFP4", "Q1_0"} == set(READ)  # no model of these families is written in those two
+    assert known == set(READ)
+
+
+@pytest.mark.parametrize("kind", ["NVFP4", "Q8_0"])
+def test_a_matrix_may_have_a_factor_beside_it(kind, reference, wide, drive, tmp_path):
+    """As converters of NVFP4 checkpoints write it; of stacked experts each has one."""
+
+    def factors(names):
+        def change(writer):
+            for name, numbers in names.items():
+                writer.add_tensor(name, np.array(numbers, np.float32))
+
+        return change
+
+    given = {"blk.0.ffn_up.scale": [0.37], "blk.0.ffn_up.input_scale": [7.0]}
+    block, size = gguf.GGML_QUANT_SIZES[kind_of(kind)]
+    data = np.random.default_rng(2).integers(0, 48, (256, 256 // block * size), np.uint8)
+    replaced = {"blk.0.ffn_up.weight": (data, kind_of(kind))}
+    files = [
+        write_gguf(wide, tmp_path / f"{bool(names)}.gguf", replaced=replaced, tensors=factors(names))
+        for names in ({}, given)
+    ]
+    plain, scaled = (GgufCheckpoint(read_header(file)) for file in files)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert scaled.floats(name).equal(plain.floats(name) * np.float32(0.37))
+    assert (
+        recognise(files[1], "").tensors("model.layers.0.mlp.up_proj", (256, 256)) is None
+    )  # blocks have no place for it
+    assert greedy(drive, files[1], [5, 6, 7]) == greedy(drive, floats(wide, tmp_path / "floats", files[1]), [5, 6, 7])
+    given = {"blk.1.ffn_down_exps.scale": [1, 2, 3, 4, 5, 6, 7]}
+    file = write_gguf(reference("parallel-moe").path, tmp_path / "experts.gguf", "Q8_0", tensors=factors(given))
+    name = "model.layers.1.mlp.experts.{}.down_proj.weight"
+    wanted = torch.from_numpy(stored(file)["blk.1.ffn_down_exps.weight"])
+    for expert in (0, 6):
+        assert GgufCheckpoint(read_header(file)).floats(name.format(expert)).equal(wanted[expert] * (expert + 1))
+    for wrong, says in (
+        ([1.0] * 6, r"must be 7 float32, and is of type 0 and shape \[6\]"),
+        ([np.nan] * 7, "not finite"),
+    ):
+        given = {"blk.1.ffn_down_exps.scale": wrong}
+        file = write_gguf(reference("parallel-moe").path, tmp_path / "wrong.gguf", "Q8_0", tensors=factors(given))
+        with pytest.raises(GgufError, match=rf"blk\.1\.ffn_down_exps\.scale .*{says}"):
+            drive(file)
+
+
+def test_numbers_that_are_not_finite_are_refused_where_types_become_floats(wide, drive, tmp_path):
+    """As they are where they stay in blocks."""
+    block, size = gguf.GGML_QUANT_SIZES[kind_of("IQ3_S")]
+    data = np.zeros((256, 256 // block * size), np.uint8)
+    data[77, :2] = np.frombuffer(np.float16(np.inf).tobytes(), np.uint8)
+    file = write_gguf(wide, tmp_path / "model.gguf", replaced={"blk.1.ffn_up.weight": (data, kind_of("IQ3_S"))})
+    with pytest.raises(GgufError, match=r"blk\.1\.ffn_up\.weight has scales that are not finite"):
+        drive(file)
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("Q8_0", 8), ("Q4_0", 4)])
