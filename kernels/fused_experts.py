@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kernels.models.config import MOST_EXPERTS
 from kernels.parallel.partition import Part
 
 __all__ = ["MIXTRAL", "Piece", "mixtral_name", "pieces"]
 
 MIXTRAL = "block_sparse_moe"
 _PLAIN = ".mlp."
-_MOST = 4096
-"""Experts of a layer. A header of a tensor without elements may name any number of them."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,8 @@ def pieces(name: str, shape: tuple[int, ...], mixtral: bool = False) -> dict[str
     if not block.endswith(".experts") or len(shape) != 3:
         return {}
     count, rows, columns = shape
-    if not 0 < count <= _MOST or not rows or not columns:
+    # A header of a tensor without elements may name any number of them.
+    if not 0 < count <= MOST_EXPERTS or not rows or not columns:
         return {}
     own = mixtral_name(block) if mixtral else block
     if kind == "down_proj":

@@ -33,6 +33,7 @@ __all__ = ["WeightLoader", "open_weights", "read_tensor", "stored_shapes"]
 _log = logging.getLogger("troupe.kernels")
 
 Parts = Mapping[str, Part]
+_ROUTERS = (".gate.weight", ".shared_expert_gate.weight")
 
 
 class WeightLoader:
@@ -75,6 +76,8 @@ class WeightLoader:
         weight = torch.empty((sum(rows), *shapes[0][1:]), dtype=self._dtype, device=self._device)
         for name, target, part in zip(names, weight.split(rows), parts, strict=True):
             self._fill(name, target, part)
+            if len(target.shape) == 1 or name.endswith(_ROUTERS):  # small: a look at all weights would take seconds
+                _check_finite(name, target)
         self.parameters += sum(map(math.prod, wholes))
         self.weight_bytes += weight.nbytes
         self._took(len(names))
@@ -163,6 +166,15 @@ class WeightLoader:
     def _took(self, count: int) -> None:
         self._taken += count
         self._progress(self._taken / len(self._shapes))
+
+
+def _check_finite(name: str, floats: Tensor) -> None:
+    """Raises LoadError."""
+    if not bool(floats.isfinite().all()):
+        raise LoadError(
+            f"{name} has numbers that are not finite (NaN or infinite) in {str(floats.dtype).removeprefix('torch.')}: "
+            "the checkpoint is broken, or of numbers too large for this --dtype; download it again, or use another"
+        )
 
 
 class _Finite:

@@ -121,6 +121,7 @@ class GgufCheckpoint:
             and not name.endswith("attn_rot_embd")
             and not (name.endswith(_BESIDE) and f"{name.rpartition('.')[0]}.weight" in expected)
         ]
+        wrong += [] if wrong else self._misplaced()
         if wrong:
             more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
             raise GgufError(
@@ -128,6 +129,24 @@ class GgufCheckpoint:
                 "and the model one of those that are read; else convert it again"
             )
         self._tell(shapes, scheme)
+
+    def _misplaced(self) -> list[str]:
+        """What does not begin where what is before it ends."""
+        wrong: list[str] = []
+        sizes = {int(kind): size for kind, size in self._sizes.items()}
+        expected: int | None = self._header.begin
+        for name, info in self._header.tensors.items():
+            if expected is not None and info.offset != expected:
+                wrong.append(
+                    f"{name} begins at byte {info.offset}, and not at {expected}, where the one before it ends"
+                )
+            if info.kind in sizes:
+                block, size = sizes[info.kind]
+                bytes_ = math.prod(info.shape) // block * size
+                expected = info.offset + -(-bytes_ // self._header.alignment) * self._header.alignment
+            else:
+                expected = None
+        return wrong
 
     def _problem(self, info: TensorInfo) -> str | None:
         kind = self._kinds.get(info.kind)
@@ -227,7 +246,8 @@ class GgufCheckpoint:
         for begin in range(first, last, step):
             end = min(begin + step, last)
             chosen = rows[begin:end] if order is None else rows[order[begin:end]]
-            values = torch.from_numpy(np.array(self._quants.dequantize(chosen, kind), np.float32))
+            with np.errstate(all="ignore"):  # what is not finite is told below
+                values = torch.from_numpy(np.array(self._quants.dequantize(chosen, kind), np.float32))
             if kind.name not in _FLOATS and not bool(values.isfinite().all()):
                 raise not_finite(self._names.foreign(name))
             if factor != 1.0:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kernels.gguf.header import GgufError, GgufHeader
-from kernels.gguf.names import MOST_EXPERTS
+from kernels.models.config import MOST_EXPERTS
 
 __all__ = ["ARCHITECTURES", "describe", "generation_defaults"]
 

@@ -41,12 +41,15 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """``metadata``: numbers, strings and lists by key. ``size``: the file's bytes."""
+    """``metadata``: numbers, strings and lists by key. ``size``: the file's bytes; tensors stand from ``begin`` on, in
+    their order, each at a multiple of ``alignment`` bytes after it."""
 
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
     size: int
+    begin: int
+    alignment: int
 
 
 def is_gguf(path: str | Path) -> bool:
@@ -103,7 +106,7 @@ class _Reader:
             raise GgufError(f"{self.path} is damaged: general.alignment is {alignment!r}; download it again")
         begin = -(-self.at // alignment) * alignment
         placed = {name: TensorInfo(one.kind, one.shape, begin + one.offset) for name, one in found.items()}
-        return GgufHeader(self.path, metadata, placed, self.size)
+        return GgufHeader(self.path, metadata, placed, self.size, begin, alignment)
 
     def take(self, length: int) -> int:
         """Where the next ``length`` bytes begin."""

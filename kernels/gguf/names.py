@@ -9,7 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-__all__ = ["MOST_EXPERTS", "Names", "expert_of", "experts_apart"]
+from kernels.models.config import MOST_EXPERTS
+
+__all__ = ["Names", "expert_of", "experts_apart"]
 
 _WHOLE = {
     "model.embed_tokens": "token_embd",
@@ -33,8 +35,6 @@ _LAYER = {
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
 }
-MOST_EXPERTS = 4096
-"""Of a layer: each is known by a name of its own."""
 _EXPERTS = {"gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down"}
 _MIXTRAL = {"w1": "ffn_gate", "w3": "ffn_up", "w2": "ffn_down"}
 _ROUTER = "ffn_gate_inp"

@@ -16,6 +16,7 @@ from typing import Any
 
 __all__ = [
     "FAMILIES",
+    "MOST_EXPERTS",
     "ConfigError",
     "ExpertsConfig",
     "Family",
@@ -26,6 +27,14 @@ __all__ = [
     "read_json",
     "read_merged",
 ]
+
+
+MOST_EXPERTS = 4096
+"""Of a layer. Whatever a file says, no more names than of models are made of it."""
+_MOST_LAYERS = 4096
+_MOST_SIZE = 1 << 31
+_MOST_EXPERTS_OF_ALL = 1 << 20
+"""Of all layers together."""
 
 
 class ConfigError(ValueError):
@@ -188,7 +197,7 @@ def parse_config(raw: Mapping[str, Any], quantized: bool = False) -> ModelConfig
         raise ConfigError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     if head_dim % 2:
         raise ConfigError(f"head_dim {head_dim} is odd; rotary embeddings need an even one")
-    layers = _size(raw, "num_hidden_layers")
+    layers = _size(raw, "num_hidden_layers", most=_MOST_LAYERS)
     max_positions = _size(raw, "max_position_embeddings")
     rope = _rope(raw, max_positions, head_dim)
     if rope.kind == "yarn":
@@ -229,8 +238,8 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 def _family(raw: Mapping[str, Any]) -> tuple[str, Family]:
     names = raw.get("architectures") or []
-    for name in names:
-        if name in FAMILIES:
+    for name in names if isinstance(names, list) else [names]:
+        if isinstance(name, str) and name in FAMILIES:
             return name, FAMILIES[name]
     raise ConfigError(
         f"no supported architecture in config.json (architectures: {names}); "
@@ -238,12 +247,14 @@ def _family(raw: Mapping[str, Any]) -> tuple[str, Family]:
     )
 
 
-def _size(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def _size(raw: Mapping[str, Any], key: str, default: int | None = None, most: int = _MOST_SIZE) -> int:
     value = raw.get(key)
     if value is None:
         value = default
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"config.json: {key} must be a whole number of at least 1, and is {value!r}")
+    if value > most:
+        raise ConfigError(f"config.json: {key} must be at most {most}, and is {value}; is the file damaged?")
     return value
 
 
@@ -252,7 +263,8 @@ def _experts(raw: Mapping[str, Any], family: Family, layers: int) -> ExpertsConf
         return None
     mixtral = family.experts == "mixtral"
     key = "num_experts" if "num_experts" in raw else "num_local_experts"  # tools write either
-    count, chosen = _size(raw, key), _size(raw, "num_experts_per_tok")
+    most = min(MOST_EXPERTS, _MOST_EXPERTS_OF_ALL // layers)
+    count, chosen = _size(raw, key, most=most), _size(raw, "num_experts_per_tok")
     if chosen > count:
         raise ConfigError(f"config.json: num_experts_per_tok {chosen} is more than {key} {count}")
     if mixtral:
@@ -275,10 +287,13 @@ def _windows(raw: Mapping[str, Any], family: Family, layers: int) -> tuple[int, 
     window = _size(raw, "sliding_window")
     kinds = raw.get("layer_types")
     if kinds is not None:
-        if len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
+        known = ("full_attention", "sliding_attention")
+        if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
             raise ConfigError("config.json: layer_types must say full_attention or sliding_attention for each layer")
         return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
-    first = int(raw.get("max_window_layers", 28)) if family.window_switch else 0
+    first = raw.get("max_window_layers", 28) if family.window_switch else 0
+    if type(first) is not int or first < 0:
+        raise ConfigError(f"config.json: max_window_layers must be a whole number, and is {first!r}")
     if family.window_even:
         return tuple(window if layer % 2 == 0 and layer < first else 0 for layer in range(layers))
     return tuple(window if layer >= first else 0 for layer in range(layers))
@@ -336,7 +351,7 @@ def _rope(raw: Mapping[str, Any], max_positions: int, head_dim: int) -> RopeConf
         beta_fast=_number(given, "beta_fast", 32.0),
         beta_slow=_number(given, "beta_slow", 1.0),
         attention_factor=None if attention_factor is None else _number(given, "attention_factor", 1.0),
-        mscale=float(given.get("mscale") or 0.0),
-        mscale_all_dim=float(given.get("mscale_all_dim") or 0.0),
+        mscale=_number(given, "mscale", 0.0) if given.get("mscale") else 0.0,
+        mscale_all_dim=_number(given, "mscale_all_dim", 0.0) if given.get("mscale_all_dim") else 0.0,
         truncate=bool(given.get("truncate", True)),
     )

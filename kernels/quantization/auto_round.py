@@ -16,6 +16,7 @@ from typing import Any
 from kernels.models.config import ConfigError
 from kernels.quantization.awq import Awq
 from kernels.quantization.gptq import Gptq
+from kernels.quantization.packed import skipped_of
 from kernels.quantization.scheme import Files, Scheme, Stored
 from kernels.quantization.weights import QuantizedWeight
 
@@ -34,16 +35,14 @@ class AutoRound(Scheme):
                 f"quantization_config: packing_format {packing!r} is not read; use a checkpoint in "
                 f"{' or '.join(f'auto_round:{name}' for name in _PACKINGS)}"
             )
-        if settings.get("data_type", "int") != "int" or settings.get("act_bits", 16) < 16:
+        if settings.get("data_type", "int") != "int" or settings.get("act_bits", 16) not in (16, 32, None):
             raise ConfigError(
                 "quantization_config: of auto-round, whole weights (data_type int) with floats as inputs (act_bits 16) "
                 "are read; use such a checkpoint"
             )
         make, whole = _PACKINGS[packing], {**settings, "modules_to_not_convert": (), "dynamic": {}}
         self._plain: Scheme = make(whole)
-        self._floats = [
-            found for name in settings.get("modules_to_not_convert") or () if (found := _pattern(str(name)))
-        ]
+        self._floats = [found for name in skipped_of(settings, "modules_to_not_convert") if (found := _pattern(name))]
         self._own: dict[str, Scheme | None] = {}
         extra = settings.get("extra_config") or {}
         if not isinstance(extra, Mapping):

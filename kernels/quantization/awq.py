@@ -17,6 +17,7 @@ from kernels.quantization.packed import (
     group_of,
     grouped,
     groups_of,
+    skipped_of,
     stored_words,
     unpack,
 )
@@ -41,7 +42,7 @@ class Awq(Scheme):
         self._bits = bits_of(settings, "bits", "w_bit")
         self._group = group_of(settings, "group_size", "q_group_size")
         self._zeros = settings.get("zero_point", True)
-        skipped = map(str, settings.get("modules_to_not_convert") or ())
+        skipped = skipped_of(settings, "modules_to_not_convert")
         self._skipped = ("lm_head", *(name.strip(".") for name in skipped))
         self.name = f"awq {self._bits} bit, " + (
             "a scale an output" if self._group is None else f"groups of {self._group}"

@@ -90,7 +90,8 @@ class Compressed(Scheme):
             found = msgspec.convert(dict(settings), _Settings)
         except msgspec.ValidationError as error:
             raise ConfigError(f"quantization_config: {error}; use a checkpoint that llm-compressor wrote") from error
-        if (settings.get("sparsity_config") or {}).get("format", "dense") != "dense":
+        sparsity = settings.get("sparsity_config") or {}
+        if not isinstance(sparsity, Mapping) or sparsity.get("format", "dense") != "dense":
             raise ConfigError(
                 "quantization_config: sparse weights are not read; use a checkpoint without sparsity_config"
             )

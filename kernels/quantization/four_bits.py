@@ -28,6 +28,11 @@ def signed(name: str, stored: Tensor, outputs: int) -> Tensor:
         if bool((stored < -8).any() or (stored > 7).any()):
             raise LoadError(f"{name} must be whole numbers of -8 to 7, and is not; was it rounded to 4 bits?")
         return stored
+    if bool(((stored >= -8) & (stored <= 7)).all()) and bool(stored.any()):
+        raise LoadError(
+            f"{name} has rows for half of its {outputs} outputs, and no byte of them holds two: the others are "
+            "missing; download it again"
+        )
     halves = torch.stack((stored & 15, (stored >> 4) & 15), 1).flatten(0, 1)
     return (halves ^ 8) - 8
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from kernels.models.config import ConfigError
-from kernels.quantization.packed import FLOATS
+from kernels.quantization.packed import FLOATS, skipped_of
 from kernels.quantization.scheme import Files, Scheme, Stored
 from kernels.quantization.weights import Activation, Fp8Weight, StaticActivation
 
@@ -36,8 +36,7 @@ class Fp8(Scheme):
         self._block: tuple[int, int] | None = None if block is None else (block[0], block[1])
         if self._block and self._static:
             raise ConfigError("quantization_config: blocks of weights go with activation_scheme dynamic, not static")
-        skipped = settings.get("modules_to_not_convert") or settings.get("ignored_layers") or []
-        self._skipped = ("lm_head", *map(str, skipped))
+        self._skipped = ("lm_head", *skipped_of(settings, "modules_to_not_convert", "ignored_layers"))
         self.name = "fp8" if block is None else f"fp8, blocks of {block[0]} by {block[1]}"
 
     def tensors(self, module: str, shape: tuple[int, int]) -> dict[str, Stored] | None:

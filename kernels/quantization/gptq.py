@@ -35,6 +35,7 @@ class Gptq(Scheme):
             )
         self._less = 0 if kept == "gptq_v2" else 1
         self._bits, self._group = bits_of(settings, "bits"), group_of(settings, "group_size")
+        self._shuffled = bool(settings.get("desc_act", False))
         self._output = bool(settings.get("lm_head", False))
         self._dynamic = _dynamic(settings.get("dynamic") or {}, settings)
         self._biases: set[str] = set()
@@ -60,7 +61,7 @@ class Gptq(Scheme):
             f"{module}.qweight": stored_words(inputs * bits // 32, outputs),
             f"{module}.qzeros": stored_words(groups, outputs * bits // 32),
             f"{module}.scales": Stored(FLOATS, ((groups, outputs),)),
-            f"{module}.g_idx": Stored(("I32",), ((inputs,),), optional=True),
+            f"{module}.g_idx": Stored(("I32",), ((inputs,),), optional=not self._shuffled),
         }
 
     def read(self, files: Files, module: str, shape: tuple[int, int]) -> GroupedWeight:

@@ -47,6 +47,7 @@ _STATIC, _PACKED, _MX, _PAIRS = "W8A8", "W4A16", "W8A8_MXFP8", "W4A8_DYNAMIC"
 _DYNAMIC = ("W8A8_DYNAMIC", "W8A8_MIX", "W4A4_DYNAMIC")
 _TYPES = ("FLOAT", _STATIC, *_DYNAMIC, _PAIRS, "W8A16", _PACKED, _MX)
 _MX_GROUP = 32
+_NO_NUMBER = 255
 _PREFIXES = (
     ("model.language_model.", "model."),
     ("language_model.model.", "model."),
@@ -148,7 +149,10 @@ class ModelSlim(Scheme):
         if kind == _STATIC:
             return _static(files, module)
         if kind == _MX:
-            exponents = files.read(f"{module}.weight_scale").view(torch.float8_e8m0fnu)
+            exponents = files.read(f"{module}.weight_scale").view(torch.uint8)
+            if bool((exponents == _NO_NUMBER).any()):
+                raise LoadError(f"{module}.weight_scale has what is no number ({_NO_NUMBER}); download it again")
+            exponents = exponents.view(torch.float8_e8m0fnu)
             return Fp8Weight(files.read(f"{module}.weight"), exponents, (1, _MX_GROUP))
         scales = _positive(files, f"{module}.weight_scale").reshape(shape[0], -1)
         if kind == _PACKED:

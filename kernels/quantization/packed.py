@@ -13,7 +13,7 @@ from kernels.models.config import ConfigError
 from kernels.quantization.scheme import Stored
 from kernels.quantization.weights import GroupedWeight
 
-__all__ = ["FLOATS", "WholeBits", "bits_of", "group_of", "grouped", "groups_of", "stored_words", "unpack"]
+__all__ = ["FLOATS", "WholeBits", "bits_of", "group_of", "grouped", "groups_of", "skipped_of", "stored_words", "unpack"]
 
 FLOATS = ("F16", "BF16", "F32")
 """What scales are stored as."""
@@ -41,6 +41,15 @@ def group_of(settings: Mapping[str, Any], *names: str) -> int | None:
     if type(found) is int and found > 0:
         return found
     raise ConfigError(f"quantization_config: {names[0]} must be a size, or -1 for all inputs, and is {found!r}")
+
+
+def skipped_of(settings: Mapping[str, Any], *names: str) -> list[str]:
+    """The modules that one of ``names`` lists. Raises ConfigError."""
+    name = next((name for name in names if settings.get(name)), names[0])
+    found = settings.get(name) or []
+    if not isinstance(found, list | tuple) or not all(isinstance(module, str) for module in found):
+        raise ConfigError(f"quantization_config: {name} must be a list of modules, and is {found!r}")
+    return list(found)
 
 
 def groups_of(module: str, group: int | None, inputs: int) -> int:

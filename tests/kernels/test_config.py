@@ -78,6 +78,11 @@ def test_qwen2_has_biases_on_queries_keys_and_values_only():
     [
         ({"architectures": ["T5ForConditionalGeneration"]}, "LlamaForCausalLM"),
         ({"architectures": None}, "supported"),
+        ({"architectures": 3}, "supported"),
+        ({"architectures": [{}]}, "supported"),
+        ({"num_hidden_layers": 1 << 40}, "num_hidden_layers must be at most 4096, and is 1099511627776"),
+        ({"architectures": ["MixtralForCausalLM"], "num_local_experts": 1 << 40, "num_experts_per_tok": 2},
+         "num_local_experts must be at most 4096"),
         ({"hidden_size": None}, "hidden_size"),
         ({"hidden_size": "64"}, "hidden_size"),
         ({"vocab_size": 0}, "vocab_size"),
@@ -92,6 +97,9 @@ def test_qwen2_has_biases_on_queries_keys_and_values_only():
         ({"rms_norm_eps": "small"}, "rms_norm_eps"),
         ({"layer_types": ["full_attention"], "architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True,
           "sliding_window": 5}, "layer_types"),
+        ({"layer_types": [[]], "architectures": ["MistralForCausalLM"], "sliding_window": 5}, "layer_types"),
+        ({"max_window_layers": None, "architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True,
+          "sliding_window": 5}, "max_window_layers must be a whole number, and is None"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named(change, says):

@@ -100,6 +100,20 @@ def test_weights_that_are_not_floats_are_refused(copy, drive):
         drive(copy)
 
 
+@pytest.mark.parametrize(
+    "name", ["model.layers.0.post_attention_layernorm.weight", "model.layers.1.self_attn.q_proj.bias"]
+)
+def test_a_number_that_is_not_finite_is_told(name, copy, drive):
+    """Of what is small: whole weights are not looked at."""
+
+    def broken(weights):
+        weights[name][5] = float("nan")
+
+    edit(copy, broken)
+    with pytest.raises(LoadError, match=rf"{name} has numbers that are not finite .* in float32"):
+        drive(copy)
+
+
 def test_a_file_cut_short_is_named(copy, drive):
     path = copy / "model.safetensors"
     path.write_bytes(path.read_bytes()[:5000])

@@ -88,6 +88,7 @@ def test_no_byte_of_a_head_is_believed(whole, broken):
     [
         ({"kind": 4242}, r"blk\.1\.ffn_up\.weight is of type 4242, which is none that is read: F32, F16"),
         ({"kind": 9}, r"blk\.1\.ffn_up\.weight is of type 9"),
+        ({"offset": 64}, r"blk\.1\.ffn_up\.weight begins at byte \d+, and not at \d+, where the one before it ends"),
         ({"offset": 1 << 60}, r"blk\.1\.ffn_up\.weight ends at byte \d+, and the file at \d+"),
         ({"rows": 1 << 61}, r"blk\.1\.ffn_up\.weight has shape \[\d+, 32\], the metadata asks for \[64, 32\]"),
         ({"kind": 12}, r"rows of 32, no multiple of Q4_K's blocks of 256"),

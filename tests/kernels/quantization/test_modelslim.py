@@ -259,6 +259,16 @@ def test_a_mixed_up_checkpoint_is_refused_by_the_tensors_name(edit, error, says,
         drive(made("W8A8", edit=edit)[0])
 
 
+def test_rows_that_are_missing_are_no_pairs(made, drive):
+    """Bytes of one output each, for half of the outputs."""
+
+    def halved(description, tensors):
+        tensors[f"{Q}.weight"] = torch.full_like(tensors[f"{Q}.weight"], -3)
+
+    with pytest.raises(LoadError, match=rf"{Q}\.weight has rows for half of its \d+ outputs"):
+        drive(made("W4A8_DYNAMIC", edit=halved)[0])
+
+
 def test_the_description_of_another_model_is_told_at_once(made, monkeypatch):
     """Names near to one are looked for among thousands: only for those that are told."""
     near, asked = difflib.get_close_matches, []

@@ -172,6 +172,15 @@ def test_modelslim(name, kind, group, reference, drive, tmp_path):
     assert np.abs(quantized - expected).mean() < (1e-3 if kind == "W8A8_MXFP8" else 0.3)
 
 
+def test_an_exponent_that_is_no_number_is_told(reference, drive, tmp_path):
+    def broken(description, tensors):
+        tensors[f"{EXPERT}.up_proj.weight_scale"][1] = 255
+
+    path, _ = write(reference("parallel-moe").path, tmp_path, lambda module: "W8A8_MXFP8", edit=broken)
+    with pytest.raises(LoadError, match=rf"{EXPERT}\.up_proj\.weight_scale has what is no number"):
+        drive(path)
+
+
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_floats_are_rounded_while_they_are_loaded(kind, reference, drive):
     source = reference("parallel-moe").path
