@@ -173,16 +173,13 @@ def test_decodes_of_4_bits_run_as_one_program(layout, drive, monkeypatch, tmp_pa
         path, _ = write(MODEL_DIR, tmp_path, lambda module: "W4A8_DYNAMIC", group=32)
     prompt = list(range(40, 72))
     quantized = drive(path, dtype="bfloat16")
-    calls = []
-    run = Native.run
-    monkeypatch.setattr(Native, "run", lambda self, *args: (calls.append(args[1]), run(self, *args))[1])
     quantized.admit(1, prompt)
     tokens = quantized.generate(1, 48)
-    assert calls
-    assert max(calls) > 60  # operators of a whole pass
+    assert quantized.info.graph_rows
     monkeypatch.setattr(CpuPlatform, "capture_decodes", lambda *args, **options: None)
     monkeypatch.setattr(CpuPlatform, "capture_pass", lambda *args, **options: None)
     one_by_one = drive(path, dtype="bfloat16")
+    assert not one_by_one.info.graph_rows
     one_by_one.admit(1, prompt)
     assert one_by_one.generate(1, 48) == tokens
     assert quantized.info.weight_bytes < 0.5 * drive(MODEL_DIR, dtype="bfloat16").info.weight_bytes
