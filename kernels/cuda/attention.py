@@ -10,22 +10,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.cuda.decode import DecodeScratch, attend_decodes, attend_raw, split_count
+from kernels.cuda.decode import DecodeScratch, attend_decodes, split_count
 from kernels.cuda.narrow_cache import NarrowCache, scale_found, scale_queries
 from kernels.cuda.prefill import PrefillBlocks, attend_prefills, plan_prefills
-from kernels.cuda.raw_heads import RawHeads
 from kernels.cuda.verify import HEADER, attend_drafts, draft_splits
 from kernels.platforms.rows import AttentionRows
 
-__all__ = [
-    "AttentionPlan",
-    "DecodeRows",
-    "DraftRows",
-    "attention",
-    "plan_attention",
-    "plan_guesses",
-    "raw_attention",
-]
+__all__ = ["AttentionPlan", "DecodeRows", "DraftRows", "attention", "plan_attention", "plan_guesses"]
 
 Put = Callable[[npt.NDArray[np.int32]], Tensor]
 
@@ -65,10 +56,6 @@ class AttentionPlan:
     window: int
     drafts: DraftRows | None = None
     rows: AttentionRows | None = None
-
-    @property
-    def only_decodes(self) -> bool:
-        return self.decodes is not None and self.prefills is None and self.drafts is None
 
 
 def plan_attention(rows: AttentionRows, window: int, kv_heads: int, put: Put) -> AttentionPlan:
@@ -129,19 +116,6 @@ def attention(
         found = _attention(scale_queries(queries, cache.fixed), cache.values, None, plan, scale, scratch)
         return scale_found(found, cache.fixed).flatten(1)
     return _attention(queries, cache, None, plan, scale, scratch).flatten(1)
-
-
-def raw_attention(
-    qkv: Tensor, heads: int, raw: RawHeads, cache: Tensor, plan: AttentionPlan, scale: float, scratch: DecodeScratch
-) -> Tensor:
-    """``attention`` where all rows decode, of what a projection gives, ``qkv`` [rows, heads + 2 * kv_heads, dim], whose
-    keys and values it puts into the cache. -> [rows, heads * dim].
-    """
-    some = plan.decodes
-    assert some is not None
-    out = qkv.new_empty((len(qkv), heads, qkv.shape[2]))
-    attend_raw(qkv, raw, cache, some.state[:, 1:], some.state[:, 0], plan.window, scale, some.splits, scratch, out)
-    return out.flatten(1)
 
 
 def _attention(

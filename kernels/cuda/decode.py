@@ -4,10 +4,6 @@ Each program reads a stretch of one key head's keys and values once, for all que
 sequence is split, every part leaves its sum, maximum and normaliser (online softmax: Milakov and Gimelshein,
 arXiv 1805.02867); the part that ends last puts them together, so that no second kernel is needed (Dao et al.,
 "Flash-Decoding", 2023).
-
-Queries come placed (``kernels.cuda.heads``) or raw (``kernels.cuda.raw_heads``). Of raw ones each program turns its
-own, and the last part of a sequence its new key too: it begins with that key and its value as they are in registers and
-puts them into the cache. What a part reads first, of tokens of earlier steps, it reads while the projection still runs.
 """
 
 from __future__ import annotations
@@ -19,12 +15,12 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.cuda.launch import overlapping
-from kernels.cuda.raw_heads import RawHeads, Shape, begin_raw, raw_shape
 
-__all__ = ["DecodeScratch", "attend_decodes", "attend_raw", "split_count"]
+__all__ = ["DecodeScratch", "attend_decodes", "split_count"]
 
 _PROGRAMS = 1056  # that fill the device: 8 on each of 132 multiprocessors
 _MOST_SPLITS = 64
+_TOGETHER = 4096  # numbers of parts that a program adds up at a time
 _LONG = 32768  # tokens that one program should not be left alone with
 
 
@@ -33,36 +29,6 @@ def split_count(rows: int, kv_heads: int, context: int) -> int:
     even = _PROGRAMS // max(1, rows * kv_heads)
     most = triton.next_power_of_2(max(1, min(_MOST_SPLITS, even, triton.cdiv(context, 64))))
     return max(most, min(4, triton.next_power_of_2(triton.cdiv(context, _LONG))))
-
-
-@triton.jit
-def _take(
-    total,
-    top,
-    norm,
-    q,
-    k,
-    v,
-    key_sizes,
-    value_sizes,
-    seen,
-    scale,
-    precision: tl.constexpr,
-    scaled: tl.constexpr,
-):
-    """The online softmax behind some more keys."""
-    score = tl.dot(q, tl.trans(k), input_precision=precision) * scale
-    if scaled:
-        score = score * key_sizes[None, :]
-    score = tl.where(seen[None, :], score, -float("inf"))
-    above = tl.maximum(top, tl.max(score, 1))
-    weight = tl.exp2(score - above[:, None])
-    shrink = tl.exp2(top - above)
-    norm = norm * shrink + tl.sum(weight, 1)
-    if scaled:
-        weight = weight * value_sizes[None, :]
-    total = tl.dot(weight.to(v.dtype), v, total * shrink[:, None], input_precision=precision)
-    return total, above, norm
 
 
 @triton.jit
@@ -110,10 +76,6 @@ def _join(
 @triton.jit(do_not_specialize=["page_stride", "length_stride"])  # they vary from step to step
 def _decode(
     queries,
-    gains,
-    cos,
-    sin,
-    places,
     cache,
     scales,
     pages,
@@ -122,7 +84,6 @@ def _decode(
     partial,
     stats,
     arrived,
-    eps,
     scale,
     window: tl.constexpr,
     query_stride,
@@ -135,14 +96,10 @@ def _decode(
     group_block: tl.constexpr,
     page_size: tl.constexpr,
     block: tl.constexpr,
-    lead: tl.constexpr,
-    least: tl.constexpr,
     splits: tl.constexpr,
     precision: tl.constexpr,
     stages: tl.constexpr,
     together: tl.constexpr,
-    raw: tl.constexpr,
-    normed: tl.constexpr,
     scaled: tl.constexpr,
     pdl: tl.constexpr,
 ):
@@ -154,48 +111,32 @@ def _decode(
     head = kv_head * group + member
     at = tl.arange(0, dim_block)
     offset = tl.arange(0, block)
-    table = pages + row * page_stride
     if pdl:
         gdc_launch_dependents()
-        if not raw:
-            gdc_wait()
+        gdc_wait()
     length = tl.load(lengths + row * length_stride)
-    held = length  # tokens that are read from the cache
-    if raw:
-        held = length - 1
     first = 0
     if window > 0:
         first = tl.maximum(length - window, 0)
     first_block = first // block
-    blocks = tl.maximum((held + block - 1) // block - first_block, 0)
-    share = tl.maximum((blocks + splits - 1) // splits, least)
-    used = tl.maximum((blocks + share - 1) // share, 1)
+    blocks = (length + block - 1) // block - first_block
+    share = (blocks + splits - 1) // splits
+    used = (blocks + share - 1) // share
     if split < used:
         q_mask = (member < group)[:, None] & (at < dim)[None, :]
+        q = tl.load(queries + row * query_stride + head[:, None] * dim + at[None, :], mask=q_mask, other=0.0)
+        top = tl.full([group_block], -float("inf"), tl.float32)
+        norm = tl.zeros([group_block], tl.float32)
+        total = tl.zeros([group_block, dim_block], tl.float32)
         begin = first_block + split * share
         end = tl.minimum(begin + share, first_block + blocks)
-        if raw:
-            q, early_k, early_v, early, total, top, norm = begin_raw(
-                queries, gains, cos, sin, places, cache, table, row, kv_head, first, tl.minimum(held, end * block),
-                begin * block, split == used - 1, eps, scale, query_stride, heads, kv_heads, dim, dim_block,
-                group_block, page_size, lead, normed, pdl,
-            )  # fmt: skip
-            total, top, norm = _take(
-                total, top, norm, q, early_k, early_v, 1.0, 1.0, early, scale, precision, False
-            )  # fmt: skip
-            begin += lead // block
-        else:
-            q = tl.load(queries + row * query_stride + head[:, None] * dim + at[None, :], mask=q_mask, other=0.0)
-            top = tl.full([group_block], -float("inf"), tl.float32)
-            norm = tl.zeros([group_block], tl.float32)
-            total = tl.zeros([group_block, dim_block], tl.float32)
         for index in tl.range(begin, end, num_stages=stages):
             position = index * block + offset
             if page_size % block == 0:
-                page = tl.load(table + index * block // page_size).to(tl.int64)
+                page = tl.load(pages + row * page_stride + index * block // page_size).to(tl.int64)
                 line = (page * 2 * kv_heads + kv_head) * page_size + (index * block) % page_size + offset
             else:
-                page = tl.load(table + position // page_size, mask=position < held, other=0)
+                page = tl.load(pages + row * page_stride + position // page_size, mask=position < length, other=0)
                 line = (page.to(tl.int64) * 2 * kv_heads + kv_head) * page_size + position % page_size
             place = cache + line[:, None] * dim + at[None, :]
             if dim == dim_block:
@@ -204,14 +145,18 @@ def _decode(
             else:
                 k = tl.load(place, mask=(at < dim)[None, :], other=0.0).to(q.dtype)
                 v = tl.load(place + kv_heads * page_size * dim, mask=(at < dim)[None, :], other=0.0).to(q.dtype)
-            key_sizes, value_sizes = 1.0, 1.0
+            score = tl.dot(q, tl.trans(k), input_precision=precision) * scale
             if scaled:
-                key_sizes = tl.load(scales + line).to(tl.float32)
-                value_sizes = tl.load(scales + line + kv_heads * page_size).to(tl.float32)
-            seen = (position < held) & (position >= first)
-            total, top, norm = _take(
-                total, top, norm, q, k, v, key_sizes, value_sizes, seen, scale, precision, scaled
-            )  # fmt: skip
+                score = score * tl.load(scales + line).to(tl.float32)[None, :]
+            score = tl.where(((position < length) & (position >= first))[None, :], score, -float("inf"))
+            above = tl.maximum(top, tl.max(score, 1))
+            weight = tl.exp2(score - above[:, None])
+            shrink = tl.exp2(top - above)
+            norm = norm * shrink + tl.sum(weight, 1)
+            if scaled:
+                weight = weight * tl.load(scales + line + kv_heads * page_size).to(tl.float32)[None, :]
+            total = tl.dot(weight.to(v.dtype), v, total * shrink[:, None], input_precision=precision)
+            top = above
         result = out + row * heads * dim + head[:, None] * dim + at[None, :]
         if used == 1:
             tl.store(result, (total / norm[:, None]).to(out.dtype.element_ty), mask=q_mask)
@@ -225,9 +170,8 @@ def _decode(
             if before == used - 1:
                 tl.debug_barrier()
                 tl.store(arrived + row * kv_heads + kv_head, 0)
-                _join(
-                    partial, stats, out, row * heads + kv_head * group, used, group, dim, dim_block, splits, together
-                )  # fmt: skip
+                first_head = row * heads + kv_head * group
+                _join(partial, stats, out, first_head, used, group, dim, dim_block, splits, together)
 
 
 class DecodeScratch:
@@ -275,68 +219,14 @@ def attend_decodes(
     has any; ``pages`` int32 [rows, columns]; ``window``: tokens a query sees,
     0 for all. A row's length is at least 1.
     """
-    _launch(queries, None, None, cache, scales, pages, lengths, window, scale, splits, scratch, out)
-
-
-def attend_raw(
-    qkv: Tensor,
-    raw: RawHeads,
-    cache: Tensor,
-    pages: Tensor,
-    lengths: Tensor,
-    window: int,
-    scale: float,
-    splits: int,
-    scratch: DecodeScratch,
-    out: Tensor,
-    shape: Shape | None = None,
-) -> None:
-    """``attend_decodes`` of the queries of ``qkv`` [rows, heads + 2 * kv_heads, dim], dense, as a projection gives
-    them; its keys and values are put into the cache, which has its dtype. ``lengths`` count them.
-
-    ``lengths``, ``pages`` and what the cache has of earlier tokens must not be of a kernel that may run still: a kernel
-    launched without overlap, a copy or the begin of a graph stands between.
-    """
-    every, dim = qkv.shape[1:]
-    if shape is None:
-        shape = raw_shape(_dim_block(dim), qkv.element_size() == 4)
-    queries = qkv[:, : every - 2 * cache.shape[2]]
-    splits = min(splits, triton.next_power_of_2(triton.cdiv(pages.shape[1] * cache.shape[3], shape.part or shape.lead)))
-    _launch(queries, raw, shape, cache, None, pages, lengths, window, scale, splits, scratch, out)
-
-
-def _dim_block(dim: int) -> int:
-    return max(16, triton.next_power_of_2(dim))
-
-
-def _launch(
-    queries: Tensor,
-    raw: RawHeads | None,
-    shape: Shape | None,
-    cache: Tensor,
-    scales: Tensor | None,
-    pages: Tensor,
-    lengths: Tensor,
-    window: int,
-    scale: float,
-    splits: int,
-    scratch: DecodeScratch,
-    out: Tensor,
-) -> None:
     rows, heads, dim = queries.shape
     _, _, kv_heads, page_size, _ = cache.shape
-    wide, dim_block, group = queries.element_size() == 4, _dim_block(dim), heads // kv_heads
-    block, lead, least, warps, stages = 32 if wide else 64, 0, 1, 4, 2 if wide else 3
-    if shape is not None:
-        lead, least, warps, stages = shape.lead, (shape.part or shape.lead) // block, shape.warps, shape.stages
+    wide = queries.element_size() == 4
+    dim_block, group = max(16, triton.next_power_of_2(dim)), triton.next_power_of_2(heads // kv_heads)
     partial, stats, arrived = scratch.room(rows, heads, kv_heads, dim, splits)
     pdl = overlapping(queries.device)
     _decode[(rows, kv_heads, splits)](
         queries,
-        queries if raw is None or raw.gains is None else raw.gains,
-        queries if raw is None else raw.cos,
-        queries if raw is None else raw.sin,
-        lengths if raw is None else raw.places,
         cache,
         cache if scales is None else scales,
         pages,
@@ -345,7 +235,6 @@ def _launch(
         partial,
         stats,
         arrived,
-        0.0 if raw is None else raw.eps,
         scale * 1.4426950408889634,
         window,
         queries.stride(0),
@@ -355,19 +244,15 @@ def _launch(
         kv_heads,
         dim,
         dim_block,
-        max(16, triton.next_power_of_2(group)),
+        max(16, group),
         page_size,
-        block,
-        lead,
-        least,
+        32 if wide else 64,
         splits,
         "ieee" if wide else "tf32",
-        stages,
-        max(1, min(splits, 1024 * warps // (triton.next_power_of_2(group) * dim_block))),
-        raw is not None,
-        raw is not None and raw.gains is not None,
+        2 if wide else 3,
+        max(1, min(splits, _TOGETHER // (group * dim_block))),
         scales is not None,
         pdl,
-        num_warps=warps,
+        num_warps=4,
         launch_pdl=pdl,
     )

@@ -31,8 +31,7 @@ _STAGES = 4
 _MANY = 16384  # outputs that fill the device
 _LONG = 4096  # inputs from which cuBLAS is quicker with fewer tokens than ...
 _FROM = 17
-_PARTS: Final = (2048, 1024, 512)  # inputs of a part
-_MOST_PARTS: Final = 32
+_PART: Final = 1024  # inputs of a short part
 
 
 @dataclass(frozen=True)
@@ -170,10 +169,9 @@ def cuts(tokens: int, weight: Tensor, gated: bool) -> dict[str, Cut]:
     rows, block = (2 * _ROWS, _BLOCK // 2) if large else (_ROWS, _BLOCK)
     tiles = triton.cdiv(outputs, rows)
     found = {"narrow": Cut(rows, block, _splits(tokens, tiles, inputs), 8 if large else 4)}
-    for part in _PARTS:
-        cut = Cut(_ROWS, _BLOCK, triton.cdiv(inputs, part), 4)
-        if part <= inputs <= part * _MOST_PARTS and cut not in found.values():
-            found[f"narrow, parts of {part}"] = cut
+    short = Cut(_ROWS, _BLOCK, triton.cdiv(inputs, _PART), 4)
+    if short not in found.values():
+        found["narrow, short"] = short
     return found
 
 

@@ -126,12 +126,9 @@ class Attention:
     def attend(self, projected: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch) -> Tensor:
         """What follows the first projection, whose result is ``projected`` [tokens, (heads + 2 * kv_heads) * dim]."""
         qkv = projected.view(-1, self.heads + 2 * self.kv_heads, self.dim)
+        queries = self.platform.place_heads(qkv, self.heads, self.head_norms, cos, sin, cache, batch.cache_index)
         plan = batch.plans[self.window]
-        return self.output(
-            self.platform.attend_heads(
-                qkv, self.heads, self.head_norms, cos, sin, cache, batch.cache_index, plan, self.scale
-            )
-        )
+        return self.output(self.platform.attention(queries, cache, plan, self.scale))
 
 
 class FeedForward:

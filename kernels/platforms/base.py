@@ -337,18 +337,3 @@ class Platform(Projections):
 
         The keys and values of the queries' own tokens are already in the cache.
         """
-
-    def attend_heads(
-        self,
-        qkv: Tensor,
-        heads: int,
-        norm: Norm | None,
-        cos: Tensor,
-        sin: Tensor,
-        cache: Any,
-        index: Tensor,
-        plan: Any,
-        scale: float,
-    ) -> Tensor:
-        """``place_heads`` of ``qkv``, which may be overwritten, and ``attention`` of its queries."""
-        return self.attention(self.place_heads(qkv, heads, norm, cos, sin, cache, index), cache, plan, scale)

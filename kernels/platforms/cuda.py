@@ -15,7 +15,7 @@ from kernels.batch import ForwardBatch
 from kernels.cuda.accepting import accept, bring
 from kernels.cuda.activation import swiglu
 from kernels.cuda.angles import angles
-from kernels.cuda.attention import AttentionPlan, attention, plan_attention, plan_guesses, raw_attention
+from kernels.cuda.attention import AttentionPlan, attention, plan_attention, plan_guesses
 from kernels.cuda.candidates import candidates
 from kernels.cuda.decode import DecodeScratch
 from kernels.cuda.errors import explain
@@ -25,7 +25,6 @@ from kernels.cuda.heads import place_heads
 from kernels.cuda.moving import move_accepted, move_caches
 from kernels.cuda.narrow_cache import NarrowCache
 from kernels.cuda.norms import CudaNorm
-from kernels.cuda.raw_heads import MOST_ROWS, RawHeads
 from kernels.cuda.sampling import likeliest
 from kernels.cuda.steps import StepGraphs
 from kernels.device_memory import device_memory, step_memory
@@ -271,24 +270,6 @@ class CudaPlatform(CudaLayers):
 
     def attention(self, queries: Tensor, cache: Tensor | NarrowCache, plan: AttentionPlan, scale: float) -> Tensor:
         return attention(queries, cache, plan, scale, self._scratch)
-
-    def attend_heads(
-        self,
-        qkv: Tensor,
-        heads: int,
-        norm: Norm | None,
-        cos: Tensor,
-        sin: Tensor,
-        cache: Tensor | NarrowCache,
-        index: Tensor,
-        plan: AttentionPlan,
-        scale: float,
-    ) -> Tensor:
-        if isinstance(cache, NarrowCache) or not plan.only_decodes or len(qkv) > MOST_ROWS:
-            return super().attend_heads(qkv, heads, norm, cos, sin, cache, index, plan, scale)
-        assert norm is None or isinstance(norm, CudaNorm)
-        gains, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        return raw_attention(qkv, heads, RawHeads(gains, eps, cos, sin, index), cache, plan, scale, self._scratch)
 
     def capture_decodes(
         self,

@@ -24,14 +24,13 @@ SINGLE = (
     "single",
     *(name + norms for name in ("warps of a row", "rows of a warp") for norms in ("", WITHIN)),
 )
-PARTS = tuple(f"narrow, parts of {part}" for part in (2048, 1024, 512))
 KINDS = {
     "bf16": (
         2.0,
         {
             1: ("vector",),
-            16: ("cuBLAS", "narrow", *PARTS, "skinny"),
-            64: ("cuBLAS", "narrow", *PARTS),
+            16: ("cuBLAS", "narrow", "narrow, short", "skinny"),
+            64: ("cuBLAS", "narrow", "narrow, short"),
         },
     ),
     "int8": (1.0, {1: ("vector", "skinny", *SINGLE)}),

@@ -12,7 +12,7 @@ from kernels.cuda import narrow, single, skinny
 from kernels.cuda.accepting import accept, bring
 from kernels.cuda.activation import swiglu
 from kernels.cuda.angles import angles
-from kernels.cuda.attention import attention, plan_attention, plan_guesses, raw_attention
+from kernels.cuda.attention import attention, plan_attention, plan_guesses
 from kernels.cuda.candidates import candidates
 from kernels.cuda.decode import DecodeScratch
 from kernels.cuda.grouped import GroupedLinear, WideWeight
@@ -23,7 +23,6 @@ from kernels.cuda.moving import move_accepted, move_caches
 from kernels.cuda.norms import Before, CudaNorm, norm_both
 from kernels.cuda.numbers import BYTES, EIGHTHS, NIBBLES, PLAIN
 from kernels.cuda.quantized import EightBitLinear
-from kernels.cuda.raw_heads import RawHeads
 from kernels.cuda.sampling import likeliest
 from kernels.cuda.skinny import Form, Tiles
 from kernels.cuda.staging import stage
@@ -197,33 +196,12 @@ def attend(dtype, heads, kv_heads, dim, page_size, windows=(0,)):
             attention(empty(2 * tokens, heads, dim, dtype=dtype), cache, plan, 0.1, scratch)
 
 
-def raw_decodes(dtype):
-    """From the projection on, of few rows and of many."""
-    for (heads, kv_heads, dim), normed, page_size, window, counts in (
-        (LLAMA, False, 64, 0, (1, 64)),
-        (QWEN, True, 64, 0, (1,)),
-        (SMALL, False, 16, 100, (1,)),
-        ((8, 1, 256), True, 64, 0, (1,)),
-    ):
-        scratch = DecodeScratch(torch.device("meta"))
-        for rows in counts:
-            raw = RawHeads(
-                empty(heads + kv_heads, dim, dtype=dtype) if normed else None, 1e-6, empty(rows, 1, dim, dtype=dtype),
-                empty(rows, 1, dim, dtype=dtype), empty(rows, dtype=torch.int64),
-            )  # fmt: skip
-            held = AttentionRows(np.full(rows, 4000), np.ones(rows), np.ones((rows, 128), dtype=np.int32), rows)
-            plan = plan_attention(held, window, kv_heads, put)
-            qkv = empty(rows, heads + 2 * kv_heads, dim, dtype=dtype)
-            raw_attention(qkv, heads, raw, empty(9, 2, kv_heads, page_size, dim, dtype=dtype), plan, 0.1, scratch)
-
-
 SHORT = {
     "smalls": smalls,
     "guesses": guesses,
     "products": products,
     "few tokens": few_tokens,
     "skinny": skinny_products,
-    "raw decodes": raw_decodes,
 }
 LONG = {
     "singles": singles,

@@ -16,11 +16,10 @@ from kernels.cuda.angles import angles
 from kernels.cuda.attention import attention, plan_attention
 from kernels.cuda.behind import CudaBehindNorm
 from kernels.cuda.choosing import Choices
-from kernels.cuda.decode import DecodeScratch, attend_decodes, attend_raw, split_count
+from kernels.cuda.decode import DecodeScratch, split_count
 from kernels.cuda.heads import place_heads
 from kernels.cuda.linear import CudaLinear
 from kernels.cuda.norms import CudaNorm, norm_both
-from kernels.cuda.raw_heads import RawHeads, Shape
 from kernels.cuda.sampling import likeliest
 from kernels.platforms.projections import BehindNorm
 from kernels.platforms.rows import AttentionRows
@@ -133,9 +132,9 @@ def test_products_of_a_few_tokens_are_tried_in_a_row(device, monkeypatch, tokens
     wanted = CudaLinear(weight, None, None, gated)(x)
     choices = Chosen()
     linear = CudaLinear(weight, None, choices, gated)
-    for choices.chosen in ("cuBLAS", "narrow", "narrow, parts of 1024"):
+    for choices.chosen in ("cuBLAS", "narrow", "narrow, short"):
         near(linear(x), wanted)
-    assert choices.tried.keys() >= {"cuBLAS", "narrow, parts of 1024", *(["skinny"] if tokens <= 16 else [])}
+    assert choices.tried.keys() >= {"cuBLAS", "narrow, short", *(["skinny"] if tokens <= 16 else [])}
     for way in choices.tried.values():
         near(way(), wanted)
 
@@ -244,48 +243,6 @@ def test_attention_over_pages(device, dtype, window, heads, kv_heads, dim, page_
     scratch = DecodeScratch(device)
     for _ in range(2):  # the counters of split sequences must be back at zero
         near(attention(queries, cache, plan, scale, scratch), reference(queries, cache, rows, window, scale))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "normed", "window"),
-    [(torch.bfloat16, True, 0), (torch.float16, False, 70), (torch.float16, True, 0), (torch.float32, True, 1)],
-)
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "page_size"), [(4, 2, 16, 16), (6, 2, 24, 64), (8, 1, 128, 64), (3, 1, 256, 32)]
-)
-def test_raw_heads_are_placed_and_attended_to_at_once(device, dtype, normed, window, heads, kv_heads, dim, page_size):
-    """As the two kernels that do one after the other, for what is read first being little and much."""
-    if device.type == "cpu" and dtype == torch.bfloat16:
-        pytest.skip("the interpreter knows no bfloat16 products")
-    lengths = [1, 65, 600, 66, 2, 1]
-    cache, pages = filled(device, dtype, lengths, kv_heads, dim, page_size)
-    pages[-1] = 0  # a row that a graph has too many: it writes to the dump page
-    state = torch.from_numpy(np.concatenate((np.array(lengths, dtype=np.int32)[:, None], pages), 1)).to(device)
-    last = np.array(lengths) - 1
-    index = torch.from_numpy(pages[np.arange(len(pages)), last // page_size].astype(np.int64) * page_size)
-    index = (index + torch.from_numpy(last % page_size)).to(device)
-    qkv = torch.randn(len(lengths), heads + 2 * kv_heads, dim, device=device).to(dtype)
-    weight = torch.randn(heads + kv_heads, dim, device=device).to(dtype) if normed else None
-    angle = torch.rand(len(lengths), 1, dim // 2, device=device) * 6
-    cos = torch.cat((angle.cos(), angle.cos()), -1).to(dtype)
-    sin = torch.cat((-angle.sin(), angle.sin()), -1).to(dtype)
-    scratch, arguments = DecodeScratch(device), (state[:, 1:], state[:, 0], window, dim**-0.5)
-
-    placed, kept = qkv.clone(), cache.clone()
-    place_heads(placed, heads, kv_heads, weight, 1e-6, cos, sin, kept, index)
-    wanted = torch.empty(len(lengths), heads, dim, device=device, dtype=dtype)
-    attend_decodes(placed[:, :heads], kept, *arguments, 4, scratch, wanted)
-    before = qkv.clone()
-    changed = (kept != cache).any(-1)
-    lead = 32 if dtype == torch.float32 else 64
-    for shape, splits in ((None, 4), (Shape(lead, 4), 4), (Shape(2 * lead, 8), 1)):
-        found, written = torch.full_like(wanted, torch.nan), cache.clone()
-        for _ in range(2):  # the counters of split sequences must be back at zero
-            attend_raw(qkv, RawHeads(weight, 1e-6, cos, sin, index), written, *arguments, splits, scratch, found, shape)
-        near(found, wanted)
-        assert torch.equal((written != cache).any(-1), changed)
-        near(written[changed], kept[changed])
-    assert torch.equal(qkv, before)
 
 
 def test_sequences_are_split_until_the_device_is_full():
