@@ -40,6 +40,8 @@ READ = (
 )
 """Types of tensors that are read: all that the gguf package makes floats of."""
 
+_JOINED = {"attn_qkv": "--fuse-qkv", "ffn_gate_up_exps": "--fuse-gate-up-exps"}
+"""What llama.cpp's converter joins if it is asked to."""
 _BESIDE = (".scale", ".input_scale")
 _FLOATS = ("F32", "F16", "BF16")
 _CHUNK = 1 << 22
@@ -95,7 +97,12 @@ class GgufCheckpoint:
     def check(self, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme | None = None) -> None:
         """Compare with what the model expects, and with the file's size. Raises GgufError that names what is wrong."""
         tensors, foreign_name = self._tensors, self._names.foreign
-        wrong: list[str] = []
+        wrong: list[str] = [
+            f"{name} is several tensors in one: convert the model again without {flag}"
+            for name in tensors
+            for part, flag in _JOINED.items()
+            if name.endswith(f".{part}.weight")
+        ]
         experts = Counter(foreign_name(name) for name in shapes if self._names.stacked(name))
         expected = {
             foreign_name(name): (experts[foreign_name(name)], *shape) if self._names.stacked(name) else shape

@@ -107,6 +107,12 @@ def test_a_missing_and_a_foreign_tensor_are_named(whole, broken):
         load(broken(renamed))
 
 
+def test_tensors_that_a_converter_joined_are_told(whole, broken):
+    joined = whole.replace(b"blk.1.ffn_gate.weight", b"blk.1.attn_qkv.weight")
+    with pytest.raises(GgufError, match=r"blk\.1\.attn_qkv\.weight is several tensors in one: .* without --fuse-qkv"):
+        load(broken(joined))
+
+
 def test_counts_are_held_against_the_file(whole, broken):
     for at in (8, 16):
         edited = bytearray(whole)
