@@ -117,7 +117,7 @@ class ModelRunner:
     @torch.inference_mode()
     def _again(self, chains: SteadyChains, batch: StepBatch, begun: float) -> RunningStep | None:
         """Rows that guessed in the step before; None when it is not for them any more."""
-        if chains.over:
+        if chains.over():
             return _of_no_use(batch)
         assert self._speculator is not None
         self._bind_thread()
@@ -149,6 +149,8 @@ class ModelRunner:
             if result is not None:
                 return result
         if chains is not None and batch.drafts and not answer.failed and chains.fits(batch):
+            if chains.over():
+                return _of_no_use(batch)
             result = self._run_chains(chains, batch, begun, answer.draft)
             if result is not None:
                 return result
@@ -246,8 +248,6 @@ class ModelRunner:
     def _run_chains(self, chains: SteadyChains, batch: StepBatch, begun: float, seen: float) -> RunningStep | None:
         """None when it is not for them: then nothing was done that is not done again. ``seen``: seconds that observing
         took."""
-        if chains.over:
-            return _of_no_use(batch)
         drafting = time.perf_counter()
         trees = chains.draft(batch)
         if trees is None:

@@ -19,6 +19,7 @@ from kernels.platforms.rows import DecodeTokens
 from kernels.rows import ragged
 from kernels.sampling import Sampler
 from kernels.slots import SlotTable
+from kernels.speculative.drafter import Drafter
 from kernels.speculative.host_drafts import GuessesHere, HostDrafts, SeenHere, places_of
 from kernels.speculative.speculator import Speculator
 from kernels.step import StepBatch
@@ -65,6 +66,9 @@ class SteadyChains:
         self._rows: tuple[bytes, bytes] | None = None  # slots and generations that were found fit
         self._slots: Longs = np.zeros(0, dtype=np.int64)
         self._draws: Draws | None = None
+        # Of these rows: tokens that they know, have pages for, and are still to have.
+        self._known = self._room = self._left = self._slots
+        self._judges = type(drafter).judged is not Drafter.judged
 
     def again(self, batch: StepBatch) -> bool:
         """Whether its rows are those that fitted last, and nothing else is in it."""
@@ -87,30 +91,33 @@ class SteadyChains:
             named = tuple(slots.tolist())
             if state.errors(slots, generations, counts) or not self._sampler.raced(named):
                 return False
-            self._draws = self._sampler.draws(named)
-            if self._draws is not None and self._target.draw is None:
+            draws, at = self._sampler.draws(named), slots.astype(np.int64)
+            if (draws is not None and self._target.draw is None) or not self._speculator.wanted(at):
                 return False
-            self._slots, self._rows = slots.astype(np.int64), (batch.slots, batch.generations)
+            self._draws, self._slots, self._rows = draws, at, (batch.slots, batch.generations)
         return self.goes_on()
 
     def goes_on(self) -> bool:
-        """Whether the rows that fitted last have another such step before them, were no more asked than that."""
+        """Whether the rows that fitted last have another such step before them, as far as that can change."""
         state, slots = self._state, self._slots
-        known, room = state.known[slots], state.page_count[slots] * state.page_size
+        self._known = known = state.known[slots]
+        self._room = room = state.page_count[slots] * state.page_size
         fits = (state.computed[slots] + 1 == known) & (known <= room) & (known < state.longest)
-        return bool(fits.all()) and self._speculator.wanted(slots)
+        return bool(fits.all())
 
-    @property
     def over(self) -> bool:
         """Whether the sequences of the rows that fitted are at their end, all of them: what comes of the step is of no
         use."""
-        return not self._state.left(self._slots).any()
+        self._left = self._state.left(self._slots)
+        return not self._left.any()
 
     def draft(self, batch: StepBatch) -> GuessesHere | None:
-        """Trees of all rows, of the root alone where nothing is to be guessed; None where that is not for this."""
+        """Trees of all rows, of the root alone where nothing is to be guessed; None where that is not for this.
+
+        The rows go on, and it is not over with them: both were just asked."""
         state, slots = self._state, self._slots
         assert state.here is not None
-        known, capacity, left = state.known[slots], state.page_count[slots] * state.page_size, state.left(slots) - 1
+        known, capacity, left = self._known, self._room, self._left - 1
         limits = np.minimum(np.frombuffer(batch.drafts, dtype=np.int32), capacity - known)
         limits = np.minimum(limits, np.minimum(left, self._most) if self._linear else np.where(left > 0, self._most, 0))
         some = np.flatnonzero(limits > 0)
@@ -130,7 +137,7 @@ class SteadyChains:
         """Verify them. None when a row is not finite: then nothing was done that is not done again."""
         state, slots, counts = self._state, self._slots, trees.counts
         assert state.here is not None
-        roots = state.known[slots] - 1
+        roots = self._known - 1
         offsets = np.zeros(len(slots) + 1, dtype=np.int64)
         np.cumsum(counts, out=offsets[1:])
         draws = None if self._draws is None else np.repeat(self._draws, counts)
@@ -138,7 +145,8 @@ class SteadyChains:
             accepted = self._verify(slots, roots, counts, trees.tokens, draws)
             if accepted is None:
                 return None
-            kept, depths = ragged(offsets[:-1], accepted), counts - 1
+            kept = np.arange(int(accepted[0])) if len(slots) == 1 else ragged(offsets[:-1], accepted)
+            depths = counts - 1
         else:
             found = self._run_trees(trees, roots, offsets, draws)
             if found is None:
@@ -147,8 +155,13 @@ class SteadyChains:
         features = self._target.features if self._speculator.drafter.features else None
         seen = SeenHere(slots, roots, accepted, features, kept)
         self._speculator.show_next(seen, np.frombuffer(batch.generations, dtype=np.int32))
-        self._speculator.drafter.judged(slots.tolist(), (accepted - 1).tolist(), depths.tolist())
-        emitted = state.here[np.repeat(slots, accepted), ragged(roots + 1, accepted)]
+        if self._judges:
+            self._speculator.drafter.judged(slots.tolist(), (accepted - 1).tolist(), depths.tolist())
+        if len(slots) == 1:
+            first = int(roots[0]) + 1
+            emitted = state.here[int(slots[0]), first : first + int(accepted[0])]
+        else:
+            emitted = state.here[np.repeat(slots, accepted), ragged(roots + 1, accepted)]
         return Chained(emitted, accepted.astype(np.int32), (counts - 1).astype(np.int32), depths.astype(np.int32))
 
     def _run_trees(
