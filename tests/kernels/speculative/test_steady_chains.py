@@ -290,6 +290,23 @@ def test_prompts_are_run_to_their_ends_in_one_call_and_seen_while_nobody_waits(s
         assert driver.tokens[slot] == truths[slot - 1][: len(driver.tokens[slot])]
 
 
+def test_behind_the_end_of_all_sequences_nothing_is_drafted(drive):
+    """Whether the step is like the one before, or somebody left in it."""
+    driver, rows = guessing(drive, "EAGLE")
+    for slot in (1, 2):
+        driver.admit(slot, ASKED[slot])
+    driver.step([(1, driver.pending(1)), (2, driver.pending(2))])
+    driver.step([(1, 1)], {1: 4})
+    state, chains = driver.runner._slots, driver.runner._captured.chains
+    state._targets[1] = state.known[1]
+    asked = []
+    chains.draft = asked.append
+    driver.step([(1, 1)], {1: 4})
+    driver.release(2)
+    driver.step([(1, 1)], {1: 4})
+    assert (rows, asked) == ([1], [])
+
+
 def test_n_grams_are_told_of_steps_that_they_had_no_guess_for_while_nobody_waits(drive):
     driver, rows = guessing(drive, "NGRAM")
     speculator = driver.runner._speculator
