@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["assert_only_rounded_once"]
+__all__ = ["assert_only_rounded_once", "assert_weights_rounded_once"]
 
 TOKENS = 5e-5
 """A token's numbers are rounded to a 65,000th of the largest beside them."""
@@ -21,3 +21,14 @@ def assert_only_rounded_once(found: Tensor, x: Tensor, weight: Tensor, bias: Ten
     allowed = half_a_step + TOKENS * (wide.abs() @ exact.abs())
     worst = ((found.double() - expected).abs() / allowed).max()
     assert worst <= 1, f"{float(worst):.2f} times as far from the exact product as its rounding"
+
+
+def assert_weights_rounded_once(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """``found`` bf16 is not further from the exact product than that with a weight made bf16 is, which is the larger part
+    of either's error; the same numbers are not rounded, so that errors are alike as a whole only.
+    """
+    wide, plus = x.double(), 0.0 if bias is None else bias.double()
+    exact = wide @ weight.double().t() + plus
+    rounded = (wide @ weight.bfloat16().double().t() + plus).bfloat16()
+    errors = [(result.double() - exact).square().mean().sqrt() for result in (found, rounded)]
+    assert errors[0] <= 1.3 * errors[1], f"{float(errors[0] / errors[1]):.2f} times the error of a weight of bf16"

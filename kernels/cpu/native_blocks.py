@@ -13,9 +13,9 @@ from kernels.quantization.gguf_weight import BlockRows, GgufWeight
 
 __all__ = ["NativeBlocks", "NativeRows"]
 
-_PLANES = {2: (2, 0), 3: (2, 1), 4: (4, 0), 5: (5, 0), 6: (6, 0)}
-"""Bits of a code -> those in its planes."""
-_TABLE = 32
+_TABLE = 16
+_OUTPUTS = 32
+"""Of a block."""
 _CHUNK = 1 << 24
 """Codes that are opened at a time."""
 
@@ -24,14 +24,13 @@ class _Layout(ctypes.Structure):
     """``Layout`` of kernels/cpu/native/layout.h."""
 
     _fields_ = (
-        ("low", ctypes.c_int64),
-        ("high", ctypes.c_int64),
+        ("bits", ctypes.c_int64),
         ("super", ctypes.c_int64),
         ("group", ctypes.c_int64),
         ("zeros", ctypes.c_int64),
         ("offset", ctypes.c_int64),
         ("table", ctypes.c_float * _TABLE),
-        ("filling", ctypes.c_int64 * 2),
+        ("filling", ctypes.c_int64 * 3),
     )
 
 
@@ -50,7 +49,7 @@ class NativeRows:
         sizes = self.outputs, self.inputs
         self.memory = torch.empty(library.packed_blocks(ctypes.byref(layout), *sizes), dtype=torch.uint8)
         library.begin_blocks(ctypes.byref(layout), *sizes, self.memory.data_ptr())
-        step = max(_TABLE, _CHUNK // self.inputs // _TABLE * _TABLE)
+        step = max(_OUTPUTS, _CHUNK // self.inputs // _OUTPUTS * _OUTPUTS)
         for begin in range(0, self.outputs, step):
             found = rows.kind.open(rows.data[begin : begin + step])
             held, blocks = _blocks(found)
@@ -80,12 +79,9 @@ class NativeBlocks:
 
 
 def _layout(kind: Kind) -> _Layout:
-    low, high = _PLANES[kind.bits]
-    layout = _Layout(low, high, kind.block, kind.group, kind.zeros)
-    if kind.bits > 3:
-        layout.offset = -min(kind.values)
-    if kind.bits < 5:
-        layout.table[:] = [float(kind.values[at % len(kind.values)]) for at in range(_TABLE)]
+    layout = _Layout(kind.bits, kind.block, kind.group, kind.zeros, -min(kind.values))
+    if kind.bits == 4:
+        layout.table[:] = [float(value) for value in kind.values]
     return layout
 
 

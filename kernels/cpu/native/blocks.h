@@ -1,5 +1,4 @@
-// Products with weights in blocks of whole numbers of 2 to 6 bits, as GGUF files have them. What many tokens meet, and what has 2 or 3
-// bits, is made `scale * code - zero` in float32 and rounded to bf16, so that such a product is, bit for bit, that with a weight which
+// Products with weights in blocks of whole numbers of 2 to 6 bits, as GGUF files have them. What many tokens meet is made `scale * code - zero` in float32 and rounded to bf16, so that such a product is, bit for bit, that with a weight which
 // was made bf16 before (matrix.h).
 #pragma once
 #include "cells.h"
@@ -37,15 +36,15 @@ inline void pack_blocks(const Blocks& from, int64_t first, int64_t outputs, int6
         }
 }
 
-// `LOW` and `HIGH`: bits of its layout's planes.
-template <int LOW, int HIGH>
+template <int BITS>
 struct BlockProduct : Widened {
     const Layout& layout() const { return *reinterpret_cast<const Layout*>(weight); }
     const uint8_t* part(int64_t block) const {
         return reinterpret_cast<const uint8_t*>(weight) + sizeof(Layout) + block * layout().block(inputs());
     }
-    static constexpr bool in_fours() { return LOW >= 4; }
-    bool below_128() const { return LOW > 4 || (LOW == 4 && layout().offset == 0); }
+    static constexpr bool whole_numbers() { return true; }
+    bool below_128() const { return BITS != 4 || layout().offset == 0; }
+    bool scaled() const { return layout().groups() != 0; }
     int64_t shares() const { return layout().group; }
     int32_t offset() const { return static_cast<int32_t>(layout().offset); }
     const char* coming(int64_t output) const { return reinterpret_cast<const char*>(part(output / WIDE)); }
@@ -57,21 +56,20 @@ struct BlockProduct : Widened {
 
     template <class Call>
     void with_supers(int64_t block, Call call) const {
-        if constexpr (LOW >= 4) {
-            const auto groups = [&]<int GROUP>() {
-                layout().zeros ? call(Supers<GROUP, true>(*this, block)) : call(Supers<GROUP, false>(*this, block));
-            };
-            if (!layout().groups()) return groups.template operator()<0>();
-            layout().group < DEPTH ? groups.template operator()<TILE>() : groups.template operator()<DEPTH>();
-        }
+        const auto groups = [&]<int GROUP>() {
+            layout().zeros ? call(Supers<GROUP, true>(*this, block)) : call(Supers<GROUP, false>(*this, block));
+        };
+        if (!layout().groups()) return groups.template operator()<0>();
+        layout().group < DEPTH ? groups.template operator()<TILE>() : groups.template operator()<DEPTH>();
     }
 };
 
-// Codes of 4 to 6 bits as bytes, those of 4 as what they stand for and the offset.
+// Codes as bytes, those of 4 bits as what they stand for and the offset.
 template <int BITS>
 class Opened {
   public:
     explicit Opened(const Layout& of) {
+        if (BITS != 4) return;
         const __m512 values = _mm512_add_ps(_mm512_loadu_ps(of.table), _mm512_set1_ps(static_cast<float>(of.offset)));
         table_ = _mm512_broadcast_i32x4(_mm512_cvtepi32_epi8(_mm512_cvtps_epi32(values)));
     }
@@ -85,8 +83,8 @@ class Opened {
     __m512i table_;
 };
 
-template <int LOW, int HIGH>
-class BlockProduct<LOW, HIGH>::Maker {
+template <int BITS>
+class BlockProduct<BITS>::Maker {
   public:
     Maker(const BlockProduct& p, int64_t block) : of_(p.layout()), block_(p.part(block)), opened_(of_) {}
 
@@ -105,35 +103,33 @@ class BlockProduct<LOW, HIGH>::Maker {
   private:
     template <int SECOND>
     void half(const uint8_t* cell, bf16* out) const {
-        if constexpr (LOW >= 4) {
-            widen_fours<4 * SECOND, 4 * SECOND + 4>(cell, order_, out, opened_, [&](__m512 code, int64_t quarter) {
-                return _mm512_fmsub_ps(code, by_.scales[quarter], by_.zeros[quarter]);
-            });
-        } else {
-            widen_pairs<LOW, HIGH>(of_, cell, SECOND, by_, out);
-        }
+        widen_fours<4 * SECOND, 4 * SECOND + 4>(cell, order_, out, opened_, [&](__m512 code, int64_t quarter) {
+            return _mm512_fmsub_ps(code, by_.scales[quarter], by_.zeros[quarter]);
+        });
     }
 
     const Layout& of_;
     const uint8_t* block_;
-    Opened<LOW> opened_;
+    Opened<BITS> opened_;
     PairOrder order_;
     Factors by_;
 };
 
-template <int LOW, int HIGH>
+template <int CODE_BITS>
 template <int GROUPS, bool WITH_ZEROS>
-struct BlockProduct<LOW, HIGH>::Supers {
-    static constexpr int GROUP = GROUPS;
+struct BlockProduct<CODE_BITS>::Supers {
+    static constexpr int GROUP = GROUPS, BITS = CODE_BITS;
     static constexpr bool ZEROS = WITH_ZEROS;
+    static constexpr bool BYTES = BITS == 4 && !ZEROS;  // whether codes stand for others
 
     const uint8_t* block;
-    Opened<LOW> codes;
-    int64_t groups, of_lines, part_size, cell_size, factors;
+    Opened<BITS> codes;
+    int64_t groups, of_lines, part_size, cell_size, factors, offset;
 
     Supers(const BlockProduct& p, int64_t at)
         : block(p.part(at)), codes(p.layout()), groups(p.layout().groups()), of_lines(p.layout().super / DEPTH),
-          part_size(p.layout().part()), cell_size(p.layout().cell()), factors(p.layout().factors()) {}
+          part_size(p.layout().part()), cell_size(p.layout().cell()), factors(p.layout().factors()),
+          offset(p.layout().offset) {}
 
     int64_t lines() const { return of_lines; }
     const uint8_t* part(int64_t line) const { return block + line / (GROUP ? 8 : of_lines) * part_size; }
@@ -142,7 +138,7 @@ struct BlockProduct<LOW, HIGH>::Supers {
     void fetch(int64_t line) const {
         const char* from = reinterpret_cast<const char*>(cell(line) + 4096);
 #pragma GCC unroll 12
-        for (int64_t i = 0; i < CELL * LOW / 8; i += LINE) _mm_prefetch(from + i, _MM_HINT_T0);
+        for (int64_t i = 0; i < CELL * BITS / 8; i += LINE) _mm_prefetch(from + i, _MM_HINT_T0);
     }
     void open(int64_t line, bf16* out) const {
         fetch(line);
@@ -152,33 +148,37 @@ struct BlockProduct<LOW, HIGH>::Supers {
         return part(line) + LINE * (1 + ZEROS) + place(line) * (GROUP == TILE ? 2 : 1) * WIDE + half * TILE;
     }
     __m512 whole(int64_t line, int64_t second, int64_t half) const { return signed_at(of_group(line, half) + second * WIDE); }
-    __m512 less(int64_t line, int64_t half) const { return unsigned_at(of_group(line, half) + groups * WIDE); }
+    __m512 less(int64_t line, int64_t second, int64_t half) const { return unsigned_at(of_group(line, half) + (groups + second) * WIDE); }
+    __m512 scale(int64_t super, int64_t half) const { return halves_at(block + super * part_size + half * LINE / 2); }
+    __m512 zero(int64_t super, int64_t half) const { return halves_at(block + super * part_size + LINE + half * LINE / 2); }
+    __m512i bytes(const uint8_t* cell, int64_t half, int64_t four) const {
+        return BYTES ? codes(cell, half, four) : bytes_of<BITS>(cell, half, four);
+    }
     __m512 end(int64_t super, int64_t half, __m512 some, __m512 less, __m512 found) const {
-        const uint8_t* from = block + super * part_size + half * LINE / 2;
-        found = _mm512_fmadd_ps(some, halves_at(from), found);
-        return ZEROS ? _mm512_fnmadd_ps(less, halves_at(from + LINE), found) : found;
+        found = _mm512_fmadd_ps(some, scale(super, half), found);
+        return ZEROS ? _mm512_fnmadd_ps(less, zero(super, half), found) : found;
     }
 };
 
-// call<LOW, HIGH>() for the layout's planes.
+// call<BITS>() for the layout's.
 template <class Call>
-inline void with_planes(const Layout& of, Call call) {
-    switch (10 * of.low + of.high) {
-        case 20: return call.template operator()<2, 0>();
-        case 21: return call.template operator()<2, 1>();
-        case 40: return call.template operator()<4, 0>();
-        case 50: return call.template operator()<5, 0>();
-        case 60: return call.template operator()<6, 0>();
+inline void with_bits(const Layout& of, Call call) {
+    switch (of.bits) {
+        case 2: return call.template operator()<2>();
+        case 3: return call.template operator()<3>();
+        case 4: return call.template operator()<4>();
+        case 5: return call.template operator()<5>();
+        case 6: return call.template operator()<6>();
     }
 }
 
 // Output `output` of a packed weight -> bf16 [inputs]
 inline void unpack_blocks(const uint8_t* weight, int64_t output, int64_t inputs, bf16* out) {
     const Layout& of = *reinterpret_cast<const Layout*>(weight);
-    with_planes(of, [&]<int LOW, int HIGH>() {
-        BlockProduct<LOW, HIGH> p{};
+    with_bits(of, [&]<int BITS>() {
+        BlockProduct<BITS> p{};
         p.weight = reinterpret_cast<const char*>(weight), p.lines = inputs / DEPTH;
-        typename BlockProduct<LOW, HIGH>::Maker maker(p, output / WIDE);
+        typename BlockProduct<BITS>::Maker maker(p, output / WIDE);
         alignas(64) bf16 wide[CELL];
         const bf16* own = wide + output % WIDE / TILE * CELL / 2 + 2 * (output % TILE);
         for (int64_t line = 0; line < p.lines; line++) {

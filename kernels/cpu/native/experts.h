@@ -26,8 +26,8 @@ struct Expert {
     double clip_up, clip_down;
 };
 
-using AnyProduct = std::variant<Product, Product8, Grouped<4>, Grouped<8>, BlockProduct<2, 0>, BlockProduct<2, 1>, BlockProduct<4, 0>,
-                                BlockProduct<5, 0>, BlockProduct<6, 0>, Fp8Product>;
+using AnyProduct = std::variant<Product, Product8, Grouped<4>, Grouped<8>, BlockProduct<2>, BlockProduct<3>, BlockProduct<4>,
+                                BlockProduct<5>, BlockProduct<6>, Fp8Product>;
 
 struct Job {
     AnyProduct product;
@@ -184,8 +184,8 @@ inline void add_job(Layer& layer, const Op& op, int64_t expert, const bf16* x, i
         }
         case FP8: return add(Fp8Product{{{operands(sizeof(bf16))}}, op.i2});
         case BLOCKS:
-            return with_planes(*static_cast<const Layout*>(op.b), [&]<int LOW, int HIGH>() {
-                add(BlockProduct<LOW, HIGH>{{{operands(sizeof(bf16))}}});
+            return with_bits(*static_cast<const Layout*>(op.b), [&]<int BITS>() {
+                add(BlockProduct<BITS>{{{operands(sizeof(bf16))}}});
             });
     }
 }

@@ -68,8 +68,9 @@ struct Eights {
 struct Fp8Product : Widened {
     int64_t group;
 
-    static constexpr bool in_fours() { return false; }  // tokens are not rounded
+    static constexpr bool whole_numbers() { return false; }  // tokens are not rounded
     static constexpr bool below_128() { return true; }
+    static constexpr bool scaled() { return false; }
     static constexpr int32_t offset() { return -128; }  // sums have no share of 128 times the tokens
     int64_t shares() const { return group; }
     const uint8_t* cells(int64_t block) const { return reinterpret_cast<const uint8_t*>(weight) + block * inputs() * WIDE; }
@@ -106,7 +107,7 @@ struct Fp8Product::Supers {
         small[line] ? eights.open<true>(cell, out) : eights.open<false>(cell, out);
     }
     __m512 whole(int64_t, int64_t, int64_t) const { return _mm512_setzero_ps(); }
-    __m512 less(int64_t, int64_t) const { return _mm512_setzero_ps(); }
+    __m512 less(int64_t, int64_t, int64_t) const { return _mm512_setzero_ps(); }
     __m512 end(int64_t super, int64_t half, __m512 some, __m512, __m512 found) const {
         return _mm512_fmadd_ps(some, _mm512_loadu_ps(scales + super * WIDE + half * TILE), found);
     }

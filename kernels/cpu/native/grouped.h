@@ -39,8 +39,9 @@ struct Grouped : Widened {
     bool zeroed;  // whether zeros are others than the middle
 
     static constexpr int32_t offset() { return 1 << (BITS - 1); }
-    static constexpr bool in_fours() { return true; }
+    static constexpr bool whole_numbers() { return true; }
     static constexpr bool below_128() { return BITS < 8; }
+    static constexpr bool scaled() { return false; }
     int64_t shares() const { return group; }
     int64_t block_size() const { return inputs() * WIDE * BITS / 8; }
     const uint8_t* cells(int64_t block) const { return reinterpret_cast<const uint8_t*>(weight) + block * block_size(); }
@@ -123,7 +124,7 @@ struct Grouped<BITS>::Supers {
         open_cell(cell(line), out, codes_of<BITS>);
     }
     __m512 whole(int64_t, int64_t, int64_t) const { return _mm512_setzero_ps(); }
-    __m512 less(int64_t, int64_t) const { return _mm512_setzero_ps(); }
+    __m512 less(int64_t, int64_t, int64_t) const { return _mm512_setzero_ps(); }
     __m512 end(int64_t super, int64_t half, __m512 some, __m512 less, __m512 found) const {
         const int64_t at = super * WIDE + half * TILE;
         if (ZEROED) some = _mm512_fnmadd_ps(_mm512_sub_ps(unsigned_at(zeros + at), _mm512_set1_ps(Grouped::offset())), less, some);

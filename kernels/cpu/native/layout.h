@@ -8,18 +8,17 @@ namespace troupe {
 
 constexpr int64_t CELL = WIDE * DEPTH;  // weights of 32 outputs and 32 inputs
 
-// The head of a packed weight. `low` bits of each code, 2 and 4 to 6, and of 2 perhaps `high` 1 in another plane. `super` inputs
-// share a scale (and a zero) in float16; with `group` below it, whole scales (and zeros) of groups multiply these. `table`: what a
-// code of up to 4 bits stands for; with `offset` it is from 0 to 255. A code of 5 or 6 bits is `offset` more than what it stands for.
+// The head of a packed weight of codes of 2 to 6 `bits`. `super` inputs share a scale (and a zero) in float16; with `group` below it,
+// whole scales (and zeros) of groups multiply these. A code is `offset` more than what it stands for; one of 4 bits stands for a
+// number of `table`, which with `offset` is from 0 to 255.
 struct alignas(64) Layout {
-    int64_t low, high, super, group, zeros, offset;
-    float table[32];
+    int64_t bits, super, group, zeros, offset;
+    float table[16];
 
-    bool in_fours() const { return low >= 4; }  // cells.h
     int64_t groups() const { return group < super ? super / group : 0; }
 
     // Bytes of 32 outputs and `super` inputs.
-    int64_t cell() const { return CELL * (low + high) / 8; }
+    int64_t cell() const { return CELL * bits / 8; }
     int64_t factors() const { return WIDE * (1 + zeros) * (2 + groups()); }
     int64_t part() const { return factors() + super / DEPTH * cell(); }
     int64_t block(int64_t inputs) const { return inputs / super * part(); }

@@ -13,10 +13,11 @@ namespace troupe {
 constexpr int64_t FEWEST = 4;   // rows that are multiplied so
 constexpr int64_t HALVES = 2;   // of a line of 32 inputs, of which some weights have scales of their own
 constexpr int64_t OFFSETS = 4;  // of a line: of each half, of both, nothing
+constexpr int64_t SCALES = 4;
 
 struct Planes {
     Scratch<int8_t> values;    // [row][line][upper, lower][32], of four inputs the first, the third, the second and the last
-    Scratch<float> scales;     // [row][line]: the scale, and the sum of the numbers that it makes
+    Scratch<float> scales;     // [row][line][SCALES]: the scale, the sum of the numbers that it makes, and those of the halves
     Scratch<int32_t> offsets;  // [row][line][OFFSETS]: sums times -offset
 
     Scratch<float> shares;     // of rows that are not rounded, see `share_out`
@@ -24,7 +25,7 @@ struct Planes {
     void reserve(int64_t rows, int64_t lines, bool rounded) {
         if (!rounded) return static_cast<void>(shares.of(rows * lines * HALVES * 2));
         values.of(rows * lines * LINE);
-        scales.of(rows * lines * 2);
+        scales.of(rows * lines * SCALES);
         offsets.of(rows * lines * OFFSETS);
     }
 };
@@ -37,7 +38,7 @@ struct Whole {
     int64_t lines;
 
     Whole(Planes& of, int64_t row, int64_t lines)
-        : values(of.values.of(0) + row * lines * LINE), scales(of.scales.of(0) + row * lines * 2),
+        : values(of.values.of(0) + row * lines * LINE), scales(of.scales.of(0) + row * lines * SCALES),
           offsets(of.offsets.of(0) + row * lines * OFFSETS), lines(lines) {}
 };
 
@@ -45,11 +46,11 @@ struct Whole {
 // their values by.
 inline void round_planes(const bf16* x, int64_t lines, int32_t offset, int64_t row, Planes& to) {
     int8_t* values = to.values.of(0) + row * lines * LINE;
-    float* scales = to.scales.of(0) + row * lines * 2;
+    float* scales = to.scales.of(0) + row * lines * SCALES;
     int32_t* offsets = to.offsets.of(0) + row * lines * OFFSETS;
     const __m512i sign = _mm512_set1_epi32(0x7fffffff), half = _mm512_set1_epi32(128);
     const __m128i order = _mm_set_epi8(15, 13, 14, 12, 11, 9, 10, 8, 7, 5, 6, 4, 3, 1, 2, 0);
-    for (int64_t line = 0; line < lines; line++, x += DEPTH, values += LINE, scales += 2, offsets += OFFSETS) {
+    for (int64_t line = 0; line < lines; line++, x += DEPTH, values += LINE, scales += SCALES, offsets += OFFSETS) {
         const __m512 part[HALVES] = {load(x), load(x + TILE)};
         const __m512i bits = _mm512_max_epi32(_mm512_and_si512(_mm512_castps_si512(part[0]), sign),
                                               _mm512_and_si512(_mm512_castps_si512(part[1]), sign));  // a NaN's are the most
@@ -57,6 +58,7 @@ inline void round_planes(const bf16* x, int64_t lines, int32_t offset, int64_t r
         const bool finite = most < INFINITY;
         const __m512 by = _mm512_set1_ps(finite && most > 0x1p-100f ? 32512.0f / most : 0.0f);
         int32_t sum = 0;
+        scales[0] = finite ? most / 32512.0f : most;
         for (int64_t i = 0; i < HALVES; i++) {
             const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(part[i], by));
             const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(whole, half), 8);
@@ -67,9 +69,9 @@ inline void round_planes(const bf16* x, int64_t lines, int32_t offset, int64_t r
             put(values + DEPTH + i * TILE, whole);
             const int32_t some = finite ? _mm512_reduce_add_epi32(whole) : 0;
             offsets[i] = -offset * some, sum += some;
+            scales[2 + i] = scales[0] * static_cast<float>(some);
         }
         offsets[HALVES] = offsets[0] + offsets[1];
-        scales[0] = finite ? most / 32512.0f : most;
         scales[1] = scales[0] * static_cast<float>(sum);
     }
 }

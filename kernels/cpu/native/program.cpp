@@ -255,8 +255,8 @@ void run(Engine& engine, const Op& op, const Step& step) {
         }
         case FP8: return multiply_made(engine.team, Fp8Product{{{operands(engine, op, step, sizeof(bf16))}}, op.i2}, engine.planes);
         case BLOCKS:
-            return with_planes(*static_cast<const Layout*>(op.b), [&]<int LOW, int HIGH>() {
-                multiply_made(engine.team, BlockProduct<LOW, HIGH>{{{operands(engine, op, step, sizeof(bf16))}}}, engine.planes);
+            return with_bits(*static_cast<const Layout*>(op.b), [&]<int BITS>() {
+                multiply_made(engine.team, BlockProduct<BITS>{{{operands(engine, op, step, sizeof(bf16))}}}, engine.planes);
             });
         case EXPERTS: return run_experts({engine.team, engine.panels, engine.experts, op, step});
         case ATTENTION:

@@ -4,7 +4,7 @@
 //
 // `S` is what is known of a block: GROUP, inputs within a super that have whole scales (0: none have); ZEROS; `lines()` of a super;
 // `cell(line)`; `codes(cell, half, four)`, one a byte; `open(line, out)`, all of a line as bf16 in the order of matrix.h; `whole(line,
-// second, half)` and `less(line, half)`, whole scales and zeros of groups; `end(super, half, some, less, found)`, which adds a super's
+// second, half)` and `less(line, second, half)`, whole scales and zeros of groups; `end(super, half, some, less, found)`, which adds a super's
 // sums to those before; `fetch(line)`, for later.
 #pragma once
 #include "layout.h"
@@ -41,11 +41,13 @@ void multiply_vectors(const S& of, const Whole& x, float* sums) {
             part.template operator()<0>();
             if constexpr (twice) part.template operator()<1>();
             for (int half = 0; half < 2; half++) {
-                const __m512 by = S::ZEROS && S::GROUP ? of.less(line, half) : _mm512_set1_ps(1.0f);
                 for (int row = 0; row < ROWS; row++) {
-                    const float* scales = x.scales + (row * x.lines + line) * 2;
+                    const float* scales = x.scales + (row * x.lines + line) * SCALES;
                     some[row][half] = _mm512_fmadd_ps(values[row][half], _mm512_set1_ps(scales[0]), some[row][half]);
-                    if (S::ZEROS) less[row][half] = _mm512_fmadd_ps(by, _mm512_set1_ps(scales[1]), less[row][half]);
+                    const auto take = [&](__m512 by, float sum) { less[row][half] = _mm512_fmadd_ps(by, _mm512_set1_ps(sum), less[row][half]); };
+                    if constexpr (S::ZEROS && S::GROUP == 0) take(_mm512_set1_ps(1.0f), scales[1]);
+                    if constexpr (S::ZEROS && S::GROUP == DEPTH) take(of.less(line, 0, half), scales[1]);
+                    if constexpr (S::ZEROS && twice) take(of.less(line, 0, half), scales[2]), take(of.less(line, 1, half), scales[3]);
                 }
             }
         }
@@ -66,55 +68,22 @@ struct Shared {
     int64_t parts, lines;
 };
 
-// Tiles as those of `configure`, but for half the inputs.
-inline void configure_halves(int first, int second) {
-    const int id = 1 << 18 | first << 8 | second;
-    if (configured == id) return;
-    configured = id;
-    TileShapes config;
-    const int rows[8] = {first, first, std::max(second, 1), std::max(second, 1), first, std::max(second, 1), 8, 8};
-    for (int tile = 0; tile < 8; tile++) {
-        config.bytes[tile] = tile == 4 || tile == 5 ? LINE / 2 : LINE;
-        config.rows[tile] = static_cast<uint8_t>(rows[tile]);
-    }
-    config.load();
-}
-
-// Sums [token][32] of up to 32 tokens from `row` on, of up to 16 where groups have whole scales.
+// Sums [token][32] of up to 32 tokens from `row` on.
 template <class S>
 void multiply_shared(const S& of, const Shared& x, int64_t row, int64_t rows, float* sums) {
-    constexpr int HALVED = S::GROUP == TILE ? 2 : 1, IN_SUPER = S::GROUP ? 8 * HALVED : 1;  // parts of a super
     alignas(64) bf16 wide[2][WIDE * DEPTH];
-    alignas(64) float found[S::GROUP ? IN_SUPER : 2][(S::GROUP ? TILE : WIDE) * WIDE];
-    constexpr int64_t HELD = sizeof(found) / sizeof(found[0]), SIZE = sizeof(found[0]) / sizeof(float);
-    const int64_t more = std::max<int64_t>(rows - TILE, 0), each = S::GROUP ? 1 : of.lines();
-    const int first = static_cast<int>(std::min(rows, TILE)), second = static_cast<int>(more);
-    HALVED == 2 ? configure_halves(first, second) : configure(first, second);
+    alignas(64) float found[2][WIDE * WIDE];
+    const int64_t more = std::max<int64_t>(rows - TILE, 0), each = of.lines();
+    configure(static_cast<int>(std::min(rows, TILE)), static_cast<int>(more));
     for (int64_t i = 0; i < rows * WIDE; i += TILE) _mm512_store_ps(sums + i, _mm512_setzero_ps());
 
-    const auto take = [&](int64_t super) {  // what tiles have stored of its parts
-        const int64_t part = super * IN_SUPER, line = super * 8;
-        const float* from = found[part % HELD];
+    const auto take = [&](int64_t part) {  // what tiles have stored of it
+        const float* from = found[part % 2];
         for (int64_t half = 0; half < 2; half++) {
-            __m512 by[IN_SUPER], zeros[IN_SUPER];
-            for (int i = 0; S::GROUP && i < IN_SUPER; i++) {
-                by[i] = of.whole(line + i / HALVED, i % HALVED, half);
-                if (S::ZEROS) zeros[i] = of.less(line + i / HALVED, half);
-            }
             const float* share = x.shares + (row * x.parts + part) * 2;
             for (int64_t i = half * TILE; i < rows * WIDE; i += WIDE, share += 2 * x.parts) {
-                __m512 some = _mm512_sub_ps(_mm512_load_ps(from + i), _mm512_set1_ps(share[0])), less = _mm512_set1_ps(share[1]);
-                if constexpr (S::GROUP != 0) {
-                    some = _mm512_mul_ps(some, by[0]);
-                    if (S::ZEROS) less = _mm512_mul_ps(less, zeros[0]);
-#pragma GCC unroll 16
-                    for (int j = 1; j < IN_SUPER; j++) {
-                        const __m512 value = _mm512_sub_ps(_mm512_load_ps(from + j * SIZE + i), _mm512_set1_ps(share[2 * j]));
-                        some = _mm512_fmadd_ps(value, by[j], some);
-                        if (S::ZEROS) less = _mm512_fmadd_ps(_mm512_set1_ps(share[2 * j + 1]), zeros[j], less);
-                    }
-                }
-                _mm512_store_ps(sums + i, of.end(super, half, some, less, _mm512_load_ps(sums + i)));
+                const __m512 some = _mm512_sub_ps(_mm512_load_ps(from + i), _mm512_set1_ps(share[0]));
+                _mm512_store_ps(sums + i, of.end(part, half, some, _mm512_set1_ps(share[1]), _mm512_load_ps(sums + i)));
             }
         }
     };
@@ -128,25 +97,23 @@ void multiply_shared(const S& of, const Shared& x, int64_t row, int64_t rows, fl
             _tile_zero(2);
             _tile_zero(3);
         }
-        const int64_t half = part % HALVED * LINE / HALVED;
         for (const int64_t end = line + each; line < end; line++) {
             // What was stored just now would be waited for: the next is made first.
-            if (half == 0 && line + 1 < x.lines) of.open(line + 1, wide[(line + 1) % 2]);
+            if (line + 1 < x.lines) of.open(line + 1, wide[(line + 1) % 2]);
             written();
-            const bf16* weights = wide[line % 2] + half / 4 * WIDE;
-            _tile_loadd(4, tokens + line * LINE + half, x.stride);
+            const bf16* weights = wide[line % 2];
+            _tile_loadd(4, tokens + line * LINE, x.stride);
             _tile_loadd(6, weights, LINE);
             _tile_loadd(7, weights + WIDE * DEPTH / 2, LINE);
             _tile_dpbf16ps(0, 4, 6);
             _tile_dpbf16ps(1, 4, 7);
             if (more) {
-                _tile_loadd(5, others + line * LINE + half, x.stride);
+                _tile_loadd(5, others + line * LINE, x.stride);
                 _tile_dpbf16ps(2, 5, 6);
                 _tile_dpbf16ps(3, 5, 7);
             }
         }
-        if (HALVED == 2 && half == 0) line--;
-        float* to = found[part % HELD];
+        float* to = found[part % 2];
         _tile_stored(0, to, 2 * LINE);
         _tile_stored(1, to + TILE, 2 * LINE);
         if (more) {
@@ -154,10 +121,9 @@ void multiply_shared(const S& of, const Shared& x, int64_t row, int64_t rows, fl
             _tile_stored(3, to + TILE * WIDE + TILE, 2 * LINE);
         }
         written();
-        if (IN_SUPER == 1 && part) take(part - 1);  // what tiles have stored just now would be waited for
-        if (IN_SUPER > 1 && part % IN_SUPER == IN_SUPER - 1) take(part / IN_SUPER);
+        if (part) take(part - 1);  // what tiles have stored just now would be waited for
     }
-    if (IN_SUPER == 1) take(x.parts - 1);
+    take(x.parts - 1);
 }
 
 }  // namespace troupe

@@ -2,12 +2,13 @@
 // many, bf16 is made in the order of matrix.h, 32 inputs of 32 outputs after the others.
 //
 // A kind of product `P` has a `Maker(p, block)` of a block's weights, whose `line(line, out)` makes the next 32 inputs, and
-// `with_supers(block, call)`, which calls with what supers.h knows of a block, if codes are `in_fours()` (cells.h). `shares()`: inputs
+// `with_supers(block, call)`, which calls with what supers.h knows of a block, if codes are `whole_numbers()` (cells.h). `shares()`: inputs
 // that have a scale of their own; `below_128()`: whether codes are.
 #pragma once
 #include <optional>
 
 #include "layout.h"
+#include "scaled.h"
 #include "supers.h"
 
 namespace troupe {
@@ -15,6 +16,9 @@ namespace troupe {
 struct Widened : Product {
     std::optional<Whole> whole = {};    // its tokens, if they are rounded
     std::optional<Shared> shared = {};  // or if they are not
+    uint64_t number = ++numbered;       // its own
+
+    static inline std::atomic<uint64_t> numbered{0};
 
     static constexpr bool made = true;
 };
@@ -76,10 +80,21 @@ void multiply_rounded(const P& p, int64_t block, int64_t rows, float* sums) {
 }
 
 template <class P>
+void multiply_scales(const P& p, int64_t block, int64_t rows, float* sums) {
+    p.with_supers(block, [&]<class S>(const S& supers) {
+        if constexpr (S::GROUP != 0) {
+            const bf16* of_groups = S::ZEROS ? group_sums.of<S::GROUP>(p.number, p.x, p.stride_x, rows, p.lines) : nullptr;
+            multiply_scaled(supers, {p.x, p.stride_x, rows, p.lines, of_groups}, sums);
+        }
+    });
+}
+
+template <class P>
 void multiply_widened_chunk(void* context, int64_t chunk, int) {
     const P& p = *static_cast<const P*>(context);
     const int64_t all = blocks(p.wide()), first = chunk * p.chunk, size = p.inputs() * WIDE;
     alignas(64) float sums[2][WIDE * WIDE];
+    const bool scaled = p.scaled() && p.rows <= WIDE;
     bf16* wide = p.rows > WIDE && !p.shared ? widened.of(2 * size) : nullptr;
     for (int64_t block = first; block < std::min(first + p.chunk, all); block++) {
         const int64_t others = block + (p.gated ? all : 0);
@@ -88,8 +103,9 @@ void multiply_widened_chunk(void* context, int64_t chunk, int) {
         for (int64_t row = 0; row < p.rows; row += WIDE) {
             const int64_t rows = std::min(WIDE, p.rows - row);
             const auto run = [&](int64_t of, const bf16* weights, float* to) {
-                if constexpr (P::in_fours())
+                if constexpr (P::whole_numbers())
                     if (p.whole) return multiply_rounded(p, of, rows, to);
+                if (scaled) return multiply_scales(p, of, rows, to);
                 if (p.shared) return p.with_supers(of, [&](const auto& supers) { multiply_shared(supers, *p.shared, row, rows, to); });
                 if (!wide) return multiply_widened(p, of, row, rows, to);
                 Product alone = p;
@@ -112,8 +128,8 @@ struct Preparing {
     Planes& planes;
     int64_t first = 0;
 
-    bool rounded() const { return p.rows <= FEWEST && P::in_fours(); }
-    bool shared() const { return !rounded() && p.rows <= std::min(p.shares() / 2, WIDE) && p.below_128(); }
+    bool rounded() const { return p.rows <= FEWEST && P::whole_numbers(); }
+    bool shared() const { return !rounded() && !p.scaled() && p.rows <= std::min(p.shares() / 2, WIDE) && p.below_128(); }
     bool wanted() const { return rounded() || shared(); }
     int64_t parts() const { return p.inputs() / p.shares(); }
     float* shares() const { return planes.shares.of(0) + first * p.lines * HALVES * 2; }  // others' parts may be others

@@ -21,12 +21,12 @@ from kernels.quantization.gguf_weight import BlockRows, GgufWeight
 from kernels.quantization.recognise import recognise
 from kernels.quantization.weights import PartError
 from tests.gguf_writer import kind_of, write_gguf
-from tests.rounded_once import assert_only_rounded_once
+from tests.rounded_once import assert_only_rounded_once, assert_weights_rounded_once
 from tests.tiny_model import make_tiny_model
 
 KIND = {kind.name: kind for kind in KINDS.values()}
-ROUNDED = {"Q2_K": 0, "Q3_K": 0, "IQ4_NL": 4, "IQ4_XS": 4, "Q6_K": 8}
-"""Rows up to which no weight is made bf16, where they are not 16."""
+SCALED = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
+"""Types whose weights are rounded before their factors are multiplied in, where 5 to 32 tokens meet them."""
 native = pytest.mark.skipif(
     not has_tiles() or not any(map(shutil.which, library.COMPILERS)), reason="no AMX or no C++ compiler"
 )
@@ -72,7 +72,8 @@ def test_blocks_are_opened_as_the_package_does(name):
 
 @native
 @pytest.mark.parametrize("name", KIND)
-def test_products_round_no_weight_or_are_those_of_bf16_to_the_bit(name, platform):
+def test_products_round_no_weight_or_as_bf16_does_or_are_those_of_bf16_to_the_bit(name, platform):
+    few = 16 if name not in ("IQ4_NL", *SCALED) else 4  # rows up to which no weight is rounded
     for outputs, inputs in ((100, 512), (33, 256), (64, 160 if KIND[name].block == 32 else 768)):
         weight, bias = weight_of(name, outputs, inputs), torch.randn(outputs).bfloat16()
         linear = platform.make_quantized(weight, bias)
@@ -81,14 +82,32 @@ def test_products_round_no_weight_or_are_those_of_bf16_to_the_bit(name, platform
         for rows in (1, 2, 4, 5, 8, 16, 17, 33, 140):
             x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)).bfloat16()
             found = linear(x)
-            if rows <= ROUNDED.get(name, 16):
+            if rows <= few:
                 assert_only_rounded_once(found, x, weight.dequantize(torch.float32), bias)
+            elif name in SCALED and rows <= 32:
+                assert_weights_rounded_once(found, x, weight.dequantize(torch.float32), bias)
             else:
                 assert found.equal(dense(x)), (outputs, inputs, rows)
             if outputs == 64:
                 assert linear.gated(x).equal(platform.silu_and_mul(found))
-            if rows <= ROUNDED.get(name, 16):
+            if rows <= (32 if name in SCALED else few):
                 assert found[:1].equal(linear(x[: 5 if rows > 4 else 1])[:1])
+
+
+@native
+@pytest.mark.parametrize("name", ["Q2_K", "Q4_K", "Q6_K"])
+def test_a_token_that_is_not_finite_leaves_the_others_alone(name, platform):
+    linear = platform.make_quantized(weight_of(name, 64, 512), None)
+    for rows in (4, 12, 20):
+        x = torch.randn(rows, 512).bfloat16()
+        x[2] = 0
+        others, expected = [0, *range(2, rows)], linear(x)
+        assert (expected[2] == 0).all()
+        for wrong in (torch.nan, -torch.inf):
+            x[1, 300] = wrong
+            found = linear(x)
+            assert not found[1].isfinite().any()
+            assert found[others].equal(expected[others])
 
 
 @native
@@ -99,7 +118,7 @@ def test_a_fused_projection_may_mix_types(platform):
     assert whole.nbytes == sum(piece.nbytes for piece in pieces)
     floats = torch.cat([piece.dequantize(torch.bfloat16) for piece in pieces])
     assert whole.dequantize(torch.bfloat16).equal(floats)
-    x, bias = torch.randn(20, 256).bfloat16(), torch.randn(140).bfloat16()
+    x, bias = torch.randn(40, 256).bfloat16(), torch.randn(140).bfloat16()
     linear = platform.make_quantized(whole, bias)
     assert linear(x).equal(platform.make_linear(floats, bias)(x))
     assert_only_rounded_once(linear(x[:3]), x[:3], whole.dequantize(torch.float32), bias)
@@ -141,7 +160,7 @@ def test_rows_are_looked_up_in_blocks(name, platform):
     weight = weight_of(name, 70, 512)
     floats = weight.dequantize(torch.bfloat16)
     ids = torch.tensor([0, 69, 31, 32, 15, 16, 32, 8])
-    x = torch.randn(20, 512).bfloat16()
+    x = torch.randn(40, 512).bfloat16()
     lookup, head = platform.make_tied(weight)
     assert lookup(ids).equal(floats[ids])
     assert head(x).equal(platform.make_linear(floats, None)(x))

@@ -1,0 +1,217 @@
+// Products of up to 32 tokens with a block of 32 outputs of whole numbers, of whose groups of 16 or 32 inputs each has a whole scale
+// (and a zero), and 256 of them factors of these: K types of GGUF files. Whole scales are multiplied in before sums are, so that tiles
+// add up 256 inputs in one go. `code * whole scale` is a number of float16, rounded to bf16 as bits; zeros are products of their own.
+#pragma once
+#include <atomic>
+
+#include "layout.h"
+#include "scratch.h"
+
+namespace troupe {
+
+constexpr int64_t SUPER_LINES = 8;  // of 256 inputs
+
+inline __m512h as_halves(__m512i x) { return _mm512_castsi512_ph(x); }
+
+// What codes of `BITS` times whole scales are divided by, a power of two of which they stay below two: floats of 16 bits below that have
+// the exponents of bf16 without the upper three bits.
+template <int BITS, bool ZEROS>
+constexpr int power_of_scaled() {
+    if (ZEROS) return BITS == 2 ? 5 : BITS == 4 ? 9 : 10;  // 3 * 15, 15 * 63, 31 * 63
+    return BITS == 3 ? 7 : BITS == 4 ? 11 : 12;            // 4 * 32, 127 * 32, 32 * 128
+}
+
+// Numbers of 16 outputs, each for the two inputs of a pair.
+inline __m512i in_pairs(__m256i of) {
+    const __m512i twice = _mm512_set_epi16(15, 15, 14, 14, 13, 13, 12, 12, 11, 11, 10, 10, 9, 9, 8, 8, 7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
+    return _mm512_permutexvar_epi16(twice, _mm512_castsi256_si512(of));
+}
+
+// Makes lines of bf16 in the order of matrix.h. `S`: see supers.h.
+template <class S>
+class Scaling {
+  public:
+    explicit Scaling(const S& of) : of_(of), middle_(_mm512_set1_ph(static_cast<_Float16>(16 + of.offset / 64.0f))) {}
+
+    void line(int64_t line, bf16* out) const {
+        of_.fetch(line);
+        const uint8_t* cell = of_.cell(line);
+        for (int64_t half = 0; half < 2; half++, out += WIDE * DEPTH / 2) {
+            part<0>(line, cell, half, out);
+            part<1>(line, cell, half, out);
+        }
+    }
+
+    // Zeros of a line's outputs for each pair of inputs, which are tiles of their own.
+    void zeros(int64_t line, int64_t second, int64_t half, bf16* out) const {
+        const __m512i bits = _mm512_castps_si512(of_.less(line, second, half));  // a whole number below 256
+        _mm512_store_si512(out, _mm512_or_si512(bits, _mm512_srli_epi32(bits, 16)));
+    }
+
+  private:
+    static constexpr int BITS = S::BITS;
+    static constexpr float SHARE = 64.0f / (1 << power_of_scaled<BITS, S::ZEROS>());
+
+    // Fours 0 to 3 or 4 to 7.
+    template <int SECOND>
+    void part(int64_t line, const uint8_t* cell, int64_t half, bf16* out) const {
+        const __m128i whole = _mm_loadu_si128(reinterpret_cast<const __m128i*>(of_.of_group(line, half) + (S::GROUP == TILE ? SECOND * WIDE : 0)));
+        const __m512h scale = _mm512_mul_ph(_mm512_cvtepi16_ph(in_pairs(_mm256_cvtepi8_epi16(whole))), _mm512_set1_ph(static_cast<_Float16>(SHARE)));
+        const __m512h least = _mm512_mul_ph(scale, _mm512_set1_ph(static_cast<_Float16>(-16)));
+        // 16 and a 64th of a code, whose bits are the lowest.
+        const __m512i more = _mm512_set1_epi16(0x4c00), codes = _mm512_set1_epi16(S::BYTES ? 0xff : (1 << BITS) - 1);
+        const __m512i eighth = _mm512_set1_epi16(1 << 12), rest = _mm512_set1_epi16(static_cast<int16_t>(0x87ff)), upper = _mm512_set1_epi16(0x3800);
+        const auto put = [&](__m512i from, bf16* to) {
+            const __m512h code = as_halves(_mm512_ternarylogic_epi32(from, codes, more, 0xea));  // from & codes | more
+            const __m512h found = S::ZEROS ? _mm512_fmadd_ph(code, scale, least) : _mm512_mul_ph(_mm512_sub_ph(code, middle_), scale);
+            // An eighth of the bits, rounded, have a bf16's mantissa; nothing becomes 2^-15.
+            const __m512i bits = _mm512_mulhrs_epi16(_mm512_castph_si512(found), eighth);
+            _mm512_store_si512(to, _mm512_ternarylogic_epi32(bits, rest, upper, 0xea));
+        };
+#pragma GCC unroll 4
+        for (int64_t four = 4 * SECOND; four < 4 * SECOND + 4; four++) {
+            const __m512i all = of_.bytes(cell, half, four);
+            put(all, out + 2 * four * WIDE);
+            put(_mm512_srli_epi16(all, 8), out + (2 * four + 1) * WIDE);
+        }
+    }
+
+    const S& of_;
+    __m512h middle_;
+};
+
+// Weights that add up groups of `GROUP` inputs, of 256 inputs one in each column: [line][pair][column][2].
+template <int GROUP>
+struct Adding {
+    alignas(64) bf16 lines[SUPER_LINES][TILE * DEPTH] = {};
+
+    Adding() {
+        for (int64_t line = 0; line < SUPER_LINES; line++)
+            for (int64_t input = 0; input < DEPTH; input++)
+                lines[line][input / 2 * DEPTH + (line * DEPTH + input) / GROUP * 2 + input % 2] = 0x3f80;
+    }
+};
+
+// What zeros are multiplied by: sums of each token's groups, as two numbers of bf16 that add up to them, of a group after those of
+// another: [row][256 inputs][16][2]. Of a product that is known by its number a thread makes them once.
+class GroupSums {
+  public:
+    template <int GROUP>
+    const bf16* of(uint64_t number, const char* x, int64_t stride, int64_t rows, int64_t lines) {
+        if (number_ == number) return sums_.of(0);
+        static const Adding<GROUP> adding;
+        alignas(64) float found[TILE * TILE];
+        const int64_t supers = lines / SUPER_LINES;
+        bf16* out = sums_.of(rows * supers * DEPTH);
+        for (int64_t row = 0; row < rows; row += TILE, x += TILE * stride) {
+            const int64_t here = std::min(rows - row, TILE);
+            configure(static_cast<int>(here), 0);
+            for (int64_t super = 0; super < supers; super++) {
+                _tile_zero(0);
+                for (int64_t line = 0; line < SUPER_LINES; line++) {
+                    _tile_loadd(4, x + (super * SUPER_LINES + line) * LINE, stride);
+                    _tile_loadd(6, adding.lines[line], LINE);
+                    _tile_dpbf16ps(0, 4, 6);
+                }
+                _tile_stored(0, found, LINE);
+                written();
+                for (int64_t i = 0; i < here; i++) {
+                    const __m512 sum = _mm512_load_ps(found + i * TILE);
+                    const __m256i most = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(sum));
+                    const __m256i rest = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(_mm512_sub_ps(sum, widen(most))));
+                    const __m512i both = _mm512_or_si512(_mm512_cvtepu16_epi32(most), _mm512_slli_epi32(_mm512_cvtepu16_epi32(rest), 16));
+                    _mm512_store_si512(out + ((row + i) * supers + super) * DEPTH, both);
+                }
+            }
+        }
+        written();
+        number_ = number;
+        return out;
+    }
+
+  private:
+    Scratch<bf16> sums_;
+    uint64_t number_ = 0;
+};
+
+inline thread_local GroupSums group_sums;
+
+// Tokens of a product with such weights, up to 32. `sums`: of their groups, if there are zeros.
+struct Grouping {
+    const char* x;
+    int64_t stride, rows, lines;
+    const bf16* sums;
+};
+
+// Sums [token][32] of them.
+template <class S>
+void multiply_scaled(const S& of, const Grouping& x, float* sums) {
+    alignas(64) bf16 wide[2][WIDE * DEPTH];
+    alignas(64) float found[S::ZEROS ? 2 : 1][WIDE * WIDE];
+    alignas(64) static thread_local bf16 zeros[2][TILE * DEPTH] = {};  // [half][group], those that are not there are zero
+    const int64_t rows = x.rows, supers = x.lines / SUPER_LINES;
+    const bool more = rows > TILE;
+    const char* others = x.x + TILE * x.stride;
+    configure(static_cast<int>(std::min(rows, TILE)), static_cast<int>(more ? rows - TILE : 0));
+    const Scaling<S> scaling(of);
+    const auto clear = [&] {
+        _tile_zero(0);
+        _tile_zero(1);
+        if (!more) return;
+        _tile_zero(2);
+        _tile_zero(3);
+    };
+    const auto multiply = [&](const char* tokens, const char* second, int64_t stride, const bf16* low, const bf16* high) {
+        _tile_loadd(4, tokens, stride);
+        _tile_loadd(6, low, LINE);
+        _tile_loadd(7, high, LINE);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (!more) return;
+        _tile_loadd(5, second, stride);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    };
+    const auto keep = [&](float* to) {
+        _tile_stored(0, to, 2 * LINE);
+        _tile_stored(1, to + TILE, 2 * LINE);
+        if (!more) return;
+        _tile_stored(2, to + TILE * WIDE, 2 * LINE);
+        _tile_stored(3, to + TILE * WIDE + TILE, 2 * LINE);
+    };
+
+    scaling.line(0, wide[0]);
+    for (int64_t super = 0; super < supers; super++) {
+        const int64_t begin = super * SUPER_LINES;
+        clear();
+        for (int64_t i = 0; S::ZEROS && i < SUPER_LINES * DEPTH / S::GROUP; i++)
+            for (int64_t half = 0; half < 2; half++) scaling.zeros(begin + i * S::GROUP / DEPTH, i % (DEPTH / S::GROUP), half, zeros[half] + i * DEPTH);
+        for (int64_t line = begin; line < begin + SUPER_LINES; line++) {
+            // What was stored just now would be waited for: the next is made first.
+            if (line + 1 < x.lines) scaling.line(line + 1, wide[(line + 1) % 2]);
+            written();
+            multiply(x.x + line * LINE, others + line * LINE, x.stride, wide[line % 2], wide[line % 2] + WIDE * DEPTH / 2);
+        }
+        keep(found[0]);
+        if constexpr (S::ZEROS) {
+            const char* tokens = reinterpret_cast<const char*>(x.sums) + super * LINE;
+            clear();
+            multiply(tokens, tokens + TILE * supers * LINE, supers * LINE, zeros[0], zeros[1]);
+            keep(found[1]);
+        }
+        written();
+        const __m512 back = _mm512_set1_ps(1 << power_of_scaled<S::BITS, S::ZEROS>());
+        for (int64_t half = 0; half < 2; half++) {
+            const __m512 scale = _mm512_mul_ps(of.scale(super, half), back);
+            const __m512 zero = S::ZEROS ? of.zero(super, half) : _mm512_setzero_ps();
+            for (int64_t i = half * TILE; i < rows * WIDE; i += WIDE) {
+                __m512 sum = super ? _mm512_load_ps(sums + i) : _mm512_setzero_ps();
+                sum = _mm512_fmadd_ps(_mm512_load_ps(found[0] + i), scale, sum);
+                if constexpr (S::ZEROS) sum = _mm512_fnmadd_ps(_mm512_load_ps(found[1] + i), zero, sum);
+                _mm512_store_ps(sums + i, sum);
+            }
+        }
+    }
+}
+
+}  // namespace troupe
