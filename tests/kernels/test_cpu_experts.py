@@ -123,7 +123,7 @@ def test_one_operator_gives_what_experts_one_by_one_give(kind, platform, monkeyp
         if kind in ("floats", "int8", "int8, clipped"):
             assert torch.equal(alone, found[part])  # whatever the tokens beside it
         else:  # of which a few are not multiplied as many are
-            assert (alone - found[part]).float().norm() < 1e-2 * found[part].float().norm()
+            assert (alone - found[part]).float().norm() < 2e-2 * found[part].float().norm()
     monkeypatch.setattr(layer, "in_turn", None)
     with pytest.raises(AttributeError):  # of the router: nothing else is taken from it
         layer(x)

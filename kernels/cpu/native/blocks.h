@@ -43,8 +43,8 @@ struct BlockProduct : Widened {
         return reinterpret_cast<const uint8_t*>(weight) + sizeof(Layout) + block * layout().block(inputs());
     }
     static constexpr bool whole_numbers() { return true; }
-    bool below_128() const { return BITS != 4 || layout().offset == 0; }
-    bool scaled() const { return layout().groups() != 0; }
+    bool by_scaled() const { return layout().groups() || !layout().zeros; }
+    bool by_shares() const { return !by_scaled() && rows <= layout().group / 2; }
     int64_t shares() const { return layout().group; }
     int32_t offset() const { return static_cast<int32_t>(layout().offset); }
     const char* coming(int64_t output) const { return reinterpret_cast<const char*>(part(output / WIDE)); }
@@ -115,12 +115,16 @@ class BlockProduct<BITS>::Maker {
     Factors by_;
 };
 
-template <int CODE_BITS>
+template <int BITS>
 template <int GROUPS, bool WITH_ZEROS>
-struct BlockProduct<CODE_BITS>::Supers {
-    static constexpr int GROUP = GROUPS, BITS = CODE_BITS;
+struct BlockProduct<BITS>::Supers {
+    static constexpr int GROUP = GROUPS, CODE_BITS = BITS;
     static constexpr bool ZEROS = WITH_ZEROS;
     static constexpr bool BYTES = BITS == 4 && !ZEROS;  // whether codes stand for others
+    static constexpr bool SCALED = GROUP || !ZEROS;
+    static constexpr int LARGEST = ZEROS ? (1 << BITS) - 1 : BYTES ? 127 : 1 << (BITS - 1);  // without its sign
+    static constexpr int OF_GROUP = GROUP == 0 ? 1 : BITS == 2 ? 15 : ZEROS ? 63 : BITS == 6 ? 128 : 32;
+    static constexpr int POWER = std::bit_width(static_cast<unsigned>(LARGEST * OF_GROUP)) - 1;  // up to nearly two
 
     const uint8_t* block;
     Opened<BITS> codes;
@@ -151,6 +155,7 @@ struct BlockProduct<CODE_BITS>::Supers {
     __m512 less(int64_t line, int64_t second, int64_t half) const { return unsigned_at(of_group(line, half) + (groups + second) * WIDE); }
     __m512 scale(int64_t super, int64_t half) const { return halves_at(block + super * part_size + half * LINE / 2); }
     __m512 zero(int64_t super, int64_t half) const { return halves_at(block + super * part_size + LINE + half * LINE / 2); }
+    __m512 middle(int64_t, int64_t) const { return _mm512_set1_ps(static_cast<float>(offset)); }
     __m512i bytes(const uint8_t* cell, int64_t half, int64_t four) const {
         return BYTES ? codes(cell, half, four) : bytes_of<BITS>(cell, half, four);
     }

@@ -69,8 +69,8 @@ struct Fp8Product : Widened {
     int64_t group;
 
     static constexpr bool whole_numbers() { return false; }  // tokens are not rounded
-    static constexpr bool below_128() { return true; }
-    static constexpr bool scaled() { return false; }
+    static constexpr bool by_scaled() { return false; }
+    bool by_shares() const { return rows <= group / 2; }
     static constexpr int32_t offset() { return -128; }  // sums have no share of 128 times the tokens
     int64_t shares() const { return group; }
     const uint8_t* cells(int64_t block) const { return reinterpret_cast<const uint8_t*>(weight) + block * inputs() * WIDE; }

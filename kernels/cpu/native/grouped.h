@@ -40,8 +40,8 @@ struct Grouped : Widened {
 
     static constexpr int32_t offset() { return 1 << (BITS - 1); }
     static constexpr bool whole_numbers() { return true; }
-    static constexpr bool below_128() { return BITS < 8; }
-    static constexpr bool scaled() { return false; }
+    bool by_shares() const { return BITS < 8 && group >= 128; }
+    bool by_scaled() const { return !by_shares(); }
     int64_t shares() const { return group; }
     int64_t block_size() const { return inputs() * WIDE * BITS / 8; }
     const uint8_t* cells(int64_t block) const { return reinterpret_cast<const uint8_t*>(weight) + block * block_size(); }
@@ -100,8 +100,8 @@ class Grouped<BITS>::Maker {
 template <int BITS>
 template <bool ZEROED>
 struct Grouped<BITS>::Supers {
-    static constexpr int GROUP = 0;
-    static constexpr bool ZEROS = ZEROED;
+    static constexpr int GROUP = 0, CODE_BITS = BITS, POWER = ZEROED ? BITS : BITS - 1;
+    static constexpr bool ZEROS = ZEROED, BYTES = BITS == 8, SCALED = true;
 
     int64_t each;
     const uint8_t* cells;
@@ -125,10 +125,12 @@ struct Grouped<BITS>::Supers {
     }
     __m512 whole(int64_t, int64_t, int64_t) const { return _mm512_setzero_ps(); }
     __m512 less(int64_t, int64_t, int64_t) const { return _mm512_setzero_ps(); }
+    __m512 scale(int64_t super, int64_t half) const { return _mm512_loadu_ps(scales + super * WIDE + half * TILE); }
+    __m512 middle(int64_t super, int64_t half) const { return unsigned_at(zeros + super * WIDE + half * TILE); }
+    __m512i bytes(const uint8_t* cell, int64_t half, int64_t four) const { return bytes_of<BITS>(cell, half, four); }
     __m512 end(int64_t super, int64_t half, __m512 some, __m512 less, __m512 found) const {
-        const int64_t at = super * WIDE + half * TILE;
-        if (ZEROED) some = _mm512_fnmadd_ps(_mm512_sub_ps(unsigned_at(zeros + at), _mm512_set1_ps(Grouped::offset())), less, some);
-        return _mm512_fmadd_ps(some, _mm512_loadu_ps(scales + at), found);
+        if (ZEROED) some = _mm512_fnmadd_ps(_mm512_sub_ps(middle(super, half), _mm512_set1_ps(Grouped::offset())), less, some);
+        return _mm512_fmadd_ps(some, scale(super, half), found);
     }
 };
 

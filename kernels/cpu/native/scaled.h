@@ -1,6 +1,7 @@
-// Products of up to 32 tokens with a block of 32 outputs of whole numbers, of whose groups of 16 or 32 inputs each has a whole scale
-// (and a zero), and 256 of them factors of these: K types of GGUF files. Whole scales are multiplied in before sums are, so that tiles
-// add up 256 inputs in one go. `code * whole scale` is a number of float16, rounded to bf16 as bits; zeros are products of their own.
+// Products of 5 to 32 tokens with a block of 32 outputs of whole numbers, which scales are multiplied into before sums are, so that
+// tiles add up many inputs in one go: whole scales of groups of 16 or 32, of which 256 inputs share a factor (K types of GGUF files), or
+// shares of an output's largest scale. What comes of it is a number of float16, rounded to bf16 as bits. Zeros that are whole are
+// subtracted before, those of groups with whole scales are products of their own.
 #pragma once
 #include <atomic>
 
@@ -13,63 +14,88 @@ constexpr int64_t SUPER_LINES = 8;  // of 256 inputs
 
 inline __m512h as_halves(__m512i x) { return _mm512_castsi512_ph(x); }
 
-// What codes of `BITS` times whole scales are divided by, a power of two of which they stay below two: floats of 16 bits below that have
-// the exponents of bf16 without the upper three bits.
-template <int BITS, bool ZEROS>
-constexpr int power_of_scaled() {
-    if (ZEROS) return BITS == 2 ? 5 : BITS == 4 ? 9 : 10;  // 3 * 15, 15 * 63, 31 * 63
-    return BITS == 3 ? 7 : BITS == 4 ? 11 : 12;            // 4 * 32, 127 * 32, 32 * 128
-}
-
 // Numbers of 16 outputs, each for the two inputs of a pair.
 inline __m512i in_pairs(__m256i of) {
     const __m512i twice = _mm512_set_epi16(15, 15, 14, 14, 13, 13, 12, 12, 11, 11, 10, 10, 9, 9, 8, 8, 7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
     return _mm512_permutexvar_epi16(twice, _mm512_castsi256_si512(of));
 }
 
-// Makes lines of bf16 in the order of matrix.h. `S`: see supers.h.
+// Makes lines of bf16 in the order of matrix.h, a 2^POWER-th of what they are, and of the largest scale. Below two floats of 16 bits
+// have the exponents of bf16 without the upper three bits. `S`: see supers.h; and POWER; `bytes(cell, half, four)`, codes in the
+// lowest bits, or in all if BYTES; `scale(super, half)`; `middle(super, half)`, what is to be subtracted.
 template <class S>
 class Scaling {
   public:
-    explicit Scaling(const S& of) : of_(of), middle_(_mm512_set1_ph(static_cast<_Float16>(16 + of.offset / 64.0f))) {}
+    Scaling(const S& of, int64_t lines) : of_(of) {
+        for (int64_t half = 0; S::GROUP == 0 && half < 2; half++) {
+            largest_[half] = _mm512_setzero_ps();
+            for (int64_t super = 0; super < lines / of.lines(); super++)
+                largest_[half] = _mm512_max_ps(largest_[half], _mm512_abs_ps(of.scale(super, half)));
+            const __mmask16 some = _mm512_cmp_ps_mask(largest_[half], _mm512_setzero_ps(), _CMP_NEQ_UQ);
+            by_[half] = _mm512_maskz_div_ps(some, _mm512_set1_ps(SHARE), largest_[half]);
+        }
+    }
+
+    // What sums of lines from the first of `super` on are to be multiplied by.
+    __m512 back(int64_t super, int64_t half) const {
+        return _mm512_mul_ps(S::GROUP ? of_.scale(super, half) : largest_[half], _mm512_set1_ps(1 << S::POWER));
+    }
 
     void line(int64_t line, bf16* out) const {
         of_.fetch(line);
         const uint8_t* cell = of_.cell(line);
         for (int64_t half = 0; half < 2; half++, out += WIDE * DEPTH / 2) {
-            part<0>(line, cell, half, out);
-            part<1>(line, cell, half, out);
+            Factors by = factors(line, 0, half);
+            fours<0>(cell, half, by, out);
+            if (S::GROUP == TILE) by = factors(line, 1, half);
+            fours<4>(cell, half, by, out);
         }
     }
 
-    // Zeros of a line's outputs for each pair of inputs, which are tiles of their own.
+    // Zeros of a group's outputs for each pair of inputs.
     void zeros(int64_t line, int64_t second, int64_t half, bf16* out) const {
         const __m512i bits = _mm512_castps_si512(of_.less(line, second, half));  // a whole number below 256
         _mm512_store_si512(out, _mm512_or_si512(bits, _mm512_srli_epi32(bits, 16)));
     }
 
   private:
-    static constexpr int BITS = S::BITS;
-    static constexpr float SHARE = 64.0f / (1 << power_of_scaled<BITS, S::ZEROS>());
+    static constexpr float SHARE = 64.0f / (1 << S::POWER);
+    static constexpr bool UNSIGNED = S::GROUP != 0 && S::ZEROS;
 
-    // Fours 0 to 3 or 4 to 7.
-    template <int SECOND>
-    void part(int64_t line, const uint8_t* cell, int64_t half, bf16* out) const {
-        const __m128i whole = _mm_loadu_si128(reinterpret_cast<const __m128i*>(of_.of_group(line, half) + (S::GROUP == TILE ? SECOND * WIDE : 0)));
-        const __m512h scale = _mm512_mul_ph(_mm512_cvtepi16_ph(in_pairs(_mm256_cvtepi8_epi16(whole))), _mm512_set1_ph(static_cast<_Float16>(SHARE)));
-        const __m512h least = _mm512_mul_ph(scale, _mm512_set1_ph(static_cast<_Float16>(-16)));
+    struct Factors {
+        __m512h scale, less;
+    };
+
+    static __m512h all(float x) { return _mm512_set1_ph(static_cast<_Float16>(x)); }
+
+    Factors factors(int64_t line, int64_t second, int64_t half) const {
+        if constexpr (S::GROUP == 0) {
+            const int64_t super = line / of_.lines();
+            const auto halves = [](__m512 x) { return as_halves(in_pairs(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))); };
+            const __m512 middle = _mm512_fmadd_ps(of_.middle(super, half), _mm512_set1_ps(0x1p-6f), _mm512_set1_ps(16));
+            return {halves(_mm512_mul_ps(of_.scale(super, half), by_[half])), halves(middle)};
+        } else {
+            const __m128i whole = _mm_loadu_si128(reinterpret_cast<const __m128i*>(of_.of_group(line, half) + second * WIDE));
+            const __m512h scale = _mm512_mul_ph(_mm512_cvtepi16_ph(in_pairs(_mm256_cvtepi8_epi16(whole))), all(SHARE));
+            return {scale, UNSIGNED ? _mm512_mul_ph(scale, all(-16)) : all(16 + of_.offset / 64.0f)};
+        }
+    }
+
+    // Fours `BEGIN` to `BEGIN` + 3 of a half.
+    template <int BEGIN>
+    void fours(const uint8_t* cell, int64_t half, const Factors& by, bf16* out) const {
         // 16 and a 64th of a code, whose bits are the lowest.
-        const __m512i more = _mm512_set1_epi16(0x4c00), codes = _mm512_set1_epi16(S::BYTES ? 0xff : (1 << BITS) - 1);
+        const __m512i more = _mm512_set1_epi16(0x4c00), codes = _mm512_set1_epi16(S::BYTES ? 0xff : (1 << S::CODE_BITS) - 1);
         const __m512i eighth = _mm512_set1_epi16(1 << 12), rest = _mm512_set1_epi16(static_cast<int16_t>(0x87ff)), upper = _mm512_set1_epi16(0x3800);
         const auto put = [&](__m512i from, bf16* to) {
             const __m512h code = as_halves(_mm512_ternarylogic_epi32(from, codes, more, 0xea));  // from & codes | more
-            const __m512h found = S::ZEROS ? _mm512_fmadd_ph(code, scale, least) : _mm512_mul_ph(_mm512_sub_ph(code, middle_), scale);
+            const __m512h found = UNSIGNED ? _mm512_fmadd_ph(code, by.scale, by.less) : _mm512_mul_ph(_mm512_sub_ph(code, by.less), by.scale);
             // An eighth of the bits, rounded, have a bf16's mantissa; nothing becomes 2^-15.
             const __m512i bits = _mm512_mulhrs_epi16(_mm512_castph_si512(found), eighth);
             _mm512_store_si512(to, _mm512_ternarylogic_epi32(bits, rest, upper, 0xea));
         };
 #pragma GCC unroll 4
-        for (int64_t four = 4 * SECOND; four < 4 * SECOND + 4; four++) {
+        for (int64_t four = BEGIN; four < BEGIN + 4; four++) {
             const __m512i all = of_.bytes(cell, half, four);
             put(all, out + 2 * four * WIDE);
             put(_mm512_srli_epi16(all, 8), out + (2 * four + 1) * WIDE);
@@ -77,7 +103,7 @@ class Scaling {
     }
 
     const S& of_;
-    __m512h middle_;
+    __m512 largest_[2], by_[2];
 };
 
 // Weights that add up groups of `GROUP` inputs, of 256 inputs one in each column: [line][pair][column][2].
@@ -146,14 +172,15 @@ struct Grouping {
 // Sums [token][32] of them.
 template <class S>
 void multiply_scaled(const S& of, const Grouping& x, float* sums) {
+    constexpr bool APART = S::ZEROS && S::GROUP != 0;
     alignas(64) bf16 wide[2][WIDE * DEPTH];
-    alignas(64) float found[S::ZEROS ? 2 : 1][WIDE * WIDE];
+    alignas(64) float found[APART ? 2 : 1][WIDE * WIDE];
     alignas(64) static thread_local bf16 zeros[2][TILE * DEPTH] = {};  // [half][group], those that are not there are zero
-    const int64_t rows = x.rows, supers = x.lines / SUPER_LINES;
+    const int64_t rows = x.rows, each = S::GROUP ? SUPER_LINES : x.lines, supers = x.lines / each;
     const bool more = rows > TILE;
     const char* others = x.x + TILE * x.stride;
     configure(static_cast<int>(std::min(rows, TILE)), static_cast<int>(more ? rows - TILE : 0));
-    const Scaling<S> scaling(of);
+    const Scaling<S> scaling(of, x.lines);
     const auto clear = [&] {
         _tile_zero(0);
         _tile_zero(1);
@@ -182,32 +209,34 @@ void multiply_scaled(const S& of, const Grouping& x, float* sums) {
 
     scaling.line(0, wide[0]);
     for (int64_t super = 0; super < supers; super++) {
-        const int64_t begin = super * SUPER_LINES;
+        const int64_t begin = super * each;
         clear();
-        for (int64_t i = 0; S::ZEROS && i < SUPER_LINES * DEPTH / S::GROUP; i++)
-            for (int64_t half = 0; half < 2; half++) scaling.zeros(begin + i * S::GROUP / DEPTH, i % (DEPTH / S::GROUP), half, zeros[half] + i * DEPTH);
-        for (int64_t line = begin; line < begin + SUPER_LINES; line++) {
+        if constexpr (APART)
+            for (int64_t i = 0; i < SUPER_LINES * DEPTH / S::GROUP; i++)
+                for (int64_t half = 0; half < 2; half++)
+                    scaling.zeros(begin + i * S::GROUP / DEPTH, i % (DEPTH / S::GROUP), half, zeros[half] + i * DEPTH);
+        for (int64_t line = begin; line < begin + each; line++) {
             // What was stored just now would be waited for: the next is made first.
             if (line + 1 < x.lines) scaling.line(line + 1, wide[(line + 1) % 2]);
             written();
             multiply(x.x + line * LINE, others + line * LINE, x.stride, wide[line % 2], wide[line % 2] + WIDE * DEPTH / 2);
         }
         keep(found[0]);
-        if constexpr (S::ZEROS) {
+        if constexpr (APART) {
             const char* tokens = reinterpret_cast<const char*>(x.sums) + super * LINE;
             clear();
             multiply(tokens, tokens + TILE * supers * LINE, supers * LINE, zeros[0], zeros[1]);
             keep(found[1]);
         }
         written();
-        const __m512 back = _mm512_set1_ps(1 << power_of_scaled<S::BITS, S::ZEROS>());
         for (int64_t half = 0; half < 2; half++) {
-            const __m512 scale = _mm512_mul_ps(of.scale(super, half), back);
-            const __m512 zero = S::ZEROS ? of.zero(super, half) : _mm512_setzero_ps();
+            const __m512 scale = scaling.back(super, half);
+            __m512 zero = _mm512_setzero_ps();
+            if constexpr (APART) zero = of.zero(super, half);
             for (int64_t i = half * TILE; i < rows * WIDE; i += WIDE) {
                 __m512 sum = super ? _mm512_load_ps(sums + i) : _mm512_setzero_ps();
                 sum = _mm512_fmadd_ps(_mm512_load_ps(found[0] + i), scale, sum);
-                if constexpr (S::ZEROS) sum = _mm512_fnmadd_ps(_mm512_load_ps(found[1] + i), zero, sum);
+                if constexpr (APART) sum = _mm512_fnmadd_ps(_mm512_load_ps(found[1] + i), zero, sum);
                 _mm512_store_ps(sums + i, sum);
             }
         }

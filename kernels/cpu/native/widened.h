@@ -3,7 +3,7 @@
 //
 // A kind of product `P` has a `Maker(p, block)` of a block's weights, whose `line(line, out)` makes the next 32 inputs, and
 // `with_supers(block, call)`, which calls with what supers.h knows of a block, if codes are `whole_numbers()` (cells.h). `shares()`: inputs
-// that have a scale of their own; `below_128()`: whether codes are.
+// that have a scale of their own; `by_shares()` and `by_scaled()`: whether 5 to 32 tokens are multiplied as in supers.h or as in scaled.h.
 #pragma once
 #include <optional>
 
@@ -81,12 +81,12 @@ void multiply_rounded(const P& p, int64_t block, int64_t rows, float* sums) {
 
 template <class P>
 void multiply_scales(const P& p, int64_t block, int64_t rows, float* sums) {
-    p.with_supers(block, [&]<class S>(const S& supers) {
-        if constexpr (S::GROUP != 0) {
-            const bf16* of_groups = S::ZEROS ? group_sums.of<S::GROUP>(p.number, p.x, p.stride_x, rows, p.lines) : nullptr;
-            multiply_scaled(supers, {p.x, p.stride_x, rows, p.lines, of_groups}, sums);
-        }
-    });
+    if constexpr (P::whole_numbers())
+        p.with_supers(block, [&]<class S>(const S& supers) {
+            const bf16* of_groups = nullptr;
+            if constexpr (S::ZEROS && S::GROUP != 0) of_groups = group_sums.of<S::GROUP>(p.number, p.x, p.stride_x, rows, p.lines);
+            if constexpr (S::SCALED) multiply_scaled(supers, {p.x, p.stride_x, rows, p.lines, of_groups}, sums);
+        });
 }
 
 template <class P>
@@ -94,7 +94,7 @@ void multiply_widened_chunk(void* context, int64_t chunk, int) {
     const P& p = *static_cast<const P*>(context);
     const int64_t all = blocks(p.wide()), first = chunk * p.chunk, size = p.inputs() * WIDE;
     alignas(64) float sums[2][WIDE * WIDE];
-    const bool scaled = p.scaled() && p.rows <= WIDE;
+    const bool scaled = p.by_scaled() && p.rows <= WIDE;
     bf16* wide = p.rows > WIDE && !p.shared ? widened.of(2 * size) : nullptr;
     for (int64_t block = first; block < std::min(first + p.chunk, all); block++) {
         const int64_t others = block + (p.gated ? all : 0);
@@ -129,7 +129,7 @@ struct Preparing {
     int64_t first = 0;
 
     bool rounded() const { return p.rows <= FEWEST && P::whole_numbers(); }
-    bool shared() const { return !rounded() && !p.scaled() && p.rows <= std::min(p.shares() / 2, WIDE) && p.below_128(); }
+    bool shared() const { return !rounded() && p.rows <= WIDE && p.by_shares(); }
     bool wanted() const { return rounded() || shared(); }
     int64_t parts() const { return p.inputs() / p.shares(); }
     float* shares() const { return planes.shares.of(0) + first * p.lines * HALVES * 2; }  // others' parts may be others
