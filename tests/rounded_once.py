@@ -24,8 +24,8 @@ def assert_only_rounded_once(found: Tensor, x: Tensor, weight: Tensor, bias: Ten
 
 
 def assert_weights_rounded_once(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """``found`` bf16 is not further from the exact product than that with a weight made bf16 is, which is the larger part
-    of either's error; the same numbers are not rounded, so that errors are alike as a whole only.
+    """``found`` bf16 is not further from the exact product than that with a weight made bf16 is: as a whole, for
+    not the same numbers are rounded.
     """
     wide, plus = x.double(), 0.0 if bias is None else bias.double()
     exact = wide @ weight.double().t() + plus

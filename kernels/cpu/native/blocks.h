@@ -1,5 +1,6 @@
-// Products with weights in blocks of whole numbers of 2 to 6 bits, as GGUF files have them. What many tokens meet is made `scale * code - zero` in float32 and rounded to bf16, so that such a product is, bit for bit, that with a weight which
-// was made bf16 before (matrix.h).
+// Products with weights in blocks of whole numbers of 2 to 6 bits, as GGUF files have them. What more than 32 tokens meet is made
+// `scale * code - zero` in float32 and rounded to bf16, so that such a product is, bit for bit, that with a weight which was made bf16
+// before (matrix.h).
 #pragma once
 #include "cells.h"
 
@@ -88,26 +89,20 @@ class BlockProduct<BITS>::Maker {
   public:
     Maker(const BlockProduct& p, int64_t block) : of_(p.layout()), block_(p.part(block)), opened_(of_) {}
 
-    void line(int64_t line, bf16* out) {
-        const int64_t input = line * DEPTH, at = input % of_.super;
+    template <int SECOND>
+    void part(int64_t line, bf16* out) {
+        const int64_t input = line * DEPTH, at = input % of_.super, half = of_.cell() / 2;
         const uint8_t* part = block_ + input / of_.super * of_.part();
         const uint8_t* cell = part + of_.factors() + at / DEPTH * of_.cell();
-        for (int64_t i = 0; i < of_.cell(); i += LINE) _mm_prefetch(reinterpret_cast<const char*>(cell + 4096 + i), _MM_HINT_T0);
-        const bool twice = of_.group < DEPTH;
-        if (at % of_.group == 0) factors_of(of_, part, at / of_.group, by_);
-        half<0>(cell, out);
-        if (twice) factors_of(of_, part, at / of_.group + 1, by_);
-        half<1>(cell, out);
-    }
-
-  private:
-    template <int SECOND>
-    void half(const uint8_t* cell, bf16* out) const {
+        for (int64_t i = SECOND * half; i < (SECOND + 1) * half; i += LINE)
+            _mm_prefetch(reinterpret_cast<const char*>(cell + 4096 + i), _MM_HINT_T0);
+        if (SECOND ? of_.group < DEPTH : at % of_.group == 0) factors_of(of_, part, at / of_.group + SECOND, by_);
         widen_fours<4 * SECOND, 4 * SECOND + 4>(cell, order_, out, opened_, [&](__m512 code, int64_t quarter) {
             return _mm512_fmsub_ps(code, by_.scales[quarter], by_.zeros[quarter]);
         });
     }
 
+  private:
     const Layout& of_;
     const uint8_t* block_;
     Opened<BITS> opened_;
@@ -187,7 +182,8 @@ inline void unpack_blocks(const uint8_t* weight, int64_t output, int64_t inputs,
         alignas(64) bf16 wide[CELL];
         const bf16* own = wide + output % WIDE / TILE * CELL / 2 + 2 * (output % TILE);
         for (int64_t line = 0; line < p.lines; line++) {
-            maker.line(line, wide);
+            maker.template part<0>(line, wide);
+            maker.template part<1>(line, wide);
             for (int64_t pair = 0; pair < TILE; pair++) std::memcpy(out + line * DEPTH + 2 * pair, own + pair * WIDE, 4);
         }
     });

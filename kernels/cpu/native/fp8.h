@@ -117,14 +117,16 @@ class Fp8Product::Maker {
   public:
     Maker(const Fp8Product& p, int64_t block) : supers_(p, block) {}
 
-    void line(int64_t line, bf16* out) {
-        if (line % supers_.each == 0)
+    // Half of the outputs, not of the inputs.
+    template <int SECOND>
+    void part(int64_t line, bf16* out) {
+        if (!SECOND && line % supers_.each == 0)
             for (int64_t half = 0; half < 2; half++)
                 spread(_mm512_loadu_ps(supers_.scales + line / supers_.each * WIDE + half * TILE), by_ + 2 * half);
-        supers_.open(line, out);
-        for (int64_t i = 0; i < CELL / WIDE; i++, out += WIDE) {
-            const __m512* by = by_ + i / TILE * 2;
-            const __m512 low = _mm512_mul_ps(load(out), by[0]), high = _mm512_mul_ps(load(out + TILE), by[1]);
+        if (!SECOND) supers_.open(line, out);
+        out += SECOND * CELL / 2;
+        for (int64_t i = 0; i < CELL / WIDE / 2; i++, out += WIDE) {
+            const __m512 low = _mm512_mul_ps(load(out), by_[2 * SECOND]), high = _mm512_mul_ps(load(out + TILE), by_[2 * SECOND + 1]);
             _mm512_store_si512(out, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
         }
     }

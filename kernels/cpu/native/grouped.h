@@ -70,19 +70,20 @@ class Grouped<BITS>::Maker {
     Maker(const Grouped& p, int64_t block)
         : each_(p.group / DEPTH), cells_(p.cells(block)), scales_(p.scales(block)), zeros_(p.zeros(block)) {}
 
-    void line(int64_t line, bf16* out) {
-        if (!left_) begin_group();
-        left_--;
+    template <int SECOND>
+    void part(int64_t line, bf16* out) {
+        if (!SECOND && left_-- == 0) begin_group();
         const uint8_t* cell = cells_ + line * CELL * BITS / 8;
-        for (int64_t i = 0; i < CELL * BITS / 8; i += LINE) _mm_prefetch(reinterpret_cast<const char*>(cell + 4 * CELL + i), _MM_HINT_T0);
-        widen_fours<0, 8>(cell, order_, out, codes_of<BITS>, [&](__m512 code, int64_t quarter) {
+        for (int64_t i = SECOND * CELL * BITS / 16; i < (SECOND + 1) * CELL * BITS / 16; i += LINE)
+            _mm_prefetch(reinterpret_cast<const char*>(cell + 4 * CELL + i), _MM_HINT_T0);
+        widen_fours<4 * SECOND, 4 * SECOND + 4>(cell, order_, out, codes_of<BITS>, [&](__m512 code, int64_t quarter) {
             return _mm512_mul_ps(_mm512_sub_ps(code, less_[quarter]), by_[quarter]);
         });
     }
 
   private:
     void begin_group() {
-        left_ = each_;
+        left_ = each_ - 1;
         for (int64_t half = 0; half < 2; half++, scales_ += TILE, zeros_ += TILE) {
             spread(_mm512_loadu_ps(scales_), by_ + 2 * half);
             spread(unsigned_at(zeros_), less_ + 2 * half);

@@ -87,6 +87,7 @@ struct Pending {
 
 // Weight that is wanted after this one: a core that waits for memory at the start of each block spends half its time so.
 struct Ahead {
+    static constexpr bool fetched = true;
     const char* from = nullptr;
     int64_t lines = 0;  // at each step
 
@@ -130,11 +131,12 @@ void finish(const P& p, const Pending<typename P::Sum>& of, int64_t begin, int64
     }
 }
 
-// Products of up to 32 rows with one block. `before`: what is finished meanwhile, by vectors beside the tiles.
-template <class P>
-void multiply_block(const P& p, int64_t output, int64_t row, int64_t rows, typename P::Sum* sums,
-                    const Pending<typename P::Sum>& before, Ahead& ahead) {
-    const char *weight = p.block(output), *x = p.x + row * p.stride_x;
+// Products of up to 32 rows with one block. `before`: what is finished meanwhile, by vectors beside the tiles. `ahead`: what weight is
+// waited for: `fetched` from memory, or made.
+template <class P, class A>
+void multiply_block(const P& p, const char* weight, int64_t row, int64_t rows, typename P::Sum* sums,
+                    const Pending<typename P::Sum>& before, A& ahead) {
+    const char* x = p.x + row * p.stride_x;
     if (rows > TILE) {
         configure(TILE, static_cast<int>(rows - TILE));
         _tile_zero(0);
@@ -167,11 +169,12 @@ void multiply_block(const P& p, int64_t output, int64_t row, int64_t rows, typen
         // The processor itself sees what comes, but not before a block has begun, and a short one is soon over.
         const int64_t sooner = p.lines < 24 ? 4 * LINES : LINES;
         for (int64_t line = 0; line < p.lines; line++, weight += LINES) {
-            for (int64_t i = 0; i < LINES; i += LINE) _mm_prefetch(weight + sooner + i, _MM_HINT_T0);
+            for (int64_t i = 0; A::fetched && i < LINES; i += LINE) _mm_prefetch(weight + sooner + i, _MM_HINT_T0);
             _tile_loadd(4, x + line * LINE, p.stride_x);
             _tile_loadd(6, weight, LINE);
             _tile_loadd(7, weight + TILE * LINE, LINE);
             P::upper();
+            if (!A::fetched) ahead.fetch();
         }
     }
     _tile_stored(0, sums, 2 * LINE);
@@ -191,11 +194,11 @@ void multiply_few(void* context, int64_t chunk, int) {
         Ahead ahead = {p.block(output + (p.gated ? p.wide() : WIDE)), each};
         for (int64_t row = 0; row < p.rows; row += WIDE, turn ^= 1) {
             const int64_t rows = std::min(WIDE, p.rows - row);
-            multiply_block(p, output, row, rows, sums[turn][0], pending, ahead);
+            multiply_block(p, p.block(output), row, rows, sums[turn][0], pending, ahead);
             pending = {sums[turn][0], nullptr, row, rows, output};
             if (!p.gated) continue;
             Ahead next = {p.block(output + WIDE) + (ahead.from - p.block(output + p.wide())), each};
-            multiply_block(p, output + p.wide(), row, rows, sums[turn][1], {}, next);
+            multiply_block(p, p.block(output + p.wide()), row, rows, sums[turn][1], {}, next);
             pending = {sums[turn][1], sums[turn][0], row, rows, output};
         }
     }
@@ -338,9 +341,12 @@ void multiply_panels(void* context, int64_t, int thread) {
 }
 
 // Chunks of a product of few rows: each is worth its claim, yet there are enough to share: at least 64 kB of weight.
-inline int64_t divide(Operands& p, int threads) {
+// Weights that are made for more than 32 rows are made beside the block before, of a chunk.
+template <class P>
+int64_t divide(P& p, int threads) {
     const int64_t all = blocks(p.wide());
-    p.chunk = std::max<int64_t>(1, std::min(all / (4 * threads), 1 + (1 << 17) / (LINES * p.lines)));
+    const int64_t least = std::max<int64_t>(1, std::min(all / (4 * threads), 1 + (1 << 17) / (LINES * p.lines)));
+    p.chunk = P::made && p.rows > WIDE ? (all + 2 * threads - 1) / (2 * threads) : least;
     return (all + p.chunk - 1) / p.chunk;
 }
 

@@ -16,7 +16,8 @@ inline __m512h as_halves(__m512i x) { return _mm512_castsi512_ph(x); }
 
 // Numbers of 16 outputs, each for the two inputs of a pair.
 inline __m512i in_pairs(__m256i of) {
-    const __m512i twice = _mm512_set_epi16(15, 15, 14, 14, 13, 13, 12, 12, 11, 11, 10, 10, 9, 9, 8, 8, 7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
+    const __m512i twice = _mm512_set_epi16(15, 15, 14, 14, 13, 13, 12, 12, 11, 11, 10, 10, 9, 9, 8, 8,  //
+                                           7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
     return _mm512_permutexvar_epi16(twice, _mm512_castsi256_si512(of));
 }
 
@@ -71,7 +72,9 @@ class Scaling {
     Factors factors(int64_t line, int64_t second, int64_t half) const {
         if constexpr (S::GROUP == 0) {
             const int64_t super = line / of_.lines();
-            const auto halves = [](__m512 x) { return as_halves(in_pairs(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))); };
+            const auto halves = [](__m512 x) {
+                return as_halves(in_pairs(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)));
+            };
             const __m512 middle = _mm512_fmadd_ps(of_.middle(super, half), _mm512_set1_ps(0x1p-6f), _mm512_set1_ps(16));
             return {halves(_mm512_mul_ps(of_.scale(super, half), by_[half])), halves(middle)};
         } else {
@@ -86,10 +89,12 @@ class Scaling {
     void fours(const uint8_t* cell, int64_t half, const Factors& by, bf16* out) const {
         // 16 and a 64th of a code, whose bits are the lowest.
         const __m512i more = _mm512_set1_epi16(0x4c00), codes = _mm512_set1_epi16(S::BYTES ? 0xff : (1 << S::CODE_BITS) - 1);
-        const __m512i eighth = _mm512_set1_epi16(1 << 12), rest = _mm512_set1_epi16(static_cast<int16_t>(0x87ff)), upper = _mm512_set1_epi16(0x3800);
+        const __m512i eighth = _mm512_set1_epi16(1 << 12), upper = _mm512_set1_epi16(0x3800);
+        const __m512i rest = _mm512_set1_epi16(static_cast<int16_t>(0x87ff));
         const auto put = [&](__m512i from, bf16* to) {
             const __m512h code = as_halves(_mm512_ternarylogic_epi32(from, codes, more, 0xea));  // from & codes | more
-            const __m512h found = UNSIGNED ? _mm512_fmadd_ph(code, by.scale, by.less) : _mm512_mul_ph(_mm512_sub_ph(code, by.less), by.scale);
+            const __m512h found = UNSIGNED ? _mm512_fmadd_ph(code, by.scale, by.less)
+                                           : _mm512_mul_ph(_mm512_sub_ph(code, by.less), by.scale);
             // An eighth of the bits, rounded, have a bf16's mantissa; nothing becomes 2^-15.
             const __m512i bits = _mm512_mulhrs_epi16(_mm512_castph_si512(found), eighth);
             _mm512_store_si512(to, _mm512_ternarylogic_epi32(bits, rest, upper, 0xea));
@@ -145,8 +150,8 @@ class GroupSums {
                     const __m512 sum = _mm512_load_ps(found + i * TILE);
                     const __m256i most = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(sum));
                     const __m256i rest = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(_mm512_sub_ps(sum, widen(most))));
-                    const __m512i both = _mm512_or_si512(_mm512_cvtepu16_epi32(most), _mm512_slli_epi32(_mm512_cvtepu16_epi32(rest), 16));
-                    _mm512_store_si512(out + ((row + i) * supers + super) * DEPTH, both);
+                    const __m512i low = _mm512_cvtepu16_epi32(most), high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(rest), 16);
+                    _mm512_store_si512(out + ((row + i) * supers + super) * DEPTH, _mm512_or_si512(low, high));
                 }
             }
         }

@@ -44,10 +44,13 @@ void multiply_vectors(const S& of, const Whole& x, float* sums) {
                 for (int row = 0; row < ROWS; row++) {
                     const float* scales = x.scales + (row * x.lines + line) * SCALES;
                     some[row][half] = _mm512_fmadd_ps(values[row][half], _mm512_set1_ps(scales[0]), some[row][half]);
-                    const auto take = [&](__m512 by, float sum) { less[row][half] = _mm512_fmadd_ps(by, _mm512_set1_ps(sum), less[row][half]); };
+                    const auto take = [&](__m512 by, float sum) {
+                        less[row][half] = _mm512_fmadd_ps(by, _mm512_set1_ps(sum), less[row][half]);
+                    };
                     if constexpr (S::ZEROS && S::GROUP == 0) take(_mm512_set1_ps(1.0f), scales[1]);
                     if constexpr (S::ZEROS && S::GROUP == DEPTH) take(of.less(line, 0, half), scales[1]);
-                    if constexpr (S::ZEROS && twice) take(of.less(line, 0, half), scales[2]), take(of.less(line, 1, half), scales[3]);
+                    if constexpr (S::ZEROS && twice)
+                        for (int part = 0; part < HALVES; part++) take(of.less(line, part, half), scales[2 + part]);
                 }
             }
         }

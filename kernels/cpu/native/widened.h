@@ -1,9 +1,10 @@
-// Products with weights of whole numbers, whose tokens are rounded to whole numbers, too (supers.h); or of which, where tokens are
-// many, bf16 is made in the order of matrix.h, 32 inputs of 32 outputs after the others.
+// Products with weights of whole numbers. Up to four tokens are rounded to whole numbers, too (supers.h); up to 32 meet scaled numbers of
+// bf16 (scaled.h) or such as are scaled afterwards (supers.h). Of what more meet bf16 is made in the order of matrix.h.
 //
-// A kind of product `P` has a `Maker(p, block)` of a block's weights, whose `line(line, out)` makes the next 32 inputs, and
-// `with_supers(block, call)`, which calls with what supers.h knows of a block, if codes are `whole_numbers()` (cells.h). `shares()`: inputs
-// that have a scale of their own; `by_shares()` and `by_scaled()`: whether 5 to 32 tokens are multiplied as in supers.h or as in scaled.h.
+// A kind of product `P` has a `Maker(p, block)` of a block's weights, whose `part<0>(line, out)` and then `part<1>(line, out)` make 32
+// inputs after the others, and `with_supers(block, call)`, which calls with what supers.h knows of a block, whose codes are
+// `whole_numbers()` (cells.h) or not. `shares()`: inputs that have a scale of their own; `by_shares()` and `by_scaled()`: whether 5 to 32
+// tokens are multiplied as in supers.h or as in scaled.h.
 #pragma once
 #include <optional>
 
@@ -23,15 +24,85 @@ struct Widened : Product {
     static constexpr bool made = true;
 };
 
-inline thread_local Scratch<bf16> widened;  // a block's weights, where more rows meet them
+inline thread_local Scratch<bf16> widened;  // blocks' weights, where more rows meet them
+
+template <class P>
+void make_line(typename P::Maker& maker, int64_t line, bf16* out) {
+    maker.template part<0>(line, out);
+    maker.template part<1>(line, out);
+}
 
 // All of a block.
 template <class P>
 const char* widen_block(const P& p, int64_t block, bf16* out) {
     typename P::Maker maker(p, block);
-    for (int64_t line = 0; line < p.lines; line++) maker.line(line, out + line * CELL);
+    for (int64_t line = 0; line < p.lines; line++) make_line<P>(maker, line, out + line * CELL);
     written();
     return reinterpret_cast<const char*>(out);
+}
+
+// Blocks' weights, made by vectors beside the tiles that multiply others, half a line at a time.
+template <class P>
+class Made {
+  public:
+    static constexpr bool fetched = false;
+
+    explicit Made(const P& p) : p_(p) {}
+
+    // Begins with a block; of a gated product with its gates, then with the others.
+    void begin(int64_t block, bf16* out) {
+        maker_.emplace(p_, block), out_ = out, block_ = block, line_ = 0, left_ = p_.gated;
+    }
+
+    void fetch() {
+        if (!maker_) return;
+        second_ ? maker_->template part<1>(line_, out_) : maker_->template part<0>(line_, out_);
+        written();
+        second_ = !second_;
+        if (second_) return;
+        out_ += CELL;
+        if (++line_ < p_.lines) return;
+        if (!left_) return maker_.reset();
+        left_ = false, line_ = 0;
+        maker_.emplace(p_, block_ + blocks(p_.wide()));
+    }
+
+    void finish() {
+        while (maker_) fetch();
+    }
+
+  private:
+    const P& p_;
+    std::optional<typename P::Maker> maker_;
+    bf16* out_ = nullptr;
+    int64_t block_ = 0, line_ = 0;
+    bool left_ = false, second_ = false;
+};
+
+// Blocks from `first` on of more rows than 32: while they meet one, the next is made.
+template <class P>
+void multiply_made_blocks(const P& p, int64_t first, int64_t end) {
+    const int64_t size = p.inputs() * WIDE, all = size * (1 + p.gated);
+    bf16* space = widened.of(2 * all);
+    alignas(64) float sums[2][2][WIDE * WIDE];
+    Pending<float> pending;
+    Made<P> next(p);
+    next.begin(first, space);
+    next.finish();
+    for (int64_t block = first, turn = 0; block < end; block++) {
+        const char* weight = reinterpret_cast<const char*>(space + (block - first) % 2 * all);
+        if (block + 1 < end) next.begin(block + 1, space + (block + 1 - first) % 2 * all);
+        for (int64_t row = 0; row < p.rows; row += WIDE, turn ^= 1) {
+            const int64_t rows = std::min(WIDE, p.rows - row);
+            multiply_block(p, weight, row, rows, sums[turn][0], pending, next);
+            pending = {sums[turn][0], nullptr, row, rows, block * WIDE};
+            if (!p.gated) continue;
+            multiply_block(p, weight + size * sizeof(bf16), row, rows, sums[turn][1], {}, next);
+            pending = {sums[turn][1], sums[turn][0], row, rows, block * WIDE};
+        }
+        next.finish();
+    }
+    finish(p, pending, 0, pending.rows);
 }
 
 // Up to 32 rows: what is widened meets its tokens at once.
@@ -48,10 +119,10 @@ void multiply_widened(const P& p, int64_t block, int64_t row, int64_t rows, floa
         _tile_zero(3);
     }
     typename P::Maker maker(p, block);
-    maker.line(0, wide[0]);
+    make_line<P>(maker, 0, wide[0]);
     for (int64_t line = 0, turn = 0; line < p.lines; line++, turn ^= 1, x += LINE, second += LINE) {
         // What was stored just now would be waited for: the next is widened first.
-        if (line + 1 < p.lines) maker.line(line + 1, wide[turn ^ 1]);
+        if (line + 1 < p.lines) make_line<P>(maker, line + 1, wide[turn ^ 1]);
         written();
         _tile_loadd(4, x, p.stride_x);
         _tile_loadd(6, wide[turn], LINE);
@@ -92,36 +163,25 @@ void multiply_scales(const P& p, int64_t block, int64_t rows, float* sums) {
 template <class P>
 void multiply_widened_chunk(void* context, int64_t chunk, int) {
     const P& p = *static_cast<const P*>(context);
-    const int64_t all = blocks(p.wide()), first = chunk * p.chunk, size = p.inputs() * WIDE;
+    const int64_t all = blocks(p.wide()), first = chunk * p.chunk, end = std::min(first + p.chunk, all);
+    if (p.rows > WIDE) return multiply_made_blocks(p, first, end);
     alignas(64) float sums[2][WIDE * WIDE];
-    const bool scaled = p.by_scaled() && p.rows <= WIDE;
-    bf16* wide = p.rows > WIDE && !p.shared ? widened.of(2 * size) : nullptr;
-    for (int64_t block = first; block < std::min(first + p.chunk, all); block++) {
-        const int64_t others = block + (p.gated ? all : 0);
-        if (wide) widen_block(p, others, wide);
-        if (wide && p.gated) widen_block(p, block, wide + size);
-        for (int64_t row = 0; row < p.rows; row += WIDE) {
-            const int64_t rows = std::min(WIDE, p.rows - row);
-            const auto run = [&](int64_t of, const bf16* weights, float* to) {
-                if constexpr (P::whole_numbers())
-                    if (p.whole) return multiply_rounded(p, of, rows, to);
-                if (scaled) return multiply_scales(p, of, rows, to);
-                if (p.shared) return p.with_supers(of, [&](const auto& supers) { multiply_shared(supers, *p.shared, row, rows, to); });
-                if (!wide) return multiply_widened(p, of, row, rows, to);
-                Product alone = p;
-                alone.weight = reinterpret_cast<const char*>(weights);
-                Ahead nothing;
-                multiply_block(alone, 0, row, rows, to, {}, nothing);
-            };
-            if (p.gated) run(block, wide + size, sums[1]);
-            run(others, wide, sums[0]);
-            written();
-            finish<Product>(p, {sums[0], p.gated ? sums[1] : nullptr, row, rows, block * WIDE}, 0, rows);
-        }
+    for (int64_t block = first; block < end; block++) {
+        const auto run = [&](int64_t of, float* to) {
+            if constexpr (P::whole_numbers())
+                if (p.whole) return multiply_rounded(p, of, p.rows, to);
+            if (p.by_scaled()) return multiply_scales(p, of, p.rows, to);
+            if (p.shared) return p.with_supers(of, [&](const auto& supers) { multiply_shared(supers, *p.shared, 0, p.rows, to); });
+            multiply_widened(p, of, 0, p.rows, to);
+        };
+        if (p.gated) run(block, sums[1]);
+        run(block + (p.gated ? all : 0), sums[0]);
+        written();
+        finish<Product>(p, {sums[0], p.gated ? sums[1] : nullptr, 0, p.rows, block * WIDE}, 0, p.rows);
     }
 }
 
-// What a product wants to be known of its tokens beforehand. The fewer inputs a scale has, the fewer tokens are worth scaling sums. `first`: of its rows in `planes`.
+// What a product wants to be known of its tokens beforehand. `first`: of its rows in `planes`.
 template <class P>
 struct Preparing {
     const P& p;
