@@ -44,8 +44,8 @@ struct BlockProduct : Widened {
         return reinterpret_cast<const uint8_t*>(weight) + sizeof(Layout) + block * layout().block(inputs());
     }
     static constexpr bool whole_numbers() { return true; }
-    bool by_scaled() const { return layout().groups() || !layout().zeros; }
-    bool by_shares() const { return !by_scaled() && rows <= layout().group / 2; }
+    static constexpr bool by_scaled() { return true; }
+    static constexpr bool by_shares() { return false; }
     int64_t shares() const { return layout().group; }
     int32_t offset() const { return static_cast<int32_t>(layout().offset); }
     const char* coming(int64_t output) const { return reinterpret_cast<const char*>(part(output / WIDE)); }
@@ -116,10 +116,10 @@ struct BlockProduct<BITS>::Supers {
     static constexpr int GROUP = GROUPS, CODE_BITS = BITS;
     static constexpr bool ZEROS = WITH_ZEROS;
     static constexpr bool BYTES = BITS == 4 && !ZEROS;  // whether codes stand for others
-    static constexpr bool SCALED = GROUP || !ZEROS;
+    static constexpr bool FLOATS = ZEROS && !GROUP;
     static constexpr int LARGEST = ZEROS ? (1 << BITS) - 1 : BYTES ? 127 : 1 << (BITS - 1);  // without its sign
     static constexpr int OF_GROUP = GROUP == 0 ? 1 : BITS == 2 ? 15 : ZEROS ? 63 : BITS == 6 ? 128 : 32;
-    static constexpr int POWER = std::bit_width(static_cast<unsigned>(LARGEST * OF_GROUP)) - 1;  // up to nearly two
+    static constexpr int POWER = FLOATS ? 0 : std::bit_width(static_cast<unsigned>(LARGEST * OF_GROUP)) - 1;  // up to nearly two
 
     const uint8_t* block;
     Opened<BITS> codes;

@@ -23,15 +23,19 @@ inline __m512i in_pairs(__m256i of) {
 
 // Makes lines of bf16 in the order of matrix.h, a 2^POWER-th of what they are, and of the largest scale. Below two floats of 16 bits
 // have the exponents of bf16 without the upper three bits. `S`: see supers.h; and POWER; `bytes(cell, half, four)`, codes in the
-// lowest bits, or in all if BYTES; `scale(super, half)`; `middle(super, half)`, what is to be subtracted.
+// lowest bits, or in all if BYTES; `scale(super, half)`; `middle(super, half)`, what is to be
+// subtracted; FLOATS: whether there are zeros that are not whole.
 template <class S>
 class Scaling {
   public:
     Scaling(const S& of, int64_t lines) : of_(of) {
         for (int64_t half = 0; S::GROUP == 0 && half < 2; half++) {
             largest_[half] = _mm512_setzero_ps();
-            for (int64_t super = 0; super < lines / of.lines(); super++)
-                largest_[half] = _mm512_max_ps(largest_[half], _mm512_abs_ps(of.scale(super, half)));
+            for (int64_t super = 0; super < lines / of.lines(); super++) {
+                __m512 most = _mm512_abs_ps(of.scale(super, half));
+                if constexpr (S::FLOATS) most = _mm512_fmadd_ps(most, _mm512_set1_ps(S::LARGEST), _mm512_abs_ps(of.zero(super, half)));
+                largest_[half] = _mm512_max_ps(largest_[half], most);
+            }
             const __mmask16 some = _mm512_cmp_ps_mask(largest_[half], _mm512_setzero_ps(), _CMP_NEQ_UQ);
             by_[half] = _mm512_maskz_div_ps(some, _mm512_set1_ps(SHARE), largest_[half]);
         }
@@ -64,7 +68,7 @@ class Scaling {
     static constexpr bool UNSIGNED = S::GROUP != 0 && S::ZEROS;
 
     struct Factors {
-        __m512h scale, less;
+        __m512h scale, less, zero;
     };
 
     static __m512h all(float x) { return _mm512_set1_ph(static_cast<_Float16>(x)); }
@@ -76,11 +80,13 @@ class Scaling {
                 return as_halves(in_pairs(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)));
             };
             const __m512 middle = _mm512_fmadd_ps(of_.middle(super, half), _mm512_set1_ps(0x1p-6f), _mm512_set1_ps(16));
-            return {halves(_mm512_mul_ps(of_.scale(super, half), by_[half])), halves(middle)};
+            __m512 zero = _mm512_setzero_ps();
+            if constexpr (S::FLOATS) zero = _mm512_mul_ps(of_.zero(super, half), _mm512_mul_ps(by_[half], _mm512_set1_ps(0x1p-6f)));
+            return {halves(_mm512_mul_ps(of_.scale(super, half), by_[half])), halves(middle), halves(zero)};
         } else {
             const __m128i whole = _mm_loadu_si128(reinterpret_cast<const __m128i*>(of_.of_group(line, half) + second * WIDE));
             const __m512h scale = _mm512_mul_ph(_mm512_cvtepi16_ph(in_pairs(_mm256_cvtepi8_epi16(whole))), all(SHARE));
-            return {scale, UNSIGNED ? _mm512_mul_ph(scale, all(-16)) : all(16 + of_.offset / 64.0f)};
+            return {scale, UNSIGNED ? _mm512_mul_ph(scale, all(-16)) : all(16 + of_.offset / 64.0f), all(0)};
         }
     }
 
@@ -93,8 +99,10 @@ class Scaling {
         const __m512i rest = _mm512_set1_epi16(static_cast<int16_t>(0x87ff));
         const auto put = [&](__m512i from, bf16* to) {
             const __m512h code = as_halves(_mm512_ternarylogic_epi32(from, codes, more, 0xea));  // from & codes | more
-            const __m512h found = UNSIGNED ? _mm512_fmadd_ph(code, by.scale, by.less)
-                                           : _mm512_mul_ph(_mm512_sub_ph(code, by.less), by.scale);
+            const __m512h value = _mm512_sub_ph(code, by.less);
+            const __m512h found = UNSIGNED    ? _mm512_fmadd_ph(code, by.scale, by.less)
+                                  : S::FLOATS ? _mm512_fmsub_ph(value, by.scale, by.zero)
+                                              : _mm512_mul_ph(value, by.scale);
             // An eighth of the bits, rounded, have a bf16's mantissa; nothing becomes 2^-15.
             const __m512i bits = _mm512_mulhrs_epi16(_mm512_castph_si512(found), eighth);
             _mm512_store_si512(to, _mm512_ternarylogic_epi32(bits, rest, upper, 0xea));

@@ -156,7 +156,7 @@ void multiply_scales(const P& p, int64_t block, int64_t rows, float* sums) {
         p.with_supers(block, [&]<class S>(const S& supers) {
             const bf16* of_groups = nullptr;
             if constexpr (S::ZEROS && S::GROUP != 0) of_groups = group_sums.of<S::GROUP>(p.number, p.x, p.stride_x, rows, p.lines);
-            if constexpr (S::SCALED) multiply_scaled(supers, {p.x, p.stride_x, rows, p.lines, of_groups}, sums);
+            multiply_scaled(supers, {p.x, p.stride_x, rows, p.lines, of_groups}, sums);
         });
 }
 

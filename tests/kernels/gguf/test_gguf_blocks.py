@@ -25,8 +25,6 @@ from tests.rounded_once import assert_only_rounded_once, assert_weights_rounded_
 from tests.tiny_model import make_tiny_model
 
 KIND = {kind.name: kind for kind in KINDS.values()}
-UNSCALED = ("Q4_1", "Q5_1")
-"""Types of which 5 to 16 tokens meet codes that no scale was multiplied into; those of others are rounded with it."""
 native = pytest.mark.skipif(
     not has_tiles() or not any(map(shutil.which, library.COMPILERS)), reason="no AMX or no C++ compiler"
 )
@@ -73,7 +71,6 @@ def test_blocks_are_opened_as_the_package_does(name):
 @native
 @pytest.mark.parametrize("name", KIND)
 def test_products_round_no_weight_or_as_bf16_does_or_are_those_of_bf16_to_the_bit(name, platform):
-    few, some = (16, 16) if name in UNSCALED else (4, 32)  # rows up to which no weight is rounded, and no final one
     for outputs, inputs in ((100, 512), (33, 256), (64, 160 if KIND[name].block == 32 else 768)):
         weight, bias = weight_of(name, outputs, inputs), torch.randn(outputs).bfloat16()
         linear = platform.make_quantized(weight, bias)
@@ -82,15 +79,15 @@ def test_products_round_no_weight_or_as_bf16_does_or_are_those_of_bf16_to_the_bi
         for rows in (1, 2, 4, 5, 8, 16, 17, 33, 140):
             x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)).bfloat16()
             found = linear(x)
-            if rows <= few:
+            if rows <= 4:
                 assert_only_rounded_once(found, x, weight.dequantize(torch.float32), bias)
-            elif rows <= some:
+            elif rows <= 32:
                 assert_weights_rounded_once(found, x, weight.dequantize(torch.float32), bias)
             else:
                 assert found.equal(dense(x)), (outputs, inputs, rows)
             if outputs == 64:
                 assert linear.gated(x).equal(platform.silu_and_mul(found))
-            if rows <= some:
+            if rows <= 32:
                 assert found[:1].equal(linear(x[: 5 if rows > 4 else 1])[:1])
 
 
