@@ -25,36 +25,47 @@ inline __m512i in_pairs(__m256i of) {
 // have the exponents of bf16 without the upper three bits. `S`: see supers.h; and POWER; `bytes(cell, half, four)`, codes in the
 // lowest bits, or in all if BYTES; `scale(super, half)`; `middle(super, half)`, what is to be
 // subtracted; FLOATS: whether there are zeros that are not whole.
-template <class S>
+// ALL: whether all inputs are shares of one factor, and not those of a super of groups.
+template <class S, bool ALL>
 class Scaling {
   public:
-    Scaling(const S& of, int64_t lines) : of_(of) {
-        for (int64_t half = 0; S::GROUP == 0 && half < 2; half++) {
-            largest_[half] = _mm512_setzero_ps();
-            for (int64_t super = 0; super < lines / of.lines(); super++) {
-                __m512 most = _mm512_abs_ps(of.scale(super, half));
-                if constexpr (S::FLOATS) most = _mm512_fmadd_ps(most, _mm512_set1_ps(S::LARGEST), _mm512_abs_ps(of.zero(super, half)));
-                largest_[half] = _mm512_max_ps(largest_[half], most);
+    // Of each output, the factor of all its inputs.
+    static __m512 factor(const S& of, int64_t lines, int64_t half) {
+        __m512 found = _mm512_setzero_ps();
+        for (int64_t super = 0; super < lines / of.lines(); super++) {
+            __m512 most = _mm512_abs_ps(of.scale(super, half));
+            if constexpr (FLOATS) {
+                most = _mm512_mul_ps(most, _mm512_set1_ps(S::LARGEST * S::OF_GROUP));
+                most = _mm512_fmadd_ps(_mm512_abs_ps(of.zero(super, half)), _mm512_set1_ps(S::OF_GROUP), most);
+            } else {
+                most = _mm512_mul_ps(most, _mm512_set1_ps(1 << S::POWER));
             }
-            const __mmask16 some = _mm512_cmp_ps_mask(largest_[half], _mm512_setzero_ps(), _CMP_NEQ_UQ);
-            by_[half] = _mm512_maskz_div_ps(some, _mm512_set1_ps(SHARE), largest_[half]);
+            found = _mm512_max_ps(found, most);
+        }
+        return found;
+    }
+
+    // `factors`: of both halves, where they are of all inputs.
+    Scaling(const S& of, const __m512* factors) : of_(of) {
+        for (int64_t half = 0; ALL && half < 2; half++) {
+            const __mmask16 some = _mm512_cmp_ps_mask(factors[half], _mm512_set1_ps(0x1p-100f), _CMP_GT_OQ);
+            by_[half] = _mm512_maskz_div_ps(some, _mm512_set1_ps(64), factors[half]);
         }
     }
 
-    // What sums of lines from the first of `super` on are to be multiplied by.
-    __m512 back(int64_t super, int64_t half) const {
-        return _mm512_mul_ps(S::GROUP ? of_.scale(super, half) : largest_[half], _mm512_set1_ps(1 << S::POWER));
+    // Sixteen outputs.
+    void half(int64_t line, int64_t half, bf16* out) const {
+        const uint8_t* cell = of_.cell(line);
+        Factors by = factors(line, 0, half);
+        fours<0>(cell, half, by, out);
+        if (S::GROUP == TILE) by = factors(line, 1, half);
+        fours<4>(cell, half, by, out);
     }
 
     void line(int64_t line, bf16* out) const {
         of_.fetch(line);
-        const uint8_t* cell = of_.cell(line);
-        for (int64_t half = 0; half < 2; half++, out += WIDE * DEPTH / 2) {
-            Factors by = factors(line, 0, half);
-            fours<0>(cell, half, by, out);
-            if (S::GROUP == TILE) by = factors(line, 1, half);
-            fours<4>(cell, half, by, out);
-        }
+        half(line, 0, out);
+        half(line, 1, out + WIDE * DEPTH / 2);
     }
 
     // Zeros of a group's outputs for each pair of inputs.
@@ -65,29 +76,35 @@ class Scaling {
 
   private:
     static constexpr float SHARE = 64.0f / (1 << S::POWER);
-    static constexpr bool UNSIGNED = S::GROUP != 0 && S::ZEROS;
+    static constexpr bool FLOATS = ALL && (S::FLOATS || (S::GROUP && S::ZEROS));  // whether zeros are subtracted as floats
+    static constexpr bool UNSIGNED = !ALL && S::ZEROS;
 
     struct Factors {
         __m512h scale, less, zero;
     };
 
     static __m512h all(float x) { return _mm512_set1_ph(static_cast<_Float16>(x)); }
+    static __m512h halves(__m512 x) {
+        return as_halves(in_pairs(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)));
+    }
+    static __m128i bytes_at(const uint8_t* from) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); }
 
     Factors factors(int64_t line, int64_t second, int64_t half) const {
+        const int64_t super = line / (S::GROUP ? SUPER_LINES : of_.lines());
+        __m512h scale = all(0), middle, zero = all(0);
+        if constexpr (ALL) scale = halves(_mm512_mul_ps(of_.scale(super, half), by_[half]));
+        if constexpr (FLOATS) zero = halves(_mm512_mul_ps(of_.zero(super, half), _mm512_mul_ps(by_[half], _mm512_set1_ps(0x1p-6f))));
         if constexpr (S::GROUP == 0) {
-            const int64_t super = line / of_.lines();
-            const auto halves = [](__m512 x) {
-                return as_halves(in_pairs(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)));
-            };
-            const __m512 middle = _mm512_fmadd_ps(of_.middle(super, half), _mm512_set1_ps(0x1p-6f), _mm512_set1_ps(16));
-            __m512 zero = _mm512_setzero_ps();
-            if constexpr (S::FLOATS) zero = _mm512_mul_ps(of_.zero(super, half), _mm512_mul_ps(by_[half], _mm512_set1_ps(0x1p-6f)));
-            return {halves(_mm512_mul_ps(of_.scale(super, half), by_[half])), halves(middle), halves(zero)};
+            middle = halves(_mm512_fmadd_ps(of_.middle(super, half), _mm512_set1_ps(0x1p-6f), _mm512_set1_ps(16)));
         } else {
-            const __m128i whole = _mm_loadu_si128(reinterpret_cast<const __m128i*>(of_.of_group(line, half) + second * WIDE));
-            const __m512h scale = _mm512_mul_ph(_mm512_cvtepi16_ph(in_pairs(_mm256_cvtepi8_epi16(whole))), all(SHARE));
-            return {scale, UNSIGNED ? _mm512_mul_ph(scale, all(-16)) : all(16 + of_.offset / 64.0f), all(0)};
+            const uint8_t* from = of_.of_group(line, half) + second * WIDE;
+            const __m512h whole = _mm512_cvtepi16_ph(in_pairs(_mm256_cvtepi8_epi16(bytes_at(from))));
+            scale = _mm512_mul_ph(whole, ALL ? scale : all(SHARE));
+            middle = UNSIGNED ? _mm512_mul_ph(scale, all(-16)) : all(16 + of_.offset / 64.0f);
+            if constexpr (FLOATS)
+                zero = _mm512_mul_ph(zero, _mm512_cvtepi16_ph(in_pairs(_mm256_cvtepu8_epi16(bytes_at(from + of_.groups * WIDE)))));
         }
+        return {scale, middle, zero};
     }
 
     // Fours `BEGIN` to `BEGIN` + 3 of a half.
@@ -101,7 +118,7 @@ class Scaling {
             const __m512h code = as_halves(_mm512_ternarylogic_epi32(from, codes, more, 0xea));  // from & codes | more
             const __m512h value = _mm512_sub_ph(code, by.less);
             const __m512h found = UNSIGNED    ? _mm512_fmadd_ph(code, by.scale, by.less)
-                                  : S::FLOATS ? _mm512_fmsub_ph(value, by.scale, by.zero)
+                                  : FLOATS    ? _mm512_fmsub_ph(value, by.scale, by.zero)
                                               : _mm512_mul_ph(value, by.scale);
             // An eighth of the bits, rounded, have a bf16's mantissa; nothing becomes 2^-15.
             const __m512i bits = _mm512_mulhrs_epi16(_mm512_castph_si512(found), eighth);
@@ -116,7 +133,7 @@ class Scaling {
     }
 
     const S& of_;
-    __m512 largest_[2], by_[2];
+    __m512 by_[2];
 };
 
 // Weights that add up groups of `GROUP` inputs, of 256 inputs one in each column: [line][pair][column][2].
@@ -193,7 +210,10 @@ void multiply_scaled(const S& of, const Grouping& x, float* sums) {
     const bool more = rows > TILE;
     const char* others = x.x + TILE * x.stride;
     configure(static_cast<int>(std::min(rows, TILE)), static_cast<int>(more ? rows - TILE : 0));
-    const Scaling<S> scaling(of, x.lines);
+    using Scaled = Scaling<S, S::GROUP == 0>;
+    __m512 factors[2];
+    for (int64_t half = 0; S::GROUP == 0 && half < 2; half++) factors[half] = Scaled::factor(of, x.lines, half);
+    const Scaled scaling(of, factors);
     const auto clear = [&] {
         _tile_zero(0);
         _tile_zero(1);
@@ -243,7 +263,7 @@ void multiply_scaled(const S& of, const Grouping& x, float* sums) {
         }
         written();
         for (int64_t half = 0; half < 2; half++) {
-            const __m512 scale = scaling.back(super, half);
+            const __m512 scale = S::GROUP ? _mm512_mul_ps(of.scale(super, half), _mm512_set1_ps(1 << S::POWER)) : factors[half];
             __m512 zero = _mm512_setzero_ps();
             if constexpr (APART) zero = of.zero(super, half);
             for (int64_t i = half * TILE; i < rows * WIDE; i += WIDE) {
