@@ -1,6 +1,5 @@
-// Products with weights in blocks of whole numbers of 2 to 6 bits, as GGUF files have them. What more than 32 tokens meet is made
-// `scale * code - zero` in float32 and rounded to bf16, so that such a product is, bit for bit, that with a weight which was made bf16
-// before (matrix.h).
+// Products with weights in blocks of whole numbers of 2 to 6 bits, as GGUF files have them. Rows that are looked up are
+// `scale * code - zero` in float32, rounded to bf16.
 #pragma once
 #include "cells.h"
 
@@ -182,8 +181,7 @@ inline void unpack_blocks(const uint8_t* weight, int64_t output, int64_t inputs,
         alignas(64) bf16 wide[CELL];
         const bf16* own = wide + output % WIDE / TILE * CELL / 2 + 2 * (output % TILE);
         for (int64_t line = 0; line < p.lines; line++) {
-            maker.template part<0>(line, wide);
-            maker.template part<1>(line, wide);
+            make_line(maker, line, wide);
             for (int64_t pair = 0; pair < TILE; pair++) std::memcpy(out + line * DEPTH + 2 * pair, own + pair * WIDE, 4);
         }
     });

@@ -66,6 +66,7 @@ struct Eights {
 };
 
 struct Fp8Product : Widened {
+    using Rounded = Product::Rounded;
     int64_t group;
 
     static constexpr bool whole_numbers() { return false; }  // tokens are not rounded

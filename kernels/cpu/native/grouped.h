@@ -1,6 +1,4 @@
-// Products with whole weights of 4 or 8 bits, of which groups of an output's inputs share a scale (and a zero). What many tokens meet
-// is made `(value - zero) * scale` in float32 and rounded to bf16, so that such a product is, bit for bit, that with a weight which was
-// made bf16 before (matrix.h); with act-order sums are taken in another order.
+// Products with whole weights of 4 or 8 bits, of which groups of an output's inputs share a scale (and a zero).
 #pragma once
 #include "cells.h"
 
@@ -54,7 +52,6 @@ struct Grouped : Widened {
     const char* coming(int64_t output) const { return weight + output / WIDE * block_size(); }
     const char* ready(int64_t output, char* space) const { return widen_block(*this, output / WIDE, reinterpret_cast<bf16*>(space)); }
 
-    class Maker;
     template <bool ZEROED>
     struct Supers;
 
@@ -62,40 +59,6 @@ struct Grouped : Widened {
     void with_supers(int64_t block, Call call) const {
         zeroed ? call(Supers<true>(*this, block)) : call(Supers<false>(*this, block));
     }
-};
-
-template <int BITS>
-class Grouped<BITS>::Maker {
-  public:
-    Maker(const Grouped& p, int64_t block)
-        : each_(p.group / DEPTH), cells_(p.cells(block)), scales_(p.scales(block)), zeros_(p.zeros(block)) {}
-
-    template <int SECOND>
-    void part(int64_t line, bf16* out) {
-        if (!SECOND && left_-- == 0) begin_group();
-        const uint8_t* cell = cells_ + line * CELL * BITS / 8;
-        for (int64_t i = SECOND * CELL * BITS / 16; i < (SECOND + 1) * CELL * BITS / 16; i += LINE)
-            _mm_prefetch(reinterpret_cast<const char*>(cell + 4 * CELL + i), _MM_HINT_T0);
-        widen_fours<4 * SECOND, 4 * SECOND + 4>(cell, order_, out, codes_of<BITS>, [&](__m512 code, int64_t quarter) {
-            return _mm512_mul_ps(_mm512_sub_ps(code, less_[quarter]), by_[quarter]);
-        });
-    }
-
-  private:
-    void begin_group() {
-        left_ = each_ - 1;
-        for (int64_t half = 0; half < 2; half++, scales_ += TILE, zeros_ += TILE) {
-            spread(_mm512_loadu_ps(scales_), by_ + 2 * half);
-            spread(unsigned_at(zeros_), less_ + 2 * half);
-        }
-    }
-
-    int64_t each_, left_ = 0;
-    const uint8_t* cells_;
-    const float* scales_;
-    const uint8_t* zeros_;
-    PairOrder order_;
-    __m512 by_[4], less_[4];
 };
 
 template <int BITS>

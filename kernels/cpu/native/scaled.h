@@ -1,7 +1,7 @@
-// Products of 5 to 32 tokens with a block of 32 outputs of whole numbers, which scales are multiplied into before sums are, so that
-// tiles add up many inputs in one go: whole scales of groups of 16 or 32, of which 256 inputs share a factor (K types of GGUF files), or
-// shares of an output's largest scale. What comes of it is a number of float16, rounded to bf16 as bits. Zeros that are whole are
-// subtracted before, those of groups with whole scales are products of their own.
+// Weights of whole numbers that scales are multiplied into before sums are, so that tiles add up many inputs in one go: whole scales of
+// groups of 16 or 32, of which 256 inputs share a factor (K types of GGUF files), or all scales as shares of an output's factor. What
+// comes of it is a number of float16, rounded to bf16 as bits. Zeros are subtracted before; those of groups with whole scales may be
+// products of their own.
 #pragma once
 #include <atomic>
 
@@ -45,12 +45,14 @@ class Scaling {
         return found;
     }
 
-    // `factors`: of both halves, where they are of all inputs.
-    Scaling(const S& of, const __m512* factors) : of_(of) {
-        for (int64_t half = 0; ALL && half < 2; half++) {
-            const __mmask16 some = _mm512_cmp_ps_mask(factors[half], _mm512_set1_ps(0x1p-100f), _CMP_GT_OQ);
-            by_[half] = _mm512_maskz_div_ps(some, _mm512_set1_ps(64), factors[half]);
-        }
+    // What that makes of scales.
+    static __m512 share(__m512 factor) {
+        return _mm512_maskz_div_ps(_mm512_cmp_ps_mask(factor, _mm512_set1_ps(0x1p-100f), _CMP_GT_OQ), _mm512_set1_ps(64), factor);
+    }
+
+    // `shares`: of both halves, where factors are of all inputs.
+    Scaling(const S& of, const __m512* shares) : of_(of) {
+        if (ALL) by_[0] = shares[0], by_[1] = shares[1];
     }
 
     // Sixteen outputs.
@@ -93,7 +95,8 @@ class Scaling {
         const int64_t super = line / (S::GROUP ? SUPER_LINES : of_.lines());
         __m512h scale = all(0), middle, zero = all(0);
         if constexpr (ALL) scale = halves(_mm512_mul_ps(of_.scale(super, half), by_[half]));
-        if constexpr (FLOATS) zero = halves(_mm512_mul_ps(of_.zero(super, half), _mm512_mul_ps(by_[half], _mm512_set1_ps(0x1p-6f))));
+        if constexpr (FLOATS)
+            zero = halves(_mm512_mul_ps(of_.zero(super, half), _mm512_mul_ps(by_[half], _mm512_set1_ps(0x1p-6f))));
         if constexpr (S::GROUP == 0) {
             middle = halves(_mm512_fmadd_ps(of_.middle(super, half), _mm512_set1_ps(0x1p-6f), _mm512_set1_ps(16)));
         } else {
@@ -211,9 +214,10 @@ void multiply_scaled(const S& of, const Grouping& x, float* sums) {
     const char* others = x.x + TILE * x.stride;
     configure(static_cast<int>(std::min(rows, TILE)), static_cast<int>(more ? rows - TILE : 0));
     using Scaled = Scaling<S, S::GROUP == 0>;
-    __m512 factors[2];
-    for (int64_t half = 0; S::GROUP == 0 && half < 2; half++) factors[half] = Scaled::factor(of, x.lines, half);
-    const Scaled scaling(of, factors);
+    __m512 factors[2], shares[2];
+    for (int64_t half = 0; S::GROUP == 0 && half < 2; half++)
+        factors[half] = Scaled::factor(of, x.lines, half), shares[half] = Scaled::share(factors[half]);
+    const Scaled scaling(of, shares);
     const auto clear = [&] {
         _tile_zero(0);
         _tile_zero(1);
@@ -263,7 +267,8 @@ void multiply_scaled(const S& of, const Grouping& x, float* sums) {
         }
         written();
         for (int64_t half = 0; half < 2; half++) {
-            const __m512 scale = S::GROUP ? _mm512_mul_ps(of.scale(super, half), _mm512_set1_ps(1 << S::POWER)) : factors[half];
+            const __m512 scale = S::GROUP ? _mm512_mul_ps(of.scale(super, half), _mm512_set1_ps(1 << S::POWER))
+                                          : factors[half];
             __m512 zero = _mm512_setzero_ps();
             if constexpr (APART) zero = of.zero(super, half);
             for (int64_t i = half * TILE; i < rows * WIDE; i += WIDE) {

@@ -1,10 +1,11 @@
 // Products with weights of whole numbers. Up to four tokens are rounded to whole numbers, too (supers.h); up to 32 meet scaled numbers of
-// bf16 (scaled.h) or such as are scaled afterwards (supers.h). Of what more meet bf16 is made in the order of matrix.h.
+// bf16 (scaled.h) or such as are scaled afterwards (supers.h). For more bf16 is made in the order of matrix.h, scaled so or, of floats of 8
+// bits, whole.
 //
-// A kind of product `P` has a `Maker(p, block)` of a block's weights, whose `part<0>(line, out)` and then `part<1>(line, out)` make 32
-// inputs after the others, and `with_supers(block, call)`, which calls with what supers.h knows of a block, whose codes are
-// `whole_numbers()` (cells.h) or not. `shares()`: inputs that have a scale of their own; `by_shares()` and `by_scaled()`: whether 5 to 32
-// tokens are multiplied as in supers.h or as in scaled.h.
+// A kind of product `P` has `with_supers(block, call)`, which calls with what supers.h knows of a block, whose codes are
+// `whole_numbers()` (cells.h) or not: then it has a `Maker(p, block)`, whose `part<0>(line, out)` and then `part<1>(line, out)` make 32
+// inputs after the others. `shares()`: inputs that have a scale of their own; `by_shares()` and `by_scaled()`: whether 5 to 32 tokens are
+// multiplied as in supers.h or as in scaled.h.
 #pragma once
 #include <optional>
 
@@ -14,6 +15,9 @@
 
 namespace troupe {
 
+inline thread_local Scratch<bf16> widened;          // blocks' weights, where more rows meet them
+inline thread_local Scratch<float> factors_of_all;  // of a product's outputs, of those that this thread made weights of
+
 struct Widened : Product {
     std::optional<Whole> whole = {};    // its tokens, if they are rounded
     std::optional<Shared> shared = {};  // or if they are not
@@ -22,12 +26,64 @@ struct Widened : Product {
     static inline std::atomic<uint64_t> numbered{0};
 
     static constexpr bool made = true;
+
+    struct Rounded {
+        Product::Rounded plain;
+        __m512 low, high;
+
+        Rounded(const Widened& p, int64_t output)
+            : plain(p, output), low(_mm512_load_ps(factors_of_all.of(0) + output)),
+              high(_mm512_load_ps(factors_of_all.of(0) + output + TILE)) {}
+
+        __m512i operator()(const float* sums, int64_t) const {
+            return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(_mm512_fmadd_ps(_mm512_load_ps(sums + TILE), high, plain.high),
+                                                                 _mm512_fmadd_ps(_mm512_load_ps(sums), low, plain.low)));
+        }
+    };
 };
 
-inline thread_local Scratch<bf16> widened;  // blocks' weights, where more rows meet them
+// Makes a block's weights, shares of its outputs' factors.
+template <class P>
+class ScaledMaker {
+  public:
+    ScaledMaker(const P& p, int64_t block) : p_(p), block_(block) {
+        float* to = factors_of_all.of(blocks(p.outputs) * WIDE) + block * WIDE;
+        p.with_supers(block, [&]<class S>(const S& supers) {
+            for (int64_t half = 0; half < 2; half++) {
+                const __m512 factor = Scaling<S, true>::factor(supers, p.lines, half);
+                _mm512_store_ps(to + half * TILE, factor);
+                shares_[half] = Scaling<S, true>::share(factor);
+            }
+        });
+    }
+
+    // Half of the outputs.
+    template <int SECOND>
+    void part(int64_t line, bf16* out) {
+        p_.with_supers(block_, [&]<class S>(const S& supers) {
+            if (!SECOND) supers.fetch(line);
+            Scaling<S, true>(supers, shares_).half(line, SECOND, out + SECOND * CELL / 2);
+        });
+    }
+
+  private:
+    const P& p_;
+    const int64_t block_;
+    __m512 shares_[2];
+};
+
+template <class P, bool = P::whole_numbers()>
+struct MakerOf {
+    using Maker = ScaledMaker<P>;
+};
 
 template <class P>
-void make_line(typename P::Maker& maker, int64_t line, bf16* out) {
+struct MakerOf<P, false> {
+    using Maker = typename P::Maker;
+};
+
+template <class M>
+void make_line(M& maker, int64_t line, bf16* out) {
     maker.template part<0>(line, out);
     maker.template part<1>(line, out);
 }
@@ -35,8 +91,8 @@ void make_line(typename P::Maker& maker, int64_t line, bf16* out) {
 // All of a block.
 template <class P>
 const char* widen_block(const P& p, int64_t block, bf16* out) {
-    typename P::Maker maker(p, block);
-    for (int64_t line = 0; line < p.lines; line++) make_line<P>(maker, line, out + line * CELL);
+    typename MakerOf<P>::Maker maker(p, block);
+    for (int64_t line = 0; line < p.lines; line++) make_line(maker, line, out + line * CELL);
     written();
     return reinterpret_cast<const char*>(out);
 }
@@ -73,7 +129,7 @@ class Made {
 
   private:
     const P& p_;
-    std::optional<typename P::Maker> maker_;
+    std::optional<typename MakerOf<P>::Maker> maker_;
     bf16* out_ = nullptr;
     int64_t block_ = 0, line_ = 0;
     bool left_ = false, second_ = false;
@@ -119,10 +175,10 @@ void multiply_widened(const P& p, int64_t block, int64_t row, int64_t rows, floa
         _tile_zero(3);
     }
     typename P::Maker maker(p, block);
-    make_line<P>(maker, 0, wide[0]);
+    make_line(maker, 0, wide[0]);
     for (int64_t line = 0, turn = 0; line < p.lines; line++, turn ^= 1, x += LINE, second += LINE) {
         // What was stored just now would be waited for: the next is widened first.
-        if (line + 1 < p.lines) make_line<P>(maker, line + 1, wide[turn ^ 1]);
+        if (line + 1 < p.lines) make_line(maker, line + 1, wide[turn ^ 1]);
         written();
         _tile_loadd(4, x, p.stride_x);
         _tile_loadd(6, wide[turn], LINE);
@@ -172,7 +228,7 @@ void multiply_widened_chunk(void* context, int64_t chunk, int) {
                 if (p.whole) return multiply_rounded(p, of, p.rows, to);
             if (p.by_scaled()) return multiply_scales(p, of, p.rows, to);
             if (p.shared) return p.with_supers(of, [&](const auto& supers) { multiply_shared(supers, *p.shared, 0, p.rows, to); });
-            multiply_widened(p, of, 0, p.rows, to);
+            if constexpr (!P::whole_numbers()) multiply_widened(p, of, 0, p.rows, to);
         };
         if (p.gated) run(block, sums[1]);
         run(block + (p.gated ? all : 0), sums[0]);

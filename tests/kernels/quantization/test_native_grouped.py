@@ -60,7 +60,6 @@ def test_products_are_those_of_what_the_weight_stands_for(outputs, inputs, group
         torch.testing.assert_close(weight.dequantize(torch.float32), floats)
         bias = torch.randn(outputs).bfloat16()
         linear = platform.make_quantized(weight, bias)
-        dense = platform.make_linear(weight.dequantize(torch.bfloat16), bias)
         for ways in ((1, 2, 3, 4), (5, 16, 20), (33, 70, 140)):
             alone = None
             for rows in ways:
@@ -70,13 +69,8 @@ def test_products_are_those_of_what_the_weight_stands_for(outputs, inputs, group
                 found = linear(x)
                 if rows < 5 or (rows < 33 and bits == 4 and group >= 128):
                     assert_only_rounded_once(found, x, floats, bias)
-                elif rows < 33:
-                    assert_weights_rounded_once(found, x, floats, bias)
-                elif not shuffled:  # whose sums are added up in another order
-                    assert torch.equal(found, dense(x))
                 else:
-                    expected = x.float() @ floats.bfloat16().float().t() + bias.float()
-                    torch.testing.assert_close(found.float(), expected, rtol=1e-2, atol=1e-3 * inputs**0.5)
+                    assert_weights_rounded_once(found, x, floats, bias)
                 assert torch.equal(found[:1], linear(x[: ways[0]])[:1]), "a row's result depends on the rows around it"
                 if outputs % 64 == 0:
                     assert torch.equal(linear.gated(x), platform.silu_and_mul(found))
@@ -95,15 +89,6 @@ def test_a_token_that_is_not_finite_leaves_the_others_alone(bits, platform):
             found = linear(x)
             assert not found[1].isfinite().any()
             assert torch.equal(found[others], expected[others])
-
-
-@pytest.mark.parametrize("group", [32, 64, 128])
-def test_scales_of_few_bits_are_multiplied_exactly(group, platform):
-    weight, _ = weight_of(40, 384, 8, group, symmetric=True)
-    short = dataclasses.replace(weight, scales=weight.scales.half())
-    x = torch.randn(39, 384).bfloat16()
-    expected = platform.make_linear(short.dequantize(torch.bfloat16), None)(x)
-    assert torch.equal(platform.make_quantized(short, None)(x), expected)
 
 
 def test_int8_weights_alone_are_one_group(platform, caplog):
