@@ -303,7 +303,8 @@ extern "C" {
 // Whether the processor has what this was compiled for, and the system lends its tiles to this process.
 int troupe_ready() {
     if (!__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512vbmi") ||
-        !__builtin_cpu_supports("avx512vnni") || !__builtin_cpu_supports("amx-bf16") || !__builtin_cpu_supports("amx-int8"))
+        !__builtin_cpu_supports("avx512vnni") || !__builtin_cpu_supports("avx512fp16") || !__builtin_cpu_supports("amx-bf16") ||
+        !__builtin_cpu_supports("amx-int8"))
         return 0;
     constexpr long request_permission = 0x1023, tile_data = 18;
     return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;

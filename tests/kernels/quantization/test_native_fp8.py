@@ -60,6 +60,16 @@ def test_products_round_no_weight_or_are_those_of_bf16_to_the_bit(outputs, input
                 assert linear.gated(x).equal(platform.silu_and_mul(found))
 
 
+def test_tokens_whose_sum_is_too_large_are_none_the_less_multiplied(platform):
+    weight, x = weight_of(64, 128, None), torch.randn(8, 128).bfloat16()
+    weight.values.view(torch.uint8)[:, :2] = 0
+    x[:, :2] = 0
+    linear = platform.make_quantized(weight, None)
+    expected = linear(x)
+    x[3, :2] = 3e38
+    assert linear(x).equal(expected)
+
+
 def test_a_weight_with_what_is_no_number_is_dequantized(platform):
     weight = weight_of(64, 64, None)
     weight.values.view(torch.uint8)[3, 5] = 0x7F
