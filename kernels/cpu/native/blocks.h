@@ -56,11 +56,15 @@ struct BlockProduct : Widened {
 
     template <class Call>
     void with_supers(int64_t block, Call call) const {
-        const auto groups = [&]<int GROUP>() {
-            layout().zeros ? call(Supers<GROUP, true>(*this, block)) : call(Supers<GROUP, false>(*this, block));
-        };
-        if (!layout().groups()) return groups.template operator()<0>();
-        layout().group < DEPTH ? groups.template operator()<TILE>() : groups.template operator()<DEPTH>();
+        // Those there are: each is code of its own.
+        if constexpr (BITS == 2) return call(Supers<TILE, true>(*this, block));
+        if constexpr (BITS == 3 || BITS == 6) return call(Supers<TILE, false>(*this, block));
+        if constexpr (BITS == 4 || BITS == 5) {
+            const bool zeros = layout().zeros;
+            if (!layout().groups()) return zeros ? call(Supers<0, true>(*this, block)) : call(Supers<0, false>(*this, block));
+            if (BITS == 5 || zeros) return call(Supers<DEPTH, true>(*this, block));
+            if constexpr (BITS == 4) call(Supers<DEPTH, false>(*this, block));
+        }
     }
 };
 
