@@ -108,6 +108,7 @@ inline __m512i gated(__m512i gate, __m512i other) {
 // Rows `begin` to `end` of it.
 template <class P>
 void finish(const P& p, const Pending<typename P::Sum>& of, int64_t begin, int64_t end) {
+    if (begin == end) return;  // of nothing no factors may be known
     const int64_t left = p.wide() - of.output;
     const __mmask32 mask = left >= WIDE ? ~0u : (1u << left) - 1;
     bf16* out = p.out + (of.row + begin) * p.stride_out + of.output;
