@@ -25,7 +25,7 @@ Ways: TypeAlias = Mapping[str, Way]
 
 _ROUNDS = 7
 _FLUSHED = 256 << 20  # bytes: several times what the L2 cache holds
-_AHEAD = 4  # times that they are written, so that the host has launched all of a way before it begins
+_AHEAD = 10  # times that they are written, so that the host has launched all of a way before it begins
 _MARGIN = 0.03  # by which a way must be quicker than the first
 _COPIES = 2  # of a layer that is tried
 _ROOM = 2 * _COPIES  # times a weight's bytes that have to be free for them

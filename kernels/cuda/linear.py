@@ -1,4 +1,4 @@
-"""Linear layers: one token by a kernel of our own, a few by ``narrow``, ``skinny`` or cuBLAS, more by cuBLAS.
+"""Linear layers: one token by a kernel of our own, a few by ``narrow`` or cuBLAS, more by cuBLAS.
 
 For one token a matrix product is as fast as its weight can be read, and cuBLAS reads it at 57 to 90 % of the memory's
 bandwidth (H200). Here each block loads a few rows of the weight, all of them at once and before it waits for the kernel
@@ -15,20 +15,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.cuda import narrow, skinny
+from kernels.cuda import narrow
 from kernels.cuda.activation import swiglu
 from kernels.cuda.choosing import Choices, Shape, Way, in_a_row, spare
 from kernels.cuda.launch import overlapping
-from kernels.cuda.numbers import PLAIN
-from kernels.cuda.skinny import Form, Tiles
 
 __all__ = ["CudaLinear"]
 
 _MOST_INPUTS = 16384  # a longer row does not fit a block's registers
 _ALIGN = 16
-_FEW = 16  # tokens up to which a program may take twice the rows
-_WORDS = 64
-_TILES = Tiles(128, _WORDS, 6, 4)
+_FEW = 16  # tokens that the matrix unit takes at once, at least
 
 
 @triton.jit
@@ -132,11 +128,7 @@ class CudaLinear:
         self.weight = weight
         self.bias = bias
         self._gated, self._choices = gated, choices
-        self._arrived = skinny.counters(len(weight), weight.device)
-        inputs = weight.shape[1]
-        self._form: Form | None = None
-        if weight.element_size() == 2 and inputs % _WORDS == 0 and weight.is_contiguous():
-            self._form = Form(PLAIN, weight)
+        self._arrived = narrow.counters(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         if _alone(x, self.weight):
@@ -145,7 +137,7 @@ class CudaLinear:
             return self._many(x)
         if self._choices is None:
             return self._narrow(x) if narrow.suits(x, self.weight, self._gated) else self._many(x)
-        shape = ("in a row", *self.shape, max(_FEW, skinny.token_block(len(x))), x.dtype)
+        shape = ("in a row", *self.shape, max(_FEW, triton.next_power_of_2(len(x))), x.dtype)
         return self._choices.run(shape, self._ways(x), lambda: self._trial(x))
 
     def _ways(self, x: Tensor) -> dict[str, Way]:
@@ -154,9 +146,6 @@ class CudaLinear:
         if narrow.able(x, self.weight):
             for name, cut in narrow.cuts(len(x), self.weight, self._gated).items():
                 ways[name] = partial(self._narrow, x, cut)
-        form = self._form
-        if form is not None and len(x) <= _FEW and x.is_contiguous():
-            ways["skinny"] = lambda: skinny.multiply(x, form, self.bias, self._arrived, self._gated, _TILES)
         return ways
 
     def _trial(self, x: Tensor) -> dict[str, Way]:

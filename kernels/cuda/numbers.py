@@ -11,9 +11,8 @@ from typing import Final
 
 import torch
 
-__all__ = ["BYTES", "EIGHTHS", "NIBBLES", "PIECES", "PLAIN", "SHIFTS", "WHOLE", "conversions", "wide_conversion"]
+__all__ = ["BYTES", "EIGHTHS", "NIBBLES", "PIECES", "SHIFTS", "WHOLE", "conversions", "wide_conversion"]
 
-PLAIN: Final = 0
 """Numbers of 16 bits."""
 NIBBLES: Final = 1
 """0 .. 15, in the order of ``SHIFTS``."""
@@ -24,7 +23,7 @@ BYTES: Final = 3
 EIGHTHS: Final = 4
 """e4m3, two neighbours in a word."""
 
-PIECES: Final = {PLAIN: 1, NIBBLES: 4, WHOLE: 2, BYTES: 2, EIGHTHS: 2}
+PIECES: Final = {NIBBLES: 4, WHOLE: 2, BYTES: 2, EIGHTHS: 2}
 """Numbers of a word."""
 
 

@@ -289,7 +289,6 @@ def multiply(
     every, length = form.words.shape
     outputs = every // 2 if gated else every
     scales = form.scales
-    assert scales is not None
     out, summed = x.new_empty((1, outputs)), x if before is None else torch.empty_like(x)
     pdl = overlapping(x.device)
     _single[(triton.cdiv(outputs, cut.rows),)](

@@ -1,4 +1,4 @@
-"""Matrix products of a few tokens with weights of 16, 8 or 4 bits, which become 16-bit numbers in registers.
+"""Matrix products of a few tokens with weights of 8 or 4 bits, which become 16-bit numbers in registers.
 
 What such a product costs is reading the weight, once, so a program keeps many tiles of it on their way: some rows, and
 of each the inputs that fill 128 bytes. They are the left side of the matrix unit's product, which may come from
@@ -53,13 +53,13 @@ class Form:
     """A weight of one ``kind`` of ``kernels.cuda.numbers``. ``words`` [outputs, words of 16 bits].
 
     ``scales``: float32 [outputs], or with ``slots`` int32 [tiles, slots / 2, outputs]: two numbers in 16 bits each, so
-    that a tile has ``slots`` of them, bfloat16 if ``brain``, else float16; None for PLAIN. ``zeros`` int32 [tiles,
+    that a tile has ``slots`` of them, bfloat16 if ``brain``, else float16. ``zeros`` int32 [tiles,
     outputs], a byte for each slot; None: the middle.
     """
 
     kind: int
     words: Tensor
-    scales: Tensor | None = None
+    scales: Tensor
     zeros: Tensor | None = None
     slots: int = 0
     brain: bool = False
@@ -89,9 +89,7 @@ def _half(word, which: tl.constexpr, like: tl.constexpr):
 @triton.jit
 def _number(word, minus, kind: tl.constexpr, piece: tl.constexpr, code: tl.constexpr, like: tl.constexpr):
     """The ``piece``-th number of each word. ``minus`` like the word: of NIBBLES what is added to base + n."""
-    if kind == 0:
-        number = word
-    elif code is not None:
+    if code is not None:
         if kind == 1:
             number = tl.inline_asm_elementwise(
                 code[piece], "=r,r,r", [word, minus], dtype=tl.int16, is_pure=True, pack=2
@@ -246,7 +244,7 @@ def _skinny(
             total += tl.load(
                 mine + number_of * size + place, mask=(token < tokens)[None, :], other=0.0, cache_modifier=".cg"
             )
-    if kind > 0 and slots == 0:
+    if slots == 0:
         total *= tl.load(scales + row)[:, None]
     if biased:
         total += tl.load(bias + row).to(tl.float32)[:, None]
@@ -299,12 +297,11 @@ def multiply(x: Tensor, form: Form, bias: Tensor | None, arrived: Tensor, gated:
     out = x.new_empty((len(x), outputs))
     partial = out if splits == 1 else x.new_empty(programs * splits * tiles.rows * block, dtype=torch.float32)
     pdl = overlapping(x.device)
-    scales = form.words if form.scales is None else form.scales
     _skinny[(programs, splits)](
         x.view(torch.int32) if form.kind in (BYTES, EIGHTHS) else x,
         form.words,
-        scales,
-        scales if form.zeros is None else form.zeros,
+        form.scales,
+        form.scales if form.zeros is None else form.zeros,
         form.words if bias is None else bias,
         out,
         partial,

@@ -29,7 +29,7 @@ KINDS = {
         2.0,
         {
             1: ("vector",),
-            16: ("cuBLAS", "narrow", "narrow, short", "skinny"),
+            16: ("cuBLAS", "narrow", "narrow, short"),
             64: ("cuBLAS", "narrow", "narrow, short"),
         },
     ),

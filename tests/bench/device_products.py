@@ -51,26 +51,23 @@ def projections(name: str) -> dict[str, tuple[int, int, bool]]:
     }
 
 
-WAYS = ("cuBLAS", "one", "narrow", "skinny 64", "skinny 128", "int8 many", "int8", "int8 skinny", "fp8 many", "fp8",
+WAYS = ("cuBLAS", "one", "narrow", "narrow, short", "int8 many", "int8", "int8 skinny", "fp8 many", "fp8",
         "fp8 skinny", "4 bits, 64", "4 bits, 128", "4 bits, wide")  # fmt: skip
 
 
 def _measure(projection: str, outputs: int, inputs: int, gated: bool) -> None:
     import torch
 
-    from kernels.cuda import narrow, skinny
     from kernels.cuda.grouped import GroupedLinear, WideWeight
     from kernels.cuda.linear import CudaLinear, _multiply
-    from kernels.cuda.numbers import PLAIN
     from kernels.cuda.packing import tile_words
     from kernels.cuda.quantized import EightBitLinear
-    from kernels.cuda.skinny import Form, Tiles
+    from kernels.cuda.skinny import Tiles
     from kernels.quantization.weights import GroupedWeight, quantize_fp8, quantize_int8
 
     device = torch.device("cuda")
     weight = torch.randn(outputs, inputs, device=device, dtype=torch.bfloat16) * 0.02
     plain = CudaLinear(weight, None, gated=gated)
-    form, arrived = Form(PLAIN, weight), skinny.counters(outputs, device)
     whole = EightBitLinear(quantize_int8(weight), None, gated=gated)
     eighth = EightBitLinear(quantize_fp8(weight), None, gated=gated)
     values = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8, device=device)
@@ -84,8 +81,8 @@ def _measure(projection: str, outputs: int, inputs: int, gated: bool) -> None:
             "cuBLAS": (2, lambda x=x: plain._many(x)),
             "int8 many": (1, lambda x=x: whole._many(x)),
             "fp8 many": (1, lambda x=x: eighth._many(x)),
-            "int8 skinny": (1, lambda x=x: whole._few(x, Tiles(64, 64, 6, 4))),
-            "fp8 skinny": (1, lambda x=x: eighth._few(x, Tiles(64, 64, 6, 4))),
+            "int8 skinny": (1, lambda x=x: whole._ways(x)["skinny"]()),
+            "fp8 skinny": (1, lambda x=x: eighth._ways(x)["skinny"]()),
             "4 bits, 64": (0.5, lambda x=x: four._few(x, Tiles(64, words, 6, 4))),
             "4 bits, 128": (0.5, lambda x=x: four._few(x, Tiles(128, words, 4, 8))),
             "4 bits, wide": (0.5, lambda x=x: four._wide(x)),
@@ -95,14 +92,7 @@ def _measure(projection: str, outputs: int, inputs: int, gated: bool) -> None:
             ways["int8"] = (1, lambda x=x: whole._vector(x))
             ways["fp8"] = (1, lambda x=x: eighth._vector(x))
         else:
-            for rows in (64, 128):
-                tiles = Tiles(rows, 64, 6 if tokens <= 16 else 4, 4 if tokens <= 16 else 8)
-                ways[f"skinny {rows}"] = (
-                    2,
-                    lambda x=x, tiles=tiles: skinny.multiply(x, form, None, arrived, gated, tiles),
-                )
-            if narrow.able(x, weight):
-                ways["narrow"] = (2, lambda x=x: plain._narrow(x))
+            ways |= {name: (2, way) for name, way in plain._ways(x).items()}
         if tokens > 16:
             del ways["4 bits, 64"]
         times = _times({name: way for name, (_, way) in ways.items()})

@@ -21,7 +21,7 @@ from kernels.cuda.heads import place_heads
 from kernels.cuda.linear import CudaLinear
 from kernels.cuda.moving import move_accepted, move_caches
 from kernels.cuda.norms import Before, CudaNorm, norm_both
-from kernels.cuda.numbers import BYTES, EIGHTHS, NIBBLES, PLAIN
+from kernels.cuda.numbers import BYTES, EIGHTHS, NIBBLES
 from kernels.cuda.quantized import EightBitLinear
 from kernels.cuda.sampling import likeliest
 from kernels.cuda.skinny import Form, Tiles
@@ -121,7 +121,7 @@ def few_tokens(dtype):
 def skinny_products(dtype):
     for tokens, tiles in ((5, Tiles(64, 64, 6, 4)), (16, Tiles(128, 64, 6, 4)), (64, Tiles(128, 64, 4, 8))):
         for gated in (False, True):
-            form = Form(PLAIN, empty(28672, 4096, dtype=dtype))
+            form = Form(BYTES, empty(28672, 2048, dtype=torch.int16), empty(28672, dtype=torch.float32))
             arrived = skinny.counters(28672, torch.device("meta"))
             skinny.multiply(empty(tokens, 4096, dtype=dtype), form, None, arrived, gated, tiles)
 

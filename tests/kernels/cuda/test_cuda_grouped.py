@@ -11,7 +11,7 @@ from torch.nn.functional import silu
 
 from kernels.cuda import packing, skinny
 from kernels.cuda.grouped import GroupedLinear, WideWeight
-from kernels.cuda.numbers import BYTES, EIGHTHS, PLAIN
+from kernels.cuda.numbers import BYTES, EIGHTHS
 from kernels.cuda.skinny import Form, Tiles
 from kernels.quantization.weights import GroupedWeight, quantize_fp8, quantize_int8
 
@@ -100,19 +100,15 @@ def test_groups_that_do_not_fit(device, dtype):
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("count", [1, 5, 16, 40])
-@pytest.mark.parametrize("kind", [PLAIN, BYTES, EIGHTHS])
+@pytest.mark.parametrize("kind", [BYTES, EIGHTHS])
 def test_weights_with_a_scale_for_each_output(kind, count, gated, device, dtype):
     torch.manual_seed(count)
     if kind == EIGHTHS and device.type == "cpu":
         pytest.skip("e4m3 becomes bfloat16 only")
     plain = torch.randn(136, 1024)
-    if kind == PLAIN:
-        wanted = plain.to(dtype).float()
-        form = Form(kind, plain.to(dtype).to(device))
-    else:
-        weight = quantize_int8(plain) if kind == BYTES else quantize_fp8(plain)
-        wanted = weight.dequantize(torch.float32)
-        form = Form(kind, weight.values.view(torch.int16).to(device), weight.scales.to(device))
+    weight = quantize_int8(plain) if kind == BYTES else quantize_fp8(plain)
+    wanted = weight.dequantize(torch.float32)
+    form = Form(kind, weight.values.view(torch.int16).to(device), weight.scales.to(device))
     arrived = skinny.counters(136, device)
     x = tokens(count, 1024, dtype)
     product = x.float() @ wanted.T
