@@ -22,9 +22,10 @@ def device_memory(device: torch.device) -> Memory:
     return Memory(total=total, free=free + held)
 
 
-def step_memory(device: torch.device, step: Callable[[], None]) -> int:
+def step_memory(device: torch.device, step: Callable[[], None], tries: bool = False) -> int:
     """Bytes to leave free beside weights and cache: the most that ``step`` holds at a time, and what the runtime takes
-    outside the allocator while it runs (kernels' workspaces, the first use of each kernel).
+    outside the allocator while it runs (kernels' workspaces, the first use of each kernel). ``tries``: whether the
+    first also tries what is quickest, with memory that no later one holds; then it is run twice.
     """
     backend = torch.get_device_module(device)
     backend.synchronize(device)
@@ -32,6 +33,11 @@ def step_memory(device: torch.device, step: Callable[[], None]) -> int:
     backend.reset_peak_memory_stats(device)
     before = backend.memory_allocated(device)
     outside = _outside(device)
+    if tries:
+        step()
+        backend.synchronize(device)
+        backend.empty_cache()
+        backend.reset_peak_memory_stats(device)
     step()
     backend.synchronize(device)
     peak = backend.memory_stats(device)["allocated_bytes.all.peak"]

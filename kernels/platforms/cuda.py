@@ -111,7 +111,7 @@ class CudaPlatform(CudaLayers):
         return device_memory(self.device)
 
     def step_memory(self, step: Callable[[], None]) -> int:
-        return step_memory(self.device, step)
+        return step_memory(self.device, step, tries=True)
 
     def dtype(self, requested: str, stored: str | None) -> torch.dtype:
         if requested == "auto":

@@ -230,6 +230,12 @@ def test_step_memory_is_the_peak(platform):
 
     taken = step_memory(NPU, step)
     assert 64 << 20 <= taken < 300 << 20
+    sizes = iter((512 << 20, 64 << 20))  # what the first tries no other step does
+
+    def trying():
+        torch.empty(next(sizes), dtype=torch.uint8, device=NPU)
+
+    assert 64 << 20 <= step_memory(NPU, trying, tries=True) < 300 << 20
     del held
 
 
