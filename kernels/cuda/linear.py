@@ -135,6 +135,7 @@ class CudaLinear:
             return _multiply(x, self.weight, self.bias, self._gated)
         if not 1 < len(x) <= narrow.MOST_TOKENS:
             return self._many(x)
+        x = x.contiguous()  # part of a wider row has the same ways then, whichever of both was tried
         if self._choices is None:
             return self._narrow(x) if narrow.suits(x, self.weight, self._gated) else self._many(x)
         shape = ("in a row", *self.shape, max(_FEW, triton.next_power_of_2(len(x))), x.dtype)

@@ -13,7 +13,6 @@ import torch
 
 __all__ = ["BYTES", "EIGHTHS", "NIBBLES", "PIECES", "SHIFTS", "WHOLE", "conversions", "wide_conversion"]
 
-"""Numbers of 16 bits."""
 NIBBLES: Final = 1
 """0 .. 15, in the order of ``SHIFTS``."""
 WHOLE: Final = 2

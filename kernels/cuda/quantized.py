@@ -197,10 +197,10 @@ class EightBitLinear:
         return not bool((weight.values.view(torch.uint8) & 127 == 127).any())  # NaN, which a token must show
 
     def __call__(self, x: Tensor) -> Tensor:
-        x = x if x.stride(1) == 1 else x.contiguous()
         tokens = len(x)
         if tokens > skinny.MOST_TOKENS or (tokens > 1 and self._form is None):
-            return self._many(x)
+            return self._many(x if x.stride(1) == 1 else x.contiguous())
+        x = x.contiguous()  # part of a wider row has the same ways then, whichever of both was tried
         ways = self._ways(x)
         if self._choices is None:
             return ways["skinny" if "skinny" in ways and 1 < tokens <= _FEW else next(iter(ways))]()
@@ -211,7 +211,7 @@ class EightBitLinear:
         """The ways to multiply a few tokens, by name."""
         tokens, form = len(x), self._form
         ways: dict[str, Way] = {"rounded": lambda: self._many(x)} if tokens > 1 else {"vector": lambda: self._vector(x)}
-        if form is not None and x.is_contiguous():
+        if form is not None:
             if tokens == 1 and single_suits(form, x):
                 from kernels.cuda import single
 
@@ -226,7 +226,9 @@ class EightBitLinear:
     def copies(self) -> list[EightBitLinear]:
         """As ``kernels.cuda.behind`` wants it."""
         return [
-            EightBitLinear(replace(self.weight, values=self.weight.values.clone()), self.bias, None, self._gated)
+            EightBitLinear(
+                replace(self.weight, values=self.weight.values.clone()), self.bias, self._choices, self._gated
+            )
             for _ in range(spare(self.weight.values))
         ]
 

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from kernels.cuda import quantized
 from kernels.cuda.quantized import EightBitLinear
 from kernels.quantization.int8 import Int8Linear
 from kernels.quantization.weights import quantize_fp8, quantize_int8
@@ -28,6 +29,24 @@ def test_whole_numbers(rows, outputs, inputs, bias, device):
     assert EightBitLinear.fits(weight, device)
     linear = EightBitLinear(weight.to(device), None if added is None else added.to(device))
     close(linear(x.to(device)).cpu(), Int8Linear(weight, added)(x))
+
+
+def test_what_a_layer_is_tried_beside_takes_the_ways_that_were_chosen(device, monkeypatch):
+    """Each is called in a trial of norms, where the layer itself takes the quickest."""
+
+    class Last:
+        def run(self, shape, ways, trial):
+            return next(reversed(ways.values()))()
+
+    monkeypatch.setattr(quantized, "spare", lambda weight: 2)
+    weight = dataclasses.replace(quantize_int8(torch.randn(96, 512)), dtype=torch.float16).to(device)
+    linear = EightBitLinear(weight, None, Last())
+    taken = []
+    monkeypatch.setattr(quantized.skinny, "multiply", lambda x, form, *_: taken.append(form) or x)
+    for layer in (linear, *linear.copies()):
+        layer(torch.randn(1, 512, device=device).half())
+    assert len(taken) == 3
+    assert len({form.words.data_ptr() for form in taken}) == 3
 
 
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf])
