@@ -38,10 +38,10 @@ def _join(
     out,
     head,
     used,
+    splits,
     group: tl.constexpr,
     dim: tl.constexpr,
     dim_block: tl.constexpr,
-    splits: tl.constexpr,
     together: tl.constexpr,
 ):
     """The parts of the ``group`` heads from ``head`` on into ``out``, ``together`` of them at a time."""
@@ -73,7 +73,7 @@ def _join(
     tl.store(to, (total / norm[:, None]).to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["page_stride", "length_stride"])  # they vary from step to step
+@triton.jit(do_not_specialize=["page_stride", "length_stride", "splits"])  # they vary from step to step
 def _decode(
     queries,
     cache,
@@ -89,6 +89,7 @@ def _decode(
     query_stride,
     page_stride,
     length_stride,
+    splits,
     heads: tl.constexpr,
     kv_heads: tl.constexpr,
     dim: tl.constexpr,
@@ -96,7 +97,6 @@ def _decode(
     group_block: tl.constexpr,
     page_size: tl.constexpr,
     block: tl.constexpr,
-    splits: tl.constexpr,
     precision: tl.constexpr,
     stages: tl.constexpr,
     together: tl.constexpr,
@@ -171,7 +171,7 @@ def _decode(
                 tl.debug_barrier()
                 tl.store(arrived + row * kv_heads + kv_head, 0)
                 first_head = row * heads + kv_head * group
-                _join(partial, stats, out, first_head, used, group, dim, dim_block, splits, together)
+                _join(partial, stats, out, first_head, used, splits, group, dim, dim_block, together)
 
 
 class DecodeScratch:
@@ -240,6 +240,7 @@ def attend_decodes(
         queries.stride(0),
         pages.stride(0),
         lengths.stride(0),
+        splits,
         heads,
         kv_heads,
         dim,
@@ -247,10 +248,9 @@ def attend_decodes(
         max(16, group),
         page_size,
         32 if wide else 64,
-        splits,
         "ieee" if wide else "tf32",
         2 if wide else 3,
-        max(1, min(splits, _TOGETHER // (group * dim_block))),
+        max(1, _TOGETHER // (group * dim_block)),
         scales is not None,
         pdl,
         num_warps=4,
