@@ -137,9 +137,13 @@ class NgramDrafter(Drafter):
         return HostNgrams(self, state)
 
     def tell(self, slot: int, start: int, tokens: Ints) -> None:
-        """The slot's ``tokens`` from position ``start`` on; those known are passed over."""
+        """The slot's ``tokens`` from position ``start`` on; those known are passed over, and so is what lies before
+        them and was not kept for this."""
         new = tokens[max(0, self._told[slot] - start) :].tolist()
         if new:
+            if start > self._told[slot]:
+                self._sequences[slot].interrupt()
+                self._told[slot] = start
             self._trie.extend(self._sequences[slot], new)
             self._told[slot] += len(new)
             self._last[slot] = new[-1]

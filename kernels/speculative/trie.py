@@ -122,6 +122,10 @@ class Sequence:
         self.young: list[int] = []
         self.old: list[int] = []
 
+    def interrupt(self) -> None:
+        """What comes next does not follow what was seen last."""
+        self.young, self.old = [], []
+
 
 class NgramTrie:
     """What the sequences of all requests were seen to hold, apart by salt.
