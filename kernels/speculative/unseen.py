@@ -74,22 +74,26 @@ class Unseen:
 
     def add_chunks(
         self, slots: Longs, generations: Ints, positions: Longs, counts: Longs, features: Raw | None, places: Longs
-    ) -> bool:
-        """``counts`` tokens of each slot from ``positions`` on, of which only the last are kept. -> whether there was
-        room. ``places``: of the first of each among ``features`` [tokens, width]."""
+    ) -> None:
+        """``counts`` tokens of each slot from ``positions`` on, of which only the last are kept. Without room for them
+        all is forgotten: tokens that have a gap behind them are of no use. ``places``: of the first of each among
+        ``features`` [tokens, width]."""
         if not len(slots):
-            return True
+            return
         cut = np.maximum(counts - LAST, 0)
         some = counts - cut
         total = int(some.sum())
-        if self._kept + total > len(self._features) - (LAST + 1) * len(self._state.known):  # for steps that are left
-            return False
+        room = len(self._features) - (LAST + 1) * len(self._state.known)  # beside that for steps that are left
+        if self._kept + total > room:
+            self._stretches, self._chunks = [], []
+            self._kept = self._steps = 0
+            if total > room:
+                return
         begins = self._kept + np.cumsum(some) - some
         if features is not None:
             self._features[self._kept : self._kept + total] = features[ragged(places + cut, some)]
         self._chunks.append(_Chunks(slots, generations, positions + cut, some, begins))
         self._kept += total
-        return True
 
     def forget(self) -> None:
         """Keep the last steps alone, once there are twice as many."""

@@ -288,6 +288,11 @@ def test_prompts_are_run_to_their_ends_in_one_call_and_seen_while_nobody_waits(s
     assert ran == [2, 3]
     for slot in (1, 2, 3, 4):
         assert driver.tokens[slot] == truths[slot - 1][: len(driver.tokens[slot])]
+    driver.runner._captured.ends = None  # what others say
+    for slot in (7, 8):
+        driver.admit(slot, ASKED[slot - 7], sampling=sampling[slot - 7])
+        driver.step([(slot, driver.pending(slot))])
+        assert driver.tokens[slot] == driver.tokens[slot - 6][: len(driver.tokens[slot])]
 
 
 def test_behind_the_end_of_all_sequences_nothing_is_drafted(drive):
@@ -361,6 +366,43 @@ def test_prompts_leave_room_for_steps_that_a_draft_has_not_seen(drive, monkeypat
         driver.step([*((slot, 1) for slot in slots[:-1]), (16, driver.pending(16))])
         driver.step([(slot, 1) for slot in slots])
     assert driver.runner._speculator.observer.dormant
+
+
+def test_n_grams_that_were_shown_the_last_of_a_sequence_alone_guess(drive, monkeypatch):
+    monkeypatch.setattr(unseen, "MOST", 64)
+    driver = dormant(drive, "NGRAM")
+    drafter = driver.runner._speculator.drafter
+    for _ in range(10):
+        driver.step([(1, 1)])
+    known, told, extend = list(driver.tokens[1]), [], drafter._trie.extend
+    assert drafter._told[1] < len(known) - unseen.LAST
+    drafter._trie.extend = lambda sequence, new: told.append((sequence.young, new)) or extend(sequence, new)
+    driver.step([(1, 1)], {1: 4})
+    driver.runner._speculator.rest()
+    assert drafter._told[1] == len(driver.tokens[1])
+    before, tokens = told[0]
+    assert (before, tokens) == ([], known[-len(tokens) :])  # they follow nothing that was told
+
+
+def test_where_a_prompt_has_no_room_nothing_is_seen_behind_the_gap(drive, monkeypatch):
+    monkeypatch.setattr(unseen, "MOST", 64)
+    state = dormant(drive).runner._slots
+    store = unseen.Unseen(state, 1)
+    room = len(state.known) * (64 - unseen.LAST - 1)
+    slots, generations = np.array([1]), state.generation[[1]]
+
+    def features(position):
+        return np.full((1, 1), position, dtype=np.int16)
+
+    store.add(slots, generations, np.array([0]), features(0))
+    store._kept = room  # as if many had run
+    store.add_chunks(slots, generations, np.array([1]), np.array([1]), features(1), np.array([0]))
+    assert not store.follows(slots)
+    for position in (2, 3):
+        store.add(slots, generations, np.array([position]), features(position))
+    seen = store.take()
+    assert (seen.starts.tolist(), seen.counts.tolist()) == ([1], [3])
+    assert seen.features[seen.places, 0].tolist() == [1, 2, 3]
 
 
 def test_of_a_long_prompt_the_last_tokens_that_follow_one_another_are_seen(drive):
