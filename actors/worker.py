@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -44,6 +45,7 @@ class Worker(Actor[WorkerProtocol]):
         self._waiting: ThreadPoolExecutor | None = None
         self._runner: ModelRunner | None = None
         self._epoch: int | None = None  # of the life of the group that this one has loaded for
+        self._rested = 0.0, 0.0  # when what a step with guesses left to do was begun and done
 
     @classmethod
     def prepare(cls, config: WorkerConfig) -> None:
@@ -98,20 +100,36 @@ class Worker(Actor[WorkerProtocol]):
         assert self._runner is not None
         assert self._waiting is not None
         batch, begun = message.batch, time.monotonic()
+        (first, last), self._rested = self._rested, (0.0, 0.0)
+        waited = max(0.0, last - max(first, sent))
         if self._faults is not None:
             prefills = any(memoryview(batch.counts).cast("i")[row] > 1 for row in range(len(batch.counts) // 4))
             self._faults.strike("prefill" if prefills or batch.admitted else "decode")
         step = self._runner.start(batch)
         if step.done:
-            result = self._finish(step, batch.traces, sent, begun)
-            return result if step.rest is None else Answered(result, step.rest)
-        return self._waiting.submit(self._finish, step, batch.traces, sent, begun)
+            result = self._finish(step, batch.traces, sent, begun, waited)
+            if step.rest is None:
+                return result
+            return Answered(result, partial(self._rest, step.rest) if result.drafted else step.rest)
+        return self._waiting.submit(self._finish, step, batch.traces, sent, begun, waited)
 
-    def _finish(self, step: RunningStep, traces: tuple[TracedRow, ...], sent: float, begun: float) -> StepResult:
+    def _rest(self, rest: Callable[[], None]) -> None:
+        begun = time.monotonic()
+        rest()
+        self._rested = begun, time.monotonic()
+
+    def _finish(
+        self, step: RunningStep, traces: tuple[TracedRow, ...], sent: float, begun: float, waited: float
+    ) -> StepResult:
+        """``waited``: seconds for what the step before left to do, a part of what steps with guesses take, unless there
+        was nothing to run."""
         result, rank = step.result(), self._config.runner.tp_rank
         if rank:  # every rank has the same tokens, and who asks needs them once
             result = StepResult(result.number, accepted=b"", tokens=b"")
-        timing = msgspec.structs.replace(result.timing, queued=max(0.0, begun - sent))
+        whole = result.timing.whole
+        timing = msgspec.structs.replace(
+            result.timing, queued=max(0.0, begun - sent), whole=whole + waited if whole else 0.0
+        )
         result = msgspec.structs.replace(result, timing=timing)
         if not traces:
             return result

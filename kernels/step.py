@@ -96,7 +96,7 @@ class StepBatch(msgspec.Struct, frozen=True, array_like=True):
 class StepTiming(msgspec.Struct, frozen=True, array_like=True):
     """Seconds. ``queued``: from its sending to its start; ``prepare``: building inputs; ``run``: model and
     sampling; ``draft``: of ``prepare``, observing and drafting; ``whole``: from start, or from the end of the step
-    before if that was later, to end.
+    before if that was later, to end, and while it waited for what a step with guesses left to do once it was answered.
 
     ``graph_rows``: rows that ran in a captured graph.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,17 +12,20 @@ from typing import Any, cast
 import pytest
 
 from actors.protocol import Step
-from actors.runtime import Later
+from actors.runtime import Answered, Later
 from actors.worker import StaleStep, Worker
 from kernels.answers import RunningStep
-from kernels.step import StepBatch, StepResult
+from kernels.step import StepBatch, StepResult, StepTiming
 
 
 class Device:
-    """A runner whose steps end when they are told to. ``done``: as on a CPU, where nothing is left to wait for."""
+    """A runner whose steps end when they are told to. ``done``: as on a CPU, where nothing is left to wait for.
+    ``drafted`` and ``rest``: what each has guessed, and leaves to do; ``whole``: seconds of each."""
 
-    def __init__(self, done: bool) -> None:
-        self.done = done
+    def __init__(
+        self, done: bool, drafted: bytes = b"", rest: Callable[[], None] | None = None, whole: float = 0.0
+    ) -> None:
+        self.done, self.drafted, self.rest, self.timing = done, drafted, rest, StepTiming(whole=whole)
         self.started: list[int] = []
         self.may_end = threading.Event()
 
@@ -32,9 +36,9 @@ class Device:
 
         def finish() -> StepResult:
             assert self.done or self.may_end.wait(60)
-            return StepResult(number=batch.number, accepted=b"", tokens=b"")
+            return StepResult(number=batch.number, accepted=b"", tokens=b"", drafted=self.drafted, timing=self.timing)
 
-        return RunningStep(finish, self.done)
+        return RunningStep(finish, self.done, self.rest)
 
 
 def worker_on(device: Any, monkeypatch: pytest.MonkeyPatch) -> Worker:
@@ -75,6 +79,26 @@ def test_what_is_done_is_answered_at_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert answer.number == 1
     with pytest.raises(RuntimeError, match="lost"):
         worker.step(step(13), 0.0)
+
+
+@pytest.mark.parametrize(("drafted", "whole"), [(b"", 1.0), (b"\x02\0\0\0", 1.0), (b"\x02\0\0\0", 0.0)])
+def test_what_a_step_leaves_to_do_comes_after_its_answer_and_is_part_of_what_guesses_cost(
+    drafted: bytes, whole: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far as the next step, sent meanwhile or before, waits for it; once. What runs nothing takes no time."""
+    clock = [10.0]
+    monkeypatch.setattr("actors.worker.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    worker = worker_on(Device(True, drafted, lambda: clock.append(clock.pop() + 2.0), whole), monkeypatch)
+    for sent, waited in ((-1.0, 2.0), (1.5, 0.5), (3.0, 0.0)):
+        begun = clock[0]
+        first = worker.step(step(1), begun)
+        assert isinstance(first, Answered)
+        assert (first.answer.number, clock[0]) == (1, begun)
+        first.then()
+        for number, expected in ((2, waited if drafted and whole else 0.0), (3, 0.0)):
+            answer = worker.step(step(number), begun + sent)
+            assert isinstance(answer, Answered)
+            assert answer.answer.timing.whole == whole + expected
 
 
 def test_a_step_of_an_earlier_life_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
