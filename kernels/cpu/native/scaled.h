@@ -82,7 +82,7 @@ class Scaling {
     static constexpr bool UNSIGNED = !ALL && S::ZEROS;
 
     struct Factors {
-        __m512h scale, less, zero;
+        __m512h scale, minus, less, zero;  // `minus`: the scale's negative
     };
 
     static __m512h all(float x) { return _mm512_set1_ph(static_cast<_Float16>(x)); }
@@ -107,7 +107,7 @@ class Scaling {
             if constexpr (FLOATS)
                 zero = _mm512_mul_ph(zero, _mm512_cvtepi16_ph(in_pairs(_mm256_cvtepu8_epi16(bytes_at(from + of_.groups * WIDE)))));
         }
-        return {scale, middle, zero};
+        return {scale, _mm512_sub_ph(all(-0.0f), scale), middle, zero};
     }
 
     // Fours `BEGIN` to `BEGIN` + 3 of a half.
@@ -117,21 +117,22 @@ class Scaling {
         const __m512i more = _mm512_set1_epi16(0x4c00), codes = _mm512_set1_epi16(S::BYTES ? 0xff : (1 << S::CODE_BITS) - 1);
         const __m512i eighth = _mm512_set1_epi16(1 << 12), upper = _mm512_set1_epi16(0x3800);
         const __m512i rest = _mm512_set1_epi16(static_cast<int16_t>(0x87ff));
-        const auto put = [&](__m512i from, bf16* to) {
+        const auto put = [&]<bool ODD>(__m512i from, bf16* to) {
             const __m512h code = as_halves(_mm512_ternarylogic_epi32(from, codes, more, 0xea));  // from & codes | more
-            const __m512h value = _mm512_sub_ph(code, by.less);
-            const __m512h found = UNSIGNED    ? _mm512_fmadd_ph(code, by.scale, by.less)
-                                  : FLOATS    ? _mm512_fmsub_ph(value, by.scale, by.zero)
-                                              : _mm512_mul_ph(value, by.scale);
-            // An eighth of the bits, rounded, have a bf16's mantissa; nothing becomes 2^-15.
+            // The same number either way, but a zero of either sign: what becomes of many does not add up.
+            const __m512h value = ODD && !FLOATS ? _mm512_sub_ph(by.less, code) : _mm512_sub_ph(code, by.less);
+            const __m512h found = UNSIGNED ? _mm512_fmadd_ph(code, by.scale, by.less)
+                                  : FLOATS ? _mm512_fmsub_ph(value, by.scale, by.zero)
+                                           : _mm512_mul_ph(value, ODD ? by.minus : by.scale);
+            // An eighth of the bits, rounded, have a bf16's mantissa; zero becomes 2^-15, or -2^-15.
             const __m512i bits = _mm512_mulhrs_epi16(_mm512_castph_si512(found), eighth);
             _mm512_store_si512(to, _mm512_ternarylogic_epi32(bits, rest, upper, 0xea));
         };
 #pragma GCC unroll 4
         for (int64_t four = BEGIN; four < BEGIN + 4; four++) {
             const __m512i all = of_.bytes(cell, half, four);
-            put(all, out + 2 * four * WIDE);
-            put(_mm512_srli_epi16(all, 8), out + (2 * four + 1) * WIDE);
+            put.template operator()<false>(all, out + 2 * four * WIDE);
+            put.template operator()<true>(_mm512_srli_epi16(all, 8), out + (2 * four + 1) * WIDE);
         }
     }
 

@@ -91,6 +91,19 @@ def test_a_token_that_is_not_finite_leaves_the_others_alone(bits, platform):
             assert torch.equal(found[others], expected[others])
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_what_becomes_of_zeros_does_not_add_up(bits, platform):
+    """Of mostly zeros, groups of larger scales among them, and inputs of one sign."""
+    middle = 1 << (bits - 1)
+    values = torch.randint(1, 2 * middle, (64, 2048))
+    values = torch.where(torch.rand(64, 2048) < 0.9, middle, values).to(torch.uint8)
+    scales = torch.where(torch.rand(64, 64) < 0.02, 10.0, 1.0) / middle
+    weight = grouped(values, scales, None, bits)
+    for rows in (20, 40):
+        x = torch.randn(rows, 2048).abs().bfloat16()
+        assert_weights_rounded_once(platform.make_quantized(weight, None)(x), x, weight.dequantize(torch.float32), None)
+
+
 def test_int8_weights_alone_are_one_group(platform, caplog):
     weight = dataclasses.replace(quantize_int8(torch.randn(96, 160)), activation=None)
     x = torch.randn(3, 160).bfloat16()
