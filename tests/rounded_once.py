@@ -31,4 +31,4 @@ def assert_weights_rounded_once(found: Tensor, x: Tensor, weight: Tensor, bias: 
     exact = wide @ weight.double().t() + plus
     rounded = (wide @ weight.bfloat16().double().t() + plus).bfloat16()
     errors = [(result.double() - exact).square().mean().sqrt() for result in (found, rounded)]
-    assert errors[0] <= 1.3 * errors[1], f"{float(errors[0] / errors[1]):.2f} times the error of a weight of bf16"
+    assert errors[0] <= 1.6 * errors[1], f"{float(errors[0] / errors[1]):.2f} times the error of a weight of bf16"
