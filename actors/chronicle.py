@@ -144,14 +144,19 @@ class Chronicle:
         if self._tracing is not None:
             self._tracing.worker_spans(worker, spans)
 
-    def worker_died(self, sequences: Iterable[int], suspects: Iterable[int], now: float, reason: str) -> None:
-        """A worker died or hangs with ``sequences`` on it, ``suspects`` of them in a step."""
+    def worker_died(
+        self, sequences: Iterable[int], suspects: Iterable[int], at: float, now: float, reason: str
+    ) -> None:
+        """A worker died or hangs with ``sequences`` on it, ``suspects`` of them in a step. ``at``: when that was first
+        known."""
         self.steps_lost(now, reason)
         accused = frozenset(suspects)
         for sequence in sequences:
             entry = self._journal.get(sequence)
             if entry is not None:
-                entry.timeline.mark("worker_died", now, entry.index, reason=reason, in_step=sequence in accused)
+                # Answers that were on their way still count: a stream that began by one has paused since then only.
+                paused = at if entry.decoding is None else max(at, entry.decoding.start)
+                entry.timeline.mark("worker_died", paused, entry.index, reason=reason, in_step=sequence in accused)
                 entry.end_decode(now, len(entry.output))
                 self._queue_again(entry, now)
 

@@ -44,9 +44,9 @@ class Deaths:
     def on_event(self, event: Event) -> None:
         life = self._life
         if event.kind is EventKind.DIED:
-            self._traffic.died(event.actor, event.cause)
+            self._traffic.died(event.actor, event.cause, event.at)
         if event.kind is EventKind.DIED and event.actor.startswith("worker-"):
-            self._vitals.worker_lost()
+            self._vitals.worker_lost(event.at)
             life.progress("restarting the worker", 0.0)
             if self._model_info() is None:
                 # What cannot be loaded once will not load the next time either: say why and give up.

@@ -134,11 +134,25 @@ class Scheduler(Actor[SchedulerProtocol]):
     async def _take_worker(self, info: ModelInfo, epoch: int) -> None:
         if epoch == self._epoch:
             return
+        # Where no step has told of the end of the life before (its failure is behind this message), this does.
+        told = [] if self._epoch is None else self._worker_lost(self._epoch, "the worker was replaced")
         await self._cache.ask(ResetCache(num_pages=info.num_pages, page_size=info.page_size), timeout=_CACHE_TIMEOUT)
         self._epoch = epoch
         self._chronicle.steps_lost(self.context.clock.monotonic())
         self._vitals.forget_steps()  # one may have been sent to the life before, when that was over already
-        await self._tell(self._planner.worker_ready(info, self.context.clock.monotonic()))
+        await self._tell(told + self._planner.worker_ready(info, self.context.clock.monotonic()))
+
+    def _worker_lost(self, epoch: int, reason: str) -> list[Emission]:
+        """A life of the worker is over. Returns the sequences that are not run again, ended."""
+        now, suspects = self.context.clock.monotonic(), self._planner.sequences_in_flight()
+        died_at = self._vitals.died_at(epoch)  # None where it hangs: then it ends now
+        self._chronicle.worker_died(
+            self._planner.running(), suspects, now if died_at is None else min(died_at, now), now, reason
+        )
+        culprits = self._journal.worker_died(suspects)
+        self._chronicle.set_apart(culprits, now)
+        ended = Ended("error", message=_SET_APART)
+        return [msgspec.structs.replace(word, ended=ended) for word in self._planner.abort(culprits)]
 
     @handles
     async def step_done(self, message: StepDone) -> None:
@@ -162,12 +176,7 @@ class Scheduler(Actor[SchedulerProtocol]):
             # It hangs, or does not take what it is sent: only a new life can mend that.
             reason = f"step {message.number} got no answer: {message.reason}"
             self.context.system.crash_actor(self._worker, ChildCrash(reason))
-        now, suspects = self.context.clock.monotonic(), self._planner.sequences_in_flight()
-        self._chronicle.worker_died(self._planner.running(), suspects, now, message.reason)
-        culprits = self._journal.worker_died(suspects)
-        self._chronicle.set_apart(culprits, now)
-        ended = Ended("error", message=_SET_APART)
-        await self._pump([msgspec.structs.replace(word, ended=ended) for word in self._planner.abort(culprits)])
+        await self._pump(self._worker_lost(message.epoch, message.reason))
 
     # -- questions
 

@@ -20,6 +20,7 @@ class Vitals:
         self.scheduler: SchedulerLoad | None = None
         self.read_cache: Callable[[], CacheUsage] | None = None  # set by the cache manager
         self.read_batch: Callable[[], tuple[int, ...]] | None = None  # set by the scheduler: sequences in a step
+        self._last_death: tuple[int, float] | None = None  # of a worker that had loaded: its epoch, and when
         self._loaded = 0.0  # when the scheduler last said what it has
         self._counted = counted or StepMetrics()
         self._sent: deque[StepShape] = deque()  # the steps without an answer
@@ -63,10 +64,16 @@ class Vitals:
                 run=result.timing.run,
             )
 
-    def worker_lost(self) -> None:
-        """The worker's life ended; its steps will not be answered."""
+    def worker_lost(self, at: float) -> None:
+        """The worker's life ended, which was first known ``at``; its steps will not be answered."""
+        if self.worker is not None:
+            self._last_death = (self.worker[1], at)
         self.worker = None
         self.forget_steps()
+
+    def died_at(self, epoch: int) -> float | None:
+        """When the worker's life ``epoch`` ended; None while it goes on, or when another has ended since."""
+        return self._last_death[1] if self._last_death is not None and self._last_death[0] == epoch else None
 
     def forget_steps(self) -> None:
         """Nobody waits for the steps without an answer any more."""

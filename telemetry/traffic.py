@@ -86,9 +86,10 @@ class Traffic:
     def dead_letter(self, actor: str, message: str, reason: str) -> None:
         self.dead_letters[actor, message, reason] += 1
 
-    def died(self, actor: str, cause: BaseException | None) -> None:
-        """An actor's life ended; the time until its next one is its recovery."""
-        _, since = self._deaths.get(actor, ("", time.monotonic()))
+    def died(self, actor: str, cause: BaseException | None, at: float) -> None:
+        """An actor's life ended, which was first known ``at`` (seconds, monotonic); the time until its next one is its
+        recovery."""
+        _, since = self._deaths.get(actor, ("", at))
         self._deaths[actor] = (type(cause).__name__ if cause is not None else "unknown", since)
 
     def restarted(self, actor: str) -> None:

@@ -223,7 +223,7 @@ class Cell:
         for envelope in reversed(in_hand):
             self.give_back(envelope, cause)
         if cause is not None:
-            self.system.events.emit(EventKind.DIED, self.name, incarnation.number, cause)
+            self.system.events.emit(EventKind.DIED, self.name, incarnation.number, cause, incarnation.fell_at)
         if self.stopping:
             self.close(None)
         elif incarnation.stop_requested:

@@ -18,10 +18,13 @@ class EventKind(enum.StrEnum):
 
 
 class Event(msgspec.Struct, frozen=True):
-    """Something that happened to an actor. `message` and `reason` are set for dead letters only."""
+    """Something that happened to an actor. `at`: when, in seconds of the system's clock; a death's is when it was first
+    known, which may be well before its event: a process is seen off first. `message` and `reason` are set for dead
+    letters only."""
 
     kind: EventKind
     actor: str
+    at: float
     incarnation: int | None = None
     cause: BaseException | None = None
     message: str | None = None

@@ -39,6 +39,7 @@ class Incarnation(ABC):
         self.stopped_itself = False
         self.ended = False
         self.cause: BaseException | None = None
+        self.fell_at: float | None = None  # when it was first known that it is over, or must end
         self.settled = anyio.Event()  # started, or ended without
         self.finished = anyio.Event()
         self.watched: set[Cell] = set()
@@ -59,6 +60,15 @@ class Incarnation(ABC):
     @abstractmethod
     def crash(self, error: BaseException) -> None:
         """End now, because of `error`."""
+
+    def _fall(self) -> None:
+        if self.fell_at is None:
+            self.fell_at = self.cell.monotonic()
+
+    def _blame(self, error: BaseException) -> None:
+        self._fall()
+        if self.cause is None:
+            self.cause = error
 
     @abstractmethod
     def in_hand(self) -> Envelope | None:
@@ -287,10 +297,6 @@ class LocalIncarnation(Incarnation):
         assert task is not None
         while task.cancelling():
             task.uncancel()
-
-    def _blame(self, error: BaseException) -> None:
-        if self.cause is None:
-            self.cause = error
 
     def crash(self, error: BaseException) -> None:
         if self.ended:

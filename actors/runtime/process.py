@@ -116,6 +116,7 @@ class ProcessIncarnation(Incarnation):
         child.begin(self.number, self._on_frame, self._on_lost, self._on_exit)
 
     def _on_exit(self) -> None:
+        self._fall()
         self._gone = True
         self._change.set()
 
@@ -156,10 +157,6 @@ class ProcessIncarnation(Incarnation):
                 self._blame(ChildCrash(reason, "", child.returncode))
             else:
                 self._blame(ChildCrash(self._death.reason, self._death.detail, child.returncode))
-
-    def _blame(self, error: BaseException) -> None:
-        if self.cause is None:
-            self.cause = error
 
     def crash(self, error: BaseException) -> None:
         if not self.ended:
@@ -236,6 +233,7 @@ class ProcessIncarnation(Incarnation):
         elif kind == Kind.READY:
             self._on_ready(*msgspec.msgpack.decode(body, type=tuple[list[str], list[str]]))
         elif kind == Kind.DIED:
+            self._fall()
             self._death = msgspec.msgpack.decode(body, type=Death)
         elif kind == Kind.STOPPED:
             self._in_order = True
@@ -295,6 +293,7 @@ class ProcessIncarnation(Incarnation):
             self._blame(ChildCrash(f"sent what cannot be understood: {error}"))
             if self._child is not None and not self._child.exited:
                 self._child.kill()
+        self._fall()
         self._gone = True
         self._change.set()
 

@@ -75,7 +75,7 @@ class ActorSystem:
         self._groups: dict[str, Unit] = {}
         self._host: asyncio.Task[None] | None = None
         self._tasks: anyio.abc.TaskGroup | None = None
-        self.events = SystemEvents(self.logger, log_death, observer)
+        self.events = SystemEvents(self.logger, log_death, observer, lambda: self.clock.monotonic())
 
     # -- opening and closing -------------------------------------------------------------------------------------
 

@@ -16,7 +16,8 @@ __all__ = ["SystemEvents"]
 
 
 class SystemEvents:
-    """`log_death` logs an actor's death in place of this; `observer` has any methods of :class:`Observer`.
+    """`log_death` logs an actor's death in place of this; `observer` has any methods of :class:`Observer`; `monotonic`:
+    the system's clock, in seconds.
 
     `handled` is called with each message that an actor has handled: its cell, the envelope, seconds in the mailbox and
     in the handler, and what the handler raised; None when nobody observes it.
@@ -27,11 +28,13 @@ class SystemEvents:
         logger: logging.Logger,
         log_death: Callable[[Event], None] | None,
         observer: Observer | object | None,
+        monotonic: Callable[[], float],
     ) -> None:
         self.dead_letters = 0
         self.ask_timeouts = 0
         self._logger = logger
         self._log_death = log_death
+        self._monotonic = monotonic
         self._callbacks: list[Callable[[Event], None]] = []
         self._logged: set[tuple[str, str, str]] = set()
         observed = getattr(observer, "handled", None)
@@ -44,9 +47,16 @@ class SystemEvents:
         """Call `callback` for each event; one that raises is logged."""
         self._callbacks.append(callback)
 
-    def emit(self, kind: EventKind, actor: str, incarnation: int | None, cause: BaseException | None = None) -> None:
-        """Log what happened to an actor and tell it to who listens."""
-        event = Event(kind, actor, incarnation, cause)
+    def emit(
+        self,
+        kind: EventKind,
+        actor: str,
+        incarnation: int | None,
+        cause: BaseException | None = None,
+        at: float | None = None,
+    ) -> None:
+        """Log what happened to an actor and tell it to who listens. `at`: when it did; None for now."""
+        event = Event(kind, actor, self._monotonic() if at is None else at, incarnation, cause)
         if kind is EventKind.DIED and self._log_death is not None:
             self._log_death(event)
         elif kind is EventKind.DIED:
@@ -80,7 +90,8 @@ class SystemEvents:
             )
         if self._observe_dead_letter is not None:
             self._observe_dead_letter(actor, message, reason)
-        self._publish(Event(EventKind.DEAD_LETTER, actor, None, cause, message, reason, envelope.traceparent))
+        now = self._monotonic()
+        self._publish(Event(EventKind.DEAD_LETTER, actor, now, None, cause, message, reason, envelope.traceparent))
 
     def ask_timeout(self, actor: str, message: Message[Any, Any]) -> None:
         """Count a question that was not answered in time."""

@@ -163,5 +163,4 @@ async def test_a_workers_death_is_a_restart_with_a_recovery_and_a_gap(tiny_model
     assert found["troupe_recovery_seconds_count"][("actor", "worker-0"),] == 1
     assert found["troupe_requests_resumed_total"][()] == 1
     assert found["troupe_stream_gap_seconds_count"][()] == 1
-    assert found["troupe_recovery_seconds_sum"][("actor", "worker-0"),] > 0
-    assert found["troupe_stream_gap_seconds_sum"][()] > 0  # from when the scheduler knew of the death
+    assert found["troupe_stream_gap_seconds_sum"][()] >= found["troupe_recovery_seconds_sum"][("actor", "worker-0"),]

@@ -62,7 +62,7 @@ async def test_timeouts_dead_letters_and_restarts_are_counted_with_their_cause()
         def on_event(event: object) -> None:
             kind = getattr(event, "kind", None)
             if kind is EventKind.DIED:
-                traffic.died(event.actor, event.cause)  # type: ignore[attr-defined]
+                traffic.died(event.actor, event.cause, event.at - 600)  # type: ignore[attr-defined]
             elif kind is EventKind.RESTARTED:
                 restarted.set()
 
@@ -72,6 +72,7 @@ async def test_timeouts_dead_letters_and_restarts_are_counted_with_their_cause()
         await asyncio.wait_for(restarted.wait(), 60)
         assert traffic.restarts == {("counted", "ValueError"): 1}
         assert traffic.recovery["counted",].count == 1
+        assert traffic.recovery["counted",].total >= 600
         other = await system.spawn(Counted, name="other")
         with pytest.raises(AskTimeout):
             await other.ask(Stall(), timeout=0.01)

@@ -23,6 +23,7 @@ from actors.requests import (
     RequestTimeout,
     SamplingParams,
 )
+from actors.runtime import Event, EventKind
 from actors.streams import RequestStream
 from telemetry.timeline import Hop, Outcome, RequestTimeline, Timelines
 from tests import engines
@@ -182,11 +183,15 @@ async def test_a_killed_worker_is_seen_in_what_it_ran(tiny_model: Path) -> None:
         timeline = recorded(engine, stream)
         reader = asyncio.create_task(read_out(stream))
         await until(lambda: hops(timeline, "decode"), "no decode")
+        assert engine._system is not None
+        events: list[Event] = []
+        engine._system.on_event(events.append)
         os.kill(int(engine.describe()["workers"][0]["pid"]), signal.SIGKILL)
         await reader
     check_whole(timeline)
     assert marks(timeline) == ["first_token", "worker_died", "resumed"]
     died = timeline.marks[1]
+    assert [died.at] == [event.at for event in events if event.kind is EventKind.DIED]
     assert died.choice == 0
     assert "SIGKILL" in str(died.attributes["reason"])
     assert [hop.attributes.get("resumed", False) for hop in hops(timeline, "queue")] == [False, True]
