@@ -60,12 +60,16 @@ class ActorThread:
         current_actor.set(self._name)
         frames = Frames(self._limit)
         try:
-            while not self._over and frames.receive(self._sock):
+            while not self._over and self._receive(frames):
                 frames.take(self._handle)
-        except ConnectionError:
-            pass  # the parent is gone, which the loop's own link tells
         except BaseException as error:  # a library's panic is a crash of this actor, too
             self._crash(error)
+
+    def _receive(self, frames: Frames) -> bool:
+        try:
+            return frames.receive(self._sock)
+        except ConnectionError:
+            return False  # the parent is gone, which the loop's own link tells
 
     def _handle(self, kind: int, correlation: int, body: memoryview) -> bool:
         if kind != Kind.MESSAGE:
@@ -101,8 +105,6 @@ class ActorThread:
                 self._send(Kind.ERROR, correlation, pack_error(error))
             else:
                 self._crash(error)
-        except ConnectionError:
-            pass  # as in _run
         except Exception as unsent:
             self._crash(unsent)
 
@@ -115,5 +117,6 @@ class ActorThread:
             self._send(Kind.REPLY, correlation, body)
 
     def _send(self, kind: Kind, correlation: int, body: bytes) -> None:
-        with self._sending:
+        # Without its parent nobody hears it. What a handler's own connections raise is a crash like any other.
+        with self._sending, contextlib.suppress(ConnectionError):
             self._sock.sendall(frame(kind, correlation, body))

@@ -333,6 +333,8 @@ class ChildWithThread(ChildActor):
             raise BadPrompt("too long", param="prompt")
         if message.how == "fail":
             raise ValueError("the device is on fire")
+        if message.how == "disconnect":
+            raise ConnectionResetError("the peers of the device are gone")
         if message.how == "held":
             _note(f"{message.text}.begun")
             while not os.path.exists(message.text):
@@ -350,7 +352,7 @@ class ChildWithThread(ChildActor):
             if message.how == "later":
                 later.set_result(message.text)
             else:
-                later.set_exception(BadPrompt("no", param="x") if message.text else ValueError("lost later"))
+                later.set_exception(BadPrompt("no", param="x") if message.text else ConnectionError("lost later"))
 
         threading.Thread(target=fulfil).start()
         return later

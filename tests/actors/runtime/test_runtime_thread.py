@@ -82,7 +82,8 @@ async def test_a_request_error_is_the_askers_and_anything_else_a_death(system: A
     with pytest.raises(MessageTooLarge):
         await ref.ask(Work("size", "5000"), timeout=60)
     assert system.describe()[0].incarnation == 0
-    for number, (bad, words) in enumerate([("fail", "the device is on fire"), ("later fail", "lost later")], 1):
+    deaths = {"fail": "the device is on fire", "disconnect": "the peers of the device", "later fail": "lost later"}
+    for number, (bad, words) in enumerate(deaths.items(), 1):
         with pytest.raises(ActorDied, match=words):
             await ref.ask(Work(bad), timeout=60)
         assert await ref.ask(Work("say", "alive"), timeout=60) == "alive"
