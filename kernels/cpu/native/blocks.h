@@ -45,6 +45,7 @@ struct BlockProduct : Widened {
     static constexpr bool whole_numbers() { return true; }
     static constexpr bool by_scaled() { return true; }
     static constexpr bool by_shares() { return false; }
+    static constexpr bool opens = false;
     int64_t shares() const { return layout().group; }
     int32_t offset() const { return static_cast<int32_t>(layout().offset); }
     const char* coming(int64_t output) const { return reinterpret_cast<const char*>(part(output / WIDE)); }
@@ -141,10 +142,6 @@ struct BlockProduct<BITS>::Supers {
         const char* from = reinterpret_cast<const char*>(cell(line) + 4096);
 #pragma GCC unroll 12
         for (int64_t i = 0; i < CELL * BITS / 8; i += LINE) _mm_prefetch(from + i, _MM_HINT_T0);
-    }
-    void open(int64_t line, bf16* out) const {
-        fetch(line);
-        open_cell(cell(line), out, codes);
     }
     const uint8_t* of_group(int64_t line, int64_t half) const {
         return part(line) + LINE * (1 + ZEROS) + place(line) * (GROUP == TILE ? 2 : 1) * WIDE + half * TILE;

@@ -26,6 +26,7 @@ struct Widened : Product {
     static inline std::atomic<uint64_t> numbered{0};
 
     static constexpr bool made = true;
+    static constexpr bool opens = true;  // whether any are multiplied by shares
 
     struct Rounded {
         Product::Rounded plain;
@@ -227,7 +228,8 @@ void multiply_widened_chunk(void* context, int64_t chunk, int) {
             if constexpr (P::whole_numbers())
                 if (p.whole) return multiply_rounded(p, of, p.rows, to);
             if (p.by_scaled()) return multiply_scales(p, of, p.rows, to);
-            if (p.shared) return p.with_supers(of, [&](const auto& supers) { multiply_shared(supers, *p.shared, 0, p.rows, to); });
+            if constexpr (P::opens)
+                if (p.shared) return p.with_supers(of, [&](const auto& supers) { multiply_shared(supers, *p.shared, 0, p.rows, to); });
             if constexpr (!P::whole_numbers()) multiply_widened(p, of, 0, p.rows, to);
         };
         if (p.gated) run(block, sums[1]);
