@@ -82,7 +82,7 @@ class Scaling {
     static constexpr bool UNSIGNED = !ALL && S::ZEROS;
 
     struct Factors {
-        __m512h scale, minus, less, zero;  // `minus`: the scale's negative
+        __m512h scale, less, zero;
     };
 
     static __m512h all(float x) { return _mm512_set1_ph(static_cast<_Float16>(x)); }
@@ -95,8 +95,8 @@ class Scaling {
         const int64_t super = line / (S::GROUP ? SUPER_LINES : of_.lines());
         __m512h scale = all(0), middle, zero = all(0);
         if constexpr (ALL) scale = halves(_mm512_mul_ps(of_.scale(super, half), by_[half]));
-        if constexpr (FLOATS)
-            zero = halves(_mm512_mul_ps(of_.zero(super, half), _mm512_mul_ps(by_[half], _mm512_set1_ps(0x1p-6f))));
+        if constexpr (FLOATS)  // none is negative zero
+            zero = halves(_mm512_fmadd_ps(of_.zero(super, half), _mm512_mul_ps(by_[half], _mm512_set1_ps(0x1p-6f)), _mm512_setzero_ps()));
         if constexpr (S::GROUP == 0) {
             middle = halves(_mm512_fmadd_ps(of_.middle(super, half), _mm512_set1_ps(0x1p-6f), _mm512_set1_ps(16)));
         } else {
@@ -107,7 +107,7 @@ class Scaling {
             if constexpr (FLOATS)
                 zero = _mm512_mul_ph(zero, _mm512_cvtepi16_ph(in_pairs(_mm256_cvtepu8_epi16(bytes_at(from + of_.groups * WIDE)))));
         }
-        return {scale, _mm512_sub_ph(all(-0.0f), scale), middle, zero};
+        return {scale, middle, zero};
     }
 
     // Fours `BEGIN` to `BEGIN` + 3 of a half.
@@ -115,18 +115,20 @@ class Scaling {
     void fours(const uint8_t* cell, int64_t half, const Factors& by, bf16* out) const {
         // 16 and a 64th of a code, whose bits are the lowest.
         const __m512i more = _mm512_set1_epi16(0x4c00), codes = _mm512_set1_epi16(S::BYTES ? 0xff : (1 << S::CODE_BITS) - 1);
-        const __m512i eighth = _mm512_set1_epi16(1 << 12), upper = _mm512_set1_epi16(0x3800);
-        const __m512i rest = _mm512_set1_epi16(static_cast<int16_t>(0x87ff));
+        const __m512i eighth = _mm512_set1_epi16(1 << 12), rest = _mm512_set1_epi16(static_cast<int16_t>(0x87ff));
         const auto put = [&]<bool ODD>(__m512i from, bf16* to) {
             const __m512h code = as_halves(_mm512_ternarylogic_epi32(from, codes, more, 0xea));  // from & codes | more
-            // The same number either way, but a zero of either sign: what becomes of many does not add up.
-            const __m512h value = ODD && !FLOATS ? _mm512_sub_ph(by.less, code) : _mm512_sub_ph(code, by.less);
-            const __m512h found = UNSIGNED ? _mm512_fmadd_ph(code, by.scale, by.less)
-                                  : FLOATS ? _mm512_fmsub_ph(value, by.scale, by.zero)
-                                           : _mm512_mul_ph(value, ODD ? by.minus : by.scale);
-            // An eighth of the bits, rounded, have a bf16's mantissa; zero becomes 2^-15, or -2^-15.
+            const __m512h value = UNSIGNED ? code : _mm512_sub_ph(code, by.less), zero = UNSIGNED ? by.less : by.zero;
+            // Of every other input the negative, whose sign is turned below: a zero, which is positive in either, becomes -2^-15
+            // where others become 2^-15, and what becomes of many does not add up.
+            const __m512h found = UNSIGNED ? (ODD ? _mm512_fnmsub_ph(value, by.scale, zero) : _mm512_fmadd_ph(value, by.scale, zero))
+                                  : ODD    ? _mm512_fnmadd_ph(value, by.scale, zero)
+                                  : FLOATS ? _mm512_fmsub_ph(value, by.scale, zero)
+                                           : _mm512_fmadd_ph(value, by.scale, zero);
+            // An eighth of the bits, rounded, have a bf16's mantissa.
             const __m512i bits = _mm512_mulhrs_epi16(_mm512_castph_si512(found), eighth);
-            _mm512_store_si512(to, _mm512_ternarylogic_epi32(bits, rest, upper, 0xea));
+            const __m512i upper = _mm512_set1_epi16(static_cast<int16_t>(ODD ? 0xb800 : 0x3800));
+            _mm512_store_si512(to, _mm512_ternarylogic_epi32(bits, rest, upper, 0x6a));  // (bits & rest) ^ upper
         };
 #pragma GCC unroll 4
         for (int64_t four = BEGIN; four < BEGIN + 4; four++) {

@@ -103,6 +103,19 @@ def test_a_token_that_is_not_finite_leaves_the_others_alone(name, platform):
 
 
 @native
+@pytest.mark.parametrize(("name", "pruned"), [*((name, slice(None)) for name in KIND), ("Q6_K", slice(192, 208))])
+def test_what_becomes_of_pruned_blocks_and_groups_does_not_add_up(name, pruned, platform):
+    """Most have scales of zero, or whole ones; inputs are of one sign."""
+    weight = weight_of(name, 64, 4096)
+    (rows,) = weight.pieces
+    of = rows.data[:, :, pruned]
+    of[torch.rand(of.shape if pruned.stop else (*of.shape[:2], 1)).expand(of.shape) < 0.95] = 0
+    for tokens in (20, 40):
+        x = torch.randn(tokens, 4096).abs().bfloat16()
+        assert_weights_rounded_once(platform.make_quantized(weight, None)(x), x, weight.dequantize(torch.float32), None)
+
+
+@native
 def test_a_fused_projection_may_mix_types(platform):
     pieces = [weight_of("Q4_K", 70, 256), weight_of("Q4_K", 30, 256, 1), weight_of("Q6_K", 40, 256)]
     whole = pieces[0].join(pieces[1:])
