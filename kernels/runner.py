@@ -249,31 +249,28 @@ class ModelRunner:
         """None when it is not for them: then nothing was done that is not done again. ``seen``: seconds that observing
         took."""
         drafting = time.perf_counter()
-        trees = chains.draft(batch)
-        if trees is None:
+        found = chains.run(batch)
+        if found is None:
             return None
-        if trees.counts.max() == 1:
+        if found.idle:
             steady = self._captured.steady
             fits = steady is not None and steady.fits(batch)
             return self._run_steady(steady, batch, begun, vain=True) if steady is not None and fits else None
-        prepared = time.perf_counter()
-        found = chains.run(batch, trees)
-        if found is None:
-            return None
-        ended = self._ended = time.perf_counter()
+        prepared, ended = found.drafted_at, time.perf_counter()
+        self._ended = ended
         timing = StepTiming(
             prepare=prepared - begun,
             run=ended - prepared,
-            graph_rows=len(found.accepted),
+            graph_rows=len(found.accepted) // 4,
             draft=seen + prepared - drafting,
             whole=ended - begun,
         )
         result = StepResult(
             batch.number,
-            accepted=found.accepted.tobytes(),
-            tokens=found.tokens.tobytes(),
-            drafted=found.drafted.tobytes(),
-            depths=found.depths.tobytes(),
+            accepted=found.accepted,
+            tokens=found.tokens,
+            drafted=found.drafted,
+            depths=found.depths,
             timing=timing,
         )
         return RunningStep(lambda: result, True, self._rest)

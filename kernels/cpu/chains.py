@@ -1,4 +1,5 @@
-"""What a draft sees, its chains of guesses, and their verification: each one call of the native library (chains.h)."""
+"""What a draft sees, chains of guesses with their verification, and that alone: each one call of the native library
+(chains.h, cycle.h)."""
 
 from __future__ import annotations
 
@@ -8,13 +9,15 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from kernels.cpu.native.library import Behind, Chain, Observation, Op, RowTokens, Table
+from kernels.cpu.native.library import Chain, Cycle, Cycled, Observation, Op, RowTokens, Table
 from kernels.cpu.program import Program
 from kernels.platforms.operators import Draws
-from kernels.platforms.prepared import GuessChains, Guessed, ObserveTokens, VerifyChains
+from kernels.platforms.prepared import ChainPasses, DraftSlots, GuessCycle, Guessing, ObserveTokens, VerifyChains
 from kernels.platforms.rows import TokenTable
 
-__all__ = ["described", "guess", "observe", "verify"]
+__all__ = ["cycle", "described", "observe", "verify"]
+
+_IDLE = 4
 
 Longs = npt.NDArray[np.int64]
 
@@ -57,59 +60,85 @@ def observe(
     return run
 
 
-def guess(
+def cycle(
+    model: Program,
     head: Program,
     then: Program,
-    first: Guessed,
-    later: Guessed,
-    ids: Tensor | None,
-    states: Tensor,
-    headed: Tensor,
-    before: Tensor,
-    page_size: int,
-) -> GuessChains:
-    """See ``HostPass.guess``."""
-    native = head.native
-    vocab = first.logits.shape[1] if ids is None else int(ids.max()) + 1
+    draft: ChainPasses,
+    places: DraftSlots,
+    table: TokenTable,
+    logits: Tensor,
+    likeliest: Longs,
+    broken: npt.NDArray[np.bool_],
+    most: int,
+    longest: int,
+) -> GuessCycle:
+    """See ``HostPass.cycle``."""
+    native, ids, room = model.native, draft.ids, len(draft.headed)
+    vocab = draft.first.logits.shape[1] if ids is None else int(ids.max()) + 1
+    guessed, unsound = np.zeros((2, room), dtype=np.int64), np.zeros((2, room), dtype=np.bool_)
     draws: list[Op] = []
-    room = len(first.tokens)
-    drawn, broken = np.zeros((2, room), dtype=np.int64), np.zeros((2, room), dtype=np.bool_)
-    for number, each in enumerate((first, later)):
-        op = native.drawing(each.logits, drawn[number], broken[number])
+    for number, each in enumerate((draft.first, draft.later)):
+        op = native.drawing(each.logits, guessed[number], unsound[number])
         op.c, op.i1 = None if ids is None else ids.data_ptr(), vocab
         draws.append(op)
+    drawn, unfit = np.zeros(len(likeliest), dtype=np.int64), np.zeros(len(likeliest), dtype=np.bool_)
+    draws.append(native.drawing(logits, drawn, unfit))
     pointer = ctypes.c_void_p
     chain = Chain(
         (pointer * 2)(ctypes.addressof(head.ops), ctypes.addressof(then.ops)),
         (ctypes.c_int64 * 2)(head.count, then.count),
-        (pointer * 2)(first.tokens.data_ptr(), later.tokens.data_ptr()),
-        stands_for=None if ids is None else ids.data_ptr(),
-        states=states.data_ptr(),
-        headed=headed.data_ptr(),
-        before=before.data_ptr(),
-        width=states.shape[1],
+        (pointer * 2)(draft.first.tokens.data_ptr(), draft.later.tokens.data_ptr()),
+        (pointer * 2)(*[ctypes.addressof(op) for op in draws[:2]]),
+        None if ids is None else ids.data_ptr(),
+        draft.states.data_ptr(),
+        draft.headed.data_ptr(),
+        draft.before.data_ptr(),
+        draft.states.shape[1],
     )
-    greedy, sampled = (pointer * 2)(), (pointer * 2)(*[ctypes.addressof(op) for op in draws])
-    behind = Behind(page_size=page_size)
-    call = native.library.guess
-    given = (native.address, ctypes.byref(chain), ctypes.byref(behind))
-    held = (head, then, first, later, ids, states, headed, before, drawn, broken)
+    given = Cycle(
+        chain,
+        places.reached.ctypes.data,
+        places.first,
+        places.begin,
+        places.spare,
+        ctypes.addressof(model.ops),
+        model.count,
+        likeliest.ctypes.data,
+        broken.ctypes.data,
+        ctypes.addressof(draws[2]),
+        most,
+        longest,
+    )
+    roots, accepted = np.zeros((2, room), dtype=np.int64)
+    told, drafted = np.zeros((2, room), dtype=np.int32)
+    tokens, kept = np.zeros(len(likeliest), dtype=np.int32), np.zeros(len(likeliest), dtype=np.int64)
+    found = Cycled(*[part.ctypes.data for part in (roots, accepted, told, drafted, tokens, kept)])
+    where = described(table)
+    call = native.library.cycle
+    before = (native.address, ctypes.byref(given), ctypes.byref(where))
+    held = (model, head, then, draft, places, table, logits, likeliest, broken, guessed, unsound, drawn, unfit, draws)
 
-    def run(
-        slots: Longs, roots: Longs, starts: Longs, pages: npt.NDArray[np.int32], steps: int, how: Draws | None
-    ) -> Longs:
+    def run(slots: Longs, drafts: bytes, left: Longs, steps: int, how: Draws | None) -> Guessing | None:
         assert held
-        pages = np.ascontiguousarray(pages)
-        found = np.empty((steps, len(slots)), dtype=np.int64)
-        behind.rows, behind.columns = pages.shape
-        behind.slots, behind.roots, behind.starts = slots.ctypes.data, roots.ctypes.data, starts.ctypes.data
-        behind.pages = pages.ctypes.data
-        chain.draws = greedy if how is None else sampled
-        if how is not None:
-            for op in draws:
-                op.b = how.ctypes.data
-        call(*given, steps, found.ctypes.data)
-        return found
+        rows = len(slots)
+        drawing = None if how is None else how.ctypes.data
+        code = call(*(*before, slots.ctypes.data, rows, drafts, left.ctypes.data, steps, drawing, ctypes.byref(found)))
+        if code == _IDLE:
+            rows = 0
+        elif code:
+            return None
+        counts = accepted[:rows]
+        total = int(counts[0]) if rows == 1 else int(counts.sum())
+        return Guessing(
+            roots[:rows],
+            counts,
+            kept[:total],
+            told[:rows].tobytes(),
+            drafted[:rows].tobytes(),
+            tokens[:total].tobytes(),
+            found.drafted_at,
+        )
 
     return run
 

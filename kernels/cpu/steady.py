@@ -12,7 +12,17 @@ from kernels.cpu import chains
 from kernels.cpu.native.library import Head, RowTokens
 from kernels.cpu.program import Program
 from kernels.platforms.operators import Draws
-from kernels.platforms.prepared import Advance, GuessChains, Guessed, HostPass, ObserveTokens, ReachEnds, VerifyChains
+from kernels.platforms.prepared import (
+    Advance,
+    ChainPasses,
+    DraftSlots,
+    GuessCycle,
+    Guessed,
+    HostPass,
+    ObserveTokens,
+    ReachEnds,
+    VerifyChains,
+)
 from kernels.platforms.rows import DecodeTokens, TokenTable
 
 __all__ = ["CpuPass"]
@@ -59,19 +69,21 @@ class CpuPass:
     ) -> ObserveTokens:
         return chains.observe(self._program, table, ahead, given, left, states)
 
-    def guess(
+    def cycle(
         self,
-        then: HostPass,
-        first: Guessed,
-        later: Guessed,
-        ids: Tensor | None,
-        states: Tensor,
-        headed: Tensor,
-        before: Tensor,
-        page_size: int,
-    ) -> GuessChains:
-        assert isinstance(then, CpuPass)
-        return chains.guess(self._program, then._program, first, later, ids, states, headed, before, page_size)
+        draft: ChainPasses,
+        places: DraftSlots,
+        table: TokenTable,
+        logits: Tensor,
+        likeliest: npt.NDArray[np.int64],
+        broken: npt.NDArray[np.bool_],
+        most: int,
+        longest: int,
+    ) -> GuessCycle:
+        assert isinstance(draft.head, CpuPass)
+        assert isinstance(draft.then, CpuPass)
+        passes = (self._program, draft.head._program, draft.then._program)
+        return chains.cycle(*passes, draft, places, table, logits, likeliest, broken, most, longest)
 
     def verify(
         self, table: TokenTable, logits: Tensor, likeliest: npt.NDArray[np.int64], broken: npt.NDArray[np.bool_]

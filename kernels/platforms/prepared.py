@@ -17,9 +17,12 @@ from kernels.speculative.tree import DraftTree
 
 __all__ = [
     "Advance",
+    "ChainPasses",
     "Decodes",
-    "GuessChains",
+    "DraftSlots",
+    "GuessCycle",
     "Guessed",
+    "Guessing",
     "HostPass",
     "ObserveTokens",
     "ReachEnds",
@@ -86,10 +89,6 @@ ObserveTokens = Callable[[Longs, Longs, Longs, npt.NDArray[np.int16] | None, Lon
 """Runs a draft over tokens of ``slots``: ``counts`` of each from position ``starts`` on, int64 [rows]. Of ``features``
 [.., width], as their bits, or None, the tokens' are at ``places`` int64 [tokens]."""
 
-GuessChains = Callable[[Longs, Longs, Longs, npt.NDArray[np.int32], int, Draws | None], Longs]
-"""Guesses behind the ``roots`` of ``slots``, at ``starts`` and on in the draft's cache, int64 [rows], by ``pages``
-int32 [rows, columns]; so many, drawn as ``Draws`` [rows] say or the likeliest. -> int64 [guesses, rows]."""
-
 VerifyChains = Callable[[Longs, Longs, Longs, Longs, Draws | None], Longs | None]
 """Verifies chains: of each of ``slots`` the first ``counts`` of ``tokens`` int64 [rows, n], from the root at position
 ``roots`` on. What follows, drawn as ``Draws`` [tokens] say or the likeliest, is added to the table. -> tokens that each
@@ -108,6 +107,58 @@ class Guessed:
 
     logits: Tensor
     tokens: Tensor
+
+
+@dataclass(frozen=True)
+class ChainPasses:
+    """Of a draft that guesses one token after the other. ``head`` makes the first guess of ``headed`` [rows, n], where
+    the ``states`` [slots, n] that the last tokens left are brought; ``then`` the others, of ``before`` [rows, n], where
+    it leaves what is next. ``ids``: the tokens that logits are of; None: all.
+    """
+
+    head: HostPass
+    then: HostPass
+    first: Guessed
+    later: Guessed
+    ids: Tensor | None
+    states: Tensor
+    headed: Tensor
+    before: Tensor
+
+
+@dataclass(frozen=True)
+class DraftSlots:
+    """Of a draft's cache: by slot, the places ``reached`` int64 [slots] that are filled. A sequence's first guess takes
+    the place ``first`` behind its root's position; where it has no page left, the slot has ``spare`` of its own, those
+    of all slots from page ``begin`` on."""
+
+    reached: Longs
+    first: int
+    begin: int
+    spare: int
+
+
+@dataclass(frozen=True, eq=False)
+class Guessing:
+    """Of rows whose chains were verified: the ``roots``' positions and how many tokens were ``accepted``, int64 [rows],
+    ``told`` and ``drafted``, int32 [rows], the same and how many guesses were verified; the ``tokens`` int32 and which
+    of the step's they follow (``places`` int64), one row after the other. ``drafted_at``: ``time.perf_counter`` between
+    the guesses and their verification. No rows where there was nothing to guess. Overwritten by the next step."""
+
+    roots: Longs
+    accepted: Longs
+    places: Longs
+    told: bytes
+    drafted: bytes
+    tokens: bytes
+    drafted_at: float
+
+
+GuessCycle = Callable[[Longs, bytes, Longs, int, Draws | None], Guessing | None]
+"""Guesses behind the last tokens of ``slots`` int64 [rows], up to ``drafts`` int32 [rows] of each in so many levels,
+and verifies them; a sequence may have ``left`` int64 [rows] tokens more. Drawn as ``Draws`` [rows] say, or the
+likeliest. What was accepted is added to the table. None when that is not for a row, or logits are not to be used: then
+nothing was done that is not done again."""
 
 
 class HostPass(Protocol):
@@ -132,21 +183,19 @@ class HostPass(Protocol):
         n]."""
         ...
 
-    def guess(
+    def cycle(
         self,
-        then: HostPass,
-        first: Guessed,
-        later: Guessed,
-        ids: Tensor | None,
-        states: Tensor,
-        headed: Tensor,
-        before: Tensor,
-        page_size: int,
-    ) -> GuessChains:
-        """It makes the first guess, of ``headed`` [rows, n], where ``states`` [slots, n] are brought; ``then`` the
-        others, of ``before`` [rows, n], where it leaves what is next. ``ids``: the tokens that logits are of;
-        None: all.
-        """
+        draft: ChainPasses,
+        places: DraftSlots,
+        table: TokenTable,
+        logits: Tensor,
+        likeliest: Longs,
+        broken: npt.NDArray[np.bool_],
+        most: int,
+        longest: int,
+    ) -> GuessCycle:
+        """It is of the model, with results as ``advance`` has them. Of a row ``most`` guesses are verified, and a
+        sequence of ``longest`` tokens has no room for more."""
         ...
 
     def verify(

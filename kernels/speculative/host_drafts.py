@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from kernels.batch import ForwardBatch
+from kernels.host_target import HostTarget
 from kernels.platforms.base import Platform
 from kernels.platforms.operators import Draw, Draws
-from kernels.platforms.prepared import GuessChains, Guessed, HostPass, ObserveTokens
+from kernels.platforms.prepared import ChainPasses, DraftSlots, GuessCycle, Guessed, HostPass, ObserveTokens
 from kernels.platforms.rows import DecodeTokens
 from kernels.slots import SlotTable
 from kernels.speculative.places import DraftPlaces
@@ -81,18 +82,22 @@ class Choice:
 
 
 class HostDrafts(ABC):
-    """Both return nothing but that it is not for them: the drafter then does the same."""
+    """What it returns may be that it is not for them: the drafter then does the same."""
 
     @abstractmethod
     def observe(self, seen: SeenHere) -> bool:
         """As ``Drafter.observe``."""
 
-    @abstractmethod
+    def cycle(self, target: HostTarget) -> GuessCycle | None:
+        """What guesses and has the ``target`` verify it in one call; then nothing is to be asked of ``draft``."""
+        return None
+
     def draft(
         self, slots: Longs, roots: Longs, capacity: Longs, limits: Longs, steps: int, draws: Draws | None
     ) -> GuessesHere | None:
         """What is guessed behind the ``roots``, up to ``limits`` nodes and ``steps`` levels of each row.
         ``draws`` [rows]: how the target samples, see ``guesses``; None: all rows are greedy."""
+        return None
 
     @staticmethod
     def chains(root_tokens: Longs, guesses: Longs, limits: Longs) -> GuessesHere:
@@ -128,11 +133,12 @@ class HostChains(HostDrafts):
         reached: Longs,
         first: int,
         observe: ObserveTokens,
-        guess: GuessChains,
+        passes: ChainPasses,
         tokens: int,
+        most: int,
     ) -> None:
         self._state, self._places, self._reached, self._first = state, places, reached, first
-        self._observe, self._guess, self._tokens = observe, guess, tokens
+        self._observe, self._passes, self._tokens, self._most = observe, passes, tokens, most
 
     @classmethod
     def make(
@@ -189,8 +195,8 @@ class HostChains(HostDrafts):
         left, *found = kept
         at_first, then = Guessed(*found[:2]), Guessed(*found[2:])
         seeing = observing.observe(state.table, 1 - first, seen, left, states)
-        chains = heading.guess(guessing, at_first, then, ids, states, headed, before, state.page_size)
-        return cls(state, places, reached, first, seeing, chains, len(left))
+        passes = ChainPasses(heading, guessing, at_first, then, ids, states, headed, before)
+        return cls(state, places, reached, first, seeing, passes, len(left), nodes - 1)
 
     def observe(self, seen: SeenHere) -> bool:
         state, slots, starts, counts = self._state, seen.slots, seen.starts, seen.counts
@@ -207,18 +213,11 @@ class HostChains(HostDrafts):
         self._reached[slots] = ends
         return True
 
-    def draft(
-        self, slots: Longs, roots: Longs, capacity: Longs, limits: Longs, steps: int, draws: Draws | None
-    ) -> GuessesHere | None:
-        starts = roots + self._first
-        if (self._reached[slots] != starts).any():
-            return None
-        state, places = self._state, max(1, steps - 1)
-        given = state.pages[slots, : int(roots.max() + steps) // state.page_size + 1]
-        table = self._places.table(slots, roots, given, capacity, places)
-        found = self._guess(slots, roots, starts, table, steps, draws)
-        assert state.here is not None
-        return self.chains(state.here[slots, roots], found.T, limits)
+    def cycle(self, target: HostTarget) -> GuessCycle | None:
+        state, places = self._state, DraftSlots(self._reached, self._first, *self._places.own)
+        return target.run.cycle(
+            *(self._passes, places, state.table, target.logits, target.tokens, target.broken, self._most, state.longest)
+        )
 
 
 class HostBlocks(HostDrafts):

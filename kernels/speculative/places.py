@@ -39,6 +39,11 @@ class DraftPlaces:
         """Places that a cache has beside those of the target's pages."""
         return self._spare * self._slots * self._page_size
 
+    @property
+    def own(self) -> tuple[int, int]:
+        """The first page that is a slot's own, slot 0's, and how many each slot has."""
+        return self._begin, self._spare
+
     def table(self, slots: Longs, roots: Longs, given: Ints, capacity: Longs, places: int) -> Ints:
         """int32 [rows, columns]: the pages of ``places`` guesses and of all before them.
 

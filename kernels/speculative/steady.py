@@ -6,6 +6,7 @@ step accepts is known at once; the drafter observes it before the next step, as 
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from kernels.host_target import HostTarget
 from kernels.platforms.base import Platform
 from kernels.platforms.operators import Draws
+from kernels.platforms.prepared import GuessCycle
 from kernels.platforms.rows import DecodeTokens
 from kernels.rows import ragged
 from kernels.sampling import Sampler
@@ -35,12 +37,18 @@ Longs = npt.NDArray[np.int64]
 @dataclass(frozen=True)
 class Chained:
     """``tokens`` int32 [accepted]: all rows', one after the other. ``accepted``, ``drafted`` (guesses verified) and
-    ``depths`` (the longest path of them) int32 [rows]."""
+    ``depths`` (the longest path of them) int32 [rows]. ``drafted_at``: ``time.perf_counter`` when they were drafted."""
 
-    tokens: Ints
-    accepted: Ints
-    drafted: Ints
-    depths: Ints
+    tokens: bytes
+    accepted: bytes
+    drafted: bytes
+    depths: bytes
+    drafted_at: float
+
+    @property
+    def idle(self) -> bool:
+        """Whether there was nothing to guess, and nothing was done."""
+        return not self.accepted
 
 
 class SteadyChains:
@@ -63,6 +71,7 @@ class SteadyChains:
         drafter = speculator.drafter
         self._depth, self._most, self._linear = drafter.depth, drafter.most_nodes - 1, not drafter.branches
         self._verify = target.run.verify(state.table, target.logits, target.tokens, target.broken)
+        self._cycle = drafts.cycle(target)
         self._rows: tuple[bytes, bytes] | None = None  # slots and generations that were found fit
         self._slots: Longs = np.zeros(0, dtype=np.int64)
         self._draws: Draws | None = None
@@ -111,10 +120,36 @@ class SteadyChains:
         self._left = self._state.left(self._slots)
         return not self._left.any()
 
-    def draft(self, batch: StepBatch) -> GuessesHere | None:
-        """Trees of all rows, of the root alone where nothing is to be guessed; None where that is not for this.
+    def run(self, batch: StepBatch) -> Chained | None:
+        """Draft and verify. None where that is not for this, or a row is not finite: then nothing was done that is not
+        done again.
 
         The rows go on, and it is not over with them: both were just asked."""
+        if self._cycle is not None:
+            return self._run_cycle(self._cycle, batch)
+        trees = self._draft(batch)
+        return None if trees is None else self._verify_trees(batch, trees)
+
+    def _run_cycle(self, cycle: GuessCycle, batch: StepBatch) -> Chained | None:
+        steps = min(batch.levels or self._steps, self._steps)
+        found = cycle(self._slots, batch.drafts, self._left, steps, self._draws)
+        if found is None:
+            return None
+        if found.told:
+            features = self._target.features if self._speculator.drafter.features else None
+            seen = SeenHere(self._slots, found.roots, found.accepted, features, found.places)
+            self._show(batch, seen, found.drafted)
+        return Chained(found.tokens, found.told, found.drafted, found.drafted, found.drafted_at)
+
+    def _show(self, batch: StepBatch, seen: SeenHere, depths: bytes) -> None:
+        """What was accepted, for the drafter."""
+        self._speculator.show_next(seen, np.frombuffer(batch.generations, dtype=np.int32))
+        if self._judges:
+            levels = np.frombuffer(depths, dtype=np.int32).tolist()
+            self._speculator.drafter.judged(seen.slots.tolist(), (seen.counts - 1).tolist(), levels)
+
+    def _draft(self, batch: StepBatch) -> GuessesHere | None:
+        """Trees of all rows, of the root alone where nothing is to be guessed."""
         state, slots = self._state, self._slots
         assert state.here is not None
         known, capacity, left = self._known, self._room, self._left - 1
@@ -133,10 +168,11 @@ class SteadyChains:
         found = self._drafts.draft(slots[some], roots[some], capacity[some], limits[some], steps, draws)
         return None if found is None else _spread(found, some, state.here[slots, roots])
 
-    def run(self, batch: StepBatch, trees: GuessesHere) -> Chained | None:
-        """Verify them. None when a row is not finite: then nothing was done that is not done again."""
-        state, slots, counts = self._state, self._slots, trees.counts
+    def _verify_trees(self, batch: StepBatch, trees: GuessesHere) -> Chained | None:
+        state, slots, counts, drafted_at = self._state, self._slots, trees.counts, time.perf_counter()
         assert state.here is not None
+        if counts.max() == 1:
+            return Chained(b"", b"", b"", b"", drafted_at)
         roots = self._known - 1
         offsets = np.zeros(len(slots) + 1, dtype=np.int64)
         np.cumsum(counts, out=offsets[1:])
@@ -153,16 +189,15 @@ class SteadyChains:
                 return None
             accepted, kept, depths = found
         features = self._target.features if self._speculator.drafter.features else None
-        seen = SeenHere(slots, roots, accepted, features, kept)
-        self._speculator.show_next(seen, np.frombuffer(batch.generations, dtype=np.int32))
-        if self._judges:
-            self._speculator.drafter.judged(slots.tolist(), (accepted - 1).tolist(), depths.tolist())
+        levels = depths.astype(np.int32).tobytes()
+        self._show(batch, SeenHere(slots, roots, accepted, features, kept), levels)
         if len(slots) == 1:
             first = int(roots[0]) + 1
             emitted = state.here[int(slots[0]), first : first + int(accepted[0])]
         else:
             emitted = state.here[np.repeat(slots, accepted), ragged(roots + 1, accepted)]
-        return Chained(emitted, accepted.astype(np.int32), (counts - 1).astype(np.int32), depths.astype(np.int32))
+        told, drafted = (part.astype(np.int32).tobytes() for part in (accepted, counts - 1))
+        return Chained(emitted.tobytes(), told, drafted, levels, drafted_at)
 
     def _run_trees(
         self, trees: GuessesHere, roots: Longs, offsets: Longs, draws: Draws | None

@@ -88,7 +88,7 @@ struct Chain {
     int64_t width;
 };
 
-// `Behind` of library.py mirrors this: rows whose last known tokens are at `roots`, and whose guesses take the places
+// Rows whose last known tokens are at `roots`, and whose guesses take the places
 // `starts ..` of a draft's cache, by pages [rows, columns].
 struct Behind {
     int64_t rows;

@@ -18,9 +18,10 @@ from pathlib import Path
 
 __all__ = [
     "Awaited",
-    "Behind",
     "BuildError",
     "Chain",
+    "Cycle",
+    "Cycled",
     "Head",
     "Library",
     "Observation",
@@ -151,17 +152,36 @@ class Chain(ctypes.Structure):
     )
 
 
-class Behind(ctypes.Structure):
-    """``Behind`` of chains.h."""
+class Cycle(ctypes.Structure):
+    """``Cycle`` of cycle.h."""
 
     _fields_ = (
-        ("rows", ctypes.c_int64),
-        ("slots", ctypes.c_void_p),
+        ("chain", Chain),
+        ("reached", ctypes.c_void_p),
+        ("first", ctypes.c_int64),
+        ("begin", ctypes.c_int64),
+        ("spare", ctypes.c_int64),
+        ("ops", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("likeliest", ctypes.c_void_p),
+        ("broken", ctypes.c_void_p),
+        ("draw", ctypes.c_void_p),
+        ("most", ctypes.c_int64),
+        ("longest", ctypes.c_int64),
+    )
+
+
+class Cycled(ctypes.Structure):
+    """``Cycled`` of cycle.h."""
+
+    _fields_ = (
         ("roots", ctypes.c_void_p),
-        ("starts", ctypes.c_void_p),
-        ("pages", ctypes.c_void_p),
-        ("columns", ctypes.c_int64),
-        ("page_size", ctypes.c_int64),
+        ("accepted", ctypes.c_void_p),
+        ("told", ctypes.c_void_p),
+        ("drafted", ctypes.c_void_p),
+        ("tokens", ctypes.c_void_p),
+        ("places", ctypes.c_void_p),
+        ("drafted_at", ctypes.c_double),
     )
 
 
@@ -216,9 +236,12 @@ class Library:
         self.observe = library.troupe_observe
         self.observe.argtypes = [pointer, pointer, number, table, rows, ctypes.POINTER(Observation)]
         self.observe.restype, self.observe.errcheck = ctypes.c_int, _ran
-        self.guess = library.troupe_guess
-        self.guess.argtypes = [pointer, ctypes.POINTER(Chain), ctypes.POINTER(Behind), number, pointer]
-        self.guess.restype, self.guess.errcheck = ctypes.c_int, _ran
+        self.cycle = library.troupe_cycle
+        self.cycle.argtypes = [
+            *(pointer, ctypes.POINTER(Cycle), table, pointer, number, pointer, pointer, number, pointer),
+            ctypes.POINTER(Cycled),
+        ]
+        self.cycle.restype = number
         self.verify = library.troupe_verify
         self.verify.argtypes = [pointer, pointer, number, table, rows, pointer, number, *[pointer] * 4]
         self.verify.restype = number

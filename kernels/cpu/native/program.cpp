@@ -8,6 +8,7 @@
 #include "attention.h"
 #include "blocks.h"
 #include "chains.h"
+#include "cycle.h"
 #include "ends.h"
 #include "experts.h"
 #include "fp8.h"
@@ -413,13 +414,13 @@ int troupe_observe(void* engine, const Op* ops, int64_t count, const SlotTable* 
     return false;
 }
 
-// ... It makes `steps` guesses behind each of the rows' `roots`, `found` [steps, rows]; -> the same. ...
-int troupe_guess(void* engine, const Chain* chain, const Behind* rows, int64_t steps, int64_t* found) try {
+// ... Chains are guessed and verified: see cycle.h. -> an Advanced.
+int64_t troupe_cycle(void* engine, const Cycle* given, const SlotTable* table, const int64_t* slots, int64_t rows,
+                     const int32_t* drafts, const int64_t* left, int64_t steps, const Draw* how, Cycled* found) try {
     const Running running(engine);
-    guess(running, running.on.memory, *chain, *rows, steps, found);
-    return true;
+    return cycle(running, running.on.memory, *given, *table, slots, rows, drafts, left, steps, how, *found);
 } catch (const std::exception&) {
-    return false;
+    return UNFIT;
 }
 
 // ... The model verifies chains, tokens [rows, stride] with the roots first. -> an Advanced.

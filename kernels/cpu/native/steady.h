@@ -19,7 +19,7 @@ struct SlotTable {
     int64_t columns, page_size;
 };
 
-enum Advanced : int64_t { DONE, UNFIT, BROKEN, OVER };
+enum Advanced : int64_t { DONE, UNFIT, BROKEN, OVER, IDLE };
 
 struct StepMemory {
     std::vector<int32_t> ids, pages;

@@ -1,0 +1,127 @@
+// A step of guesses in one call: a draft guesses a chain behind each slot's last token, the model verifies the chains, and
+// the slots know what was right. What lies between takes Python as long as a draft takes for several guesses.
+#pragma once
+#include <time.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "chains.h"
+#include "program.h"
+#include "race.h"
+#include "steady.h"
+
+namespace troupe {
+
+// `Cycle` of library.py mirrors this. Of a draft's cache `reached` places are filled by slot, and the first guess takes the
+// `first` behind the root's; where a sequence has no page, the slot has `spare` of its own from page `begin` on. Of the model
+// `ops` leaves `likeliest` and `broken` [tokens], and `draw` draws. A row verifies `most` guesses, and no sequence is
+// `longest` long.
+struct Cycle {
+    Chain chain;
+    const int64_t* reached;
+    int64_t first, begin, spare;
+    const Op* ops;
+    int64_t count;
+    const int64_t* likeliest;
+    const uint8_t* broken;
+    const Op* draw;
+    int64_t most, longest;
+};
+
+// `Cycled` of library.py mirrors this: of each row the root's position, how many tokens were accepted, twice, and how many
+// guesses verified; of each token accepted what it is, and where its features are. `drafted_at`: seconds of the clock
+// that runs from the system's start.
+struct Cycled {
+    int64_t *roots, *accepted;
+    int32_t *told, *drafted, *tokens;
+    int64_t* places;
+    double drafted_at;
+};
+
+inline double seconds() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+}
+
+// The pages of `places` guesses behind each root, and of all before them: [rows, columns].
+inline std::vector<int32_t> draft_pages(const SlotTable& table, const Cycle& cycle, const std::vector<int64_t>& slots,
+                                        const std::vector<int64_t>& starts, int64_t places, int64_t& columns) {
+    const int64_t last = *std::max_element(starts.begin(), starts.end()) + places - 1;
+    columns = std::max<int64_t>(0, last) / table.page_size + 1;
+    std::vector<int32_t> pages(slots.size() * columns);
+    for (size_t row = 0; row < slots.size(); row++) {
+        const int64_t held = table.page_count[slots[row]];
+        for (int64_t column = 0; column < columns; column++) {
+            const int64_t beyond = std::min(column - held, cycle.spare - 1);
+            pages[row * columns + column] =
+                column < held ? table.pages[slots[row] * table.columns + column]
+                              : cycle.spare ? static_cast<int32_t>(cycle.begin + cycle.spare * slots[row] + beyond) : 0;
+        }
+    }
+    return pages;
+}
+
+// Up to `drafts` [rows] guesses, in `steps` levels, of slots whose sequences may have `left` [rows] tokens more, drawn as `how`
+// [rows] says (or null). IDLE when there are none to make; otherwise an Advanced, with nothing kept but when it is DONE.
+template <class Running>
+Advanced cycle(const Running& running, StepMemory& memory, const Cycle& cycle, const SlotTable& table, const int64_t* slots,
+               int64_t rows, const int32_t* drafts, const int64_t* left, int64_t steps, const Draw* how, Cycled& found) {
+    std::vector<int64_t> limits(rows), chosen, guessing, roots, starts;
+    std::vector<Draw> draws;
+    int64_t most = 0;
+    for (int64_t row = 0; row < rows; row++) {
+        const int64_t slot = slots[row], known = table.known[slot], room = table.page_count[slot] * table.page_size;
+        if (table.computed[slot] + 1 != known || known > room || known >= cycle.longest) return UNFIT;
+        found.roots[row] = known - 1;
+        limits[row] = std::min({static_cast<int64_t>(drafts[row]), room - known, left[row] - 1, cycle.most});
+        most = std::max(most, limits[row]);
+        if (limits[row] <= 0) continue;
+        if (cycle.reached[slot] != known - 1 + cycle.first) return UNFIT;
+        chosen.push_back(row), guessing.push_back(slot), roots.push_back(known - 1), starts.push_back(known - 1 + cycle.first);
+        if (how) draws.push_back(how[row]);
+    }
+    if (chosen.empty()) return IDLE;
+    const int64_t some = chosen.size();
+    steps = std::min(steps, most);
+    int64_t columns;
+    const std::vector<int32_t> pages = draft_pages(table, cycle, guessing, starts, std::max<int64_t>(1, steps - 1), columns);
+    const Behind behind = {some, guessing.data(), roots.data(), starts.data(), pages.data(), columns, table.page_size};
+    Chain chain = cycle.chain;
+    Op drawing[2];
+    for (int64_t then = 0; then < 2; then++) {
+        if (how) drawing[then] = *chain.draws[then], drawing[then].b = draws.data();
+        chain.draws[then] = how ? &drawing[then] : nullptr;
+    }
+    std::vector<int64_t> guessed(steps * some);
+    guess(running, memory, chain, behind, steps, guessed.data());
+    found.drafted_at = seconds();
+
+    const int64_t stride = steps + 1;
+    std::vector<int64_t> counts(rows, 1), tokens(rows * stride);
+    for (int64_t i = 0; i < some; i++) {
+        counts[chosen[i]] = std::min(limits[chosen[i]], steps) + 1;
+        for (int64_t level = 0; level < steps; level++) tokens[chosen[i] * stride + 1 + level] = guessed[level * some + i];
+    }
+    for (int64_t row = 0; row < rows; row++) tokens[row * stride] = table.tokens[slots[row] * table.tokens_stride + found.roots[row]];
+    draws.clear();
+    for (int64_t row = 0; how && row < rows; row++) draws.insert(draws.end(), counts[row], how[row]);
+    Op draw;
+    if (how) draw = *cycle.draw, draw.b = draws.data();
+    const RowTokens verified = {rows, slots, found.roots, counts.data()};
+    const int64_t* said = verify(running, memory, Ops{cycle.ops, cycle.count}, table, verified, tokens.data(), stride,
+                                 cycle.likeliest, how ? &draw : nullptr);
+    const Advanced kept = accept(table, verified, said, cycle.broken, memory, found.accepted);
+    if (kept != DONE) return kept;
+    for (int64_t row = 0, at = 0; row < rows; row++) {
+        const int64_t first = memory.offsets[row];
+        found.told[row] = static_cast<int32_t>(found.accepted[row]);
+        found.drafted[row] = static_cast<int32_t>(counts[row] - 1);
+        for (int64_t i = 0; i < found.accepted[row]; i++, at++)
+            found.tokens[at] = static_cast<int32_t>(said[first + i]), found.places[at] = first + i;
+    }
+    return DONE;
+}
+
+}  // namespace troupe
