@@ -12,6 +12,7 @@
 #include "narrow.h"
 #include "program.h"
 #include "scratch.h"
+#include "weighing.h"
 
 namespace troupe {
 
@@ -50,17 +51,17 @@ struct Seen {
     }
 };
 
-// sums [COLUMNS][dim], from vector `vector` on: adds weight * value of `tokens` tokens. weights [token][16]. Keys come by
+// sums [COLUMNS][dim], from vector `vector` on: adds weight * value of `tokens` tokens. weights [token][lanes]. Keys come by
 // themselves, for the processor runs ahead in each of sixteen tokens; values come sooner where the next ones are fetched.
 template <int VECTORS, int COLUMNS, class T>
-void add_values(const T* value, int64_t token, int64_t tokens, const float* weights, float* sums, int64_t dim,
+void add_values(const T* value, int64_t token, int64_t tokens, const float* weights, int64_t lanes, float* sums, int64_t dim,
                 int64_t vector) {
     __m512 added[COLUMNS][VECTORS];
     sums += vector * TILE;
     value += vector * TILE;
     for (int c = 0; c < COLUMNS; c++)
         for (int v = 0; v < VECTORS; v++) added[c][v] = _mm512_load_ps(sums + c * dim + v * TILE);
-    for (int64_t i = 0; i < tokens; i++, value += token, weights += TILE) {
+    for (int64_t i = 0; i < tokens; i++, value += token, weights += lanes) {
         for (int v = 0; v < VECTORS; v++) {
             if (v % 2 == 0) _mm_prefetch(reinterpret_cast<const char*>(value + (VECTORS + v) * TILE), _MM_HINT_T0);
             const __m512 part = load(value + v * TILE);
@@ -72,16 +73,13 @@ void add_values(const T* value, int64_t token, int64_t tokens, const float* weig
         for (int v = 0; v < VECTORS; v++) _mm512_store_ps(sums + c * dim + v * TILE, added[c][v]);
 }
 
-// Columns that `all_values` adds up for `columns`: as many, or a multiple of four.
-inline int64_t padded(int64_t columns) { return columns <= 4 ? columns : (columns + 3) / 4 * 4; }
-
 // A converted value serves as many columns as registers can sum: few columns over much of the head, or many over a part.
 template <class T>
-void all_values(const T* value, int64_t token, int64_t tokens, const float* weights, float* sums, int64_t dim,
-                       int64_t columns) {
+void all_values(const T* value, int64_t token, int64_t tokens, const float* weights, int64_t lanes, float* sums, int64_t dim,
+                int64_t columns) {
     auto all = [&]<int VECTORS, int COLUMNS>() {
         for (int64_t vector = 0; vector < dim / TILE; vector += VECTORS)
-            add_values<VECTORS, COLUMNS, T>(value, token, tokens, weights, sums, dim, vector);
+            add_values<VECTORS, COLUMNS, T>(value, token, tokens, weights, lanes, sums, dim, vector);
     };
     auto few = [&]<int COLUMNS>() {
         if (dim % (8 * TILE) == 0) return all.template operator()<COLUMNS == 4 ? 4 : 8, COLUMNS>();
@@ -106,60 +104,7 @@ struct Attending {
     int64_t split;                        // chunks of a row
 };
 
-// Columns of one tile of scores: of several kv heads, where all columns of each fit, or some of a single one's.
-struct Columns {
-    int64_t head, heads;     // kv heads
-    int64_t column, count;   // of each: the first, and how many
-    const uint32_t* asked;   // [head][pair of dims][column]
-    float* sums;             // [head][padded column][dim]
-    alignas(64) float whole[TILE] = {};  // sums of weights
-    alignas(64) float power[TILE];       // the powers of two to which weights and sums are relative
-    uint64_t bits[TILE] = {};
-    int64_t firsts[TILE];
-};
-
-constexpr float UNSEEN = -1e30f;
-constexpr float FAR = 60;  // powers of two that weights may come to
-
-// Scores [16 tokens][16 columns] to weights, in place. `seen`: of each token, by which columns; null: all by all. What
-// scores, besides the factor, and weights of a token are multiplied by: `scale_of`(token, 0), (token, 1).
-template <class Scale>
-void weigh(Columns& of, float* scores, int64_t tokens, const __mmask16* seen, float factor, int64_t dim, const Scale& scale_of) {
-    __m512 rest[TILE], n[TILE], most = _mm512_set1_ps(UNSEEN);
-    for (int64_t i = 0; i < tokens; i++) {
-        __m512 by = _mm512_set1_ps(factor);
-        if constexpr (Scale::some) by = _mm512_mul_ps(by, scale_of(i, 0));
-        const __m512 x = _mm512_mul_ps(_mm512_load_ps(scores + i * TILE), by);
-        n[i] = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-        rest[i] = _mm512_sub_ps(x, n[i]);
-        most = seen ? _mm512_mask_max_ps(most, seen[i], most, n[i]) : _mm512_max_ps(most, n[i]);
-    }
-    __m512 power = _mm512_load_ps(of.power), whole = _mm512_load_ps(of.whole);
-    const __mmask16 far = _mm512_cmp_ps_mask(most, _mm512_add_ps(power, _mm512_set1_ps(FAR)), _CMP_GT_OQ);
-    if (far) {
-        alignas(64) float by[TILE];
-        const __m512 scale = _mm512_mask_scalef_ps(_mm512_set1_ps(1), far, _mm512_set1_ps(1), _mm512_sub_ps(power, most));
-        _mm512_store_ps(by, scale);
-        whole = _mm512_mul_ps(whole, scale);
-        power = _mm512_mask_mov_ps(power, far, most);
-        _mm512_store_ps(of.power, power);
-        for (int64_t c = 0; c < of.heads * of.count; c++) {
-            float* sums = of.sums + (c / of.count * padded(of.count) + c % of.count) * dim;
-            for (int64_t d = 0; d < dim; d += TILE)
-                _mm512_store_ps(sums + d, _mm512_mul_ps(_mm512_load_ps(sums + d), _mm512_set1_ps(by[c])));
-        }
-    }
-    for (int64_t i = 0; i < tokens; i++) {
-        __m512 weight = _mm512_scalef_ps(exp2_near(rest[i]), _mm512_sub_ps(n[i], power));
-        if (seen) weight = _mm512_maskz_mov_ps(seen[i], weight);
-        whole = _mm512_add_ps(whole, weight);
-        if constexpr (Scale::some) weight = _mm512_maskz_mul_ps(seen ? seen[i] : 0xffff, weight, scale_of(i, 1));
-        _mm512_store_ps(scores + i * TILE, weight);
-    }
-    _mm512_store_ps(of.whole, whole);
-}
-
-// Tiles 0-1 accumulate the scores of so many columns, 4-5 hold keys, 6-7 queries.
+// Tiles 0-3 accumulate the scores of so many columns, 4-5 hold keys, 6-7 queries.
 inline void configure_columns(int64_t columns) {
     const int id = static_cast<int>(1 << 16 | columns);
     if (configured == id) return;
@@ -172,23 +117,77 @@ inline void configure_columns(int64_t columns) {
     config.load();
 }
 
-// Keys and values as they lie in a cache of bf16.
-struct Plain {
-    static constexpr bool some = false;
-};
+constexpr int64_t SOONER = 4 * TILE;  // tokens that are fetched before they are wanted
 
-// Scales of a tile's columns, of keys and values of 8 bits.
-struct Scaled {
-    static constexpr bool some = true;
-    const Sixteen& of;
-    int64_t turn, low, head;
-    __mmask16 heads;
-    __m512i spread;  // of each column its head, in the upper half
+// What attention is to read of tokens later: a core sees by itself what follows in one page of memory, and not in another.
+struct Coming {
+    const char* first;
+    int64_t token, values, size;  // bytes: of a token, from its keys to its values, and of either
 
-    __m512 operator()(int64_t i, int64_t part) const {
-        return of.scales(turn, low + i, part, head, heads, spread);
+    Coming(const Op& op, int64_t heads, int64_t head, int64_t kv_heads, int64_t dim) {
+        const int64_t each = op.narrow ? dim : dim * static_cast<int64_t>(sizeof(bf16));
+        first = static_cast<const char*>(op.b) + head * each;
+        token = 2 * kv_heads * each, values = kv_heads * each, size = heads * each;
+    }
+
+    // Sixteen tokens.
+    void fetch(int64_t place) const {
+        const char* from = first + place * token;
+        for (int64_t i = 0; i < TILE; i++, from += token)
+            for (int64_t byte = 0; byte < size; byte += LINE) {
+                _mm_prefetch(from + byte, _MM_HINT_T0);
+                _mm_prefetch(from + values + byte, _MM_HINT_T0);
+            }
     }
 };
+
+// Scores of a tile's columns, [token][column], `row` bytes from a token to the next. `keys`: of the first of the kv heads
+// that are attended to; `token`: elements.
+inline void score_floats(const Columns& of, const bf16* keys, int64_t token, int64_t dim, int64_t each, int64_t asked_each,
+                         float* out, int64_t row) {
+    keys += of.head * dim;
+    const uint32_t* asked = of.asked;
+    for (int64_t h = 0; h < of.heads; h++, keys += dim, asked += asked_each, out += of.count) {
+        if (h % 2) {
+            _tile_zero(1);
+            for (int64_t depth = 0; depth < dim; depth += DEPTH) {
+                _tile_loadd(5, keys + depth, 2 * token);
+                _tile_loadd(7, asked + depth / 2 * each, 4 * each);
+                _tile_dpbf16ps(1, 5, 7);
+            }
+            _tile_stored(1, out, row);
+        } else {
+            _tile_zero(0);
+            for (int64_t depth = 0; depth < dim; depth += DEPTH) {
+                _tile_loadd(4, keys + depth, 2 * token);
+                _tile_loadd(6, asked + depth / 2 * each, 4 * each);
+                _tile_dpbf16ps(0, 4, 6);
+            }
+            _tile_stored(0, out, row);
+        }
+    }
+}
+
+// The same of whole keys, as whole numbers: the upper parts, and PLANE behind them the lower ones.
+inline void score_whole(const Columns& of, const int8_t* keys, int64_t token, int64_t dim, int64_t each, int64_t asked_each,
+                        float* out, int64_t row) {
+    keys += of.head * dim;
+    const uint32_t* asked = of.asked;
+    for (int64_t h = 0; h < of.heads; h++, keys += dim, asked += asked_each, out += of.count) {
+        _tile_zero(0);
+        _tile_zero(1);
+        for (int64_t depth = 0; depth < dim; depth += LINE) {
+            const uint32_t* upper = asked + depth / 4 * each;
+            _tile_loadd(4, keys + depth, token);
+            _tile_loadd(6, upper, 4 * each);
+            _tile_loadd(7, upper + dim / 4 * each, 4 * each);
+            _tile_dpbssd(0, 4, 6);
+            _tile_dpbssd(1, 4, 7);
+        }
+        _tile_stored(0, out, row);
+        _tile_stored(1, out + PLANE, row);
+    }
+}
 
 // Some kv heads of one row, from `head` on.
 inline void attend(const Attending& task, int64_t row, int64_t head, int64_t heads, int thread) {
@@ -205,11 +204,13 @@ inline void attend(const Attending& task, int64_t row, int64_t head, int64_t hea
 
     std::vector<Columns> all(tiles);
     const int64_t asked_each = dim / 2 * each, sums_each = padded(each) * dim;
-    const int64_t narrow = op.narrow ? Sixteen::size(heads, dim) / 2 : 0;
-    float* space = (*task.spaces)[thread].of(2 * TILE * TILE + narrow + heads * parts * (asked_each + sums_each));
-    float* scores = space;
-    space += 2 * TILE * TILE;
+    const int64_t lanes = std::min(together, heads) * each <= FOUR ? FOUR : TILE;  // of a token among scores
     const Kept kept(op, op.b, dim, kv_heads);
+    const int64_t narrow = op.narrow ? Sixteen::size(heads, dim) / 2 : 0;
+    float* space = (*task.spaces)[thread].of(2 * SCORES + narrow + heads * parts * (asked_each + sums_each));
+    float* const scores[2] = {space, space + SCORES};
+    std::memset(space, 0, 2 * SCORES * sizeof(float));  // lanes of no column stay so
+    space += 2 * SCORES;
     Sixteen made(kept, head, heads, reinterpret_cast<bf16*>(space));
     space += narrow;
     std::memset(space, 0, heads * parts * (asked_each + sums_each) * sizeof(float));
@@ -232,8 +233,14 @@ inline void attend(const Attending& task, int64_t row, int64_t head, int64_t hea
                 const int64_t query = (of.column + c) / group, lane = h * of.count + c;
                 const bf16* from = static_cast<const bf16*>(op.a) + (seen.first + query) * op.stride_a +
                                    ((head + of.head + h) * group + (of.column + c) % group) * dim;
-                for (int64_t pair = 0; pair < dim / 2; pair++)
-                    std::memcpy(asked + h * asked_each + pair * each + c, from + 2 * pair, 4);
+                uint32_t* to = asked + h * asked_each + c;
+                float factor = static_cast<float>(op.f0) * LOG2_E;
+                if (made.whole_keys()) {
+                    factor *= round_query(from, dim, to, each);
+                } else {
+                    for (int64_t pair = 0; pair < dim / 2; pair++) std::memcpy(to + pair * each, from + 2 * pair, 4);
+                }
+                for (int64_t i = lane; i < TILE; i += lanes) of.factors[i] = factor;
                 any |= of.bits[lane] = seen.of(query, window);
                 of.firsts[lane] = window ? std::max<int64_t>(0, seen.root + __builtin_popcountll(of.bits[lane]) - window) : 0;
                 first = std::min(first, of.firsts[lane]);
@@ -242,70 +249,60 @@ inline void attend(const Attending& task, int64_t row, int64_t head, int64_t hea
     }
     const int64_t end = std::min(seen.end, seen.root + 64 - __builtin_clzll(any | 1));
 
-    alignas(64) int32_t heads_of[TILE] = {};
-    for (int64_t c = 0; c < together * each; c++) heads_of[c] = static_cast<int32_t>(c / each << 16);
-    const __m512i spread = _mm512_load_si512(heads_of);
     configure_columns(each);
     written();
-    const float factor = static_cast<float>(op.f0) * LOG2_E;
-    const int64_t line = op.narrow ? made.token() : token;
-    if (op.narrow) made.widen(cached.place(first / TILE * TILE));
-    for (int64_t position = first / TILE * TILE; position < end; position += TILE) {
-        const int64_t turn = made.turn();
-        const bf16* keys = op.narrow ? made.keys(turn) : cached.at(position);
-        if (op.narrow) {  // what was stored just now would be waited for: the next are made first
-            if (position + TILE < end) made.widen(cached.place(position + TILE));
-            written();
-        }
+    const ScalesOf scales(made, kept, each, lanes);
+    const int64_t begin = first / TILE * TILE, line = op.narrow ? made.token() : token;
+    for (int64_t turn = 0; op.narrow && turn < 2 && begin + turn * TILE < end; turn++)
+        made.widen(cached.place(begin + turn * TILE), turn);
+    written();
+
+    // Scores of the 16 tokens from `position` on, the `turn`th or a later one with the same remainder by 2.
+    const auto score = [&](const Columns& of, int64_t position, int64_t turn, float* out) {
+        const int64_t row = lanes * static_cast<int64_t>(sizeof(float));
+        if (made.whole_keys()) return score_whole(of, made.whole_at(turn, 0), token, dim, each, asked_each, out, row);
+        score_floats(of, op.narrow ? made.keys(turn) : cached.at(position), line, dim, each, asked_each, out, row);
+    };
+    const Coming coming(op, heads, head, kv_heads, dim);
+    const bool fetched = (end - begin) * coming.token > SECOND / 2;
+    int64_t slot = 0;
+    if (begin < end) score(all[0], begin, 0, scores[0]);
+    for (int64_t position = begin, turn = 0; position < end; position += TILE, turn ^= 1) {
+        if (fetched && position + SOONER < end) coming.fetch(cached.place(position + SOONER));
         const int64_t low = std::max<int64_t>(0, first - position), high = std::min(TILE, end - position);
         const bool plain = position >= latest && position + high <= seen.root;
-        for (Columns& of : all) {
-            for (int64_t h = 0; h < of.heads; h++) {
-                const bf16* key = keys + (of.head + h) * dim;
-                const uint32_t* asked = of.asked + h * asked_each;
-                float* out = scores + h * of.count;
-                if (h % 2) {
-                    _tile_zero(1);
-                    for (int64_t depth = 0; depth < dim; depth += DEPTH) {
-                        _tile_loadd(5, key + depth, 2 * line);
-                        _tile_loadd(7, asked + depth / 2 * each, 4 * each);
-                        _tile_dpbf16ps(1, 5, 7);
-                    }
-                    _tile_stored(1, out, 64);
-                } else {
-                    _tile_zero(0);
-                    for (int64_t depth = 0; depth < dim; depth += DEPTH) {
-                        _tile_loadd(4, key + depth, 2 * line);
-                        _tile_loadd(6, asked + depth / 2 * each, 4 * each);
-                        _tile_dpbf16ps(0, 4, 6);
-                    }
-                    _tile_stored(0, out, 64);
+        for (int64_t t = 0; t < tiles; t++, slot ^= 1) {
+            Columns& of = all[t];
+            // What tiles have stored just now would be waited for: the next scores are found first.
+            if (t + 1 < tiles) score(all[t + 1], position, turn, scores[slot ^ 1]);
+            else if (position + TILE < end) score(all[0], position + TILE, turn ^ 1, scores[slot ^ 1]);
+            __mmask16 masks[TILE] = {};
+            for (int64_t i = low; i < high; i++) {
+                if (plain) {
+                    masks[i] = 0xffff;
+                    continue;
                 }
-            }
-            __mmask16 masks[TILE];
-            for (int64_t i = low; !plain && i < high; i++) {
-                masks[i] = 0;
                 for (int64_t c = 0; c < of.heads * of.count; c++) {
                     const int64_t beyond = position + i - seen.root;
                     const bool sees = beyond < 0 ? position + i >= of.firsts[c] : of.bits[c] >> beyond & 1;
                     masks[i] |= static_cast<__mmask16>(sees << c);
                 }
             }
-            const __mmask16* seen_by = plain ? nullptr : masks + low;
-            if (op.narrow) {
-                const Scaled scaled = {made, turn, low, of.head, static_cast<__mmask16>((1 << of.heads) - 1), spread};
-                weigh(of, scores + low * TILE, high - low, seen_by, factor, dim, scaled);
-            } else {
-                weigh(of, scores + low * TILE, high - low, seen_by, factor, dim, Plain());
-            }
+            const __mmask16* seen_by = plain && low == 0 && high == TILE ? nullptr : masks;
+            float* found = scores[slot];
+            weigh_all(of, found, seen_by, lanes, dim, made, scales, turn, op.narrow);
             const auto add = [&](const auto* values, int64_t line) {
                 for (int64_t h = 0; h < of.heads; h++)
-                    all_values(values + low * line + (of.head + h) * dim, line, high - low,
-                               scores + low * TILE + h * of.count, of.sums + h * sums_each, dim, of.count);
+                    all_values(values + low * line + (of.head + h) * dim, line, high - low, found + low * lanes + h * of.count,
+                               lanes, of.sums + h * sums_each, dim, of.count);
             };
-            if (!op.narrow) add(keys + kv_heads * dim, token);
-            else if (made.whole()) add(made.whole_values(turn), token);
+            if (!op.narrow) add(cached.at(position) + kv_heads * dim, token);
+            else if (made.whole()) add(made.whole_at(turn, 1), token);
             else add(made.values(turn), line);
+        }
+        if (op.narrow && position + 2 * TILE < end) {
+            made.widen(cached.place(position + 2 * TILE), turn);
+            written();
         }
     }
 

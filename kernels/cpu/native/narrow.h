@@ -141,15 +141,16 @@ class Widening {
             upper_[i] = _mm512_load_si512(of.upper + 64 * i), lower_[i] = _mm512_load_si512(of.lower + 64 * i);
     }
 
-    // `count`: a multiple of 32.
-    void run(const uint8_t* from, int64_t count, bf16* to) const {
-        if (!whole_) return all<false, false>(from, count, to);
-        broken_ ? all<true, true>(from, count, to) : all<true, false>(from, count, to);
+    // Of each of `rows`, `stride` bytes apart, `count` numbers, a multiple of 32, one row after the other.
+    void run(const uint8_t* from, int64_t stride, int64_t rows, int64_t count, bf16* to, int64_t stride_to) const {
+        if (!whole_) return all<false, false>(from, stride, rows, count, to, stride_to);
+        broken_ ? all<true, true>(from, stride, rows, count, to, stride_to)
+                : all<true, false>(from, stride, rows, count, to, stride_to);
     }
 
   private:
     template <bool WHOLE_NUMBERS, bool BROKEN>
-    void all(const uint8_t* from, int64_t count, bf16* to) const {
+    void all(const uint8_t* first, int64_t stride, int64_t rows, int64_t each, bf16* to_first, int64_t stride_to) const {
         const __m512i halves = _mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0), sign = _mm512_set1_epi8(static_cast<char>(0x80));
         const __m512i upper[2] = {upper_[0], upper_[1]}, lower[2] = {lower_[0], lower_[1]};
         const auto part = [&](__m512i x, __m512i& low, __m512i& high) {
@@ -164,23 +165,51 @@ class Widening {
                 low = _mm512_mask_mov_epi8(low, none, _mm512_set1_epi8(static_cast<char>(0xc0)));
             }
         };
-        __m512i low, high;
-        for (; count >= 64; count -= 64, from += 64, to += 64) {
-            part(_mm512_loadu_si512(from), low, high);
+        for (int64_t row = 0; row < rows; row++, first += stride, to_first += stride_to) {
+            const uint8_t* from = first;
+            bf16* to = to_first;
+            int64_t count = each;
+            __m512i low, high;
+            for (; count >= 64; count -= 64, from += 64, to += 64) {
+                part(_mm512_loadu_si512(from), low, high);
+                _mm512_storeu_si512(to, _mm512_unpacklo_epi8(low, high));
+                _mm512_storeu_si512(to + 32, _mm512_unpackhi_epi8(low, high));
+            }
+            if (!count) continue;
+            part(_mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))), low, high);
             _mm512_storeu_si512(to, _mm512_unpacklo_epi8(low, high));
-            _mm512_storeu_si512(to + 32, _mm512_unpackhi_epi8(low, high));
         }
-        if (!count) return;
-        part(_mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))), low, high);
-        _mm512_storeu_si512(to, _mm512_unpacklo_epi8(low, high));
     }
 
     __m512i upper_[2], lower_[2];
     bool whole_, broken_;
 };
 
-// Sixteen tokens at a time as attention wants them: some kv heads' keys and values as bf16, values of whole numbers as
-// they are, and what scores and weights are to be multiplied by.
+constexpr int64_t MOST_WHOLE = 512;  // dims of keys whose products with a query's whole numbers fit into 32 bits
+
+// A query [dim] as whole numbers of 16 bits, to a 65,000th of its largest: of four dims the upper bytes, `stride` apart, then the
+// lower ones. Returns what they are shares of. What is not finite is lost in whole numbers: then that is not.
+inline float round_query(const bf16* x, int64_t dim, uint32_t* to, int64_t stride) {
+    const __m512i sign = _mm512_set1_epi32(0x7fffffff), half = _mm512_set1_epi32(128);
+    __m512i bits = _mm512_setzero_si512();  // compared so, a NaN is larger than infinity
+    for (int64_t i = 0; i < dim; i += 16) bits = _mm512_max_epi32(bits, _mm512_and_si512(_mm512_castps_si512(load(x + i)), sign));
+    const float most = std::bit_cast<float>(_mm512_reduce_max_epi32(bits));
+    const bool finite = most < INFINITY;
+    const __m512 by = _mm512_set1_ps(finite && most > 0x1p-100f ? 32512.0f / most : 0.0f);
+    for (int64_t i = 0; i < dim; i += 16) {
+        const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(load(x + i), by));
+        alignas(16) uint32_t upper[4], lower[4];
+        _mm_store_si128(reinterpret_cast<__m128i*>(upper), _mm512_cvtepi32_epi8(_mm512_srai_epi32(_mm512_add_epi32(whole, half), 8)));
+        _mm_store_si128(reinterpret_cast<__m128i*>(lower), _mm512_cvtepi32_epi8(whole));
+        for (int64_t four = 0; four < 4; four++) {
+            to[(i / 4 + four) * stride] = upper[four];
+            to[((dim + i) / 4 + four) * stride] = lower[four];
+        }
+    }
+    return finite ? most / 32512.0f : most;
+}
+
+// Sixteen tokens at a time as attention wants them: some kv heads' keys and values as bf16, those of whole numbers as they are.
 class Sixteen {
   public:
     // `memory`: `size` elements.
@@ -189,47 +218,34 @@ class Sixteen {
 
     static int64_t size(int64_t heads, int64_t dim) { return 2 * 16 * 2 * heads * dim; }
     bool whole() const { return kept_.kind == WHOLE && kept_.scales; }  // whether values stay as they are
+    bool whole_keys() const { return whole() && kept_.dim % 64 == 0 && kept_.dim <= MOST_WHOLE; }  // and keys
     int64_t token() const { return 2 * heads_ * kept_.dim; }            // elements from one to the next
-    int64_t turn() const { return turn_; }
+    int64_t head() const { return head_; }
+    int64_t place(int64_t turn) const { return places_[turn]; }
     const bf16* keys(int64_t turn) const { return memory_ + turn * 16 * token(); }
     const bf16* values(int64_t turn) const { return keys(turn) + heads_ * kept_.dim; }
-    const int8_t* whole_values(int64_t turn) const {
-        return reinterpret_cast<int8_t*>(kept_.values) + (places_[turn] * kept_.heads + kept_.heads / 2 + head_) * kept_.dim;
+    const int8_t* whole_at(int64_t turn, int64_t part) const {  // keys (part 0) or values (1)
+        return reinterpret_cast<int8_t*>(kept_.values) + (places_[turn] * kept_.heads + part * kept_.heads / 2 + head_) * kept_.dim;
     }
 
-    // Takes 16 tokens from `place` on, in the half of the memory that those before do not have.
-    void widen(int64_t place) {
-        turn_ ^= 1;
-        places_[turn_] = place;
-        bf16* out = memory_ + turn_ * 16 * token();
+    // Takes 16 tokens from `place` on, in the half of the memory that is `turn`'s.
+    void widen(int64_t place, int64_t turn) {
+        places_[turn] = place;
+        if (whole_keys()) return;
+        bf16* out = memory_ + turn * 16 * token();
         const int64_t dim = kept_.dim, all = kept_.heads / 2;
+        const uint8_t* from = kept_.values + (place * kept_.heads + head_) * dim;
         const bool exact = kept_.scales || kept_.by_head;
-        if (exact && heads_ == all && !whole()) return widening_.run(kept_.values + place * kept_.heads * dim, 16 * token(), out);
-        for (int64_t i = 0; i < 16; i++, place++)
-            for (int64_t part = 0; part < 2; part++, out += heads_ * dim) {
-                const int64_t head = part * all + head_;
-                if (part && whole()) continue;
-                if (exact) {
-                    widening_.run(kept_.values + (place * kept_.heads + head) * dim, heads_ * dim, out);
-                } else {
-                    for (int64_t h = 0; h < heads_; h++)
-                        for (int64_t d = 0; d < dim; d += 32)
-                            _mm512_storeu_si512(out + h * dim + d, kept_.line(place, head + h, d));
-                }
+        for (int64_t part = 0; part < 2 - whole(); part++, out += heads_ * dim, from += all * dim) {
+            if (exact) {
+                widening_.run(from, kept_.heads * dim, 16, heads_ * dim, out, token());
+                continue;
             }
-    }
-
-    // Of keys (part 0) or values (1) of token `i` of `turn`: scales of columns, whose heads, `heads` of them from `head`
-    // on, are in `spread`, in the upper halves.
-    __m512 scales(int64_t turn, int64_t i, int64_t part, int64_t head, __mmask16 heads, __m512i spread) const {
-        const int64_t from = part * (kept_.heads / 2) + head_ + head;
-        if (kept_.scales) {
-            const bf16* all = kept_.scales + (places_[turn] + i) * kept_.heads + from;
-            const __m512i words = _mm512_castsi256_si512(_mm256_maskz_loadu_epi16(heads, all));
-            return _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, spread, words));
+            for (int64_t i = 0; i < 16; i++)
+                for (int64_t h = 0; h < heads_; h++)
+                    for (int64_t d = 0; d < dim; d += 32)
+                        _mm512_storeu_si512(out + i * token() + h * dim + d, kept_.line(place + i, part * all + head_ + h, d));
         }
-        if (!kept_.by_head) return _mm512_set1_ps(1.0f);
-        return _mm512_permutexvar_ps(_mm512_srli_epi32(spread, 16), _mm512_maskz_loadu_ps(heads, kept_.by_head + from));
     }
 
   private:
@@ -237,7 +253,7 @@ class Sixteen {
     Widening widening_;
     int64_t head_, heads_;
     bf16* memory_;
-    int64_t places_[2] = {}, turn_ = 1;
+    int64_t places_[2] = {};
 };
 
 }  // namespace troupe
