@@ -71,15 +71,17 @@ def test_drafts_see_their_paths(shape, trees, window, heads, kv_heads, dim, plat
 
 @needs_native
 @pytest.mark.usefixtures("_compiled")
-@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("window", [0, 40, 300])
 @pytest.mark.parametrize("heads", [4, 12, 20])
 def test_a_draft_is_verified_with_the_bits_of_its_decode(heads, window, generator):
-    """Tree or chain: of each node's path a decode finds the very same numbers."""
+    """Tree or chain: of each node's path a decode finds the very same numbers, if in pieces of a sequence, too, which
+    begin before the draft's tokens for some of them.
+    """
     platform = CpuPlatform(threads=1)
     platform.dtype("bfloat16", None)
     case = made(
         platform, generator, dtype=BF16, heads=heads, kv_heads=2, dim=64, page_size=16, window=window,
-        drafts=((70, 11), (9, 11)), trees=True, fill=float("nan"),
+        drafts=((70, 11), (9, 11), (567, 11)), trees=True, fill=float("nan"),
     )  # fmt: skip
     rows = case.rows
     together = platform.attention(case.queries, case.cache, platform.plan_attention(rows, window), 0.2)

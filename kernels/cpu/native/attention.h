@@ -2,7 +2,8 @@
 //
 // Scores are K Q^T on AMX: sixteen tokens of a page are a tile as they lie in the cache, up to sixteen heads are its
 // columns, those of one query after those of another. Weights and values are added up in float32, token after token,
-// relative to a power of two for each column: to exchange it for another one rounds nothing. So what a column comes to is
+// relative to a power of two for each column: to exchange it for another one rounds nothing; sums of pieces of a sequence are added
+// up at last, whoever attended to them (pieces.h). So what a column comes to is
 // the same bits whatever columns are beside it, and whatever tokens that it does not see lie between those that it
 // sees: a draft is verified with the numbers that it would be decoded with.
 #pragma once
@@ -10,46 +11,12 @@
 
 #include "matrix.h"
 #include "narrow.h"
+#include "pieces.h"
 #include "program.h"
 #include "scratch.h"
 #include "weighing.h"
 
 namespace troupe {
-
-struct Cached {
-    const bf16* keys;     // of the first of some kv heads, in page 0
-    int64_t token;        // elements from one token to the next
-    const int32_t* pages;
-    int64_t page_size;
-
-    const bf16* at(int64_t position) const { return keys + place(position) * token; }
-    int64_t place(int64_t position) const { return pages[position / page_size] * page_size + position % page_size; }
-};
-
-// What the queries of one row see.
-struct Seen {
-    int64_t first, count, end;  // its tokens in the step, and its tokens in the cache
-    int64_t root;               // all before this position is seen by each
-    const uint64_t* bits;       // of each query: what it sees from there on; null: all up to its own position
-
-    Seen(const Step& step, int64_t row) {
-        first = step.offsets ? step.offsets[row] : row;
-        count = step.offsets ? step.offsets[row + 1] - first : 1;
-        end = step.lengths[row];
-        const int64_t draft = row - step.decodes;
-        const bool tree = step.bits && draft >= 0;
-        root = tree && step.roots ? step.roots[draft] : end - count;
-        bits = tree ? step.bits + draft * step.bits_stride : nullptr;
-    }
-
-    // The query's own bits, of which a window takes the last.
-    uint64_t of(int64_t query, int64_t window) const {
-        uint64_t found = bits ? bits[query] : ~uint64_t{0} >> (63 - query);
-        if (window)
-            while (__builtin_popcountll(found) > window) found &= found - 1;
-        return found;
-    }
-};
 
 // sums [COLUMNS][dim], from vector `vector` on: adds weight * value of `tokens` tokens. weights [token][lanes]. Keys come by
 // themselves, for the processor runs ahead in each of sixteen tokens; values come sooner where the next ones are fetched.
@@ -101,7 +68,8 @@ struct Attending {
     const Op* op;
     const Step* step;
     std::vector<Scratch<float>>* spaces;  // by thread
-    int64_t split;                        // chunks of a row
+    int64_t split = 1;                    // chunks of a row
+    Pieces* pieces = nullptr;             // of rows, if they are attended to in such
 };
 
 // Tiles 0-3 accumulate the scores of so many columns, 4-5 hold keys, 6-7 queries.
@@ -129,6 +97,9 @@ struct Coming {
         first = static_cast<const char*>(op.b) + head * each;
         token = 2 * kv_heads * each, values = kv_heads * each, size = heads * each;
     }
+
+    // Numbers of 16 bits in more lines than some come by themselves.
+    bool worthwhile(bool narrow, int64_t tokens) const { return tokens * token > SECOND / 2 && (narrow || size <= THIN); }
 
     // Sixteen tokens.
     void fetch(int64_t place) const {
@@ -189,8 +160,8 @@ inline void score_whole(const Columns& of, const int8_t* keys, int64_t token, in
     }
 }
 
-// Some kv heads of one row, from `head` on.
-inline void attend(const Attending& task, int64_t row, int64_t head, int64_t heads, int thread) {
+// Some kv heads of one row, from `head` on. `piece`: of the row's pieces, whose sums are kept there; -1: all, to the end.
+inline void attend(const Attending& task, int64_t row, int64_t piece, int64_t head, int64_t heads, int thread) {
     const Op& op = *task.op;
     const Step& step = *task.step;
     const int64_t dim = op.i0, kv_heads = op.i2, group = op.i1 / kv_heads, window = op.i3, token = 2 * kv_heads * dim;
@@ -207,13 +178,13 @@ inline void attend(const Attending& task, int64_t row, int64_t head, int64_t hea
     const int64_t lanes = std::min(together, heads) * each <= FOUR ? FOUR : TILE;  // of a token among scores
     const Kept kept(op, op.b, dim, kv_heads);
     const int64_t narrow = op.narrow ? Sixteen::size(heads, dim) / 2 : 0;
-    float* space = (*task.spaces)[thread].of(2 * SCORES + narrow + heads * parts * (asked_each + sums_each));
+    float* space = (*task.spaces)[thread].of(2 * SCORES + narrow + heads * parts * (asked_each + 2 * sums_each));
     float* const scores[2] = {space, space + SCORES};
     std::memset(space, 0, 2 * SCORES * sizeof(float));  // lanes of no column stay so
     space += 2 * SCORES;
     Sixteen made(kept, head, heads, reinterpret_cast<bf16*>(space));
     space += narrow;
-    std::memset(space, 0, heads * parts * (asked_each + sums_each) * sizeof(float));
+    std::memset(space, 0, heads * parts * (asked_each + 2 * sums_each) * sizeof(float));
     int64_t first = seen.end, latest = 0;
     uint64_t any = 0;
     for (int64_t t = 0; t < tiles; t++) {
@@ -223,11 +194,12 @@ inline void attend(const Attending& task, int64_t row, int64_t head, int64_t hea
         of.column = t % parts * TILE;
         of.count = std::min(wide - of.column, TILE);
         of.sums = space;
-        space += of.heads * sums_each;
+        of.totals = of.sums + of.heads * sums_each;
+        space += 2 * of.heads * sums_each;
         uint32_t* asked = reinterpret_cast<uint32_t*>(space);
         of.asked = asked;
         space += of.heads * asked_each;
-        for (int64_t c = 0; c < TILE; c++) of.power[c] = UNSEEN;
+        for (int64_t c = 0; c < TILE; c++) of.power[c] = of.total_power[c] = UNSEEN;
         for (int64_t h = 0; h < of.heads; h++)
             for (int64_t c = 0; c < of.count; c++) {
                 const int64_t query = (of.column + c) / group, lane = h * of.count + c;
@@ -241,13 +213,16 @@ inline void attend(const Attending& task, int64_t row, int64_t head, int64_t hea
                     for (int64_t pair = 0; pair < dim / 2; pair++) std::memcpy(to + pair * each, from + 2 * pair, 4);
                 }
                 for (int64_t i = lane; i < TILE; i += lanes) of.factors[i] = factor;
+                of.lengths[lane] = seen.root + __builtin_popcountll(seen.of(query, 0));
                 any |= of.bits[lane] = seen.of(query, window);
                 of.firsts[lane] = window ? std::max<int64_t>(0, seen.root + __builtin_popcountll(of.bits[lane]) - window) : 0;
                 first = std::min(first, of.firsts[lane]);
                 latest = std::max(latest, of.firsts[lane]);
             }
     }
-    const int64_t end = std::min(seen.end, seen.root + 64 - __builtin_clzll(any | 1));
+    const int64_t whole_end = std::min(seen.end, seen.root + 64 - __builtin_clzll(any | 1));
+    const int64_t end = piece >= 0 ? std::min(whole_end, task.pieces->end(row, piece)) : whole_end;
+    if (piece >= 0) first = std::max(first, task.pieces->begin(piece));
 
     configure_columns(each);
     written();
@@ -264,7 +239,7 @@ inline void attend(const Attending& task, int64_t row, int64_t head, int64_t hea
         score_floats(of, op.narrow ? made.keys(turn) : cached.at(position), line, dim, each, asked_each, out, row);
     };
     const Coming coming(op, heads, head, kv_heads, dim);
-    const bool fetched = (end - begin) * coming.token > SECOND / 2;
+    const bool fetched = coming.worthwhile(op.narrow, whole_end);
     int64_t slot = 0;
     if (begin < end) score(all[0], begin, 0, scores[0]);
     for (int64_t position = begin, turn = 0; position < end; position += TILE, turn ^= 1) {
@@ -273,24 +248,24 @@ inline void attend(const Attending& task, int64_t row, int64_t head, int64_t hea
         const bool plain = position >= latest && position + high <= seen.root;
         for (int64_t t = 0; t < tiles; t++, slot ^= 1) {
             Columns& of = all[t];
+            if (position % PIECE == 0 && position > begin)
+                of.total(lanes, dim, [&](int64_t lane) { return apart(position, of.lengths[lane]); });
             // What tiles have stored just now would be waited for: the next scores are found first.
             if (t + 1 < tiles) score(all[t + 1], position, turn, scores[slot ^ 1]);
             else if (position + TILE < end) score(all[0], position + TILE, turn ^ 1, scores[slot ^ 1]);
-            __mmask16 masks[TILE] = {};
-            for (int64_t i = low; i < high; i++) {
-                if (plain) {
-                    masks[i] = 0xffff;
-                    continue;
-                }
-                for (int64_t c = 0; c < of.heads * of.count; c++) {
+            __mmask16 masks[TILE];
+            const bool all_by_all = plain && low == 0 && high == TILE;
+            for (int64_t i = 0; !all_by_all && i < TILE; i++) {
+                const bool within = i >= low && i < high;
+                masks[i] = within && plain ? 0xffff : 0;
+                for (int64_t c = 0; within && !plain && c < of.heads * of.count; c++) {
                     const int64_t beyond = position + i - seen.root;
                     const bool sees = beyond < 0 ? position + i >= of.firsts[c] : of.bits[c] >> beyond & 1;
                     masks[i] |= static_cast<__mmask16>(sees << c);
                 }
             }
-            const __mmask16* seen_by = plain && low == 0 && high == TILE ? nullptr : masks;
             float* found = scores[slot];
-            weigh_all(of, found, seen_by, lanes, dim, made, scales, turn, op.narrow);
+            weigh_all(of, found, all_by_all ? nullptr : masks, lanes, dim, made, scales, turn, op.narrow);
             const auto add = [&](const auto* values, int64_t line) {
                 for (int64_t h = 0; h < of.heads; h++)
                     all_values(values + low * line + (of.head + h) * dim, line, high - low, found + low * lanes + h * of.count,
@@ -306,31 +281,49 @@ inline void attend(const Attending& task, int64_t row, int64_t head, int64_t hea
         }
     }
 
-    for (const Columns& of : all)
+    for (Columns& of : all) {
+        if (piece < 0) of.total(lanes, dim, [](int64_t) { return true; });
         for (int64_t h = 0; h < of.heads; h++)
             for (int64_t c = 0; c < of.count; c++) {
                 const int64_t query = (of.column + c) / group, lane = h * of.count + c;
-                bf16* out = static_cast<bf16*>(op.out) + (seen.first + query) * op.stride_out +
-                            ((head + of.head + h) * group + (of.column + c) % group) * dim;
-                const float* sums = of.sums + h * sums_each + c * dim;
-                const __m512 scale = _mm512_set1_ps(1 / of.whole[lane]);
-                for (int64_t d = 0; d < dim; d += TILE) store(out + d, _mm512_mul_ps(_mm512_load_ps(sums + d), scale));
+                const int64_t asking = (head + of.head + h) * group + (of.column + c) % group;
+                const int64_t at = h * sums_each + c * dim;
+                if (piece >= 0) {
+                    task.pieces->keep(row, piece, asking, {of.sums + at, of.whole[lane], of.power[lane]});
+                } else {
+                    bf16* out = static_cast<bf16*>(op.out) + (seen.first + query) * op.stride_out + asking * dim;
+                    settle({of.totals + at, of.total_whole[lane], of.total_power[lane]}, dim, out);
+                }
             }
+    }
 }
 
-// A chunk is a row, or, of few rows, some kv heads of a row.
+// A chunk is a row, or, of few rows, some kv heads of a row, or a piece of a row.
 inline void attend_chunk(void* context, int64_t chunk, int thread) {
     const Attending& task = *static_cast<const Attending*>(context);
+    if (task.pieces) {
+        const auto [row, piece] = task.pieces->of(chunk);
+        return attend(task, row, piece, 0, task.op->i2, thread);
+    }
     const int64_t heads = task.op->i2 / task.split;
-    attend(task, chunk / task.split, chunk % task.split * heads, heads, thread);
+    attend(task, chunk / task.split, -1, chunk % task.split * heads, heads, thread);
 }
 
+// Few rows are shared by kv heads; but where one's numbers are a line or two of memory, and lines come two at a time, by pieces.
 inline void attention(Team& team, std::vector<Scratch<float>>& spaces, const Op& op, const Step& step) {
-    int64_t split = 1;
-    const int64_t sequences = step.sequences - step.prompts;
-    while (sequences * split < 2 * team.size() && op.i2 % (2 * split) == 0) split *= 2;
-    Attending task = {&op, &step, &spaces, split};
-    team.each(sequences * split, attend_chunk, &task);
+    Attending task = {&op, &step, &spaces};
+    const int64_t sequences = step.sequences - step.prompts, wanted = 2 * team.size();
+    while (sequences * task.split < wanted && op.i2 % (2 * task.split) == 0) task.split *= 2;
+    const int64_t bytes = op.i2 / task.split * op.i0 * static_cast<int64_t>(op.narrow ? 1 : sizeof(bf16));
+    if (sequences >= wanted || bytes >= THIN) return team.each(sequences * task.split, attend_chunk, &task);
+    static thread_local Scratch<float> memory;
+    Pieces pieces(op, step, sequences, memory);
+    if (pieces.count() < std::min(wanted, 4 * sequences * task.split)) return team.each(sequences * task.split, attend_chunk, &task);
+    task.pieces = &pieces;
+    team.each(pieces.count(), attend_chunk, &task);
+    for (int64_t row = 0; row < sequences; row++)
+        for (int64_t asking = 0; asking < op.i1; asking++)
+            settle(pieces.all(row, asking), op.i0, static_cast<bf16*>(op.out) + Seen(step, row).first * op.stride_out + asking * op.i0);
 }
 
 }  // namespace troupe

@@ -2,7 +2,7 @@
 // tokens share a vector; else each token has its own. Either way a column's weights are the same bits.
 #pragma once
 #include "narrow.h"
-#include "tiles.h"
+#include "pieces.h"
 
 namespace troupe {
 
@@ -22,12 +22,32 @@ struct Columns {
     alignas(64) float whole[TILE] = {};    // sums of weights
     alignas(64) float power[TILE];         // the powers of two to which weights and sums are relative
     alignas(64) float factors[TILE] = {};  // of scores
+    float* totals;           // as `sums`, of the pieces before
+    float total_whole[TILE] = {}, total_power[TILE];
     uint64_t bits[TILE] = {};
-    int64_t firsts[TILE];
+    int64_t firsts[TILE], lengths[TILE];
+
+    // Adds sums to totals, of columns for which `asked`(lane), and begins anew.
+    template <class Asked>
+    void total(int64_t lanes, int64_t dim, const Asked& asked);
 };
 
 // Columns whose sums are kept for `columns`: as many, or a multiple of four.
 inline int64_t padded(int64_t columns) { return columns <= 4 ? columns : (columns + 3) / 4 * 4; }
+
+template <class Asked>
+void Columns::total(int64_t lanes, int64_t dim, const Asked& asked) {
+    for (int64_t lane = 0; lane < heads * count; lane++) {
+        if (!asked(lane)) continue;
+        const int64_t at = (lane / count * padded(count) + lane % count) * dim;
+        Partial found = {totals + at, total_whole[lane], total_power[lane]};
+        found.add({sums + at, whole[lane], power[lane]}, dim);
+        total_whole[lane] = found.whole, total_power[lane] = found.power;
+        std::memset(sums + at, 0, dim * sizeof(float));
+        whole[lane] = 0;
+        for (int64_t i = lane; i < TILE; i += lanes) power[i] = UNSEEN;
+    }
+}
 
 // What scores, besides their factors, and weights of tokens are multiplied by.
 class ScalesOf {

@@ -23,6 +23,7 @@ LIMITS = {"bfloat16": 4e-3, "int8": 0.015, "fp8_e4m3": 0.05, "fp8_e5m2": 0.1}
 
 SHAPES = {
     "decodes": {"decodes": (3, 200, 47, 0)},
+    "long": {"decodes": (900,)},
     "mixed": {"decodes": (3, 200), "drafts": ((31, 5), (120, 9)), "prefills": ((0, 12), (40, 30))},
     "drafting": {"drafts": ((45, 9), (16, 9), (0, 9)), "drafted": 5},
 }
