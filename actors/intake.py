@@ -299,7 +299,7 @@ class Intake:
         elif isinstance(buffer.error, RequestTimeout):
             request.timeline.mark("deadline", now)
         self.door.leave(request.ticket, now)
-        self._count(request, now, reader_left=reader_left)
+        self._count(request, reader_left=reader_left)
         if not self._requests:
             self.idle.set()
 
@@ -341,7 +341,7 @@ class Intake:
             request.buffer.fail(copy.copy(error))
         self._stop(unfinished)
 
-    def _count(self, request: _Request, now: float, *, reader_left: bool) -> None:
+    def _count(self, request: _Request, *, reader_left: bool) -> None:
         """The end of a request, in its timeline."""
         buffer = request.buffer
         if reader_left or isinstance(buffer.error, RequestAborted):

@@ -15,8 +15,6 @@ from tokenizers import Tokenizer
 
 __all__ = ["TokenPieces", "TokenTexts"]
 
-_MARK = "\u2581"  # SentencePiece's visible space
-
 
 def _byte_alphabet() -> dict[str, int]:
     """The character that stands for each byte in byte-level BPE: itself where it is printable, else 256 and up."""

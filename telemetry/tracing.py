@@ -6,6 +6,7 @@
         prefill -> forward                         a span a chunk; `forward` comes from the worker's process
         decode, detokenize, stream
 
+At level 0 nothing new is traced, at level 1 what stands above.
 At level 2 each step has a trace of its own, linked to its requests: a step has many, so it cannot be the child of one.
 Beside its ``forward`` stand ``spec_draft`` and ``spec_verify`` where it verified guesses.
 At level 3 the handlers of actors have spans too. Names follow OpenTelemetry's GenAI conventions; attributes that these
@@ -45,10 +46,7 @@ from telemetry.worker_spans import WorkerSpan
 if TYPE_CHECKING:
     from telemetry.trace_export import TraceExport
 
-__all__ = ["LEVELS", "ServerSpan", "Tracing"]
-
-LEVELS = range(4)
-"""0: nothing new is traced. 1: requests and their hops. 2: and steps. 3: and the handlers of actors."""
+__all__ = ["ServerSpan", "Tracing"]
 
 PROVIDER = "troupe"
 

@@ -55,10 +55,6 @@ class ActorContext(Generic[P]):
             raise UnknownMessage(self.name, Terminated.__name__)
         ref._cell.add_watcher(self._incarnation)
 
-    def unwatch(self, ref: ActorRef[Any]) -> None:
-        """No longer be told of the end of the actor behind `ref`."""
-        ref._cell.watchers.discard(self._incarnation)
-
     def start_soon(
         self, function: Callable[..., Coroutine[Any, Any, object]], *args: object, name: str | None = None
     ) -> None:

@@ -14,10 +14,8 @@ from kernels.cuda.launch import overlapping
 from kernels.platforms.operators import Acceptance
 from kernels.speculative.tree import DraftTree
 
-__all__ = ["ROW", "accept", "bring"]
+__all__ = ["accept", "bring"]
 
-ROW = 4
-"""Numbers of a row that verified: its slot, its root's position, its nodes that were run, and the first of them."""
 _COPIED = 2048
 
 
@@ -37,7 +35,6 @@ def _accept(
     nodes_stride,
     parents_stride,
     table_stride,
-    width: tl.constexpr,
     block: tl.constexpr,
     depth: tl.constexpr,
     forced: tl.constexpr,
@@ -126,7 +123,6 @@ def accept(
         nodes.stride(0),
         parents.stride(0),
         table.stride(0),
-        width,
         triton.next_power_of_2(width),
         depth,
         forced > 0,

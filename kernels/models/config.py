@@ -134,11 +134,6 @@ class ModelConfig:
     dtype: str | None  # as stored; None when config.json does not say
     experts: ExpertsConfig | None = None
 
-    @property
-    def cache_elements_per_token(self) -> int:
-        """Elements of keys and values that one token takes over all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim
-
 
 def read_config(model_path: str | Path, overrides: str = "{}", quantized: bool = False) -> ModelConfig:
     """Parse ``model_path/config.json`` with the JSON object ``overrides`` merged over it.

@@ -80,11 +80,6 @@ class QuantizedWeight(ABC):
     def join(self, others: Sequence[QuantizedWeight]) -> Self | None:
         """This and others after it along their outputs, where one weight of this kind can be all of them."""
 
-    @property
-    def prepares(self) -> bool:
-        """Whether inputs are changed before any kernel sees them: clipped, or rounded for what stays in 4 bits."""
-        return self.clip is not None
-
     def constant(self) -> Tensor | None:
         """What is added to every product with a rounded token, f32 [outputs], where something is."""
         return None
@@ -171,10 +166,6 @@ class GroupedWeight(QuantizedWeight):
     @property
     def shape(self) -> tuple[int, int]:
         return self.values.shape[0], self.values.shape[1] * 8 // self.bits
-
-    @property
-    def prepares(self) -> bool:
-        return self.clip is not None or self.activation is not None
 
     def unpacked(self) -> Tensor:
         """The whole numbers, uint8 [outputs, inputs], in the order they are kept."""

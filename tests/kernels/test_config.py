@@ -23,7 +23,6 @@ def test_defaults():
     assert config.rope == RopeConfig(theta=10000.0)
     assert not any((config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm, config.tied_embeddings))
     assert config.windows == (0, 0, 0, 0)
-    assert config.cache_elements_per_token == 2 * 4 * 64
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])

@@ -185,7 +185,7 @@ PAGE_BYTES = 2 * 2 * 64 * 2 * 16
 
 def pages(free, weights=0, total=1 << 40, default_tokens=0, **config):
     config = RunnerConfig("", **config)
-    token = 2 * MODEL.cache_elements_per_token
+    token = 2 * 2 * MODEL.layers * MODEL.kv_heads * MODEL.head_dim  # bytes of keys and values in bfloat16
     return cache_pages(config, token, 4096, weights, Memory(total, free), 0.25, default_tokens)
 
 
