@@ -33,6 +33,8 @@ PROBING = 0.005
 DEBT, SAVINGS = 4.0, 64.0
 """Plain steps of time that may be lost and not yet made up for, as many of them before anything was gained; and that
 may be lost of what was gained before."""
+LENT = 1.0
+"""The same at first of a batch size whose costs are taken to be like another's."""
 REFRESH = 32
 """Steps with guesses before one without, which tells whether a plain one costs less now; not whether it costs more, for
 it still sees to what guesses left behind."""
@@ -91,17 +93,24 @@ class Track:
 
 
 class _Cost:
-    """Seconds of a step, at batch sizes of one power of two."""
+    """Seconds of a step, at batch sizes of one power of two. ``like``: another size that guesses were made at; without
+    it a few steps try what guesses cost."""
 
-    __slots__ = ("credit", "deepest", "guesses", "paused", "per_level", "per_node", "plain", "seen", "start", "trials")
+    __slots__ = (
+        "credit", "deepest", "guesses", "paused", "per_level", "per_node", "plain", "seen", "shares", "start", "trials",
+    )  # fmt: skip
 
-    def __init__(self) -> None:
+    def __init__(self, like: _Cost | None = None) -> None:
         self.seen = 0  # plain steps
         self.guesses = 0  # steps with guesses
         self.trials = 0  # times that guesses were asked for whatever they cost: not all are timed, nor all made
         self.deepest = 0  # levels of the deepest of these
         self.paused = True  # whether the last step was plain
         self.credit = DEBT  # plain steps of time that may be lost
+        self.shares = GUESSED  # start, level and node in plain steps, before any was timed
+        if like is not None:
+            self.trials, self.credit = TRIALS, LENT
+            self.shares = (like.start / like.plain, like.per_level / like.plain, like.per_node / like.plain)
         self.plain = self.start = self.per_level = self.per_node = 0.0
 
     def learn(self, levels: int, nodes: int, seconds: float, weight: float) -> None:
@@ -110,7 +119,7 @@ class _Cost:
             self.seen += 1
             if self.seen <= TRIALS and not self.guesses:  # what runs for the first time is slow
                 self.plain = min(seconds, self.plain or seconds)
-                self.start, self.per_level, self.per_node = (share * self.plain for share in GUESSED)
+                self.start, self.per_level, self.per_node = (share * self.plain for share in self.shares)
             if paused or self.seen <= TRIALS or seconds < self.plain:
                 self.plain += _believed(seconds - self.plain, self.plain, weight)
         elif self.seen:
@@ -233,7 +242,7 @@ class AdaptiveSteps:
             cost.trials += 1
         self._guessing = self._guessing + 1 if any(chosen) else 0
         self._idle = None if any(chosen) else cost
-        if all(chosen) and not trial and cost.guesses >= KNOWN:
+        if all(chosen) and not (trial or probed) and cost.guesses >= KNOWN:
             self._plan, self._served, self._interval = (cost, list(tracks), chosen), 0, SOONEST
         if not fixed:
             self._rest = min(LONGEST, *(1 if track.eager else track.interval for track in tracks))
@@ -307,7 +316,9 @@ class AdaptiveSteps:
         size = rows.bit_length()
         found = self._costs.get(size)
         if found is None:
-            found = self._costs[size] = _Cost()
+            known = [other for other, cost in self._costs.items() if cost.guesses >= TRIALS]
+            near = min(known, key=lambda other: abs(other - size), default=None)
+            found = self._costs[size] = _Cost(None if near is None else self._costs[near])
         return found
 
     def interrupted(self) -> None:

@@ -1,5 +1,6 @@
 """The adaptive number of guesses, in a world where every step's cost and every guess's chance are known."""
 
+import itertools
 import random
 
 import msgspec
@@ -88,6 +89,28 @@ def test_a_batch_of_both_kinds_guesses_for_those_it_pays_for() -> None:
     late = world.levels[200:]
     assert sum(levels[0] for levels in late) > 2 * len(late)
     assert sum(levels[1] for levels in late) < 0.1 * len(late)
+
+
+def test_a_batch_size_that_is_new_is_taken_to_be_like_another() -> None:
+    """The last requests of a batch end one after the other: none of these sizes is worth steps that try it."""
+    policy = chain()
+    World(policy, [0.3] * 4, node=0.1).run(100)
+    few = World(policy, [0.3] * 2, node=0.1)
+    few.run(20)
+    assert sum(map(any, few.levels)) <= 1
+    unlike = World(chain(), [0.3] * 2, node=0.1)
+    unlike.run(20)
+    assert sum(map(any, unlike.levels)) > 2
+    right = World(policy, [0.9])
+    assert right.run(300) > 1.5
+
+
+def test_a_probe_is_not_made_again_before_its_outcome_counts() -> None:
+    world = World(chain(), [0.0])
+    world.run(1000)
+    made = [step for step, levels in enumerate(world.levels) if any(levels) and step > 50]
+    assert len(made) > 1
+    assert all(after - step > 1 for step, after in itertools.pairwise(made))
 
 
 def test_costs_are_learnt_for_each_batch_size() -> None:

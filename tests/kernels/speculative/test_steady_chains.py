@@ -74,6 +74,21 @@ def test_chains_change_nothing(algorithm, sampling, drive, said):
     assert drafted.mean() > 0.5  # a draft that sees the wrong tokens guesses none
 
 
+def test_decodes_beside_prompts_guess_in_the_next_step(drive):
+    driver, rows = guessing(drive, "EAGLE")
+    driver.admit(1, ASKED[0])
+    driver.step([(1, driver.pending(1))])
+    driver.admit(2, ASKED[1])
+    beside = driver.step([(1, 1), (2, driver.pending(2))], {1: 3})
+    assert ints(beside.accepted) == [1, 1]
+    assert not beside.drafted
+    assert not rows
+    assert ints(driver.step([(1, 1), (2, 1)], {1: 3, 2: 3}).drafted) == [3, 3]
+    said = truth(drive, MODEL_DIR, ASKED[:2], GREEDY[:2], 60, **OPTIONS)[0]
+    for slot in (1, 2):
+        assert driver.tokens[slot] == said[slot - 1][: len(driver.tokens[slot])]
+
+
 @pytest.mark.parametrize("algorithm", ["DFLASH", "EAGLE3", "STANDALONE", "NGRAM"])
 def test_steps_without_guesses_cost_what_they_cost_others_and_are_seen_later(algorithm, drive, monkeypatch):
     """More of them than wait to be seen, for two requests that begin and pause apart; then guesses are right again."""
