@@ -16,6 +16,7 @@ from kernels.step import Admission
 __all__ = ["SlotError", "SlotTable"]
 
 _NO_TARGET = 1 << 62
+_STOPS = 8
 
 SLACK = 2
 """Positions a sequence may run past its context: steps that were sent before its end was known."""
@@ -64,6 +65,9 @@ class SlotTable:
         self.longest = longest
         self._targets: Longs = np.full(max_slots, _NO_TARGET, dtype=np.int64)
         self._stops: dict[int, tuple[frozenset[int], int]] = {}  # what ends a sequence, and from which position on
+        # The first few of them, where drafts are made: behind one no guess is of use.
+        self._stop_ids: Ints = np.full((max_slots, _STOPS), -1, dtype=np.int32)
+        self._stops_from: Longs = np.zeros(max_slots, dtype=np.int64)
         self._searched: Longs = np.zeros(max_slots, dtype=np.int64)  # positions where it was looked for
         self._stopped = np.zeros(max_slots, dtype=bool)
         self.pages: Ints = np.zeros((max_slots, -(-(longest + guesses) // page_size)), dtype=np.int32)
@@ -74,7 +78,15 @@ class SlotTable:
         """All of this that decodes need, where the device is the host."""
         assert self.here is not None
         return TokenTable(
-            self.here, self.known, self.computed, self._targets, self.pages, self.page_count, self.page_size
+            self.here,
+            self.known,
+            self.computed,
+            self._targets,
+            self.pages,
+            self.page_count,
+            self.page_size,
+            self._stop_ids,
+            self._stops_from,
         )
 
     @property
@@ -93,6 +105,7 @@ class SlotTable:
         self.known[slot] = self.computed[slot] = self.page_count[slot] = 0
         self._targets[slot], self._stopped[slot] = _NO_TARGET, False
         self._stops.pop(slot, None)
+        self._stop_ids[slot] = -1
 
     def admit(self, admission: Admission) -> None:
         """A request takes a slot. Raises SlotError; the slot is then free."""
@@ -124,10 +137,10 @@ class SlotTable:
         self._targets[slot] = admission.target or _NO_TARGET
         self._searched[slot] = len(tokens)
         if admission.stop_ids:
-            self._stops[slot] = (
-                frozenset(admission.stop_ids),
-                admission.prompt_length + admission.sampling.min_tokens,
-            )
+            first = admission.prompt_length + admission.sampling.min_tokens
+            self._stops[slot], self._stops_from[slot] = (frozenset(admission.stop_ids), first), first
+            some = admission.stop_ids[:_STOPS]
+            self._stop_ids[slot, : len(some)] = some
         try:
             self.grant(slot, pages)
         except SlotError:

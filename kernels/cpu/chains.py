@@ -34,6 +34,9 @@ def described(table: TokenTable) -> Table:
         table.pages.ctypes.data,
         table.pages.shape[1],
         table.page_size,
+        table.stops.ctypes.data,
+        table.stops.shape[1],
+        table.stops_from.ctypes.data,
     )
 
 

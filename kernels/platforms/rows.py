@@ -69,3 +69,5 @@ class TokenTable:
     pages: npt.NDArray[np.int32]  # [slots, columns]
     page_count: npt.NDArray[np.int64]  # [slots]
     page_size: int
+    stops: npt.NDArray[np.int32]  # [slots, n], ids of tokens that end a sequence, and -1 where there are no more,
+    stops_from: npt.NDArray[np.int64]  # [slots], from this position on

@@ -108,9 +108,11 @@ void observe(const Running& running, StepMemory& memory, const Ops& ops, const S
     leave(rows, seen, memory);
 }
 
+// Guesses are made in up to `steps` levels, `found` [levels, rows], of which `lengths` of each row are of use: none from one on
+// that ends the sequence.
 template <class Running>
-void guess(const Running& running, StepMemory& memory, const Chain& chain, const Behind& behind, int64_t steps,
-           int64_t* found) {
+void guess(const Running& running, StepMemory& memory, const Chain& chain, const SlotTable& table, const Behind& behind,
+           int64_t steps, int64_t* found, int64_t* lengths) {
     const int64_t rows = behind.rows, size = behind.page_size;
     memory.ids.assign(rows, 0), memory.positions.resize(rows), memory.index.resize(rows), memory.lengths.resize(rows);
     for (int64_t row = 0; row < rows; row++) {
@@ -122,7 +124,9 @@ void guess(const Running& running, StepMemory& memory, const Chain& chain, const
     step.rows = step.sequences = step.decodes = rows;
     step.ids = memory.ids.data(), step.positions = memory.positions.data(), step.index = memory.index.data();
     step.pages = behind.pages, step.pages_stride = behind.columns, step.lengths = memory.lengths.data();
-    for (int64_t level = 0; level < steps; level++, found += rows) {
+    std::fill_n(lengths, rows, steps);
+    int64_t open = rows;
+    for (int64_t level = 0; level < steps && open; level++, found += rows) {
         const bool then = level > 0;
         for (int64_t row = 0; row < rows; row++) {
             const int64_t position = behind.starts[row] + std::max<int64_t>(level - 1, 0);
@@ -139,6 +143,8 @@ void guess(const Running& running, StepMemory& memory, const Chain& chain, const
         for (int64_t row = 0; row < rows; row++) {
             found[row] = chain.stands_for ? chain.stands_for[chosen[row]] : chosen[row];
             memory.ids[row] = static_cast<int32_t>(found[row]);
+            if (lengths[row] == steps && table.ends(behind.slots[row], behind.roots[row] + 1 + level, found[row]))
+                lengths[row] = level, open--;
         }
     }
 }

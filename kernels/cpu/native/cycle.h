@@ -94,14 +94,14 @@ Advanced cycle(const Running& running, StepMemory& memory, const Cycle& cycle, c
         if (how) drawing[then] = *chain.draws[then], drawing[then].b = draws.data();
         chain.draws[then] = how ? &drawing[then] : nullptr;
     }
-    std::vector<int64_t> guessed(steps * some);
-    guess(running, memory, chain, behind, steps, guessed.data());
+    std::vector<int64_t> guessed(steps * some), lengths(some);
+    guess(running, memory, chain, table, behind, steps, guessed.data(), lengths.data());
     found.drafted_at = seconds();
 
     const int64_t stride = steps + 1;
     std::vector<int64_t> counts(rows, 1), tokens(rows * stride);
     for (int64_t i = 0; i < some; i++) {
-        counts[chosen[i]] = std::min(limits[chosen[i]], steps) + 1;
+        counts[chosen[i]] = std::min(limits[chosen[i]], lengths[i]) + 1;
         for (int64_t level = 0; level < steps; level++) tokens[chosen[i] * stride + 1 + level] = guessed[level * some + i];
     }
     for (int64_t row = 0; row < rows; row++) tokens[row * stride] = table.tokens[slots[row] * table.tokens_stride + found.roots[row]];

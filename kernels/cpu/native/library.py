@@ -106,6 +106,9 @@ class Table(ctypes.Structure):
         ("pages", ctypes.c_void_p),
         ("columns", ctypes.c_int64),
         ("page_size", ctypes.c_int64),
+        ("stops", ctypes.c_void_p),
+        ("most_stops", ctypes.c_int64),
+        ("stops_from", ctypes.c_void_p),
     )
 
 

@@ -220,6 +220,29 @@ def test_nothing_is_run_behind_the_end(algorithm, drive):
     assert len(rows) == seen
 
 
+def test_a_chain_of_guesses_ends_before_what_ends_its_sequence(drive):
+    driver, rows = guessing(drive, "EAGLE")
+    prompt, ends = ASKED[0], []
+    driver.admit(1, prompt)
+    said = driver.generate(1, len(prompt) + 12)[len(prompt) :]
+    driver.release(1)
+    for place in (place for place in range(1, 12) if said[place] not in said[:place]):
+        driver.admit(1, prompt)
+        ending(driver, stop_ids=(4095, said[place]))
+        driver.step([(1, len(prompt))])
+        while said[place] not in driver.tokens[1][len(prompt) :]:
+            driver.step([(1, 1)], {1: 7})
+        ends.append(driver.tokens[1][len(prompt) :] == said[: place + 1])
+        driver.release(1)
+    assert rows
+    assert len(ends) > 3
+    assert all(ends)
+    driver.admit(1, prompt, sampling=SlotSampling(temperature=0.0, min_tokens=12, stop_ids=()))
+    ending(driver, stop_ids=tuple(said))  # too early to be one
+    driver.step([(1, len(prompt))])
+    assert max(ints(driver.step([(1, 1)], {1: 7}).drafted)[0] for _ in range(2)) == 7
+
+
 @pytest.mark.parametrize("how", [{"logprobs": 0}, {"temperature": 0.7, "repetition_penalty": 1.2}])
 def test_rows_whose_logits_are_edited_or_told_are_not_theirs(how, drive):
     driver, rows = guessing(drive, "DFLASH")
