@@ -47,9 +47,10 @@ def resolve_model_path(
         raise ModelPathError(
             f"{argument} {model} is a file. Give the directory that holds config.json, or a .gguf file."
         )
-    if path.is_absolute() or model.startswith(".") or model.count("/") != 1:
+    if path.is_absolute() or model.startswith(".") or model.count("/") != 1 or path.suffix.lower() == ".gguf":
         raise ModelPathError(
-            f"{argument} {model} does not exist. Give a directory with config.json, or a hub id such as owner/name."
+            f"{argument} {model} does not exist. Give a directory with config.json, a .gguf file, or a hub id such as "
+            "owner/name."
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -113,7 +114,10 @@ class ModelFiles:
         file = (base or self.path) / name
         if not file.is_file():
             if required:
-                raise ModelPathError(f"{file} is missing: a model directory in Hugging Face's layout has one.")
+                raise ModelPathError(
+                    f"{file} is missing: a model directory in Hugging Face's layout has one. Give such a directory, or a "
+                    ".gguf file."
+                )
             return {}
         try:
             return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])

@@ -196,7 +196,8 @@ class Argument(msgspec.Struct, frozen=True, kw_only=True):
         if not self.choices:
             return text
         lowered = text.strip().lower()
-        return self.synonyms.get(lowered, lowered)
+        known = lowered in self.choices or lowered in self.unbuilt_choices
+        return self.synonyms.get(lowered, lowered if known else text)
 
     def _json(self, text: str) -> object:
         if len(text) > MAX_TEXT:

@@ -64,7 +64,8 @@ SCHEDULING_ARGUMENTS: tuple[Argument, ...] = (
         maximum=1_048_576,
         group="Memory and scheduling",
         metavar="N",
-        help="The most requests that wait; the next is refused with status 429.",
+        help="The most sequences that wait, one for each choice of a request; the next request is refused with status "
+        "429.",
     ),
     Argument(
         name="max-queued-tokens",

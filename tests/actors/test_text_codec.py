@@ -56,8 +56,9 @@ def test_overrides_and_generation_config(tiny_model: Path) -> None:
 
 
 def test_paths_that_are_no_model(tmp_path: Path) -> None:
-    with pytest.raises(ModelPathError, match="does not exist"):
-        resolve_model_path(str(tmp_path / "nothing"))
+    for nothing in (str(tmp_path / "nothing"), "models/nothing.gguf"):  # no name of a repository
+        with pytest.raises(ModelPathError, match=r"does not exist.*\.gguf file"):
+            resolve_model_path(nothing)
     with pytest.raises(ModelPathError, match=r"config\.json"):
         ModelFiles(tmp_path)
     (tmp_path / "config.json").write_text("[1]")

@@ -120,7 +120,7 @@ def test_special_values_outside_the_bounds() -> None:
         ({"port": 1.5}, "an integer"),
         ({"stream_output": "maybe"}, "true or false"),
         ({"stream_output": 2}, "true or false"),
-        ({"schedule_policy": "best"}, "lpm or fcfs"),
+        ({"schedule_policy": "Best"}, "lpm or fcfs, not 'Best'"),
         ({"schedule_policy": ["lpm"]}, "lpm or fcfs"),
         ({"json_model_override_args": "{"}, "JSON object"),
         ({"json_model_override_args": "[1]"}, "JSON object"),
