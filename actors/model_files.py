@@ -115,8 +115,8 @@ class ModelFiles:
         if not file.is_file():
             if required:
                 raise ModelPathError(
-                    f"{file} is missing: a model directory in Hugging Face's layout has one. Give such a directory, or a "
-                    ".gguf file."
+                    f"{file} is missing: a model directory in Hugging Face's layout has one. Give such a directory, or "
+                    "a .gguf file."
                 )
             return {}
         try:
