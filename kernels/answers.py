@@ -51,7 +51,8 @@ class Answer:
     ``places`` int64 [sampled]: where a row verified guesses, the level of each of its entries; as many of them count as
     ``outcome`` int64 [rows verified, 2 ..] says first, which is less than 0 in a row that is not finite; the second is
     the level that was to be reached. ``verified_rows`` int64 [rows verified], ``guesses`` int64 of each.
-    ``likeliest`` int32 [sampled]: in place of ``sampled``, tokens, and -1 in a row that is not finite.
+    ``likeliest`` int32 [sampled]: in place of ``sampled``, tokens, and -1 in a row that is not finite; they are wanted
+    of the rows that ``sampling`` bool [sampled] says.
     ``chunk_rows`` int64 [chunks]: rows that sampled nothing; ``chunks_broken`` bool [chunks]: which are not finite.
     """
 
@@ -64,6 +65,7 @@ class Answer:
     chunk_rows: npt.NDArray[np.int64] | None = None
     chunks_broken: Tensor | None = None
     likeliest: Tensor | None = None
+    sampling: Bools | None = None
     places: npt.NDArray[np.int64] | None = None
     outcome: Tensor | None = None
     verified_rows: npt.NDArray[np.int64] | None = None
@@ -96,8 +98,9 @@ class Answer:
         if self.likeliest is not None and self.sampled_rows is not None:
             ids = next(host).numpy()
             broken += self._broken(self.sampled_rows[ids < 0])
-            accepted[self.sampled_rows[ids >= 0]] = 1
-            tokens = ids[ids >= 0].tobytes()
+            found = ids >= 0 if self.sampling is None else self.sampling & (ids >= 0)
+            accepted[self.sampled_rows[found]] = 1
+            tokens = ids[found].tobytes()
         if self.sampled is not None and self.sampled_rows is not None:
             ids = next(host).numpy().astype(np.int32)
             kept = ~next(host).numpy()

@@ -20,7 +20,8 @@ class CapturedSteps:
 
     ``decodes``: the model's part of steps of decodes. ``verifies``: the same of decodes that all have guesses.
     ``steady`` and ``chains``: all of such a step, where the device is the host; ``ends``: of one that runs prompts to
-    their ends. ``steps``: all of a step of decodes, whatever is sampled then; there are no ``decodes`` beside them.
+    their ends. ``steps``: all of a step of decodes, or of prompts too, whatever is sampled then; there are no ``decodes``
+    beside them.
     ``target``: what ``steady`` and ``chains`` both run where there are guesses.
     """
 
@@ -97,9 +98,9 @@ class CapturedSteps:
         loaded = self._loaded
         model, caches, slots = loaded.model, loaded.caches, loaded.slots
 
-        def forward(batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        def forward(batch: ForwardBatch, last: Tensor | None) -> tuple[Tensor, Tensor]:
             hidden = model.split(model.forward(batch, caches))[0]
-            return hidden, model.logits(hidden)
+            return hidden, model.logits(hidden if last is None else hidden.index_select(0, last))
 
         return loaded.platform.capture_steps(forward, slots.tokens, sorted(loaded.windows), rows, slots.pages.shape[1])
 

@@ -43,19 +43,20 @@ class StepOutputs:
         self._speculator = speculator
 
     def likeliest(self, step: StepRows, found: StepFound, answer: Answer) -> bool:
-        """Whether what a prepared step found is all that its rows want: each its likeliest next token."""
+        """Whether what a prepared step found is all that its rows want: each its likeliest next token, or none."""
         state = self._slots
-        grows = (step.starts + 1 == state.known[step.slots]).all()
-        if not grows or not self._sampler.plain(tuple(step.slots.tolist())):
+        grows = step.starts + step.counts == state.known[step.slots]
+        prompts = step.slots[step.decodes :] if grows.all() else step.slots
+        if (state.prompt_logprobs[prompts] >= 0).any() or not self._sampler.plain(tuple(step.slots.tolist())):
             return False
-        state.computed[step.slots] += 1
-        state.grew(step.slots)
-        answer.likeliest, answer.sampled_rows = found.likeliest, step.rows
+        state.computed[step.slots] += step.counts
+        state.grew(step.slots[grows])
+        answer.likeliest, answer.sampled_rows, answer.sampling = found.likeliest, step.rows, grows
         return True
 
     def rest(self, step: StepRows, found: StepFound, answer: Answer) -> None:
         """What rows of a prepared step want beside: see ``read``."""
-        self._slots.computed[step.slots] += 1
+        self._slots.computed[step.slots] += step.counts
         self._score_prompts(step, found.hidden, answer)
         self._test_chunks(step, found.hidden, answer)
         self._sample(step, found.hidden, answer, found.logits)
@@ -98,7 +99,8 @@ class StepOutputs:
             answer.chunk_rows, answer.chunks_broken = step.rows[short], ~last.isfinite().all(-1)
 
     def _sample(self, step: StepRows, hidden: Tensor, answer: Answer, logits: Tensor | None = None) -> None:
-        """Rows that reached their last known token get the next one. ``logits``: of ``hidden``, if they were made."""
+        """Rows that reached their last known token get the next one. ``logits``: of each row's last token, if they were
+        made."""
         state = self._slots
         reached = np.flatnonzero(step.starts + step.counts == state.known[step.slots])
         if not len(reached):
@@ -106,9 +108,9 @@ class StepOutputs:
         slots = step.slots[reached]
         lengths = state.known[slots]
         last = step.offsets[reached] + step.counts[reached] - 1
-        chosen = hidden if logits is None else logits
-        if len(reached) < len(hidden):
-            chosen = chosen.index_select(0, self._platform.put(last))
+        chosen, wanted = (hidden, last) if logits is None else (logits, reached)
+        if len(wanted) < len(chosen):
+            chosen = chosen.index_select(0, self._platform.put(wanted))
         at_slots, at = self._platform.put(slots), self._platform.put(lengths)
         sampled = self._sampler.sample(
             self._model.logits(chosen) if logits is None else chosen,

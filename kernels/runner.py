@@ -22,7 +22,7 @@ from kernels.loaded_model import Phases, load_model, open_model
 from kernels.parallel.group import Group, join_group
 from kernels.platforms.base import Fetched
 from kernels.platforms.prepared import Steps
-from kernels.platforms.rows import AttentionRows, StepTokens
+from kernels.platforms.rows import AttentionRows, PromptTokens, StepTokens
 from kernels.platforms.select import select_platform
 from kernels.prompt_ends import PromptEnds
 from kernels.rows import StepRows
@@ -169,7 +169,7 @@ class ModelRunner:
         if self._speculator is not None and batch.drafts:
             step = self._draft(self._speculator, step, batch, answer)
         writes = self._writes(step)
-        if self._captured.steps is not None and step.decodes == len(step.slots):
+        if self._captured.steps is not None:
             running = self._run_step(self._captured.steps, step, batch, writes, answer, begun)
             if running is not None:
                 return running
@@ -214,8 +214,12 @@ class ModelRunner:
         self, steps: Steps, step: StepRows, batch: StepBatch, writes: StepWrites, answer: Answer, begun: float
     ) -> RunningStep | None:
         """None when none that was prepared fits."""
-        grows = step.starts + 1 == self._slots.known[step.slots]
-        found = steps.run(StepTokens(step.slots, step.starts + 1, grows, writes.pages))
+        ends = step.starts + step.counts
+        grows, found = ends == self._slots.known[step.slots], None
+        if step.decodes == len(step.slots):
+            found = steps.run(StepTokens(step.slots, ends, grows, writes.pages))
+        elif steps.prompts is not None:
+            found = steps.prompts(PromptTokens(step.slots, step.starts, step.counts, grows, writes.pages, step.decodes))
         if found is None:
             return None
         self._unsettled.begin(writes)

@@ -221,7 +221,10 @@ class Sampler:
 
     def plain(self, slots: tuple[int, ...]) -> bool:
         """Whether all of them want the likeliest token and nothing else."""
-        return self._plan(slots).plain
+        plan, at = self._plans.get(slots), list(slots)
+        if plan is not None:
+            return plan.plain
+        return bool(self._slots.raced[at].all()) and not self._slots.temperature[at].any()
 
     def raced(self, slots: tuple[int, ...]) -> bool:
         """Whether nothing edits the logits of any of them, and no log-probabilities are wanted."""

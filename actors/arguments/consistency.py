@@ -129,6 +129,10 @@ def _devices(arguments: Arguments) -> Iterator[str]:
             yield "dist_init_addr needs tensor_parallel_size: one worker has nobody to find; leave it out"
     if arguments.cuda_graph_bs and arguments.cuda_graph_max_bs is not None:
         yield "cuda_graph_bs says all sizes; leave cuda_graph_max_bs out"
+    if arguments.piecewise_cuda_graph_tokens and arguments.piecewise_cuda_graph_max_tokens is not None:
+        yield "piecewise_cuda_graph_tokens says all sizes; leave piecewise_cuda_graph_max_tokens out"
+    if arguments.enable_piecewise_cuda_graph and arguments.disable_piecewise_cuda_graph:
+        yield "enable_piecewise_cuda_graph and disable_piecewise_cuda_graph say opposite things; leave one out"
     yield from _cache(arguments)
 
 

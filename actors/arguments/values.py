@@ -135,6 +135,10 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
     cuda_graph_bs: tuple[int, ...] | None = None
     cuda_graph_max_bs: int | None = None
     disable_cuda_graph_padding: bool = False
+    piecewise_cuda_graph_tokens: tuple[int, ...] | None = None
+    piecewise_cuda_graph_max_tokens: int | None = None
+    enable_piecewise_cuda_graph: bool = False
+    disable_piecewise_cuda_graph: bool = False
     quantization: (
         Literal["int8", "fp8", "unquant", "awq", "gptq", "auto-round", "compressed-tensors", "modelslim", "gguf"] | None
     ) = None

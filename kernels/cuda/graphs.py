@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -25,13 +26,17 @@ from kernels.cuda.verify import HEADER
 from kernels.platforms.rows import AttentionRows
 from kernels.speculative.tree import DraftTree, chain_bits
 
-__all__ = ["DecodeGraphs", "Put", "capture_each", "capture_guesses"]
+__all__ = ["DecodeGraphs", "Put", "capture_each", "capture_guesses", "launches_last"]
 
 _log = logging.getLogger("troupe.kernels.cuda")
+
+_TRIES = 2
+_BOUND = 0.7  # of a step's time, spent on launching
 
 Put = Callable[[npt.NDArray[np.generic]], Tensor]
 """How an array gets to the device."""
 Result = TypeVar("Result")
+Size = TypeVar("Size", int, tuple[int, int])
 
 
 class DecodeGraphs:
@@ -202,17 +207,22 @@ class DecodeGraphs:
 
 
 def capture_each(
-    sizes: Sequence[int], run: Callable[[int], Result], device: torch.device, agree: Callable[[bool], bool]
-) -> dict[int, tuple[Callable[[], None], Result]]:
+    sizes: Sequence[Size],
+    run: Callable[[Size], Result],
+    device: torch.device,
+    agree: Callable[[bool], bool],
+    kind: str = "decode of %s rows",
+) -> dict[Size, tuple[Callable[[], None], Result]]:
     """``run`` of each size as a graph, in one memory pool: what replays it, and what it returned, which is overwritten.
 
-    What cannot be captured runs without a graph, and the log says so. ``agree``: as ``DecodeGraphs`` says.
+    What cannot be captured runs without a graph, and the log says so. ``agree``: as ``DecodeGraphs`` says. ``kind``:
+    what is captured, in words.
     """
     if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
         _log.warning("CUDA_LAUNCH_BLOCKING=1 forbids graphs: decodes run without.")
         return {}
     pool = None
-    graphs: dict[int, tuple[Callable[[], None], Result]] = {}
+    graphs: dict[Size, tuple[Callable[[], None], Result]] = {}
     for size in sizes:
         graph = torch.cuda.CUDAGraph()
         failure: RuntimeError | None = None
@@ -224,23 +234,40 @@ def capture_each(
         except RuntimeError as error:
             failure = error
         if not agree(failure is None):
-            _explain(size, sorted(graphs), failure or RuntimeError("another rank could not"))
+            _explain(
+                kind % (size,), sorted(graphs), failure or RuntimeError("another rank, or the memory, is not for it")
+            )
             break
         pool = pool or graph.pool()
         graphs[size] = graph.replay, found
     return graphs
 
 
-def _explain(size: int, captured: list[int], error: RuntimeError) -> None:
+def _explain(step: str, captured: list[Size], error: RuntimeError) -> None:
     first: BaseException = error  # ending a capture that failed fails again: what came before it is the cause
     while first.__context__ is not None:
         first = first.__context__
     cause = str(first).strip().splitlines()[0] if str(first).strip() else type(first).__name__
-    left = f"graphs of {captured} rows are used" if captured else "all decodes run without a graph"
+    left = f"graphs of {captured} are used" if captured else "all of them run without a graph"
     hint = "--disable-cuda-graph silences this"
     if isinstance(first, torch.OutOfMemoryError):
         hint = "lower --mem-fraction-static or --cuda-graph-max-bs"
-    _log.warning("The decode of %d rows could not be captured into a graph (%s); %s. %s", size, cause, left, hint)
+    _log.warning("The %s could not be captured into a graph (%s); %s. %s", step, cause, left, hint)
+
+
+def launches_last(run: Callable[[], object], device: torch.device) -> bool:
+    """Whether the host takes about as long to launch ``run`` as the device to do it: then a graph of it pays. Measured,
+    as it is another matter on every machine."""
+    run()  # what is made at first use
+    shares = []
+    for _ in range(_TRIES):
+        torch.cuda.synchronize(device)
+        begun = time.perf_counter()
+        run()
+        launched = time.perf_counter()
+        torch.cuda.synchronize(device)
+        shares.append((launched - begun) / (time.perf_counter() - begun))
+    return max(shares) > _BOUND
 
 
 def capture_guesses(run: Callable[[], None], pool: Any, device: torch.device) -> tuple[Any, Callable[[], None] | None]:

@@ -23,10 +23,10 @@ from kernels.cuda.decode import split_count
 from kernels.cuda.graphs import Put, capture_each
 from kernels.cuda.launch import overlapping
 from kernels.cuda.sampling import likeliest
-from kernels.platforms.prepared import StepFound
+from kernels.platforms.prepared import StepForward, StepFound
 from kernels.platforms.rows import StepTokens
 
-__all__ = ["StepGraphs"]
+__all__ = ["StepGraphs", "enter", "leave"]
 
 _HEADER = 3
 """Numbers of a row before its pages: its slot, whether it grows, and its tokens in the cache."""
@@ -146,7 +146,7 @@ class StepGraphs:
 
     def __init__(
         self,
-        forward: Callable[[ForwardBatch], tuple[Tensor, Tensor]],
+        forward: StepForward,
         table: Tensor,
         windows: Sequence[int],
         sizes: Sequence[int],
@@ -190,7 +190,7 @@ class StepGraphs:
         enter(state, self._table, self._page_size, tokens, positions, index)
         decodes = DecodeRows(state[:, 2:], split_count(size, self._kv_heads, context))
         plans = {window: AttentionPlan(decodes, None, window) for window in self._windows}
-        hidden, logits = self._forward(ForwardBatch(tokens, positions, index, plans))
+        hidden, logits = self._forward(ForwardBatch(tokens, positions, index, plans), None)
         found = torch.empty(size, dtype=torch.int32, device=state.device)
         leave(state, self._table, *likeliest(logits), found)
         if self._logits is None:  # the largest step comes first

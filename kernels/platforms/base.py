@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels.batch import ForwardBatch
 from kernels.platforms.operators import Acceptance, Candidates, Cut, Draw, Greedy, Norm
-from kernels.platforms.prepared import Decodes, HostPass, Steps
+from kernels.platforms.prepared import Decodes, HostPass, StepForward, Steps
 from kernels.platforms.projections import Projections
 from kernels.platforms.rows import AttentionRows
 from kernels.quantization.cache import SCALE, LayerScales, narrow
@@ -140,16 +140,17 @@ class Platform(Projections):
 
     def capture_steps(
         self,
-        forward: Callable[[ForwardBatch], tuple[Tensor, Tensor]],
+        forward: StepForward,
         table: Tensor,
         windows: Sequence[int],
         max_rows: int,
         columns: int,
     ) -> Steps | None:
         """Prepare whole steps of decodes, from the tokens that the device knows to those that it finds, where it gains
-        by it: instead of ``capture_decodes``, for a model that one rank runs.
+        by it: instead of ``capture_decodes``, for a model that one rank runs. Steps with chunks of prompts too, where
+        it gains by these.
 
-        ``forward``: to hidden states and logits. ``table`` int32 [slots, positions]: tokens by slot; row 0 is nobody's.
+        ``table`` int32 [slots, positions]: tokens by slot; row 0 is nobody's.
         """
         return None
 

@@ -25,6 +25,7 @@ from kernels.cuda.heads import place_heads
 from kernels.cuda.moving import move_accepted, move_caches
 from kernels.cuda.narrow_cache import NarrowCache
 from kernels.cuda.norms import CudaNorm
+from kernels.cuda.prompts import PromptGraphs, prompt_sizes
 from kernels.cuda.sampling import likeliest
 from kernels.cuda.steps import StepGraphs
 from kernels.device_memory import device_memory, step_memory
@@ -32,8 +33,8 @@ from kernels.graph_sizes import graph_sizes
 from kernels.platforms.base import Fetched, Memory, PlatformError
 from kernels.platforms.cuda_layers import CudaLayers
 from kernels.platforms.operators import Acceptance, Norm
-from kernels.platforms.prepared import Decodes, Steps
-from kernels.platforms.rows import AttentionRows
+from kernels.platforms.prepared import Decodes, StepForward, StepFound, Steps
+from kernels.platforms.rows import AttentionRows, PromptTokens
 from kernels.quantization.cache import LayerScales, narrow
 from kernels.speculative.growing import Accepted, Growing, GrowthShape
 from kernels.speculative.tree import DraftTree, chain
@@ -45,6 +46,8 @@ __all__ = ["CudaPlatform"]
 _GIB = 1 << 30
 _DRAFTING_ROWS = 16
 """Rows for which graphs of drafts are captured however long these are; more keep the device busy without."""
+_PROMPT_TOKENS = 2048
+"""Of a step: with more the device takes long enough, whatever the model."""
 _PAGE_SIZES = (16, 32, 64, 128, 256)
 
 
@@ -95,6 +98,7 @@ class CudaPlatform(CudaLayers):
         self._scratch = DecodeScratch(self.device)
         self._begins: dict[tuple[int, ...], Tensor] = {}
         self._pool: Any = None  # memory of captured passes
+        self._step_bytes = 0  # what the largest step takes
 
     def bind_thread(self) -> None:
         torch.cuda.set_device(self.device)
@@ -111,7 +115,8 @@ class CudaPlatform(CudaLayers):
         return device_memory(self.device)
 
     def step_memory(self, step: Callable[[], None]) -> int:
-        return step_memory(self.device, step, tries=True)
+        self._step_bytes = step_memory(self.device, step, tries=True)
+        return self._step_bytes
 
     def dtype(self, requested: str, stored: str | None) -> torch.dtype:
         if requested == "auto":
@@ -315,7 +320,7 @@ class CudaPlatform(CudaLayers):
 
     def capture_steps(
         self,
-        forward: Callable[[ForwardBatch], tuple[Tensor, Tensor]],
+        forward: StepForward,
         table: Tensor,
         windows: Sequence[int],
         max_rows: int,
@@ -336,7 +341,37 @@ class CudaPlatform(CudaLayers):
             not config.disable_graph_padding,
             self.put,
         )
-        return Steps(tuple(graphs.sizes), graphs.run) if graphs.sizes else None
+        if not graphs.sizes:
+            return None
+        prompts = self._capture_prompts(forward, table, windows, min(max_rows, max(graphs.sizes)), columns)
+        return Steps(tuple(graphs.sizes), graphs.run, prompts)
+
+    def _capture_prompts(
+        self, forward: StepForward, table: Tensor, windows: Sequence[int], max_rows: int, columns: int
+    ) -> Callable[[PromptTokens], StepFound | None] | None:
+        config = self._config
+        if config.disable_prompt_graphs or config.disable_graph_padding:  # no two such steps have the same numbers
+            return None
+        most = min(config.max_step_tokens, config.graph_max_tokens or _PROMPT_TOKENS)
+        held, free = self._reserved(), self.memory().free
+        graphs = PromptGraphs(
+            forward,
+            table,
+            windows,
+            prompt_sizes(config.graph_tokens, most, max_rows),
+            self._kv_heads,
+            columns,
+            config.page_size,
+            not config.all_prompt_graphs,
+            lambda: free - (self._reserved() - held) >= self._step_bytes,
+            self.put,
+        )
+        return graphs.run if graphs.sizes else None
+
+    def _reserved(self) -> int:
+        """Bytes that the allocator holds, those that it could give back left out."""
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(self.device)
 
     def _graph_sizes(self, tokens: int, max_rows: int) -> list[int]:
         config = self._config

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.batch import ForwardBatch
 from kernels.platforms.operators import Draws
-from kernels.platforms.rows import DecodeTokens, StepTokens, TokenTable
+from kernels.platforms.rows import DecodeTokens, PromptTokens, StepTokens, TokenTable
 from kernels.speculative.tree import DraftTree
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "HostPass",
     "ObserveTokens",
     "ReachEnds",
+    "StepForward",
     "StepFound",
     "Steps",
     "Verify",
@@ -57,10 +58,15 @@ class Decodes:
     verify: Verify | None = None
 
 
+StepForward = Callable[[ForwardBatch, Tensor | None], tuple[Tensor, Tensor]]
+"""From a batch to hidden states [tokens, hidden] and the logits of its tokens ``last`` int64 [rows], or of all."""
+
+
 @dataclass(frozen=True)
 class StepFound:
-    """``hidden`` [rows, hidden] and ``logits`` [rows, vocab] of a step. ``likeliest`` int32 [rows]: the likeliest next
-    token of each, or -1 where its logits are not to be used; rows that grow have it, or 0, in the table of tokens.
+    """``hidden`` [tokens, hidden] of a step and ``logits`` [rows, vocab] of each row's last token. ``likeliest`` int32
+    [rows]: the likeliest next token of each, or -1 where its logits are not to be used; rows that grow have it, or 0,
+    in the table of tokens.
     """
 
     hidden: Tensor
@@ -72,11 +78,13 @@ class StepFound:
 class Steps:
     """Whole steps of decodes that were prepared beforehand. ``rows``: the numbers of rows they were prepared for.
 
-    ``run``: None when none that was prepared fits. What it gives is overwritten by the next call.
+    ``run``: None when none that was prepared fits. What it gives is overwritten by the next call. ``prompts``: the same
+    of steps with chunks of prompts; None where there are none.
     """
 
     rows: tuple[int, ...]
     run: Callable[[StepTokens], StepFound | None]
+    prompts: Callable[[PromptTokens], StepFound | None] | None = None
 
 
 Advance = Callable[[npt.NDArray[np.int64], Draws | None], bytes | None]

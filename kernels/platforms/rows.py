@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-__all__ = ["AttentionRows", "DecodeTokens", "StepTokens", "TokenTable"]
+__all__ = ["AttentionRows", "DecodeTokens", "PromptTokens", "StepTokens", "TokenTable"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,20 @@ class StepTokens:
     lengths: npt.NDArray[np.int64]  # [rows], tokens that each row's sees, itself included
     grows: npt.NDArray[np.bool_]  # [rows], whether it is the last that is known of its row
     pages: npt.NDArray[np.int32]  # [rows, columns]
+
+
+@dataclass(frozen=True)
+class PromptTokens:
+    """A step of chunks of prompts, of which the first ``decodes`` rows are decodes, on the host; the tokens themselves
+    the device knows. ``pages`` as ``AttentionRows``.
+    """
+
+    slots: npt.NDArray[np.int64]  # [rows]
+    starts: npt.NDArray[np.int64]  # [rows], the position of the first token
+    counts: npt.NDArray[np.int64]  # [rows]
+    grows: npt.NDArray[np.bool_]  # [rows], whether its last token is the last that is known of the row
+    pages: npt.NDArray[np.int32]  # [rows, columns]
+    decodes: int
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,10 @@ def test_planner(keywords: dict[str, Any], field: str, value: object) -> None:
         ({"cuda_graph_bs": "1 6"}, "graph_rows", (1, 6)),
         ({"cuda_graph_max_bs": 12}, "graph_max_rows", 12),
         ({"disable_cuda_graph_padding": True}, "disable_graph_padding", True),
+        ({"piecewise_cuda_graph_tokens": "64 512"}, "graph_tokens", (64, 512)),
+        ({"piecewise_cuda_graph_max_tokens": 1024}, "graph_max_tokens", 1024),
+        ({"enforce_piecewise_cuda_graph": True}, "all_prompt_graphs", True),
+        ({"disable_piecewise_cuda_graph": True}, "disable_prompt_graphs", True),
     ],
 )
 def test_runner(keywords: dict[str, Any], field: str, value: object) -> None:

@@ -81,11 +81,9 @@ def test_a_value_is_missing(line: str) -> None:
 
 
 def test_refused_and_unknown_names() -> None:
-    said = problems(
-        "--pp 2 --piecewise-cuda-graph-tokens 1 2 4 --enable-lora --tempreature 1 -pp 2 --schedule-polisy lpm m"
-    )
+    said = problems("--pp 2 --numa-node 1 2 4 --enable-lora --tempreature 1 -pp 2 --schedule-polisy lpm m")
     assert "--pp: pipeline parallelism is not built yet" in said
-    assert "--piecewise-cuda-graph-tokens: graphs" in said
+    assert "--numa-node: binding" in said
     assert "--enable-lora: LoRA" in said
     assert "--tempreature: there is no such argument" in said
     assert "-pp: pipeline parallelism" in said

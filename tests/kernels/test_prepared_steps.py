@@ -12,6 +12,7 @@ from kernels.batch import ForwardBatch
 from kernels.platforms.cpu import CpuPlatform
 from kernels.platforms.prepared import StepFound, Steps
 from kernels.platforms.rows import AttentionRows
+from kernels.rows import ragged
 from kernels.step import SlotSampling
 from tests.kernels.parity import traffic
 
@@ -20,6 +21,7 @@ class Preparing(CpuPlatform):
     """``capture_steps`` without a graph."""
 
     prepared = 0
+    chunks = 0
     told_to_grow = 0
 
     def capture_pass(self, *args, **options):
@@ -37,14 +39,30 @@ class Preparing(CpuPlatform):
             index = torch.from_numpy(page * size + (given.lengths - 1) % size)
             rows = AttentionRows(given.lengths - 1, np.ones_like(given.lengths), given.pages, len(given.slots))
             plans = {window: self.plan_attention(rows, window) for window in windows}
-            hidden, logits = forward(ForwardBatch(table[slots, at], at, index, plans))
+            hidden, logits = forward(ForwardBatch(table[slots, at], at, index, plans), None)
+            return left(hidden, logits, given, slots, at + 1)
+
+        def left(hidden, logits, given, slots, lengths):
             broken = ~logits.isfinite().all(-1)
             likeliest = logits.argmax(-1).masked_fill(broken, 0).to(torch.int32)
             grows = torch.from_numpy(given.grows)
-            table[slots[grows], at[grows] + 1] = likeliest[grows]
+            table[slots[grows], lengths[grows]] = likeliest[grows]
             return StepFound(hidden, logits, likeliest.masked_fill(broken, -1))
 
-        return Steps((1, 2, 4), run)
+        def prompts(given):
+            if given.counts.sum() > 150:
+                return None
+            self.chunks += 1
+            row, at = np.repeat(np.arange(len(given.slots)), given.counts), ragged(given.starts, given.counts)
+            index = given.pages[row, at // self.page_size].astype(np.int64) * self.page_size + at % self.page_size
+            rows = AttentionRows(given.starts, given.counts, given.pages, given.decodes)
+            plans = {window: self.plan_attention(rows, window) for window in windows}
+            tokens = table[torch.from_numpy(given.slots[row]), torch.from_numpy(at)]
+            last = torch.from_numpy(np.cumsum(given.counts) - 1)
+            found = forward(ForwardBatch(tokens, torch.from_numpy(at), torch.from_numpy(index), plans), last)
+            return left(*found, given, torch.from_numpy(given.slots), torch.from_numpy(given.starts + given.counts))
+
+        return Steps((1, 2, 4), run, prompts)
 
 
 @pytest.fixture
@@ -78,6 +96,7 @@ def test_mixed_traffic_is_the_same(name, prepared, drive, prompts, reference):
     assert driver.info.graph_rows == (1, 2, 4)
     assert traffic(driver, prompts) == traffic(drive(path, **OPTIONS), prompts)
     assert platform.prepared > 0
+    assert platform.chunks > 3
 
 
 def test_rows_that_are_sampled_or_scored_are_the_same(prepared, drive, prompts, reference):
@@ -88,8 +107,9 @@ def test_rows_that_are_sampled_or_scored_are_the_same(prepared, drive, prompts, 
         for slot, prompt in enumerate(prompts(5, 40, 9), start=1):
             sampling = SlotSampling(temperature=0.0 if slot == 1 else 0.8, seed=7, logprobs=2 if slot == 3 else -1)
             one.admit(slot, prompt, sampling=sampling)
-            one.step([(slot, len(prompt))])
-        results = [one.step([(slot, 1) for slot in (1, 2, 3)]) for _ in range(8)]
+        # The second's first token comes with a decode and a part of the third's prompt beside it.
+        results = [one.step([(1, 5), (2, 39)]), one.step([(1, 1), (2, 1), (3, 7)]), one.step([(3, 2)])]
+        results += [one.step([(slot, 1) for slot in (1, 2, 3)]) for _ in range(8)]
         found.append([(result.tokens, result.top_ids, result.accepted) for result in results])
         found[-1].append(
             [np.nan_to_num(np.frombuffer(result.logprobs, np.float32)).round(3).tolist() for result in results]
@@ -130,3 +150,22 @@ def test_a_row_that_is_not_finite_fails_alone(prepared, prompts, reference):
     assert [error.slot for error in result.failed] == [1]
     assert np.frombuffer(result.accepted, np.int32).tolist() == [0, 1]
     assert len(result.tokens) == 4
+    (prompt,) = prompts(60)
+    driver.admit(3, prompt)
+    result = driver.step([(3, 40)])  # a part of a prompt, of which no token is wanted yet, is looked at as well
+    assert [error.slot for error in result.failed] == [3]
+    assert not np.frombuffer(result.accepted, np.int32).any()
+
+
+def test_scores_of_prompts_are_the_same(prepared, drive, prompts, reference):
+    path = reference("qwen3").path
+    driver, platform = prepared(path, **OPTIONS)
+    (prompt,) = prompts(90)
+    found = []
+    for one in (driver, drive(path, **OPTIONS)):
+        one.admit(1, prompt, sampling=SlotSampling(temperature=0.0, prompt_logprobs=0))
+        results = [one.step([(1, 50)]), one.step([(1, 40)])]
+        found.append(np.concatenate([np.frombuffer(result.prompt_logprobs, np.float32) for result in results]))
+        assert results[1].tokens
+    assert platform.chunks == 2
+    np.testing.assert_allclose(found[0], found[1], atol=1e-4)

@@ -8,7 +8,7 @@ __all__ = ["EXECUTION"]
 
 _OUT = "leave it out"
 _GRAPH = "Graphs"
-_GRAPHS = "graphs of prefills, and tools around graphs, are not built yet"
+_GRAPHS = "tools around graphs are not built yet"
 
 EXECUTION: tuple[Refusal, ...] = (
     *family(
@@ -40,17 +40,12 @@ EXECUTION: tuple[Refusal, ...] = (
     *family(
         _GRAPH,
         _GRAPHS,
-        "leave it out: decodes run in graphs where the device has them",
+        "leave it out: steps run in whole graphs where the device has them",
         flags=(
             "enable-profile-cuda-graph",
             "enable-cudagraph-gc",
-            "enable-piecewise-cuda-graph",
         ),
-        values={
-            "piecewise-cuda-graph-compiler": "eager",
-            "piecewise-cuda-graph-max-tokens": 4096,
-        },
-        lists=("piecewise-cuda-graph-tokens",),
+        values={"piecewise-cuda-graph-compiler": "eager"},
     ),
     *family(
         _GRAPH,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import kernels.cuda.graphs
+import kernels.cuda.prompts
 import kernels.cuda.steps
 import kernels.loading
 import kernels.platforms.cuda
@@ -56,6 +57,7 @@ class _Absent(CudaPlatform):
         self._begins: dict[tuple[int, ...], Tensor] = {}
         self._scratch, self._wide = DecodeScratch(META), WideWeight(META)
         self._choices: Any = _EveryWay()
+        self._step_bytes = 0
 
     def bind_thread(self) -> None:
         return None
@@ -70,6 +72,9 @@ class _Absent(CudaPlatform):
     def memory(self) -> Memory:
         return Memory(1 << 40, 1 << 40)
 
+    def _reserved(self) -> int:
+        return 0
+
     def step_memory(self, step: Callable[[], None]) -> int:
         step()
         return 0
@@ -79,7 +84,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Let cuda be this platform. -> what is captured and replayed from then on."""
     told: list[str] = []
 
-    def capture_each(sizes: Sequence[int], run: Callable[[int], Any], *_: object) -> dict[int, Any]:
+    def capture_each(sizes: Sequence[Any], run: Callable[[Any], Any], *_: object) -> dict[Any, Any]:
         return {size: (lambda: told.append("replayed"), run(size)) for size in sizes}
 
     def capture_guesses(run: Callable[[], None], pool: Any, _: object) -> tuple[Any, Callable[[], None]]:
@@ -95,6 +100,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(kernels.cuda.graphs, "capture_each", capture_each)
     monkeypatch.setattr(kernels.cuda.steps, "capture_each", capture_each)
+    monkeypatch.setattr(kernels.cuda.prompts, "capture_each", capture_each)
+    monkeypatch.setattr(kernels.cuda.prompts, "launches_last", lambda run, device: True)
     monkeypatch.setattr(kernels.platforms.cuda, "capture_guesses", capture_guesses)
     monkeypatch.setattr(kernels.platforms.cuda, "CudaPlatform", _Absent)
     monkeypatch.setattr(kernels.loading, "_check_finite", lambda name, floats: None)  # there are no numbers

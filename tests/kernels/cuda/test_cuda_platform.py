@@ -88,8 +88,11 @@ def test_bfloat16_logits_are_as_close_as_those_of_transformers(name, reference, 
 @pytest.mark.parametrize("name", [*FAMILIES, *SPARSE])
 def test_float32_greedy_tokens_match_in_mixed_traffic(name, graphs, reference, drive, prompts):
     model = reference(name)
-    driver = drive(model.path, disable_graphs=not graphs, graph_rows=(1, 4, 8) if graphs else (), **OPTIONS)
-    assert driver.info.graph_rows == ((1, 4, 8) if graphs else ())
+    rows = (1, 4, 8) if graphs else ()
+    driver = drive(model.path, disable_graphs=not graphs, graph_rows=rows, all_prompt_graphs=True, **OPTIONS)
+    assert driver.info.graph_rows == rows
+    steps = driver.runner._captured.steps
+    assert (steps is not None and steps.prompts is not None) == graphs
     texts, found = traffic(driver, prompts)
     for slot, text in enumerate(texts, start=1):
         assert found[slot] == model.greedy(text, len(text) + 12)

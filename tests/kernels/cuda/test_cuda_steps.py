@@ -15,7 +15,7 @@ from kernels.platforms.rows import StepTokens
 PAGE, COLUMNS, HEADS, DIM, VOCAB = 16, 6, 2, 16, 97
 
 
-def again(sizes, run, device, agree):
+def again(sizes, run, *_):
     """As ``capture_each`` where there are no graphs."""
     found = {}
     for size in sizes:
@@ -39,7 +39,7 @@ def made(device, monkeypatch):
     words, head = torch.randn(VOCAB, HEADS * DIM).to(device), torch.randn(VOCAB, HEADS * DIM).to(device)
     scratch = DecodeScratch(device)
 
-    def forward(batch):
+    def forward(batch, _):
         queries = (words[batch.token_ids.long()] + batch.positions[:, None]).view(-1, HEADS, DIM)
         index = batch.cache_index
         cache[index // PAGE, :, :, index % PAGE] = torch.stack((queries, -queries), 1)

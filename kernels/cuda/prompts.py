@@ -1,0 +1,210 @@
+"""Steps with chunks of prompts in CUDA graphs: as ``steps`` for decodes, and decodes beside them.
+
+A prompt of a small model takes the device less time than the host takes to launch its kernels. A graph holds so many
+tokens of so many rows at most, and what a step has of both is told to it in numbers: where each token comes from and
+goes to, the tiles of the prompts' attention, and the last token of each row. Tokens that a step does not have are a
+row's in the dump page. Rows that are no decodes see a token as these, and what they find is overwritten by what the
+prompts' attention finds.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kernels.batch import ForwardBatch
+from kernels.cuda.attention import AttentionPlan, DecodeRows
+from kernels.cuda.decode import split_count
+from kernels.cuda.graphs import Put, capture_each, launches_last
+from kernels.cuda.prefill import PrefillBlocks
+from kernels.cuda.sampling import likeliest
+from kernels.cuda.steps import leave
+from kernels.platforms.prepared import StepForward, StepFound
+from kernels.platforms.rows import PromptTokens
+from kernels.rows import ragged
+
+__all__ = ["PromptGraphs", "prompt_sizes"]
+
+_log = logging.getLogger("troupe.kernels.cuda")
+
+_HEADER = 5
+"""Numbers of a row before its pages: its slot, whether it grows, its tokens in the cache, two to fill up (so the leading
+ones are where ``leave`` wants them), the last of them those in the cache that a decode sees."""
+_TILE = 64
+_CHUNKS = 64  # rows of a step that are no decodes, at most
+_ROWS = (8, 64, 256)
+_CHUNK = (64, 128, 256, 512, 1024)
+
+Size = tuple[int, int]
+"""The tokens and the rows of a step."""
+
+
+def prompt_sizes(asked: Sequence[int], most: int, max_rows: int) -> list[Size]:
+    """Of each graph, ascending. ``asked``: a list of tokens, or none for powers of two and the decodes beside them.
+    ``most``: tokens of a step, ``max_rows``: of its rows.
+    """
+    rows = sorted({min(count, max_rows) for count in (*_ROWS, max_rows)})
+    found: set[Size] = set()
+    for index, count in enumerate(rows):
+        beside = count if index else 0
+        tokens = asked or (*(chunk + beside for chunk in _CHUNK), most)
+        found |= {(size, count) for size in tokens if count <= size <= most}
+    return sorted(found)
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """What a graph is told of a step, in int32 ``words``: the first ``longs`` are int64, the slots, positions and places
+    in the cache of its tokens and the last token of each row; then tiles [tiles, 4] as ``PrefillBlocks`` has them, a
+    row's pages named by where they begin.
+    """
+
+    longs: int
+    words: int
+
+    @classmethod
+    def of(cls, size: Size) -> _Numbers:
+        tokens, rows = size
+        return cls(3 * tokens + rows, 2 * (3 * tokens + rows) + 4 * (-(-tokens // _TILE) + min(rows, _CHUNKS)))
+
+
+_NOTHING = PromptTokens(
+    *(np.array([number]) for number in (0, 0, 1, False)), pages=np.zeros((1, 1), dtype=np.int32), decodes=1
+)
+"""What graphs are captured with: a decode in the dump page."""
+
+
+class PromptGraphs:
+    """Captures steps of ``sizes``, the largest first. ``paying``: only where a graph pays. ``fits``: whether there is
+    memory enough for the graphs so far. The rest is as ``StepGraphs`` says.
+    """
+
+    def __init__(
+        self,
+        forward: StepForward,
+        table: Tensor,
+        windows: Sequence[int],
+        sizes: Sequence[Size],
+        kv_heads: int,
+        columns: int,
+        page_size: int,
+        paying: bool,
+        fits: Callable[[], bool],
+        put: Put,
+    ) -> None:
+        device = table.device
+        self._forward, self._table, self._windows = forward, table, windows
+        self._kv_heads, self._page_size, self._put = kv_heads, page_size, put
+        rows = max((size[1] for size in sizes), default=0)
+        # Row 0 is that of tokens that are not there: its pages are page 0.
+        columns = max(columns, -(-_TILE // page_size))
+        self._state = torch.zeros((1 + rows, _HEADER + columns), dtype=torch.int32, device=device)
+        self._state[:, 2] = self._state[:, _HEADER - 1] = 1  # a token in the cache
+        self._numbers = {size: put(self._fill(_NOTHING, size)) for size in sizes}
+        self._most = max((size[0] for size in sizes), default=0), rows
+        self._kept: tuple[Tensor, Tensor] | None = None
+        begun = time.perf_counter()
+        if paying:
+            sizes = self._paying(sizes)
+        captured = capture_each(
+            sorted(sizes, reverse=True),
+            self._run,
+            device,
+            lambda could: could and fits(),
+            "step of (tokens, rows) %s with prompts",
+        )
+        self._graphs = captured
+        self.sizes = sorted(captured)
+        taken = time.perf_counter() - begun
+        _log.info("Steps with prompts: graphs of (tokens, rows) %s, captured in %.2f s.", self.sizes, taken)
+
+    def run(self, given: PromptTokens) -> StepFound | None:
+        """What the step gives; None when no graph fits it."""
+        count, tokens = len(given.slots), int(given.counts.sum())
+        chunks = -(-given.counts[given.decodes :] // _TILE)
+        if len(chunks) > _CHUNKS:
+            return None
+        size = next((size for size in self.sizes if size[0] >= tokens and size[1] >= count), None)
+        if size is None:
+            return None
+        numbers = self._fill(given, size)
+        state = np.zeros((size[1], _HEADER + given.pages.shape[1]), dtype=np.int32)
+        state[:, 2] = state[:, _HEADER - 1] = 1
+        state[:count, 0], state[:count, 1], state[:count, 2] = given.slots, given.grows, given.starts + given.counts
+        state[: given.decodes, _HEADER - 1] = given.starts[: given.decodes] + 1
+        state[:count, _HEADER:] = given.pages
+        new = self._put(np.concatenate((numbers, state.ravel())))
+        self._numbers[size].copy_(new[: len(numbers)])
+        self._state[1 : 1 + size[1], : state.shape[1]].copy_(new[len(numbers) :].view(state.shape))
+        replay, found = self._graphs[size]
+        replay()
+        return StepFound(found.hidden[:tokens], found.logits[:count], found.likeliest[:count])
+
+    def _fill(self, given: PromptTokens, size: Size) -> npt.NDArray[np.int32]:
+        """The numbers of ``size``."""
+        tokens, layout = int(given.counts.sum()), _Numbers.of(size)
+        numbers = np.zeros(layout.words, dtype=np.int32)
+        longs = numbers[: 2 * layout.longs].view(np.int64)
+        slots, positions, index = longs[: 3 * size[0]].reshape(3, size[0])
+        row = np.repeat(np.arange(len(given.slots)), given.counts)
+        at = ragged(given.starts, given.counts)
+        slots[:tokens], positions[:tokens] = given.slots[row], at
+        index[:tokens] = given.pages[row, at // self._page_size] * np.int64(self._page_size) + at % self._page_size
+        index[tokens:] = np.arange(size[0] - tokens) % self._page_size
+        offsets = np.cumsum(given.counts) - given.counts
+        longs[3 * size[0] : 3 * size[0] + len(given.slots)] = offsets + given.counts - 1
+        # The rows of prompts, and that of the tokens that are not there, each of whose tiles begins anew.
+        some, stride = slice(given.decodes, None), self._state.shape[1]
+        missing = size[0] - tokens
+        counts = np.append(given.counts[some], missing)
+        each = -(-counts // _TILE)
+        begin = ragged(np.zeros(len(each), dtype=np.int64), each) * _TILE
+        of = np.repeat(np.arange(len(each)), each)
+        pages = np.append(1 + np.arange(given.decodes, len(given.slots)), 0) * stride + _HEADER
+        first = np.append(offsets[some], tokens)
+        position = np.append(given.starts[some], 0)[of] + np.where(of < len(each) - 1, begin, 0)
+        tiles = np.stack((pages[of], first[of] + begin, np.minimum(counts[of] - begin, _TILE), position), axis=1)
+        numbers[2 * layout.longs :][: tiles.size] = tiles[np.argsort(-position, kind="stable")].ravel()
+        return numbers
+
+    def _paying(self, sizes: Sequence[Size]) -> list[Size]:
+        """Those of few enough tokens that the host is what they wait for. Fails nobody: without memory none is."""
+        fewest, most = min((size[1] for size in sizes), default=0), 0
+        for size in sorted(size for size in sizes if size[1] == fewest):
+            try:
+                if not launches_last(partial(self._run, size), self._table.device):
+                    break
+            except torch.OutOfMemoryError:
+                break
+            most = size[0]
+        return [size for size in sizes if size[0] - (size[1] if size[1] > fewest else 0) <= most]
+
+    def _run(self, size: Size) -> StepFound:
+        (tokens, rows), layout = size, _Numbers.of(size)
+        numbers = self._numbers[size]
+        longs = numbers[: 2 * layout.longs].view(torch.int64)
+        slots, positions, index = longs[: 3 * tokens].view(3, tokens)
+        last, tiles = longs[3 * tokens :], numbers[2 * layout.longs :].view(-1, 4)
+        state, context = self._state[1 : 1 + rows], (self._state.shape[1] - _HEADER) * self._page_size
+        decodes = DecodeRows(state[:, _HEADER - 1 :], split_count(rows, self._kv_heads, context))
+        blocks = PrefillBlocks(tiles, self._state.view(-1, 1), _TILE)
+        plans = {window: AttentionPlan(decodes, blocks, window) for window in self._windows}
+        hidden, logits = self._forward(ForwardBatch(self._table[slots, positions], positions, index, plans), last)
+        found = torch.empty(rows, dtype=torch.int32, device=state.device)
+        leave(state, self._table, *likeliest(logits), found)
+        if self._kept is None:
+            most, all_rows = self._most
+            self._kept = hidden.new_empty(most, hidden.shape[1]), logits.new_empty(all_rows, logits.shape[1])
+        # In places that all graphs share: what each keeps of its own, no other can use.
+        kept = StepFound(self._kept[0][:tokens], self._kept[1][:rows], found)
+        kept.hidden.copy_(hidden)
+        kept.logits.copy_(logits)
+        return kept

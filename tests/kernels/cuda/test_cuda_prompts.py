@@ -1,0 +1,125 @@
+"""Whole steps with prompts on a GPU, or by Triton's interpreter, where a graph is run again and not replayed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.batch import ForwardBatch
+from kernels.cuda import prompts
+from kernels.cuda.attention import attention, plan_attention
+from kernels.cuda.decode import DecodeScratch
+from kernels.cuda.prompts import PromptGraphs, prompt_sizes
+from kernels.platforms.rows import AttentionRows, PromptTokens
+from kernels.rows import ragged
+from tests.kernels.cuda.test_cuda_steps import again
+
+PAGE, COLUMNS, HEADS, DIM, VOCAB = 16, 12, 2, 16, 97
+
+
+class Small:
+    """A model of one layer whose tokens see those before them."""
+
+    def __init__(self, device, window):
+        torch.manual_seed(2)
+        self.device, self.window = device, window
+        self.cache = torch.randn(1 + 5 * COLUMNS, 2, HEADS, PAGE, DIM).to(device)
+        self.words, self.head = (torch.randn(VOCAB, HEADS * DIM).to(device) for _ in range(2))
+        self.table = torch.randint(VOCAB, (6, PAGE * COLUMNS), dtype=torch.int32).to(device)
+        self.scratch = DecodeScratch(device)
+
+    def put(self, array):
+        return torch.from_numpy(array.copy()).to(self.device)
+
+    def forward(self, batch, last):
+        queries = (self.words[batch.token_ids.long()] + batch.positions[:, None]).view(-1, HEADS, DIM)
+        index = batch.cache_index
+        self.cache[index // PAGE, :, :, index % PAGE] = torch.stack((queries, -queries), 1)
+        hidden = attention(queries, self.cache, batch.plans[self.window], 0.2, self.scratch)
+        assert bool(hidden.isfinite().all())  # or the dump page would not be what everyone may see
+        logits = hidden.index_select(0, last) @ self.head.T
+        logits[:, 3] += torch.where(batch.positions[last] == 77, torch.nan, 0.0)
+        return hidden, logits
+
+    def eager(self, given):
+        at, slots = ragged(given.starts, given.counts), np.repeat(given.slots, given.counts)
+        row = np.repeat(np.arange(len(given.slots)), given.counts)
+        index = given.pages[row, at // PAGE].astype(np.int64) * PAGE + at % PAGE
+        rows = AttentionRows(given.starts, given.counts, given.pages, given.decodes)
+        plans = {self.window: plan_attention(rows, self.window, HEADS, self.put)}
+        tokens = self.table[self.put(slots), self.put(at)]
+        last = self.put(np.cumsum(given.counts) - 1)
+        return self.forward(ForwardBatch(tokens, self.put(at), self.put(index), plans), last)
+
+    def graphs(self, monkeypatch, sizes, **options):
+        if self.device.type == "cpu":
+            monkeypatch.setattr(prompts, "capture_each", lambda sizes, run, device, agree, kind: again(sizes, run))
+        options = {"paying": False, "fits": lambda: True} | options
+        return PromptGraphs(
+            self.forward, self.table, [self.window], sizes, HEADS, COLUMNS, PAGE, put=self.put, **options
+        )
+
+
+def step(starts, counts, grows, decodes):
+    """Of the first slots, by pages of their own."""
+    starts, counts = np.array(starts), np.array(counts)
+    columns = int((starts + counts - 1).max()) // PAGE + 1
+    pages = 1 + np.arange(len(starts) * COLUMNS, dtype=np.int32).reshape(-1, COLUMNS)[::-1, :columns]
+    return PromptTokens(np.arange(1, 1 + len(starts)), starts, counts, np.array(grows), pages, decodes)
+
+
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize(
+    "given",
+    [
+        step([0], [70], [True], 0),
+        step([33, 0, 17, 40], [1, 1, 61, 50], [True, False, True, False], 2),  # behind cached tokens, too
+        step([150, 8, 0], [1, 70, 57], [True, True, True], 1),  # one is not finite, and no token is left over
+    ],
+)
+def test_a_step_is_what_it_is_without_a_graph(given, window, device, monkeypatch):
+    small = Small(device, window)
+    graphs = small.graphs(monkeypatch, [(128, 4), (96, 1)])
+    assert graphs.sizes == [(96, 1), (128, 4)]
+    before, table = small.cache.clone(), small.table.clone()
+    hidden, logits = small.eager(given)
+    written = small.cache.clone()
+    for _ in range(2):  # nothing of a step is left to the next
+        small.cache.copy_(before)
+        small.table.copy_(table)
+        graphs.run(step([5, 0, 0], [1, 90, 30], [True, True, True], 1))
+        small.cache.copy_(before)
+        small.table.copy_(table)
+        found = graphs.run(given)
+        torch.testing.assert_close(found.hidden, hidden)
+        torch.testing.assert_close(found.logits, logits, equal_nan=True)
+        torch.testing.assert_close(small.cache[1:], written[1:])
+        broken = ~logits.isfinite().all(-1)
+        assert found.likeliest.tolist() == torch.where(broken, -1, logits.argmax(-1)).tolist()
+        for slot, start, count, grows in zip(given.slots, given.starts, given.counts, given.grows, strict=True):
+            if grows:
+                table[slot, start + count] = max(0, int(found.likeliest[slot - 1]))
+        assert torch.equal(small.table[1:], table[1:])
+
+
+def test_what_no_graph_fits_and_what_does_not_pay(device, monkeypatch):
+    small = Small(device, 0)
+    monkeypatch.setattr(prompts, "launches_last", lambda run, device: run().hidden.shape[0] < 128)
+    sizes = prompt_sizes((), 192, 4)
+    assert sizes == [(64, 4), (128, 4), (192, 4)]
+    graphs = small.graphs(monkeypatch, sizes, paying=True)
+    assert graphs.sizes == [(64, 4)]
+    assert graphs.run(step([0], [65], [True], 0)) is None
+    assert graphs.run(step([0] * 5, [2] * 5, [True] * 5, 0)) is None
+    assert graphs.run(step([0], [60], [True], 0)) is not None
+
+
+def test_sizes_hold_the_decodes_beside_the_prompts():
+    found = prompt_sizes((), 2048, 100)
+    assert {rows for _, rows in found} == {8, 64, 100}
+    assert (512, 8) in found
+    assert (576, 64) in found
+    assert (612, 100) in found
+    assert {(2048, rows) for rows in (8, 64, 100)} < set(found)
+    assert prompt_sizes((32, 640), 512, 16) == [(32, 8), (32, 16)]
