@@ -20,8 +20,7 @@ class CapturedSteps:
 
     ``decodes``: the model's part of steps of decodes. ``verifies``: the same of decodes that all have guesses.
     ``steady`` and ``chains``: all of such a step, where the device is the host; ``ends``: of one that runs prompts to
-    their ends. ``steps``: all of a step of decodes, or of prompts too, whatever is sampled then; there are no ``decodes``
-    beside them.
+    their ends. ``steps``: all of a step, whatever is sampled then; there are no ``decodes`` beside them.
     ``target``: what ``steady`` and ``chains`` both run where there are guesses.
     """
 

@@ -221,7 +221,8 @@ def capture_each(
     if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
         _log.warning("CUDA_LAUNCH_BLOCKING=1 forbids graphs: decodes run without.")
         return {}
-    pool = None
+    torch.cuda.empty_cache()  # once, and not before each of them: what is given back has to be asked for again
+    stream, pool = torch.cuda.Stream(device), None
     graphs: dict[Size, tuple[Callable[[], None], Result]] = {}
     for size in sizes:
         graph = torch.cuda.CUDAGraph()
@@ -229,8 +230,12 @@ def capture_each(
         try:
             run(size)  # kernels are compiled and communicators made at first use: not while capturing
             torch.cuda.synchronize(device)
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                found = run(size)
+            with torch.cuda.stream(stream):
+                graph.capture_begin(*(() if pool is None else (pool,)), capture_error_mode="thread_local")
+                try:
+                    found = run(size)
+                finally:
+                    graph.capture_end()
         except RuntimeError as error:
             failure = error
         if not agree(failure is None):

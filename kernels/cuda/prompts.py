@@ -36,12 +36,11 @@ __all__ = ["PromptGraphs", "prompt_sizes"]
 _log = logging.getLogger("troupe.kernels.cuda")
 
 _HEADER = 5
-"""Numbers of a row before its pages: its slot, whether it grows, its tokens in the cache, two to fill up (so the leading
-ones are where ``leave`` wants them), the last of them those in the cache that a decode sees."""
+"""Numbers of a row before its pages: three as ``leave`` has them, one to fill up, and the tokens that a decode sees."""
 _TILE = 64
 _CHUNKS = 64  # rows of a step that are no decodes, at most
 _ROWS = (8, 64, 256)
-_CHUNK = (64, 128, 256, 512, 1024)
+_CHUNK = (128, 256, 512, 1024)
 
 Size = tuple[int, int]
 """The tokens and the rows of a step."""
@@ -62,9 +61,9 @@ def prompt_sizes(asked: Sequence[int], most: int, max_rows: int) -> list[Size]:
 
 @dataclass(frozen=True)
 class _Numbers:
-    """What a graph is told of a step, in int32 ``words``: the first ``longs`` are int64, the slots, positions and places
-    in the cache of its tokens and the last token of each row; then tiles [tiles, 4] as ``PrefillBlocks`` has them, a
-    row's pages named by where they begin.
+    """What a graph is told of a step, in int32 ``words``: the first ``longs`` are int64, the slots, positions and
+    places in the cache of its tokens and the last token of each row; then tiles [tiles, 4] as ``PrefillBlocks`` has
+    them, a row's pages named by where they begin.
     """
 
     longs: int

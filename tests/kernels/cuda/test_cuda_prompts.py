@@ -37,7 +37,8 @@ class Small:
         index = batch.cache_index
         self.cache[index // PAGE, :, :, index % PAGE] = torch.stack((queries, -queries), 1)
         hidden = attention(queries, self.cache, batch.plans[self.window], 0.2, self.scratch)
-        assert bool(hidden.isfinite().all())  # or the dump page would not be what everyone may see
+        if self.device.type == "cpu":  # on a GPU nothing can be asked while it is captured
+            assert bool(hidden.isfinite().all())  # or the dump page would not be what everyone may see
         logits = hidden.index_select(0, last) @ self.head.T
         logits[:, 3] += torch.where(batch.positions[last] == 77, torch.nan, 0.0)
         return hidden, logits
@@ -106,7 +107,7 @@ def test_a_step_is_what_it_is_without_a_graph(given, window, device, monkeypatch
 def test_what_no_graph_fits_and_what_does_not_pay(device, monkeypatch):
     small = Small(device, 0)
     monkeypatch.setattr(prompts, "launches_last", lambda run, device: run().hidden.shape[0] < 128)
-    sizes = prompt_sizes((), 192, 4)
+    sizes = prompt_sizes((64,), 192, 4) + prompt_sizes((), 192, 4)
     assert sizes == [(64, 4), (128, 4), (192, 4)]
     graphs = small.graphs(monkeypatch, sizes, paying=True)
     assert graphs.sizes == [(64, 4)]
