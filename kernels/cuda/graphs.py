@@ -240,7 +240,9 @@ def capture_each(
             failure = error
         if not agree(failure is None):
             _explain(
-                kind % (size,), sorted(graphs), failure or RuntimeError("another rank, or the memory, is not for it")
+                kind % (size,),
+                sorted(graphs),
+                failure or RuntimeError("another rank could not, or steps need the memory"),
             )
             break
         pool = pool or graph.pool()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import pytest
 import torch
@@ -124,3 +126,13 @@ def test_sizes_hold_the_decodes_beside_the_prompts():
     assert (612, 100) in found
     assert {(2048, rows) for rows in (8, 64, 100)} < set(found)
     assert prompt_sizes((32, 640), 512, 16) == [(32, 8), (32, 16)]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_graphs_that_would_take_the_memory_of_steps_are_given_up(device, monkeypatch, caplog):
+    room = iter([True, False])
+    monkeypatch.setattr(logging.getLogger("troupe"), "propagate", True)
+    graphs = Small(device, 0).graphs(monkeypatch, [(64, 4), (128, 4), (192, 4)], fits=lambda: next(room))
+    assert graphs.sizes == [(192, 4)]
+    assert graphs.run(step([0], [60], [True], 0)) is not None
+    assert "the memory" in caplog.text
