@@ -104,8 +104,9 @@ class PromptGraphs:
         self._kv_heads, self._page_size, self._put = kv_heads, page_size, put
         rows = max((size[1] for size in sizes), default=0)
         # Row 0 is that of tokens that are not there: its pages are page 0.
-        columns = max(columns, -(-_TILE // page_size))
-        self._state = torch.zeros((1 + rows, _HEADER + columns), dtype=torch.int32, device=device)
+        # Rows begin where a vector does, as other steps' do: kernels are compiled for that once.
+        width = -(-(_HEADER + max(columns, -(-_TILE // page_size))) // 4) * 4
+        self._state = torch.zeros((1 + rows, width), dtype=torch.int32, device=device)
         self._state[:, 2] = self._state[:, _HEADER - 1] = 1  # a token in the cache
         self._numbers = {size: put(self._fill(_NOTHING, size)) for size in sizes}
         self._most = max((size[0] for size in sizes), default=0), rows
