@@ -155,6 +155,8 @@ def test_wrong_values(keywords: dict[str, object], said: str) -> None:
         ({"skip_tokenizer_init": True, "chat_template": "x"}, "loads no tokenizer"),
         ({"max_total_tokens": 16, "page_size": 32}, "less than one page"),
         ({"page_size": 16, "block_size": 32}, "contradicts page_size"),
+        ({"piecewise_cuda_graph_tokens": (64,), "piecewise_cuda_graph_max_tokens": 128}, "says all sizes"),
+        ({"enable_piecewise_cuda_graph": True, "disable_piecewise_cuda_graph": True}, "say opposite things"),
         ({"disable_radix_cache": True, "enable_prefix_caching": True}, "contradicts disable_radix_cache"),
     ],
 )

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import kernels.platforms.cuda
 from kernels.cuda.behind import CudaBehindNorm
 from kernels.cuda.choosing import Choices
 from kernels.cuda.errors import DeviceError, explain
@@ -17,11 +18,11 @@ from kernels.cuda.linear import CudaLinear
 from kernels.cuda.norms import CudaNorm
 from kernels.cuda.quantized import EightBitLinear
 from kernels.layers.biased_norm import BiasedNorm
-from kernels.platforms.base import PlatformError
+from kernels.platforms.base import Memory, PlatformError
 from kernels.platforms.cuda import CudaPlatform
 from kernels.platforms.projections import BehindNorm
 from kernels.quantization.weights import GroupedWeight, Int8Weight, quantize_int8
-from kernels.step import SlotSampling
+from kernels.step import RunnerConfig, SlotSampling
 from tests.kernels.conftest import FAMILIES, SPARSE
 from tests.kernels.parity import half_precision, scored, traffic
 
@@ -58,6 +59,38 @@ def test_norms_go_with_the_products_that_can_make_them(device):
         assert isinstance(platform.make_behind_norm(norm, linear), CudaBehindNorm)
         assert type(platform.make_behind_norm(BiasedNorm(platform, norm, norm.weight), linear)) is BehindNorm
     assert type(platform.make_behind_norm(norm, lambda x: x)) is BehindNorm
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes", "paying"),
+    [
+        ({}, [(128, 8), (256, 8), (512, 8), (600, 8)], True),
+        ({"graph_tokens": (96, 512, 640)}, [(96, 8), (512, 8)], True),
+        ({"graph_max_tokens": 192, "all_prompt_graphs": True}, [(128, 8), (192, 8)], False),
+        ({"disable_prompt_graphs": True}, None, None),
+        ({"disable_graph_padding": True}, None, None),
+    ],
+)
+def test_which_steps_with_prompts_are_captured(options, sizes, paying, monkeypatch):
+    platform, told = CudaPlatform.__new__(CudaPlatform), []
+    platform._config = RunnerConfig("", max_step_tokens=600, **options)
+    platform._kv_heads, platform.put = 1, None
+    monkeypatch.setattr(platform, "memory", lambda: Memory(100, 50))
+    held = iter([20, 30, 40])  # before, and after each of two
+    monkeypatch.setattr(platform, "_reserved", lambda: next(held))
+    platform._step_bytes = 35
+
+    class Graphs:
+        run = "run"
+
+        def __init__(self, forward, table, windows, sizes, kv_heads, columns, page_size, paying, fits, put):
+            told.append((sizes, paying, fits(), fits()))
+            self.sizes = sizes
+
+    monkeypatch.setattr(kernels.platforms.cuda, "PromptGraphs", Graphs)
+    found = platform._capture_prompts(None, None, [0], 8, 4)
+    assert told == ([] if sizes is None else [(sizes, paying, True, False)])
+    assert found == (None if sizes is None else "run")
 
 
 @on_a_gpu
