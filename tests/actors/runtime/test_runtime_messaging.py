@@ -1,109 +1,38 @@
+"""Messages between actors of one system."""
+
 import asyncio
 import contextvars
 import logging
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
 from actors.runtime import (
     Actor,
     ActorDied,
-    ActorRef,
     ActorSystem,
     AskTimeout,
     HandlerCancelled,
-    Lane,
     MailboxFull,
-    Message,
-    RequestError,
-    Terminated,
     UnknownMessage,
     current_traceparent,
     handles,
 )
 from actors.runtime.testing import TestKit
-
-
-class DeskProtocol: ...
-
-
-class Work(Message[DeskProtocol, str], frozen=True):
-    name: str
-
-
-class Note(Message[DeskProtocol, None], frozen=True):
-    name: str
-
-
-class Urgent(Message[DeskProtocol, None], frozen=True):
-    lane: ClassVar[Lane] = Lane.CONTROL
-    name: str
-
-
-class Bad(Message[DeskProtocol, int], frozen=True): ...
-
-
-class Unhandled(Message[DeskProtocol, None], frozen=True): ...
-
-
-class Trace(Message[DeskProtocol, str | None], frozen=True): ...
-
-
-class AskMyself(Message[DeskProtocol, str], frozen=True): ...
-
-
-class CancelMe(Message[DeskProtocol, None], frozen=True):
-    by_task: bool
-
-
-class TooLong(RequestError): ...
-
-
-class Desk(Actor[DeskProtocol]):
-    """Logs what it does; `Work` waits at the gate, which is open unless a test closes it."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.gate = asyncio.Event()
-        self.gate.set()
-
-    @handles
-    async def work(self, message: Work) -> str:
-        self.log.append(f"begin {message.name}")
-        await self.gate.wait()
-        self.log.append(f"end {message.name}")
-        return message.name.upper()
-
-    @handles
-    def note(self, message: Note | Urgent) -> None:
-        self.log.append(message.name)
-
-    @handles
-    async def bad(self, message: Bad) -> int:
-        raise TooLong("the prompt is too long")
-
-    @handles
-    def trace(self, message: Trace) -> str | None:
-        return current_traceparent.get()
-
-    @handles
-    async def ask_myself(self, message: AskMyself) -> str:
-        ref: ActorRef[DeskProtocol] = self.context.ref
-        return await ref.ask(Work("x"), timeout=10.0)
-
-    @handles
-    async def cancel_me(self, message: CancelMe) -> None:
-        if message.by_task:
-            task = asyncio.current_task()
-            assert task is not None
-            task.cancel()
-            await asyncio.sleep(10)
-        raise asyncio.CancelledError
-
-
-async def desk(kit: TestKit, **options: Any) -> tuple[ActorRef[DeskProtocol], Desk]:
-    actor = Desk()
-    return await kit.system.spawn(lambda: actor, name="desk", **options), actor
+from tests.actors.runtime.desk import (
+    AskMyself,
+    Bad,
+    CancelMe,
+    Desk,
+    DeskProtocol,
+    Note,
+    TooLong,
+    Trace,
+    Unhandled,
+    Urgent,
+    Work,
+    desk,
+)
 
 
 async def test_ask_answers_with_the_reply_and_request_errors_leave_the_actor_alive() -> None:
@@ -327,136 +256,6 @@ async def test_asking_oneself_fails_at_once() -> None:
         ref, _ = await desk(kit)
         with pytest.raises(ActorDied, match="asks itself"):
             await ref.ask(AskMyself(), timeout=1)
-
-
-class ClientProtocol: ...
-
-
-class Begin(Message[ClientProtocol, None], frozen=True):
-    name: str
-    timeout: float = 5.0
-
-
-class Answered(Message[ClientProtocol, None], frozen=True):
-    text: str
-
-
-class Failed(Message[ClientProtocol, None], frozen=True):
-    error: str
-
-
-class Client(Actor[ClientProtocol]):
-    def __init__(self, target: ActorRef[DeskProtocol], log: list[str], watching: bool = False) -> None:
-        self.target = target
-        self.log = log
-        self.watching = watching
-
-    async def started(self) -> None:
-        if self.watching:
-            self.context.watch(self.target)
-
-    @handles
-    def begin(self, message: Begin) -> None:
-        if message.name == "crash":
-            raise ValueError("told to")
-        self.context.pipe(
-            self.target,
-            Work(message.name),
-            timeout=message.timeout,
-            on_reply=lambda text: Answered(text),
-            on_error=lambda error: Failed(type(error).__name__),
-        )
-
-    @handles
-    def answered(self, message: Answered) -> None:
-        self.log.append(message.text)
-
-    @handles
-    def failed(self, message: Failed) -> None:
-        self.log.append(message.error)
-
-    @handles
-    def terminated(self, message: Terminated) -> None:
-        self.log.append(f"{message.name} ended {message.cause}".strip())
-
-
-async def test_pipe_brings_answers_and_errors_through_the_mailbox() -> None:
-    async with TestKit() as kit:
-        ref, actor = await desk(kit)
-        log: list[str] = []
-        client = await kit.system.spawn(lambda: Client(ref, log), name="client", capacity=1)
-        await client.tell(Begin("a"))
-        await kit.settle()
-        assert log == ["A"]
-        actor.gate.clear()
-        await client.tell(Begin("b", timeout=1.0))
-        await kit.advance(1.0)
-        assert log == ["A", "AskTimeout"]
-        actor.gate.set()
-        await kit.settle()
-        assert kit.system.late_replies == 1
-        await kit.system.stop_actor(ref)
-        await client.tell(Begin("c"))
-        await kit.settle()
-        assert log == ["A", "AskTimeout", "ActorDied"]
-
-
-async def test_a_pipe_of_an_earlier_incarnation_is_dropped() -> None:
-    async with TestKit() as kit:
-        ref, actor = await desk(kit)
-        log: list[str] = []
-        client = await kit.system.spawn(lambda: Client(ref, log), name="client")
-        actor.gate.clear()
-        await client.tell(Begin("old"))
-        await kit.settle()
-        await client.tell(Begin("crash"))
-        await kit.advance(1.0)
-        assert kit.system.describe()[1].incarnation == 1
-        await client.tell(Begin("new"))
-        actor.gate.set()
-        await kit.settle()
-        assert log == ["NEW"]
-
-
-async def test_a_reply_is_accepted_when_the_mailbox_is_full() -> None:
-    async with TestKit() as kit:
-        ref, actor = await desk(kit)
-        log: list[str] = []
-        client = await kit.system.spawn(lambda: Client(ref, log), name="client", capacity=1)
-        actor.gate.clear()
-        await client.tell(Begin("a"))
-        await kit.settle()
-        await client.tell(Begin("b"))
-        actor.gate.set()
-        await kit.settle()
-        assert log == ["A", "B"]
-
-
-async def test_death_watch_fires_once_also_for_the_already_dead() -> None:
-    async with TestKit() as kit:
-        ref, _ = await desk(kit)
-        logs: list[list[str]] = [[], []]
-        await kit.system.spawn(lambda: Client(ref, logs[0], watching=True), name="before")
-        kit.system.crash_actor(ref, ValueError("only a restart"))
-        await kit.advance(1.0)
-        assert ref.is_alive()
-        assert logs[0] == []
-        await kit.system.stop_actor(ref)
-        await kit.system.spawn(lambda: Client(ref, logs[1], watching=True), name="after")
-        await kit.settle()
-        assert logs == [["desk ended"], ["desk ended"]]
-
-
-async def test_a_watch_ends_with_its_incarnation() -> None:
-    async with TestKit() as kit:
-        ref, _ = await desk(kit)
-        log: list[str] = []
-        client = await kit.system.spawn(lambda: Client(ref, log, watching=True), name="client")
-        await client.tell(Begin("crash"))
-        await kit.advance(1.0)
-        await kit.system.stop_actor(ref)
-        await kit.settle()
-        assert log == ["desk ended"]
 
 
 async def test_a_flood_does_not_starve_the_loop() -> None:
