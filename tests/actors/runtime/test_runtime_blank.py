@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -16,12 +15,6 @@ from runtime_child_actors import ChildProtocol, Inspect, Settings
 from actors.runtime import ActorDied, ActorSystem, Backoff, BlankProcess, Supervision
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs a socket pair and signals")
-
-
-@pytest.fixture
-async def system() -> AsyncIterator[ActorSystem]:
-    async with ActorSystem() as system:
-        yield system
 
 
 @pytest.mark.parametrize("fate", ["waits", "is dead", "has another environment"])

@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import psutil
@@ -26,12 +25,6 @@ QUICK = Supervision(max_restarts=5, within=60.0, backoff=Backoff(first=0.01, jit
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_process, "_FIRST_DELAY", 0.01)
-
-
-@pytest.fixture
-async def system() -> AsyncIterator[ActorSystem]:
-    async with ActorSystem() as system:
-        yield system
 
 
 async def spawn(system: ActorSystem) -> ActorRef[ChildProtocol]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,12 +29,6 @@ from tests.waiting import until
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs a socket pair")
 
 QUICK = Supervision(max_restarts=5, within=60.0, backoff=Backoff(first=0.01, jitter=0.0))
-
-
-@pytest.fixture
-async def system() -> AsyncIterator[ActorSystem]:
-    async with ActorSystem() as system:
-        yield system
 
 
 async def spawn(system: ActorSystem, **options: Any) -> ActorRef[ChildProtocol]:
