@@ -53,8 +53,8 @@ def _argument(argument: Argument, columns: int) -> list[str]:
     if not argument.is_flag:
         head += f" {argument.metavar or '|'.join(argument.choices) or argument.kind.upper()}"
     others = [f"--{name}" for name in argument.aliases]
-    if argument.opposites:
-        others.append(f"the reverse: {', '.join(f'--{name}' for name in argument.opposites)}")
+    if opposites := argument.opposites or ((f"no-{argument.name}",) if argument.default is True else ()):
+        others.append(f"the reverse: {', '.join(f'--{name}' for name in opposites)}")
     if others:
         head += f"  (also {', '.join(others)})"
     text = argument.help
@@ -69,10 +69,10 @@ def _default(argument: Argument) -> str:
             return argument.default_text
         case bool(flag):
             return "on" if flag else "off"
+        case "" | {} | ():
+            return "none"
         case tuple(names):
             return ",".join(names)
-        case "" | {}:
-            return "none"
         case value:
             return str(value)
 

@@ -65,7 +65,8 @@ def test_serve_help_lists_every_argument_with_its_default(capsys: Capture) -> No
         assert f"\n{argument.group}:\n" in text
         for alias in (*argument.aliases, *argument.opposites):
             assert f"--{alias}" in text
-    assert len(re.findall(r"Default:\s", text)) == len(ARGUMENTS)
+    assert len(re.findall(r"Default:\s+[^\s.]", text)) == len(ARGUMENTS)
+    assert "--no-enable-metrics" in text  # it is on: how to turn it off
     assert "--enable-lora" not in text
 
 
