@@ -8,7 +8,18 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = ["alternate", "by_bytes", "by_eighths", "by_nibbles", "half", "inverse", "joined", "largest", "whole"]
+__all__ = [
+    "alternate",
+    "apart",
+    "by_bytes",
+    "by_eighths",
+    "by_nibbles",
+    "half",
+    "inverse",
+    "joined",
+    "largest",
+    "whole",
+]
 
 
 @gluon.jit
@@ -62,20 +73,57 @@ def by_eighths(word, low, high):
 
 
 @gluon.jit
+def quarters(words, sums: gl.constexpr):
+    """The four words of the last two axes, each of layout ``sums``."""
+    first, second = gl.split(words)
+    one, three = gl.split(first)
+    two, four = gl.split(second)
+    one, two = gl.convert_layout(one, sums), gl.convert_layout(two, sums)
+    return one, two, gl.convert_layout(three, sums), gl.convert_layout(four, sums)
+
+
+@gluon.jit
+def in_turn(one, two, three, four, low, high, total):
+    """``total`` and the 16 products of each four words, one instruction behind another, so that none is spent on sums
+    of them alone. ``low``, ``high``: of ``apart``.
+    """
+    a, b, c, d = low
+    e, f, g, h = high
+    total = upper(e, one, lower(a, one, total, False), False)
+    total = upper(f, two, lower(b, two, total, False), False)
+    total = upper(g, three, lower(c, three, total, False), False)
+    return upper(h, four, lower(d, four, total, False), False)
+
+
+@gluon.jit
 def by_nibbles(
-    word, low, high, upper_low, upper_high, front, back, pair, zero, zeroed: gl.constexpr, brain: gl.constexpr
+    word,
+    low,
+    high,
+    upper_low,
+    upper_high,
+    front,
+    back,
+    pair,
+    zero,
+    zeroed: gl.constexpr,
+    brain: gl.constexpr,
+    sums: gl.constexpr,
 ):
     """Sums of the 32 products of each four words, each half of which has its scale, two in a ``pair``.
 
     ``front``, ``back``: sums of what the halves are taken by; ``zero``: two bytes, what the halves are less by. A
     nibble that is the upper half of its byte counts 16 times: to shift it would be an instruction more.
     """
+    one, two, three, four = quarters(word.reshape(word.shape[0], word.shape[1], 2, 2), sums)
     if zeroed:
-        less, least = front * (zero & 255), back * ((zero >> 4) & 0xFF0)
+        less, least = front * -(zero & 255), back * -((zero >> 4) & 0xFF0)
     else:
-        less, least = front * 8, back * 128
-    here = by_bytes(word & 0x0F0F0F0F, low, high, False) - less
-    there = by_bytes(word & -0x0F0F0F10, upper_low, upper_high, False) - least
+        less, least = gl.zeros_like(pair) + front * -8, gl.zeros_like(pair) + back * -128
+    m: gl.constexpr = 0x0F0F0F0F
+    here = in_turn(one & m, two & m, three & m, four & m, low, high, less)
+    n: gl.constexpr = -0x0F0F0F10
+    there = in_turn(one & n, two & n, three & n, four & n, upper_low, upper_high, least)
     if brain:
         first = (pair << 16).to(gl.float32, bitcast=True)
         second = (pair & -65536).to(gl.float32, bitcast=True)
@@ -121,3 +169,13 @@ def alternate(pairs, fours: gl.constexpr, flat: gl.constexpr):
     """[fours, 8] -> those at even and at odd places, [1, fours, 4], as the words of a row lie."""
     even, odd = gl.split(pairs.reshape(fours, 4, 2))
     return gl.convert_layout(even, flat)[None, :, :], gl.convert_layout(odd, flat)[None, :, :]
+
+
+@gluon.jit
+def apart(pairs, fours: gl.constexpr, flat: gl.constexpr, beside: gl.constexpr):
+    """The same as four of [1, fours] each."""
+    even, odd = gl.split(pairs.reshape(fours, 4, 2))
+    a, b, c, d = quarters(gl.convert_layout(even, flat).reshape(fours, 2, 2), beside)
+    e, f, g, h = quarters(gl.convert_layout(odd, flat).reshape(fours, 2, 2), beside)
+    low = (a[None, :], b[None, :], c[None, :], d[None, :])
+    return low, (e[None, :], f[None, :], g[None, :], h[None, :])

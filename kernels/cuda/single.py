@@ -24,12 +24,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.cuda import standing
 from kernels.cuda.behind import Fused
 from kernels.cuda.launch import overlapping
 from kernels.cuda.norms import Before
 from kernels.cuda.numbers import NIBBLES, PIECES
 from kernels.cuda.packed import (
     alternate,
+    apart,
     by_bytes,
     by_eighths,
     by_nibbles,
@@ -186,8 +188,18 @@ def _single(
     total = gl.zeros([rows, fours], gl.float32, sums)
     other_total = gl.zeros([rows, fours], gl.float32, sums)
     squares = gl.zeros([fours], gl.float32, lead)
+    # The token's part of the next turn is on its way in this one; of 8 bits reading the weight takes longer.
+    early: gl.constexpr = turns > 1 and kind == 1 and not normed
+    if early:
+        next_value = gl.load(x + at, mask=inside < chunks, other=0.0)
     for turn in gl.static_range(turns):
-        value = _read(x, residual, summed, at + turn * stride, inside + turn * fours < chunks, writes, normed)
+        if early:
+            value = next_value.to(gl.float32)
+            if turn + 1 < turns:
+                there = inside + (turn + 1) * fours < chunks
+                next_value = gl.load(x + at + (turn + 1) * stride, mask=there, other=0.0)
+        else:
+            value = _read(x, residual, summed, at + turn * stride, inside + turn * fours < chunks, writes, normed)
         if normed:
             squares += gl.sum(gl.sum(value * value, 2), 1)
             value *= gamma.to(gl.float32)
@@ -213,11 +225,11 @@ def _single(
             back = gl.convert_layout(back, beside)[None, :]
             one, two = gl.split(numbers.reshape(fours, 2, 2, 8).permute(0, 1, 3, 2))
             lower, upper = gl.split(joined(one, two).permute(0, 2, 1))
-            a, b = alternate(lower, fours, flat)
-            c, d = alternate(upper, fours, flat)
-            total += by_nibbles(word, a, b, c, d, front, back, pair, zero, zeroed, brain) * scale
+            a, b = apart(lower, fours, flat, beside)
+            c, d = apart(upper, fours, flat, beside)
+            total += by_nibbles(word, a, b, c, d, front, back, pair, zero, zeroed, brain, sums) * scale
             if gated:
-                found = by_nibbles(other, a, b, c, d, front, back, other_pair, other_zero, zeroed, brain)
+                found = by_nibbles(other, a, b, c, d, front, back, other_pair, other_zero, zeroed, brain, sums)
                 other_total += found * scale
         else:
             numbers = whole(value) if kind == 3 else half(value)
@@ -270,10 +282,10 @@ def cuts(form: Form, gated: bool) -> dict[str, Cut]:
     rows = (4 if gated else 8) if nibbles else 8 if chunks * 8 * PIECES[form.kind] >= _LONG else 4
     found = {"single": Cut(rows, warps, warps, 32 * warps)}
     if nibbles:
-        most, held = 8 if gated else 16, chunks <= 128
-        found["warps of a row"] = Cut(most, 4 if held else 8, 2, 64, 128)
-        if held:
-            found["rows of a warp"] = Cut(most, 4, 1, 128, 168)
+        if chunks <= 128:
+            found["rows of a warp"] = Cut(8 if gated else 16, 4, 1, 128, 168)
+        else:
+            found["warps of a row"] = Cut(8 if gated else 16, 4, 4, 128)
     else:
         found["warps of a row"] = Cut(4 if gated else 8, 4, 4, 128)
         found["rows of a warp"] = Cut(8, 4, 1, 64)
@@ -325,16 +337,22 @@ def multiply(
 
 
 def ways(x: Tensor, form: Form, bias: Tensor | None, gated: bool, width: int) -> dict[str, Callable[[], Tensor]]:
-    """``multiply`` by each of the ``cuts``."""
-    return {
+    """``multiply`` by each of the ``cuts``, and what ``kernels.cuda.standing`` does."""
+    found: dict[str, Callable[[], Tensor]] = {
         name: partial(lambda cut: multiply(x, form, bias, gated, width, cut)[0], cut)
         for name, cut in cuts(form, gated).items()
     }
+    if standing.suits(form, gated):
+        found["rows in turn"] = lambda: standing.rows_in_turn(x, form, bias, gated, width)[0]
+    return found
 
 
 def fused(x: Tensor, form: Form, bias: Tensor | None, gated: bool, width: int, before: Before) -> dict[str, Fused]:
     """The same with the norm ``before``; not by the first of the cuts, which makes a token ready for too few rows."""
-    return {
+    found: dict[str, Fused] = {
         name: partial(multiply, x, form, bias, gated, width, cut, before)
         for name, cut in list(cuts(form, gated).items())[1:]
     }
+    if standing.suits(form, gated):
+        found["rows in turn"] = partial(standing.rows_in_turn, x, form, bias, gated, width, before)
+    return found

@@ -13,6 +13,7 @@ from types import ModuleType
 
 import kernels.cuda.packed
 import kernels.cuda.single
+import kernels.cuda.standing
 
 __all__ = ["single_in_triton"]
 
@@ -85,7 +86,7 @@ def single_in_triton(directory: Path) -> ModuleType:
         "from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait",
         EMULATED,
     ]
-    for module in (kernels.cuda.packed, kernels.cuda.single):
+    for module in (kernels.cuda.packed, kernels.cuda.single, kernels.cuda.standing):
         tree = ast.parse(inspect.getsource(module))
         tree.body = [
             part for part in tree.body if not (isinstance(part, ast.FunctionDef) and f"\ndef {part.name}(" in EMULATED)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from kernels.cuda import packing, single
+from kernels.cuda import packing, single, standing
 from kernels.cuda.choosing import made
 from kernels.cuda.norms import Before
-from kernels.cuda.numbers import BYTES, EIGHTHS
+from kernels.cuda.numbers import BYTES, EIGHTHS, NIBBLES
 from kernels.cuda.skinny import Form
 from kernels.quantization.weights import GroupedWeight, quantize_fp8, quantize_int8
 from tests.kernels.cuda.plain import single_in_triton
@@ -35,6 +35,19 @@ def products(tmp_path_factory):
     return single if torch.cuda.is_available() else single_in_triton(tmp_path_factory.mktemp("plain"))
 
 
+def wanted_of(weight, x, bias, gated, before):
+    """In float64."""
+    taken = x.double()
+    if before is not None:
+        taken = (x + before.residual).double()
+        taken = taken * torch.rsqrt(taken.square().mean() + before.eps) * before.gain.double()
+    wanted = (taken @ weight.dequantize(torch.float64).T + bias.double()).float()
+    if gated:
+        gate, up = wanted.chunk(2, 1)
+        wanted = silu(gate) * up
+    return wanted
+
+
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("kind", ["int8", "fp8", "nibbles", "zeros", "brain"])
@@ -50,14 +63,7 @@ def test_products_of_one_token(outputs, inputs, kind, gated, normed, device, pro
     x[0, 5] *= 100  # what shares its scale is not lost
     gain = ((torch.randn(inputs) + 1) / math.sqrt(inputs)).to(dtype).to(device)
     before = Before(residual, gain, 1e-5) if normed else None
-    taken = x.double()
-    if normed:
-        taken = (x + residual).double()
-        taken = taken * torch.rsqrt(taken.square().mean() + 1e-5) * gain.double()
-    wanted = (taken @ weight.dequantize(torch.float64).T + bias.double()).float()
-    if gated:
-        gate, up = wanted.chunk(2, 1)
-        wanted = silu(gate) * up
+    wanted = wanted_of(weight, x, bias, gated, before)
     width = packing.tile_words(weight) if isinstance(weight, GroupedWeight) else 64
     every = single.cuts(form, gated)
     for name, cut in every.items() if device.type == "cuda" else list(every.items())[-1:]:
@@ -65,6 +71,39 @@ def test_products_of_one_token(outputs, inputs, kind, gated, normed, device, pro
         assert (found.float() - wanted).norm() < 0.006 * wanted.norm(), name
         if normed:
             torch.testing.assert_close(summed, x + residual, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("kind", ["nibbles", "zeros", "brain"])
+def test_rows_in_turn(kind, gated, normed, device, products, monkeypatch):
+    """Nine blocks of rows by four programs, or their halves, the last of them not whole."""
+    passing = standing if products is single else products
+    monkeypatch.setattr(passing, "_multiprocessors", lambda device: 2)
+    torch.manual_seed(7)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
+    weight, form = weights(kind, 34, 768, device)
+    bias = torch.randn(34).to(dtype).to(device)
+    x, residual = (torch.randn(2, 1, 768) / math.sqrt(768)).to(dtype).to(device)
+    x[0, 5] *= 100
+    gain = ((torch.randn(768) + 1) / math.sqrt(768)).to(dtype).to(device)
+    before = Before(residual, gain, 1e-5) if normed else None
+    found, summed = passing.rows_in_turn(x, form, bias, gated, packing.tile_words(weight), before)
+    wanted = wanted_of(weight, x, bias, gated, before)
+    assert (found.float() - wanted).norm() < 0.006 * wanted.norm()
+    if normed:
+        torch.testing.assert_close(summed, x + residual, rtol=1e-3, atol=0)
+
+
+def test_rows_pass_by_where_there_are_many():
+    def form(outputs, inputs, kind=NIBBLES):
+        return Form(kind, torch.empty(outputs, inputs // 4, dtype=torch.int16, device="meta"), torch.empty(0))
+
+    assert standing.suits(form(28672, 4096), gated=True)
+    assert not standing.suits(form(14336, 4096), gated=True)
+    assert not standing.suits(form(6144, 4096), gated=False)
+    assert not standing.suits(form(14336, 8192), gated=False)
+    assert not standing.suits(form(28672, 4096, BYTES), gated=True)
 
 
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf])
