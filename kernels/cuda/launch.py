@@ -9,10 +9,11 @@ kernel here calls ``gdc_wait`` before it reads or writes anything that another k
 from __future__ import annotations
 
 from functools import cache
+from importlib.util import find_spec
 
 import torch
 
-__all__ = ["overlapping", "roomy"]
+__all__ = ["copying", "has_gluon", "overlapping", "roomy"]
 
 
 @cache
@@ -22,8 +23,25 @@ def overlapping(device: torch.device) -> bool:
 
 
 @cache
+def copying(device: torch.device) -> bool:
+    """Whether the device has the copy engine, and the matrix instructions that read what it brought, of compute
+    capability 9.0: those of later ones are others.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+@cache
 def roomy(device: torch.device) -> bool:
     """Whether a block may have so much shared memory that large tiles of heads of any dimension fit (228 KiB on
     compute capability 9.0 and 10.0, 164 on 8.0, 100 on 8.6, 8.9 and 12.0).
     """
     return device.type != "cuda" or torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 200 << 10
+
+
+@cache
+def has_gluon() -> bool:
+    """Whether Triton has Gluon, which some kernels are written in. There is no interpreter for it."""
+    try:
+        return find_spec("triton.experimental.gluon") is not None
+    except ImportError:
+        return False

@@ -1,4 +1,4 @@
-"""Linear layers: one token by a kernel of our own, a few by ``narrow`` or cuBLAS, more by cuBLAS.
+"""Linear layers: one token by a kernel of our own, a few by ``bulk``, ``narrow`` or cuBLAS, more by cuBLAS.
 
 For one token a matrix product is as fast as its weight can be read, and cuBLAS reads it at 57 to 90 % of the memory's
 bandwidth (H200). Here each block loads a few rows of the weight, all of them at once and before it waits for the kernel
@@ -8,6 +8,7 @@ in front of it, whose result it only needs afterwards: the memory is never idle 
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 import triton
@@ -18,13 +19,19 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.cuda import narrow
 from kernels.cuda.activation import swiglu
 from kernels.cuda.choosing import Choices, Shape, Way, in_a_row, spare
-from kernels.cuda.launch import overlapping
+from kernels.cuda.launch import copying, has_gluon, overlapping
+
+if TYPE_CHECKING:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 __all__ = ["CudaLinear"]
 
 _MOST_INPUTS = 16384  # a longer row does not fit a block's registers
 _ALIGN = 16
+_ALIGNED = 8  # inputs of 16 bits: the copy engine reads rows that begin at multiples of 16 bytes
 _FEW = 16  # tokens that the matrix unit takes at once, at least
+_SOME = 32  # tokens up to which ``narrow`` was never quicker than ``bulk`` on an H200, ...
+_WIDE = 4096  # ... and inputs from which no number of tokens made it quicker than ``bulk`` and cuBLAS
 
 
 @triton.jit
@@ -115,6 +122,14 @@ def _alone(x: Tensor, weight: Tensor) -> bool:
     return len(x) == 1 and weight.shape[1] <= _MOST_INPUTS and weight.shape[1] % _ALIGN == 0 and x.is_contiguous()
 
 
+def _carried(x: Tensor, weight: Tensor) -> bool:
+    """Whether ``kernels.cuda.bulk`` can multiply 2 to 64 tokens by the weight."""
+    if weight.element_size() != 2 or weight.shape[1] % _ALIGNED or (x.data_ptr() | weight.data_ptr()) % 16:
+        return False
+    dense = x.is_contiguous() and weight.is_contiguous() and x.dtype == weight.dtype
+    return dense and copying(x.device) and has_gluon()
+
+
 class CudaLinear:
     """``x @ weight.T + bias`` with the weight as it is, [outputs, inputs]; sums in float32.
 
@@ -129,6 +144,7 @@ class CudaLinear:
         self.bias = bias
         self._gated, self._choices = gated, choices
         self._arrived = narrow.counters(weight)
+        self._described: TensorDescriptor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         if _alone(x, self.weight):
@@ -137,6 +153,8 @@ class CudaLinear:
             return self._many(x)
         x = x.contiguous()  # part of a wider row has the same ways then, whichever of both was tried
         if self._choices is None:
+            if len(x) <= _SOME and _carried(x, self.weight):
+                return self._bulk(x)
             return self._narrow(x) if narrow.suits(x, self.weight, self._gated) else self._many(x)
         shape = ("in a row", *self.shape, max(_FEW, triton.next_power_of_2(len(x))), x.dtype)
         return self._choices.run(shape, self._ways(x), lambda: self._trial(x))
@@ -144,6 +162,10 @@ class CudaLinear:
     def _ways(self, x: Tensor) -> dict[str, Way]:
         """The ways to multiply a few tokens, by name."""
         ways: dict[str, Way] = {"cuBLAS": lambda: self._many(x)}
+        if _carried(x, self.weight):
+            ways["bulk"] = partial(self._bulk, x)
+            if len(x) <= _SOME or self.weight.shape[1] >= _WIDE:
+                return ways
         if narrow.able(x, self.weight):
             for name, cut in narrow.cuts(len(x), self.weight, self._gated).items():
                 ways[name] = partial(self._narrow, x, cut)
@@ -160,6 +182,13 @@ class CudaLinear:
 
     def _narrow(self, x: Tensor, cut: narrow.Cut | None = None) -> Tensor:
         return narrow.multiply(x, self.weight, self.bias, self._arrived, self._gated, cut)
+
+    def _bulk(self, x: Tensor) -> Tensor:
+        from kernels.cuda import bulk  # in Gluon, which Triton may lack
+
+        if self._described is None:
+            self._described = bulk.described(self.weight)
+        return bulk.multiply(x, self._described, self.bias, self._arrived, self._gated)
 
     def _many(self, x: Tensor) -> Tensor:
         found = F.linear(x, self.weight, self.bias)

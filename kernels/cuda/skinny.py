@@ -14,8 +14,6 @@ programming guide, "Arithmetic Instructions"); putting them into the lowest bits
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from importlib.util import find_spec
 from typing import Final
 
 import torch
@@ -24,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.cuda.launch import overlapping
+from kernels.cuda.launch import has_gluon, overlapping
 from kernels.cuda.numbers import BYTES, EIGHTHS, NIBBLES, PIECES, conversions
 
 __all__ = ["MOST_TOKENS", "Form", "Tiles", "counters", "multiply", "single_suits", "token_block"]
@@ -270,15 +268,7 @@ def single_suits(form: Form, x: Tensor) -> bool:
     length = form.words.shape[1]
     if x.device.type == "cpu" or length % 8 or length * PIECES[form.kind] > _SINGLE_INPUTS:
         return False
-    return (form.kind in (BYTES, EIGHTHS) or (form.kind == NIBBLES and form.slots == 2)) and _has_gluon()
-
-
-@cache
-def _has_gluon() -> bool:
-    try:
-        return find_spec("triton.experimental.gluon") is not None
-    except ImportError:
-        return False
+    return (form.kind in (BYTES, EIGHTHS) or (form.kind == NIBBLES and form.slots == 2)) and has_gluon()
 
 
 def token_block(tokens: int) -> int:

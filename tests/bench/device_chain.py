@@ -29,8 +29,9 @@ KINDS = {
         2.0,
         {
             1: ("vector",),
-            16: ("cuBLAS", "narrow", "narrow, short"),
-            64: ("cuBLAS", "narrow", "narrow, short"),
+            16: ("cuBLAS", "bulk"),
+            32: ("cuBLAS", "bulk"),
+            64: ("cuBLAS", "bulk"),
         },
     ),
     "int8": (1.0, {1: ("vector", "skinny", *SINGLE)}),

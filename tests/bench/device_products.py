@@ -51,7 +51,7 @@ def projections(name: str) -> dict[str, tuple[int, int, bool]]:
     }
 
 
-WAYS = ("cuBLAS", "one", "narrow", "narrow, short", "int8 many", "int8", "int8 skinny", "fp8 many", "fp8",
+WAYS = ("cuBLAS", "one", "narrow", "narrow, short", "bulk", "int8 many", "int8", "int8 skinny", "fp8 many", "fp8",
         "fp8 skinny", "4 bits, 64", "4 bits, 128", "4 bits, wide")  # fmt: skip
 
 

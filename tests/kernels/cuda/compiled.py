@@ -74,7 +74,7 @@ def compiling(monkeypatch: pytest.MonkeyPatch, capability: int) -> Iterator[list
         patch.setenv("TRITON_DUMP_PTXAS_LOG", "1")
         for name, module in list(sys.modules.items()):
             if name.startswith("kernels.cuda."):
-                for fact in ("overlapping", "roomy"):
+                for fact in ("copying", "overlapping", "roomy"):
                     if hasattr(module, fact):
                         patch.setattr(module, fact, lambda device: capability >= 90)
         yield found

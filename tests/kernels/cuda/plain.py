@@ -11,11 +11,12 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import kernels.cuda.bulk
 import kernels.cuda.packed
 import kernels.cuda.single
 import kernels.cuda.standing
 
-__all__ = ["single_in_triton"]
+__all__ = ["bulk_in_triton", "single_in_triton"]
 
 EMULATED = """
 @triton.jit
@@ -52,6 +53,115 @@ def by_eighths(word, low, high):
     return tl.sum(first + (product(word, low, high, 2) + product(word, low, high, 3)), 2)
 """
 
+COPIED = """
+from dataclasses import dataclass
+from operator import index
+
+from triton.runtime.interpreter import TensorHandle
+
+
+@dataclass
+class TensorDescriptor:
+    base: torch.Tensor
+    shape: list
+    strides: list
+    block_shape: list
+    layout: int
+
+    def read(self, place):
+        begin = [index(at) for at in place]
+        found = self.base.as_strided(self.shape, self.strides)
+        for dim, (at, most) in enumerate(zip(begin, self.block_shape)):
+            found = found.narrow(dim, min(at, found.shape[dim]), max(0, min(most, found.shape[dim] - at)))
+        block = torch.zeros(self.block_shape)
+        block[: found.shape[0], : found.shape[1]] = found
+        return block.numpy()
+
+
+class Barrier:
+    # A phase ends when the bytes that were announced are there; only then may they be read.
+
+    made = []
+
+    def __init__(self):
+        self.due, self.brought, self.ended, self.waited = None, 0, 0, 0
+        self.made.append(self)
+
+    def arrive(self, bytes_=0):
+        self.brought += bytes_
+        if self.due is not None and self.brought == self.due:
+            self.due, self.brought, self.ended = None, 0, self.ended + 1
+
+    @classmethod
+    def asked(cls):
+        # Of the barriers of all programs how many times they were waited for, and bytes came.
+        return sum(bar.waited for bar in cls.made), sum(bar.ended for bar in cls.made)
+
+
+@dataclass
+class Place:
+    of: dict
+    number: int
+    turned: bool = False
+
+    def permute(self, order):
+        return Place(self.of, self.number, order == (1, 0))
+
+    @property
+    def value(self):
+        found = self.of[self.number]
+        return found.T if self.turned else found
+
+
+class Shared:
+    def __init__(self, kind, shape, layout):
+        self.of, self.places = {}, index(shape[0])
+
+    def index(self, number):
+        assert 0 <= index(number) < self.places
+        return Place(self.of, index(number))
+
+
+class mbarrier:
+    MBarrierLayout = staticmethod(lambda: None)
+
+    @staticmethod
+    def init(bar, count):
+        bar.of[bar.number] = Barrier()
+
+    @staticmethod
+    def expect(bar, bytes_, pred):
+        if pred:
+            assert bar.value.due is None
+            bar.value.due = index(bytes_)
+            bar.value.arrive()
+
+    @staticmethod
+    def wait(bar, phase):
+        assert bar.value.ended % 2 != index(phase), "a phase that has not ended"
+        bar.value.waited += 1
+
+
+class tma:
+    @staticmethod
+    def async_copy_global_to_shared(described, place, bar, to, pred):
+        if pred:
+            to.of[to.number] = described.read(place)
+            bar.value.arrive(2 * to.value.size)
+
+
+def warpgroup_mma(a, b, total, is_async):
+    return tl.tensor(TensorHandle(total.handle.data + a.value @ b.value, tl.float32), total.type)
+
+
+def warpgroup_mma_wait(left, deps):
+    return deps[0] if len(deps) == 1 else deps
+
+
+def fence_async_shared():
+    pass
+"""
+
 
 class _Plain(ast.NodeTransformer):
     def visit_Name(self, node: ast.Name) -> ast.AST:
@@ -62,8 +172,12 @@ class _Plain(ast.NodeTransformer):
         called = node.func.attr if isinstance(node.func, ast.Attribute) else ""
         if called == "convert_layout":
             return self.visit(node.args[0])
-        if called in ("BlockedLayout", "SliceLayout"):
+        if called.endswith("Layout") and called != "MBarrierLayout":
             return ast.Constant(0)
+        if called == "allocate_shared_memory":
+            node.func = ast.Name("Shared", ast.Load())
+        if called == "thread_barrier":
+            node.func.attr = "debug_barrier"
         if called == "zeros":
             del node.args[2:]
         node.keywords = [keyword for keyword in node.keywords if keyword.arg != "layout"]
@@ -79,20 +193,31 @@ class _Plain(ast.NodeTransformer):
 
 def single_in_triton(directory: Path) -> ModuleType:
     """``kernels.cuda.single`` for the CPU, its source in ``directory``, where the interpreter looks for it."""
+    return _in_triton(
+        directory, "single_in_triton", EMULATED, kernels.cuda.packed, kernels.cuda.single, kernels.cuda.standing
+    )
+
+
+def bulk_in_triton(directory: Path) -> ModuleType:
+    """``kernels.cuda.bulk`` in the same way, with copies that are there at once, and barriers that count them."""
+    return _in_triton(directory, "bulk_in_triton", COPIED, kernels.cuda.bulk)
+
+
+def _in_triton(directory: Path, name: str, emulated: str, *modules: ModuleType) -> ModuleType:
     parts = [
         "import torch",
         "import triton",
         "import triton.language as tl",
         "from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait",
-        EMULATED,
+        emulated,
     ]
-    for module in (kernels.cuda.packed, kernels.cuda.single, kernels.cuda.standing):
+    for module in modules:
         tree = ast.parse(inspect.getsource(module))
         tree.body = [
-            part for part in tree.body if not (isinstance(part, ast.FunctionDef) and f"\ndef {part.name}(" in EMULATED)
+            part for part in tree.body if not (isinstance(part, ast.FunctionDef) and f"\ndef {part.name}(" in emulated)
         ]
         parts.append(ast.unparse(ast.fix_missing_locations(_Plain().visit(tree))))
-    path = directory / "single_in_triton.py"
+    path = directory / f"{name}.py"
     path.write_text("\n".join(parts))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None

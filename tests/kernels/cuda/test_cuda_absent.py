@@ -63,7 +63,8 @@ def test_whole_steps_are_captured(monkeypatch, tmp_path, drive):
         for _ in range(3):
             driver.step([(1, 1), (2, 1), (3, 1)])
     assert told == ["replayed"] * 6
-    assert {"_vector", "_narrow", "_decode", "_prefill", "_enter", "_leave"} <= {kernel.kernel for kernel in found}
+    kernels = {kernel.kernel for kernel in found}
+    assert {"_vector", "_bulk", "_narrow", "_decode", "_prefill", "_enter", "_leave"} <= kernels
     assert all(kernel.shared <= SHARED[90] for kernel in found)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 
-from kernels.cuda import narrow, single, skinny
+from kernels.cuda import bulk, narrow, single, skinny
 from kernels.cuda.accepting import accept, bring
 from kernels.cuda.activation import swiglu
 from kernels.cuda.angles import angles
@@ -116,6 +116,9 @@ def few_tokens(dtype):
             weight = empty(outputs, inputs, dtype=dtype)
             for cut in narrow.cuts(tokens, weight, gated).values():
                 narrow.multiply(empty(tokens, inputs, dtype=dtype), weight, None, narrow.counters(weight), gated, cut)
+            if torch.cuda.get_device_capability()[0] == 9:
+                described, x = bulk.described(weight), empty(tokens, inputs, dtype=dtype)
+                bulk.multiply(x, described, empty(outputs, dtype=dtype), narrow.counters(weight), gated)
 
 
 def skinny_products(dtype):

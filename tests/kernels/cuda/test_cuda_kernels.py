@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cuda import narrow
+import kernels.cuda
+from kernels.cuda import bulk, narrow
+from kernels.cuda import linear as linear_layers
 from kernels.cuda.activation import swiglu
 from kernels.cuda.angles import angles
 from kernels.cuda.attention import attention, plan_attention
@@ -18,11 +20,13 @@ from kernels.cuda.behind import CudaBehindNorm
 from kernels.cuda.choosing import Choices
 from kernels.cuda.decode import DecodeScratch, split_count
 from kernels.cuda.heads import place_heads
+from kernels.cuda.launch import copying
 from kernels.cuda.linear import CudaLinear
 from kernels.cuda.norms import CudaNorm, norm_both
 from kernels.cuda.sampling import likeliest
 from kernels.platforms.projections import BehindNorm
 from kernels.platforms.rows import AttentionRows
+from tests.kernels.cuda.plain import bulk_in_triton
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -122,20 +126,35 @@ def test_linear_layers_behind_a_norm(device):
     near(CudaBehindNorm(norm, linear, choices).add(both.clone(), both.clone())[0], linear(norm(both + both)))
 
 
-@pytest.mark.parametrize(("tokens", "gated"), [(2, False), (40, True)])
-def test_products_of_a_few_tokens_are_tried_in_a_row(device, monkeypatch, tokens, gated):
+@pytest.fixture(scope="module")
+def bulks(tmp_path_factory):
+    return bulk if torch.cuda.is_available() else bulk_in_triton(tmp_path_factory.mktemp("plain"))
+
+
+OWN = ("narrow", "narrow, short")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "gated", "names"),
+    [(2, False, OWN), (40, True, OWN), (2, True, ("bulk",)), (40, False, ("bulk", *OWN))],
+)
+def test_products_of_a_few_tokens_are_tried_in_a_row(device, monkeypatch, tokens, gated, names, bulks):
     """Every way is tried, and gives the layer's product."""
-    if device.type == "cpu":
-        monkeypatch.setattr(narrow, "able", lambda x, weight: True)
     weight = torch.randn(192, 1024, device=device).half()
     x = (torch.randn(tokens, 1024, device=device) / 32).half()
+    if device.type == "cpu":
+        monkeypatch.setattr(narrow, "able", lambda x, weight: True)
+        monkeypatch.setattr(kernels.cuda, "bulk", bulks)
+    elif "bulk" in names and not copying(device):
+        pytest.skip("the device has no such engine, or another one")
+    monkeypatch.setattr(linear_layers, "_carried", lambda x, weight: "bulk" in names)
     wanted = CudaLinear(weight, None, None, gated)(x)
     choices = Chosen()
     linear = CudaLinear(weight, None, choices, gated)
-    for choices.chosen in ("cuBLAS", "narrow", "narrow, short"):
+    for choices.chosen in ("cuBLAS", *names):
         near(linear(x), wanted)
         near(linear(torch.cat((x, x), 1)[:, :1024]), wanted)  # as hidden states beside captured ones are
-    assert list(choices.tried) == ["cuBLAS", "narrow", "narrow, short"]
+    assert list(choices.tried) == ["cuBLAS", *names]
     for way in choices.tried.values():
         near(way(), wanted)
 
@@ -157,6 +176,27 @@ def test_products_of_a_few_tokens(device, dtype, biased, outputs, inputs, tokens
     for cut in narrow.cuts(tokens, weight, gated=True).values():
         near(narrow.multiply(x, weight, bias, arrived, gated=True, cut=cut), both)
     near(narrow.multiply(x, weight, bias, arrived, gated=True), both)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("tokens", "outputs", "inputs"), [(2, 96, 520), (17, 200, 4096), (64, 64, 9088)])
+def test_products_of_a_few_tokens_by_the_copy_engine(device, tokens, outputs, inputs, gated, bulks):
+    dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
+    weight = torch.randn(2 * outputs, inputs, device=device).to(dtype)
+    bias = torch.randn(2 * outputs, device=device).to(dtype)
+    x = (torch.randn(tokens, inputs, device=device) / math.sqrt(inputs)).to(dtype)
+    if device.type == "cuda" and not copying(device):
+        pytest.skip("the device has no such engine, or another one")
+    wanted = torch.nn.functional.linear(x.double(), weight.double(), bias.double()).float()
+    if gated:
+        wanted = torch.nn.functional.silu(wanted[:, :outputs]) * wanted[:, outputs:]
+    arrived = narrow.counters(weight)
+    for _ in range(2):  # the counters of parts must be back at zero
+        near(bulks.multiply(x, bulks.described(weight), bias, arrived, gated), wanted)
+    assert not arrived.any()
+    if device.type == "cpu":
+        waited, ended = bulks.Barrier.asked()
+        assert waited == ended  # nothing is on its way when a program has ended
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,0 +1,232 @@
+"""Matrix products of a few tokens, 2 to 64, whose weight the copy engine of compute capability 9.0 brings.
+
+Such a product is as fast as its weight is read, and what delays a read is the tokens: they are there only when the
+kernel in front has ended. The weight is there always. So a program asks for as much of its rows as its shared memory
+holds before it waits for that kernel, and for the tokens after it; the barrier of a stage counts the bytes of both (PTX
+ISA, "Asynchronous copy" and "mbarrier"). A stage is multiplied by ``wgmma``, and its place is filled again at once.
+
+One or two programs of a multiprocessor hold all of the weight that fits, and there are about as many as run at once.
+Where rows are cut into parts for that, the part that ends last adds them up, always in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.cuda.launch import copying
+
+__all__ = ["described", "multiply"]
+
+_ROWS: Final = 64  # of the weight: what wgmma takes
+_BLOCK: Final = 128  # inputs of a stage
+_WARPS: Final = 4  # what wgmma takes
+_LEAST: Final = 16  # tokens
+_STAGES: Final = {16: (5, 3), 32: (5, 2), 64: (3, 2)}
+"""Of so many tokens, and of gated products: what two programs of a multiprocessor have room for; measured."""
+_PROGRAMS: Final = {16: 264, 32: 132, 64: 132}
+"""Twice or once the multiprocessors of an H200: the more tokens, the more there is to add up. Measured."""
+_FEW = 48  # programs that are too few
+_LONG = 8  # stages that a part has at least, ...
+_SHORT = 4  # ... or where programs are too few
+
+
+@gluon.jit
+def _rows_to(bar, weight, held, slot, row, at, outputs, more, gated: gl.constexpr):
+    """Ask for the weight of a stage."""
+    if gated:
+        tma.async_copy_global_to_shared(weight, [row, at], bar, held.index(2 * slot), pred=more)
+        tma.async_copy_global_to_shared(weight, [outputs + row, at], bar, held.index(2 * slot + 1), pred=more)
+    else:
+        tma.async_copy_global_to_shared(weight, [row, at], bar, held.index(slot), pred=more)
+
+
+@gluon.jit(do_not_specialize=["tokens", "splits"])
+def _bulk(
+    x,
+    weight,
+    bias,
+    out,
+    partial,
+    arrived,
+    tokens,
+    outputs,
+    inputs,
+    splits,
+    token_block: gl.constexpr,
+    rows: gl.constexpr,
+    block: gl.constexpr,
+    stages: gl.constexpr,
+    warps: gl.constexpr,
+    parted: gl.constexpr,
+    biased: gl.constexpr,
+    gated: gl.constexpr,
+    pdl: gl.constexpr,
+):
+    """``rows`` outputs a program. ``gated``: the product of as many rows ``outputs`` further down is what silu of the
+    first is multiplied by. What lies outside of ``x`` and ``weight`` is read as zeros.
+    """
+    like: gl.constexpr = out.dtype.element_ty
+    halves: gl.constexpr = 2 if gated else 1
+    size: gl.constexpr = rows * token_block
+    read: gl.constexpr = (halves * rows + token_block) * block * 2  # bytes of a stage
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, token_block, 16])
+    beside: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, warps], [0, 1])
+    split, tile = gl.program_id(0), gl.program_id(1)
+    row = tile * rows
+    steps = (inputs + block - 1) // block
+    share = (steps + splits - 1) // splits
+    begin = split * share
+    count = gl.minimum(share, steps - begin)
+    held = gl.allocate_shared_memory(like, [stages * halves, rows, block], weight.layout)
+    values = gl.allocate_shared_memory(like, [stages, token_block, block], x.layout)
+    bars = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(stages):
+        mbarrier.init(bars.index(stage), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    if pdl:
+        gdc_launch_dependents()
+    for stage in gl.static_range(stages):
+        bar = bars.index(stage)
+        mbarrier.expect(bar, read, pred=stage < count)
+        _rows_to(bar, weight, held, stage, row, (begin + stage) * block, outputs, stage < count, gated)
+    if pdl:
+        gdc_wait()
+    for stage in gl.static_range(stages):
+        at = (begin + stage) * block
+        tma.async_copy_global_to_shared(x, [0, at], bars.index(stage), values.index(stage), pred=stage < count)
+    total = gl.zeros([rows, token_block], gl.float32, mma)
+    other = gl.zeros([rows, token_block], gl.float32, mma)
+    slot = 0
+    turn = 0
+    for step in range(count):
+        bar = bars.index(slot)
+        mbarrier.wait(bar, turn)
+        value = values.index(slot).permute((1, 0))
+        if gated:
+            total = warpgroup_mma(held.index(2 * slot), value, total, is_async=True)
+            other = warpgroup_mma(held.index(2 * slot + 1), value, other, is_async=True)
+            total, other = warpgroup_mma_wait(0, deps=[total, other])
+        else:
+            total = warpgroup_mma(held.index(slot), value, total, is_async=True)
+            total = warpgroup_mma_wait(0, deps=[total])
+        gl.thread_barrier()  # all warps have read the stage
+        more = step + stages < count
+        at = (begin + step + stages) * block
+        mbarrier.expect(bar, read, pred=more)
+        _rows_to(bar, weight, held, slot, row, at, outputs, more, gated)
+        tma.async_copy_global_to_shared(x, [0, at], bar, values.index(slot), pred=more)
+        slot += 1
+        if slot == stages:
+            slot = 0
+            turn ^= 1
+    of = gl.arange(0, rows, layout=gl.SliceLayout(1, mma))
+    token = gl.arange(0, token_block, layout=gl.SliceLayout(0, mma))
+    if parted:
+        place = of[:, None] * token_block + token[None, :]
+        part = partial + tile.to(gl.int64) * splits * halves * size
+        mine = part + split * halves * size
+        gl.store(mine + place, total)
+        if gated:
+            gl.store(mine + size + place, other)
+        gl.thread_barrier()
+        before = gl.atomic_add(arrived + tile, 1, sem="acq_rel")
+        if before < splits - 1:
+            return
+        gl.thread_barrier()
+        gl.store(arrived + tile, 0)
+        total = gl.zeros([rows, token_block], gl.float32, mma)
+        other = gl.zeros([rows, token_block], gl.float32, mma)
+        for number in range(splits):
+            some = part + number * halves * size
+            total += gl.load(some + place, cache_modifier=".cg")
+            if gated:
+                other += gl.load(some + size + place, cache_modifier=".cg")
+    if biased:
+        near = gl.minimum(row + of, outputs - 1)
+        total += gl.load(bias + near).to(gl.float32)[:, None]
+        if gated:
+            other += gl.load(bias + outputs + near).to(gl.float32)[:, None]
+    if gated:
+        # Rounded as the product is where the activation is an operator of its own.
+        gate = total.to(like).to(gl.float32)
+        total = gate / (1.0 + gl.exp(-gate)) * other.to(like).to(gl.float32)
+    found = gl.convert_layout(total.to(like), beside)
+    output = row + gl.arange(0, rows, layout=gl.SliceLayout(1, beside))
+    token = gl.arange(0, token_block, layout=gl.SliceLayout(0, beside))
+    result = out + token[None, :] * outputs + output[:, None]
+    gl.store(result, found, mask=(token < tokens)[None, :] & (output < outputs)[:, None])
+
+
+def described(weight: Tensor) -> TensorDescriptor:
+    """What the copy engine is told of a dense weight [outputs, inputs] in 16 bits, of 8 inputs or a multiple."""
+    return _told(weight, _ROWS)
+
+
+def _told(dense: Tensor, rows: int) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
+    return TensorDescriptor(dense, list(dense.shape), [dense.shape[1], 1], [rows, _BLOCK], layout)
+
+
+def _splits(tokens: int, tiles: int, inputs: int) -> int:
+    """Into how many parts the rows of a weight are cut. ``tokens``: a key of ``_PROGRAMS``."""
+    splits, steps = 1, triton.cdiv(inputs, _BLOCK)
+    while 2 * splits * tiles <= _PROGRAMS[tokens]:
+        if steps // (2 * splits) < (_SHORT if splits * tiles < _FEW else _LONG):
+            break
+        splits *= 2
+    return splits
+
+
+def multiply(x: Tensor, weight: TensorDescriptor, bias: Tensor | None, arrived: Tensor, gated: bool) -> Tensor:
+    """``x`` [tokens, inputs] -> [tokens, outputs], or half as many. ``weight``: as ``described``. ``arrived``: of
+    ``kernels.cuda.narrow.counters``.
+    """
+    every, inputs = weight.shape
+    outputs, halves = (every // 2, 2) if gated else (every, 1)
+    tiles = triton.cdiv(outputs, _ROWS)
+    token_block = max(_LEAST, triton.next_power_of_2(len(x)))
+    splits = _splits(token_block, tiles, inputs)
+    out = x.new_empty((len(x), outputs))
+    size = tiles * splits * halves * _ROWS * token_block
+    partial = out if splits == 1 else x.new_empty(size, dtype=torch.float32)
+    pdl = copying(x.device)
+    _bulk[(splits, tiles)](
+        _told(x, token_block),
+        weight,
+        out if bias is None else bias,
+        out,
+        partial,
+        arrived,
+        len(x),
+        outputs,
+        inputs,
+        splits,
+        token_block,
+        _ROWS,
+        _BLOCK,
+        _STAGES[token_block][gated],
+        _WARPS,
+        splits > 1,
+        bias is not None,
+        gated,
+        pdl,
+        num_warps=_WARPS,
+        launch_pdl=pdl,
+    )
+    return out
