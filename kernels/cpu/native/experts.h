@@ -250,6 +250,7 @@ inline void run_jobs(Layer& layer) {
                 if (p.order) prepared = true, at.ordered.of(tokens * inputs);
             if constexpr (requires { p.whole; })
                 if (const Preparing<P> preparing = {p, at.planes}; preparing.wanted()) prepared = true, preparing.reserve(tokens);
+                else preparing.tell(p);
         }, job.product);
     }
     if (prepared) layer.team.each(at.jobs.size(), prepare_chunk, &layer);

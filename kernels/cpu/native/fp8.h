@@ -71,8 +71,9 @@ struct Fp8Product : Widened {
 
     static constexpr bool whole_numbers() { return false; }  // tokens are not rounded
     static constexpr bool by_scaled() { return false; }
+    static constexpr bool sums = false;  // there are no zeros, and no offsets
     bool by_shares() const { return rows <= group / 2; }
-    static constexpr int32_t offset() { return -128; }  // sums have no share of 128 times the tokens
+    static constexpr int32_t offset() { return 0; }
     int64_t shares() const { return group; }
     const uint8_t* cells(int64_t block) const { return reinterpret_cast<const uint8_t*>(weight) + block * inputs() * WIDE; }
     const float* scales(int64_t block) const {
@@ -91,7 +92,7 @@ struct Fp8Product : Widened {
 
 struct Fp8Product::Supers {
     static constexpr int GROUP = 0;
-    static constexpr bool ZEROS = false;
+    static constexpr bool ZEROS = false, SUMS = false;
 
     int64_t each;
     const uint8_t *cells, *small;

@@ -65,7 +65,7 @@ template <int BITS>
 template <bool ZEROED>
 struct Grouped<BITS>::Supers {
     static constexpr int GROUP = 0, CODE_BITS = BITS, POWER = ZEROED ? BITS : BITS - 1;
-    static constexpr bool ZEROS = ZEROED, BYTES = BITS == 8, FLOATS = false;
+    static constexpr bool ZEROS = ZEROED, BYTES = BITS == 8, FLOATS = false, SUMS = true;
 
     int64_t each;
     const uint8_t* cells;

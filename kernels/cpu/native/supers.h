@@ -63,7 +63,7 @@ void multiply_vectors(const S& of, const Whole& x, float* sums) {
 
 // More tokens, as bf16 [row][32 inputs of each line], on AMX. What tiles multiply is 128 and a code, of up to 7 bits, which a bf16 is
 // made of by a mask. `shares` [row][part][2]: of so many inputs as have a scale of their own, the sum, times 128 and the offset, and
-// the sum.
+// the sum; null if `S` has no SUMS.
 struct Shared {
     const char* x;
     int64_t stride;
@@ -83,10 +83,14 @@ void multiply_shared(const S& of, const Shared& x, int64_t row, int64_t rows, fl
     const auto take = [&](int64_t part) {  // what tiles have stored of it
         const float* from = found[part % 2];
         for (int64_t half = 0; half < 2; half++) {
-            const float* share = x.shares + (row * x.parts + part) * 2;
-            for (int64_t i = half * TILE; i < rows * WIDE; i += WIDE, share += 2 * x.parts) {
-                const __m512 some = _mm512_sub_ps(_mm512_load_ps(from + i), _mm512_set1_ps(share[0]));
-                _mm512_store_ps(sums + i, of.end(part, half, some, _mm512_set1_ps(share[1]), _mm512_load_ps(sums + i)));
+            const float* share = S::SUMS ? x.shares + (row * x.parts + part) * 2 : nullptr;
+            for (int64_t i = half * TILE; i < rows * WIDE; i += WIDE) {
+                __m512 some = _mm512_load_ps(from + i), sum = _mm512_setzero_ps();
+                if constexpr (S::SUMS) {
+                    some = _mm512_sub_ps(some, _mm512_set1_ps(share[0])), sum = _mm512_set1_ps(share[1]);
+                    share += 2 * x.parts;
+                }
+                _mm512_store_ps(sums + i, of.end(part, half, some, sum, _mm512_load_ps(sums + i)));
             }
         }
     };

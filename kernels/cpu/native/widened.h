@@ -27,6 +27,7 @@ struct Widened : Product {
 
     static constexpr bool made = true;
     static constexpr bool opens = true;  // whether any are multiplied by shares
+    static constexpr bool sums = true;   // and what tokens come to is to be known then
 
     struct Rounded {
         Product::Rounded plain;
@@ -248,7 +249,7 @@ struct Preparing {
 
     bool rounded() const { return p.rows <= FEWEST && P::whole_numbers(); }
     bool shared() const { return !rounded() && p.rows <= WIDE && p.by_shares(); }
-    bool wanted() const { return rounded() || shared(); }
+    bool wanted() const { return rounded() || (P::sums && shared()); }
     int64_t parts() const { return p.inputs() / p.shares(); }
     float* shares() const { return planes.shares.of(0) + first * p.lines * HALVES * 2; }  // others' parts may be others
     void reserve(int64_t rows) const { planes.reserve(rows, p.lines, rounded()); }
@@ -261,7 +262,7 @@ struct Preparing {
 
     void tell(P& to) const {
         if (rounded()) to.whole.emplace(planes, first, p.lines);
-        if (shared()) to.shared = {p.x, p.stride_x, shares(), parts(), p.lines};
+        if (shared()) to.shared = {p.x, p.stride_x, P::sums ? shares() : nullptr, parts(), p.lines};
     }
 };
 
@@ -278,8 +279,8 @@ void multiply_made(Team& team, P p, Planes& planes) {
     if (preparing.wanted()) {
         preparing.reserve(p.rows);
         team.each((p.rows + 3) / 4, prepare_rows_chunk<P>, &preparing);
-        preparing.tell(p);
     }
+    preparing.tell(p);
     team.each(divide(p, team.size()), multiply_widened_chunk<P>, &p);
 }
 
