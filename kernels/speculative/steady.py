@@ -108,6 +108,8 @@ class SteadyChains:
 
     def goes_on(self) -> bool:
         """Whether the rows that fitted last have another such step before them, as far as that can change."""
+        if self._cycle is not None:  # which looks for itself
+            return True
         state, slots = self._state, self._slots
         self._known = known = state.known[slots]
         self._room = room = state.page_count[slots] * state.page_size
