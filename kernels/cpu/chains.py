@@ -121,12 +121,17 @@ def cycle(
     call = native.library.cycle
     before = (native.address, ctypes.byref(given), ctypes.byref(where))
     held = (model, head, then, draft, places, table, logits, likeliest, broken, guessed, unsound, drawn, unfit, draws)
+    into = ctypes.byref(found)
+    last, at = np.zeros(0, dtype=np.int64), 0
 
     def run(slots: Longs, drafts: bytes, left: Longs, steps: int, how: Draws | None) -> Guessing | None:
+        nonlocal last, at
         assert held
         rows = len(slots)
+        if slots is not last:  # each question for an address takes a microsecond or more
+            last, at = slots, slots.ctypes.data
         drawing = None if how is None else how.ctypes.data
-        code = call(*(*before, slots.ctypes.data, rows, drafts, left.ctypes.data, steps, drawing, ctypes.byref(found)))
+        code = call(*before, at, rows, drafts, left.ctypes.data, steps, drawing, into)
         if code == _IDLE:
             rows = 0
         elif code:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -146,8 +146,7 @@ class DraftSlots:
     spare: int
 
 
-@dataclass(frozen=True, eq=False)
-class Guessing:
+class Guessing(NamedTuple):
     """Of rows whose chains were verified: the ``roots``' positions and how many tokens were ``accepted``, int64 [rows],
     ``told`` and ``drafted``, int32 [rows], the same and how many guesses were verified; the ``tokens`` int32 and which
     of the step's they follow (``places`` int64), one row after the other. ``drafted_at``: ``time.perf_counter`` between

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,8 +33,7 @@ Longs = npt.NDArray[np.int64]
 Raw = npt.NDArray[np.int16]
 
 
-@dataclass(frozen=True)
-class SeenHere:
+class SeenHere(NamedTuple):
     """What was computed: of each row ``counts`` tokens from position ``starts`` on.
 
     ``features`` [tokens, n], as their bits, of which ``places`` int64 are those of the rows' tokens; None for a drafter

@@ -7,7 +7,7 @@ step accepts is known at once; the drafter observes it before the next step, as 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,8 +34,7 @@ Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class Chained:
+class Chained(NamedTuple):
     """``tokens`` int32 [accepted]: all rows', one after the other. ``accepted``, ``drafted`` (guesses verified) and
     ``depths`` (the longest path of them) int32 [rows]. ``drafted_at``: ``time.perf_counter`` when they were drafted."""
 
