@@ -7,7 +7,6 @@ The last tokens of a sequence are looked up from the longest window down; what f
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Slots
 from heapq import heappop, heappush
 from typing import TypeAlias
 
@@ -18,26 +17,18 @@ from kernels.platforms.operators import Draws
 from kernels.slots import SlotTable
 from kernels.speculative.drafter import Drafter, DrafterContext, DraftRows, Drafts, Observation
 from kernels.speculative.host_drafts import GuessesHere, HostDrafts, SeenHere
+from kernels.speculative.promises import Guessed, Promises
 from kernels.speculative.settings import NgramSettings
 from kernels.speculative.tree import DraftTree
 from kernels.speculative.trie import Generation, NgramTrie, Sequence
 from kernels.step import Admission
 
-__all__ = ["NgramDrafter", "Nodes", "guess"]
+__all__ = ["NgramDrafter", "guess"]
 
 CACHED = 1024
 """Tokens of a cached prefix that a new request tells the trie again: most were seen when they were computed."""
-FEWEST = 2
-"""Guesses of a request of which none was right lately: half as many after each such draft, twice as many after others.
-What was seen before comes again in stretches, and in between each guess that is verified costs the batch time."""
-FREE = 16
-"""Tokens of a step that cost hardly more than one: among so many a request may always have its share."""
-
 Ints: TypeAlias = npt.NDArray[np.int32]
 Longs: TypeAlias = npt.NDArray[np.int64]
-
-Nodes: TypeAlias = tuple[list[int], list[int]]
-"""Tokens and parents of a tree's nodes, parents first; the root is node 0 with parent -1."""
 
 
 class NgramDrafter(Drafter):
@@ -55,7 +46,8 @@ class NgramDrafter(Drafter):
         self._prompts: dict[int, Ints] = {}  # what was known of the slot when it was taken
         self._told: dict[int, int] = {}  # tokens of the slot that the trie knows, from position 0 on
         self._last: dict[int, int] = {}  # the last of these
-        self._most: dict[int, int] = {}  # guesses that the slot is worth
+        self._promises = Promises(reads=context.platform.verified_tokens > 0)
+        self._guessed: dict[int, Guessed] = {}  # of the slot, behind the last of these when they were made
         self.most_nodes = settings.num_draft_tokens
         self.depth = min(self.most_nodes, self._settings.max_depth) - 1
 
@@ -64,21 +56,16 @@ class NgramDrafter(Drafter):
         self.release(slot)
         self._sequences[slot] = self._trie.open(admission.salt)
         self._prompts[slot] = tokens
-        self._most[slot] = self.most_nodes - 1
         self._told[slot] = max(0, known - CACHED)
         self.tell(slot, self._told[slot], tokens[self._told[slot] : known])
 
     def release(self, slot: int) -> None:
         sequence = self._sequences.pop(slot, None)
         self._prompts.pop(slot, None)
+        self._guessed.pop(slot, None)
+        self._promises.forget(slot)
         if sequence is not None:
             self._trie.close(sequence)
-
-    def judged(self, slots: Slots[int], accepted: Slots[int], drafted: Slots[int]) -> None:
-        for slot, right, levels in zip(slots, accepted, drafted, strict=True):
-            if levels:
-                most = 2 * self._most[slot] if right else self._most[slot] // 2
-                self._most[slot] = min(max(most, FEWEST), self.most_nodes - 1)
 
     def observe(self, seen: Observation) -> None:
         if seen.sampled is None:
@@ -105,16 +92,19 @@ class NgramDrafter(Drafter):
 
     def guesses(self, slots: Longs, roots: Longs, limits: Longs) -> GuessesHere:
         """Trees of each slot's next tokens, of at most ``limits`` nodes beside the root."""
-        trees = []
-        share = FREE // max(1, len(slots)) - 1
-        for slot, root, limit in zip(slots.tolist(), roots.tolist(), limits.tolist(), strict=True):
+        found = []
+        names = slots.tolist()
+        for slot, root in zip(names, roots.tolist(), strict=True):
+            before = self._guessed.pop(slot, None)
+            if before is not None:
+                self._promises.judge(slot, before)
             # A row that is not finite is not observed, and runs on until that is known: there is nothing to guess.
-            nodes = (
-                1 + min(int(limit), max(self._most[slot], share), self.most_nodes - 1)
-                if self._told[slot] == root + 1
-                else 1
-            )
-            trees.append(guess(self._trie, self._sequences[slot], self._last[slot], nodes, self._settings))
+            nodes = self.most_nodes if self._told[slot] == root + 1 else 1
+            guessed = guess(self._trie, self._sequences[slot], self._last[slot], nodes, self._settings)
+            found.append(guessed)
+            self._guessed[slot] = guessed
+        self._promises.choose(names, found, limits.tolist())
+        trees = [guessed.pruned() for guessed in found]
         counts = np.array([len(tokens) for tokens, _ in trees], dtype=np.int64)
         width = int(counts.max(initial=1))
         chain = list(range(-1, width - 1))
@@ -145,6 +135,8 @@ class NgramDrafter(Drafter):
                 self._sequences[slot].interrupt()
                 self._told[slot] = start
             self._trie.extend(self._sequences[slot], new)
+            if slot in self._guessed:
+                self._guessed[slot].follow(new)
             self._told[slot] += len(new)
             self._last[slot] = new[-1]
 
@@ -168,7 +160,7 @@ class HostNgrams(HostDrafts):
         return self._drafter.guesses(slots, roots, limits)
 
 
-def guess(trie: NgramTrie, sequence: Sequence, last: int, nodes: int, settings: NgramSettings) -> Nodes:
+def guess(trie: NgramTrie, sequence: Sequence, last: int, nodes: int, settings: NgramSettings) -> Guessed:
     """A tree of at most ``nodes`` nodes below ``last``, the sequence's last token. Only the root when nothing is known.
 
     Nodes of longer windows come first, so that the first n nodes are the best tree of n nodes.
@@ -176,13 +168,14 @@ def guess(trie: NgramTrie, sequence: Sequence, last: int, nodes: int, settings: 
     tree = _Tree(last, nodes)
     longest = min(settings.max_window, trie.depth - 1)
     for length, generation, node in trie.matches(sequence, settings.min_window, longest):
+        tree.window = length
         if settings.match_type == "PROB":
             _likeliest(tree, generation, node, settings.max_breadth)
         else:
             _breadth_first(tree, generation, node, _breadth(settings, longest, length), settings.min_breadth)
         if tree.full:
             break
-    return tree.tokens, tree.parents
+    return Guessed(tree.tokens, tree.parents, tree.windows)
 
 
 class _Tree:
@@ -191,6 +184,8 @@ class _Tree:
     def __init__(self, root: int, most: int) -> None:
         self.tokens = [root]
         self.parents = [-1]
+        self.windows = [0]
+        self.window = 0  # of nodes that are added
         self._most = most
         self._places: dict[tuple[int, int], int] = {}
 
@@ -209,6 +204,7 @@ class _Tree:
             self._places[key] = place
             self.tokens.append(token)
             self.parents.append(parent)
+            self.windows.append(self.window)
         return place
 
 

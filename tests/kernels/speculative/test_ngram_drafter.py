@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from kernels.platforms.cpu import CpuPlatform
 from kernels.speculative.drafter import DrafterContext, DraftRows, Observation
 from kernels.speculative.ngram import NgramDrafter
+from kernels.speculative.promises import Guessed, Promises
 from kernels.speculative.settings import NgramSettings, SpeculativeSettings
 from kernels.speculative.tree import tree_of
 from kernels.step import Admission, RunnerConfig, SlotSampling
@@ -181,24 +182,38 @@ def test_chains_of_different_lengths_are_chains() -> None:
     assert slots.drafter.branches  # but a runner prepares for trees: shorter windows may know other followers
 
 
-def test_a_request_that_guesses_wrong_guesses_less_among_others_and_more_when_it_is_right() -> None:
-    slots = Slots(most_nodes=13)
-    said = [*range(10, 15), *range(20, 25)]
-    slots.admit(1, said * 3)
-    for other in range(2, 9):
-        slots.admit(other, [90 + other, 5])
-    crowd = list(range(1, 9))
+def test_in_a_crowd_only_guesses_that_are_likely_are_verified_and_alone_all() -> None:
+    promises = Promises(reads=True)
+    slots = list(range(8))
 
-    def guessed(of: list[int]) -> int:
-        return len(slots.draft(of)[0])
+    def crowd(said: list[int]) -> list[int]:
+        """Guesses verified of each, behind which this comes."""
+        guesses = [Guessed([7, 1, 2, 3], [-1, 0, 1, 2], [0, 4, 4, 4]) for _ in slots]
+        promises.choose(slots, guesses, [5] * len(slots))
+        for slot, each in zip(slots, guesses, strict=True):
+            each.follow(said)
+            promises.judge(slot, each)
+        return [len(each.verified) for each in guesses]
 
-    alone, first = guessed([1]), guessed(crowd)
-    assert alone == first > 2
-    for _ in range(4):
-        slots.drafter.judged([1], [0], [5])
-    assert guessed(crowd) == 2
-    assert guessed([1]) == alone
-    slots.drafter.judged([2, 1], [0, 1], [0, 2])
-    assert 2 < guessed(crowd) <= 4
-    slots.admit(1, said * 3)
-    assert guessed(crowd) == first
+    assert min(crowd([9])) > 0
+    for _ in range(8):
+        last = crowd([9])
+    assert last == [0] * 8
+    alone = Guessed([7, 1, 2, 3], [-1, 0, 1, 2], [0, 4, 4, 4])
+    promises.choose([3], [alone], [2])
+    assert alone.pruned() == ([7, 1, 2], [-1, 0, 1])
+    for _ in range(60):  # nothing of it is verified at first, and it is seen all the same
+        last = crowd([1, 2, 3, 4] if any(last) else [1])
+    assert last == [3] * 8
+
+
+def test_the_likelier_of_two_children_is_verified_alone() -> None:
+    promises = Promises(reads=True)
+    guesses = [Guessed([7, 1, 2, 3, 4], [-1, 0, 0, 1, 2], [0, 5, 5, 5, 5]) for _ in range(4)]
+    promises.choose([1, 2, 3, 4], guesses, [4, 4, 1, 4])
+    assert [each.pruned() for each in guesses] == [
+        ([7, 1, 3], [-1, 0, 1]),
+        ([7, 1, 3], [-1, 0, 1]),
+        ([7, 1], [-1, 0]),
+        ([7, 1, 3], [-1, 0, 1]),
+    ]

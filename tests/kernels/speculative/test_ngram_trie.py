@@ -7,12 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.speculative.ngram import guess
+from kernels.speculative.ngram import guess as guess_tree
 from kernels.speculative.settings import NgramSettings
 from kernels.speculative.trie import MOST_CHILDREN, NgramTrie, Sequence
 
 DEPTH = 5
 LARGE = 1 << 20
+
+
+def guess(trie: NgramTrie, sequence: Sequence, last: int, nodes: int, options: NgramSettings):
+    tree = guess_tree(trie, sequence, last, nodes, options)
+    assert len(tree.windows) == len(tree.tokens)
+    return tree.tokens, tree.parents
 
 
 def followers(trie: NgramTrie, sequence: Sequence, length: int) -> Counter[int]:
