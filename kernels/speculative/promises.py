@@ -13,9 +13,9 @@ __all__ = ["Guessed", "Promises"]
 
 WIDEST, DEEPEST = 8, 16
 """Windows and depths from which on all are taken to be alike."""
-FIRST = (0.25, 0.4, 0.55, 0.65, 0.75, 0.8, 0.85, 0.9)
+FIRST = (0.3, 0.5, 0.65, 0.75, 0.85, 0.9, 0.95, 0.95)
 """A first guess's chance by its window, before any was judged; each further level has ``LEVEL`` of that above it."""
-LEVEL = 0.85
+LEVEL = 0.93
 RARER = 0.2
 """What guesses have of that beside which others were seen later."""
 SURE, LEAST_WEIGHT = 4, 0.01
@@ -25,8 +25,8 @@ OWN = 0.9
 
 FREE = 16
 """Tokens of a step that cost hardly more than one."""
-BLOCK = 32
-"""Tokens up to which a CPU reads each weight once."""
+BLOCK, AGAIN = 32, 0.6
+"""Tokens up to which a CPU reads each weight once; what it takes to read them all again, of what that takes."""
 DECODE, GUESS = 1 / 16, 0.05
 """What a decode and a guess cost where weights are read once: shares of what reading them does, of small models."""
 LOOKED, LOOKED_ROW = 0.25, 0.045
@@ -170,4 +170,5 @@ class Promises:
             cost += BRANCHED + BRANCHED_ROW * rows
         if not self._reads:
             return cost + 1 + ELSEWHERE * (rows + guesses)
-        return cost - (-(rows + guesses) // BLOCK) + DECODE * rows + GUESS * guesses
+        blocks = -(-(rows + guesses) // BLOCK)
+        return cost + 1 + AGAIN * (blocks - 1) + DECODE * rows + GUESS * guesses
