@@ -4,8 +4,8 @@
 //
 // `S` is what is known of a block: GROUP, inputs within a super that have whole scales (0: none have); ZEROS; `lines()` of a super;
 // `cell(line)`; `codes(cell, half, four)`, one a byte; `open(line, out)`, all of a line as bf16 in the order of matrix.h (of products by
-// shares only, as SUMS: whether they want those of tokens); `whole(line, second, half)` and `less(line, second, half)`, whole scales and zeros of groups; `end(super, half, some, less,
-// found)`, which adds a super's sums to those before; `fetch(line)`, for later.
+// shares only, as SUMS: whether they want those of tokens); `whole(line, second, half)` and `less(line, second, half)`, whole scales and
+// zeros of groups; `end(super, half, some, less, found)`, which adds a super's sums to those before; `fetch(line)`, for later.
 #pragma once
 #include "layout.h"
 #include "planes.h"
