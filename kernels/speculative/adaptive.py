@@ -35,6 +35,9 @@ DEBT, SAVINGS = 4.0, 64.0
 may be lost of what was gained before."""
 LENT = 1.0
 """The same at first of a batch size whose costs are taken to be like another's."""
+SETTLED = 4
+"""Steps of one batch size before guesses are made at it that have gained nothing there yet: many sizes last for a step
+or two, while requests come and go, and the first step with guesses takes longer than others."""
 REFRESH = 32
 """Steps with guesses before one without, which tells whether a plain one costs less now; not whether it costs more, for
 it still sees to what guesses left behind."""
@@ -173,6 +176,8 @@ class AdaptiveSteps:
         self._idle: _Cost | None = None  # where no row guessed, and nothing was learnt of any since
         self._rest = SOONEST  # steps between two in which such a batch is thought over
         self._interval = SOONEST  # a new request's
+        self._size: _Cost | None = None  # of the last step
+        self._lasted = 0  # steps of that size before it
         self._plan: tuple[_Cost, list[Track], list[int]] | None = None  # made in a step before this one
         self._served = 0  # steps, by this plan
 
@@ -200,8 +205,12 @@ class AdaptiveSteps:
         rows = len(tracks)
         cost = self._cost(rows)
         self._steps += 1
+        lasted = self._lasted = self._lasted + 1 if cost is self._size else 0
+        self._size = cost
         if not self._levels or cost.seen < self._config.warmup_batches or self._guessing >= cost.refresh:
             self._guessing = 0
+            return [0] * rows
+        if lasted < SETTLED and cost.credit <= DEBT and cost.trials >= TRIALS:
             return [0] * rows
         held, self._plan = self._plan, None
         if held is not None and held[0] is cost and cost.credit > 0 and self._served < HOLDS and held[1] == tracks:

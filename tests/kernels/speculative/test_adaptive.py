@@ -105,6 +105,21 @@ def test_a_batch_size_that_is_new_is_taken_to_be_like_another() -> None:
     assert right.run(300) > 1.5
 
 
+def test_sizes_that_last_for_a_step_are_not_guessed_at_unless_it_paid() -> None:
+    policy = chain()
+    World(policy, [0.3] * 4, node=0.1).run(100)
+    for _ in range(20):
+        few = World(policy, [0.9])
+        few.run(3)
+        assert not any(map(any, few.levels))
+        World(policy, [0.3] * 4, node=0.1).run(3)
+    World(policy, [0.9]).run(300)
+    World(policy, [0.3] * 4, node=0.1).run(3)
+    few = World(policy, [0.9])
+    few.run(3)
+    assert any(map(any, few.levels))
+
+
 def test_a_probe_is_not_made_again_before_its_outcome_counts() -> None:
     world = World(chain(), [0.0])
     world.run(1000)
