@@ -131,8 +131,10 @@ def _devices(arguments: Arguments) -> Iterator[str]:
         yield "cuda_graph_bs says all sizes; leave cuda_graph_max_bs out"
     if arguments.piecewise_cuda_graph_tokens and arguments.piecewise_cuda_graph_max_tokens is not None:
         yield "piecewise_cuda_graph_tokens says all sizes; leave piecewise_cuda_graph_max_tokens out"
-    if arguments.enable_piecewise_cuda_graph and arguments.disable_piecewise_cuda_graph:
-        yield "enable_piecewise_cuda_graph and disable_piecewise_cuda_graph say opposite things; leave one out"
+    for name in ("enable_piecewise_cuda_graph", "piecewise_cuda_graph_tokens", "piecewise_cuda_graph_max_tokens"):
+        for other in ("disable_piecewise_cuda_graph", "disable_cuda_graph", "disable_cuda_graph_padding"):
+            if getattr(arguments, name) and getattr(arguments, other):
+                yield f"{name} contradicts {other}; leave one out"
     yield from _cache(arguments)
 
 

@@ -147,7 +147,8 @@ DEVICE_ARGUMENTS: tuple[Argument, ...] = (
         maximum=65536,
         group="Devices and kernels",
         metavar="N...",
-        help="The tokens of a step with prompts, its decodes among them, that whole graphs are captured for on a GPU.",
+        help="The tokens of a step with prompts, its decodes among them, that whole graphs are captured for where one "
+        "GPU runs the model and nothing is guessed.",
     ),
     Argument(
         name="piecewise-cuda-graph-max-tokens",
@@ -158,7 +159,8 @@ DEVICE_ARGUMENTS: tuple[Argument, ...] = (
         maximum=65536,
         group="Devices and kernels",
         metavar="N",
-        help="The most tokens of a step with prompts that a graph is captured for.",
+        help="The most tokens of a step with prompts that a graph is captured for, where one GPU runs the model and "
+        "nothing is guessed.",
     ),
     Argument(
         name="enable-piecewise-cuda-graph",
@@ -166,7 +168,8 @@ DEVICE_ARGUMENTS: tuple[Argument, ...] = (
         kind="flag",
         default=False,
         group="Devices and kernels",
-        help="Capture steps with prompts of all sizes: not only where launching one takes as long as running it.",
+        help="Capture steps with prompts of all sizes, where one GPU runs the model and nothing is guessed: not only "
+        "where launching one takes as long as running it.",
     ),
     Argument(
         name="disable-piecewise-cuda-graph",

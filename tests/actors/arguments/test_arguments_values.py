@@ -156,7 +156,15 @@ def test_wrong_values(keywords: dict[str, object], said: str) -> None:
         ({"max_total_tokens": 16, "page_size": 32}, "less than one page"),
         ({"page_size": 16, "block_size": 32}, "contradicts page_size"),
         ({"piecewise_cuda_graph_tokens": (64,), "piecewise_cuda_graph_max_tokens": 128}, "says all sizes"),
-        ({"enable_piecewise_cuda_graph": True, "disable_piecewise_cuda_graph": True}, "say opposite things"),
+        (
+            {"enable_piecewise_cuda_graph": True, "disable_piecewise_cuda_graph": True},
+            "enable_piecewise_cuda_graph contradicts disable_piecewise_cuda_graph",
+        ),
+        ({"piecewise_cuda_graph_tokens": (64,), "enforce_eager": True}, "contradicts disable_cuda_graph"),
+        (
+            {"piecewise_cuda_graph_max_tokens": 64, "disable_cuda_graph_padding": True},
+            "contradicts disable_cuda_graph_padding",
+        ),
         ({"disable_radix_cache": True, "enable_prefix_caching": True}, "contradicts disable_radix_cache"),
     ],
 )
