@@ -7,11 +7,12 @@ key. So are the tokens that a row has less than the others.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +27,7 @@ from kernels.cuda.verify import HEADER
 from kernels.platforms.rows import AttentionRows
 from kernels.speculative.tree import DraftTree, chain_bits
 
-__all__ = ["DecodeGraphs", "Put", "capture_each", "capture_guesses", "launches_last"]
+__all__ = ["DecodeGraphs", "Kind", "Put", "capture_each", "capture_guesses", "launches_last"]
 
 _log = logging.getLogger("troupe.kernels.cuda")
 
@@ -37,6 +38,21 @@ Put = Callable[[npt.NDArray[np.generic]], Tensor]
 """How an array gets to the device."""
 Result = TypeVar("Result")
 Size = TypeVar("Size", int, tuple[int, int])
+
+
+class Kind(NamedTuple):
+    """What is captured, in words, and what helps who cannot."""
+
+    step: str  # with a place for its size
+    silence: str
+    room: str
+
+
+_DECODES = Kind(
+    "decode of %s rows",
+    "--disable-cuda-graph silences this",
+    "lower --mem-fraction-static or --cuda-graph-max-bs",
+)
 
 
 class DecodeGraphs:
@@ -211,12 +227,11 @@ def capture_each(
     run: Callable[[Size], Result],
     device: torch.device,
     agree: Callable[[bool], bool],
-    kind: str = "decode of %s rows",
+    kind: Kind = _DECODES,
 ) -> dict[Size, tuple[Callable[[], None], Result]]:
     """``run`` of each size as a graph, in one memory pool: what replays it, and what it returned, which is overwritten.
 
-    What cannot be captured runs without a graph, and the log says so. ``agree``: as ``DecodeGraphs`` says. ``kind``:
-    what is captured, in words.
+    What cannot be captured runs without a graph, and the log says so. ``agree``: as ``DecodeGraphs`` says.
     """
     if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
         _log.warning("CUDA_LAUNCH_BLOCKING=1 forbids graphs: decodes run without.")
@@ -234,20 +249,21 @@ def capture_each(
             with torch.cuda.stream(stream):
                 graph.capture_begin(*(() if pool is None else (pool,)), capture_error_mode="thread_local")
                 try:
-                    found = run(size)
+                    graphs[size] = graph.replay, run(size)
                 finally:
                     graph.capture_end()
         except RuntimeError as error:
             failure = error
         if not agree(failure is None):
-            _explain(
-                kind % (size,),
-                sorted(graphs),
-                failure or RuntimeError("another rank could not, or steps need the memory"),
-            )
+            graphs.pop(size, None)
+            _explain(kind, size, sorted(graphs), failure)
+            # The error holds this frame and those of ``run``, with all that they had on the device.
+            failure = None
+            del graph
+            gc.collect()
+            torch.cuda.empty_cache()
             break
         pool = pool or graph.pool()
-        graphs[size] = graph.replay, found
     return graphs
 
 
@@ -259,16 +275,23 @@ def _make_room(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _explain(step: str, captured: list[Size], error: RuntimeError) -> None:
-    first: BaseException = error  # ending a capture that failed fails again: what came before it is the cause
-    while first.__context__ is not None:
-        first = first.__context__
-    cause = str(first).strip().splitlines()[0] if str(first).strip() else type(first).__name__
+def _explain(kind: Kind, size: Size, captured: list[Size], error: RuntimeError | None) -> None:
+    """``error``: None where it is not this capture that failed."""
     left = f"graphs of {captured} are used" if captured else "all of them run without a graph"
-    hint = "--disable-cuda-graph silences this"
-    if isinstance(first, torch.OutOfMemoryError):
-        hint = "lower --mem-fraction-static or --cuda-graph-max-bs"
-    _log.warning("The %s could not be captured into a graph (%s); %s. %s", step, cause, left, hint)
+    if error is None:
+        cause, hint = "another rank could not, or steps need the memory", f"{kind.room}; {kind.silence}"
+    else:
+        first = _first(error)
+        cause = str(first).strip().splitlines()[0] if str(first).strip() else type(first).__name__
+        hint = kind.room if isinstance(first, torch.OutOfMemoryError) else kind.silence
+    _log.warning("The %s could not be captured into a graph (%s); %s. %s", kind.step % (size,), cause, left, hint)
+
+
+def _first(error: BaseException) -> BaseException:
+    """The cause: ending a capture that failed fails again."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
 
 
 def launches_last(run: Callable[[], object], device: torch.device) -> bool:
@@ -299,9 +322,7 @@ def capture_guesses(run: Callable[[], None], pool: Any, device: torch.device) ->
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             run()
     except RuntimeError as error:
-        first: BaseException = error
-        while first.__context__ is not None:
-            first = first.__context__
-        _log.warning("Guesses ahead could not be captured into a graph (%s); they are made step by step.", first)
+        cause = str(_first(error))  # not itself: it holds this frame, and that of ``run``
+        _log.warning("Guesses ahead could not be captured into a graph (%s); they are made step by step.", cause)
         return pool, None
     return pool or graph.pool(), graph.replay

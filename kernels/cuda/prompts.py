@@ -23,7 +23,7 @@ from torch import Tensor
 from kernels.batch import ForwardBatch
 from kernels.cuda.attention import AttentionPlan, DecodeRows
 from kernels.cuda.decode import split_count
-from kernels.cuda.graphs import Put, capture_each, launches_last
+from kernels.cuda.graphs import Kind, Put, capture_each, launches_last
 from kernels.cuda.prefill import PrefillBlocks
 from kernels.cuda.sampling import likeliest
 from kernels.cuda.steps import leave
@@ -40,7 +40,12 @@ _HEADER = 5
 _TILE = 64
 _CHUNKS = 64  # rows of a step that are no decodes, at most
 _ROWS = (8, 64, 256)
-_CHUNK = (128, 256, 512, 1024)
+_FEWEST = 128  # tokens of a graph, and each power of two above it
+_KIND = Kind(
+    "step of (tokens, rows) %s with prompts",
+    "--disable-piecewise-cuda-graph silences this",
+    "lower --mem-fraction-static or --piecewise-cuda-graph-max-tokens",
+)
 
 Size = tuple[int, int]
 """The tokens and the rows of a step."""
@@ -48,13 +53,23 @@ Size = tuple[int, int]
 
 def prompt_sizes(asked: Sequence[int], most: int, max_rows: int) -> list[Size]:
     """Of each graph, ascending. ``asked``: a list of tokens, or none for powers of two and the decodes beside them.
-    ``most``: tokens of a step, ``max_rows``: of its rows.
+    ``most``: tokens of a step, ``max_rows``: of its rows. The log says which of those asked for are of no use.
     """
     rows = sorted({min(count, max_rows) for count in (*_ROWS, max_rows)})
+    useless = sorted(size for size in set(asked) if not rows[0] <= size <= most)
+    if useless:
+        _log.warning(
+            "--piecewise-cuda-graph-tokens: no graph of %s tokens, as one holds %d rows and a step has up to %d; "
+            "leave these out, or raise --chunked-prefill-size.",
+            useless,
+            rows[0],
+            most,
+        )
+    chunks = [1 << bits for bits in range(_FEWEST.bit_length() - 1, most.bit_length()) if 1 << bits < most]
     found: set[Size] = set()
     for index, count in enumerate(rows):
         beside = count if index else 0
-        tokens = asked or (*(chunk + beside for chunk in _CHUNK), most)
+        tokens = asked or (*(chunk + beside for chunk in chunks), most)
         found |= {(size, count) for size in tokens if count <= size <= most}
     return sorted(found)
 
@@ -112,14 +127,17 @@ class PromptGraphs:
         self._most = max((size[0] for size in sizes), default=0), rows
         self._kept: tuple[Tensor, Tensor] | None = None
         begun = time.perf_counter()
+        self._prompts = self._most[0]  # tokens of prompts in a step, at most
         if paying:
-            sizes = self._paying(sizes)
+            self._prompts, sizes = self._paying(sizes)
+            self._most = max((size[0] for size in sizes), default=0), max((size[1] for size in sizes), default=0)
+            self._kept = None  # of the sizes that are left, instead
         captured = capture_each(
             sorted(sizes, reverse=True),
             self._run,
             device,
             lambda could: could and fits(),
-            "step of (tokens, rows) %s with prompts",
+            _KIND,
         )
         self._graphs = captured
         self.sizes = sorted(captured)
@@ -130,7 +148,7 @@ class PromptGraphs:
         """What the step gives; None when no graph fits it."""
         count, tokens = len(given.slots), int(given.counts.sum())
         chunks = -(-given.counts[given.decodes :] // _TILE)
-        if len(chunks) > _CHUNKS:
+        if len(chunks) > _CHUNKS or tokens - given.decodes > self._prompts:  # that many did not pay
             return None
         size = next((size for size in self.sizes if size[0] >= tokens and size[1] >= count), None)
         if size is None:
@@ -175,8 +193,9 @@ class PromptGraphs:
         numbers[2 * layout.longs :][: tiles.size] = tiles[np.argsort(-position, kind="stable")].ravel()
         return numbers
 
-    def _paying(self, sizes: Sequence[Size]) -> list[Size]:
-        """Those of few enough tokens that the host is what they wait for. Fails nobody: without memory none is."""
+    def _paying(self, sizes: Sequence[Size]) -> tuple[int, list[Size]]:
+        """How few tokens of prompts it takes that the host is what they wait for, and the sizes for these. Fails
+        nobody: without memory none is."""
         fewest, most = min((size[1] for size in sizes), default=0), 0
         for size in sorted(size for size in sizes if size[1] == fewest):
             try:
@@ -185,7 +204,7 @@ class PromptGraphs:
             except torch.OutOfMemoryError:
                 break
             most = size[0]
-        return [size for size in sizes if size[0] - (size[1] if size[1] > fewest else 0) <= most]
+        return most, [size for size in sizes if most and size[0] - (size[1] if size[1] > fewest else 0) <= most]
 
     def _run(self, size: Size) -> StepFound:
         (tokens, rows), layout = size, _Numbers.of(size)

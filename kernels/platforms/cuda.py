@@ -352,8 +352,7 @@ class CudaPlatform(CudaLayers):
         config = self._config
         if config.disable_prompt_graphs or config.disable_graph_padding:  # no two such steps have the same numbers
             return None
-        most = min(config.max_step_tokens, config.graph_max_tokens or _PROMPT_TOKENS)
-        held, free = self._reserved(), self.memory().free
+        most = min(config.max_step_tokens, config.graph_max_tokens or max(config.graph_tokens, default=_PROMPT_TOKENS))
         graphs = PromptGraphs(
             forward,
             table,
@@ -363,15 +362,15 @@ class CudaPlatform(CudaLayers):
             columns,
             config.page_size,
             not config.all_prompt_graphs,
-            lambda: free - (self._reserved() - held) >= self._step_bytes,
+            self._step_fits,
             self.put,
         )
         return graphs.run if graphs.sizes else None
 
-    def _reserved(self) -> int:
-        """Bytes that the allocator holds, those that it could give back left out."""
+    def _step_fits(self) -> bool:
+        """Whether a largest step finds memory: what the allocator cannot give back is the graphs', used or not."""
         torch.cuda.empty_cache()
-        return torch.cuda.memory_reserved(self.device)
+        return torch.cuda.mem_get_info(self.device)[0] >= self._step_bytes
 
     def _graph_sizes(self, tokens: int, max_rows: int) -> list[int]:
         config = self._config

@@ -72,9 +72,6 @@ class _Absent(CudaPlatform):
     def memory(self) -> Memory:
         return Memory(1 << 40, 1 << 40)
 
-    def _reserved(self) -> int:
-        return 0
-
     def step_memory(self, step: Callable[[], None]) -> int:
         step()
         return 0

@@ -18,7 +18,7 @@ from kernels.cuda.linear import CudaLinear
 from kernels.cuda.norms import CudaNorm
 from kernels.cuda.quantized import EightBitLinear
 from kernels.layers.biased_norm import BiasedNorm
-from kernels.platforms.base import Memory, PlatformError
+from kernels.platforms.base import PlatformError
 from kernels.platforms.cuda import CudaPlatform
 from kernels.platforms.projections import BehindNorm
 from kernels.quantization.weights import GroupedWeight, Int8Weight, quantize_int8
@@ -66,6 +66,7 @@ def test_norms_go_with_the_products_that_can_make_them(device):
     [
         ({}, [(128, 8), (256, 8), (512, 8), (600, 8)], True),
         ({"graph_tokens": (96, 512, 640)}, [(96, 8), (512, 8)], True),
+        ({"graph_tokens": (96, 4096), "max_step_tokens": 4096}, [(96, 8), (4096, 8)], True),
         ({"graph_max_tokens": 192, "all_prompt_graphs": True}, [(128, 8), (192, 8)], False),
         ({"disable_prompt_graphs": True}, None, None),
         ({"disable_graph_padding": True}, None, None),
@@ -73,11 +74,13 @@ def test_norms_go_with_the_products_that_can_make_them(device):
 )
 def test_which_steps_with_prompts_are_captured(options, sizes, paying, monkeypatch):
     platform, told = CudaPlatform.__new__(CudaPlatform), []
-    platform._config = RunnerConfig("", max_step_tokens=600, **options)
-    platform._kv_heads, platform.put = 1, None
-    monkeypatch.setattr(platform, "memory", lambda: Memory(100, 50))
-    held = iter([20, 30, 40])  # before, and after each of two
-    monkeypatch.setattr(platform, "_reserved", lambda: next(held))
+    platform._config = RunnerConfig("", **{"max_step_tokens": 600} | options)
+    platform._kv_heads, platform.put, platform.device = 1, None, torch.device("cuda", 0)
+    free = iter([35, 34])  # after each of two; what a graph's pool holds unused is no step's
+    held = {"memory_reserved": lambda device: 50, "memory_allocated": lambda device: 40}
+    fakes = {"empty_cache": lambda: None, "mem_get_info": lambda device: (next(free), 100), **held}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
     platform._step_bytes = 35
 
     class Graphs:

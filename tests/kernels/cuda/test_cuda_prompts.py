@@ -118,6 +118,18 @@ def test_what_no_graph_fits_and_what_does_not_pay(device, monkeypatch):
     assert graphs.run(step([0], [60], [True], 0)) is not None
 
 
+def test_prompts_that_do_not_pay_take_no_graph_for_the_decodes_beside_fewer(device, monkeypatch):
+    monkeypatch.setattr(prompts, "launches_last", lambda run, device: run().hidden.shape[0] < 128)
+    graphs = Small(device, 0).graphs(monkeypatch, [(64, 4), (80, 20), (128, 4)], paying=True)
+    assert graphs.sizes == [(64, 4), (80, 20)]
+    assert [len(kept) for kept in graphs._kept] == [80, 20]  # nothing is held for those that do not pay
+    assert graphs.run(step([0], [70], [True], 0)) is None
+    found = graphs.run(step([9] * 4 + [0], [1] * 4 + [64], [True] * 5, 4))
+    assert found.hidden.shape[0] == 68
+    monkeypatch.setattr(prompts, "launches_last", lambda run, device: False)
+    assert Small(device, 0).graphs(monkeypatch, [(20, 20), (64, 4)], paying=True).sizes == []
+
+
 def test_sizes_hold_the_decodes_beside_the_prompts():
     found = prompt_sizes((), 2048, 100)
     assert {rows for _, rows in found} == {8, 64, 100}
@@ -125,7 +137,16 @@ def test_sizes_hold_the_decodes_beside_the_prompts():
     assert (576, 64) in found
     assert (612, 100) in found
     assert {(2048, rows) for rows in (8, 64, 100)} < set(found)
-    assert prompt_sizes((32, 640), 512, 16) == [(32, 8), (32, 16)]
+    assert [size for size in prompt_sizes((), 5000, 100) if size[1] == 8][-3:] == [(2048, 8), (4096, 8), (5000, 8)]
+    assert (2148, 100) in prompt_sizes((), 5000, 100)
+
+
+def test_sizes_that_no_step_has_are_told(monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("troupe"), "propagate", True)
+    assert prompt_sizes((32, 512), 512, 16) == [(32, 8), (32, 16), (512, 8), (512, 16)]
+    assert not caplog.text
+    assert prompt_sizes((4, 32, 640), 512, 16) == [(32, 8), (32, 16)]
+    assert "no graph of [4, 640] tokens" in caplog.text
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -1,0 +1,154 @@
+"""How graphs are captured, and which of them pay: with a device that is not there."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import torch
+
+from kernels.cuda import graphs, prompts
+
+DEVICE = torch.device("cuda", 0)
+
+
+class Held:
+    """What a run has on the device, in a ring as a model's layers may make one."""
+
+    def __init__(self):
+        self.own = self
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """A runtime of graphs that says what is done."""
+    told = []
+
+    class CUDAGraph:
+        made: ClassVar = []
+
+        def __init__(self):
+            self.made.append(weakref.ref(self))
+
+        def capture_begin(self, *pool, capture_error_mode):
+            told.append(("begin", *pool))
+
+        def capture_end(self):
+            told.append("end")
+
+        def pool(self):
+            return "pool"
+
+        def replay(self):
+            return None
+
+    monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", CUDAGraph)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: "stream")
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool, capture_error_mode: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: told.append("empty"))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 50)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 30)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20, 100))
+    monkeypatch.setattr(logging.getLogger("troupe"), "propagate", True)
+    return told
+
+
+def test_memory_is_given_back_where_a_capture_would_find_less_than_is_kept(told, monkeypatch):
+    found = graphs.capture_each([2, 1], lambda size: -size, DEVICE, lambda could: could)
+    assert told == ["empty", ("begin",), "end", ("begin", "pool"), "end"]
+    assert {size: given for size, (_, given) in found.items()} == {2: -2, 1: -1}
+    told.clear()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (19, 100))
+    graphs.capture_each([2], lambda size: None, DEVICE, lambda could: could)
+    assert told == ["empty", "empty", ("begin",), "end"]
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+@pytest.mark.parametrize("kind", [graphs._DECODES, prompts._KIND])
+def test_a_capture_that_fails_says_what_helps_and_keeps_nothing(kind, error, told, caplog):
+    held = []
+
+    def run(size):
+        own = Held()
+        held.append(weakref.ref(own))
+        if size == (1, 1) and told[-2:] == ["end", ("begin", "pool")]:
+            raise error("too much\nof it")
+        return "found"
+
+    def emptied():
+        told.append("empty")
+        failed = [*held[2:], torch.cuda.CUDAGraph.made[1]]
+        assert not any(own() for own in failed)
+
+    gc.disable()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(graphs, "_make_room", lambda device: patch.setattr(torch.cuda, "empty_cache", emptied))
+            found = graphs.capture_each([(2, 2), (1, 1), (0, 0)], run, DEVICE, lambda could: could, kind)
+    finally:
+        gc.enable()
+    assert list(found) == [(2, 2)]
+    assert told[-1] == "empty"
+    (message,) = caplog.messages
+    assert f"The {kind.step % '(1, 1)'} could" in message
+    assert "(too much); graphs of [(2, 2)] are used. " in message
+    assert message.endswith(kind.room if error is torch.OutOfMemoryError else kind.silence)
+
+
+def test_a_capture_that_is_refused_is_none(told, caplog):
+    assert graphs.capture_each([2, 1], lambda size: size, DEVICE, lambda could: False, prompts._KIND) == {}
+    (message,) = caplog.messages
+    assert "steps need the memory); all of them run without a graph." in message
+    assert "--piecewise-cuda-graph-max-tokens" in message
+    assert "--disable-piecewise-cuda-graph" in message
+
+
+def test_guesses_that_fail_keep_nothing(told):
+    held = []
+
+    def run():
+        own = torch.zeros(1)
+        held.append(weakref.ref(own))
+        raise RuntimeError("no guess")
+
+    gc.disable()
+    try:
+        assert graphs.capture_guesses(run, "pool", DEVICE) == ("pool", None)
+        assert held[0]() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("launching", "running", "pays"),
+    [
+        ([1, 1], [2, 2], False),
+        ([8, 8], [0, 0], True),
+        ([1, 8], [9, 2], True),  # the first was held up
+        ([7, 6], [3, 4], False),  # about, and no more
+    ],
+)
+def test_a_graph_pays_where_launching_takes_most_of_the_time(launching, running, pays, monkeypatch):
+    now, runs = [0.0], []
+    waits = {2: running[0], 3: running[1]}  # after the first run, which makes what is needed, and two that count
+
+    def run():
+        runs.append(now[0])
+        now[0] += 100 if len(runs) == 1 else launching[len(runs) - 2]
+
+    def synchronize(device):
+        assert device == DEVICE
+        now[0] += waits.pop(len(runs), 0)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(graphs, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    assert graphs.launches_last(run, DEVICE) is pays
+    assert not waits
