@@ -154,8 +154,9 @@ class Chronicle:
         for sequence in sequences:
             entry = self._journal.get(sequence)
             if entry is not None:
-                # Answers that were on their way still count: a stream that began by one has paused since then only.
-                paused = at if entry.decoding is None else max(at, entry.decoding.start)
+                # Heard late. Who has come since waits from then on; answers that were on their way still count: a
+                # stream that began by one has paused since then only.
+                paused = max(at, entry.timeline.started if entry.decoding is None else entry.decoding.start)
                 entry.timeline.mark("worker_died", paused, entry.index, reason=reason, in_step=sequence in accused)
                 entry.end_decode(now, len(entry.output))
                 self._queue_again(entry, now)

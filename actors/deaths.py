@@ -63,7 +63,7 @@ class Deaths:
             _log_death(event)
             return
         journal, info = self._journal() or Journal(), self._model_info()
-        batch = self._vitals.read_batch() if self._vitals.read_batch is not None else ()
+        batch = self._vitals.read_batch(event.at) if self._vitals.read_batch is not None else ()
         entries = [entry for sequence in batch if (entry := journal.get(sequence)) is not None]
         _log_death(
             event,

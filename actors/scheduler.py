@@ -88,10 +88,11 @@ class Scheduler(Actor[SchedulerProtocol]):
         self._step_timeout = step_timeout
         self._faults = faults
         self._epoch: int | None = None
+        self._sent: dict[int, float] = {}  # when, of the steps to this epoch's worker that it has not answered
 
     async def started(self) -> None:
         self._vitals.forget_steps()
-        self._vitals.read_batch = self._planner.sequences_in_flight
+        self._vitals.read_batch = self._in_hand
         if self.context.incarnation > 0:
             # What the last life sent must be in the journal before the journal is read.
             await self._detokenizer.ask(Fence(), timeout=_CACHE_TIMEOUT)
@@ -132,27 +133,35 @@ class Scheduler(Actor[SchedulerProtocol]):
         await self._pump()
 
     async def _take_worker(self, info: ModelInfo, epoch: int) -> None:
-        if epoch == self._epoch:
+        if epoch == self._epoch or self._vitals.died_at(epoch) is not None:
             return
-        # Where no step has told of the end of the life before (its failure is behind this message), this does.
-        told = [] if self._epoch is None else self._worker_lost(self._epoch, "the worker was replaced")
+        # Where no step has told of the end of the life before (its failure is behind this message, or it had none),
+        # this does. Who is not run again hears of it now: should the cache not answer, nobody would say it later.
+        if self._epoch is not None:
+            await self._tell(self._worker_lost(self._epoch, "the worker was replaced"))
         await self._cache.ask(ResetCache(num_pages=info.num_pages, page_size=info.page_size), timeout=_CACHE_TIMEOUT)
         self._epoch = epoch
+        self._sent.clear()
         self._chronicle.steps_lost(self.context.clock.monotonic())
         self._vitals.forget_steps()  # one may have been sent to the life before, when that was over already
-        await self._tell(told + self._planner.worker_ready(info, self.context.clock.monotonic()))
+        await self._tell(self._planner.worker_ready(info, self.context.clock.monotonic()))
 
     def _worker_lost(self, epoch: int, reason: str) -> list[Emission]:
         """A life of the worker is over. Returns the sequences that are not run again, ended."""
-        now, suspects = self.context.clock.monotonic(), self._planner.sequences_in_flight()
+        now = self.context.clock.monotonic()
         died_at = self._vitals.died_at(epoch)  # None where it hangs: then it ends now
-        self._chronicle.worker_died(
-            self._planner.running(), suspects, now if died_at is None else min(died_at, now), now, reason
-        )
+        at = now if died_at is None else min(died_at, now)
+        suspects = self._in_hand(at)
+        self._chronicle.worker_died(self._planner.running(), suspects, at, now, reason)
         culprits = self._journal.worker_died(suspects)
         self._chronicle.set_apart(culprits, now)
         ended = Ended("error", message=_SET_APART)
         return [msgspec.structs.replace(word, ended=ended) for word in self._planner.abort(culprits)]
+
+    def _in_hand(self, at: float) -> tuple[int, ...]:
+        """Sequences in steps that the worker was sent by ``at`` and has not answered. What it is sent between its death
+        and the news of it waits for its next life, which refuses it."""
+        return self._planner.sequences_in_flight([number for number, sent in self._sent.items() if sent <= at])
 
     @handles
     async def step_done(self, message: StepDone) -> None:
@@ -195,7 +204,7 @@ class Scheduler(Actor[SchedulerProtocol]):
         """
         planner = self._planner
         told = list(emissions)
-        while self._epoch is not None and planner.has_work and planner.can_send:
+        while self._worker_lives() and planner.has_work and planner.can_send:
             now = self.context.clock.monotonic()
             told += planner.expire(now)
             planning = planner.plan(now)
@@ -213,7 +222,7 @@ class Scheduler(Actor[SchedulerProtocol]):
             self._chronicle.moved(planner.moves(), self.context.clock.monotonic())
             if plan is None:
                 break
-            if plan.batch is not None:
+            if plan.batch is not None and self._worker_lives():
                 self._send(plan, plan.batch, now)
             told += plan.emissions
         if moves := planner.moves():
@@ -222,21 +231,31 @@ class Scheduler(Actor[SchedulerProtocol]):
         now = self.context.clock.monotonic()
         self._vitals.load(planner.load(now), now)
 
+    def _worker_lives(self) -> bool:
+        """Whether the worker takes steps, for all that is known; else its next life announces itself."""
+        return self._epoch is not None and self._vitals.died_at(self._epoch) is None
+
     def _send(self, plan: StepPlan, batch: StepBatch, now: float) -> None:
         epoch = self._epoch
         assert epoch is not None
         tokens = sum([chunk.tokens for chunk in plan.chunks])
-        traces = self._chronicle.sent(batch.number, plan, self.context.clock.monotonic())
+        sent = self._sent[batch.number] = self.context.clock.monotonic()
+        traces = self._chronicle.sent(batch.number, plan, sent)
         if traces:
             batch = msgspec.structs.replace(batch, traces=traces)
         self._vitals.step_sent(StepShape(now, len(plan.decodes), len(plan.chunks), tokens))
         # A step belongs to no request: what is traced of it is the step's own trace.
         trace = current_traceparent.set(next((row.traceparent for row in traces if row.row == STEP_ROW), None))
+
+        def answered(result: StepResult) -> StepDone:
+            self._sent.pop(batch.number, None)  # however long this one takes to hear of it
+            return StepDone(result=result, epoch=epoch)
+
         self.context.pipe(
             self._worker,
             Step(batch=batch, epoch=epoch),
             timeout=self._step_timeout,
-            on_reply=lambda result: StepDone(result=result, epoch=epoch),
+            on_reply=answered,
             on_error=lambda error: StepFailed(
                 number=batch.number, epoch=epoch, reason=str(error), worker_died=isinstance(error, ActorDied)
             ),

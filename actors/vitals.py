@@ -19,8 +19,9 @@ class Vitals:
         self.worker: tuple[ModelInfo, int] | None = None  # set by the engine when a worker has loaded; (info, epoch)
         self.scheduler: SchedulerLoad | None = None
         self.read_cache: Callable[[], CacheUsage] | None = None  # set by the cache manager
-        self.read_batch: Callable[[], tuple[int, ...]] | None = None  # set by the scheduler: sequences in a step
-        self._last_death: tuple[int, float] | None = None  # of a worker that had loaded: its epoch, and when
+        # Set by the scheduler: the sequences in steps that the worker had at this time.
+        self.read_batch: Callable[[float], tuple[int, ...]] | None = None
+        self._deaths: dict[int, float] = {}  # of workers that had loaded: when, by epoch
         self._loaded = 0.0  # when the scheduler last said what it has
         self._counted = counted or StepMetrics()
         self._sent: deque[StepShape] = deque()  # the steps without an answer
@@ -67,13 +68,13 @@ class Vitals:
     def worker_lost(self, at: float) -> None:
         """The worker's life ended, which was first known ``at``; its steps will not be answered."""
         if self.worker is not None:
-            self._last_death = (self.worker[1], at)
+            self._deaths[self.worker[1]] = at
         self.worker = None
         self.forget_steps()
 
     def died_at(self, epoch: int) -> float | None:
-        """When the worker's life ``epoch`` ended; None while it goes on, or when another has ended since."""
-        return self._last_death[1] if self._last_death is not None and self._last_death[0] == epoch else None
+        """When the worker's life ``epoch`` ended; None while it goes on."""
+        return self._deaths.get(epoch)
 
     def forget_steps(self) -> None:
         """Nobody waits for the steps without an answer any more."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Container, Generator, Iterable
 
 import msgspec
 import numpy as np
@@ -90,9 +90,10 @@ class Planner:
         """Whether the sequence waits or runs."""
         return sequence in self._roster.sequences
 
-    def sequences_in_flight(self) -> tuple[int, ...]:
-        """Sequences with a row in a step that has no answer yet: the suspects when a worker dies."""
-        return tuple({s.id for flight in self._flights for s in flight.sequences if s.status is Status.RUNNING})
+    def sequences_in_flight(self, steps: Container[int]) -> tuple[int, ...]:
+        """Sequences with a row in one of these steps that has no answer yet: the suspects when a worker dies."""
+        flights = [flight for flight in self._flights if flight.number in steps]
+        return tuple({s.id for flight in flights for s in flight.sequences if s.status is Status.RUNNING})
 
     def running(self) -> tuple[int, ...]:
         """Sequences with a place on the device."""

@@ -1,57 +1,154 @@
-"""When the scheduler says that a worker died: at the death, however late it hears of it."""
+"""What a worker's death means to the scheduler: when it was, however late it hears of it, and whose fault."""
 
 from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
 from actors.cache_manager import CacheManager
 from actors.journal import Journal, JournalEntry
-from actors.protocol import DetokenizerProtocol, Emit, Fence, SequenceSpec, Step, Submit, WorkerProtocol, WorkerReady
+from actors.protocol import (
+    DetokenizerProtocol,
+    Emission,
+    Emit,
+    Fence,
+    Flush,
+    Lease,
+    OpenSequence,
+    ResetCache,
+    SchedulerProtocol,
+    SequenceSpec,
+    Step,
+    Submit,
+    WorkerProtocol,
+    WorkerReady,
+)
 from actors.requests import SamplingParams
-from actors.runtime import Actor, ActorSystem, Deferred, RequestError, handles
+from actors.runtime import Actor, ActorRef, ActorSystem, ChildCrash, Deferred, handles
 from actors.scheduler import Scheduler
 from actors.scheduling import PlannerConfig
 from actors.scheduling.testing import model_info
 from actors.streams import StreamBuffer
 from actors.vitals import Vitals
+from actors.worker import StaleStep
 from kernels.step import SlotSampling, StepResult
-from telemetry.timeline import Timelines
-from tests.waiting import until
+from telemetry.timeline import RequestTimeline, Timelines
+from tests.waiting import PATIENCE, until
 
 
 class Silent(Actor[WorkerProtocol]):
     """A worker that answers a step when the test says what."""
 
-    def __init__(self, steps: list[Deferred[StepResult]]) -> None:
+    def __init__(self, steps: list[tuple[int, Deferred[StepResult]]]) -> None:
         self._steps = steps
 
     @handles
     def step(self, message: Step) -> Deferred[StepResult]:
-        self._steps.append(self.context.system.loop.create_future())
-        return self._steps[-1]
+        self._steps.append((message.epoch, self.context.system.loop.create_future()))
+        return self._steps[-1][1]
+
+
+class Slow(CacheManager):
+    """A cache that knows its next worker when the test says so."""
+
+    def __init__(self, vitals: Vitals, known: asyncio.Event) -> None:
+        super().__init__(vitals)
+        self._known = known
+
+    @handles
+    async def reset(self, message: ResetCache) -> None:
+        if self._made is not None:
+            await self._known.wait()
+        super().reset(message)
+
+
+class Last(CacheManager):
+    """A cache in whose hands a step is planned when the worker dies."""
+
+    def __init__(self, vitals: Vitals) -> None:
+        super().__init__(vitals)
+        self._vitals = vitals
+
+    @handles
+    def open(self, message: OpenSequence) -> Lease:
+        if self._vitals.died_at(0) is None:
+            self._vitals.worker_lost(self.context.clock.monotonic())
+        return super().open(message)
 
 
 class Drain(Actor[DetokenizerProtocol]):
+    def __init__(self, told: list[Emission]) -> None:
+        self._told = told
+
     @handles
-    def emit(self, message: Emit) -> None: ...
+    def emit(self, message: Emit) -> None:
+        self._told.extend(message.emissions)
 
     @handles
     def fence(self, message: Fence) -> None: ...
 
 
-@pytest.mark.parametrize("heard", ["by a step", "by the next life"])
-@pytest.mark.parametrize("token", ["before the death", "on its way at the death"])
-async def test_the_mark_is_of_the_death_or_of_a_stream_that_began_after_it(heard: str, token: str) -> None:
-    journal, vitals, steps = Journal(), Vitals(), list[Deferred[StepResult]]()
-    info = model_info(num_pages=9, page_size=16)
+@dataclass
+class Rig:
+    system: ActorSystem
+    scheduler: ActorRef[SchedulerProtocol]
+    vitals: Vitals
+    journal: Journal
+    steps: list[tuple[int, Deferred[StepResult]]]
+    told: list[Emission]
+
+    def ready(self, epoch: int) -> None:
+        self.vitals.worker = (model_info(num_pages=9, page_size=16), epoch)
+        self.scheduler.offer(WorkerReady(*self.vitals.worker))
+
+    def now(self) -> float:
+        return self.system.clock.monotonic()
+
+    async def later(self) -> float:
+        """A time that is over, after all that has happened."""
+        moment = self.now() + 1e-6
+        await until(lambda: self.now() > moment)
+        return moment
+
+    async def submit(self) -> JournalEntry:
+        prompt = np.arange(8, dtype=np.int32).tobytes()
+        spec = SequenceSpec(sequence=1, prompt=prompt, sampling=SlotSampling(), max_tokens=9)
+        timeline = Timelines().open("1", operation="text_completion", model="")
+        entry = JournalEntry(1, 0, spec, SamplingParams(), StreamBuffer(timeline, 1), timeline, [0], [])
+        self.journal.open(entry)
+        await self.scheduler.tell(Submit(sequences=(spec,)))
+        return entry
+
+    async def heard(self) -> None:
+        """The scheduler has dealt with what it was sent, by the faster lanes and then by the slowest."""
+        await self.scheduler.ask(Flush(), timeout=PATIENCE)
+        load = self.vitals.scheduler
+        await self.scheduler.tell(Submit(sequences=()))
+        await until(lambda: self.vitals.scheduler is not load, "it took nothing")
+
+    async def sent(self, epoch: int) -> Deferred[StepResult]:
+        await until(lambda: [each for each, _ in self.steps if each == epoch], "no step was sent")
+        return next(step for each, step in self.steps if each == epoch)
+
+
+@asynccontextmanager
+async def rigged(cache_of: Callable[[Vitals], CacheManager] = CacheManager) -> AsyncIterator[Rig]:
+    vitals, journal = Vitals(), Journal()
+    steps: list[tuple[int, Deferred[StepResult]]] = []
+    told: list[Emission] = []
     async with ActorSystem() as system:
-        cache = await system.spawn(lambda: CacheManager(vitals), name="cache")
-        detokenizer = await system.spawn(Drain, name="detokenizer")
+        cache = await system.spawn(lambda: cache_of(vitals), name="cache")
+        detokenizer = await system.spawn(lambda: Drain(told), name="detokenizer")
         worker = await system.spawn(lambda: Silent(steps), name="worker-0")
+        config = PlannerConfig(max_running=2, max_slots=3, step_tokens=64, max_prefill_tokens=64, overlap=False)
         scheduler = await system.spawn(
             lambda: Scheduler(
-                PlannerConfig(max_running=2, max_slots=3, step_tokens=64, max_prefill_tokens=64),
+                config,
                 journal=journal,
                 cache=cache,
                 worker=worker,
@@ -61,26 +158,111 @@ async def test_the_mark_is_of_the_death_or_of_a_stream_that_began_after_it(heard
             ),
             name="scheduler",
         )
-        vitals.worker = (info, 0)
-        await scheduler.tell(WorkerReady(info=info, epoch=0))
-        prompt = np.arange(8, dtype=np.int32).tobytes()
-        spec = SequenceSpec(sequence=1, prompt=prompt, sampling=SlotSampling(), max_tokens=9)
-        timeline = Timelines().open("1", operation="text_completion", model="")
-        entry = JournalEntry(1, 0, spec, SamplingParams(), StreamBuffer(timeline, 1), timeline, [0], [])
-        journal.open(entry)
-        await scheduler.tell(Submit(sequences=(spec,)))
-        await until(lambda: steps, "no step was sent")
-        began, died = system.clock.monotonic(), system.clock.monotonic() + 1e-6
+        rig = Rig(system, scheduler, vitals, journal, steps, told)
+        rig.ready(0)
+        await rig.heard()
+        yield rig
+
+
+def deaths(timeline: RequestTimeline) -> list[tuple[float, object]]:
+    return [(mark.at, mark.attributes["in_step"]) for mark in timeline.marks if mark.name == "worker_died"]
+
+
+@pytest.mark.parametrize("heard", ["by a step", "by the next life"])
+@pytest.mark.parametrize("token", ["before the death", "on its way at the death"])
+async def test_the_mark_is_of_the_death_or_of_a_stream_that_began_after_it(heard: str, token: str) -> None:
+    async with rigged() as rig:
+        entry = await rig.submit()
+        step = await rig.sent(0)
+        began, died = rig.now(), await rig.later()
         entry.begin_decode(began if token == "before the death" else died + 1e-6)
-        await until(lambda: system.clock.monotonic() > died)
-        vitals.worker_lost(died)
+        rig.vitals.worker_lost(died)
+        if heard == "by the next life":  # which the step's failure is behind
+            rig.ready(1)
+        step.set_exception(ChildCrash("killed"))
+        await until(lambda: entry.worker_deaths, "nobody was blamed")
         if heard == "by a step":
-            steps[0].set_exception(RequestError("of another life"))
-        else:
-            vitals.worker = (info, 1)
-            await scheduler.tell(WorkerReady(info=info, epoch=1))
-        await until(lambda: timeline.marks, "the death was not marked")
-        assert [mark.name for mark in timeline.marks][:1] == ["worker_died"]
-        assert timeline.marks[0].at == (died if token == "before the death" else died + 1e-6)
-        assert timeline.marks[0].attributes["in_step"] is True
+            rig.ready(1)
+        await rig.sent(1)
+        assert deaths(entry.timeline) == [(died if token == "before the death" else died + 1e-6, True)]
         assert entry.worker_deaths == 1
+        assert [mark.name for mark in entry.timeline.marks] == ["worker_died", "resumed"]
+
+
+async def test_requests_that_come_to_a_dead_worker_wait_for_its_next_life() -> None:
+    async with rigged() as rig:
+        rig.vitals.worker_lost(await rig.later())
+        entry = await rig.submit()
+        await rig.heard()
+        assert rig.vitals.scheduler is not None
+        assert (rig.steps, rig.vitals.scheduler.waiting) == ([], 1)
+        rig.ready(1)
+        await rig.sent(1)
+        rig.scheduler.offer(WorkerReady(model_info(num_pages=9, page_size=16), 0))  # of the life that is over
+        await rig.heard()
+        assert [epoch for epoch, _ in rig.steps] == [1]
+        assert (entry.worker_deaths, entry.timeline.marks) == (0, [])
+
+
+async def test_no_step_goes_to_a_worker_that_died_while_it_was_planned() -> None:
+    async with rigged(Last) as rig:
+        entry = await rig.submit()
+        await rig.heard()
+        assert rig.vitals.died_at(0) is not None
+        assert rig.steps == []
+        rig.ready(1)
+        await rig.sent(1)
+        assert entry.worker_deaths == 0
+
+
+@pytest.mark.parametrize("first", ["the refusal", "the next life"])
+async def test_a_step_that_a_dead_worker_was_sent_blames_nobody(first: str) -> None:
+    """While a process is seen off, nobody has been told of its death."""
+    async with rigged() as rig:
+        died = await rig.later()
+        entry = await rig.submit()
+        step = await rig.sent(0)
+        rig.vitals.worker_lost(died)
+        stale = StaleStep("Step 1 is of life 0, this is 1.")
+        if first == "the refusal":
+            step.set_exception(stale)
+            await until(lambda: deaths(entry.timeline), "the refusal was not heard")
+        rig.ready(1)
+        await rig.sent(1)
+        if first == "the next life":
+            await rig.heard()
+            step.set_exception(stale)
+            await rig.heard()
+        assert [epoch for epoch, _ in rig.steps] == [0, 1]
+        assert entry.worker_deaths == 0
+        assert deaths(entry.timeline) == [(entry.timeline.started, False)]
+
+
+async def test_a_step_whose_answer_came_before_the_death_blames_nobody() -> None:
+    async with rigged() as rig:
+        entry = await rig.submit()
+        step = await rig.sent(0)
+        step.set_result(StepResult(1, accepted=b"", tokens=b""))  # it waits behind what comes by the faster lane
+        rig.vitals.worker_lost(rig.now())
+        rig.ready(1)
+        await rig.sent(1)
+        assert entry.worker_deaths == 0
+        assert [blamed for _, blamed in deaths(entry.timeline)] == [False]
+
+
+@pytest.mark.parametrize("heard", ["by a step", "by the next life"])
+async def test_who_is_not_run_again_hears_of_it_though_the_cache_is_silent(heard: str) -> None:
+    known = asyncio.Event()
+    async with rigged(lambda vitals: Slow(vitals, known)) as rig:
+        entry = await rig.submit()
+        entry.worker_deaths = 1
+        step = await rig.sent(0)
+        rig.vitals.worker_lost(rig.now())
+        if heard == "by the next life":
+            rig.ready(1)
+        step.set_exception(ChildCrash("killed"))
+        await until(lambda: rig.told, "it was not told")
+        (ended,) = [word.ended for word in rig.told]
+        assert ended is not None
+        assert (ended.reason, "died twice" in ended.message) == ("error", True)
+        known.set()

@@ -207,7 +207,7 @@ async def test_a_request_that_is_set_apart_says_so(tiny_model: Path) -> None:
         reader = asyncio.create_task(read_out(stream))
         for life in (0, 1):
             await until(lambda life=life: len(hops(timeline, "decode")) > life, "no decode")
-            os.kill(int(engine.describe()["workers"][0]["pid"]), signal.SIGKILL)
+            os.kill(await engines.halt_in_a_step(engine), signal.SIGKILL)
         with pytest.raises(RequestFailed):
             await reader
     check_whole(timeline)
