@@ -143,9 +143,6 @@ class ModelRunner:
             self._speculator.settle(bool(batch.drafts), bool(batch.released))
             answer.draft = time.perf_counter() - begun
         self._tenants.update(batch, answer.failed, granted)
-        if batch.drafts and self._captured.ends is not None and counts.max() > 1:
-            # Verified beside prompts a guess costs more than it brings: decodes guess again in the next step.
-            batch = msgspec.structs.replace(batch, drafts=b"")
         steady = self._captured.steady
         if steady is not None and not (answer.failed or batch.drafts) and steady.fits(batch):
             result = self._run_steady(steady, batch, begun)

@@ -203,6 +203,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     speculative_depth: int = 0  # most guesses that a row accepts in a step
     speculative_levels: tuple[int, ...] = (0,)  # guesses that a row verifies of a draft of so many levels
     speculative_tokens: int = 0  # that the rows of a step are to verify together, at most; 0: as many as there are
+    speculative_apart: bool = False  # a step that runs prompts is to verify no guesses
     draft_parameters: int = 0
     draft_weight_bytes: int = 0
     cache_dtype: str = ""

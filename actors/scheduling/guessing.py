@@ -17,13 +17,14 @@ class Guessing:
     """For one worker. ``adaptive``: the JSON settings of ``AdaptiveConfig`` where the number follows what is accepted
     and what steps cost; None: as many as the worker makes.
 
-    The decision is the scheduler's, so that all ranks of a model do the same.
+    The decision is the scheduler's, so that all ranks of a model do the same. ``apart``: none guesses beside prompts.
     """
 
     def __init__(self, info: ModelInfo, adaptive: str | None) -> None:
         self._depth: int = info.speculative_depth
         self._nodes = info.speculative_levels
         self._tokens: int = info.speculative_tokens
+        self.apart: bool = info.speculative_apart
         self._chains = info.speculative_nodes == info.speculative_depth + 1
         self._steps: AdaptiveSteps | None = None
         if adaptive is not None and self._depth:
@@ -48,14 +49,15 @@ class Guessing:
         are ``share`` at most, that the worker gains by in so large a batch, and that there are pages for. ``spare``:
         pages that nobody else needs soon.
 
-        Guesses take positions behind the last known token, so they need pages early.
+        Guesses take positions behind the last known token, so they need pages early. The token that comes anyway
+        counts as known already.
         """
         rows = draft.decodes
         if self._tokens:
             share = min(share, max(self._tokens // len(rows) - 1, 0))
         wanted = []
         for s in rows:
-            left = s.target - s.known - 1  # after the token that comes anyway
+            left = s.target - s.known  # after the token that comes anyway
             wanted.append(max(min(s.drafts, share, left if self._chains else s.drafts * left), 0))
         if self._steps is not None:
             wanted = self._adapt(self._steps, draft, wanted)
@@ -65,7 +67,7 @@ class Guessing:
         ahead: list[int] = []
         for sequence, most in zip(rows, wanted, strict=True):
             if most:
-                root = sequence.scheduled + sequence.ahead
+                root = sequence.scheduled - 1 + sequence.ahead
                 pages = -(-(root + most + 1) // page_size) - sequence.pages
                 if pages > spare:
                     most = max(min(most, sequence.capacity - root - 1), 0)

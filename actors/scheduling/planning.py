@@ -66,6 +66,8 @@ class StepPlanning:
             yield from self._unblock(draft)
         if self._may_join(draft) and (roster.may_admit or not roster.running):
             yield from self._admit(draft, first, now)
+        if self._guessing is not None and self._guessing.apart and not draft.counts:
+            self._plan_guesses(self._guessing, draft)
         grants: tuple[Grant, ...] = ()
         if draft.grows or roster.has_news:
             grants = (yield from self._turn(tuple(draft.grows))).grants
@@ -114,18 +116,26 @@ class StepPlanning:
         self._available -= len(growers)
         draft.decodes = rows
         draft.budget -= len(rows)
-        if rows and self._guessing is not None and not self._guessing.rests(draft):
-            # No more than half of the step while others have prompts to run; no page that somebody else might need in
-            # this step or, while all go on by a page, in the next.
-            prompts = self._roster.prefilling or self._roster.waiting
-            share = (draft.budget // 2 if prompts else draft.budget) // len(rows)
-            asked = draft.pages
-            spare = self._available - len(self._roster.running)
-            self._guessing.allow(draft, share, spare, self._roster.page_size)
-            self._available -= draft.pages - asked
         for sequence in rows:
             sequence.scheduled += 1
             sequence.known += 1
+        if self._guessing is not None and not self._guessing.apart:
+            self._plan_guesses(self._guessing, draft)
+
+    def _plan_guesses(self, guessing: Guessing, draft: Draft) -> None:
+        """What the draft's decodes may verify. Beside prompts it is decided before these take what is left of the
+        step, else once it is known that there are none."""
+        rows = len(draft.decodes)
+        if not rows or guessing.rests(draft):
+            return
+        # No more than half of the step while others have prompts to run; no page that somebody else might need in this
+        # step or, while all go on by a page, in the next.
+        prompts = not guessing.apart and (self._roster.prefilling or self._roster.waiting)
+        budget = self._config.step_tokens - rows
+        asked = draft.pages
+        spare = self._available - len(self._roster.running)
+        guessing.allow(draft, (budget // 2 if prompts else budget) // rows, spare, self._roster.page_size)
+        self._available -= draft.pages - asked
 
     def _yield_pages(
         self, draft: Draft, growers: list[Sequence]

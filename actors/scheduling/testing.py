@@ -32,6 +32,7 @@ def model_info(
     speculative_nodes: int = 1,
     speculative_depth: int = 0,
     speculative_tokens: int = 0,
+    speculative_apart: bool = False,
 ) -> ModelInfo:
     """A runner's description with nothing in it but the sizes."""
     return ModelInfo(
@@ -50,6 +51,7 @@ def model_info(
         speculative_nodes=speculative_nodes,
         speculative_depth=speculative_depth,
         speculative_tokens=speculative_tokens,
+        speculative_apart=speculative_apart,
         speculative_levels=tuple(
             [-(-(speculative_nodes - 1) * level // max(1, speculative_depth)) for level in range(speculative_depth + 1)]
         ),

@@ -59,7 +59,7 @@ class Platform(Projections):
     ``candidates`` for those of a draft that want some of the likeliest.
 
     ``verified_tokens``: of the decodes of a step and their guesses together, so many that more are not worth what they
-    take; 0: that is not known.
+    take; 0: that is not known. ``verifies_apart``: whether guesses are worth verifying in steps of decodes alone.
 
     ``cache_dtype``: what caches are made in from now on; None: the model's. ``scale_dtype``: of a token's scale in one
     of 8 bits.
@@ -76,6 +76,7 @@ class Platform(Projections):
     draw: Draw | None = None
     candidates: Candidates | None = None
     verified_tokens: int = 0
+    verifies_apart: bool = False
     cache_dtype: torch.dtype | None = None
     scale_dtype: torch.dtype = SCALE
 

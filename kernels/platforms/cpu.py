@@ -66,6 +66,7 @@ class CpuPlatform(Platform):
     default_memory_fraction = 0.25
     default_cache_tokens = 40960
     verified_tokens = 64  # four tiles of rows: up to there tokens cost less than one each, and from there on as much
+    verifies_apart = True  # beside a prompt each costs as much as a token of it
 
     def __init__(self, threads: int = 0, ranks: int = 1) -> None:
         self.device = torch.device("cpu")

@@ -12,8 +12,9 @@ from tests.actors.scheduling.stage import VOCAB, Stage, says, spec, unpack
 class Guessing(Stage):
     """A stage whose worker accepts ``accepts`` of the guesses that it may."""
 
-    def __init__(self, *, nodes=4, depth=3, accepts=lambda most: most, seconds=None, together=0, **config):
+    def __init__(self, *, nodes=4, depth=3, accepts=lambda most: most, seconds=None, together=0, apart=False, **config):
         self.nodes, self.depth, self.accepts, self.seconds, self.together = nodes, depth, accepts, seconds, together
+        self.apart = apart
         super().__init__(**config)
 
     def lose_worker(self):
@@ -25,6 +26,7 @@ class Guessing(Stage):
             speculative_nodes=self.nodes,
             speculative_depth=self.depth,
             speculative_tokens=self.together,
+            speculative_apart=self.apart,
         )
         super().lose_worker()
         self.runner = SimulatedRunner(
@@ -123,6 +125,41 @@ def test_guesses_leave_room_for_prompts():
     assert drafts[3] == 0
     stage.play()
     assert stage.tokens(9) == says(range(40), 2)
+
+
+@pytest.mark.parametrize("adaptive", [None, "{}"])
+def test_where_guesses_are_made_apart_a_prompt_has_all_of_a_step(adaptive, monkeypatch):
+    """Whether it is admitted or goes on: nobody guesses beside it, nor is asked whether it would pay. Then all do."""
+    asked, choose = [], AdaptiveSteps.choose
+    monkeypatch.setattr(
+        AdaptiveSteps, "choose", lambda policy, tracks: asked.append(len(tracks)) or choose(policy, tracks)
+    )
+    stage = Guessing(
+        apart=True,
+        adaptive=adaptive,
+        seconds=lambda drafted, deepest: 0.01,
+        step_tokens=16,
+        max_prefill_tokens=14,
+        nodes=5,
+        depth=4,
+    )
+    stage.submit(*(spec(n, range(n * 10, n * 10 + 3), max_tokens=60) for n in range(1, 4)))
+    stage.step()
+    assert any(any(unpack(stage.step().drafts)) for _ in range(6))
+    asked.clear()
+    stage.submit(spec(9, range(33), max_tokens=20))
+    chunks = []
+    while sum(chunks) < 33:
+        batch = stage.step()
+        chunks.append(unpack(batch.counts)[3])
+        assert not batch.drafts
+    assert chunks == [13, 13, 7]
+    assert not asked
+    drafts = unpack(stage.step().drafts)
+    assert asked == [4] if adaptive else drafts == [3] * 4
+    stage.play()
+    for number, prompt, count in [(n, range(n * 10, n * 10 + 3), 60) for n in range(1, 4)] + [(9, range(33), 20)]:
+        assert stage.tokens(number) == says(prompt, count)
 
 
 def test_what_came_after_the_end_is_dropped_and_not_shared():
