@@ -49,7 +49,8 @@ void Columns::total(int64_t lanes, int64_t dim, const Asked& asked) {
     }
 }
 
-// What scores, besides their factors, and weights of tokens are multiplied by.
+// What scores, besides their factors, and weights of tokens are multiplied by. Lanes of no column count as more kv heads: those
+// behind a token's last head are the next token's, and behind the last of a vector's tokens memory may end.
 class ScalesOf {
   public:
     // `each`: columns of a kv head in a tile.
@@ -60,8 +61,8 @@ class ScalesOf {
             words[lane] = static_cast<uint32_t>(lane / lanes * kept.heads + heads[lane]) << 16;
         }
         heads_ = _mm512_load_si512(heads), words_ = _mm512_load_si512(words);
-        const int64_t count = (TILE / lanes - 1) * kept.heads + heads[lanes - 1] + 1;  // of words; some may be of no column
-        together_ = count <= WIDE, mask_ = count < WIDE ? (1u << count) - 1 : ~0u;
+        count_ = (TILE / lanes - 1) * kept.heads + heads[lanes - 1] + 1;
+        together_ = count_ <= WIDE;
     }
 
     // Of a vector of scores, the `i`th of `turn`, whose first kv head is `head`: for keys (part 0) or values (1).
@@ -69,14 +70,20 @@ class ScalesOf {
         const int64_t from = part * (kept_.heads / 2) + made_.head() + head;
         if (!kept_.scales) {
             if (!kept_.by_head) return _mm512_set1_ps(1.0f);
-            return _mm512_i32gather_ps(heads_, kept_.by_head + from, 4);
+            const __m512i last = _mm512_set1_epi32(static_cast<int>(kept_.heads - from - 1));
+            return _mm512_i32gather_ps(_mm512_min_epi32(heads_, last), kept_.by_head + from, 4);
         }
+        const int64_t there = TILE / lanes_ * kept_.heads - from;  // of the vector's tokens
         const bf16* all = kept_.scales + (made_.place(turn) + i * (TILE / lanes_)) * kept_.heads + from;
-        if (together_)
-            return _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, words_, _mm512_maskz_loadu_epi16(mask_, all)));
+        if (together_) {
+            const __mmask32 mask = ~0u >> (WIDE - std::min(count_, there));
+            return _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, words_, _mm512_maskz_loadu_epi16(mask, all)));
+        }
         alignas(64) uint32_t found[TILE], at[TILE];
         _mm512_store_si512(at, words_);
-        for (int64_t lane = 0; lane < TILE; lane++) found[lane] = static_cast<uint32_t>(all[at[lane] >> 16]) << 16;
+        const uint32_t last = static_cast<uint32_t>(there - 1);
+        for (int64_t lane = 0; lane < TILE; lane++)
+            found[lane] = static_cast<uint32_t>(all[std::min(at[lane] >> 16, last)]) << 16;
         return _mm512_castsi512_ps(_mm512_load_si512(found));
     }
 
@@ -85,8 +92,8 @@ class ScalesOf {
     const Kept& kept_;
     const int64_t lanes_;
     __m512i heads_, words_;  // of each lane, `words` in the upper half
+    int64_t count_;          // of words
     bool together_;
-    __mmask32 mask_;
 };
 
 // Scores of 16 tokens, `LANES` each, to weights, in place. `seen`: of each token, by which columns; null: all by all. WHOLE_NUMBERS:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -15,6 +19,7 @@ from kernels.quantization.cache import CACHE_DTYPES, LayerScales, round_fixed, r
 from kernels.speculative.settings import SpeculativeSettings
 from kernels.step import SlotSampling
 from tests.kernels.parallel.ranks import run_ranks
+from tests.kernels.quantization.guarded_cache import CASES
 from tests.kernels.verifying import made
 
 SCORED = SlotSampling(temperature=0.0, prompt_logprobs=0)
@@ -311,6 +316,23 @@ def test_native_attention_reads_what_torch_widens(name, scales, generator):
         assert not found[2].isfinite().all()
         found[2] = expected[2] = 0
         torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+
+
+def test_native_attention_reads_nothing_behind_a_cache():
+    """Where columns do not fill a vector's lanes, by a program that would die of it."""
+    try:
+        build()
+    except Exception as error:
+        pytest.skip(f"no native operators: {error}")
+    native = CpuPlatform(threads=1)
+    native.dtype("bfloat16", None)
+    if native._native is None:
+        pytest.skip("no AMX")
+    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.quantization.guarded_cache"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, check=False)
+    said = done.stdout.splitlines()
+    assert done.returncode == 0, f"{said[-1:]}: {done.stderr}"
+    assert len(said) == len(CASES)
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8_e4m3"])

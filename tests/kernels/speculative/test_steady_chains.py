@@ -37,8 +37,9 @@ def said():
     return {}
 
 
-def guessing(drive, algorithm, **more):
-    """A driver with the draft in the box, and the rows of the steps of chains that it ran."""
+def guessing(drive, algorithm, ran=None, **more):
+    """A driver with the draft in the box, and the rows of the steps that came to its chains. ``ran``: to hear of the
+    rows of those that were not left to others."""
     found = {name.removeprefix("speculative_"): value for name, value in draft_arguments(algorithm).items()}
     found.setdefault("num_draft_tokens", 12)
     steps = found.pop("num_steps", found["num_draft_tokens"] - 1)
@@ -53,6 +54,8 @@ def guessing(drive, algorithm, **more):
         found = run(batch)
         if found is None or not found.idle:  # a step that is not for them counts, too
             rows.append(len(batch.slots) // 4)
+        if ran is not None and found is not None and not found.idle:
+            ran.append(rows[-1])
         return found
 
     chains.run = spy
@@ -62,14 +65,23 @@ def guessing(drive, algorithm, **more):
 @pytest.mark.parametrize("algorithm", ["DFLASH", "EAGLE", "EAGLE3", "MTP", "STANDALONE", "NGRAM"])
 @pytest.mark.parametrize("sampling", [GREEDY, MIXED], ids=["greedy", "sampled"])
 def test_chains_change_nothing(algorithm, sampling, drive, said):
-    driver, rows = guessing(drive, algorithm)
+    ran, told, guessed = [], [], []
+    driver, _ = guessing(drive, algorithm, ran)
     truths = said.get(sampling[1])
     if truths is None:
         truths = said[sampling[1]] = truth(drive, MODEL_DIR, ASKED, sampling, LENGTH + 20, **OPTIONS)[0]
-    told = []
+    step = driver.step
+
+    def watched(rows, drafts):
+        result = step(rows, drafts)
+        guessed.append(any(ints(result.drafted)) and all(count == 1 for _, count in rows))  # not beside prompts
+        return result
+
+    driver.step = watched
     found, _ = run_mixed(driver, ASKED, sampling, truths, LENGTH, told=told)
     assert found == [tokens[:LENGTH] for tokens in truths]
-    assert min(rows) == 1 < max(rows)
+    assert len(ran) > 0.7 * sum(guessed)  # others say the same
+    assert min(ran) == 1 < max(ran)
     drafted, _ = np.array(told).T
     assert drafted.mean() > 0.5  # a draft that sees the wrong tokens guesses none
 
@@ -257,14 +269,15 @@ def test_rows_whose_logits_are_edited_or_told_are_not_theirs(how, drive):
 
 
 def test_a_row_that_is_not_finite_is_left_to_others(drive):
-    driver, rows = guessing(drive, "DFLASH")
+    ran = []
+    driver, rows = guessing(drive, "DFLASH", ran)
     driver.admit(1, ASKED[1])
     driver.step([(1, driver.pending(1))])
     driver.step([(1, 1)], {1: 4})
     with torch.inference_mode():
         driver.runner._caches[0][driver.pages[1][0]] = float("nan")
     result = driver.step([(1, 1)], {1: 4})
-    assert len(rows) == 2
+    assert (rows, ran) == ([1, 1], [1])
     assert [error.slot for error in result.failed] == [1]
 
 
