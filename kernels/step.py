@@ -137,7 +137,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     timing: StepTiming = StepTiming()
     spans: tuple[WorkerSpan, ...] = ()  # of the step's traces
     drafted: bytes = b""  # int32 [rows]: guesses verified in each row; empty when none were
-    depths: bytes = b""  # int32 [rows]: the longest path of them, so that `accepted` could have been one more
+    depths: bytes = b""  # int32 [rows]: the longest path of them, and of a wrong guess behind it that was not verified
 
 
 class RunnerConfig(msgspec.Struct, frozen=True):

@@ -114,9 +114,9 @@ def cycle(
         longest,
     )
     roots, accepted = np.zeros((2, room), dtype=np.int64)
-    told, drafted = np.zeros((2, room), dtype=np.int32)
+    told, drafted, depths = np.zeros((3, room), dtype=np.int32)
     tokens, kept = np.zeros(len(likeliest), dtype=np.int32), np.zeros(len(likeliest), dtype=np.int64)
-    found = Cycled(*[part.ctypes.data for part in (roots, accepted, told, drafted, tokens, kept)])
+    found = Cycled(*[part.ctypes.data for part in (roots, accepted, told, drafted, depths, tokens, kept)])
     where = described(table)
     call = native.library.cycle
     before = (native.address, ctypes.byref(given), ctypes.byref(where))
@@ -144,6 +144,7 @@ def cycle(
             kept[:total],
             told[:rows].tobytes(),
             drafted[:rows].tobytes(),
+            depths[:rows].tobytes(),
             tokens[:total].tobytes(),
             found.drafted_at,
         )

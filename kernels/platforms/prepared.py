@@ -148,15 +148,17 @@ class DraftSlots:
 
 class Guessing(NamedTuple):
     """Of rows whose chains were verified: the ``roots``' positions and how many tokens were ``accepted``, int64 [rows],
-    ``told`` and ``drafted``, int32 [rows], the same and how many guesses were verified; the ``tokens`` int32 and which
-    of the step's they follow (``places`` int64), one row after the other. ``drafted_at``: ``time.perf_counter`` between
-    the guesses and their verification. No rows where there was nothing to guess. Overwritten by the next step."""
+    ``told``, ``drafted`` and ``depths``, int32 [rows], the same, how many guesses were verified, and those and the next
+    where that was wrong and would have ended the sequence; the ``tokens`` int32 and which of the step's they follow
+    (``places`` int64), one row after the other. ``drafted_at``: ``time.perf_counter`` between the guesses and their
+    verification. No rows where there was nothing to guess. Overwritten by the next step."""
 
     roots: Longs
     accepted: Longs
     places: Longs
     told: bytes
     drafted: bytes
+    depths: bytes
     tokens: bytes
     drafted_at: float
 

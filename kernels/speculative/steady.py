@@ -36,7 +36,7 @@ Longs = npt.NDArray[np.int64]
 
 class Chained(NamedTuple):
     """``tokens`` int32 [accepted]: all rows', one after the other. ``accepted``, ``drafted`` (guesses verified) and
-    ``depths`` (the longest path of them) int32 [rows]. ``drafted_at``: ``time.perf_counter`` when they were drafted."""
+    ``depths`` (as in ``StepResult``) int32 [rows]. ``drafted_at``: ``time.perf_counter`` when they were drafted."""
 
     tokens: bytes
     accepted: bytes
@@ -139,8 +139,8 @@ class SteadyChains:
         if found.told:
             features = self._target.features if self._speculator.drafter.features else None
             seen = SeenHere(self._slots, found.roots, found.accepted, features, found.places)
-            self._show(batch, seen, found.drafted)
-        return Chained(found.tokens, found.told, found.drafted, found.drafted, found.drafted_at)
+            self._show(batch, seen, found.depths)
+        return Chained(found.tokens, found.told, found.drafted, found.depths, found.drafted_at)
 
     def _show(self, batch: StepBatch, seen: SeenHere, depths: bytes) -> None:
         """What was accepted, for the drafter."""

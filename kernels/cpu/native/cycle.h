@@ -29,12 +29,13 @@ struct Cycle {
     int64_t most, longest;
 };
 
-// `Cycled` of library.py mirrors this: of each row the root's position, how many tokens were accepted, twice, and how many
-// guesses verified; of each token accepted what it is, and where its features are. `drafted_at`: seconds of the clock
+// `Cycled` of library.py mirrors this: of each row the root's position, how many tokens were accepted, twice, how many
+// guesses were verified, and of how many it is known whether they were right: one more where the first that would have ended
+// the sequence was wrong. Of each token accepted what it is, and where its features are. `drafted_at`: seconds of the clock
 // that runs from the system's start.
 struct Cycled {
     int64_t *roots, *accepted;
-    int32_t *told, *drafted, *tokens;
+    int32_t *told, *drafted, *depths, *tokens;
     int64_t* places;
     double drafted_at;
 };
@@ -117,9 +118,14 @@ Advanced cycle(const Running& running, StepMemory& memory, const Cycle& cycle, c
     for (int64_t row = 0, at = 0; row < rows; row++) {
         const int64_t first = memory.offsets[row];
         found.told[row] = static_cast<int32_t>(found.accepted[row]);
-        found.drafted[row] = static_cast<int32_t>(counts[row] - 1);
+        found.drafted[row] = found.depths[row] = static_cast<int32_t>(counts[row] - 1);
         for (int64_t i = 0; i < found.accepted[row]; i++, at++)
             found.tokens[at] = static_cast<int32_t>(said[first + i]), found.places[at] = first + i;
+    }
+    for (int64_t i = 0; i < some; i++) {
+        const int64_t row = chosen[i], right = found.accepted[row] - 1;
+        const bool reached = lengths[i] < std::min(steps, limits[row]) && right == lengths[i];
+        found.depths[row] += reached && said[memory.offsets[row] + right] != guessed[right * some + i];
     }
     return DONE;
 }

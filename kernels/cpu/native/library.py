@@ -182,6 +182,7 @@ class Cycled(ctypes.Structure):
         ("accepted", ctypes.c_void_p),
         ("told", ctypes.c_void_p),
         ("drafted", ctypes.c_void_p),
+        ("depths", ctypes.c_void_p),
         ("tokens", ctypes.c_void_p),
         ("places", ctypes.c_void_p),
         ("drafted_at", ctypes.c_double),

@@ -45,6 +45,7 @@ class PlannerTraffic(RuleBasedStateMachine):
         context=st.sampled_from([12, 24, 40]),
         spare_slots=st.integers(0, 1),
         guesses=st.sampled_from([(0, 0), (0, 0), (1, 1), (3, 3), (4, 2), (7, 2)]),
+        apart=st.booleans(),
         acceptance=st.randoms(use_true_random=False),
         options=st.fixed_dictionaries(
             {
@@ -62,7 +63,7 @@ class PlannerTraffic(RuleBasedStateMachine):
             }
         ),
     )
-    def start(self, max_running, budget, page_size, pages, context, spare_slots, guesses, acceptance, options):
+    def start(self, max_running, budget, page_size, pages, context, spare_slots, guesses, apart, acceptance, options):
         self.config = PlannerConfig(
             max_running=max_running,
             max_slots=max_running + 1 + spare_slots,
@@ -78,6 +79,7 @@ class PlannerTraffic(RuleBasedStateMachine):
             vocab_size=VOCAB,
             speculative_nodes=guesses[0] + 1,
             speculative_depth=guesses[1],
+            speculative_apart=apart,
         )
         self.acceptance = acceptance
         self.cache = PrefixCache(pages + 1, page_size, enabled=options["use_cache"])

@@ -241,7 +241,8 @@ def test_a_chain_of_guesses_ends_before_what_ends_its_sequence(drive):
         ending(driver, stop_ids=(4095, said[place]))
         driver.step([(1, len(prompt))])
         while said[place] not in driver.tokens[1][len(prompt) :]:
-            driver.step([(1, 1)], {1: 7})
+            result = driver.step([(1, 1)], {1: 7})
+        assert result.depths == result.drafted  # what ended it was no wrong guess
         ends.append(driver.tokens[1][len(prompt) :] == said[: place + 1])
         driver.release(1)
     assert rows
@@ -251,6 +252,24 @@ def test_a_chain_of_guesses_ends_before_what_ends_its_sequence(drive):
     ending(driver, stop_ids=tuple(said))  # too early to be one
     driver.step([(1, len(prompt))])
     assert max(ints(driver.step([(1, 1)], {1: 7}).drafted)[0] for _ in range(2)) == 7
+
+
+def test_a_wrong_guess_that_would_end_a_sequence_is_told_though_it_is_not_verified(drive):
+    driver, _ = guessing(drive, "EAGLE")
+    prompt, wrong = ASKED[0], []
+    for first in range(0, 4096, 8):  # some of which the draft guesses
+        driver.admit(1, prompt)
+        ending(driver, stop_ids=tuple(range(first, first + 8)))
+        driver.step([(1, len(prompt))])
+        for _ in range(4):
+            result = driver.step([(1, 1)], {1: 7})
+            if ints(result.drafted) != ints(result.depths):
+                wrong.append([ints(part)[0] for part in (result.accepted, result.drafted, result.depths)])
+        driver.release(1)
+        if any(drafted == 0 for _, drafted, _ in wrong):
+            break
+    assert [1, 0, 1] in wrong
+    assert all(accepted == depth == drafted + 1 for accepted, drafted, depth in wrong)
 
 
 @pytest.mark.parametrize("how", [{"logprobs": 0}, {"temperature": 0.7, "repetition_penalty": 1.2}])
