@@ -46,6 +46,7 @@ class Kind(NamedTuple):
     step: str  # with a place for its size
     silence: str
     room: str
+    smaller: bool = False  # whether sizes below one for which memory is short are tried
 
 
 _DECODES = Kind(
@@ -231,7 +232,8 @@ def capture_each(
 ) -> dict[Size, tuple[Callable[[], None], Result]]:
     """``run`` of each size as a graph, in one memory pool: what replays it, and what it returned, which is overwritten.
 
-    What cannot be captured runs without a graph, and the log says so. ``agree``: as ``DecodeGraphs`` says.
+    What cannot be captured runs without a graph, and the log says so. Where the largest finds no memory the next one
+    may be tried (``kind``): it needs less, and those below share its memory. ``agree``: as ``DecodeGraphs`` says.
     """
     if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
         _log.warning("CUDA_LAUNCH_BLOCKING=1 forbids graphs: decodes run without.")
@@ -239,6 +241,8 @@ def capture_each(
     torch.cuda.empty_cache()
     stream, pool = torch.cuda.Stream(device), None
     graphs: dict[Size, tuple[Callable[[], None], Result]] = {}
+    failed: list[Size] = []
+    cause, hint = "", ""
     for size in sizes:
         graph = torch.cuda.CUDAGraph()
         failure: RuntimeError | None = None
@@ -256,14 +260,22 @@ def capture_each(
             failure = error
         if not agree(failure is None):
             graphs.pop(size, None)
-            _explain(kind, size, sorted(graphs), failure)
+            failed.append(size)
+            short, cause, hint = _why(kind, failure)
             # The error holds this frame and those of ``run``, with all that they had on the device.
             failure = None
             del graph
             gc.collect()
             torch.cuda.empty_cache()
-            break
+            if graphs or not (short and kind.smaller):
+                break
+            continue
         pool = pool or graph.pool()
+    if failed:
+        left = f"graphs of {sorted(graphs)} are used" if graphs else "all of them run without a graph"
+        others = f", nor {len(failed) - 1} smaller" if len(failed) > 1 else ""
+        step = kind.step % (failed[0],)
+        _log.warning("The %s could not be captured into a graph (%s)%s; %s. %s", step, cause, others, left, hint)
     return graphs
 
 
@@ -275,16 +287,15 @@ def _make_room(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _explain(kind: Kind, size: Size, captured: list[Size], error: RuntimeError | None) -> None:
-    """``error``: None where it is not this capture that failed."""
-    left = f"graphs of {captured} are used" if captured else "all of them run without a graph"
+def _why(kind: Kind, error: RuntimeError | None) -> tuple[bool, str, str]:
+    """Whether memory was short, the cause in words, and what helps. ``error``: None where it is not this capture that
+    failed."""
     if error is None:
-        cause, hint = "another rank could not, or steps need the memory", f"{kind.room}; {kind.silence}"
-    else:
-        first = _first(error)
-        cause = str(first).strip().splitlines()[0] if str(first).strip() else type(first).__name__
-        hint = kind.room if isinstance(first, torch.OutOfMemoryError) else kind.silence
-    _log.warning("The %s could not be captured into a graph (%s); %s. %s", kind.step % (size,), cause, left, hint)
+        return True, "another rank could not, or steps need the memory", f"{kind.room}; {kind.silence}"
+    first = _first(error)
+    cause = str(first).strip().splitlines()[0] if str(first).strip() else type(first).__name__
+    short = isinstance(first, torch.OutOfMemoryError)
+    return short, cause, kind.room if short else kind.silence
 
 
 def _first(error: BaseException) -> BaseException:

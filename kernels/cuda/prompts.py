@@ -45,6 +45,7 @@ _KIND = Kind(
     "step of (tokens, rows) %s with prompts",
     "--disable-piecewise-cuda-graph silences this",
     "lower --mem-fraction-static or --piecewise-cuda-graph-max-tokens",
+    smaller=True,
 )
 
 Size = tuple[int, int]

@@ -193,6 +193,7 @@ def measure(
         found("prefill", prefill(runner, info))
     if profiles is not None:
         text = [profile(runner, info, *shape) for shape in ((1, 128, 32), (64, 512, 32), (512, 512, 32), (8, 4096, 1))]
+        profiles.mkdir(parents=True, exist_ok=True)
         (profiles / f"profile-{name}.txt").write_text("\n\n".join(text))
     runner.close()
     del runner

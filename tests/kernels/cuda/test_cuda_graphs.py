@@ -106,9 +106,32 @@ def test_a_capture_that_fails_says_what_helps_and_keeps_nothing(kind, error, tol
 def test_a_capture_that_is_refused_is_none(told, caplog):
     assert graphs.capture_each([2, 1], lambda size: size, DEVICE, lambda could: False, prompts._KIND) == {}
     (message,) = caplog.messages
-    assert "steps need the memory); all of them run without a graph." in message
+    assert "steps need the memory), nor 1 smaller; all of them run without a graph." in message
     assert "--piecewise-cuda-graph-max-tokens" in message
     assert "--disable-piecewise-cuda-graph" in message
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "used"),
+    [
+        (prompts._KIND, torch.OutOfMemoryError, [1, 2]),
+        (prompts._KIND, RuntimeError, []),
+        (graphs._DECODES, torch.OutOfMemoryError, []),
+    ],
+)
+def test_smaller_steps_with_prompts_are_tried_where_memory_is_short(kind, error, used, told, caplog):
+    tried = []
+
+    def run(size):
+        tried.append(size)
+        if size > 2:
+            raise error("too much")
+
+    assert sorted(graphs.capture_each([4, 3, 2, 1], run, DEVICE, lambda could: could, kind)) == used
+    assert tried[:2] == ([4, 3] if used else [4])
+    (message,) = caplog.messages
+    assert f"The {kind.step % 4} could" in message
+    assert ("(too much), nor 1 smaller; graphs of [1, 2] are used." in message) == bool(used)
 
 
 def test_guesses_that_fail_keep_nothing(told):
