@@ -26,7 +26,7 @@ def profiled(work: Callable[[], Any], most: int = 28) -> tuple[str, list[str]]:
     times: dict[str, tuple[float, int]] = {}
     spans: list[tuple[float, float, str]] = []
     for event in found.events():
-        if event.device_type is not DeviceType.CUDA:  # calls of the runtime, in the host's time
+        if event.device_type != DeviceType.CUDA:  # calls of the runtime, in the host's time
             continue
         total, calls = times.get(event.name, (0.0, 0))
         times[event.name] = (total + event.device_time_total, calls + 1)
