@@ -12,11 +12,12 @@ from kernels.gguf.blocks import KINDS
 __all__ = ["CHECKPOINTS", "limit_of", "made_up_gguf", "write"]
 
 _GROUP = 64
+_CALIBRATION_SEED = 20_261_122
 
 
 def _words(layout: str) -> Callable[[Path], Path]:
     def make(target: Path) -> Path:
-        from tests.quantized import fp8_blocks, rewrite
+        from tests.quantized import fp8_blocks, fp8_rows, rewrite
         from tests.quantized_words import awq, four_bit_bytes, gptq, int8_rows, packed
 
         bits = int(layout[-1]) if layout[-1].isdigit() else 4
@@ -31,6 +32,12 @@ def _words(layout: str) -> Callable[[Path], Path]:
         elif layout.startswith("awq"):
             change = awq(bits, _GROUP)
             settings = {"quant_method": "awq", "zero_point": True, "version": "gemm", **common}
+        elif layout.startswith("auto-round"):
+            change = gptq(bits, _GROUP)
+            settings = {"quant_method": "auto-round", "sym": False, "data_type": "int", **common}
+        elif layout == "compressed-fp8":
+            floats = {"type": "float"}
+            change, settings = fp8_rows, _compressed("float-quantized", rows | floats, tokens | floats)
         elif layout == "gptq-act-order":
             change, settings = gptq(bits, _GROUP, True), gptq_4 | {"desc_act": True}
         elif layout.startswith("gptq"):
@@ -58,13 +65,33 @@ def _compressed(kind: str, weights: dict[str, Any], inputs: dict[str, Any] | Non
     }
 
 
-def _modelslim(kind: str, group: int = 0) -> Callable[[Path], Path]:
+def _modelslim(kind: str, group: int = 0, others: str = "") -> Callable[[Path], Path]:
+    """``others``: the kind of what is not in the MLPs, if another."""
+
     def make(target: Path) -> Path:
         from tests.modelslim import write as write_modelslim
 
-        return write_modelslim(MODEL_DIR, target, lambda module: kind, group=group)[0]
+        def choose(module: str) -> str:
+            return kind if ".mlp." in module or not others else others
+
+        ranges = _ranges() if "W8A8" in (kind, others) else None
+        return write_modelslim(MODEL_DIR, target, choose, ranges, group)[0]
 
     return make
+
+
+def _ranges() -> Any:
+    """Of inputs, in documents that are neither trained on nor asked about."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from app.understudy.corpus import documents
+    from tests.modelslim import calibrate
+
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    text = "".join(segment.text for document in documents(_CALIBRATION_SEED, 20) for segment in document)
+    model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32).eval()
+    return calibrate(model, tokenizer.encode(text)[:2048])
 
 
 def _gguf(kind: str) -> Callable[[Path], Path]:
@@ -166,9 +193,21 @@ CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
     "compressed-w4a16-4": _words("compressed-w4a16-4"),
     "compressed-w8a8": _words("compressed-w8a8"),
     "compressed-w4a8": _words("compressed-w4a8"),
+    "compressed-fp8": _words("compressed-fp8"),
+    "auto-round-4": _words("auto-round-4"),
+    "auto-round-8": _words("auto-round-8"),
     "modelslim-w8a8": _modelslim("W8A8_DYNAMIC"),
+    "modelslim-w8a8-static": _modelslim("W8A8"),
+    "modelslim-mxfp8": _modelslim("W8A8_MXFP8"),
+    "modelslim-w8a16": _modelslim("W8A16", _GROUP),
+    "modelslim-w4a16": _modelslim("W4A16", _GROUP),
+    "modelslim-w4a4": _modelslim("W4A4_DYNAMIC"),
+    "modelslim-mixed": _modelslim("W4A8_DYNAMIC", _GROUP, "W8A8"),
     "modelslim-w4a8": _modelslim("W4A8_DYNAMIC", _GROUP),
     "gguf-q8": _gguf("Q8_0"),
+    "gguf-q5_1": _gguf("Q5_1"),
+    "gguf-q5_0": _gguf("Q5_0"),
+    "gguf-q4_1": _gguf("Q4_1"),
     "gguf-q4": _gguf("Q4_0"),
     "gguf-q6_k": _gguf("Q6_K"),
     "gguf-q5_k_m": _gguf("Q5_K_M"),
@@ -181,8 +220,9 @@ CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
 
 _BITS = {
     **dict.fromkeys(("awq-4", "gptq-4", "gptq-act-order", "compressed-w4a16-4", "gguf-q4", "gguf-q4_k_m"), 4),
-    **dict.fromkeys(("compressed-w4a8", "modelslim-w4a8", "gguf-iq4_xs"), 4),
-    "gguf-q5_k_m": 5,
+    **dict.fromkeys(("compressed-w4a8", "modelslim-w4a8", "modelslim-w4a16", "modelslim-mixed", "auto-round-4"), 4),
+    **dict.fromkeys(("modelslim-w4a4", "gguf-q4_1", "gguf-iq4_xs"), 4),
+    **dict.fromkeys(("gguf-q5_1", "gguf-q5_0", "gguf-q5_k_m"), 5),
     "gguf-q3_k_m": 3,
     "gguf-q2_k": 2,
 }

@@ -5,7 +5,8 @@
 
 ``--schemes``: values of --quantization, and of shapes with made-up weights checkpoints, too: w4a16 and w8a16 (GPTQ in
 groups of 128), compressed-w8a8, and gguf-q4_k_m and the like. ``--checkpoints``: layouts that the model in the box is
-written in first; see ``CHECKPOINTS``, "all" for each. They are made by rounding alone, without calibration.
+written in first; see ``CHECKPOINTS``, "all" for each. They are made by rounding alone; static scales of inputs are
+those of 2048 tokens.
 
 First table: the model in the box under every scheme: perplexity of held-out documents (a seed that no training saw; the
 parts that training counts), how much worse it is than that of bf16 and may be at most (1 % at 6 to 8 bits, 5 % at 4 and
