@@ -11,7 +11,7 @@ import msgspec
 from actors.arguments import ArgumentError, Arguments
 from actors.arguments.speculative_rules import tree_size
 from actors.model_files import ModelFiles, resolve_model_path
-from kernels.speculative.settings import AdaptiveSettings, NgramSettings, SpeculativeSettings
+from kernels.speculative.settings import AdaptiveSettings, NgramSettings, SpeculativeSettings, same_tokens
 
 __all__ = ["speculation"]
 
@@ -35,11 +35,13 @@ def speculation(arguments: Arguments, files: ModelFiles) -> SpeculativeSettings 
     path, draft = _draft_files(a)
     algorithm = _algorithm(a.speculative_algorithm, draft, files)
     steps, topk, tokens = _tree(a, algorithm, files, draft or {})
-    if algorithm == "STANDALONE" and draft is not None and draft.get("vocab_size") != files.vocab_size:
-        raise ArgumentError(
-            f"speculative_draft_model_path: the draft has {draft.get('vocab_size')} tokens and the model "
-            f"{files.vocab_size}; a STANDALONE draft needs the model's own vocabulary"
-        )
+    if algorithm == "STANDALONE" and draft is not None:
+        size = draft.get("vocab_size")
+        if type(size) is not int or not same_tokens(size, files.vocab_size):
+            raise ArgumentError(
+                f"speculative_draft_model_path: the draft has {size} tokens and the model {files.vocab_size}; a "
+                "STANDALONE draft needs the model's own vocabulary, but for what tables are padded with"
+            )
     window = a.speculative_dflash_draft_window_size or 0
     if window and window < tokens:
         raise ArgumentError(

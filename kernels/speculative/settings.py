@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["AdaptiveSettings", "Algorithm", "NgramSettings", "SpeculativeSettings"]
+__all__ = ["AdaptiveSettings", "Algorithm", "NgramSettings", "SpeculativeSettings", "same_tokens"]
 
 Algorithm = Literal["EAGLE", "EAGLE3", "MTP", "DFLASH", "STANDALONE", "NGRAM"]
 
@@ -61,3 +61,8 @@ class SpeculativeSettings(msgspec.Struct, frozen=True):
     def lossy(self) -> bool:
         """Whether what is accepted may differ from what the target samples."""
         return self.accept_threshold_single < 1.0 or self.accept_threshold_acc < 1.0 or self.fixed_acceptance > 0
+
+
+def same_tokens(draft: int, target: int) -> bool:
+    """Whether tables of so many rows may hold the same tokens: they are padded, and differ by a 256th at most."""
+    return abs(draft - target) * 256 <= max(draft, target)

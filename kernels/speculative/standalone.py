@@ -6,6 +6,7 @@ over the tokens that are new, and the first guess comes of that.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,9 @@ from kernels.speculative.draft_scheme import draft_scheme
 from kernels.speculative.drafter import Drafter, DrafterContext, DraftRows, Drafts, Observation
 from kernels.speculative.expansion import Expansion, observed_rows
 from kernels.speculative.host_drafts import HostDrafts
+from kernels.speculative.settings import same_tokens
 from kernels.speculative.token_map import head_rows, read_token_map
+from kernels.speculative.vocabulary import Padded
 from kernels.step import Admission
 
 __all__ = ["StandaloneDrafter"]
@@ -43,10 +46,11 @@ class StandaloneModel:
         settings, config, group = context.settings, context.config, context.group
         whole = read_config(settings.draft_model_path, quantized=True)
         scheme = draft_scheme(settings.draft_model_path, config, settings)
-        if whole.vocab_size != context.whole.vocab_size:
+        target = context.whole.vocab_size
+        if not same_tokens(whole.vocab_size, target):
             raise ConfigError(
-                f"the draft model has {whole.vocab_size} tokens, the model {context.whole.vocab_size}: their tokens "
-                "must be the same; give --speculative-draft-model-path a model with the same tokenizer"
+                f"the draft model has {whole.vocab_size} tokens, the model {target}: their tokens must be the same; "
+                "give --speculative-draft-model-path a model with the same tokenizer"
             )
         if whole.max_positions < context.context:
             raise ConfigError(
@@ -67,10 +71,15 @@ class StandaloneModel:
             lambda fraction: None,
             scheme,
         )
-        self._decoder = Decoder(self.config, weights, context.platform, context.dtype, group)
+        # Of a table that is divided, no rank has the rows that are missing: they are zeros on all.
+        short = whole.vocab_size < target and group.size == 1
+        source = Padded(weights, target, whole.tied_embeddings) if short else weights
+        local = dataclasses.replace(self.config, tied_embeddings=False) if short else self.config
+        self._decoder = Decoder(local, source, context.platform, context.dtype, group)
         self._head = self._decoder.logits
-        if settings.token_map:
-            ids = read_token_map(settings.token_map, whole.vocab_size)
+        if settings.token_map or whole.vocab_size > target:
+            least = min(whole.vocab_size, target)
+            ids = read_token_map(settings.token_map, least) if settings.token_map else torch.arange(least)
             load_format = settings.load_format or config.load_format
             rows = head_rows(context, settings.draft_model_path, load_format, whole, self._decoder, ids)
             self._head = VocabularyHead(Group(), context.platform.make_linear(rows, None))
