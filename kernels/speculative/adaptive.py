@@ -5,7 +5,7 @@ costs at that batch size, what guessing takes at all, each pass of the draft, an
 request's k-th guess is accepted with a probability that is learnt as it goes. The plan of a step is the one that
 promises the most tokens a second, and plain decoding where none promises more. Rows that do not guess are probed now
 and then: twice as seldom after every probe that changed nothing, new requests as seldom as those before them, and never
-more than a small share of the time pays for.
+more than a small share of the time pays for: see ``budget``.
 
 Pure: no clock, no torch. One plan is made for all ranks of a model, for measured times differ between them.
 """
@@ -19,6 +19,8 @@ from typing import Annotated
 import msgspec
 import numpy as np
 import numpy.typing as npt
+
+from kernels.speculative.budget import Budget
 
 __all__ = ["AdaptiveConfig", "AdaptiveSteps", "Track"]
 
@@ -171,6 +173,7 @@ class AdaptiveSteps:
         self._prior = [PRIOR] * most
         self._judged = SURE  # times
         self._costs: dict[int, _Cost] = {}
+        self._budget = Budget()
         self._steps = 0
         self._guessing = 0  # steps with guesses since the last without
         self._idle: _Cost | None = None  # where no row guessed, and nothing was learnt of any since
@@ -192,7 +195,7 @@ class AdaptiveSteps:
             return False
         self._steps += 1
         if not self.times:  # those that are timed are counted then
-            self._idle.saved()
+            self._pass(self._idle)
         return True
 
     @property
@@ -212,13 +215,16 @@ class AdaptiveSteps:
             return [0] * rows
         if lasted < SETTLED and cost.credit <= DEBT and cost.trials >= TRIALS:
             return [0] * rows
+        fixed = self._config.zero_step_probe_interval
+        if self._budget.spent(cost.plain) and not fixed:
+            self._guessing, self._idle, self._rest = 0, cost, SOONEST
+            return [0] * rows
         held, self._plan = self._plan, None
         if held is not None and held[0] is cost and cost.credit > 0 and self._served < HOLDS and held[1] == tracks:
             self._plan = held
             self._served += 1
             self._guessing += 1
             return held[2]
-        fixed = self._config.zero_step_probe_interval
         if self._idle is cost and self._steps % self._rest:
             return [0] * rows
         self._rest = fixed or SOONEST
@@ -294,13 +300,16 @@ class AdaptiveSteps:
         cost = self._cost(rows)
         # After a pause the draft sees what was left for later: that is no part of what guesses cost, and still lost.
         surprise = (2 if cost.paused else 1) * SURPRISE
+        left = not (nodes or cost.paused)  # what guesses left behind is seen to by the next step
         cost.learn(levels, nodes, seconds, self._config.ema_alpha)
+        if left and seconds > cost.plain:
+            self._budget.guessed(cost.plain, 1, seconds)
         if not nodes:
-            cost.saved()
+            self._pass(cost)
         elif cost.plain:
             expected = cost.expected(levels, nodes)
             taken = expected + _bounded(seconds - expected, surprise * expected)
-            cost.gained(1 + accepted / rows - taken / cost.plain)
+            self._gain(cost, 1 + accepted / rows, taken, seconds)
 
     def untimed(self, rows: int, levels: int, nodes: int, accepted: int) -> None:
         """A step of ``rows`` decodes among prompts: its guesses cost what such guesses do."""
@@ -308,9 +317,10 @@ class AdaptiveSteps:
             return
         cost = self._cost(rows)
         if not nodes:
-            cost.saved()
+            self._pass(cost)
         elif cost.plain:
-            cost.gained(1 + accepted / rows - cost.expected(levels, nodes) / cost.plain)
+            expected = cost.expected(levels, nodes)
+            self._gain(cost, 1 + accepted / rows, expected, expected)
 
     def vain(self, rows: int, seconds: float) -> None:
         """A step of ``rows`` decodes and nothing else took ``seconds``, in which the draft had no guess to make."""
@@ -319,7 +329,18 @@ class AdaptiveSteps:
         cost = self._cost(rows)
         cost.paused = False
         if cost.plain:
-            cost.gained(min(1 - seconds / cost.plain, 0.0))
+            self._gain(cost, 1.0, max(seconds, cost.plain), max(seconds, cost.plain))
+
+    def _pass(self, cost: _Cost) -> None:
+        """A step without guesses went by."""
+        cost.saved()
+        self._budget.passed(cost.plain)
+
+    def _gain(self, cost: _Cost, tokens: float, believed: float, seconds: float) -> None:
+        """A step with guesses brought so many ``tokens`` a row, and took ``seconds``."""
+        cost.gained(tokens - believed / cost.plain)
+        self._budget.passed(cost.plain)
+        self._budget.guessed(cost.plain, tokens, seconds)
 
     def _cost(self, rows: int) -> _Cost:
         size = rows.bit_length()

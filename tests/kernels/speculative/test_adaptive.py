@@ -239,10 +239,10 @@ def test_guesses_that_are_wrong_among_prompts_end_them() -> None:
     world = World(policy, [0.95])
     world.run(20)
     assert policy.choose(world.tracks)[0]
-    for _ in range(200):
+    for _ in range(80):
         policy.untimed(1, 6, 6, 0)
     assert policy.choose(world.tracks) == [0]
-    for _ in range(2000):
+    for _ in range(4000):
         policy.untimed(1, 0, 0, 0)
     assert any(policy.choose(world.tracks)[0] for _ in range(8))
 

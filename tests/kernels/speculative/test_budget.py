@@ -1,0 +1,78 @@
+"""What adaptive guessing loses at most, on a clock that is made up and whatever steps cost."""
+
+import itertools
+import random
+
+import pytest
+
+from kernels.speculative.adaptive import AdaptiveSteps
+from kernels.speculative.budget import FIRST, LOAN, MOST, SAVED, SHARE, Budget
+
+PLAIN = 1.0
+
+
+def most_overdrawn(start: float, left: float, chance: float, length: int) -> float:
+    """Plain steps lost beyond ``SHARE`` of the time, at the worst moment, by batches of changing sizes that last for
+    ``length`` steps each. ``start``: what guessing takes beside its levels and nodes; ``left``: what the plain step
+    behind it takes longer; ``chance``: of each guess."""
+    draw, policy = random.Random(7), AdaptiveSteps(range(17))
+    lost = seconds = worst = 0.0
+    guessed = False
+    for _ in range(200):
+        rows = draw.choice((1, 2, 4, 8, 16, 32))
+        tracks = [policy.track() for _ in range(rows)]
+        for _ in range(length):
+            rested = policy.rests(rows)
+            levels = [0] * rows if rested else policy.choose(tracks)
+            nodes, taken = sum(levels), PLAIN
+            accepted = [next((at for at in range(most) if draw.random() >= chance), most) for most in levels]
+            if nodes:
+                taken += start + 0.1 * max(levels) + 0.02 * nodes
+            elif guessed:
+                taken += left
+            guessed = nodes > 0
+            for track, right, most in zip(tracks, accepted, levels, strict=True):
+                policy.judged(track, right, most)
+            if not rested or policy.times:
+                policy.timed(rows, max(levels), nodes, taken, sum(accepted))
+            seconds += PLAIN
+            lost += taken - PLAIN * (1 + sum(accepted) / rows)
+            worst = max(worst, lost - SHARE * seconds)
+    return worst / PLAIN
+
+
+@pytest.mark.parametrize(
+    ("start", "left", "chance", "length"), [*itertools.product((0.3, 2.0, 6.0), (0.0, 2.0), (0.0, 0.3), (10, 100))]
+)
+def test_guesses_never_lose_more_than_their_share(start: float, left: float, chance: float, length: int) -> None:
+    step = start + 0.1 * 16 + 0.02 * 16 + left  # one overdraws it, and the first few are forgotten
+    assert most_overdrawn(start, left, chance, length) < LOAN + step + FIRST * step
+
+
+def test_an_account_that_is_overdrawn_is_paid_for_by_its_share() -> None:
+    budget = Budget()
+    for _ in range(FIRST):  # which are slow
+        budget.guessed(PLAIN, 1, 100 * PLAIN)
+    assert not budget.spent(PLAIN)
+    budget.guessed(PLAIN, 1, 100 * PLAIN)
+    owed, steps = FIRST + MOST - LOAN, 0
+    while budget.spent(PLAIN) and steps < 10_000:
+        budget.passed(PLAIN)
+        steps += 1
+    assert steps == pytest.approx(owed / SHARE, abs=1)
+
+
+def test_what_guesses_gain_may_be_lost_up_to_a_bound() -> None:
+    budget = Budget()
+    for _ in range(1000):
+        budget.guessed(PLAIN, 3, 2 * PLAIN)
+    steps = 0
+    while not budget.spent(PLAIN) and steps < 1000:
+        budget.guessed(PLAIN, 1, 2 * PLAIN)
+        steps += 1
+    assert steps == SAVED + LOAN + 1
+    rich = Budget()
+    rich.guessed(10 * PLAIN, 60, 0.0)  # of longer steps: kept while shorter ones run
+    rich.passed(PLAIN)
+    rich.guessed(PLAIN, 1, 2 * PLAIN)
+    assert not any((rich.guessed(PLAIN, 1, 2 * PLAIN), rich.spent(PLAIN))[1] for _ in range(500))
