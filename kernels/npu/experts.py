@@ -12,9 +12,10 @@ from torch import Tensor
 
 from kernels.layers.experts import ExpertWeights
 from kernels.layers.stacked_experts import Before, StackedExperts
+from kernels.npu.microscaling import mx_fits, mx_scales, round_mx
 from kernels.npu.operators import FRACTAL_NZ
 from kernels.npu.soc import Soc
-from kernels.quantization.weights import GroupedWeight, Int8Weight, Projection, QuantizedWeight
+from kernels.quantization.weights import Fp8Weight, GroupedWeight, Int8Weight, Projection, QuantizedWeight
 
 __all__ = ["NpuExperts"]
 
@@ -29,23 +30,24 @@ _GROUPS = 32
 
 @dataclass(frozen=True)
 class _Stack:
-    """The weights of all experts. ``values`` [experts, inputs, outputs] in floats or int8, or eight of 4 bits to an
-    int32 along the outputs. ``scales`` f32 [experts, outputs]: of int8 by int8. ``factors``: what whole numbers are
-    multiplied with by inputs in floats, after ``offsets`` were added: [experts, outputs], or with groups [experts,
-    groups, outputs], in the inputs' dtype.
+    """The weights of all experts. ``values`` [experts, inputs, outputs] in floats, int8 or e4m3, or eight of 4 bits to
+    an int32 along the outputs. ``scales`` f32 [experts, outputs]: of int8 by int8. ``powers``: of e4m3 by e4m3, bytes
+    of e8m0 [experts, inputs / 64, outputs, 2]. ``factors``: what whole numbers are multiplied with by inputs in floats,
+    after ``offsets`` were added: [experts, outputs], or with groups [experts, groups, outputs], in the inputs' dtype.
     """
 
     values: Tensor
     scales: Tensor | None = None
+    powers: Tensor | None = None
     factors: Tensor | None = None
     offsets: Tensor | None = None
     before: Before | None = None
 
 
 class NpuExperts(StackedExperts[_Stack]):
-    """Of experts in 16-bit floats, in int8 with tokens that are rounded one by one, or in 4 bits (in groups or not) or
-    8 with tokens in floats. Weights are [experts, inputs, outputs]; those of floats and of int8 by int8 in tiles where
-    the device keeps them, others in rows.
+    """Of experts in 16-bit floats, in int8 with tokens that are rounded one by one, in MXFP8 where the device has it,
+    or in 4 bits (in groups or not) or 8 with tokens in floats. Weights are [experts, inputs, outputs]; those of floats
+    and of int8 by int8 in tiles where the device keeps them, others in rows.
     """
 
     def __init__(
@@ -60,8 +62,8 @@ class NpuExperts(StackedExperts[_Stack]):
         super().__init__(router, experts, chosen, normalized)
 
     @staticmethod
-    def kind(weight: Tensor | QuantizedWeight) -> tuple[object, ...] | None:
-        """What the experts of a layer must share; None: the operators do not take it."""
+    def kind(weight: Tensor | QuantizedWeight, soc: Soc) -> tuple[object, ...] | None:
+        """What the experts of a layer must share; None: the operators of ``soc`` do not take it."""
         if max(weight.shape) > _MOST or weight.dtype not in _HALVES:
             return None
         if isinstance(weight, Tensor):
@@ -69,6 +71,8 @@ class NpuExperts(StackedExperts[_Stack]):
         clipped = weight.clip is not None
         if isinstance(weight, Int8Weight):
             return (Int8Weight, weight.activation, clipped) if weight.activation in ("dynamic", None) else None
+        if isinstance(weight, Fp8Weight):
+            return (Fp8Weight, clipped) if mx_fits(weight, soc) else None
         if isinstance(weight, GroupedWeight):
             apart = weight.group < weight.shape[1]
             groups = weight.bits == 4 and weight.group % _GROUPS == 0
@@ -89,7 +93,12 @@ class NpuExperts(StackedExperts[_Stack]):
             if whole[0].activation is not None:
                 return _Stack(self._tiles(values), scales, before=before)
             factors = scales.to(whole[0].dtype)
-            return _Stack(values, None, factors, torch.zeros_like(factors), before)
+            return _Stack(values, None, None, factors, torch.zeros_like(factors), before)
+        eighths = [weight for weight in weights if isinstance(weight, Fp8Weight)]
+        if eighths:
+            values = torch.stack([weight.values.view(torch.uint8) for weight in eighths]).view(torch.float8_e4m3fn)
+            powers = torch.stack([mx_scales(weight) for weight in eighths])
+            return _Stack(values.transpose(1, 2), None, powers.transpose(1, 2), before=before)
         return _stack_of_groups([weight for weight in weights if isinstance(weight, GroupedWeight)], before)
 
     def _tiles(self, values: Tensor) -> Tensor:
@@ -118,23 +127,35 @@ class NpuExperts(StackedExperts[_Stack]):
             owners = torch.empty_like(owners).index_copy_(0, index.long(), owners)
         if self.gate_up.before is not None:
             rows = self.gate_up.before(rows, owners)
-            if self.gate_up.scales is not None:
-                rows, scales = torch_npu.npu_dynamic_quant(rows)
+        if not rounds:
+            rows, scales = _rounded(rows, self.gate_up)
         inner = torch_npu.npu_swiglu(_multiply(rows, scales, self.gate_up, counts, x.dtype))
         if self.down.before is not None:
             inner = self.down.before(inner, owners)
-        if self.down.scales is not None:
-            inner, scales = torch_npu.npu_dynamic_quant(inner)
+        inner, scales = _rounded(inner, self.down)
         out = _multiply(inner, scales, self.down, counts, x.dtype)
         found = out.index_select(0, index).view(len(x), self.chosen, -1)
         return (found.float() * weights.unsqueeze(2)).sum(1).to(x.dtype)
 
 
-def _multiply(rows: Tensor, scales: Tensor, weight: _Stack, counts: Tensor, dtype: torch.dtype) -> Tensor:
+def _rounded(rows: Tensor, weight: _Stack) -> tuple[Tensor, Tensor | None]:
+    """``rows`` [tokens, inputs] as ``weight`` is multiplied with them, and their scales if they have some."""
+    if weight.powers is not None:
+        return round_mx(rows)
+    if weight.scales is None:
+        return rows, None
+    whole, scales = torch_npu.npu_dynamic_quant(rows)
+    return whole, scales
+
+
+def _multiply(rows: Tensor, scales: Tensor | None, weight: _Stack, counts: Tensor, dtype: torch.dtype) -> Tensor:
     """``rows`` [tokens, inputs] in the order of their experts, of which each has ``counts`` int64 [experts]."""
     more: dict[str, object] = {}
     if weight.scales is not None:
         more = {"scale": [weight.scales], "per_token_scale": [scales], "output_dtype": dtype}
+    if weight.powers is not None:
+        more = {"scale": [weight.powers], "per_token_scale": [scales], "output_dtype": dtype}
+        more |= dict.fromkeys(("scale_dtype", "per_token_scale_dtype"), torch_npu.float8_e8m0fnu)
     if weight.factors is not None:
         more = {"antiquant_scale": [weight.factors], "antiquant_offset": [weight.offsets]}
     found: Tensor = torch_npu.npu_grouped_matmul(
@@ -157,4 +178,4 @@ def _stack_of_groups(weights: Sequence[GroupedWeight], before: Before | None) ->
         apart = weight.group < weight.shape[1]
         factors.append(factor if apart else factor[0])
         offsets.append(offset if apart else offset[0])
-    return _Stack(torch.stack(values), None, torch.stack(factors), torch.stack(offsets), before)
+    return _Stack(torch.stack(values), None, None, torch.stack(factors), torch.stack(offsets), before)

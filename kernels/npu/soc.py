@@ -24,6 +24,11 @@ class Soc:
         return self.generation != "A5"
 
     @property
+    def microscaling(self) -> bool:
+        """Whether e4m3 numbers whose blocks share a power of two are multiplied by the device itself."""
+        return self.generation == "A5"
+
+    @property
     def splits_mixed_steps(self) -> bool:
         """Whether decodes and prefills go to attention in calls of their own rather than in one."""
         return self.generation == "A5"

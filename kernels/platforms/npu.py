@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from kernels.npu.attention import (
 from kernels.npu.errors import explain
 from kernels.npu.experts import NpuExperts
 from kernels.npu.graphs import DecodeGraphs
+from kernels.npu.microscaling import NpuMxLinear, mx_fits
 from kernels.npu.narrow_cache import ALIGNMENT, NarrowLayer, WidePart, attend_narrow, compact, narrow_layer
 from kernels.npu.native_attention import NativePart, native_attention, plan_native
 from kernels.npu.operators import NpuNorm, ascend_cut, make_linear, rotate, swiglu, write_cache
@@ -43,7 +45,7 @@ from kernels.platforms.operators import Linear, Norm
 from kernels.platforms.prepared import Decodes
 from kernels.platforms.rows import AttentionRows
 from kernels.quantization.cache import LayerScales
-from kernels.quantization.weights import GroupedWeight, Int8Weight, QuantizedWeight
+from kernels.quantization.weights import Fp8Weight, GroupedWeight, Int8Weight, QuantizedWeight
 from kernels.staging import Staging, fetch
 from kernels.step import RunnerConfig
 
@@ -214,13 +216,21 @@ class NpuPlatform(Platform):
             return NpuStaticLinear(weight, bias, self.soc)
         if isinstance(weight, Int8Weight | GroupedWeight) and fits_weight_only(weight):
             return NpuWeightOnlyLinear(weight, bias)
+        if isinstance(weight, Fp8Weight) and mx_fits(weight, self.soc):
+            return NpuMxLinear(weight, bias)
         return super().make_quantized(weight, bias)
+
+    def widen(self, weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+        """On the host where it is of floats of eight bits: A2 and A3 have none, and some of A5's casts fail."""
+        host = weight.to(torch.device("cpu")) if isinstance(weight, Fp8Weight) else weight
+        return host.dequantize(dtype).to(self.device)
 
     def make_experts(
         self, router: Tensor, bias: Tensor | None, experts: Sequence[ExpertWeights], chosen: int, normalized: bool
     ) -> Linear:
-        experts = self._stackable(experts, NpuExperts.kind)
-        reason = refusal(experts, NpuExperts.kind)
+        kind = partial(NpuExperts.kind, soc=self.soc)
+        experts = self._stackable(experts, kind)
+        reason = refusal(experts, kind)
         if reason is not None:
             return self._in_turn(router, bias, experts, chosen, normalized, reason)
         return NpuExperts(self.make_linear(router, bias, shared=True), experts, chosen, normalized, self.soc)

@@ -116,9 +116,13 @@ class Projections(ABC):
 
     def _dense(self, weight: QuantizedWeight) -> Tensor:
         self._tell("the table of embeddings is dequantized to %s while it is loaded", weight.dtype)
-        dense = weight.dequantize(weight.dtype)
+        dense = self.widen(weight, weight.dtype)
         self.widened_bytes += dense.nbytes - weight.nbytes
         return dense
+
+    def widen(self, weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+        """The floats [outputs, inputs] that a weight stands for, on the device."""
+        return weight.dequantize(dtype)
 
     def make_projection(self, weight: Projection, bias: Tensor | None) -> Linear:
         """A linear layer of a weight of any kind, ``bias`` [outputs] in the model's dtype."""
@@ -135,7 +139,7 @@ class Projections(ABC):
         """``[rows, inputs] -> float32 [rows, outputs]``, all in float32. ``shared``: others hold the weight too."""
         pieces = weight if isinstance(weight, tuple) else (weight,)
         wide = torch.cat(
-            [part.float() if isinstance(part, Tensor) else part.dequantize(torch.float32) for part in pieces]
+            [part.float() if isinstance(part, Tensor) else self.widen(part, torch.float32) for part in pieces]
         )
         self.widened_bytes += wide.nbytes - (0 if shared else sum(part.nbytes for part in pieces))
         return lambda x: F.linear(x.float(), wide)
@@ -187,7 +191,7 @@ class Projections(ABC):
         constant = weight.constant()
         if constant is not None:
             bias = constant.to(weight.dtype) if bias is None else (bias.float() + constant).to(weight.dtype)
-        dense = weight.dequantize(weight.dtype)
+        dense = self.widen(weight, weight.dtype)
         self.widened_bytes += dense.nbytes - weight.nbytes
         return self.make_linear(dense, bias)
 
@@ -241,7 +245,7 @@ class Projections(ABC):
                 type(weight).__name__,
                 weight.dtype,
             )
-            dense = weight.dequantize(weight.dtype)
+            dense = self.widen(weight, weight.dtype)
             self.widened_bytes += dense.nbytes - weight.nbytes
             return dense
 

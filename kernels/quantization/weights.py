@@ -270,7 +270,9 @@ def quantize_fp8(weight: Tensor) -> Fp8Weight:
     """``weight`` [outputs, inputs] rounded to e4m3, each output's largest to the largest there is."""
     wide = weight.float()
     scales = wide.abs().amax(1).div_(FP8_MOST).clamp_(min=torch.finfo(torch.float32).tiny)
-    return Fp8Weight((wide / scales[:, None]).clamp_(-FP8_MOST, FP8_MOST).to(torch.float8_e4m3fn), scales)
+    held = (wide / scales[:, None]).clamp_(-FP8_MOST, FP8_MOST)
+    host = held.cpu() if held.device.type == "npu" else held  # which has no cast to it
+    return Fp8Weight(host.to(torch.float8_e4m3fn).to(held.device), scales)
 
 
 def _tensors(weight: QuantizedWeight | StaticActivation) -> list[Tensor]:
@@ -310,8 +312,16 @@ def _joined(first: _W, others: Sequence[QuantizedWeight], along: Sequence[str]) 
     joined: dict[str, object] = {}
     for name in along:
         if getattr(first, name) is not None:
-            joined[name] = torch.cat([getattr(weight, name) for weight in (first, *others)])
+            joined[name] = _cat([getattr(weight, name) for weight in (first, *others)])
     return dataclasses.replace(first, **joined)
+
+
+def _cat(tensors: Sequence[Tensor]) -> Tensor:
+    """Along the first dimension; floats of eight bits as bytes, since not every device joins them."""
+    dtype = tensors[0].dtype
+    if dtype.is_floating_point and dtype.itemsize == 1:
+        return torch.cat([tensor.view(torch.uint8) for tensor in tensors]).view(dtype)
+    return torch.cat(list(tensors))
 
 
 def _same(one: object, two: object) -> bool:

@@ -34,7 +34,8 @@ USES = {
     "npu_scatter_pa_kv_cache": "keys and values into the pages of the cache",
     "npu_format_cast": "16-bit weights into the cube unit's tiles, at load",
     "npu_dynamic_quant": "rounds tokens to int8, for projections and caches in whole numbers",
-    "npu_quant_matmul": "their products",
+    "npu_quant_matmul": "their products, and those of MXFP8 on A5",
+    "npu_dynamic_mx_quant": "rounds tokens to MXFP8, for projections and experts of MXFP8 checkpoints",
     "npu_quantize": "rounds tokens by a scale found before, for projections of static W8A8 checkpoints",
     "npu_convert_weight_to_int4pack": "weights of 4 bits in the device's packing, at load",
     "npu_weight_quant_batchmatmul": "products with weights of 4 or 8 bits in groups, inputs in floats",
@@ -114,6 +115,14 @@ def _quantized(target: Path) -> Path:
     )
 
 
+def _mxfp8(target: Path) -> Path:
+    """The model in the box in ModelSlim's MXFP8."""
+    from app.understudy import MODEL_DIR
+    from tests.modelslim import write
+
+    return write(MODEL_DIR, target, lambda module: "W8A8_MXFP8")[0]
+
+
 def called(generation: str) -> dict[str, str]:
     """The npu operators that the engine's runner calls on this generation, and by what each is checked."""
     from kernels.npu.simulator.activate import activate
@@ -145,7 +154,8 @@ def called(generation: str) -> dict[str, str]:
     )
     with Listening(), tempfile.TemporaryDirectory() as scratch:
         ModelRunner(msgspec.structs.replace(config, quantization="int8")).load()  # which runs it, too
-        ModelRunner(msgspec.structs.replace(config, model_path=str(_quantized(Path(scratch))))).load()
+        ModelRunner(msgspec.structs.replace(config, model_path=str(_quantized(Path(scratch) / "words")))).load()
+        ModelRunner(msgspec.structs.replace(config, model_path=str(_mxfp8(Path(scratch))))).load()
         ModelRunner(msgspec.structs.replace(config, config_overrides=EXPERTS, load_format="dummy")).load()
         runner = ModelRunner(config)
         driver = Driver(runner, runner.load())

@@ -6,7 +6,8 @@ that has no CPU kernel raises with its name. Gradients are not simulated: some o
 
 float64: a cast to it gives float32 with a warning, for every generation; that is the wheel's own rule. Tensors can be
 made of it all the same. A2 and A3 compute in it slowly, on the AI CPU; here A5 refuses to, the strictest reading of a
-device without double precision: nothing that runs here then depends on it.
+device without double precision: nothing that runs here then depends on it. Floats of eight bits are moved alone, on
+every generation, in the same way: A2 and A3 have none, and of A5's casts some are reported to fail (facts 4.2).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from kernels.npu.simulator.constraints import ConstraintError
-from kernels.npu.simulator.dispatch import Call, Engine, Operator
+from kernels.npu.simulator.dispatch import FLOATS_8, Call, Engine, Operator
 from kernels.npu.simulator.randomness import default_host_generator
 
 __all__ = ["UnsimulatedOperator", "refuse", "take_over_aten"]
@@ -37,6 +38,9 @@ OWN = frozenset(
 
 MOVES = frozenset(f"aten::{name}" for name in ("copy_", "clone", "contiguous", "cat", "fill_", "zero_", "index_select"))
 """What moves values or sets them, and computes nothing."""
+
+BYTES = frozenset(f"aten::{name}" for name in ("copy_", "clone", "contiguous", "zero_"))
+"""What asks nothing of the numbers that it moves."""
 
 KERNELS_ELSEWHERE = (
     "CPU",
@@ -118,6 +122,10 @@ class AtenOperator(Operator):
         return super().__call__(*args, **kwargs)
 
     def allow(self, call: Call) -> None:
-        if call.wide and self.engine.cann.spec.generation == "A5" and self.overload._schema.name not in MOVES:
+        name = self.overload._schema.name
+        if call.dtypes & FLOATS_8 and not (name in BYTES and len(call.dtypes) == 1):
+            rule = "floats of eight bits are not computed in, joined or cast: do it on the host, or as bytes"
+            raise ConstraintError(self.name, "dtype", rule)
+        if torch.float64 in call.dtypes and self.engine.cann.spec.generation == "A5" and name not in MOVES:
             rule = "float64 is not computed in on A5: cast to float32 first"
             raise ConstraintError(self.name, "dtype", rule)

@@ -19,6 +19,7 @@ import torch_npu
 from torch import Tensor
 
 from kernels.npu.simulator.cann import Cann
+from kernels.npu.simulator.constraints import ConstraintError
 from kernels.npu.simulator.memory import Aliases, is_npu, new_like
 from kernels.npu.simulator.randomness import host_generator
 
@@ -27,10 +28,12 @@ if TYPE_CHECKING:
     from kernels.npu.simulator.graphs import Graphs
     from kernels.npu.simulator.ordering import Order
 
-__all__ = ["Call", "Engine", "Operator", "flat", "raw_stream"]
+__all__ = ["FLOATS_8", "Call", "Engine", "Operator", "flat", "raw_stream"]
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
+FLOATS_8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu})
+"""Floats of eight bits."""
 
 
 def flat(value: Any) -> Iterator[Any]:
@@ -66,7 +69,7 @@ class Call:
         self.aliases = aliases
         self.device: torch.device | None = None
         self.tensors: list[tuple[Tensor, Tensor]] = []  # (NPU tensor, its alias)
-        self.wide = False  # whether one of them is float64
+        self.dtypes: set[torch.dtype] = set()  # theirs
         self.args = self._host(args)
         self.kwargs = {name: self._host(value) for name, value in kwargs.items()}
         if self.kwargs.get("pin_memory"):
@@ -78,7 +81,7 @@ class Call:
                 return value
             alias = self.aliases.of(value)
             self.tensors.append((value, alias))
-            self.wide = self.wide or value.dtype is torch.float64
+            self.dtypes.add(value.dtype)
             if self.device is None:
                 self.device = value.device
             return alias
@@ -183,7 +186,9 @@ class Operator:
         self.attention = engine.cann.attention
 
     def allow(self, call: Call) -> None:
-        """Raise for what the device does not compute."""
+        """Raise for what the device does not compute: before A5 there are no floats of eight bits (facts 4.2)."""
+        if call.dtypes & FLOATS_8 and self.engine.cann.spec.generation != "A5":
+            raise ConstraintError(self.name, "dtype", "floats of eight bits are computed with on A5 alone")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         calls = self.engine.calls

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from functools import partial
 
 import numpy as np
 import pytest
@@ -35,7 +36,7 @@ OPTIONS = {"device": "npu", "page_size": PAGE, "max_step_tokens": 256, "max_tota
 
 
 def refused(experts):
-    return refusal(experts, NpuExperts.kind)
+    return refusal(experts, partial(NpuExperts.kind, soc=A3))
 
 
 def weights(count, hidden, inner):

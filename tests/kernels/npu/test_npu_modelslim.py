@@ -70,6 +70,34 @@ def test_layers_run_by_the_operators_of_their_kind(kind, group, operators, graph
     assert all(now > then for now, then in zip(called(operators), before, strict=True))
 
 
+def test_mxfp8_is_widened_where_the_device_has_no_floats_of_eight_bits(model, drive, tmp_path, caplog):
+    """On the host, once and for all layers; on_a5.py has what A5 does."""
+    if torch_npu.npu.get_soc_version() >= 260:
+        pytest.skip("A5 multiplies it")
+    path, tokens, _ = model
+    checkpoint, floats = write(path, tmp_path, lambda module: "W8A8_MXFP8")
+    with caplog.at_level(logging.WARNING, "troupe.kernels"):
+        driver = drive(checkpoint, **OPTIONS)
+    told = [record for record in caplog.records if "Fp8Weight is dequantized" in record.getMessage()]
+    assert len(told) == 1
+    np.testing.assert_allclose(scores(driver, tokens), scores(drive(floats, **OPTIONS), tokens), atol=1e-4)
+    eighths = torch.ones(4, 64).to(torch.float8_e4m3fn)
+    with pytest.raises(ConstraintError, match="floats of eight bits are not computed in"):
+        eighths.npu().float()
+    with pytest.raises(ConstraintError, match="computed with on A5 alone"):
+        torch_npu.npu_quant_matmul(eighths.npu(), eighths.npu().t(), torch.ones(4).npu(), output_dtype=torch.bfloat16)
+    with pytest.raises(NotImplementedError, match="the vendor has it for A5 only"):
+        torch_npu.npu_dynamic_mx_quant(torch.ones(4, 64).npu(), dst_type=torch_npu.float8_e4m3fn)
+
+
+def test_weights_may_be_rounded_to_fp8_at_the_start(drive):
+    """On the host too: as a device that rounds and widens them itself says it."""
+    options = {"quantization": "fp8", "dtype": "bfloat16", "page_size": PAGE}
+    tokens = list(range(30, 70))
+    on_cpu, found = (scores(drive(MODEL_DIR, **options | more), tokens) for more in ({"threads": 1}, OPTIONS))
+    assert np.abs(on_cpu - found).mean() < 0.4
+
+
 def test_static_layers_of_float16_models_keep_their_biases(model, drive, tmp_path, caplog):
     path, tokens, ranges = model
     tensors = shifted(load_file(path / "model.safetensors"))

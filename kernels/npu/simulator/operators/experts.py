@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.npu.simulator.constraints import contiguous, dtypes, require
+from kernels.npu.simulator.operators.microscaling import E4M3, mx_product, mx_rules
 from kernels.npu.simulator.operators.reference import reference
 
 __all__: list[str] = []
@@ -96,7 +97,7 @@ def grouped_rules(x: list[Tensor], weight: list[Tensor], **options: Any) -> None
     device tensor int64 counts (type 1). int8 by int8 with scales float32 or bfloat16 [experts, N] and float32 [M],
     given out in 16 bits; or 16-bit floats of one dtype; or 16-bit floats by int8, or by eight int4 along N to an int32,
     whose scales and offsets are in x's dtype: [experts, N], or of int4 [experts, K / group, N] with groups that 32
-    divides."""
+    divides; or e4m3 by e4m3 with the scales of blocks of 32 inputs, given out in 16 bits."""
     name = "npu_grouped_matmul"
     require(len(x) == len(weight) == 1, name, "x", "lists of one tensor alone are simulated")
     one, other = x[0], weight[0]
@@ -114,8 +115,16 @@ def grouped_rules(x: list[Tensor], weight: list[Tensor], **options: Any) -> None
     each = f"must be [{len(other)}], has shape {tuple(counts.shape)}"
     require(tuple(counts.shape) == (len(other),), name, "group_list", each)
     others = ("split_item", "group_type", "group_list_type", "group_list", "act_type")
-    _only(name, options, (*others, *_SCALES, *_FACTORS))
+    eighths = one.dtype == E4M3
+    _only(name, options, (*others, *_SCALES, *(_SCALE_DTYPES if eighths else _FACTORS)))
     require(options.get("act_type", 0) == 0, name, "act_type", "is not simulated: leave it out")
+    if eighths:
+        require(options.get("output_dtype") in _OUT, name, "output_dtype", "must be float16 or bfloat16")
+        of_weight, of_tokens = (
+            (argument, given[0] if given and len(given) == 1 else None, options.get(f"{argument}_dtype"))
+            for argument, given in ((argument, options.get(argument)) for argument in _SCALES[:2])
+        )
+        return mx_rules(name, one, other, of_weight, of_tokens)
     if one.dtype != torch.int8:
         dtypes(name, _HALVES, x=one)
         for argument in _SCALES:
@@ -158,6 +167,7 @@ def factor_rules(x: Tensor, weight: Tensor, options: dict[str, Any]) -> None:
 
 
 _SCALES = ("scale", "per_token_scale", "output_dtype")
+_SCALE_DTYPES = ("scale_dtype", "per_token_scale_dtype")
 _FACTORS = ("antiquant_scale", "antiquant_offset")
 
 
@@ -165,8 +175,8 @@ _FACTORS = ("antiquant_scale", "antiquant_offset")
 def npu_grouped_matmul(x: list[Tensor], weight: list[Tensor], **options: Any) -> list[Tensor]:
     """Rows past the last group are left as they come: NaN here."""
     one, other = x[0], weight[0]
-    whole = one.dtype == torch.int8
-    dtype = _OUT[options["output_dtype"]] if whole else one.dtype
+    whole, eighths = one.dtype == torch.int8, one.dtype == E4M3
+    dtype = _OUT[options["output_dtype"]] if whole or eighths else one.dtype
     if not whole and other.dtype in (torch.int8, torch.int32):
         other = _floats(other, *(options[name][0] for name in _FACTORS)).to(dtype)
     out = torch.full((len(one), other.shape[2]), float("nan"), dtype=dtype)
@@ -179,6 +189,9 @@ def npu_grouped_matmul(x: list[Tensor], weight: list[Tensor], **options: Any) ->
         if whole:
             sums = torch._int_mm(one[here], other[expert]).float() * options["scale"][0][expert].float()
             out[here] = (sums * options["per_token_scale"][0][here, None]).to(dtype)
+        elif eighths:
+            factors, powers = options["scale"][0][expert], options["per_token_scale"][0][here]
+            out[here] = mx_product(one[here], powers, other[expert], factors).to(dtype)
         else:
             out[here] = one[here] @ other[expert]
     return [out]

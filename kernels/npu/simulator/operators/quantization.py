@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.npu.simulator.constraints import contiguous, dtypes, require
+from kernels.npu.simulator.operators.microscaling import E4M3, mx_product, mx_rules
 from kernels.npu.simulator.operators.reference import reference
 
 __all__: list[str] = []
@@ -72,8 +73,24 @@ def quant_matmul_rules(
 ) -> None:
     """Vendor and facts: int8 [M, K] by [K, N], dimensions of up to 65535; a scale for each output or for all. With
     ``pertoken_scale`` a bias is in floats or whole numbers, without it in whole numbers, and what is written in
-    float16 takes its scale as int64 (npu_trans_quant_param)."""
+    float16 takes its scale as int64 (npu_trans_quant_param). Or e4m3 by e4m3 with the scales of blocks of 32 inputs;
+    with a bias that is reported to give wrong sums."""
     name = "npu_quant_matmul"
+    if x1.dtype == E4M3:
+        for argument, value in (
+            ("offset", offset),
+            ("x1_dtype", x1_dtype),
+            ("x2_dtype", x2_dtype),
+            ("y_scale", y_scale),
+        ):
+            require(value is None, name, argument, "is not simulated: leave it out")
+        token_scales = ("pertoken_scale", pertoken_scale, pertoken_scale_dtype)
+        mx_rules(name, x1, x2, ("scale", scale, scale_dtype), token_scales)
+        require(x2.dim() == 2, name, "x2", f"must be [K, N], has shape {tuple(x2.shape)}")
+        require(group_sizes == [1, 1, 32], name, "group_sizes", f"must be [1, 1, 32], is {group_sizes}")
+        require(bias is None, name, "bias", "with e4m3 is reported to be added wrongly: add it afterwards")
+        require(output_dtype in _OUT, name, "output_dtype", f"{output_dtype} is not simulated: float16 or bfloat16 are")
+        return
     for argument, value in (
         ("offset", offset),
         ("x1_dtype", x1_dtype),
@@ -127,8 +144,11 @@ def npu_quant_matmul(
     group_sizes: list[int] | None = None,
     y_scale: Tensor | None = None,
 ) -> Tensor:
-    """Exact sums; whole biases before they are scaled, others after."""
+    """Exact sums of whole numbers; whole biases before they are scaled, others after."""
     assert output_dtype is not None
+    if x1.dtype == E4M3:
+        assert pertoken_scale is not None
+        return mx_product(x1, pertoken_scale, x2, scale).to(_OUT[output_dtype])
     sums = torch._int_mm(x1, x2)
     if bias is not None and bias.dtype == torch.int32:
         sums = sums + bias
