@@ -34,6 +34,7 @@ _PATTERNS: Mapping[str, str | None] = {
     "llama-v3": _LLAMA3,
     "falcon3": _LLAMA3,
     "pixtral": _LLAMA3,
+    "dbrx": _LLAMA3,  # Phi-4's too
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "tekken": _TEKKEN,

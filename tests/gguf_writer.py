@@ -30,14 +30,16 @@ def write_gguf(
     pre: str = "qwen2",
     replaced: Mapping[str, tuple[np.ndarray, gguf.GGMLQuantizationType]] | None = None,
     apart: bool = False,
+    joined: bool = False,
     change: Callable[[Any], None] | None = None,
     tensors: Callable[[Any], None] | None = None,
 ) -> Path:
     """``model`` as ``file``. Matrices are of type ``kind`` where their rows allow it, else float32.
 
     ``replaced``: tensors by their names in the file. ``apart``: experts are tensors of their own, as files of early
-    2024 have them. ``change``: says what it likes over what the model's own files say; ``tensors``: adds some. The
-    tokenizer, where there is one, must be byte-level BPE.
+    2024 have them. ``joined``: queries, keys and values are one tensor, and so are gates and what they are multiplied
+    with; where their types are one. ``change``: says what it likes over what the model's own files say; ``tensors``:
+    adds some. The tokenizer, where there is one, must be byte-level BPE.
     """
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     family = config["architectures"][0].removesuffix("ForCausalLM").lower()
@@ -55,6 +57,8 @@ def write_gguf(
     writer.add_value_length(dim)
     writer.add_rope_dimension_count(dim)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if arch == "phi3":
+        writer.add_sliding_window(config.get("sliding_window") or 0)
     experts = config.get("num_experts") or config.get("num_local_experts")
     if experts:
         writer.add_expert_count(experts)
@@ -68,6 +72,7 @@ def write_gguf(
         _tokenizer(writer, model, pre)
     names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, arch.upper()), config["num_hidden_layers"])
     held = load_file(model / "model.safetensors")
+    made: dict[str, tuple[np.ndarray, gguf.GGMLQuantizationType]] = {}
     for name, tensor in (held if apart else _stacked(held)).items():
         if name == "lm_head.weight" and config.get("tie_word_embeddings"):
             continue
@@ -82,7 +87,8 @@ def write_gguf(
         fits = values.ndim > 1 and not router and values.shape[-1] % gguf.GGML_QUANT_SIZES[kind_of(kind)][0] == 0
         chosen = kind_of(kind) if fits else F32
         own = names.get_name(name, try_suffixes=(".weight", ".bias")) or _of_expert(name)
-        stored, chosen = (replaced or {}).get(own) or (gguf.quants.quantize(values, chosen), chosen)
+        made[own] = (replaced or {}).get(own) or (gguf.quants.quantize(values, chosen), chosen)
+    for own, (stored, chosen) in (_joined(made) if joined else made).items():
         writer.add_tensor(own, stored, raw_dtype=chosen)
     if tensors is not None:
         tensors(writer)
@@ -93,6 +99,32 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def _joined(tensors: dict[str, Any]) -> dict[str, Any]:
+    """In the order that llama.cpp's converter and Phi-3 join them in."""
+    found = dict(tensors)
+    for name in tensors:
+        layer, _, rest = name.rpartition(".attn_q.")
+        if layer:
+            _join(found, [f"{layer}.attn_{part}.{rest}" for part in "qkv"], f"{layer}.attn_qkv.{rest}")
+        layer, _, rest = name.rpartition(".ffn_gate.")
+        if layer:
+            _join(found, [f"{layer}.ffn_{part}.{rest}" for part in ("gate", "up")], f"{layer}.ffn_up.{rest}")
+        layer, _, rest = name.rpartition(".ffn_gate_exps.")
+        if layer:
+            parts = [f"{layer}.ffn_{part}_exps.{rest}" for part in ("gate", "up")]
+            _join(found, parts, f"{layer}.ffn_gate_up_exps.{rest}")
+    return found
+
+
+def _join(tensors: dict[str, Any], parts: list[str], name: str) -> None:
+    both = [tensors[part] for part in parts]
+    if len({kind for _, kind in both}) == 1:
+        for part in parts:
+            del tensors[part]
+        axis = 1 if name.endswith("_exps.weight") else 0
+        tensors[name] = (np.concatenate([stored for stored, _ in both], axis), both[0][1])
 
 
 def _of_expert(name: str) -> str:

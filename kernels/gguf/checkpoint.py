@@ -22,6 +22,7 @@ from torch import Tensor
 
 from kernels.gguf.description import describe
 from kernels.gguf.header import GgufError, GgufHeader, TensorInfo
+from kernels.gguf.joined import JOINED, cut
 from kernels.gguf.names import Names, expert_of, experts_apart
 from kernels.models.names import is_projection
 from kernels.parallel.partition import Part
@@ -40,8 +41,6 @@ READ = (
 )
 """Types of tensors that are read: all that the gguf package makes floats of."""
 
-_JOINED = {"attn_qkv": "--fuse-qkv", "ffn_gate_up_exps": "--fuse-gate-up-exps"}
-"""What llama.cpp's converter joins if it is asked to."""
 _BESIDE = (".scale", ".input_scale")
 _FLOATS = ("F32", "F16", "BF16")
 _CHUNK = 1 << 22
@@ -67,7 +66,7 @@ class GgufCheckpoint:
         self._heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
         self._heads = self._heads if permuted else {}
         self._names = Names(experts_apart(header.tensors), config["architectures"] == ["MixtralForCausalLM"])
-        self._tensors = {name: _as_matrix(name, info) for name, info in header.tensors.items()}
+        self._tensors = {name: _as_matrix(name, info) for name, info in cut(header.tensors).items()}
         self._data = np.memmap(header.path, np.uint8, "r")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -89,19 +88,18 @@ class GgufCheckpoint:
             return info
         if len(info.shape) != 3 or expert >= info.shape[0]:
             return None
-        one = TensorInfo(info.kind, info.shape[1:], info.offset)
-        if info.kind not in self._kinds:
-            return one
-        return dataclasses.replace(one, offset=info.offset + expert * one.shape[0] * self._row_bytes(one))
+        rows = info.shape[1:]
+        return dataclasses.replace(info, shape=rows, first=info.first + expert * (info.step or rows[0]), step=0)
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme | None = None) -> None:
         """Compare with what the model expects, and with the file's size. Raises GgufError that names what is wrong."""
         tensors, foreign_name = self._tensors, self._names.foreign
         wrong: list[str] = [
-            f"{name} is several tensors in one: convert the model again without {flag}"
+            f"{name}, of shape {list(tensors[name].shape)}, is none of {' and '.join(parts)} together, or they are in "
+            "the file besides"
+            for part, parts in JOINED.items()
             for name in tensors
-            for part, flag in _JOINED.items()
-            if name.endswith(f".{part}.weight")
+            if name.endswith(f".{part}.weight") and part not in parts
         ]
         experts = Counter(foreign_name(name) for name in shapes if self._names.stacked(name))
         expected = {
@@ -162,7 +160,11 @@ class GgufCheckpoint:
         block, _ = self._sizes[kind]
         if info.shape[-1] % block:
             return f"has rows of {info.shape[-1]}, no multiple of {kind.name}'s blocks of {block}"
-        end = info.offset + math.prod(info.shape[:-1]) * self._row_bytes(info)
+        if len(info.shape) == 1 and info.first % block:
+            return f"begins within a block of {kind.name}"
+        experts = info.shape[0] - 1 if len(info.shape) == 3 else 0
+        rows = math.prod(info.shape[:-1]) if not info.step else experts * info.step + math.prod(info.shape[-2:-1])
+        end = self._begin(info) + rows * self._row_bytes(info)
         if end > self._header.size:
             return f"ends at byte {end}, and the file at {self._header.size}"
         return None
@@ -203,10 +205,16 @@ class GgufCheckpoint:
         return info.shape[-1] // block * size
 
     def _rows(self, info: TensorInfo) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """A view of a checked tensor's bytes, [rows, bytes a row]."""
-        row = self._row_bytes(info)
+        """A view of a checked tensor's bytes, [rows, bytes a row]; of experts' in one, those of a single one."""
+        row, begin = self._row_bytes(info), self._begin(info)
         count = math.prod(info.shape[:-1])
-        return np.asarray(self._data[info.offset : info.offset + count * row]).reshape(count, row)
+        return np.asarray(self._data[begin : begin + count * row]).reshape(count, row)
+
+    def _begin(self, info: TensorInfo) -> int:
+        """The byte of the file at which a tensor begins."""
+        block, size = self._sizes[self._kinds[info.kind]]
+        before = info.first * self._row_bytes(info) if len(info.shape) > 1 else info.first // block * size
+        return info.offset + before
 
     def _order(self, name: str, size: int) -> np.ndarray[Any, np.dtype[np.int64]] | None:
         """Of each row here, which one of the file it is; None: the same."""

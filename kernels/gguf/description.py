@@ -11,18 +11,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from kernels.gguf.header import GgufError, GgufHeader
+from kernels.gguf.joined import cut
 from kernels.models.config import MOST_EXPERTS
 
 __all__ = ["ARCHITECTURES", "describe", "generation_defaults"]
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
+    "phi3": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen2moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
 }
-"""``general.architecture`` -> the family that it is here. Mistral's files say llama, and Mixtral's, with experts."""
+"""``general.architecture`` -> the family that it is here. Mistral's files say llama, and Mixtral's, with experts; Phi-3
+is Mistral's decoder with joined tensors."""
 
 _ENDS = frozenset({"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"})
 """Control tokens that end an answer wherever they are found: many files name only one of theirs."""
@@ -69,6 +72,8 @@ def describe(header: GgufHeader) -> dict[str, Any]:
     if layers * experts.get("num_experts", 0) > _MOST_EXPERTS_OF_ALL:
         most = _MOST_EXPERTS_OF_ALL // layers
         raise meta.wrong(f"{name}.expert_count", f"at most {most} in each of {layers} layers")
+    tensors = cut(header.tensors)
+    window = name == "phi3" and meta.number(f"{name}.attention.sliding_window", 0)  # 0: none
     return {
         "architectures": ["MixtralForCausalLM" if experts and name == "llama" else ARCHITECTURES[name]],
         "model_type": name,
@@ -82,8 +87,9 @@ def describe(header: GgufHeader) -> dict[str, Any]:
         "rms_norm_eps": meta.number(f"{name}.attention.layer_norm_rms_epsilon", 1e-5),
         "max_position_embeddings": meta.size(f"{name}.context_length"),
         "rope_parameters": _rope(header, meta, name, dim),
-        "attention_bias": name == "llama" and "blk.0.attn_q.bias" in header.tensors,
-        "mlp_bias": "blk.0.ffn_gate.bias" in header.tensors,
+        "attention_bias": name == "llama" and "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
+        "sliding_window": meta.size(f"{name}.attention.sliding_window") if window else None,
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "dtype": _dtype(header),
         "bos_token_id": header.metadata.get("tokenizer.ggml.bos_token_id"),
@@ -177,6 +183,11 @@ class _Metadata:
 
 def _rope(header: GgufHeader, meta: _Metadata, name: str, dim: int) -> dict[str, Any]:
     kind = meta.text(f"{name}.rope.scaling.type", "none")
+    if "rope_factors_long.weight" in header.tensors:
+        raise GgufError(
+            f"{header.path}: {name} stretches long sequences by factors of their own (rope_factors_long.weight), which "
+            "is not supported: use the model for short ones (4k)"
+        )
     theta = meta.number(f"{name}.rope.freq_base", 10000.0)
     factor = meta.number(f"{name}.rope.scaling.factor", meta.number(f"{name}.rope.scale_linear", 1.0))
     found: dict[str, Any] = {"rope_theta": theta, "rope_type": "default"}

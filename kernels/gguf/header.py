@@ -32,11 +32,14 @@ class GgufError(ConfigError):
 @dataclass(frozen=True)
 class TensorInfo:
     """``kind``: the number of its type. ``shape``: outermost first, as PyTorch has it. ``offset``: bytes from the
-    file's begin."""
+    file's begin. Of one that is cut out of another, ``offset`` is the other's, ``first`` its row (of a vector, number)
+    at which this one begins, and ``step`` how many rows it has for an expert; 0: as many as this one."""
 
     kind: int
     shape: tuple[int, ...]
     offset: int
+    first: int = 0
+    step: int = 0
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch import Tensor
 from kernels.gguf.blocks import KINDS, half
 from kernels.gguf.checkpoint import factor_of, not_finite
 from kernels.gguf.header import GgufHeader
+from kernels.gguf.joined import cut
 from kernels.gguf.names import Names, experts_apart
 from kernels.quantization.gguf_weight import BlockRows, GgufWeight
 from kernels.quantization.scheme import Files, Scheme, Stored
@@ -31,8 +32,8 @@ class GgufScheme(Scheme):
     name = "gguf"
 
     def __init__(self, header: GgufHeader) -> None:
-        self._tensors = header.tensors
-        self._names = Names(experts_apart(header.tensors))
+        self._tensors = cut(header.tensors)
+        self._names = Names(experts_apart(self._tensors))
 
     def _kind(self, module: str) -> int:
         """-1 of one that becomes floats: blocks have no place for a factor."""

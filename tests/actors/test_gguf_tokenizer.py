@@ -57,6 +57,9 @@ def test_the_patterns_cut_numbers_as_their_models_do():
     assert texts(build_tokenizer(byte_level(**{"tokenizer.ggml.pre": "qwen2"})), "123") == ["1", "2", "3"]
     assert texts(build_tokenizer(byte_level(**{"tokenizer.ggml.pre": "gpt-2"})), "1234") == ["123", "4"]
     assert texts(build_tokenizer(byte_level(**{"tokenizer.ggml.pre": "smollm"})), "123") == ["1", "2", "3"]
+    dbrx, qwen = (build_tokenizer(byte_level(**{"tokenizer.ggml.pre": pre})).pre_tokenizer for pre in ("dbrx", "qwen2"))
+    assert [piece for piece, _ in dbrx.pre_tokenize_str("12345")] == ["123", "45"]
+    assert [piece for piece, _ in qwen.pre_tokenize_str("12345")] == ["1", "2", "3", "4", "5"]
 
 
 def test_begin_and_end_tokens_follow_the_file():

@@ -171,6 +171,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 19, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
 }
+JOINED: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi3": ("Phi3", {"sliding_window": 9, "num_attention_heads": 6, "pad_token_id": 0}),
+    "phi3-full": ("Phi3", {"sliding_window": None, "tie_word_embeddings": True, "pad_token_id": 0}),
+}
+"""Of which files of GGUF are read, and directories are not."""
 SHARED = EXPERTS | {"shared_expert_intermediate_size": 96}
 
 SPARSE: dict[str, tuple[str, dict[str, Any]]] = {  # with layers of experts
@@ -205,7 +210,7 @@ class Reference:
         import torch
         import transformers
 
-        family, options = (FAMILIES | SPARSE | DIVISIBLE)[name]
+        family, options = (FAMILIES | SPARSE | DIVISIBLE | JOINED)[name]
         torch.manual_seed(sum(name.encode()))
         config = getattr(transformers, f"{family}Config")(**COMMON | options)
         model = getattr(transformers, f"{family}ForCausalLM")(config).eval()

@@ -107,10 +107,20 @@ def test_a_missing_and_a_foreign_tensor_are_named(whole, broken):
         load(broken(renamed))
 
 
-def test_tensors_that_a_converter_joined_are_told(whole, broken):
-    joined = whole.replace(b"blk.1.ffn_gate.weight", b"blk.1.attn_qkv.weight")
-    with pytest.raises(GgufError, match=r"blk\.1\.attn_qkv\.weight is several tensors in one: .* without --fuse-qkv"):
-        load(broken(joined))
+def test_joined_tensors_that_do_not_fit_are_named(whole, broken, tmp_path):
+    renamed = whole.replace(b"blk.1.ffn_gate.weight", b"blk.1.attn_qkv.weight")
+    with pytest.raises(GgufError, match=r"blk\.1\.attn_qkv\.weight, of shape \[64, 32\], is none of attn_q and attn_k"):
+        load(broken(renamed))
+    joined = write_gguf(make_tiny_model(tmp_path / "joined"), tmp_path / "joined.gguf", joined=True).read_bytes()
+    load(broken(joined))
+    for rows, says in (
+        (66, r"attn_k\.weight has shape \[17, 32\], the metadata asks for \[16, 32\]"),
+        (65, "is none of"),
+    ):
+        with pytest.raises(GgufError, match=says):
+            load(broken(changed(joined, "blk.1.attn_qkv.weight", rows=rows)))
+    with pytest.raises(GgufError, match=r"blk\.1\.ffn_gate\.weight is missing; blk\.1\.ffn_up\.weight has shape \[127"):
+        load(broken(changed(joined, "blk.1.ffn_up.weight", rows=127)))
 
 
 def test_counts_are_held_against_the_file(whole, broken):
@@ -201,7 +211,7 @@ def test_unknown_architectures_are_named(tmp_path):
     writer.close()
     with pytest.raises(
         GgufError,
-        match=r"architecture 'mamba' .*; those that are read from GGUF are llama, qwen2, qwen2moe, qwen3, qwen3moe",
+        match=r"architecture 'mamba' .*; those that are read from GGUF are llama, phi3, qwen2, qwen2moe, qwen3",
     ):
         load(tmp_path / "broken.gguf")
 
