@@ -13,7 +13,7 @@ _OTHER = "this method is not built; use bf16 weights with --quantization int8 or
 _METHODS = ("int8", "fp8", "unquant", "awq", "gptq", "auto-round", "compressed-tensors", "modelslim", "gguf")
 _SYNONYMS = {"w8a8_int8": "int8", "w8a8_fp8": "fp8", "none": "unquant"}
 _UNBUILT = dict.fromkeys(
-    ("mxfp8", "mxfp4", "bitsandbytes", "marlin", "awq_marlin", "gptq_marlin", "moe_wna16", "modelopt",
+    ("mxfp8", "mxfp4", "nvfp4", "bitsandbytes", "marlin", "awq_marlin", "gptq_marlin", "moe_wna16", "modelopt",
      "modelopt_fp8", "modelopt_fp4", "petit_nvfp4", "quark", "w4afp8", "qoq"),
     _OTHER,
 )  # fmt: skip

@@ -95,6 +95,7 @@ class Compressed(Scheme):
             raise ConfigError(
                 "quantization_config: sparse weights are not read; use a checkpoint without sparsity_config"
             )
+        _check_transforms(settings.get("transform_config"))
         if not found.config_groups:
             raise ConfigError("quantization_config: config_groups is empty; use a checkpoint that llm-compressor wrote")
         self._ignore = found.ignore or []
@@ -143,6 +144,21 @@ def _check(target: str) -> None:
             re.compile(target[3:])
         except re.error as error:
             raise ConfigError(f"quantization_config: {target!r} is no regular expression: {error}") from error
+
+
+def _check_transforms(config: object) -> None:
+    """Rotations that were multiplied into weights are of no concern; those of inputs, outputs or caches would have to
+    be computed. Raises ConfigError."""
+    groups = config.get("config_groups") if isinstance(config, Mapping) else None
+    for name, group in (groups if isinstance(groups, Mapping) else {}).items():
+        applied = group.get("apply") if isinstance(group, Mapping) else None
+        for one in applied if isinstance(applied, list) else []:
+            where = one.get("location") if isinstance(one, Mapping) else None
+            if not str(where).startswith("weight"):
+                raise ConfigError(
+                    f"quantization_config: transform_config has {name}, which rotates by {where} while the model runs: "
+                    "this is not read; use a checkpoint whose rotations are in its weights alone"
+                )
 
 
 class _Kind(ABC):

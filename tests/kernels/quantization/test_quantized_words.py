@@ -122,8 +122,20 @@ def test_a_scale_of_inputs_that_is_none_is_refused(scale):
         scheme.read(Files(int8_rows(scale)("m", torch.ones(6, 32))), "m", (6, 32))
 
 
-def test_what_is_not_said_may_be_null():
-    settings = compressed("int-quantized", ROWS) | {"sparsity_config": None, "ignore": None}
+def rotated(location):
+    """Settings of a checkpoint with a rotation."""
+    one = {"targets": ["re:.*down_proj"], "location": location, "inverse": False, "ignore": []}
+    return {"transform_config": {"config_groups": {"R4": {"type": "hadamard", "apply": [one]}}}}
+
+
+@pytest.mark.parametrize("more", [{"sparsity_config": None, "ignore": None}, {"transform_config": {}}])
+def test_what_is_not_said_may_be_null(more):
+    settings = compressed("int-quantized", ROWS) | more
+    assert METHODS["compressed-tensors"](settings).tensors("m", (8, 32)) is not None
+
+
+def test_rotations_of_weights_were_made_before():
+    settings = compressed("int-quantized", ROWS) | rotated("weight_input")
     assert METHODS["compressed-tensors"](settings).tensors("m", (8, 32)) is not None
 
 
@@ -307,6 +319,7 @@ def test_a_group_size_that_is_not_the_checkpoints_is_told(method, reference, dri
         (compressed("int-quantized", ROWS) | {"config_groups": {}}, "config_groups is empty"),
         (compressed("int-quantized", {"num_bits": "eight"}), r"config_groups.*num_bits"),
         (compressed("int-quantized", ROWS) | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse"),
+        (compressed("int-quantized", ROWS) | rotated("input"), "transform_config has R4, which rotates by input"),
     ],
 )
 def test_what_is_not_read_is_refused(settings, told, reference, tmp_path):
