@@ -107,7 +107,8 @@ class ModelRunner:
                 return result
         chains = self._captured.chains
         if chains is not None and batch.drafts and self._unsettled.nothing and chains.again(batch):
-            result = self._again(chains, batch, begun)
+            granted = self._tenants.grant(batch)
+            result = None if granted else self._again(chains, batch, begun)
             if result is not None:
                 return result
             chains = None
@@ -122,7 +123,8 @@ class ModelRunner:
         assert self._speculator is not None
         self._bind_thread()
         with self._device_errors():
-            self._speculator.settle(True, False)
+            if not chains.follows:
+                self._speculator.settle(True, False)
             seen = time.perf_counter() - begun
             return self._run_chains(chains, batch, begun, seen) if chains.goes_on() else None
 

@@ -45,9 +45,7 @@ def observe(
 ) -> ObserveTokens:
     """See ``HostPass.observe``."""
     native, where, rows = program.native, described(table), RowTokens()
-    seen = Observation(ahead=ahead, given=given.data_ptr(), width=given.shape[1])
-    if left is not None and states is not None:
-        seen.left, seen.states, seen.kept = left.data_ptr(), states.data_ptr(), states.shape[1]
+    seen = _observation(ahead, given, left, states)
     before = (native.address, program.ops, program.count, ctypes.byref(where), ctypes.byref(rows), ctypes.byref(seen))
     held = (program, table, where, given, left, states)
 
@@ -63,8 +61,16 @@ def observe(
     return run
 
 
+def _observation(ahead: int, given: Tensor, left: Tensor | None, states: Tensor | None) -> Observation:
+    seen = Observation(ahead=ahead, given=given.data_ptr(), width=given.shape[1])
+    if left is not None and states is not None:
+        seen.left, seen.states, seen.kept = left.data_ptr(), states.data_ptr(), states.shape[1]
+    return seen
+
+
 def cycle(
     model: Program,
+    observing: Program,
     head: Program,
     then: Program,
     draft: ChainPasses,
@@ -73,6 +79,7 @@ def cycle(
     logits: Tensor,
     likeliest: Longs,
     broken: npt.NDArray[np.bool_],
+    features: npt.NDArray[np.int16] | None,
     most: int,
     longest: int,
 ) -> GuessCycle:
@@ -99,6 +106,9 @@ def cycle(
         draft.before.data_ptr(),
         draft.states.shape[1],
     )
+    seen = _observation(draft.ahead, draft.seen, draft.left, draft.states)
+    if features is not None:
+        seen.features, seen.stride = features.ctypes.data, features.strides[0] // features.itemsize
     given = Cycle(
         chain,
         places.reached.ctypes.data,
@@ -112,6 +122,10 @@ def cycle(
         ctypes.addressof(draws[2]),
         most,
         longest,
+        ctypes.addressof(observing.ops),
+        observing.count,
+        seen,
+        len(draft.seen),
     )
     roots, accepted = np.zeros((2, room), dtype=np.int64)
     told, drafted, depths = np.zeros((3, room), dtype=np.int32)
@@ -120,25 +134,28 @@ def cycle(
     where = described(table)
     call = native.library.cycle
     before = (native.address, ctypes.byref(given), ctypes.byref(where))
-    held = (model, head, then, draft, places, table, logits, likeliest, broken, guessed, unsound, drawn, unfit, draws)
+    held = (model, observing, head, then, draft, places, table, logits, likeliest, broken, features, guessed, unsound)
+    held += (drawn, unfit, draws)
     into = ctypes.byref(found)
     last, at = np.zeros(0, dtype=np.int64), 0
 
-    def run(slots: Longs, drafts: bytes, left: Longs, steps: int, how: Draws | None) -> Guessing | None:
+    def run(
+        slots: Longs, drafts: bytes, left: Longs, steps: int, how: Draws | None, unseen: bool
+    ) -> tuple[Guessing | None, bool]:
         nonlocal last, at
         assert held
         rows = len(slots)
         if slots is not last:  # each question for an address takes a microsecond or more
             last, at = slots, slots.ctypes.data
         drawing = None if how is None else how.ctypes.data
-        code = call(*before, at, rows, drafts, left.ctypes.data, steps, drawing, into)
+        code = call(*before, at, rows, drafts, left.ctypes.data, steps, drawing, unseen, into)
         if code == _IDLE:
             rows = 0
         elif code:
-            return None
+            return None, bool(found.seen)
         counts = accepted[:rows]
         total = int(counts[0]) if rows == 1 else int(counts.sum())
-        return Guessing(
+        guessing = Guessing(
             roots[:rows],
             counts,
             kept[:total],
@@ -147,7 +164,9 @@ def cycle(
             depths[:rows].tobytes(),
             tokens[:total].tobytes(),
             found.drafted_at,
+            bool(found.over),
         )
+        return guessing, bool(found.seen)
 
     return run
 

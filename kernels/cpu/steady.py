@@ -77,13 +77,15 @@ class CpuPass:
         logits: Tensor,
         likeliest: npt.NDArray[np.int64],
         broken: npt.NDArray[np.bool_],
+        features: npt.NDArray[np.int16] | None,
         most: int,
         longest: int,
     ) -> GuessCycle:
+        assert isinstance(draft.observe, CpuPass)
         assert isinstance(draft.head, CpuPass)
         assert isinstance(draft.then, CpuPass)
-        passes = (self._program, draft.head._program, draft.then._program)
-        return chains.cycle(*passes, draft, places, table, logits, likeliest, broken, most, longest)
+        passes = (self._program, draft.observe._program, draft.head._program, draft.then._program)
+        return chains.cycle(*passes, draft, places, table, logits, likeliest, broken, features, most, longest)
 
     def verify(
         self, table: TokenTable, logits: Tensor, likeliest: npt.NDArray[np.int64], broken: npt.NDArray[np.bool_]

@@ -119,11 +119,17 @@ class Guessed:
 
 @dataclass(frozen=True)
 class ChainPasses:
-    """Of a draft that guesses one token after the other. ``head`` makes the first guess of ``headed`` [rows, n], where
-    the ``states`` [slots, n] that the last tokens left are brought; ``then`` the others, of ``before`` [rows, n], where
-    it leaves what is next. ``ids``: the tokens that logits are of; None: all.
+    """Of a draft that guesses one token after the other. ``observe`` shows it tokens, with those ``ahead`` of them, as
+    ``HostPass.observe`` says: features are brought to ``seen`` [tokens, n], and it leaves ``left`` [tokens, n].
+    ``head`` makes the first guess of ``headed`` [rows, n], where the ``states`` [slots, n] that the last tokens left
+    are brought; ``then`` the others, of ``before`` [rows, n], where it leaves what is next. ``ids``: the tokens that
+    logits are of; None: all.
     """
 
+    observe: HostPass
+    ahead: int
+    seen: Tensor
+    left: Tensor
     head: HostPass
     then: HostPass
     first: Guessed
@@ -151,7 +157,8 @@ class Guessing(NamedTuple):
     ``told``, ``drafted`` and ``depths``, int32 [rows], the same, how many guesses were verified, and those and the next
     where that was wrong and would have ended the sequence; the ``tokens`` int32 and which of the step's they follow
     (``places`` int64), one row after the other. ``drafted_at``: ``time.perf_counter`` between the guesses and their
-    verification. No rows where there was nothing to guess. Overwritten by the next step."""
+    verification. ``over``: whether all sequences are at their end. No rows where there was nothing to guess.
+    Overwritten by the next step."""
 
     roots: Longs
     accepted: Longs
@@ -161,13 +168,15 @@ class Guessing(NamedTuple):
     depths: bytes
     tokens: bytes
     drafted_at: float
+    over: bool
 
 
-GuessCycle = Callable[[Longs, bytes, Longs, int, Draws | None], Guessing | None]
+GuessCycle = Callable[[Longs, bytes, Longs, int, Draws | None, bool], tuple[Guessing | None, bool]]
 """Guesses behind the last tokens of ``slots`` int64 [rows], up to ``drafts`` int32 [rows] of each in so many levels,
 and verifies them; a sequence may have ``left`` int64 [rows] tokens more. Drawn as ``Draws`` [rows] say, or the
-likeliest. What was accepted is added to the table. None when that is not for a row, or logits are not to be used: then
-nothing was done that is not done again."""
+likeliest. What was accepted is added to the table. Before all that, if so asked, the draft sees what the cycle before
+accepted of the same slots. -> None when that is not for a row, or logits are not to be used: then nothing was done that
+is not done again; and whether the draft has seen that."""
 
 
 class HostPass(Protocol):
@@ -200,11 +209,13 @@ class HostPass(Protocol):
         logits: Tensor,
         likeliest: Longs,
         broken: npt.NDArray[np.bool_],
+        features: npt.NDArray[np.int16] | None,
         most: int,
         longest: int,
     ) -> GuessCycle:
-        """It is of the model, with results as ``advance`` has them. Of a row ``most`` guesses are verified, and a
-        sequence of ``longest`` tokens has no room for more."""
+        """It is of the model, with results as ``advance`` has them. Of its ``features`` [tokens, n], as their bits, the
+        draft is shown those of tokens that were accepted; None: it has no use for them. Of a row ``most`` guesses are
+        verified, and a sequence of ``longest`` tokens has no room for more."""
         ...
 
     def verify(

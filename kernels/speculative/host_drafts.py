@@ -193,8 +193,11 @@ class HostChains(HostDrafts):
             return None
         left, *found = kept
         at_first, then = Guessed(*found[:2]), Guessed(*found[2:])
-        seeing = observing.observe(state.table, 1 - first, seen, left, states)
-        passes = ChainPasses(heading, guessing, at_first, then, ids, states, headed, before)
+        ahead = 1 - first
+        seeing = observing.observe(state.table, ahead, seen, left, states)
+        passes = ChainPasses(
+            *(observing, ahead, seen, left, heading, guessing, at_first, then, ids, states, headed, before)
+        )
         return cls(state, places, reached, first, seeing, passes, len(left), nodes - 1)
 
     def observe(self, seen: SeenHere) -> bool:
@@ -214,8 +217,10 @@ class HostChains(HostDrafts):
 
     def cycle(self, target: HostTarget) -> GuessCycle | None:
         state, places = self._state, DraftSlots(self._reached, self._first, *self._places.own)
+        features = target.features if self._passes.seen.shape[1] else None
         return target.run.cycle(
-            *(self._passes, places, state.table, target.logits, target.tokens, target.broken, self._most, state.longest)
+            *(self._passes, places, state.table, target.logits, target.tokens, target.broken, features),
+            *(self._most, state.longest),
         )
 
 

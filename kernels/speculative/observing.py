@@ -86,6 +86,11 @@ class Observer:
         return self._unseen is not None
 
     @property
+    def empty(self) -> bool:
+        """Whether nothing was kept for later."""
+        return not self._backlog and (self._unseen is None or self._unseen.empty)
+
+    @property
     def dormant(self) -> bool:
         """Whether hardly a step guesses, so that what one computes is as a rule of no use to the drafter."""
         return self._adaptive and self._rested + self._unrested >= DORMANT

@@ -64,6 +64,7 @@ class Speculator:
         self._observer = Observer(drafter, platform, slots, settings.adaptive.enabled)
         self._last: Run | None = None
         self._chained: tuple[SeenHere, Ints] | None = None  # what a step of chains accepted, with its generations
+        self._waits = False  # whether the next such step may see it itself
         self._reached: tuple[Reached, Ints] | None = None  # the same of a step that ran prompts to their ends
         self._found: tuple[Tensor, Tensor] | None = None  # the last step's outcome, and what follows each node passed
         self._grown: _Grown | None = None
@@ -112,9 +113,23 @@ class Speculator:
         ones = np.ones(len(slots), dtype=np.int64)
         self.show_next(SeenHere(slots, self._slots.computed[slots] - 1, ones, None, ones), generations)
 
-    def show_next(self, seen: SeenHere, generations: Ints) -> None:
-        """What a step on the host accepted is to be seen before the next one."""
-        self._chained = seen, generations
+    def show_next(self, seen: SeenHere, generations: Ints, waits: bool = False) -> None:
+        """What a step on the host accepted is to be seen before the next one. ``waits``: that sees it itself, as a
+        rule (``follows``)."""
+        self._chained, self._waits = (seen, generations), waits
+
+    def follows(self, slots: Longs) -> bool:
+        """Whether nothing is to be seen but what the last step accepted of the very ``slots``, so that more guesses
+        for them need no ``settle`` if the draft sees it first (``saw``)."""
+        chained = self._chained
+        if chained is None or not self._waits or chained[0].slots is not slots:
+            return False
+        return self._reached is None and self._last is None and self._observer.empty
+
+    def saw(self) -> None:
+        """It did, and there are guesses."""
+        self._chained, self.calm = None, False
+        self._observer.woken()
 
     def show_ends(self, reached: Reached, generations: Ints) -> None:
         """The same of what a step without guesses ran on the host."""
@@ -122,10 +137,10 @@ class Speculator:
 
     def rest(self) -> None:
         """Let the drafter see what it has to see before the next step, whatever that is: the last was answered, and
-        nobody waits."""
-        chained, self._chained = self._chained, None
-        if chained is not None:
-            self._observer.show(*chained)
+        nobody waits. But what the next step may see itself takes less time there."""
+        if self._chained is not None and not self._waits:
+            self._observer.show(*self._chained)
+            self._chained = None
         if not self._observer.dormant:
             self._see_ends(False)
 

@@ -79,13 +79,18 @@ class SteadyChains:
         self._judges = type(drafter).judged is not Drafter.judged
 
     def again(self, batch: StepBatch) -> bool:
-        """Whether its rows are those that fitted last, and nothing else is in it."""
+        """Whether its rows are those that fitted last, and but for grants nothing else is in it."""
         return (
             self._rows == (batch.slots, batch.generations)
             and batch.counts == _ONE * len(self._slots)
             and len(batch.drafts) == len(batch.slots)
-            and not (batch.admitted or batch.released or batch.page_ids)
+            and not (batch.admitted or batch.released)
         )
+
+    @property
+    def follows(self) -> bool:
+        """Whether another step of the rows that fitted last shows the drafter itself all that it has to see."""
+        return self._cycle is not None and self._speculator.follows(self._slots)
 
     def fits(self, batch: StepBatch) -> bool:
         """Whether its rows, releases, admissions and grants done, are such."""
@@ -132,19 +137,22 @@ class SteadyChains:
         return None if trees is None else self._verify_trees(batch, trees)
 
     def _run_cycle(self, cycle: GuessCycle, batch: StepBatch) -> Chained | None:
-        steps = min(batch.levels or self._steps, self._steps)
-        found = cycle(self._slots, batch.drafts, self._left, steps, self._draws)
+        steps, speculator = min(batch.levels or self._steps, self._steps), self._speculator
+        unseen = speculator.follows(self._slots)
+        found, seen = cycle(self._slots, batch.drafts, self._left, steps, self._draws, unseen)
+        if seen:
+            speculator.saw()
         if found is None:
             return None
         if found.told:
-            features = self._target.features if self._speculator.drafter.features else None
-            seen = SeenHere(self._slots, found.roots, found.accepted, features, found.places)
-            self._show(batch, seen, found.depths)
+            features = self._target.features if speculator.drafter.features else None
+            shown = SeenHere(self._slots, found.roots, found.accepted, features, found.places)
+            self._show(batch, shown, found.depths, not found.over)
         return Chained(found.tokens, found.told, found.drafted, found.depths, found.drafted_at)
 
-    def _show(self, batch: StepBatch, seen: SeenHere, depths: bytes) -> None:
-        """What was accepted, for the drafter."""
-        self._speculator.show_next(seen, np.frombuffer(batch.generations, dtype=np.int32))
+    def _show(self, batch: StepBatch, seen: SeenHere, depths: bytes, waits: bool = False) -> None:
+        """What was accepted, for the drafter. ``waits``: as in ``Speculator.show_next``."""
+        self._speculator.show_next(seen, np.frombuffer(batch.generations, dtype=np.int32), waits)
         if self._judges:
             levels = np.frombuffer(depths, dtype=np.int32).tolist()
             self._speculator.drafter.judged(seen.slots.tolist(), (seen.counts - 1).tolist(), levels)

@@ -145,6 +145,11 @@ class Unseen:
         self._steps += 1
         return self._steps + 1 < self._most and end < self._full
 
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is kept."""
+        return not (self._stretches or self._chunks)
+
     def take(self) -> SeenHere | None:
         """Of requests that are there still the last tokens that follow one another, those with the fewest first;
         nothing is kept then."""

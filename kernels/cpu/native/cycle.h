@@ -16,10 +16,10 @@ namespace troupe {
 // `Cycle` of library.py mirrors this. Of a draft's cache `reached` places are filled by slot, and the first guess takes the
 // `first` behind the root's; where a sequence has no page, the slot has `spare` of its own from page `begin` on. Of the model
 // `ops` leaves `likeliest` and `broken` [tokens], and `draw` draws. A row verifies `most` guesses, and no sequence is
-// `longest` long.
+// `longest` long. `observing` sees up to `most_seen` tokens as `seen` says, but for their places.
 struct Cycle {
     Chain chain;
-    const int64_t* reached;
+    int64_t* reached;
     int64_t first, begin, spare;
     const Op* ops;
     int64_t count;
@@ -27,17 +27,22 @@ struct Cycle {
     const uint8_t* broken;
     const Op* draw;
     int64_t most, longest;
+    Ops observing;
+    Observation seen;
+    int64_t most_seen;
 };
 
 // `Cycled` of library.py mirrors this: of each row the root's position, how many tokens were accepted, twice, how many
 // guesses were verified, and of how many it is known whether they were right: one more where the first that would have ended
 // the sequence was wrong. Of each token accepted what it is, and where its features are. `drafted_at`: seconds of the clock
-// that runs from the system's start.
+// that runs from the system's start. `over`: whether all sequences are at their end. `seen`: whether what was accepted before
+// was seen.
 struct Cycled {
     int64_t *roots, *accepted;
     int32_t *told, *drafted, *depths, *tokens;
     int64_t* places;
     double drafted_at;
+    int64_t over, seen;
 };
 
 inline double seconds() {
@@ -64,11 +69,37 @@ inline std::vector<int32_t> draft_pages(const SlotTable& table, const Cycle& cyc
     return pages;
 }
 
+// The draft sees what the cycle before accepted of the same rows. -> whether it could.
+template <class Running>
+bool see(const Running& running, StepMemory& memory, const Cycle& cycle, const SlotTable& table, const int64_t* slots,
+         int64_t rows, const Cycled& before) {
+    std::vector<int64_t> starts(rows), counts(rows);
+    int64_t tokens = 0;
+    for (int64_t row = 0; row < rows; row++) {
+        const int64_t slot = slots[row], room = table.page_count[slot] * table.page_size;
+        int64_t end = before.roots[row] + before.accepted[row];
+        starts[row] = before.roots[row];
+        if (cycle.first) starts[row] = cycle.reached[slot], end = std::min(end + 1, room);  // it goes on from where it is
+        counts[row] = end - starts[row];
+        if (counts[row] < 1) return false;
+        tokens += counts[row];
+    }
+    if (tokens > cycle.most_seen) return false;
+    Observation seen = cycle.seen;
+    seen.places = before.places;
+    observe(running, memory, cycle.observing, table, {rows, slots, starts.data(), counts.data()}, seen);
+    for (int64_t row = 0; row < rows; row++) cycle.reached[slots[row]] = starts[row] + counts[row];
+    return true;
+}
+
 // Up to `drafts` [rows] guesses, in `steps` levels, of slots whose sequences may have `left` [rows] tokens more, drawn as `how`
-// [rows] says (or null). IDLE when there are none to make; otherwise an Advanced, with nothing kept but when it is DONE.
+// [rows] says (or null). `unseen`: the draft is to see what `found` holds first. IDLE when there are none to make; otherwise an
+// Advanced, with nothing kept but when it is DONE.
 template <class Running>
 Advanced cycle(const Running& running, StepMemory& memory, const Cycle& cycle, const SlotTable& table, const int64_t* slots,
-               int64_t rows, const int32_t* drafts, const int64_t* left, int64_t steps, const Draw* how, Cycled& found) {
+               int64_t rows, const int32_t* drafts, const int64_t* left, int64_t steps, const Draw* how, bool unseen, Cycled& found) {
+    found.seen = unseen && see(running, memory, cycle, table, slots, rows, found);
+    if (unseen && !found.seen) return UNFIT;
     std::vector<int64_t> limits(rows), chosen, guessing, roots, starts;
     std::vector<Draw> draws;
     int64_t most = 0;
@@ -115,12 +146,17 @@ Advanced cycle(const Running& running, StepMemory& memory, const Cycle& cycle, c
                                  cycle.likeliest, how ? &draw : nullptr);
     const Advanced kept = accept(table, verified, said, cycle.broken, memory, found.accepted);
     if (kept != DONE) return kept;
+    found.over = true;
     for (int64_t row = 0, at = 0; row < rows; row++) {
         const int64_t first = memory.offsets[row];
+        bool ends = table.known[slots[row]] >= table.targets[slots[row]];
         found.told[row] = static_cast<int32_t>(found.accepted[row]);
         found.drafted[row] = found.depths[row] = static_cast<int32_t>(counts[row] - 1);
-        for (int64_t i = 0; i < found.accepted[row]; i++, at++)
+        for (int64_t i = 0; i < found.accepted[row]; i++, at++) {
             found.tokens[at] = static_cast<int32_t>(said[first + i]), found.places[at] = first + i;
+            ends |= table.ends(slots[row], found.roots[row] + 1 + i, said[first + i]);
+        }
+        found.over &= ends;
     }
     for (int64_t i = 0; i < some; i++) {
         const int64_t row = chosen[i], right = found.accepted[row] - 1;

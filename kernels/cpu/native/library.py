@@ -171,6 +171,10 @@ class Cycle(ctypes.Structure):
         ("draw", ctypes.c_void_p),
         ("most", ctypes.c_int64),
         ("longest", ctypes.c_int64),
+        ("observing", ctypes.c_void_p),
+        ("observing_count", ctypes.c_int64),
+        ("seen", Observation),
+        ("most_seen", ctypes.c_int64),
     )
 
 
@@ -186,6 +190,8 @@ class Cycled(ctypes.Structure):
         ("tokens", ctypes.c_void_p),
         ("places", ctypes.c_void_p),
         ("drafted_at", ctypes.c_double),
+        ("over", ctypes.c_int64),
+        ("seen", ctypes.c_int64),
     )
 
 
@@ -243,7 +249,7 @@ class Library:
         self.cycle = library.troupe_cycle
         self.cycle.argtypes = [
             *(pointer, ctypes.POINTER(Cycle), table, pointer, number, pointer, pointer, number, pointer),
-            ctypes.POINTER(Cycled),
+            *(ctypes.c_int, ctypes.POINTER(Cycled)),
         ]
         self.cycle.restype = number
         self.verify = library.troupe_verify

@@ -416,9 +416,11 @@ int troupe_observe(void* engine, const Op* ops, int64_t count, const SlotTable* 
 
 // ... Chains are guessed and verified: see cycle.h. -> an Advanced.
 int64_t troupe_cycle(void* engine, const Cycle* given, const SlotTable* table, const int64_t* slots, int64_t rows,
-                     const int32_t* drafts, const int64_t* left, int64_t steps, const Draw* how, Cycled* found) try {
+                     const int32_t* drafts, const int64_t* left, int64_t steps, const Draw* how, int unseen,
+                     Cycled* found) try {
+    found->seen = false;
     const Running running(engine);
-    return cycle(running, running.on.memory, *given, *table, slots, rows, drafts, left, steps, how, *found);
+    return cycle(running, running.on.memory, *given, *table, slots, rows, drafts, left, steps, how, unseen, *found);
 } catch (const std::exception&) {
     return UNFIT;
 }

@@ -86,6 +86,41 @@ def test_chains_change_nothing(algorithm, sampling, drive, said):
     assert drafted.mean() > 0.5  # a draft that sees the wrong tokens guesses none
 
 
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "STANDALONE"])
+def test_a_step_shows_the_draft_what_the_last_of_the_same_rows_accepted(algorithm, drive):
+    """As if it were shown by itself, pages that come in between or not; behind the end of all, nothing waits."""
+    accepted, shown, states = [], [], []
+    for apart in (False, True):
+        driver, _ = guessing(drive, algorithm)
+        runner, count = driver.runner, len(shown)
+        speculator, chains = runner._speculator, runner._captured.chains
+        show, hosts = speculator.observer.show, chains._drafts.observe
+        if apart:
+            speculator.follows = lambda slots: False
+        for slot in (1, 2):
+            driver.admit(slot, ASKED[slot])
+        driver.step([(1, driver.pending(1)), (2, driver.pending(2))])
+        speculator.observer.show = lambda *seen, show=show: shown.append(seen) or show(*seen)
+        speculator.rest()
+        accepted.append([])
+        for _ in range(12):
+            accepted[-1].append(ints(driver.step([(1, 1), (2, 1)], {1: 4, 2: 4}).accepted))
+            speculator.rest()
+        assert len(shown) - count == (12 if apart else 1)
+        state = runner._slots
+        ended = []
+        while ended != [2, 2]:
+            state._targets[[1, 2]] = state.known[[1, 2]] + 2
+            ended = ints(driver.step([(1, 1), (2, 1)], {1: 4, 2: 4}).accepted)
+        speculator.rest()
+        assert apart or len(shown) - count == 2
+        assert hosts.__self__._reached[[1, 2]].tolist() == (state.known[[1, 2]] - (algorithm != "STANDALONE")).tolist()
+        states.append(hosts.__self__._passes.states[[1, 2]].clone())
+    assert accepted[0] == accepted[1]
+    assert np.mean(accepted) > 1.4
+    assert torch.equal(*states)
+
+
 def test_decodes_beside_prompts_guess_in_the_next_step(drive):
     driver, _ = guessing(drive, "EAGLE")
     assert driver.info.speculative_apart
