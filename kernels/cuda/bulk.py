@@ -180,7 +180,7 @@ def described(weight: Tensor) -> TensorDescriptor:
 
 def _told(dense: Tensor, rows: int) -> TensorDescriptor:
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
-    return TensorDescriptor(dense, list(dense.shape), [dense.shape[1], 1], [rows, _BLOCK], layout)
+    return TensorDescriptor(dense, list(dense.shape), [dense.stride(0), 1], [rows, _BLOCK], layout)
 
 
 def _splits(tokens: int, tiles: int, inputs: int) -> int:
@@ -194,8 +194,8 @@ def _splits(tokens: int, tiles: int, inputs: int) -> int:
 
 
 def multiply(x: Tensor, weight: TensorDescriptor, bias: Tensor | None, arrived: Tensor, gated: bool) -> Tensor:
-    """``x`` [tokens, inputs] -> [tokens, outputs], or half as many. ``weight``: as ``described``. ``arrived``: of
-    ``kernels.cuda.narrow.counters``.
+    """``x`` [tokens, inputs], its rows dense -> [tokens, outputs], or half as many. ``weight``: as ``described``.
+    ``arrived``: of ``kernels.cuda.narrow.counters``.
     """
     every, inputs = weight.shape
     outputs, halves = (every // 2, 2) if gated else (every, 1)

@@ -126,8 +126,8 @@ def _carried(x: Tensor, weight: Tensor) -> bool:
     """Whether ``kernels.cuda.bulk`` can multiply 2 to 64 tokens by the weight."""
     if weight.element_size() != 2 or weight.shape[1] % _ALIGNED or (x.data_ptr() | weight.data_ptr()) % 16:
         return False
-    dense = x.is_contiguous() and weight.is_contiguous() and x.dtype == weight.dtype
-    return dense and copying(x.device) and has_gluon()
+    rows = x.stride(1) == 1 and x.stride(0) >= x.shape[1] and x.stride(0) % _ALIGNED == 0
+    return rows and weight.is_contiguous() and x.dtype == weight.dtype and copying(x.device) and has_gluon()
 
 
 class CudaLinear:
@@ -151,7 +151,8 @@ class CudaLinear:
             return _multiply(x, self.weight, self.bias, self._gated)
         if not 1 < len(x) <= narrow.MOST_TOKENS:
             return self._many(x)
-        x = x.contiguous()  # part of a wider row has the same ways then, whichever of both was tried
+        if not (self._mostly_carried(x) and _carried(x, self.weight)):
+            x = x.contiguous()  # part of a wider row has the same ways then, whichever of both was tried
         if self._choices is None:
             if len(x) <= _SOME and _carried(x, self.weight):
                 return self._bulk(x)
@@ -164,12 +165,16 @@ class CudaLinear:
         ways: dict[str, Way] = {"cuBLAS": lambda: self._many(x)}
         if _carried(x, self.weight):
             ways["bulk"] = partial(self._bulk, x)
-            if len(x) <= _SOME or self.weight.shape[1] >= _WIDE:
+            if self._mostly_carried(x):
                 return ways
         if narrow.able(x, self.weight):
             for name, cut in narrow.cuts(len(x), self.weight, self._gated).items():
                 ways[name] = partial(self._narrow, x, cut)
         return ways
+
+    def _mostly_carried(self, x: Tensor) -> bool:
+        """Whether what ``bulk`` can multiply is never left to ``narrow``, which wants dense tokens."""
+        return len(x) <= _SOME or self.weight.shape[1] >= _WIDE
 
     def _trial(self, x: Tensor) -> dict[str, Way]:
         copies = [CudaLinear(self.weight.clone(), self.bias, None, self._gated) for _ in range(spare(self.weight))]

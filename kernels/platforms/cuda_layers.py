@@ -15,6 +15,7 @@ from kernels.cuda.grouped import GroupedLinear, WideWeight
 from kernels.cuda.linear import CudaLinear
 from kernels.cuda.norms import CudaNorm, norm_both
 from kernels.cuda.quantized import EightBitLinear
+from kernels.cuda.rows import add_rows, look_up
 from kernels.layers.experts import ExpertWeights
 from kernels.layers.stacked_experts import refusal
 from kernels.platforms.base import Platform
@@ -26,7 +27,7 @@ __all__ = ["CudaLayers"]
 
 
 class CudaLayers(Platform):
-    """A platform's linear layers, experts and norms. ``device``: what they are made on."""
+    """A platform's linear layers, experts, norms and tables. ``device``: what they are made on."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -75,6 +76,15 @@ class CudaLayers(Platform):
         if isinstance(norm, CudaNorm) and isinstance(linear, Fuses):
             return CudaBehindNorm(norm, linear, self._choices)
         return super().make_behind_norm(norm, linear)
+
+    def embed(self, ids: Tensor, table: Tensor) -> Tensor:
+        dense = ids.ndim == 1 and ids.is_contiguous() and table.stride(1) == 1
+        return look_up(ids, table) if dense else super().embed(ids, table)
+
+    def add_rows(self, x: Tensor, y: Tensor | None, out: Tensor) -> None:
+        if x.ndim == 2 and all(rows.stride(1) == 1 for rows in (x, out, x if y is None else y)):
+            return add_rows(x, y, out)
+        super().add_rows(x, y, out)
 
     def norm_both(self, first: Tensor, first_norm: Norm, second: Tensor, second_norm: Norm) -> Tensor:
         if isinstance(first_norm, CudaNorm) and isinstance(second_norm, CudaNorm) and first.shape == second.shape:

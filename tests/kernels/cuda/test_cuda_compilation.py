@@ -23,6 +23,7 @@ from kernels.cuda.moving import move_accepted, move_caches
 from kernels.cuda.norms import Before, CudaNorm, norm_both
 from kernels.cuda.numbers import BYTES, EIGHTHS, NIBBLES
 from kernels.cuda.quantized import EightBitLinear
+from kernels.cuda.rows import add_rows, look_up
 from kernels.cuda.sampling import likeliest
 from kernels.cuda.skinny import Form, Tiles
 from kernels.cuda.staging import stage
@@ -49,6 +50,9 @@ def smalls(dtype):
         norm(empty(5, width, dtype=dtype))
         norm.add(empty(5, width, dtype=dtype), empty(5, width, dtype=dtype))
         norm_both(empty(5, width, dtype=dtype), norm, empty(5, width, dtype=dtype), norm)
+    rows = look_up(empty(5, dtype=torch.int64), empty(128256, 4096, dtype=dtype))
+    for more in (rows, None):
+        add_rows(rows, more, empty(5, 8192, dtype=dtype)[:, 4096:])
     swiglu(empty(5, 2 * 3072, dtype=dtype))
     angles(empty(5, dtype=torch.int64), empty(128, dtype=FP32), 1.0, dtype)
     likeliest(empty(5, 151936, dtype=dtype))

@@ -193,6 +193,8 @@ def test_products_of_a_few_tokens_by_the_copy_engine(device, tokens, outputs, in
     arrived = narrow.counters(weight)
     for _ in range(2):  # the counters of parts must be back at zero
         near(bulks.multiply(x, bulks.described(weight), bias, arrived, gated), wanted)
+    wide = torch.cat((torch.full_like(x, 7.0), x), 1)[:, inputs:]  # as hidden states beside captured ones are
+    near(bulks.multiply(wide, bulks.described(weight), bias, arrived, gated), wanted)
     assert not arrived.any()
     if device.type == "cpu":
         waited, ended = bulks.Barrier.asked()
