@@ -8,7 +8,7 @@ The last tokens of a sequence are looked up from the longest window down; what f
 from __future__ import annotations
 
 from heapq import heappop, heappush
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ from kernels.platforms.operators import Draws
 from kernels.slots import SlotTable
 from kernels.speculative.drafter import Drafter, DrafterContext, DraftRows, Drafts, Observation
 from kernels.speculative.host_drafts import GuessesHere, HostDrafts, SeenHere
+from kernels.speculative.native_trie import NativeSequence, NativeTrie, make_trie
 from kernels.speculative.promises import Guessed, Promises
 from kernels.speculative.settings import NgramSettings
 from kernels.speculative.tree import DraftTree
@@ -41,8 +42,8 @@ class NgramDrafter(Drafter):
         settings = context.settings
         self._settings = settings.ngram
         self._platform = context.platform
-        self._trie = NgramTrie(self._settings.capacity, self._settings.max_depth)
-        self._sequences: dict[int, Sequence] = {}  # by slot
+        self._trie: Any = make_trie(self._settings.capacity, self._settings.max_depth)
+        self._sequences: dict[int, Sequence | NativeSequence] = {}  # by slot
         self._prompts: dict[int, Ints] = {}  # what was known of the slot when it was taken
         self._told: dict[int, int] = {}  # tokens of the slot that the trie knows, from position 0 on
         self._last: dict[int, int] = {}  # the last of these
@@ -160,11 +161,17 @@ class HostNgrams(HostDrafts):
         return self._drafter.guesses(slots, roots, limits)
 
 
-def guess(trie: NgramTrie, sequence: Sequence, last: int, nodes: int, settings: NgramSettings) -> Guessed:
+def guess(
+    trie: NgramTrie | NativeTrie, sequence: Sequence | NativeSequence, last: int, nodes: int, settings: NgramSettings
+) -> Guessed:
     """A tree of at most ``nodes`` nodes below ``last``, the sequence's last token. Only the root when nothing is known.
 
     Nodes of longer windows come first, so that the first n nodes are the best tree of n nodes.
     """
+    if isinstance(trie, NativeTrie):
+        assert isinstance(sequence, NativeSequence)
+        return Guessed(*trie.guess(sequence, last, nodes, settings))
+    assert isinstance(sequence, Sequence)
     tree = _Tree(last, nodes)
     longest = min(settings.max_window, trie.depth - 1)
     for length, generation, node in trie.matches(sequence, settings.min_window, longest):

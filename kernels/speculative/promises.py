@@ -75,6 +75,8 @@ class Guessed:
 
     def pruned(self) -> tuple[list[int], list[int]]:
         """Tokens and parents of the nodes that are verified."""
+        if len(self.verified) == len(self.tokens) - 1:
+            return self.tokens, self.parents
         kept = [0, *sorted(self.verified)]
         place = {node: number for number, node in enumerate(kept)}
         return [self.tokens[node] for node in kept], [place.get(self.parents[node], -1) for node in kept]

@@ -122,6 +122,10 @@ class Sequence:
         self.young: list[int] = []
         self.old: list[int] = []
 
+    def __len__(self) -> int:
+        """Tokens of its longest window."""
+        return len(self.young)
+
     def interrupt(self) -> None:
         """What comes next does not follow what was seen last."""
         self.young, self.old = [], []

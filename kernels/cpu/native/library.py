@@ -15,6 +15,7 @@ import subprocess
 import tempfile
 import weakref
 from pathlib import Path
+from typing import NamedTuple
 
 __all__ = [
     "Awaited",
@@ -27,6 +28,7 @@ __all__ = [
     "Observation",
     "Op",
     "RowTokens",
+    "Source",
     "Step",
     "Table",
     "build",
@@ -36,9 +38,20 @@ __all__ = [
 ]
 
 HERE = Path(__file__).parent
+NAME = "native.so"
+
+
+class Source(NamedTuple):
+    """What a library is compiled of: ``main``, which includes headers beside it. ``cache``: its folder's name there."""
+
+    main: Path
+    flags: tuple[str, ...]
+    cache: str
+
+
 FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC", "-pthread", "-march=sapphirerapids", "-fno-math-errno")
 COMPILERS = ("g++", "clang++", "c++")
-NAME = "native.so"
+OPERATORS = Source(HERE / "program.cpp", FLAGS, "cpu")
 
 
 class BuildError(RuntimeError):
@@ -280,9 +293,9 @@ def open_library() -> Library | None:
     return library if library.ready() else None
 
 
-def built() -> Path | None:
+def built(source: Source = OPERATORS) -> Path | None:
     """The compiled library, if it is there."""
-    folder = _folder()
+    folder = _folder(source)
     path = folder and folder / NAME
     return path if path is not None and path.is_file() else None
 
@@ -326,7 +339,7 @@ class Awaited:
         return 0
 
 
-def start_build() -> subprocess.Popen[bytes] | Awaited | None:
+def start_build(source: Source = OPERATORS) -> subprocess.Popen[bytes] | Awaited | None:
     """Start to compile the library beside other work; None without a compiler or a folder to write to.
 
     Whoever comes second waits for the first: on two cores every worker of many would compile for minutes.
@@ -334,7 +347,7 @@ def start_build() -> subprocess.Popen[bytes] | Awaited | None:
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         return None
-    folder = _folder()
+    folder = _folder(source)
     if folder is None:
         return None
     try:
@@ -348,36 +361,35 @@ def start_build() -> subprocess.Popen[bytes] | Awaited | None:
         return Awaited(lock)
     except OSError:
         pass  # a file system without locks: whoever comes second compiles too, and both are the same
-    if built() is not None:  # by now
+    if built(source) is not None:  # by now
         fcntl.flock(lock, fcntl.LOCK_UN)
         return Awaited(lock)
     try:
-        return _compile(compiler, folder, lock)
+        return _compile(source, compiler, folder, lock)
     except OSError:
         return None
     finally:
         os.close(lock)  # the build has it
 
 
-def _compile(compiler: str, folder: Path, lock: int) -> subprocess.Popen[bytes]:
+def _compile(source: Source, compiler: str, folder: Path, lock: int) -> subprocess.Popen[bytes]:
     """Compile in a process that holds the lock until it ends. Raises OSError."""
     descriptor, scratch = tempfile.mkstemp(dir=folder, prefix="building-")
     os.close(descriptor)
-    source = str(HERE / "program.cpp")
     # In a shell, so that nobody need wait for it: what is compiled stands at once under its name, whole.
     script = 'nice "$@" && chmod 755 "$0" && mv -f "$0" "${0%/*}/' + NAME + '" || rm -f "$0"'
-    command = ("/bin/sh", "-c", script, scratch, compiler, *FLAGS, "-o", scratch, source)
+    command = ("/bin/sh", "-c", script, scratch, compiler, *source.flags, "-o", scratch, str(source.main))
     null = subprocess.DEVNULL
     return subprocess.Popen(command, stdin=null, stdout=null, stderr=null, pass_fds=(lock,))
 
 
-def _folder() -> Path | None:
+def _folder(source: Source = OPERATORS) -> Path | None:
     """Where this library is kept; None for a user without a home."""
-    digest = hashlib.sha256(" ".join(FLAGS).encode())
-    for source in sorted((*HERE.glob("*.h"), *HERE.glob("*.cpp"))):
-        digest.update(source.read_bytes())
+    digest = hashlib.sha256(" ".join(source.flags).encode())
+    for part in sorted((*source.main.parent.glob("*.h"), *source.main.parent.glob("*.cpp"))):
+        digest.update(part.read_bytes())
     try:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:
         return None
-    return cache / "troupe" / "cpu" / digest.hexdigest()[:16]
+    return cache / "troupe" / source.cache / digest.hexdigest()[:16]
