@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.cuda.decode import DecodeScratch, attend_decodes, split_count
+from kernels.cuda.launch import copying, has_gluon
 from kernels.cuda.narrow_cache import NarrowCache, scale_found, scale_queries
 from kernels.cuda.prefill import PrefillBlocks, attend_prefills, plan_prefills
 from kernels.cuda.verify import HEADER, attend_drafts, draft_splits
@@ -18,13 +19,18 @@ from kernels.platforms.rows import AttentionRows
 
 __all__ = ["AttentionPlan", "DecodeRows", "DraftRows", "attention", "plan_attention", "plan_guesses"]
 
+_MANY = 8  # rows
+_MOST = 1024
+_EVEN = (128, 512)
+"""Between so many rows of fewer than 4 queries to a key head, programs of a row each are as even, and were quicker."""
+
 Put = Callable[[npt.NDArray[np.int32]], Tensor]
 
 
 @dataclass(frozen=True)
 class DecodeRows:
-    """``state`` int32 [rows, 1 + columns]: the tokens of a row in the cache, then its pages. ``splits``: the parts that
-    sequences are cut into.
+    """``state`` int32 [rows, 1 + columns]: the tokens of a row in the cache, then its pages, there before the step's
+    first kernel. ``splits``: the parts that sequences are cut into.
     """
 
     state: Tensor
@@ -118,6 +124,26 @@ def attention(
     return _attention(queries, cache, None, plan, scale, scratch).flatten(1)
 
 
+def _spreads(queries: Tensor, cache: Tensor, scales: Tensor | None) -> bool:
+    """Whether ``kernels.cuda.spread`` takes these, and there are rows enough that it is quicker."""
+    rows, heads, dim = queries.shape
+    _, _, kv_heads, page_size, _ = cache.shape
+    group = heads // kv_heads
+    return (
+        _MANY <= rows <= _MOST
+        and not (group < 4 and _EVEN[0] < rows < _EVEN[1])
+        and scales is None
+        and queries.dtype == cache.dtype
+        and queries.element_size() == 2
+        and dim in (64, 128)
+        and page_size % 64 == 0
+        and group <= 16
+        and queries.stride(0) % dim == 0
+        and copying(queries.device)
+        and has_gluon()
+    )
+
+
 def _attention(
     queries: Tensor,
     cache: Tensor,
@@ -133,7 +159,13 @@ def _attention(
         state = some.state
         asked = queries[: len(state)]
         found = out[: len(state)]
-        attend_decodes(asked, cache, state[:, 1:], state[:, 0], plan.window, scale, some.splits, scratch, found, scales)
+        given = asked, cache, state[:, 1:], state[:, 0], plan.window, scale
+        if _spreads(asked, cache, scales):
+            from kernels.cuda import spread  # in Gluon, which Triton may lack
+
+            spread.attend_many(*given, scratch, found)
+        else:
+            attend_decodes(*given, some.splits, scratch, found, scales)
     drafts = plan.drafts
     if drafts is not None:
         kv_heads = cache.shape[2]

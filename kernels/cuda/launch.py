@@ -3,7 +3,7 @@
 A decode at a small batch is a chain of some hundred kernels of a few microseconds. With programmatic dependent launch
 (CUDA programming guide, "Programmatic Dependent Launch and Synchronization"; compute capability 9.0) the blocks of a
 kernel come up while those of its predecessor finish, and wait on the device, in ``gdc_wait``, for its results. Every
-kernel here calls ``gdc_wait`` before it reads or writes anything that another kernel writes or reads.
+kernel here calls ``gdc_wait`` before it reads or writes anything that another kernel of the step writes or reads.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from importlib.util import find_spec
 
 import torch
 
-__all__ = ["copying", "has_gluon", "overlapping", "roomy"]
+__all__ = ["copying", "has_gluon", "multiprocessors", "overlapping", "roomy"]
 
 
 @cache
@@ -36,6 +36,12 @@ def roomy(device: torch.device) -> bool:
     compute capability 9.0 and 10.0, 164 on 8.0, 100 on 8.6, 8.9 and 12.0).
     """
     return device.type != "cuda" or torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 200 << 10
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Of the device; of an H200 where there is none."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 @cache

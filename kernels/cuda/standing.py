@@ -7,7 +7,6 @@ multiplied, the first two since before the kernel in front has ended. Numbers ar
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Final
 
 import torch
@@ -17,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.cuda.launch import overlapping
+from kernels.cuda.launch import multiprocessors, overlapping
 from kernels.cuda.norms import Before
 from kernels.cuda.numbers import NIBBLES
 from kernels.cuda.packed import apart, by_nibbles, inverse, joined, largest, whole
@@ -28,7 +27,6 @@ __all__ = ["rows_in_turn", "suits"]
 _ROWS: Final = 4  # of a program at a time, one of a warp
 _WARPS: Final = 4
 _PROGRAMS: Final = 2  # that a multiprocessor has registers for
-_MULTIPROCESSORS: Final = 132
 _FOURS: Final = 128  # 16 bytes of a row, of which a thread holds 4
 _FEWEST: Final = 8192  # outputs
 
@@ -190,11 +188,6 @@ def _standing(
         row += 2 * step
 
 
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _MULTIPROCESSORS
-
-
 def suits(form: Form, gated: bool) -> bool:
     """Whether it may be quicker than ``kernels.cuda.single``: it was not of 6144 rows, nor where warps shared one."""
     every, length = form.words.shape
@@ -211,7 +204,7 @@ def rows_in_turn(
     scales = form.scales
     out, summed = x.new_empty((1, outputs)), x if before is None else torch.empty_like(x)
     pdl = overlapping(x.device)
-    programs = min(triton.cdiv(outputs, _ROWS), _PROGRAMS * _multiprocessors(x.device))
+    programs = min(triton.cdiv(outputs, _ROWS), _PROGRAMS * multiprocessors(x.device))
     _standing[(programs,)](
         x,
         x if before is None else before.residual,

@@ -14,9 +14,10 @@ from types import ModuleType
 import kernels.cuda.bulk
 import kernels.cuda.packed
 import kernels.cuda.single
+import kernels.cuda.spread
 import kernels.cuda.standing
 
-__all__ = ["bulk_in_triton", "single_in_triton"]
+__all__ = ["bulk_in_triton", "single_in_triton", "spread_in_triton"]
 
 EMULATED = """
 @triton.jit
@@ -57,6 +58,7 @@ COPIED = """
 from dataclasses import dataclass
 from operator import index
 
+import numpy as np
 from triton.runtime.interpreter import TensorHandle
 
 
@@ -100,12 +102,15 @@ class Barrier:
 
 @dataclass
 class Place:
-    of: dict
+    of: object
     number: int
     turned: bool = False
 
     def permute(self, order):
         return Place(self.of, self.number, order == (1, 0))
+
+    def store(self, found):
+        self.value[...] = found.handle.data
 
     @property
     def value(self):
@@ -113,12 +118,31 @@ class Place:
         return found.T if self.turned else found
 
 
+class Pieces:
+    # A block lies in memory in panels of as many columns as a piece has.
+
+    def __init__(self, of, rows, columns):
+        self.of, self.rows, self.columns = of, rows, columns
+
+    def __getitem__(self, number):
+        down, panels = self.of.shape[1] // self.rows, self.of.shape[2] // self.columns
+        block, panel, piece = number // down // panels, number // down % panels, number % down
+        place = self.of[block, piece * self.rows :, panel * self.columns :]
+        return place[: self.rows, : self.columns]
+
+
 class Shared:
-    def __init__(self, kind, shape, layout):
-        self.of, self.places = {}, index(shape[0])
+    def __init__(self, kind, shape, layout, of=None):
+        self.shape = [index(size) for size in shape]
+        whole = len(shape) == 3 and of is None
+        self.of = np.full(self.shape, np.nan, np.float32) if whole else {} if of is None else of
+
+    def _reinterpret(self, kind, shape, layout):
+        rows, columns = index(shape[1]), index(shape[2])
+        return Shared(kind, shape, layout, Pieces(self.of, rows, columns))
 
     def index(self, number):
-        assert 0 <= index(number) < self.places
+        assert 0 <= index(number) < self.shape[0]
         return Place(self.of, index(number))
 
 
@@ -146,7 +170,7 @@ class tma:
     @staticmethod
     def async_copy_global_to_shared(described, place, bar, to, pred):
         if pred:
-            to.of[to.number] = described.read(place)
+            to.value[...] = described.read(place)
             bar.value.arrive(2 * to.value.size)
 
 
@@ -201,6 +225,11 @@ def single_in_triton(directory: Path) -> ModuleType:
 def bulk_in_triton(directory: Path) -> ModuleType:
     """``kernels.cuda.bulk`` in the same way, with copies that are there at once, and barriers that count them."""
     return _in_triton(directory, "bulk_in_triton", COPIED, kernels.cuda.bulk)
+
+
+def spread_in_triton(directory: Path) -> ModuleType:
+    """``kernels.cuda.spread`` in the same way."""
+    return _in_triton(directory, "spread_in_triton", COPIED, kernels.cuda.spread)
 
 
 def _in_triton(directory: Path, name: str, emulated: str, *modules: ModuleType) -> ModuleType:

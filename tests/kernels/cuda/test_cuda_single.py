@@ -79,7 +79,7 @@ def test_products_of_one_token(outputs, inputs, kind, gated, normed, device, pro
 def test_rows_in_turn(kind, gated, normed, device, products, monkeypatch):
     """Nine blocks of rows by four programs, or their halves, the last of them not whole."""
     passing = standing if products is single else products
-    monkeypatch.setattr(passing, "_multiprocessors", lambda device: 2)
+    monkeypatch.setattr(passing, "multiprocessors", lambda device: 2)
     torch.manual_seed(7)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
     weight, form = weights(kind, 34, 768, device)

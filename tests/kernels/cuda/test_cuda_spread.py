@@ -1,0 +1,89 @@
+"""Attention of many rows whose work is spread evenly: against the same in float64, and where it is used."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import triton
+
+from kernels.cuda import spread
+from kernels.cuda.attention import attention, plan_attention
+from kernels.cuda.decode import DecodeScratch
+from kernels.cuda.launch import copying
+from kernels.platforms.rows import AttentionRows
+from tests.kernels.cuda.compiled import compiling, empty, put
+from tests.kernels.cuda.plain import spread_in_triton
+
+
+@pytest.fixture(scope="module")
+def spreads(tmp_path_factory):
+    return spread if torch.cuda.is_available() else spread_in_triton(tmp_path_factory.mktemp("plain"))
+
+
+def wanted(queries, cache, pages, lengths, window, scale):
+    (rows, heads, dim), kv_heads = queries.shape, cache.shape[2]
+    found = []
+    for row in range(rows):
+        both = cache[pages[row].long()].double().permute(1, 2, 0, 3, 4).reshape(2, kv_heads, -1, dim)
+        first = max(0, int(lengths[row]) - window) if window else 0
+        keys, values = both[:, :, first : int(lengths[row])]
+        asked = queries[row].double().view(kv_heads, heads // kv_heads, dim)
+        weights = (asked @ keys.transpose(1, 2) * scale).softmax(-1)
+        found.append((weights @ values).reshape(heads, dim))
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "page_size", "window", "programs"),
+    [
+        (6, 2, 64, 64, 0, 1),  # one program goes from row to row
+        (6, 2, 64, 64, 0, 7),  # a row is cut into parts, of which a program may have no more than one
+        (2, 2, 128, 128, 100, 3),
+        (9, 1, 64, 64, 70, 9),  # more programs than there are blocks
+    ],
+)
+def test_rows_in_even_stretches(device, spreads, heads, kv_heads, dim, page_size, window, programs):
+    if device.type == "cuda" and not copying(device):
+        pytest.skip("of compute capability 9.0")
+    lengths = torch.tensor([1, 64, 300, 81], dtype=torch.int32)
+    columns = -(-300 // page_size)
+    cache = torch.randn(1 + 4 * columns, 2, kv_heads, page_size, dim).half()
+    state = torch.cat((lengths[:, None], 1 + torch.randperm(4 * columns).view(4, columns)), 1).int()
+    for row, length in enumerate(lengths.tolist()):  # whole pieces that no token of a row is in are not read
+        begin = -(-length // 16) * 16
+        last = state[row, 1 + (length - 1) // page_size]
+        if begin % page_size:
+            cache[last, :, :, begin % page_size : -(-length // 64) * 64] = torch.nan
+    every = torch.randn(4, heads + 2 * kv_heads, dim).half().to(device)
+    cache, state, scale = cache.to(device), state.to(device), dim**-0.5
+    queries, given = every[:, :heads], (cache, state[:, 1:], state[:, 0], window, scale)
+    found, scratch = torch.full((2, 4, heads, dim), torch.nan, device=device).half(), DecodeScratch(device)
+    for out in found:
+        spreads.attend_many(queries, *given, scratch, out, programs)
+        assert not scratch.room(programs, 1, 1, 1, 1)[2].any()  # what programs left for others was taken
+    assert torch.equal(*found)
+    right = wanted(queries, *given)
+    assert (found[0].double() - right).norm() <= 2e-3 * right.norm()
+
+
+@pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted, not compiled")
+@pytest.mark.parametrize(
+    ("capability", "rows", "page_size", "dtype", "kernel"),
+    [
+        (90, 8, 64, torch.bfloat16, "_spread"),
+        (90, 7, 64, torch.bfloat16, "_decode"),
+        (90, 256, 128, torch.bfloat16, "_decode"),
+        (90, 8, 32, torch.bfloat16, "_decode"),
+        (90, 8, 64, torch.float32, "_decode"),
+        (80, 8, 64, torch.bfloat16, "_decode"),
+    ],
+)
+def test_many_rows_are_spread_where_the_device_can(capability, rows, page_size, dtype, kernel, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # compiled anew, also what an earlier run compiled
+    table = np.ones((rows, 2), dtype=np.int32)
+    plan = plan_attention(AttentionRows(np.full(rows, 40), np.ones(rows, dtype=np.int64), table, rows), 0, 2, put)
+    with compiling(monkeypatch, capability) as found:
+        cache = empty(9, 2, 2, page_size, 64, dtype=dtype)
+        attention(empty(rows, 4, 64, dtype=dtype), cache, plan, 0.1, DecodeScratch(torch.device("meta")))
+    assert [each.kernel for each in found] == [kernel]
