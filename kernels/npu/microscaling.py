@@ -37,6 +37,10 @@ class NpuMxLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         rounded, scales = round_mx(x)
+        return self.multiply(rounded, scales, x.dtype)
+
+    def multiply(self, rounded: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Of tokens as ``round_mx`` gives them."""
         found: Tensor = torch_npu.npu_quant_matmul(
             rounded,
             self.values,
@@ -45,7 +49,7 @@ class NpuMxLinear:
             scale_dtype=torch_npu.float8_e8m0fnu,
             pertoken_scale_dtype=torch_npu.float8_e8m0fnu,
             group_sizes=[1, 1, MX_BLOCK],
-            output_dtype=x.dtype,
+            output_dtype=dtype,
         )
         return found if self.bias is None else found.add_(self.bias)
 

@@ -31,8 +31,12 @@ class NpuInt8Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         whole, scales = torch_npu.npu_dynamic_quant(x)
+        return self.multiply(whole, scales, x.dtype)
+
+    def multiply(self, whole: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """``whole`` int8 [tokens, inputs], ``scales`` f32 [tokens]: of tokens that are rounded already."""
         found: Tensor = torch_npu.npu_quant_matmul(
-            whole, self.values, self.scales, pertoken_scale=scales, bias=self.bias, output_dtype=x.dtype
+            whole, self.values, self.scales, pertoken_scale=scales, bias=self.bias, output_dtype=dtype
         )
         return found
 
@@ -60,14 +64,19 @@ class NpuStaticLinear:
         self.reciprocal = activation.scale.reciprocal().expand(inputs).contiguous()
         offset = activation.offset
         self.offset = torch.zeros_like(self.reciprocal) if offset is None else offset.expand(inputs).contiguous()
+        self.divisor, self.whole_offset = activation.scale.expand(inputs).contiguous(), self.offset.to(torch.int32)
         self.scales = weight.scales * activation.scale
         self.correction = weight.correction
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         whole = torch_npu.npu_quantize(x, self.reciprocal, self.offset, torch.qint8, -1, False)
+        return self.multiply(whole, None, x.dtype)
+
+    def multiply(self, whole: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """``whole`` int8 [tokens, inputs]: of tokens that are rounded already. They have no scales of their own."""
         found: Tensor = torch_npu.npu_quant_matmul(
-            whole, self.values, self.scales, bias=self.correction, output_dtype=x.dtype
+            whole, self.values, self.scales, bias=self.correction, output_dtype=dtype
         )
         return found if self.bias is None else found.add_(self.bias)
 

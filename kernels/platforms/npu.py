@@ -35,6 +35,7 @@ from kernels.npu.graphs import DecodeGraphs
 from kernels.npu.microscaling import NpuMxLinear, mx_fits
 from kernels.npu.narrow_cache import ALIGNMENT, NarrowLayer, WidePart, attend_narrow, compact, narrow_layer
 from kernels.npu.native_attention import NativePart, native_attention, plan_native
+from kernels.npu.norm_quant import NpuBehindNorm, NpuGated
 from kernels.npu.operators import NpuNorm, ascend_cut, make_linear, rotate, swiglu, write_cache
 from kernels.npu.quantized import NpuInt8Linear, NpuStaticLinear
 from kernels.npu.soc import soc_of
@@ -43,9 +44,10 @@ from kernels.npu.weight_only import NpuWeightOnlyLinear, fits_weight_only
 from kernels.platforms.base import Fetched, Memory, Platform, PlatformError
 from kernels.platforms.operators import Linear, Norm
 from kernels.platforms.prepared import Decodes
+from kernels.platforms.projections import BehindNorm
 from kernels.platforms.rows import AttentionRows
 from kernels.quantization.cache import LayerScales
-from kernels.quantization.weights import Fp8Weight, GroupedWeight, Int8Weight, QuantizedWeight
+from kernels.quantization.weights import Fp8Weight, GroupedWeight, Int8Weight, Projection, QuantizedWeight
 from kernels.staging import Staging, fetch
 from kernels.step import RunnerConfig
 
@@ -219,6 +221,16 @@ class NpuPlatform(Platform):
         if isinstance(weight, Fp8Weight) and mx_fits(weight, self.soc):
             return NpuMxLinear(weight, bias)
         return super().make_quantized(weight, bias)
+
+    def make_gated_projection(self, weight: Projection, bias: Tensor | None) -> Linear:
+        if isinstance(weight, QuantizedWeight):
+            return NpuGated(self.make_projection(weight, bias), self.silu_and_mul)
+        return super().make_gated_projection(weight, bias)
+
+    def make_behind_norm(self, norm: Norm, linear: Linear) -> BehindNorm:
+        if NpuBehindNorm.fits(norm, linear, self.soc):
+            return NpuBehindNorm(norm, linear)
+        return super().make_behind_norm(norm, linear)
 
     def widen(self, weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
         """On the host where it is of floats of eight bits: A2 and A3 have none, and some of A5's casts fail."""

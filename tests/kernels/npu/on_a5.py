@@ -11,15 +11,20 @@ import torch
 import torch_npu
 
 from app.understudy import MODEL_DIR
+from kernels.layers.biased_norm import BiasedNorm
 from kernels.layers.experts import ExpertsInTurn, ExpertWeights
 from kernels.npu.experts import NpuExperts
 from kernels.npu.microscaling import NpuMxLinear, mx_fits, mx_scales, round_mx
+from kernels.npu.norm_quant import NpuBehindNorm, NpuGated
+from kernels.npu.operators import NpuNorm, swiglu
 from kernels.npu.simulator.activate import active
 from kernels.npu.simulator.constraints import ConstraintError
 from kernels.npu.soc import Soc
 from kernels.parallel.partition import Part
+from kernels.platforms.npu import NpuPlatform
+from kernels.platforms.projections import BehindNorm
 from kernels.quantization.weights import Fp8Weight, quantize_fp8
-from kernels.step import SlotSampling
+from kernels.step import RunnerConfig, SlotSampling
 from tests.modelslim import write
 from tests.tiny_model import make_tiny_model
 
@@ -27,6 +32,7 @@ BF16, E4M3, E8M0 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e8m0fnu
 A5 = Soc("A5", "Ascend950PR_9599")
 PAGE = 128
 OPTIONS = {"dtype": "bfloat16", "device": "npu", "page_size": PAGE, "max_step_tokens": 256}
+NORM_ROUNDS = "npu_add_rms_norm_dynamic_mx_quant"
 ROUNDS, PRODUCT, EXPERTS = "npu_dynamic_mx_quant", "npu_quant_matmul", "npu_grouped_matmul"
 SAID = {"scale_dtype": torch_npu.float8_e8m0fnu, "pertoken_scale_dtype": torch_npu.float8_e8m0fnu}
 GROUPED = {"split_item": 2, "group_type": 0, "group_list_type": 1, "output_dtype": BF16}
@@ -57,9 +63,8 @@ def mx(outputs, inputs, seed, dtype=BF16):
 def tokens(count, inputs, dtype=BF16):
     """Of sizes that differ from block to block, a block of zeros among them."""
     generator = torch.Generator().manual_seed(count)
-    x = torch.randn(count, inputs, generator=generator) * torch.exp2(torch.randint(-9, 9, (count, inputs // 32)))[
-        :, :, None
-    ].expand(-1, -1, 32).flatten(1)
+    sizes = torch.exp2(torch.randint(-9, 9, (count, inputs // 32), generator=generator)).repeat_interleave(32, 1)
+    x = torch.randn(count, inputs, generator=generator) * sizes
     x[0, :32] = 0
     return x.to(dtype)
 
@@ -92,7 +97,7 @@ def test_rows_of_other_lengths_have_pairs_of_scales_too():
 @pytest.mark.parametrize("bias", [False, True])
 def test_products_are_those_of_what_tokens_and_weights_stand_for(dtype, bias):
     weight, floats = mx(33, 192, 5, dtype)
-    x, added = tokens(7, 192, dtype) / 512, torch.randn(33).to(dtype) if bias else None
+    x, added = tokens(7, 192, dtype) / 512, torch.arange(33).to(dtype) / 16 if bias else None
     assert mx_fits(weight, A5)
     before = called((ROUNDS, PRODUCT))
     found = NpuMxLinear(weight.to(torch.device("npu")), None if added is None else added.npu())(x.npu()).cpu()
@@ -131,6 +136,31 @@ def test_grouped_products_are_those_of_experts_one_by_one(normalized, count):
     linears = [(gated(first), plain(second)) for first, second in both]
     expected = ExpertsInTurn(lambda x: x @ router.t(), linears, 2, normalized)(x)
     torch.testing.assert_close(found, expected, atol=2e-2, rtol=5e-2)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_norm_before_a_product_rounds_its_tokens(biased):
+    """As one after the other do, but for the rounding of the norm to 16 bits between them."""
+    device = torch.device("npu")
+    weight, gamma = mx(32, 128, 4)[0].to(device), (1 + tokens(1, 128)[0] / 512).npu()
+    norm = NpuNorm(gamma, 1e-6)
+    if biased:
+        norm = BiasedNorm(NpuPlatform(RunnerConfig(model_path="")), norm, (tokens(2, 128)[1] / 256).npu())
+    linear = NpuGated(NpuMxLinear(weight, None), swiglu)
+    assert NpuBehindNorm.fits(norm, linear, A5)
+    assert not NpuBehindNorm.fits(norm, lambda x: x, A5)
+    both = tokens(6, 128).npu(), (tokens(6, 128) / 3).npu()
+    before = called((NORM_ROUNDS, ROUNDS))
+    found, total = NpuBehindNorm(norm, linear).add(*both)
+    assert [now - then for now, then in zip(called((NORM_ROUNDS, ROUNDS)), before, strict=True)] == [1, 0]
+    expected, theirs = BehindNorm(norm, linear).add(*both)
+    assert total.cpu().equal(theirs.cpu())
+    off = found.cpu().float() - expected.cpu().float()
+    assert off.norm() < 0.05 * expected.cpu().float().norm()
+    with pytest.raises(ConstraintError, match="dst_type: 296 is not simulated"):
+        torch_npu.npu_add_rms_norm_dynamic_mx_quant(*both, gamma)
+    with pytest.raises(NotImplementedError, match="the vendor has it for A2 and A3 only"):
+        torch_npu.npu_add_rms_norm_dynamic_quant(*both, gamma)
 
 
 def test_which_weights_the_device_multiplies_itself():
@@ -226,14 +256,15 @@ def test_the_model_in_the_box_in_mxfp8(graphs, drive, tmp_path, caplog):
     checkpoint, floats = write(MODEL_DIR, tmp_path, lambda module: "W8A8_MXFP8")
     text = "The capital of France is Paris. The capital of Italy is Rome. The capital of Spain is Madrid."
     prompt = AutoTokenizer.from_pretrained(MODEL_DIR)(text)["input_ids"]
-    before = called((ROUNDS, PRODUCT))
+    kinds = (ROUNDS, PRODUCT, NORM_ROUNDS)
+    before = called(kinds)
     with caplog.at_level(logging.WARNING, "troupe.kernels"):
         driver = drive(checkpoint, disable_graphs=not graphs, **OPTIONS)
     assert bool(driver.info.graph_rows) == graphs
     off = np.abs(scores(driver, prompt) - scores(drive(floats, dtype="float32"), prompt))
     assert off.mean() < 0.25
     assert not [record for record in caplog.records if "dequantized" in record.getMessage()]
-    assert all(now > then for now, then in zip(called((ROUNDS, PRODUCT)), before, strict=True))
+    assert all(now > then for now, then in zip(called(kinds), before, strict=True))
     bytes_of = drive(MODEL_DIR, disable_graphs=True, **OPTIONS).info.weight_bytes
     assert driver.info.weight_bytes < 0.75 * bytes_of
 

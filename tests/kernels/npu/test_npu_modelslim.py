@@ -20,6 +20,7 @@ PAGE = 128
 OPTIONS = {"dtype": "bfloat16", "device": "npu", "page_size": PAGE, "max_step_tokens": 256}
 SCORED = SlotSampling(temperature=0.0, prompt_logprobs=0)
 ROUNDS, SCALES = "npu_quantize", "npu_dynamic_quant"
+NORM_ROUNDS, NORM_SCALES = "npu_add_rms_norm_quant", "npu_add_rms_norm_dynamic_quant"
 PRODUCT, WEIGHT_ONLY, PACKS = "npu_quant_matmul", "npu_weight_quant_batchmatmul", "npu_convert_weight_to_int4pack"
 
 
@@ -50,8 +51,8 @@ def called(operators):
 @pytest.mark.parametrize(
     ("kind", "group", "operators"),
     [
-        ("W8A8", 0, (ROUNDS, PRODUCT)),
-        ("W8A8_DYNAMIC", 0, (SCALES, PRODUCT)),
+        ("W8A8", 0, (ROUNDS, PRODUCT, NORM_ROUNDS)),
+        ("W8A8_DYNAMIC", 0, (SCALES, PRODUCT, NORM_SCALES)),
         ("W8A16", 0, (WEIGHT_ONLY,)),
         ("W4A16", 32, (WEIGHT_ONLY, PACKS)),
     ],

@@ -338,7 +338,9 @@ def test_every_reference_has_the_vendors_schema(simulator: Simulator) -> None:
     generation = simulator.spec.generation
     here = {name for name, entry in REFERENCES.items() if generation in entry.generations}
     assert here <= set(simulator.simulated)
-    assert set(REFERENCES) - here == ({"npu_top_k_top_p"} if generation == "A5" else {"npu_dynamic_mx_quant"})
+    before_a5 = {"npu_top_k_top_p", "npu_add_rms_norm_dynamic_quant", "npu_add_rms_norm_quant"}
+    since_a5 = {"npu_dynamic_mx_quant", "npu_add_rms_norm_dynamic_mx_quant"}
+    assert set(REFERENCES) - here == (before_a5 if generation == "A5" else since_a5)
     for name, entry in REFERENCES.items():
         hold_to_schema(overload_of(f"npu::{name}"), entry)
 

@@ -1,0 +1,72 @@
+"""Projections behind a norm, whose tokens are rounded by the kernel that adds the residual and norms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch_npu
+from torch import Tensor
+
+from kernels.layers.biased_norm import BiasedNorm
+from kernels.npu.microscaling import NpuMxLinear
+from kernels.npu.operators import NpuNorm
+from kernels.npu.quantized import NpuInt8Linear, NpuStaticLinear
+from kernels.npu.soc import Soc
+from kernels.platforms.operators import Linear, Norm
+from kernels.platforms.projections import BehindNorm
+
+__all__ = ["NpuBehindNorm", "NpuGated"]
+
+
+class NpuGated:
+    """``silu_and_mul`` of what ``linear`` gives."""
+
+    def __init__(self, linear: Linear, silu_and_mul: Callable[[Tensor], Tensor]) -> None:
+        self.linear = linear
+        self.silu_and_mul = silu_and_mul
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.silu_and_mul(self.linear(x))
+
+
+class NpuBehindNorm(BehindNorm):
+    """``linear`` of what ``norm`` gives. What is added to a residual goes through one kernel until it is rounded:
+    npu_add_rms_norm_dynamic_quant, npu_add_rms_norm_quant (which the vendor has for A2 and A3) or
+    npu_add_rms_norm_dynamic_mx_quant (A5).
+    """
+
+    def __init__(self, norm: Norm, linear: Linear) -> None:
+        super().__init__(norm, linear)
+        self._gated = linear if isinstance(linear, NpuGated) else None
+        product = linear.linear if isinstance(linear, NpuGated) else linear
+        assert isinstance(product, NpuInt8Linear | NpuStaticLinear | NpuMxLinear)
+        self._product = product
+        self._beta = norm.bias if isinstance(norm, BiasedNorm) else None
+        plain = norm.norm if isinstance(norm, BiasedNorm) else norm
+        assert isinstance(plain, NpuNorm)
+        self._gamma, self._eps = plain.gamma, plain.eps
+
+    @staticmethod
+    def fits(norm: Norm, linear: Linear, soc: Soc) -> bool:
+        """Whether there is a kernel for both."""
+        product = linear.linear if isinstance(linear, NpuGated) else linear
+        plain = norm.norm if isinstance(norm, BiasedNorm) else norm
+        if not isinstance(plain, NpuNorm) or plain.head_weight is not None:
+            return False
+        return isinstance(product, NpuMxLinear if soc.microscaling else NpuInt8Linear | NpuStaticLinear)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        product, scales = self._product, None
+        given = {"beta": self._beta, "epsilon": self._eps}
+        if isinstance(product, NpuMxLinear):
+            rounded, total, scales, _ = torch_npu.npu_add_rms_norm_dynamic_mx_quant(
+                x, residual, self._gamma, dst_type=torch_npu.float8_e4m3fn, **given
+            )
+        elif isinstance(product, NpuStaticLinear):
+            rounded, _, total = torch_npu.npu_add_rms_norm_quant(
+                x, residual, self._gamma, product.divisor, product.whole_offset, **given
+            )
+        else:
+            rounded, _, total, scales, _ = torch_npu.npu_add_rms_norm_dynamic_quant(x, residual, self._gamma, **given)
+        found = product.multiply(rounded, scales, x.dtype)
+        return (found if self._gated is None else self._gated.silu_and_mul(found)), total

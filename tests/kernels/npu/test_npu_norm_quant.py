@@ -1,0 +1,96 @@
+"""Norms that round what goes into the projection behind them, on simulated A2 and A3 (on_a5.py has A5's)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch_npu
+
+from kernels.layers.biased_norm import BiasedNorm
+from kernels.npu.norm_quant import NpuBehindNorm, NpuGated
+from kernels.npu.operators import NpuNorm, swiglu
+from kernels.npu.quantized import NpuInt8Linear, NpuStaticLinear
+from kernels.npu.simulator.activate import active
+from kernels.npu.simulator.constraints import ConstraintError
+from kernels.npu.soc import Soc
+from kernels.platforms.npu import NpuPlatform
+from kernels.platforms.projections import BehindNorm
+from kernels.quantization.weights import StaticActivation, quantize_int8
+from kernels.step import RunnerConfig
+from tests.simulated_npu import SPEC
+
+pytestmark = pytest.mark.skipif(SPEC.upper().startswith("A5"), reason="the vendor has them for A2 and A3")
+
+BF16 = torch.bfloat16
+A3 = Soc("A3", "Ascend910_9391")
+DYNAMIC, STATIC = "npu_add_rms_norm_dynamic_quant", "npu_add_rms_norm_quant"
+ALONE = ("npu_dynamic_quant", "npu_quantize")
+
+
+def called(names):
+    return [active().engine.calls.get(f"npu.{name}.default", 0) for name in names]
+
+
+def layer(static):
+    weight = quantize_int8(torch.randn(64, 96, generator=torch.Generator().manual_seed(5)) / 10)
+    if not static:
+        return NpuInt8Linear(weight.to(torch.device("npu")), None, A3)
+    activation = StaticActivation(torch.tensor([0.03]), torch.tensor([11.0]))
+    correction = -11 * weight.values.int().sum(1)
+    weight = dataclasses.replace(weight, activation=activation, correction=correction.to(torch.int32))
+    return NpuStaticLinear(weight.to(torch.device("npu")), None, A3)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+def test_one_kernel_gives_what_two_do(static, biased, gated):
+    """But for the rounding of the norm to 16 bits between them."""
+    generator = torch.Generator().manual_seed(7)
+    gamma = (1 + torch.randn(96, generator=generator) / 8).to(BF16).npu()
+    norm = NpuNorm(gamma, 1e-5)
+    if biased:
+        bias = torch.randn(96, generator=generator).to(BF16).npu()
+        norm = BiasedNorm(NpuPlatform(RunnerConfig(model_path="")), norm, bias)
+    linear = NpuGated(layer(static), swiglu) if gated else layer(static)
+    assert NpuBehindNorm.fits(norm, linear, A3)
+    x, residual = (torch.randn(5, 96, generator=generator).to(BF16).npu() for _ in range(2))
+    before = called((DYNAMIC, STATIC, *ALONE))
+    found, total = NpuBehindNorm(norm, linear).add(x, residual)
+    calls = [now - then for now, then in zip(called((DYNAMIC, STATIC, *ALONE)), before, strict=True)]
+    assert calls == [not static, static, 0, 0]
+    expected, theirs = BehindNorm(norm, linear).add(x, residual)
+    assert total.cpu().equal(theirs.cpu())
+    assert found.shape == (5, 32 if gated else 64)
+    torch.testing.assert_close(found.cpu(), expected.cpu(), rtol=0.05, atol=0.05)
+    exact = BehindNorm(norm, linear)(total)  # without an addition: the norm, then what rounds
+    torch.testing.assert_close(found.cpu(), exact.cpu(), rtol=0.05, atol=0.05)
+
+
+def test_where_there_is_a_kernel_for_both():
+    gamma = torch.ones(96, dtype=BF16).npu()
+    norm = NpuNorm(gamma, 1e-6)
+    assert NpuBehindNorm.fits(norm, layer(False), Soc("A2", "Ascend910B3"))
+    assert not NpuBehindNorm.fits(norm, layer(False), Soc("A5", "Ascend950"))
+    assert not NpuBehindNorm.fits(norm, lambda x: x, A3)
+    assert not NpuBehindNorm.fits(lambda x: x, layer(False), A3)
+
+
+def test_what_the_operators_do_not_take():
+    x, gamma = torch.ones(3, 96, dtype=BF16).npu(), torch.ones(96, dtype=BF16).npu()
+    scales, zeros = torch.ones(96).npu(), torch.zeros(96, dtype=torch.int32).npu()
+    static, dynamic = torch_npu.npu_add_rms_norm_quant, torch_npu.npu_add_rms_norm_dynamic_quant
+    for wrong, says in (
+        (lambda: dynamic(x.float(), x.float(), gamma.float()), "x1: must be float16, bfloat16"),
+        (lambda: dynamic(x, x, gamma.float()), "dtypes must be equal"),
+        (lambda: dynamic(x, x, gamma, beta=gamma.float()), "beta: must be bfloat16"),
+        (lambda: dynamic(x, x, gamma, smooth_scale1=gamma), "smooth_scale1: is not simulated"),
+        (lambda: dynamic(x[0], x[0], gamma), "two dimensions or more"),
+        (lambda: static(x, x, gamma, scales[:1], zeros), "scales1: must be \\[96\\]"),
+        (lambda: static(x, x, gamma, scales, zeros.float()), "zero_points1: must be int32, bfloat16"),
+        (lambda: static(x, x, gamma, scales, zeros, div_mode=False), "div_mode: False is not simulated"),
+    ):
+        with pytest.raises(ConstraintError, match=says):
+            wrong()
