@@ -118,12 +118,13 @@ class ModelRunner:
     @torch.inference_mode()
     def _again(self, chains: SteadyChains, batch: StepBatch, begun: float) -> RunningStep | None:
         """Rows that guessed in the step before; None when it is not for them any more."""
-        if chains.over():
+        follows = chains.follows
+        if not follows and chains.over():
             return _of_no_use(batch)
         assert self._speculator is not None
         self._bind_thread()
         with self._device_errors():
-            if not chains.follows:
+            if not follows:
                 self._speculator.settle(True, False)
             seen = time.perf_counter() - begun
             return self._run_chains(chains, batch, begun, seen) if chains.goes_on() else None
@@ -279,7 +280,7 @@ class ModelRunner:
             depths=found.depths,
             timing=timing,
         )
-        return RunningStep(lambda: result, True, self._rest)
+        return RunningStep(lambda: result, True, None if chains.follows else self._rest)
 
     def _run_ends(self, ends: PromptEnds, batch: StepBatch, begun: float, seen: float) -> RunningStep | None:
         """None when it is not for them, or a row is not finite: then nothing was done that is not done again. ``seen``:

@@ -130,17 +130,19 @@ def cycle(
     roots, accepted = np.zeros((2, room), dtype=np.int64)
     told, drafted, depths = np.zeros((3, room), dtype=np.int32)
     tokens, kept = np.zeros(len(likeliest), dtype=np.int32), np.zeros(len(likeliest), dtype=np.int64)
+    ended = np.zeros(room, dtype=np.bool_)
     found = Cycled(*[part.ctypes.data for part in (roots, accepted, told, drafted, depths, tokens, kept)])
+    found.ended = ended.ctypes.data
     where = described(table)
     call = native.library.cycle
     before = (native.address, ctypes.byref(given), ctypes.byref(where))
     held = (model, observing, head, then, draft, places, table, logits, likeliest, broken, features, guessed, unsound)
-    held += (drawn, unfit, draws)
+    held += (drawn, unfit, draws, ended)
     into = ctypes.byref(found)
     last, at = np.zeros(0, dtype=np.int64), 0
 
     def run(
-        slots: Longs, drafts: bytes, left: Longs, steps: int, how: Draws | None, unseen: bool
+        slots: Longs, drafts: bytes, left: Longs | None, steps: int, how: Draws | None, unseen: bool
     ) -> tuple[Guessing | None, bool]:
         nonlocal last, at
         assert held
@@ -148,7 +150,8 @@ def cycle(
         if slots is not last:  # each question for an address takes a microsecond or more
             last, at = slots, slots.ctypes.data
         drawing = None if how is None else how.ctypes.data
-        code = call(*before, at, rows, drafts, left.ctypes.data, steps, drawing, unseen, into)
+        most_left = None if left is None else left.ctypes.data
+        code = call(*before, at, rows, drafts, most_left, steps, drawing, unseen, into)
         if code == _IDLE:
             rows = 0
         elif code:

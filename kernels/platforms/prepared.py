@@ -171,12 +171,12 @@ class Guessing(NamedTuple):
     over: bool
 
 
-GuessCycle = Callable[[Longs, bytes, Longs, int, Draws | None, bool], tuple[Guessing | None, bool]]
+GuessCycle = Callable[[Longs, bytes, Longs | None, int, Draws | None, bool], tuple[Guessing | None, bool]]
 """Guesses behind the last tokens of ``slots`` int64 [rows], up to ``drafts`` int32 [rows] of each in so many levels,
 and verifies them; a sequence may have ``left`` int64 [rows] tokens more. Drawn as ``Draws`` [rows] say, or the
 likeliest. What was accepted is added to the table. Before all that, if so asked, the draft sees what the cycle before
-accepted of the same slots. -> None when that is not for a row, or logits are not to be used: then nothing was done that
-is not done again; and whether the draft has seen that."""
+accepted of the same slots, which also knows what is ``left``. -> None when that is not for a row, or logits are not to
+be used: then nothing was done that is not done again; and whether the draft has seen that."""
 
 
 class HostPass(Protocol):

@@ -89,7 +89,8 @@ class SteadyChains:
 
     @property
     def follows(self) -> bool:
-        """Whether another step of the rows that fitted last shows the drafter itself all that it has to see."""
+        """Whether another step of the rows that fitted last shows the drafter itself all that it has to see; it is not
+        over with them then."""
         return self._cycle is not None and self._speculator.follows(self._slots)
 
     def fits(self, batch: StepBatch) -> bool:
@@ -122,7 +123,7 @@ class SteadyChains:
 
     def over(self) -> bool:
         """Whether the sequences of the rows that fitted are at their end, all of them: what comes of the step is of no
-        use."""
+        use. To be asked before ``run``, unless it ``follows``."""
         self._left = self._state.left(self._slots)
         return not self._left.any()
 
@@ -139,7 +140,8 @@ class SteadyChains:
     def _run_cycle(self, cycle: GuessCycle, batch: StepBatch) -> Chained | None:
         steps, speculator = min(batch.levels or self._steps, self._steps), self._speculator
         unseen = speculator.follows(self._slots)
-        found, seen = cycle(self._slots, batch.drafts, self._left, steps, self._draws, unseen)
+        left = None if unseen else self._left
+        found, seen = cycle(self._slots, batch.drafts, left, steps, self._draws, unseen)
         if seen:
             speculator.saw()
         if found is None:

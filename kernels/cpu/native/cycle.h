@@ -35,13 +35,14 @@ struct Cycle {
 // `Cycled` of library.py mirrors this: of each row the root's position, how many tokens were accepted, twice, how many
 // guesses were verified, and of how many it is known whether they were right: one more where the first that would have ended
 // the sequence was wrong. Of each token accepted what it is, and where its features are. `drafted_at`: seconds of the clock
-// that runs from the system's start. `over`: whether all sequences are at their end. `seen`: whether what was accepted before
-// was seen.
+// that runs from the system's start. `ended`: which sequences are at their end, `over`: whether all are. `seen`: whether what
+// was accepted before was seen.
 struct Cycled {
     int64_t *roots, *accepted;
     int32_t *told, *drafted, *depths, *tokens;
     int64_t* places;
     double drafted_at;
+    uint8_t* ended;
     int64_t over, seen;
 };
 
@@ -93,11 +94,12 @@ bool see(const Running& running, StepMemory& memory, const Cycle& cycle, const S
 }
 
 // Up to `drafts` [rows] guesses, in `steps` levels, of slots whose sequences may have `left` [rows] tokens more, drawn as `how`
-// [rows] says (or null). `unseen`: the draft is to see what `found` holds first. IDLE when there are none to make; otherwise an
-// Advanced, with nothing kept but when it is DONE.
+// [rows] says (or null). `unseen`: the draft is to see what `found` holds first; where `left` is null, that also says what is
+// left. IDLE when there are none to make; otherwise an Advanced, with nothing kept but when it is DONE.
 template <class Running>
 Advanced cycle(const Running& running, StepMemory& memory, const Cycle& cycle, const SlotTable& table, const int64_t* slots,
-               int64_t rows, const int32_t* drafts, const int64_t* left, int64_t steps, const Draw* how, bool unseen, Cycled& found) {
+               int64_t rows, const int32_t* drafts, const int64_t* left, int64_t steps, const Draw* how, bool unseen,
+               Cycled& found) {
     found.seen = unseen && see(running, memory, cycle, table, slots, rows, found);
     if (unseen && !found.seen) return UNFIT;
     std::vector<int64_t> limits(rows), chosen, guessing, roots, starts;
@@ -107,7 +109,9 @@ Advanced cycle(const Running& running, StepMemory& memory, const Cycle& cycle, c
         const int64_t slot = slots[row], known = table.known[slot], room = table.page_count[slot] * table.page_size;
         if (table.computed[slot] + 1 != known || known > room || known >= cycle.longest) return UNFIT;
         found.roots[row] = known - 1;
-        limits[row] = std::min({static_cast<int64_t>(drafts[row]), room - known, left[row] - 1, cycle.most});
+        const int64_t still = left ? left[row] : found.ended[row] ? 0 : table.targets[slot] - known;
+        found.ended[row] = still <= 0;
+        limits[row] = std::min({static_cast<int64_t>(drafts[row]), room - known, still - 1, cycle.most});
         most = std::max(most, limits[row]);
         if (limits[row] <= 0) continue;
         if (cycle.reached[slot] != known - 1 + cycle.first) return UNFIT;
@@ -149,14 +153,14 @@ Advanced cycle(const Running& running, StepMemory& memory, const Cycle& cycle, c
     found.over = true;
     for (int64_t row = 0, at = 0; row < rows; row++) {
         const int64_t first = memory.offsets[row];
-        bool ends = table.known[slots[row]] >= table.targets[slots[row]];
+        bool ends = found.ended[row] || table.known[slots[row]] >= table.targets[slots[row]];
         found.told[row] = static_cast<int32_t>(found.accepted[row]);
         found.drafted[row] = found.depths[row] = static_cast<int32_t>(counts[row] - 1);
         for (int64_t i = 0; i < found.accepted[row]; i++, at++) {
             found.tokens[at] = static_cast<int32_t>(said[first + i]), found.places[at] = first + i;
             ends |= table.ends(slots[row], found.roots[row] + 1 + i, said[first + i]);
         }
-        found.over &= ends;
+        found.ended[row] = ends, found.over &= ends;
     }
     for (int64_t i = 0; i < some; i++) {
         const int64_t row = chosen[i], right = found.accepted[row] - 1;

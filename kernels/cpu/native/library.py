@@ -203,6 +203,7 @@ class Cycled(ctypes.Structure):
         ("tokens", ctypes.c_void_p),
         ("places", ctypes.c_void_p),
         ("drafted_at", ctypes.c_double),
+        ("ended", ctypes.c_void_p),
         ("over", ctypes.c_int64),
         ("seen", ctypes.c_int64),
     )
