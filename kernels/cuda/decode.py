@@ -73,6 +73,47 @@ def _join(
     tl.store(to, (total / norm[:, None]).to(out.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _lines(
+    pages,
+    index,
+    offset,
+    length,
+    kv_head,
+    kv_heads: tl.constexpr,
+    page_size: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Where in the cache the keys of the ``index``-th block are."""
+    if page_size % block == 0:
+        page = tl.load(pages + index * block // page_size).to(tl.int64)
+        line = (page * 2 * kv_heads + kv_head) * page_size + (index * block) % page_size + offset
+    else:
+        position = index * block + offset
+        page = tl.load(pages + position // page_size, mask=position < length, other=0)
+        line = (page.to(tl.int64) * 2 * kv_heads + kv_head) * page_size + position % page_size
+    return line
+
+
+@triton.jit
+def _attend(
+    q, k, v, scales, line, behind, seen, top, norm, total, scale, precision: tl.constexpr, scaled: tl.constexpr
+):
+    """Sum, maximum and normaliser with a block more. ``behind``: a value's scale stands so far behind its key's."""
+    score = tl.dot(q, tl.trans(k), input_precision=precision) * scale
+    if scaled:
+        score = score * tl.load(scales + line).to(tl.float32)[None, :]
+    score = tl.where(seen[None, :], score, -float("inf"))
+    above = tl.maximum(top, tl.max(score, 1))
+    weight = tl.exp2(score - above[:, None])
+    shrink = tl.exp2(top - above)
+    norm = norm * shrink + tl.sum(weight, 1)
+    if scaled:
+        weight = weight * tl.load(scales + line + behind).to(tl.float32)[None, :]
+    total = tl.dot(weight.to(v.dtype), v, total * shrink[:, None], input_precision=precision)
+    return above, norm, total
+
+
 @triton.jit(do_not_specialize=["page_stride", "length_stride", "splits"])  # they vary from step to step
 def _decode(
     queries,
@@ -101,9 +142,11 @@ def _decode(
     stages: tl.constexpr,
     together: tl.constexpr,
     scaled: tl.constexpr,
+    early: tl.constexpr,
     pdl: tl.constexpr,
 ):
     group: tl.constexpr = heads // kv_heads
+    like: tl.constexpr = queries.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -113,7 +156,8 @@ def _decode(
     offset = tl.arange(0, block)
     if pdl:
         gdc_launch_dependents()
-        gdc_wait()
+        if not early:
+            gdc_wait()
     length = tl.load(lengths + row * length_stride)
     first = 0
     if window > 0:
@@ -123,21 +167,44 @@ def _decode(
     share = (blocks + splits - 1) // splits
     used = (blocks + share - 1) // share
     if split < used:
-        q_mask = (member < group)[:, None] & (at < dim)[None, :]
-        q = tl.load(queries + row * query_stride + head[:, None] * dim + at[None, :], mask=q_mask, other=0.0)
         top = tl.full([group_block], -float("inf"), tl.float32)
         norm = tl.zeros([group_block], tl.float32)
         total = tl.zeros([group_block, dim_block], tl.float32)
         begin = first_block + split * share
         end = tl.minimum(begin + share, first_block + blocks)
+        q_mask = (member < group)[:, None] & (at < dim)[None, :]
+        asked = queries + row * query_stride + head[:, None] * dim + at[None, :]
+        own = pages + row * page_stride
+        if early:
+            # The length, pages and all tokens but the newest are of before this step: the first block of them is on its
+            # way while the kernel in front ends, which puts the newest into the cache.
+            newest = length - 1
+            position = begin * block + offset
+            line = _lines(own, begin, offset, length, kv_head, kv_heads, page_size, block)
+            place = cache + line[:, None] * dim + at[None, :]
+            there = (position < newest)[:, None] & (at < dim)[None, :]
+            k = tl.load(place, mask=there, other=0.0).to(like)
+            v = tl.load(place + kv_heads * page_size * dim, mask=there, other=0.0).to(like)
+            page = tl.load(own + newest // page_size).to(tl.int64)
+            if pdl:
+                gdc_wait()
+            q = tl.load(asked, mask=q_mask, other=0.0)
+            last = cache + ((page * 2 * kv_heads + kv_head) * page_size + newest % page_size) * dim + at
+            new_k = tl.load(last, mask=at < dim, other=0.0).to(like)
+            new_v = tl.load(last + kv_heads * page_size * dim, mask=at < dim, other=0.0).to(like)
+            here = (position == newest)[:, None]
+            k = tl.where(here, new_k[None, :], k)
+            v = tl.where(here, new_v[None, :], v)
+            seen = (position < length) & (position >= first)
+            top, norm, total = _attend(
+                q, k, v, scales, line, kv_heads * page_size, seen, top, norm, total, scale, precision, scaled
+            )
+            begin += 1
+        else:
+            q = tl.load(asked, mask=q_mask, other=0.0)
         for index in tl.range(begin, end, num_stages=stages):
             position = index * block + offset
-            if page_size % block == 0:
-                page = tl.load(pages + row * page_stride + index * block // page_size).to(tl.int64)
-                line = (page * 2 * kv_heads + kv_head) * page_size + (index * block) % page_size + offset
-            else:
-                page = tl.load(pages + row * page_stride + position // page_size, mask=position < length, other=0)
-                line = (page.to(tl.int64) * 2 * kv_heads + kv_head) * page_size + position % page_size
+            line = _lines(own, index, offset, length, kv_head, kv_heads, page_size, block)
             place = cache + line[:, None] * dim + at[None, :]
             if dim == dim_block:
                 k = tl.load(place).to(q.dtype)
@@ -145,18 +212,10 @@ def _decode(
             else:
                 k = tl.load(place, mask=(at < dim)[None, :], other=0.0).to(q.dtype)
                 v = tl.load(place + kv_heads * page_size * dim, mask=(at < dim)[None, :], other=0.0).to(q.dtype)
-            score = tl.dot(q, tl.trans(k), input_precision=precision) * scale
-            if scaled:
-                score = score * tl.load(scales + line).to(tl.float32)[None, :]
-            score = tl.where(((position < length) & (position >= first))[None, :], score, -float("inf"))
-            above = tl.maximum(top, tl.max(score, 1))
-            weight = tl.exp2(score - above[:, None])
-            shrink = tl.exp2(top - above)
-            norm = norm * shrink + tl.sum(weight, 1)
-            if scaled:
-                weight = weight * tl.load(scales + line + kv_heads * page_size).to(tl.float32)[None, :]
-            total = tl.dot(weight.to(v.dtype), v, total * shrink[:, None], input_precision=precision)
-            top = above
+            seen = (position < length) & (position >= first)
+            top, norm, total = _attend(
+                q, k, v, scales, line, kv_heads * page_size, seen, top, norm, total, scale, precision, scaled
+            )
         result = out + row * heads * dim + head[:, None] * dim + at[None, :]
         if used == 1:
             tl.store(result, (total / norm[:, None]).to(out.dtype.element_ty), mask=q_mask)
@@ -252,6 +311,7 @@ def attend_decodes(
         2 if wide else 3,
         max(1, _TOGETHER // (group * dim_block)),
         scales is not None,
+        rows == 1,
         pdl,
         num_warps=4,
         launch_pdl=pdl,

@@ -272,10 +272,15 @@ def reference(queries: Tensor, cache: Tensor, rows: AttentionRows, window: int, 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "page_size"), [(4, 2, 16, 16), (6, 2, 24, 64), (8, 1, 128, 64), (2, 1, 256, 64)]
 )
-@pytest.mark.parametrize("shape", ["decodes", "prefills", "mixed", "long"])
+@pytest.mark.parametrize("shape", ["decodes", "alone", "prefills", "mixed", "long"])
 def test_attention_over_pages(device, dtype, window, heads, kv_heads, dim, page_size, shape):
-    counts = {"decodes": [1, 1, 1, 1], "prefills": [150, 3, 40], "mixed": [1, 1, 130, 5], "long": [1, 1100]}[shape]
-    starts = {"decodes": [0, 5, 200, 63], "prefills": [0, 70, 33], "mixed": [17, 990, 0, 64], "long": [40, 7]}[shape]
+    counts, starts = {
+        "decodes": ([1, 1, 1, 1], [0, 5, 200, 63]),
+        "alone": ([1], [300]),
+        "prefills": ([150, 3, 40], [0, 70, 33]),
+        "mixed": ([1, 1, 130, 5], [17, 990, 0, 64]),
+        "long": ([1, 1100], [40, 7]),
+    }[shape]
     lengths = [start + count for start, count in zip(starts, counts, strict=True)]
     cache, pages = filled(device, dtype, lengths, kv_heads, dim, page_size)
     decodes = next((row for row, count in enumerate(counts) if count > 1), len(counts))
