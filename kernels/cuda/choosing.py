@@ -33,8 +33,9 @@ _ROUNDING = 0.1  # of a product's norm: more than inputs of 8 bits differ by fro
 
 
 class Choices:
-    """Of one device. The first of the ways to make a product is what is taken where they are about as quick, where
-    another says something else, and where nothing can be measured, within the capture of a graph.
+    """Of one device. The first of the ways to make a product is what is taken where they are about as quick, unless
+    another is preferred, where another says something else, and where nothing can be measured, within the capture of a
+    graph.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -46,21 +47,22 @@ class Choices:
         shape: Shape,
         ways: Ways,
         trial: Callable[[], Ways] | None = None,
+        preferred: str = "",
     ) -> Tensor:
         """The product, by the quickest of the ``ways``. All give the same, but for rounding. ``trial``: as of
-        ``name``, if not the ways themselves."""
-        chosen = self.name(shape, trial or (lambda: ways))
+        ``name``, if not the ways themselves. ``preferred``: the way that has to be beaten, where it is there."""
+        chosen = self.name(shape, trial or (lambda: ways), preferred)
         return ways[chosen]() if chosen is not None else next(iter(ways.values()))()
 
-    def name(self, shape: Shape, trial: Callable[[], Ways]) -> str | None:
+    def name(self, shape: Shape, trial: Callable[[], Ways], preferred: str = "") -> str | None:
         """The quickest way; None where that is not known. ``trial``: the ways as they may be tried, any number of
         times; each may do more than the product, all the same."""
         chosen = self._chosen.get(shape)
         if chosen is None and not torch.cuda.is_current_stream_capturing():
-            chosen = self._chosen[shape] = self._quickest(shape, trial())
+            chosen = self._chosen[shape] = self._quickest(shape, trial(), preferred)
         return chosen
 
-    def _quickest(self, shape: Shape, ways: Ways) -> str:
+    def _quickest(self, shape: Shape, ways: Ways, preferred: str) -> str:
         same = agreeing(shape, made(shape, ways))
         ways = {name: ways[name] for name in same}
         taken: dict[str, list[float]] = {name: [] for name in ways}
@@ -78,7 +80,7 @@ class Choices:
         torch.cuda.synchronize(self._device)
         for name, begin, end in marks[len(ways) :]:
             taken[name].append(begin.elapsed_time(end) * 1e3)
-        return choose(shape, {name: statistics.median(times) for name, times in taken.items()})
+        return choose(shape, {name: statistics.median(times) for name, times in taken.items()}, preferred)
 
 
 def spare(weight: Tensor) -> int:
@@ -134,9 +136,10 @@ def agreeing(shape: Shape, products: Mapping[str, Tensor]) -> list[str]:
     return found
 
 
-def choose(shape: Shape, times: Mapping[str, float]) -> str:
-    """The quickest by ``times`` in microseconds, or the first where that is about as quick."""
-    first, quickest = next(iter(times)), min(times, key=times.__getitem__)
+def choose(shape: Shape, times: Mapping[str, float], preferred: str = "") -> str:
+    """The quickest by ``times`` in microseconds, or the ``preferred``, else the first, where that is about as quick."""
+    first = preferred if preferred in times else next(iter(times))
+    quickest = min(times, key=times.__getitem__)
     found = quickest if times[quickest] < (1 - _MARGIN) * times[first] else first
     told = ", ".join(f"{name} {time:.1f} us" for name, time in times.items())
     _log.info("Product %s: %s; %s is taken.", " x ".join(map(str, shape)), told, found)

@@ -14,6 +14,12 @@ def test_the_first_is_left_for_what_is_clearly_quicker():
     assert choose(("plain", 16), {"cuBLAS": 10.0, "narrow": 9.5, "skinny": 9.0}) == "skinny"
 
 
+def test_what_is_preferred_has_to_be_beaten_where_it_is_there():
+    assert choose(("plain", 16), {"cuBLAS": 10.0, "bulk": 10.2}, "bulk") == "bulk"
+    assert choose(("plain", 16), {"cuBLAS": 10.0, "bulk": 10.5}, "bulk") == "cuBLAS"
+    assert choose(("plain", 16), {"cuBLAS": 10.0, "skinny": 9.8}, "bulk") == "cuBLAS"
+
+
 def test_a_product_that_differs_is_not_taken(caplog):
     torch.manual_seed(0)
     right = torch.randn(4, 64)

@@ -38,6 +38,7 @@ class _EveryWay:
         shape: object,
         ways: Mapping[str, Callable[[], Tensor]],
         trial: Callable[[], Mapping[str, Callable[[], Tensor]]] | None = None,
+        preferred: str = "",
     ) -> Tensor:
         first, *_ = [way() for way in ways.values()]
         return first

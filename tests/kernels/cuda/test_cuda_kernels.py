@@ -32,13 +32,13 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 class Chosen(Choices):
-    """What is ``chosen`` by the test, and the ways that were to be ``tried``."""
+    """What is ``chosen`` by the test, the ways that were to be ``tried``, and which one is ``preferred``."""
 
     def __init__(self) -> None:
-        self.chosen, self.tried = "", {}
+        self.chosen, self.tried, self.preferred = "", {}, ""
 
-    def name(self, shape, trial):
-        self.tried = trial()
+    def name(self, shape, trial, preferred=""):
+        self.tried, self.preferred = trial(), preferred
         return self.chosen
 
 
@@ -155,6 +155,7 @@ def test_products_of_a_few_tokens_are_tried_in_a_row(device, monkeypatch, tokens
         near(linear(x), wanted)
         near(linear(torch.cat((x, x), 1)[:, :1024]), wanted)  # as hidden states beside captured ones are
     assert list(choices.tried) == ["cuBLAS", *names]
+    assert choices.preferred == ("bulk" if tokens <= 32 else "")
     for way in choices.tried.values():
         near(way(), wanted)
 
