@@ -344,6 +344,6 @@ def attend_drafts(
             block,
             splits,
             pdl,
-            num_warps=2 if splits * dim_block > 2048 else 1,  # an H200 takes longer with 4, and with 8 longer still
+            num_warps=min(4, max(1, splits * dim_block // 4096)),  # an H200 takes longer with more
             launch_pdl=pdl,
         )
