@@ -49,7 +49,7 @@ class _Forced:
     def __init__(self) -> None:
         self.way = ""
 
-    def run(self, shape: object, ways: Mapping[str, Callable[[], Tensor]], trial: object = None) -> Tensor:
+    def run(self, shape: object, ways: Mapping[str, Callable[[], Tensor]], *_: object) -> Tensor:
         wanted = self.way.removesuffix(WITHIN)
         return ways[wanted if wanted in ways else next(reversed(ways))]()
 
