@@ -58,9 +58,13 @@ class Deaths:
             life.give_up(f"Actor {event.actor} has ended for good: {_reason(event.cause)}")
 
     def tell(self, event: Event) -> None:
-        """Log a death; a worker's with the requests in its batch."""
+        """Log a death; a worker's with the requests in its batch. Ranks stop one after the other: one that waits for
+        another in a last step has nothing to tell."""
         if not event.actor.startswith("worker-"):
             _log_death(event)
+            return
+        if self._life.phase == "stopped" and _alone(event.cause):
+            _log.debug("%s had a step in hand when the other ranks stopped: %s", event.actor, _reason(event.cause))
             return
         journal, info = self._journal() or Journal(), self._model_info()
         batch = self._vitals.read_batch(event.at) if self._vitals.read_batch is not None else ()
@@ -70,6 +74,11 @@ class Deaths:
             device=info.device if info is not None else self._device,
             batch=tuple(dict.fromkeys(entry.stream.request_id for entry in entries)),
         )
+
+
+def _alone(cause: BaseException | None) -> bool:
+    """Whether it is the want of its peers that a rank died of."""
+    return isinstance(cause, ChildCrash) and cause.reason.startswith("GroupError:")
 
 
 def _reason(cause: BaseException | None) -> str:
