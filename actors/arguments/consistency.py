@@ -100,6 +100,14 @@ def _needs(arguments: Arguments) -> Iterator[str]:
             yield "skip_tokenizer_init loads no tokenizer; leave out trust_request_chat_template"
 
 
+_OF_PROMPTS = ("enable_piecewise_cuda_graph", "piecewise_cuda_graph_tokens", "piecewise_cuda_graph_max_tokens")
+_GRAPHS_OF = {
+    "cpu": ("cuda_graph_bs", "cuda_graph_max_bs", "disable_cuda_graph_padding", *_OF_PROMPTS),
+    "npu": _OF_PROMPTS,
+}
+"""What asks for graphs that a device does not have."""
+
+
 def _devices(arguments: Arguments) -> Iterator[str]:
     if arguments.device in ("cpu", "cuda"):
         given = {
@@ -116,6 +124,9 @@ def _devices(arguments: Arguments) -> Iterator[str]:
                 yield f"{name} contradicts device {arguments.device}; leave one out"
         if arguments.sampling_backend == "ascend":
             yield f"sampling_backend ascend contradicts device {arguments.device}; leave one out"
+    for name in _GRAPHS_OF.get(arguments.device, ()):
+        if getattr(arguments, name):
+            yield f"{name} contradicts device {arguments.device}, which has no such graphs; leave one out"
     if arguments.npu_simulator is not None:
         try:
             parse_simulation(arguments.npu_simulator)
@@ -131,7 +142,7 @@ def _devices(arguments: Arguments) -> Iterator[str]:
         yield "cuda_graph_bs says all sizes; leave cuda_graph_max_bs out"
     if arguments.piecewise_cuda_graph_tokens and arguments.piecewise_cuda_graph_max_tokens is not None:
         yield "piecewise_cuda_graph_tokens says all sizes; leave piecewise_cuda_graph_max_tokens out"
-    for name in ("enable_piecewise_cuda_graph", "piecewise_cuda_graph_tokens", "piecewise_cuda_graph_max_tokens"):
+    for name in _OF_PROMPTS:
         for other in ("disable_piecewise_cuda_graph", "disable_cuda_graph", "disable_cuda_graph_padding"):
             if getattr(arguments, name) and getattr(arguments, other):
                 yield f"{name} contradicts {other}; leave one out"

@@ -136,7 +136,7 @@ SPECULATIVE_ARGUMENTS: tuple[Argument, ...] = (
         group=_GROUP,
         metavar="P",
         help="Below 1, a guess to which the model gives at least this probability is accepted also when another token "
-        "was sampled: faster, but the output is no longer the model's own.",
+        "was sampled: faster, but the output is no longer the model's own. Greedy requests are not touched.",
     ),
     Argument(
         name="speculative-accept-threshold-acc",
@@ -157,8 +157,8 @@ SPECULATIVE_ARGUMENTS: tuple[Argument, ...] = (
         default_text="the whole vocabulary; for the drafts in the box the list that is there",
         group=_GROUP,
         metavar="FILE",
-        help="A JSON list of token ids, the most frequent first: the draft's output layer is cut down to them "
-        "(FR-Spec). For EAGLE, MTP and STANDALONE; an EAGLE-3 head has its own list.",
+        help="Token ids, the most frequent first, as a JSON list or the one tensor of a safetensors file: the draft's "
+        "output layer is cut down to them (FR-Spec). For EAGLE, MTP and STANDALONE; an EAGLE-3 head has its own list.",
     ),
     Argument(
         name="speculative-attention-mode",

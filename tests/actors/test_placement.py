@@ -88,11 +88,23 @@ def test_the_simulator_is_a_device() -> None:
         {"decode_attention_backend": "torch_native"},
         {"sampling_backend": "ascend"},
         {"base_gpu_id": 2},
+        {"cuda_graph_bs": (1, 2)},
+        {"cuda_graph_max_bs": 8},
+        {"disable_cuda_graph_padding": True},
+        {"enable_piecewise_cuda_graph": True},
     ],
 )
 def test_the_cpu_has_none_of_it(keywords: dict[str, object]) -> None:
     with pytest.raises(ArgumentError, match="contradicts device cpu"):
         arguments(device="cpu", **keywords)
+
+
+def test_only_a_gpu_has_graphs_of_steps_with_prompts() -> None:
+    for given in ({"piecewise_cuda_graph_tokens": (64,)}, {"piecewise_cuda_graph_max_tokens": 64}):
+        with pytest.raises(ArgumentError, match="contradicts device npu, which has no such graphs"):
+            arguments(device="npu", **given)
+        arguments(device="cuda", **given)
+    arguments(device="npu", cuda_graph_bs=(1, 2), disable_piecewise_cuda_graph=True)
 
 
 def test_each_worker_sees_its_own_npu() -> None:
