@@ -17,6 +17,8 @@ __all__ = ["GgufTokenizerError", "build_tokenizer", "tokenizer_settings"]
 
 _REMEDY = "give --tokenizer-path a directory with the model's tokenizer.json"
 _UNKNOWN, _CONTROL, _USER = 2, 3, 4
+_KEEPING = ("<unk>", "<s>", "<|endoftext|>")
+"""Of Phi-3's own tokens those behind which a space stays."""
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -170,9 +172,16 @@ def _kinds(metadata: Mapping[str, Any], tokens: list[str]) -> list[int]:
 
 
 def _add_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: list[str]) -> None:
-    """Tokens that are found in a text before it is cut up: control ones, and the maker's own."""
+    """Tokens that are found in a text before it is cut up: control ones, and the maker's own. Behind most of Phi-3's
+    what is blank falls away, ends of lines too: its tokenizer.json says so, and no key of a GGUF file does."""
+    strips = metadata.get("general.architecture") == "phi3" and metadata.get("tokenizer.ggml.model") == "llama"
     added = [
-        AddedToken(token, special=kind in (_CONTROL, _UNKNOWN), normalized=False)
+        AddedToken(
+            token,
+            special=kind in (_CONTROL, _UNKNOWN),
+            normalized=False,
+            rstrip=strips and token not in _KEEPING,
+        )
         for token, kind in zip(tokens, _kinds(metadata, tokens), strict=True)
         if kind in (_CONTROL, _UNKNOWN, _USER) and token
     ]

@@ -17,6 +17,9 @@ from kernels.platforms.projections import BehindNorm
 
 __all__ = ["NpuBehindNorm", "NpuGated"]
 
+_ROW = 16
+"""What sizes of rows must be divisible by for npu_add_rms_norm_quant: 32 bytes (the vendor's own fusing of graphs)."""
+
 
 class NpuGated:
     """``silu_and_mul`` of what ``linear`` gives."""
@@ -52,6 +55,8 @@ class NpuBehindNorm(BehindNorm):
         product = linear.linear if isinstance(linear, NpuGated) else linear
         plain = norm.norm if isinstance(norm, BiasedNorm) else norm
         if not isinstance(plain, NpuNorm) or plain.head_weight is not None:
+            return False
+        if isinstance(product, NpuStaticLinear) and len(plain.gamma) % _ROW:
             return False
         return isinstance(product, NpuMxLinear if soc.microscaling else NpuInt8Linear | NpuStaticLinear)
 

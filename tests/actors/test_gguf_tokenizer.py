@@ -62,6 +62,24 @@ def test_the_patterns_cut_numbers_as_their_models_do():
     assert [piece for piece, _ in qwen.pre_tokenize_str("12345")] == ["1", "2", "3", "4", "5"]
 
 
+def test_what_is_blank_behind_tokens_of_phi3_falls_away():
+    """As its template has it: each of a message's tokens ends a line."""
+    text = "<|tool|>\nab<|tool|>\n<s>\na"
+    phi, phi4, other = (
+        build_tokenizer(metadata | {"general.architecture": architecture})
+        for metadata, architecture in ((SENTENCE_PIECE, "phi3"), (byte_level(), "phi3"), (SENTENCE_PIECE, "llama"))
+    )
+    line = [MARK, "<0x0A>"]
+
+    def texts(tokenizer: Tokenizer, text: str) -> list[str]:
+        """By their numbers: what is said of a token has what is blank behind it, too."""
+        return [tokenizer.id_to_token(index) for index in tokenizer.encode(text).ids]
+
+    assert texts(phi, text) == ["<s>", "<|tool|>", f"{MARK}ab", "<|tool|>", "<s>", *line, "a"]
+    assert texts(other, text) == ["<s>", "<|tool|>", *line, "ab", "<|tool|>", *line, "<s>", *line, "a"]
+    assert len(texts(phi4, "<|end|> 1")) == 1 + len(texts(phi4, "<|end|>1"))
+
+
 def test_begin_and_end_tokens_follow_the_file():
     none = build_tokenizer(byte_level(**{"tokenizer.ggml.add_bos_token": False}))
     assert texts(none, "12<|end|>") == ["12", "<|end|>"]

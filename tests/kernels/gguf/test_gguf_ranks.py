@@ -36,6 +36,7 @@ def k_types(model, file, inner):
 def test_two_ranks_say_what_one_says(drive, tmp_path):
     model = make_tiny_model(tmp_path / "model", intermediate_size=512, **SIZES)
     files = [write_gguf(model, tmp_path / "whole.gguf", "Q8_0"), k_types(model, tmp_path / "k.gguf", 512)]
+    files.append(write_gguf(model, tmp_path / "joined.gguf", "Q8_0", joined=True))
     prompts = [list(range(5, 17)), list(range(40, 63))]
     jobs = [{"model": str(file), "prompts": prompts, "length": 24} for file in files]
     first, second = run_ranks(jobs)

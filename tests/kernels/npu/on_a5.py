@@ -172,6 +172,9 @@ def test_which_weights_the_device_multiplies_itself():
     assert not mx_fits(dataclasses.replace(weight, scales=weight.scales.float()), A5)
     assert not mx_fits(dataclasses.replace(weight, activation=None), A5)
     assert not mx_fits(dataclasses.replace(weight, block=(1, 64)), A5)
+    rows = dataclasses.replace(weight, values=weight.values[:1].expand(65536, -1))  # of a vocabulary, say
+    assert not mx_fits(rows, A5)
+    assert mx_fits(dataclasses.replace(rows, values=rows.values[1:]), A5)
     assert not mx_fits(quantize_fp8(torch.randn(32, 128)), A5)
     assert NpuExperts.kind(weight, A5) is not None
     assert NpuExperts.kind(weight, Soc("A2", "Ascend910B3")) is None

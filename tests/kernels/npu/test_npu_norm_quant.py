@@ -33,8 +33,8 @@ def called(names):
     return [active().engine.calls.get(f"npu.{name}.default", 0) for name in names]
 
 
-def layer(static):
-    weight = quantize_int8(torch.randn(64, 96, generator=torch.Generator().manual_seed(5)) / 10)
+def layer(static, inputs=96):
+    weight = quantize_int8(torch.randn(64, inputs, generator=torch.Generator().manual_seed(5)) / 10)
     if not static:
         return NpuInt8Linear(weight.to(torch.device("npu")), None, A3)
     activation = StaticActivation(torch.tensor([0.03]), torch.tensor([11.0]))
@@ -76,6 +76,9 @@ def test_where_there_is_a_kernel_for_both():
     assert not NpuBehindNorm.fits(norm, layer(False), Soc("A5", "Ascend950"))
     assert not NpuBehindNorm.fits(norm, lambda x: x, A3)
     assert not NpuBehindNorm.fits(lambda x: x, layer(False), A3)
+    narrow = NpuNorm(torch.ones(40, dtype=BF16).npu(), 1e-6)  # 80 bytes
+    assert NpuBehindNorm.fits(narrow, layer(False, 40), A3)
+    assert not NpuBehindNorm.fits(narrow, layer(True, 40), A3)
 
 
 def test_what_the_operators_do_not_take():
@@ -91,6 +94,7 @@ def test_what_the_operators_do_not_take():
         (lambda: static(x, x, gamma, scales[:1], zeros), "scales1: must be \\[96\\]"),
         (lambda: static(x, x, gamma, scales, zeros.float()), "zero_points1: must be int32, bfloat16"),
         (lambda: static(x, x, gamma, scales, zeros, div_mode=False), "div_mode: False is not simulated"),
+        (lambda: static(*(one[..., :40] for one in (x, x, gamma, scales, zeros))), "rows of a multiple of 32 bytes"),
     ):
         with pytest.raises(ConstraintError, match=says):
             wrong()

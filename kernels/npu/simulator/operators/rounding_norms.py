@@ -93,7 +93,8 @@ def static_rules(
     dst_type: int | None = None,
 ) -> None:
     """Vendor: scales in float32 or bfloat16 and zero points in int32 or bfloat16, both of gamma's shape; the last
-    dimension. Of its forms the one that divides by the scales, and has one result in int8, is simulated."""
+    dimension. Its fusing of graphs takes rows of a multiple of 32 bytes alone. Of its forms the one that divides by the
+    scales, and has one result in int8, is simulated."""
     name = "npu_add_rms_norm_quant"
     unused = {"scales2": scales2, "zero_points2": zero_points2, "dst_type": dst_type}
     _rules(name, x1, x2, gamma, beta, unused)
@@ -103,6 +104,8 @@ def static_rules(
         fits = tensor is None or tensor.shape == gamma.shape
         require(fits, name, argument, f"must be {list(gamma.shape)}, one an input")
     require(axis == -1, name, "axis", f"must be -1, is {axis}")
+    aligned = x1.shape[-1] * x1.itemsize % 32 == 0
+    require(aligned, name, "x1", f"must have rows of a multiple of 32 bytes, has {x1.shape[-1]} of {x1.itemsize}")
     require(div_mode, name, "div_mode", "False is not simulated: leave it out, and give what is divided by")
 
 
