@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
-import subprocess
+import time
 import weakref
 from array import array
 from functools import cache
@@ -24,7 +24,7 @@ FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC", "-ffp-contract=off")
 # By the kind of processor, for the cache may be shared.
 SOURCE = Source(Path(__file__).parent / "native" / "trie.cpp", FLAGS, f"tries-{platform.machine()}")
 PATIENCE = 20.0
-"""Seconds that a start waits for the compiler."""
+"""Seconds that a start waits for the compiler, its own or that of another process."""
 MOST_NODES = 2**31 - 1
 """Of a generation: nodes are numbered by 32 bits."""
 
@@ -137,13 +137,11 @@ def _library() -> _Library | None:
     path = built(SOURCE)
     if path is None:
         compiling = start_build(SOURCE)
-        if isinstance(compiling, subprocess.Popen):
-            try:
-                compiling.wait(PATIENCE)
-            except subprocess.TimeoutExpired:
+        latest = time.monotonic() + PATIENCE
+        while compiling is not None and compiling.poll() is None:
+            if time.monotonic() > latest:
                 return None
-        elif compiling is not None:
-            compiling.wait()
+            time.sleep(0.02)
         path = built(SOURCE)
     try:
         return None if path is None else _Library(path)

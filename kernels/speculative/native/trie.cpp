@@ -260,6 +260,7 @@ void guess(Trie& trie, Sequence& sequence, const Settings& settings, Tree& tree)
 
 }  // namespace
 
+// A sequence that has ended is null: nothing is known of it, and what it is told is forgotten.
 extern "C" {
 
 void* troupe_trie_open(int64_t half, int64_t depth) try { return new Trie(half, depth); } catch (...) {
@@ -289,16 +290,19 @@ void troupe_trie_forget(Trie* trie, int64_t salt) {
 }
 
 void troupe_trie_interrupt(Sequence* sequence) {
+    if (!sequence) return;
     sequence->young.clear();
     sequence->old.clear();
 }
 
-int64_t troupe_trie_known(const Sequence* sequence) { return static_cast<int64_t>(sequence->young.size()); }
+int64_t troupe_trie_known(const Sequence* sequence) {
+    return sequence ? static_cast<int64_t>(sequence->young.size()) : 0;
+}
 
-// -> whether there was memory for it. A sequence that has ended is null.
+// -> whether there was memory for it.
 int troupe_trie_extend(Trie* trie, Sequence* sequence, const int32_t* tokens, int64_t count) try {
     if (sequence) trie->extend(*sequence, tokens, count);
-    return sequence != nullptr;
+    return 1;
 } catch (...) {
     return 0;
 }

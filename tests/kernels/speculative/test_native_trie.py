@@ -3,6 +3,8 @@
 import gc
 import random
 import shutil
+import tomllib
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -116,6 +118,44 @@ def test_a_trie_that_is_dropped_with_its_sequences_open_leaves_nothing() -> None
         trie.extend(trie.open(), list(range(100)))
         del trie
         gc.collect()
+
+
+@compiles
+def test_of_a_sequence_that_has_ended_nothing_is_known() -> None:
+    _, trie = both(1000)
+    ended, other = trie.open(), trie.open()
+    trie.extend(ended, [1, 2, 3])
+    trie.close(ended)
+    ended.interrupt()
+    trie.extend(ended, [1, 7])
+    assert len(ended) == 0
+    assert guess(trie, ended, 1, 8, NgramSettings()).tokens == [1]
+    trie.extend(other, [1])
+    assert guess(trie, other, 1, 8, NgramSettings()).tokens == [1, 2, 3]
+
+
+def test_a_compiler_of_another_process_is_not_waited_for_forever(monkeypatch, tmp_path) -> None:
+    class Compiling:
+        def poll(self) -> None:
+            pass
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(native_trie, "start_build", lambda source: Compiling())
+    monkeypatch.setattr(native_trie, "PATIENCE", 0.05)
+    native_trie._library.cache_clear()
+    try:
+        assert type(make_trie(1000, DEPTH)) is NgramTrie
+    finally:
+        native_trie._library.cache_clear()
+
+
+def test_what_is_compiled_comes_with_the_package() -> None:
+    """Without it the trie would be Python's, and nobody be told."""
+    root = Path(__file__).parents[3]
+    patterns = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["kernels"]
+    packed = {path for pattern in patterns for path in (root / "kernels").glob(pattern)}
+    for source in (native_trie.SOURCE, library.OPERATORS):
+        assert {*source.main.parent.glob("*.cpp"), *source.main.parent.glob("*.h")} <= packed
 
 
 def test_without_a_compiler_the_trie_is_pythons(monkeypatch, tmp_path) -> None:
