@@ -76,7 +76,8 @@ class AdaptiveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``candidate_steps``: how many levels may be drafted, empty for any; none at all is always possible. ``ema_alpha``:
     the weight of a new outcome. ``warmup_batches``: steps without guesses that a batch size begins with, to learn their
-    cost. ``zero_step_probe_interval``: steps between probes of rows that do not guess; 0: by what probes cost and find.
+    cost. ``zero_step_probe_interval``: steps between probes of rows that do not guess, whatever they cost: ``budget``
+    then forbids none; 0: by what probes cost and find.
     """
 
     candidate_steps: tuple[Annotated[int, msgspec.Meta(ge=0, le=63)], ...] = ()

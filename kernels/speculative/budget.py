@@ -2,8 +2,8 @@
 
 An account in seconds. Every step pays in a small share of what a plain one takes; steps with guesses pay in what they
 gained on as many plain ones, or take out what they lost. While it is overdrawn nothing is guessed, for whatever
-reason. So what is lost never exceeds that share of the time, a loan, what the last step overdrew, and what the first
-few steps with guesses took; stalls of the machine aside.
+reason, unless a ``zero_step_probe_interval`` says when. So what is lost never exceeds that share of the time, a loan,
+what the last step overdrew, and what the first few steps with guesses took; stalls of the machine aside.
 """
 
 from __future__ import annotations

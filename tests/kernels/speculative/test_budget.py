@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from kernels.speculative.adaptive import AdaptiveSteps
+from kernels.speculative.adaptive import AdaptiveConfig, AdaptiveSteps
 from kernels.speculative.budget import FIRST, LOAN, MOST, SAVED, SHARE, Budget
 
 PLAIN = 1.0
@@ -76,3 +76,31 @@ def test_what_guesses_gain_may_be_lost_up_to_a_bound() -> None:
     rich.passed(PLAIN)
     rich.guessed(PLAIN, 1, 2 * PLAIN)
     assert not any((rich.guessed(PLAIN, 1, 2 * PLAIN), rich.spent(PLAIN))[1] for _ in range(500))
+
+
+def test_steps_that_are_not_thought_over_pay_in() -> None:
+    policy = AdaptiveSteps(range(5))
+    tracks = [policy.track()]
+    while not any(policy.choose(tracks)):
+        policy.timed(1, 0, 0, PLAIN, 0)
+    for _ in range(FIRST + 2):
+        policy.timed(1, 1, 1, 100 * PLAIN, 0)
+    owed = FIRST + 2 * MOST - LOAN
+    for _ in range(int(1.1 * owed / SHARE)):
+        rested = policy.rests(1)
+        if not rested and any(policy.choose(tracks)):
+            return
+        if not rested or policy.times:
+            policy.timed(1, 0, 0, PLAIN, 0)
+    pytest.fail("what was lost is not paid for yet")
+
+
+def test_probes_at_fixed_steps_are_made_whatever_they_cost() -> None:
+    policy = AdaptiveSteps(range(5), AdaptiveConfig(zero_step_probe_interval=10))
+    track, probes = policy.track(), 0
+    for _ in range(400):
+        (levels,) = policy.choose([track])
+        probes += levels > 0
+        policy.judged(track, 0, levels)
+        policy.timed(1, levels, levels, (1 + 9 * (levels > 0)) * PLAIN, 0)
+    assert probes >= 40
