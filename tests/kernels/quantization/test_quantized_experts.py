@@ -68,7 +68,8 @@ def groups_of(bits, **more):
 
 LINEAR = ["Linear"]
 WEIGHT_ONLY = {
-    "awq": (awq(4, 16), AWQ, dequantized(4, 16)),
+    "awq 4": (awq(4, 16), AWQ, dequantized(4, 16)),
+    "awq 8": (awq(8, 16), AWQ | {"bits": 8}, dequantized(8, 16)),
     "gptq 4": (gptq(4, 16), GPTQ, dequantized(4, 16)),
     "gptq 8": (gptq(8, 16), GPTQ | {"bits": 8}, dequantized(8, 16)),
     "gptq act-order": (gptq(4, 16, True), GPTQ | {"desc_act": True}, dequantized(4, 16, shuffled=True)),
@@ -278,7 +279,7 @@ def test_inputs_are_clipped_for_weights_of_four_bits_only():
 @pytest.mark.long
 def test_two_ranks_say_what_one_says(reference, drive, prompts, tmp_path):
     source, texts = reference("parallel-moe").path, prompts(5, 23)
-    path = rewrite(source, tmp_path / "awq", *WEIGHT_ONLY["awq"][:2])
+    path = rewrite(source, tmp_path / "awq", *WEIGHT_ONLY["awq 4"][:2])
     (told,), (also,) = run_ranks([{"model": str(path), "prompts": texts, "length": 30}])
     alone = drive(path)
     for slot, text in enumerate(texts, start=1):
