@@ -97,6 +97,16 @@ def test_experts_of_joined_tensors_stay_quantized(reference, drive, tmp_path):
     assert greedy(drive, joined, PROMPT) == greedy(drive, apart, PROMPT)
 
 
+def test_an_end_that_is_missing_is_told(reference, drive, tmp_path):
+    """Of experts in one tensor the second part of the last one is what is there last."""
+    file = write_gguf(reference("parallel-moe").path, tmp_path / "model.gguf", "Q8_0", joined=True)
+    last = list(read_header(file).tensors)[-1]
+    assert last.endswith(".ffn_gate_up_exps.weight")
+    file.write_bytes(file.read_bytes()[:-64])
+    with pytest.raises(GgufError, match=rf"{last.replace('gate_up', 'up')} ends at byte"):
+        drive(file)
+
+
 def test_a_factor_counts_for_every_part(drive, tmp_path):
     def factor(writer):
         writer.add_tensor("blk.0.attn_qkv.scale", np.array([0.5], np.float32))

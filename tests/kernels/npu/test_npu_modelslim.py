@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 
 import numpy as np
@@ -69,6 +70,23 @@ def test_layers_run_by_the_operators_of_their_kind(kind, group, operators, graph
     assert off.mean() < 0.35
     assert not [record for record in caplog.records if "dequantized" in record.getMessage()]
     assert all(now > then for now, then in zip(called(operators), before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "norm", "alone"), [("W8A8", NORM_ROUNDS, ROUNDS), ("W8A8_DYNAMIC", NORM_SCALES, SCALES)]
+)
+def test_every_norm_that_adds_rounds_too(kind, norm, alone, model, drive, tmp_path):
+    """Alone are rounded what goes into the first projection, and into those of attention's and MLPs' results."""
+    if torch_npu.npu.get_soc_version() >= 260:
+        pytest.skip("the vendor has them for A2 and A3")
+    path, tokens, ranges = model
+    driver = drive(write(path, tmp_path, lambda module: kind, ranges)[0], disable_graphs=True, **OPTIONS)
+    layers = json.loads((path / "config.json").read_text())["num_hidden_layers"]
+    driver.admit(1, tokens)
+    before = called((norm, alone))
+    driver.step([(1, len(tokens))])
+    calls = [now - then for now, then in zip(called((norm, alone)), before, strict=True)]
+    assert calls == [2 * layers - 1, 2 * layers + 1]
 
 
 def test_mxfp8_is_widened_where_the_device_has_no_floats_of_eight_bits(model, drive, tmp_path, caplog):
