@@ -123,7 +123,10 @@ def _expect(bar, left, lines: gl.constexpr, dim: gl.constexpr, more):
         mbarrier.expect(bar, (count * 32 + lines) * dim * 2, pred=more & (pieces == count))
 
 
-@gluon.jit(do_not_specialize=["rows", "page_stride", "length_stride", "query_lines"])
+@gluon.jit(
+    do_not_specialize=["rows", "page_stride", "length_stride", "query_lines"],
+    do_not_specialize_on_alignment=["pages", "lengths"],  # that steps in graphs and others differ in
+)
 def _spread(
     queries,
     cache,

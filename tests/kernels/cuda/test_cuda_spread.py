@@ -15,6 +15,10 @@ from kernels.platforms.rows import AttentionRows
 from tests.kernels.cuda.compiled import compiling, empty, put
 from tests.kernels.cuda.plain import spread_in_triton
 
+MULTIPROCESSOR = 228 << 10
+"""Bytes of shared memory of compute capability 9.0, of which each block takes 1 KiB more than it has (CUDA programming
+guide, technical specifications)."""
+
 
 @pytest.fixture(scope="module")
 def spreads(tmp_path_factory):
@@ -69,21 +73,42 @@ def test_rows_in_even_stretches(device, spreads, heads, kv_heads, dim, page_size
 
 @pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted, not compiled")
 @pytest.mark.parametrize(
-    ("capability", "rows", "page_size", "dtype", "kernel"),
+    ("capability", "rows", "heads", "dim", "page_size", "dtype", "kernel"),
     [
-        (90, 8, 64, torch.bfloat16, "_spread"),
-        (90, 7, 64, torch.bfloat16, "_decode"),
-        (90, 256, 128, torch.bfloat16, "_decode"),
-        (90, 8, 32, torch.bfloat16, "_decode"),
-        (90, 8, 64, torch.float32, "_decode"),
-        (80, 8, 64, torch.bfloat16, "_decode"),
+        (90, 8, 4, 64, 64, torch.bfloat16, "_spread"),
+        (90, 7, 4, 64, 64, torch.bfloat16, "_decode"),
+        (90, 256, 4, 64, 128, torch.bfloat16, "_decode"),
+        (90, 256, 8, 64, 128, torch.float16, "_spread"),
+        (90, 8, 32, 128, 64, torch.float16, "_spread"),
+        (90, 8, 34, 64, 64, torch.bfloat16, "_decode"),
+        (90, 8, 4, 96, 64, torch.bfloat16, "_decode"),
+        (90, 8, 4, 64, 32, torch.bfloat16, "_decode"),
+        (90, 8, 4, 64, 64, torch.float32, "_decode"),
+        (80, 8, 4, 64, 64, torch.bfloat16, "_decode"),
     ],
 )
-def test_many_rows_are_spread_where_the_device_can(capability, rows, page_size, dtype, kernel, monkeypatch, tmp_path):
+def test_many_rows_are_spread_where_the_device_can(
+    capability, rows, heads, dim, page_size, dtype, kernel, monkeypatch, tmp_path
+):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # compiled anew, also what an earlier run compiled
     table = np.ones((rows, 2), dtype=np.int32)
     plan = plan_attention(AttentionRows(np.full(rows, 40), np.ones(rows, dtype=np.int64), table, rows), 0, 2, put)
     with compiling(monkeypatch, capability) as found:
-        cache = empty(9, 2, 2, page_size, 64, dtype=dtype)
-        attention(empty(rows, 4, 64, dtype=dtype), cache, plan, 0.1, DecodeScratch(torch.device("meta")))
+        cache = empty(9, 2, 2, page_size, dim, dtype=dtype)
+        attention(empty(rows, heads, dim, dtype=dtype), cache, plan, 0.1, DecodeScratch(torch.device("meta")))
     assert [each.kernel for each in found] == [kernel]
+    if kernel == "_spread":
+        assert 2 * (found[0].shared + (1 << 10)) <= MULTIPROCESSOR
+        assert not found[0].spilled
+
+
+@pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted, not compiled")
+def test_steps_in_graphs_and_others_take_one_kernel(monkeypatch, tmp_path):
+    """So that a step without a graph does not wait for it to be compiled."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    cache, queries, scratch = empty(9, 2, 2, 64, 128), empty(8, 6, 128), DecodeScratch(torch.device("meta"))
+    with compiling(monkeypatch, 90) as found:
+        for begin in (0, 2, 4):
+            state = empty(8, begin + 3, dtype=torch.int32)[:, begin:]
+            spread.attend_many(queries, cache, state[:, 1:], state[:, 0], 0, 0.1, scratch, empty(8, 6, 128))
+    assert len(found) == 1
