@@ -44,8 +44,8 @@ class ModelRunner:
     a step that was started may be waited for by another, so that the next one is prepared while it runs.
 
     Results are deterministic: the same steps give the same tokens. A row's logits do not depend on what the other
-    rows hold, but they are not bit-equal between batches of different shape (sizes of matrix products, padded
-    lengths, chunk borders), because sums are then taken in another order.
+    rows hold, but they are not bit-equal between batches of different shape (sizes of matrix products, lengths of
+    all rows, padded or not, chunk borders), because sums are then taken in another order.
 
     progress: called with a stage (weights | cache | warmup) and the fraction of the whole load that is done.
     """
