@@ -9,14 +9,19 @@ from actors.arguments.argument import Argument
 __all__ = ["QUANTIZATION_ARGUMENTS"]
 
 _OTHER = "this method is not built; use bf16 weights with --quantization int8 or fp8"
+_KERNEL = "kernels are not chosen by name; leave the flag out: a checkpoint of AWQ or GPTQ says itself what it is"
+_MX = (
+    "weights are not rounded to it while they are loaded; leave the flag out for ModelSlim's checkpoints in it, or use "
+    "bf16 weights with --quantization int8 or fp8"
+)
 
 _METHODS = ("int8", "fp8", "unquant", "awq", "gptq", "auto-round", "compressed-tensors", "modelslim", "gguf")
 _SYNONYMS = {"w8a8_int8": "int8", "w8a8_fp8": "fp8", "none": "unquant"}
 _UNBUILT = dict.fromkeys(
-    ("mxfp8", "mxfp4", "nvfp4", "bitsandbytes", "marlin", "awq_marlin", "gptq_marlin", "moe_wna16", "modelopt",
-     "modelopt_fp8", "modelopt_fp4", "petit_nvfp4", "quark", "w4afp8", "qoq"),
+    ("mxfp4", "nvfp4", "bitsandbytes", "marlin", "modelopt", "modelopt_fp8", "modelopt_fp4", "petit_nvfp4", "quark",
+     "w4afp8", "qoq"),
     _OTHER,
-)  # fmt: skip
+) | dict.fromkeys(("awq_marlin", "gptq_marlin", "moe_wna16"), _KERNEL) | {"mxfp8": _MX}  # fmt: skip
 _FOUR_BITS = "a cache of 4 bits is not built; use int8 or fp8_e4m3"
 
 _QUANTIZATION = Argument(

@@ -71,6 +71,9 @@ def test_an_unbuilt_feature_is_refused_with_reason_and_remedy() -> None:
     assert "no code from a model repository" in problem(trust_remote_code=True)
     assert "this device is not built yet; use npu, cuda or cpu" in problem(device="xpu")
     assert "lru" in problem(radix_eviction_policy="lfu")
+    assert "bf16 weights with --quantization int8" in problem(quantization="nvfp4")
+    assert "leave the flag out for ModelSlim's checkpoints" in problem(quantization="mxfp8")
+    assert "a checkpoint of AWQ or GPTQ says itself what it is" in problem(quantization="awq_marlin")
 
 
 def test_a_value_that_changes_nothing_is_accepted() -> None:
