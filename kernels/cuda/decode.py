@@ -22,6 +22,7 @@ _PROGRAMS = 1056  # that fill the device: 8 on each of 132 multiprocessors
 _MOST_SPLITS = 64
 _TOGETHER = 4096  # numbers of parts that a program adds up at a time
 _LONG = 32768  # tokens that one program should not be left alone with
+_SECTOR = 32  # bytes of memory that a cache holds or not
 
 
 def split_count(rows: int, kv_heads: int, context: int) -> int:
@@ -311,7 +312,8 @@ def attend_decodes(
         2 if wide else 3,
         max(1, _TOGETHER // (group * dim_block)),
         scales is not None,
-        rows == 1,
+        # Where a sector holds parts of two tokens, that of the newest would be in the cache as it was before.
+        rows == 1 and dim * cache.element_size() % _SECTOR == 0,
         pdl,
         num_warps=4,
         launch_pdl=pdl,
