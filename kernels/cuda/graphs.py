@@ -260,8 +260,10 @@ def capture_each(
             failure = error
         if not agree(failure is None):
             graphs.pop(size, None)
+            short, *told = _why(kind, failure)
+            if not failed:
+                cause, hint = told
             failed.append(size)
-            short, cause, hint = _why(kind, failure)
             # The error holds this frame and those of ``run``, with all that they had on the device.
             failure = None
             del graph

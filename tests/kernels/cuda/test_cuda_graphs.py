@@ -134,6 +134,17 @@ def test_smaller_steps_with_prompts_are_tried_where_memory_is_short(kind, error,
     assert ("(too much), nor 1 smaller; graphs of [1, 2] are used." in message) == bool(used)
 
 
+def test_why_the_largest_step_failed_is_told_not_why_a_smaller_one_did(told, caplog):
+    def run(size):
+        raise torch.OutOfMemoryError("too much") if size == 3 else RuntimeError("odd")
+
+    assert graphs.capture_each([3, 2, 1], run, DEVICE, lambda could: could, prompts._KIND) == {}
+    (message,) = caplog.messages
+    assert "The step of (tokens, rows) 3 with prompts could" in message
+    assert "(too much), nor 1 smaller; all of them" in message
+    assert message.endswith(prompts._KIND.room)
+
+
 def test_guesses_that_fail_keep_nothing(told):
     held = []
 
