@@ -1,5 +1,6 @@
 """Checkpoints of ``quant_method: auto-round`` (Cheng et al., arXiv 2309.05516), which keep their tensors as GPTQ or AWQ
-do: ``packing_format`` says which.
+do: ``packing_format`` says which. ``auto_round:auto_gptq`` is GPTQ's; ``auto_round``, which the tool writes of asymmetric
+weights of 8 bits or of several sizes, and ``auto_round:gptqmodel`` are GPTQ's with zeros as they are (gptq_v2).
 
 ``extra_config`` has modules of other sizes, by their names or by patterns that are searched in them: a whole name comes
 before all patterns, and of these the first that is found counts. Modules of 16 bits are in floats, and so are those
@@ -22,18 +23,25 @@ from kernels.quantization.weights import QuantizedWeight
 
 __all__ = ["AutoRound"]
 
-_PACKINGS: dict[str, type[Awq] | type[Gptq]] = {"auto_gptq": Gptq, "auto_awq": Awq}
+_PACKINGS: dict[str, type[Awq] | type[Gptq]] = {
+    "auto_round:auto_gptq": Gptq,
+    "auto_round:auto_awq": Awq,
+    "auto_round:gptqmodel": Gptq,
+    "auto_round": Gptq,
+}
+_ZEROS_AS_THEY_ARE = ("auto_round", "auto_round:gptqmodel")
 
 
 class AutoRound(Scheme):
     """``settings``: quantization_config. Raises ConfigError."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        packing = str(settings.get("packing_format", "auto_round:auto_gptq")).removeprefix("auto_round:")
+        packing = str(settings.get("packing_format", "auto_round:auto_gptq"))
+        packing = packing if packing.startswith("auto_round") else f"auto_round:{packing}"
         if packing not in _PACKINGS:
             raise ConfigError(
                 f"quantization_config: packing_format {packing!r} is not read; use a checkpoint in "
-                f"{' or '.join(f'auto_round:{name}' for name in _PACKINGS)}"
+                f"{' or '.join(_PACKINGS)}"
             )
         if settings.get("data_type", "int") != "int" or settings.get("act_bits", 16) not in (16, 32, None):
             raise ConfigError(
@@ -41,6 +49,8 @@ class AutoRound(Scheme):
                 "are read; use such a checkpoint"
             )
         make, whole = _PACKINGS[packing], {**settings, "modules_to_not_convert": (), "dynamic": {}}
+        if packing in _ZEROS_AS_THEY_ARE:
+            whole["checkpoint_format"] = "gptq_v2"
         self._plain: Scheme = make(whole)
         self._floats = [found for name in skipped_of(settings, "modules_to_not_convert") if (found := _pattern(name))]
         self._own: dict[str, Scheme | None] = {}
