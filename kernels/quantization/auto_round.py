@@ -1,5 +1,5 @@
 """Checkpoints of ``quant_method: auto-round`` (Cheng et al., arXiv 2309.05516), which keep their tensors as GPTQ or AWQ
-do: ``packing_format`` says which. ``auto_round:auto_gptq`` is GPTQ's; ``auto_round``, which the tool writes of asymmetric
+do: ``packing_format`` says which. ``auto_round:auto_gptq`` is GPTQ's; ``auto_round``, written of asymmetric
 weights of 8 bits or of several sizes, and ``auto_round:gptqmodel`` are GPTQ's with zeros as they are (gptq_v2).
 
 ``extra_config`` has modules of other sizes, by their names or by patterns that are searched in them: a whole name comes
