@@ -118,14 +118,13 @@ class ModelRunner:
     @torch.inference_mode()
     def _again(self, chains: SteadyChains, batch: StepBatch, begun: float) -> RunningStep | None:
         """Rows that guessed in the step before; None when it is not for them any more."""
-        follows = chains.follows
-        if not follows and chains.over():
-            return _of_no_use(batch)
         assert self._speculator is not None
         self._bind_thread()
         with self._device_errors():
-            if not follows:
-                self._speculator.settle(True, False)
+            if not chains.follows:
+                self._speculator.settle(True, False)  # until then the last step's tokens may not all be counted
+                if chains.over():
+                    return _of_no_use(batch)
             seen = time.perf_counter() - begun
             return self._run_chains(chains, batch, begun, seen) if chains.goes_on() else None
 

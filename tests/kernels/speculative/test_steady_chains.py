@@ -283,6 +283,24 @@ def test_a_row_at_its_end_guesses_no_more_beside_one_that_goes_on(drive):
         assert ints(driver.step([(1, 1), (2, 1)], {1: 4, 2: 4}).drafted) == [0, 4]
 
 
+@pytest.mark.parametrize("algorithm", ["EAGLE", "DFLASH"])
+def test_what_others_accepted_counts_for_where_a_sequence_ends(algorithm, drive):
+    driver, _ = guessing(drive, algorithm)
+    chains, state = driver.runner._captured.chains, driver.runner._slots
+    run, accepted = chains.run, [1]
+    driver.admit(1, ASKED[0])
+    driver.step([(1, driver.pending(1))])
+    driver.step([(1, 1)], {1: 4})
+    while accepted == [1]:
+        chains.run = lambda batch: None
+        accepted = ints(driver.step([(1, 1)], {1: 4}).accepted)
+        chains.run = run
+        state._targets[1] = len(driver.tokens[1]) + 1
+        result = driver.step([(1, 1)], {1: 4})
+        assert (ints(result.accepted), ints(result.drafted)) == ([1], [])
+        state._targets[1] += 100
+
+
 def test_a_chain_of_guesses_ends_before_what_ends_its_sequence(drive):
     driver, rows = guessing(drive, "EAGLE")
     prompt, ends = ASKED[0], []
