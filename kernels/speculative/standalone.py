@@ -83,6 +83,7 @@ class StandaloneModel:
             load_format = settings.load_format or config.load_format
             rows = head_rows(context, settings.draft_model_path, load_format, whole, self._decoder, ids)
             self._head = VocabularyHead(Group(), context.platform.make_linear(rows, None))
+            self._decoder.head = self._head  # the whole one would take memory for nothing
             self.ids = ids.to(context.platform.device)
         self.parameters, self.weight_bytes = weights.parameters, weights.weight_bytes
         self.width = whole.hidden_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -74,6 +75,15 @@ def test_ids_that_the_draft_has_not_are_no_harm(dtype, draft, drive):
     plain = drive(MODEL_DIR, dtype=dtype)
     plain.admit(1, prompt)
     assert plain.generate(1, len(said)) == said
+
+
+def test_an_output_layer_that_is_cut_is_not_held_twice(draft, drive):
+    rows = VOCAB + 8  # of no other test's tensors
+    driver = drive(MODEL_DIR, speculation=SpeculativeSettings("STANDALONE", draft_model_path=draft(rows, False)))
+    gc.collect()
+    held = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.shape[:1] == (rows,)]
+    assert driver.info.draft_weight_bytes
+    assert len(held) == 1, "the table, and no output layer"
 
 
 def test_other_vocabularies_are_refused(draft, drive):
