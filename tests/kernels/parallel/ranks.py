@@ -5,6 +5,7 @@ from __future__ import annotations
 import tests.simulated_npu  # noqa: F401 - where torch_npu is installed, NPUs come before torch
 
 # isort: split
+import gc
 import json
 import os
 import subprocess
@@ -76,6 +77,7 @@ def run(job: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
 
         simulator = active()
         assert simulator is not None
+        gc.collect()  # else graphs of the job before may give theirs back later
         simulator.faults.scarce_streams(0, job["streams_of_rank"][rank])
     info = runner.load()
     driver = Driver(runner, info)
