@@ -5,7 +5,8 @@
 Two engines in this process, one that guesses and one that does not, answer the same prompts in turns; each round
 begins with the other one. Nothing is asked twice, so that n-grams cannot know the answer. Printed for each algorithm
 and batch size: the acceptance length (tokens a verification gives), the share of guesses accepted, tokens a second of
-both, the median ratio of a round, and how many answers differ (greedy ones may, where sums are taken in another order).
+both and their ratio, the median of the rounds' ratios, where a short answer, which is mostly its prompt, weighs as much
+as a long one, and how many answers differ (greedy ones may, where sums are taken in another order).
 ``--hostile`` takes prompts of random tokens that are continued at a high temperature, where hardly a guess can be
 right; ``--adaptive`` adds --speculative-adaptive to each algorithm. Other arguments of the engine that guesses follow
 after ``--``.
@@ -129,7 +130,7 @@ async def _compare(algorithm: str, plain: Engine, guessing: Engine, args: argpar
         steps, drafted, accepted = (
             sum(getattr(each, name) for each in with_) for name in ("steps", "drafted", "accepted")
         )
-        ratio = statistics.median(
+        median = statistics.median(
             (b.tokens / b.seconds) / (a.tokens / a.seconds) for a, b in zip(without, with_, strict=True)
         )
         different = sum(
@@ -138,7 +139,8 @@ async def _compare(algorithm: str, plain: Engine, guessing: Engine, args: argpar
         speeds = [sum(each.tokens for each in side) / sum(each.seconds for each in side) for side in (without, with_)]
         print(
             f"| {algorithm} | {batch} | {1 + accepted / max(steps, 1):.2f} | {accepted / max(drafted, 1):.0%} "
-            f"| {speeds[0]:.0f} | {speeds[1]:.0f} | {ratio:.2f} | {different}/{len(rounds) * batch} |",
+            f"| {speeds[0]:.0f} | {speeds[1]:.0f} | {speeds[1] / speeds[0]:.2f} | {median:.2f} "
+            f"| {different}/{len(rounds) * batch} |",
             flush=True,
         )
 
@@ -176,7 +178,8 @@ def main(argv: list[str]) -> None:
         args.temperature = 2.0 if args.hostile else 0.0
     print(f"{cpu_name()}, {args.device}; {args.tokens} tokens an answer, temperature {args.temperature:g}")
     print(
-        "| algorithm | batch | acceptance length | accepted | plain tokens/s | guessing | ratio | answers that differ |"
+        "| algorithm | batch | acceptance length | accepted | plain tokens/s | guessing | ratio | median of the rounds "
+        "| answers that differ |"
     )
-    print("|---|---:|---:|---:|---:|---:|---:|---:|")
+    print("|---|---:|---:|---:|---:|---:|---:|---:|---:|")
     asyncio.run(_run(args))
