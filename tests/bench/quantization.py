@@ -1,12 +1,12 @@
 """What quantization costs in accuracy and gains in bytes and speed, in process, without a server.
 
     python -m tests.bench quantization [--schemes int8 fp8] [--checkpoints gptq-4] [--shapes understudy 0.6b]
-                                            [--caches int8 fp8_e4m3 fp8_e4m3:none]
+                                            [--caches int8 fp8_e4m3 fp8_e4m3:none] [--made DIR ...]
 
 ``--schemes``: values of --quantization, and of shapes with made-up weights checkpoints, too: w4a16 and w8a16 (GPTQ in
 groups of 128), compressed-w8a8, and gguf-q4_k_m and the like. ``--checkpoints``: layouts that the model in the box is
 written in first; see ``CHECKPOINTS``, "all" for each. They are made by rounding alone; static scales of inputs are
-those of 2048 tokens.
+those of 2048 tokens. ``--made``: directories of checkpoints of the model in the box that a tool has written.
 
 First table: the model in the box under every scheme: perplexity of held-out documents (a seed that no training saw; the
 parts that training counts), how much worse it is than that of bf16 and may be at most (1 % at 6 to 8 bits, 5 % at 4 and
@@ -99,6 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--schemes", nargs="*", default=list(ONLINE), choices=[*ONLINE, *MADE_UP, *FILES])
     parser.add_argument("--checkpoints", nargs="*", default=[], choices=["all", *CHECKPOINTS])
+    parser.add_argument("--made", nargs="*", type=Path, default=[], help="directories of such checkpoints by a tool")
     parser.add_argument("--shapes", nargs="*", default=["understudy", "0.6b"], choices=[*SHAPES, "understudy", "8b"])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--caches", nargs="*", default=[], choices=CACHES)
@@ -119,6 +120,7 @@ def main(argv: list[str] | None = None) -> int:
     layouts = list(CHECKPOINTS) if given.checkpoints == ["all"] else given.checkpoints
     with tempfile.TemporaryDirectory() as directory:
         box = {name: write(name, Path(directory) / name) for name in layouts}
+        box |= {path.name: path for path in given.made}
         if not given.skip_accuracy:
             own = [scheme for scheme in schemes if scheme not in MADE_UP | FILES]
             _scores([*own, *box], box, given.device, given.chunk)
@@ -148,7 +150,7 @@ def _scores(schemes: list[str], box: dict[str, Path], device: str, chunk: int) -
         found = process.first
         base = base or found["perplexity"]
         worse = 100 * (found["perplexity"] / base - 1)
-        limit = None if scheme == FLOATS else limit_of(scheme)
+        limit = None if scheme == FLOATS or scheme not in {*ONLINE, *CHECKPOINTS} else limit_of(scheme)
         told = "" if limit is None else f"{limit:g} %" if worse <= limit else f"{limit:g} %: missed"
         share = 100 * found["right"] / found["asked"]
         print(
