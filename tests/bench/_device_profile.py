@@ -9,11 +9,12 @@ __all__ = ["profiled"]
 
 _PROMPTS = "_prefill"  # a kernel that only steps with prompts have
 _LAST = "_leave"  # the last kernel of a step
+_COPIES = ("Mem", "mem")  # between host and device, and on it: no work of a step
 
 
 def profiled(work: Callable[[], Any], most: int = 28) -> tuple[str, list[str]]:
-    """Do ``work`` under the profiler: how long the device was busy, how much of the decodes behind the last prompt it
-    was not, and a line for each of the ``most`` kernels and copies that took longest: milliseconds in all, calls,
+    """Do ``work`` under the profiler: how long the device was busy, for how much of the decodes behind the last prompt no
+    kernel ran, and a line for each of the ``most`` kernels and copies that took longest: milliseconds in all, calls,
     microseconds a call, name.
     """
     import torch
@@ -43,16 +44,18 @@ def profiled(work: Callable[[], Any], most: int = 28) -> tuple[str, list[str]]:
 
 
 def _idle(spans: Sequence[tuple[float, float, str]]) -> str:
-    """Of the steps that only decode: how much of the time between them, and in all, nothing ran."""
-    prompts = max((end for _, end, name in spans if name.startswith(_PROMPTS)), default=0.0)
-    ends = [end for _, end, name in spans if name.startswith(_LAST) and end > prompts]
+    """Of the steps that only decode: how much of the time no kernel ran, in all and between the last kernel of one and
+    the first of the next."""
+    kernels = [span for span in spans if not span[2].startswith(_COPIES)]
+    prompts = max((end for _, end, name in kernels if name.startswith(_PROMPTS)), default=0.0)
+    ends = [end for _, end, name in kernels if name.startswith(_LAST) and end > prompts]
     if len(ends) < 2:
         return ""
     between, idle, reached, after = 0.0, 0.0, ends[0], True
-    for begin, end, name in spans:
+    for begin, end, name in kernels:
         if ends[0] <= begin < ends[-1]:
             idle += (gap := max(0.0, begin - reached))
             between += gap if after else 0.0
             reached, after = max(reached, end), name.startswith(_LAST)
     took = (ends[-1] - ends[0]) / 100
-    return f"; {len(ends) - 1} decodes: idle {idle / took:.1f} % of the time, {between / took:.1f} % between them"
+    return f"; {len(ends) - 1} decodes: idle {idle / took:.1f} % of the time, {between / took:.2f} % between them"
