@@ -13,8 +13,8 @@ _COPIES = ("Mem", "mem")  # between host and device, and on it: no work of a ste
 
 
 def profiled(work: Callable[[], Any], most: int = 28) -> tuple[str, list[str]]:
-    """Do ``work`` under the profiler: how long the device was busy, for how much of the decodes behind the last prompt no
-    kernel ran, and a line for each of the ``most`` kernels and copies that took longest: milliseconds in all, calls,
+    """Do ``work`` under the profiler: how long the device was busy, for how much of the decodes behind the last prompt
+    no kernel ran, and a line for each of the ``most`` kernels and copies that took longest: milliseconds in all, calls,
     microseconds a call, name.
     """
     import torch
