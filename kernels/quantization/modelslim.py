@@ -37,6 +37,7 @@ from kernels.load_error import LoadError
 from kernels.models.config import ConfigError
 from kernels.models.names import is_projection
 from kernels.quantization.four_bits import four_by_eight, signed, stored_pairs
+from kernels.quantization.microscaling import MX_GROUP, exponents
 from kernels.quantization.packed import FLOATS
 from kernels.quantization.scheme import Files, Scheme, Shapes, Stored
 from kernels.quantization.weights import Fp8Weight, GroupedWeight, Int8Weight, QuantizedWeight, StaticActivation
@@ -46,8 +47,6 @@ __all__ = ["ModelSlim", "description_file", "read_description"]
 _STATIC, _PACKED, _MX, _PAIRS = "W8A8", "W4A16", "W8A8_MXFP8", "W4A8_DYNAMIC"
 _DYNAMIC = ("W8A8_DYNAMIC", "W8A8_MIX", "W4A4_DYNAMIC")
 _TYPES = ("FLOAT", _STATIC, *_DYNAMIC, _PAIRS, "W8A16", _PACKED, _MX)
-_MX_GROUP = 32
-_NO_NUMBER = 255
 _PREFIXES = (
     ("model.language_model.", "model."),
     ("language_model.model.", "model."),
@@ -117,7 +116,7 @@ class ModelSlim(Scheme):
         if kind == "FLOAT":
             return None
         if kind == _MX:
-            scales = (outputs, -(-inputs // _MX_GROUP))
+            scales = (outputs, -(-inputs // MX_GROUP))
             return {
                 f"{module}.weight": Stored(("F8_E4M3",), (shape,)),
                 f"{module}.weight_scale": Stored(("U8", "F8_E8M0"), (scales,)),
@@ -149,11 +148,8 @@ class ModelSlim(Scheme):
         if kind == _STATIC:
             return _static(files, module)
         if kind == _MX:
-            exponents = files.read(f"{module}.weight_scale").view(torch.uint8)
-            if bool((exponents == _NO_NUMBER).any()):
-                raise LoadError(f"{module}.weight_scale has what is no number ({_NO_NUMBER}); download it again")
-            exponents = exponents.view(torch.float8_e8m0fnu)
-            return Fp8Weight(files.read(f"{module}.weight"), exponents, (1, _MX_GROUP))
+            scales = exponents(files, f"{module}.weight_scale")
+            return Fp8Weight(files.read(f"{module}.weight"), scales, (1, MX_GROUP))
         scales = _positive(files, f"{module}.weight_scale").reshape(shape[0], -1)
         if kind == _PACKED:
             values = files.read(f"{module}.weight_packed").contiguous().view(torch.uint8)

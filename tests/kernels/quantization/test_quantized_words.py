@@ -52,6 +52,7 @@ def whole(bits=4, **more):
 ROWS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 STATIC = {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "tensor", "dynamic": False}
+MX4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
 PACKED = "pack-quantized"
 ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 16, "sym": False, "data_type": "int"}
 LAYOUTS = {
@@ -128,6 +129,12 @@ def rotated(location):
     """Settings of a checkpoint with a rotation."""
     one = {"targets": ["re:.*down_proj"], "location": location, "inverse": False, "ignore": []}
     return {"transform_config": {"config_groups": {"R4": {"type": "hadamard", "apply": [one]}}}}
+
+
+def clipping(value):
+    settings = compressed("int-quantized", ROWS)
+    settings["config_groups"]["group_0"]["activation_use_clip"] = value
+    return settings
 
 
 @pytest.mark.parametrize("more", [{"sparsity_config": None, "ignore": None}, {"transform_config": {}}])
@@ -313,13 +320,32 @@ def test_a_group_size_that_is_not_the_checkpoints_is_told(method, reference, dri
         ({"quant_method": "fp8", "ignored_layers": [7]}, r"ignored_layers must be a list of modules, and is \[7\]"),
         (compressed("int-quantized", ROWS) | {"sparsity_config": 7}, "sparse weights"),
         (compressed(PACKED, whole(3)), "int weights of 3 bits, a scale for each group .* is not read"),
-        (compressed(PACKED, whole(group_size=None)), "group_size is missing"),
-        (compressed("nvfp4-pack-quantized", whole(type="float")), "float weights of 4 bits"),
+        (compressed(PACKED, whole(group_size=None)), r"config_groups\.group_0\.weights: .* requires group_size"),
+        (compressed("nvfp4-pack-quantized", whole(type="float")), r"float weights of 4 bits.* groups of 16 \(strategy"),
+        (compressed("mxfp8-quantized", whole(8, type="float")), "floats of 8 bits in groups of 32"),
+        (compressed("mxfp4-pack-quantized", MX4 | {"symmetric": False}), "its weights must be symmetric"),
+        (compressed("mxfp4-pack-quantized", MX4, TOKENS), "its inputs must be floats"),
+        (compressed("marlin-24", whole()), r"\(marlin-24\): this is not read"),
         (compressed("int-quantized", ROWS, TOKENS | {"num_bits": 4}), "inputs of int 4"),
         (compressed("int-quantized", ROWS, TOKENS | {"symmetric": False}), "must be symmetric"),
         (compressed("int-quantized", ROWS, targets=["re:("]), r"'re:\(' is no regular expression"),
         (compressed("int-quantized", ROWS) | {"config_groups": {}}, "config_groups is empty"),
-        (compressed("int-quantized", {"num_bits": "eight"}), r"config_groups.*num_bits"),
+        (
+            compressed("int-quantized", {"num_bits": "eight"}),
+            r"config_groups\.group_0\.weights\.num_bits: Input should",
+        ),
+        (compressed("int-quantized", ROWS | {"bits": 8}), r"config_groups\.group_0\.weights\.bits: Extra inputs"),
+        (compressed("int-quantized", ROWS | {"strategy": "row"}), r"config_groups\.group_0\.weights\.strategy: "),
+        (compressed("int-quantized", ROWS | {"group_size": "x"}), "'<' not supported"),
+        (compressed("int-quantized", ROWS | {"symmetric": False}), "not packed must be symmetric"),
+        (compressed("int-quantized", None, TOKENS), r"config_groups\.group_0\.weights is missing"),
+        (
+            compressed("int-quantized", ROWS) | {"config_groups": {"W9A9": ["Linear"]}},
+            "Unknown preset scheme name W9A9",
+        ),
+        (compressed("int-quantized", ROWS) | {"config_groups": 7}, r"quantization_config: config_groups: Input should"),
+        (clipping("yes"), r"activation_use_clip must be true or false, and is 'yes'"),
+        (compressed("int-quantized", ROWS) | {"transform_config": {"a": 1}}, r"transform_config\.config_groups: Field"),
         (compressed("int-quantized", ROWS) | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse"),
         (compressed("int-quantized", ROWS) | rotated("input"), "transform_config has R4, which rotates by input"),
     ],

@@ -1,0 +1,184 @@
+"""``quantization_config`` of ``quant_method: compressed-tensors``, by the maintained package of that name: it checks
+the settings, knows presets and defaults, and says which target a module is meant by.
+
+Taken off before, for the package knows neither: ``activation_use_clip`` of a group, which Ascend's tools write, and an
+``actorder`` by which the groups of inputs are stored (group, dynamic, true), which packages after 0.19 refuse and
+checkpoints still have.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kernels.models.config import ConfigError
+
+if TYPE_CHECKING:
+    from compressed_tensors.quantization import QuantizationArgs
+
+__all__ = ["Group", "Settings", "plain"]
+
+_EXPERTS = "MoEGMM"
+"""What Ascend's tools call all experts among the targets."""
+_STORED_ORDERS = ("group", "dynamic")
+_TOOL = "use a checkpoint that llm-compressor wrote"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Modules that are rounded alike. ``format``: a name of compressed_tensors.config.CompressionFormat. ``ordered``:
+    inputs are in groups as ``weight_g_idx`` says. ``clips``: ``activation_use_clip``."""
+
+    name: str
+    format: str
+    weights: QuantizationArgs
+    inputs: QuantizationArgs | None
+    ordered: bool
+    clips: bool
+
+    @property
+    def type(self) -> str:
+        """int or float."""
+        return plain(self.weights.type)
+
+    @property
+    def strategy(self) -> str:
+        """What of a weight shares a scale."""
+        return plain(self.weights.strategy)
+
+
+def plain(value: object) -> str:
+    """One of the package's enumerations, which keep values of their own where a setting was left out, as it is
+    written in config.json."""
+    return str(getattr(value, "value", value))
+
+
+class Settings:
+    """Raises ConfigError, naming the field, also where the package is not installed."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        try:
+            from compressed_tensors.quantization import QuantizationConfig
+            from compressed_tensors.transform import TransformConfig
+            from compressed_tensors.utils import match
+        except ImportError as error:
+            raise ConfigError(
+                "this checkpoint is quantized by compressed-tensors, whose settings are read by the package of that "
+                f"name ({error}); install it: pip install 'troupe-llm[compressed-tensors]'"
+            ) from error
+        rest, ordered, clips = _taken_off(settings)
+        found = _validated(QuantizationConfig, rest, "")
+        _check_transforms(TransformConfig, settings.get("transform_config"))
+        sparsity = settings.get("sparsity_config") or {}
+        if not isinstance(sparsity, Mapping) or sparsity.get("format", "dense") != "dense":
+            raise ConfigError(
+                "quantization_config: sparse weights are not read; use a checkpoint without sparsity_config"
+            )
+        if not found.config_groups and found.kv_cache_scheme is None:
+            raise ConfigError(f"quantization_config: config_groups is empty; {_TOOL}")
+        self.groups: list[Group] = []
+        self._targets: dict[str, Group] = {}
+        for name, scheme in found.config_groups.items():
+            where = f"quantization_config: config_groups.{name}"
+            if scheme.weights is None:
+                raise ConfigError(f"{where}.weights is missing: inputs alone are not rounded; {_TOOL}")
+            if scheme.output_activations is not None:
+                raise ConfigError(f"{where}.output_activations: outputs are not rounded; use a checkpoint without it")
+            form = plain(scheme.format or found.format)
+            group = Group(name, form, scheme.weights, scheme.input_activations, name in ordered, name in clips)
+            self.groups.append(group)
+            self._targets |= dict.fromkeys(scheme.targets, group)
+        self._ignore = found.ignore or []
+        for target in (*self._targets, *self._ignore):
+            _check(target)
+        self._match = match
+        self._linear = torch.nn.Linear(1, 1, device="meta")
+
+    def group_of(self, module: str) -> Group | None:
+        """None for one that is not rounded. Whole names come before patterns, and both before all ``Linear``."""
+        if self._match.is_match(module, self._linear, self._ignore) or any(_holds(t, module) for t in self._ignore):
+            return None
+        found = self._match.match_targets(module, self._linear, self._targets)
+        named = [target for target in found if self._match.match_name(module, target)]
+        held = [target for target in self._targets if _holds(target, module)]
+        return next((self._targets[target] for target in (*named, *held, *found)), None)
+
+
+def _holds(target: str, module: str) -> bool:
+    """Whether a target that names experts as a whole means this one."""
+    if target == _EXPERTS:
+        return ".experts." in module
+    return target.endswith(".experts") and not target.startswith("re:") and module.startswith(f"{target}.")
+
+
+def _taken_off(settings: Mapping[str, Any]) -> tuple[dict[str, Any], set[str], set[str]]:
+    """What the package reads, and the groups whose inputs are stored in an order, and those that clip inputs."""
+    rest, ordered, clips = copy.deepcopy(dict(settings)), set(), set()
+    groups = rest.get("config_groups")
+    for name, group in groups.items() if isinstance(groups, dict) else ():
+        if not isinstance(group, dict):
+            continue
+        clip = group.pop("activation_use_clip", False)
+        if not isinstance(clip, bool):
+            raise ConfigError(
+                f"quantization_config: config_groups.{name}.activation_use_clip must be true or false, and is {clip!r}"
+            )
+        if clip:
+            clips.add(name)
+        weights = group.get("weights")
+        if isinstance(weights, dict):
+            order = weights.get("actorder")
+            if order is True or (isinstance(order, str) and order.lower() in _STORED_ORDERS):
+                ordered.add(name)
+                del weights["actorder"]
+    return rest, ordered, clips
+
+
+def _validated(model: Any, settings: object, where: str) -> Any:
+    """``settings`` as an object of the package. Raises ConfigError."""
+    from pydantic import ValidationError
+
+    try:
+        return model.model_validate(settings)
+    except ValidationError as error:
+        told = "; ".join(
+            dict.fromkeys(_told(found, where) for found in error.errors() if "list[str]" not in found["loc"])
+        )
+        raise ConfigError(f"quantization_config: {told or error}; {_TOOL}") from error
+    except (AttributeError, KeyError, NotImplementedError, TypeError) as error:  # of the package's own validators
+        raise ConfigError(f"quantization_config: {where}{error}; {_TOOL}") from error
+
+
+def _told(error: Mapping[str, Any], where: str) -> str:
+    """One thing that is wrong, by the path of its field. A group may be a preset's targets, too: which of both the
+    package tried is part of its path."""
+    path = ".".join(str(part) for part in error["loc"] if "QuantizationScheme" not in str(part))
+    return f"{where}{path}: {error['msg'].removeprefix('Value error, ').splitlines()[0]}"
+
+
+def _check(target: str) -> None:
+    """Raises ConfigError."""
+    if target.startswith("re:"):
+        try:
+            re.compile(target[3:])
+        except re.error as error:
+            raise ConfigError(f"quantization_config: {target!r} is no regular expression: {error}") from error
+
+
+def _check_transforms(model: Any, config: object) -> None:
+    """Rotations that were multiplied into weights are of no concern; those of inputs, outputs or caches would have to
+    be computed. Raises ConfigError."""
+    if not config:
+        return
+    for name, scheme in _validated(model, config, "transform_config.").config_groups.items():
+        for applied in scheme.apply:
+            if applied.is_online():
+                raise ConfigError(
+                    f"quantization_config: transform_config has {name}, which rotates by {applied.location} while the "
+                    "model runs: this is not read; use a checkpoint whose rotations are in its weights alone"
+                )

@@ -1,0 +1,48 @@
+"""Floats of 4, 6 and 8 bits of which groups along the inputs share a power of two (OCP Microscaling Formats, 1.0).
+
+Numbers of e2m1 (4 bits) and e2m3 (6) are numbers of e4m3, too: all are kept so, which every device has a way to
+multiply, and nothing is rounded again.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.load_error import LoadError
+from kernels.quantization.scheme import Files
+
+__all__ = ["MX_GROUP", "exponents", "from_e2m1", "from_e2m3"]
+
+MX_GROUP = 32
+"""Inputs that share a power of two."""
+
+_NO_NUMBER = 255
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E2M3 = (*(m / 8 for m in range(8)), *((1 + m / 8) * 2**e for e in range(3) for m in range(8)))
+
+
+def exponents(files: Files, name: str) -> Tensor:
+    """A tensor of such powers, e8m0. Raises LoadError where one is none."""
+    found = files.read(name).view(torch.uint8)
+    if bool((found == _NO_NUMBER).any()):
+        raise LoadError(f"{name} has what is no number ({_NO_NUMBER}); download it again")
+    return found.view(torch.float8_e8m0fnu)
+
+
+def from_e2m1(packed: Tensor) -> Tensor:
+    """uint8 [outputs, inputs / 2], of a byte's two the first in its low half -> e4m3 [outputs, inputs]."""
+    return _numbers(torch.stack((packed & 15, packed >> 4), -1).flatten(1), _E2M1)
+
+
+def from_e2m3(packed: Tensor) -> Tensor:
+    """uint8 [outputs, inputs * 3 / 4], four to three bytes from the lowest bits on -> e4m3 [outputs, inputs]."""
+    one, two, three = packed.unflatten(1, (-1, 3)).unbind(-1)
+    four = one & 63, one >> 6 | (two & 15) << 2, two >> 4 | (three & 3) << 4, three >> 2
+    return _numbers(torch.stack(four, -1).flatten(1), _E2M3)
+
+
+def _numbers(codes: Tensor, sizes: tuple[float, ...]) -> Tensor:
+    """``codes`` uint8: an index of ``sizes``, with a sign before it."""
+    table = torch.tensor((*sizes, *(-size for size in sizes))).to(torch.float8_e4m3fn).view(torch.uint8)
+    return table[codes.int()].view(torch.float8_e4m3fn)
