@@ -6,12 +6,15 @@ holds before it waits for that kernel, and for the tokens after it; the barrier 
 ISA, "Asynchronous copy" and "mbarrier"). A stage is multiplied by ``wgmma``, and its place is filled again at once.
 
 One or two programs of a multiprocessor hold all of the weight that fits, and there are about as many as run at once.
-Where rows are cut into parts for that, the part that ends last adds them up, always in the same order.
+Where rows are cut into parts for that, the part that ends last adds them up, always in the same order. Programs come up
+where there is room: as many as there are multiprocessors, with room for two on each, end up two on some and none on
+others, so such programs of many tokens take all of one. Where there are few rows tokens are cut, too: the weight is
+read again then, but from the L2 cache, and there is less to add up.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import triton
@@ -30,19 +33,34 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.cuda.launch import copying
 
-__all__ = ["described", "multiply"]
+__all__ = ["Cut", "cut", "described", "multiply"]
 
 _ROWS: Final = 64  # of the weight: what wgmma takes
 _BLOCK: Final = 128  # inputs of a stage
 _WARPS: Final = 4  # what wgmma takes
 _LEAST: Final = 16  # tokens
-_STAGES: Final = {16: (5, 3), 32: (5, 2), 64: (3, 2)}
-"""Of so many tokens, and of gated products: what two programs of a multiprocessor have room for; measured."""
-_PROGRAMS: Final = {16: 264, 32: 132, 64: 132}
-"""Twice or once the multiprocessors of an H200: the more tokens, the more there is to add up. Measured."""
+_MOST: Final = 64
+_STAGES: Final = {16: (5, 3), 32: (5, 2), 64: (6, 2)}
+"""Of so many tokens, and of gated products: what one or two programs of a multiprocessor have room for; measured."""
+_ALONE: Final = {16: 3, 32: 3, 64: 4}
+"""Of gated products whose programs are no more than multiprocessors."""
+_SHALLOW: Final = 3
+"""Of programs of 64 tokens that have few stages, not gated."""
+_MULTIPROCESSORS: Final = 132  # of an H200
+_PROGRAMS: Final = {16: 2 * _MULTIPROCESSORS, 32: _MULTIPROCESSORS, 64: _MULTIPROCESSORS}
+"""The more tokens, the more there is to add up. Measured."""
 _FEW = 48  # programs that are too few
 _LONG = 8  # stages that a part has at least, ...
 _SHORT = 4  # ... or where programs are too few
+_DEEP = 12  # stages of a program that are worth all of a multiprocessor's room
+
+
+class Cut(NamedTuple):
+    """So many tokens and parts of the rows' inputs a program, with so many stages under way."""
+
+    tokens: int
+    splits: int
+    stages: int
 
 
 @gluon.jit
@@ -77,8 +95,8 @@ def _bulk(
     gated: gl.constexpr,
     pdl: gl.constexpr,
 ):
-    """``rows`` outputs a program. ``gated``: the product of as many rows ``outputs`` further down is what silu of the
-    first is multiplied by. What lies outside of ``x`` and ``weight`` is read as zeros.
+    """``rows`` outputs of ``token_block`` tokens a program. ``gated``: the product of as many rows ``outputs`` further
+    down is what silu of the first is multiplied by. What lies outside of ``x`` and ``weight`` is read as zeros.
     """
     like: gl.constexpr = out.dtype.element_ty
     halves: gl.constexpr = 2 if gated else 1
@@ -88,6 +106,7 @@ def _bulk(
     beside: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, warps], [0, 1])
     split, tile = gl.program_id(0), gl.program_id(1)
     row = tile * rows
+    first = gl.program_id(2) * token_block
     steps = (inputs + block - 1) // block
     share = (steps + splits - 1) // splits
     begin = split * share
@@ -109,7 +128,7 @@ def _bulk(
         gdc_wait()
     for stage in gl.static_range(stages):
         at = (begin + stage) * block
-        tma.async_copy_global_to_shared(x, [0, at], bars.index(stage), values.index(stage), pred=stage < count)
+        tma.async_copy_global_to_shared(x, [first, at], bars.index(stage), values.index(stage), pred=stage < count)
     total = gl.zeros([rows, token_block], gl.float32, mma)
     other = gl.zeros([rows, token_block], gl.float32, mma)
     slot = 0
@@ -130,7 +149,7 @@ def _bulk(
         at = (begin + step + stages) * block
         mbarrier.expect(bar, read, pred=more)
         _rows_to(bar, weight, held, slot, row, at, outputs, more, gated)
-        tma.async_copy_global_to_shared(x, [0, at], bar, values.index(slot), pred=more)
+        tma.async_copy_global_to_shared(x, [first, at], bar, values.index(slot), pred=more)
         slot += 1
         if slot == stages:
             slot = 0
@@ -139,6 +158,7 @@ def _bulk(
     token = gl.arange(0, token_block, layout=gl.SliceLayout(0, mma))
     if parted:
         place = of[:, None] * token_block + token[None, :]
+        tile = gl.program_id(2) * gl.num_programs(1) + tile
         part = partial + tile.to(gl.int64) * splits * halves * size
         mine = part + split * halves * size
         gl.store(mine + place, total)
@@ -168,7 +188,7 @@ def _bulk(
         total = gate / (1.0 + gl.exp(-gate)) * other.to(like).to(gl.float32)
     found = gl.convert_layout(total.to(like), beside)
     output = row + gl.arange(0, rows, layout=gl.SliceLayout(1, beside))
-    token = gl.arange(0, token_block, layout=gl.SliceLayout(0, beside))
+    token = first + gl.arange(0, token_block, layout=gl.SliceLayout(0, beside))
     result = out + token[None, :] * outputs + output[:, None]
     gl.store(result, found, mask=(token < tokens)[None, :] & (output < outputs)[:, None])
 
@@ -183,14 +203,22 @@ def _told(dense: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(dense, list(dense.shape), [dense.stride(0), 1], [rows, _BLOCK], layout)
 
 
-def _splits(tokens: int, tiles: int, inputs: int) -> int:
-    """Into how many parts the rows of a weight are cut. ``tokens``: a key of ``_PROGRAMS``."""
+def cut(tokens: int, outputs: int, inputs: int, gated: bool) -> Cut:
+    """How a product of so many ``tokens``, 2 to 64, with so many ``outputs`` is cut."""
+    tiles, block = triton.cdiv(outputs, _ROWS), max(_LEAST, triton.next_power_of_2(tokens))
+    while block > _LEAST and tiles <= _FEW:
+        tiles, block = 2 * tiles, block // 2
     splits, steps = 1, triton.cdiv(inputs, _BLOCK)
-    while 2 * splits * tiles <= _PROGRAMS[tokens]:
+    while 2 * splits * tiles <= _PROGRAMS[block]:
         if steps // (2 * splits) < (_SHORT if splits * tiles < _FEW else _LONG):
             break
         splits *= 2
-    return splits
+    stages = _STAGES[block][gated]
+    if gated and splits * tiles <= _MULTIPROCESSORS:
+        stages = _ALONE[block]
+    elif not gated and block == _MOST and steps // splits < _DEEP:
+        stages = _SHALLOW
+    return Cut(block, splits, stages)
 
 
 def multiply(x: Tensor, weight: TensorDescriptor, bias: Tensor | None, arrived: Tensor, gated: bool) -> Tensor:
@@ -200,13 +228,13 @@ def multiply(x: Tensor, weight: TensorDescriptor, bias: Tensor | None, arrived: 
     every, inputs = weight.shape
     outputs, halves = (every // 2, 2) if gated else (every, 1)
     tiles = triton.cdiv(outputs, _ROWS)
-    token_block = max(_LEAST, triton.next_power_of_2(len(x)))
-    splits = _splits(token_block, tiles, inputs)
+    token_block, splits, stages = cut(len(x), outputs, inputs, gated)
+    parts = triton.cdiv(len(x), token_block)
     out = x.new_empty((len(x), outputs))
-    size = tiles * splits * halves * _ROWS * token_block
+    size = parts * tiles * splits * halves * _ROWS * token_block
     partial = out if splits == 1 else x.new_empty(size, dtype=torch.float32)
     pdl = copying(x.device)
-    _bulk[(splits, tiles)](
+    _bulk[(splits, tiles, parts)](
         _told(x, token_block),
         weight,
         out if bias is None else bias,
@@ -220,7 +248,7 @@ def multiply(x: Tensor, weight: TensorDescriptor, bias: Tensor | None, arrived: 
         token_block,
         _ROWS,
         _BLOCK,
-        _STAGES[token_block][gated],
+        stages,
         _WARPS,
         splits > 1,
         bias is not None,

@@ -27,6 +27,7 @@ _ROUNDS = 7
 _FLUSHED = 256 << 20  # bytes: several times what the L2 cache holds
 _AHEAD = 10  # times that they are written, so that the host has launched all of a way before it begins
 _MARGIN = 0.03  # by which a way must be quicker than the first
+_AFTER = 5.0  # microseconds that it must be quicker by than the preferred one, too: what that saves behind a trial
 _COPIES = 2  # of a layer that is tried
 _ROOM = 2 * _COPIES  # times a weight's bytes that have to be free for them
 _ROUNDING = 0.1  # of a product's norm: more than inputs of 8 bits differ by from inputs of 16
@@ -140,7 +141,8 @@ def choose(shape: Shape, times: Mapping[str, float], preferred: str = "") -> str
     """The quickest by ``times`` in microseconds, or the ``preferred``, else the first, where that is about as quick."""
     first = preferred if preferred in times else next(iter(times))
     quickest = min(times, key=times.__getitem__)
-    found = quickest if times[quickest] < (1 - _MARGIN) * times[first] else first
+    beaten = (1 - _MARGIN) * times[first] - (_AFTER if first == preferred else 0.0)
+    found = quickest if times[quickest] < beaten else first
     told = ", ".join(f"{name} {time:.1f} us" for name, time in times.items())
     _log.info("Product %s: %s; %s is taken.", " x ".join(map(str, shape)), told, found)
     return found

@@ -30,8 +30,6 @@ _MOST_INPUTS = 16384  # a longer row does not fit a block's registers
 _ALIGN = 16
 _ALIGNED = 8  # inputs of 16 bits: the copy engine reads rows that begin at multiples of 16 bytes
 _FEW = 16  # tokens that the matrix unit takes at once, at least
-_SOME = 32  # tokens up to which ``narrow`` was never quicker than ``bulk`` on an H200, ...
-_WIDE = 4096  # ... and inputs from which no number of tokens made it quicker than ``bulk`` and cuBLAS
 
 
 @triton.jit
@@ -151,33 +149,26 @@ class CudaLinear:
             return _multiply(x, self.weight, self.bias, self._gated)
         if not 1 < len(x) <= narrow.MOST_TOKENS:
             return self._many(x)
-        if not (self._mostly_carried(x) and _carried(x, self.weight)):
+        if not _carried(x, self.weight):
             x = x.contiguous()  # part of a wider row has the same ways then, whichever of both was tried
         if self._choices is None:
-            if len(x) <= _SOME and _carried(x, self.weight):
+            if _carried(x, self.weight):
                 return self._bulk(x)
             return self._narrow(x) if narrow.suits(x, self.weight, self._gated) else self._many(x)
         shape = ("in a row", *self.shape, max(_FEW, triton.next_power_of_2(len(x))), x.dtype)
-        # A kernel of cuBLAS lets none behind it start early, which a trial of one product shows in part only: where it
-        # was about as quick, whole steps of few tokens took 5 us a layer more.
-        preferred = "bulk" if len(x) <= _SOME else ""
-        return self._choices.run(shape, self._ways(x), lambda: self._trial(x), preferred)
+        # A kernel of cuBLAS lets none behind it start early, which a trial of products in a row shows in part only:
+        # where it was about as quick, whole steps took 2 to 5 us more for each such product.
+        return self._choices.run(shape, self._ways(x), lambda: self._trial(x), "bulk")
 
     def _ways(self, x: Tensor) -> dict[str, Way]:
         """The ways to multiply a few tokens, by name."""
         ways: dict[str, Way] = {"cuBLAS": lambda: self._many(x)}
-        if _carried(x, self.weight):
+        if _carried(x, self.weight):  # never left to ``narrow``, which was no quicker on an H200
             ways["bulk"] = partial(self._bulk, x)
-            if self._mostly_carried(x):
-                return ways
-        if narrow.able(x, self.weight):
+        elif narrow.able(x, self.weight):
             for name, cut in narrow.cuts(len(x), self.weight, self._gated).items():
                 ways[name] = partial(self._narrow, x, cut)
         return ways
-
-    def _mostly_carried(self, x: Tensor) -> bool:
-        """Whether what ``bulk`` can multiply is never left to ``narrow``, which wants dense tokens."""
-        return len(x) <= _SOME or self.weight.shape[1] >= _WIDE
 
     def _trial(self, x: Tensor) -> dict[str, Way]:
         copies = [CudaLinear(self.weight.clone(), self.bias, None, self._gated) for _ in range(spare(self.weight))]

@@ -26,6 +26,7 @@ __all__ = ["MOST_TOKENS", "Cut", "able", "counters", "cuts", "multiply", "suits"
 
 MOST_TOKENS = 64
 _ROWS = 64
+_CUTS = 4  # of the tokens, at most
 _BLOCK = 128
 _STAGES = 4
 _MANY = 16384  # outputs that fill the device
@@ -158,8 +159,9 @@ def _splits(tokens: int, tiles: int, inputs: int) -> int:
 
 
 def counters(weight: Tensor) -> Tensor:
-    """What ``multiply`` wants to count parts by; they are zero between products."""
-    return torch.zeros(triton.cdiv(len(weight), _ROWS), dtype=torch.int32, device=weight.device)
+    """What ``multiply`` wants to count parts by, here and in ``bulk``, which also cuts tokens; they are zero between
+    products."""
+    return torch.zeros(_CUTS * triton.cdiv(len(weight), _ROWS), dtype=torch.int32, device=weight.device)
 
 
 def cuts(tokens: int, weight: Tensor, gated: bool) -> dict[str, Cut]:

@@ -16,7 +16,10 @@ def test_the_first_is_left_for_what_is_clearly_quicker():
 
 def test_what_is_preferred_has_to_be_beaten_where_it_is_there():
     assert choose(("plain", 16), {"cuBLAS": 10.0, "bulk": 10.2}, "bulk") == "bulk"
-    assert choose(("plain", 16), {"cuBLAS": 10.0, "bulk": 10.5}, "bulk") == "cuBLAS"
+    assert choose(("plain", 16), {"cuBLAS": 34.6, "bulk": 38.0}, "bulk") == "bulk"
+    assert choose(("plain", 16), {"cuBLAS": 200.0, "bulk": 206.0}, "bulk") == "bulk"
+    assert choose(("plain", 16), {"cuBLAS": 34.6, "bulk": 42.0}, "bulk") == "cuBLAS"
+    assert choose(("plain", 16), {"cuBLAS": 200.0, "bulk": 213.0}, "bulk") == "cuBLAS"
     assert choose(("plain", 16), {"cuBLAS": 10.0, "skinny": 9.8}, "bulk") == "cuBLAS"
 
 

@@ -8,6 +8,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+import triton
 from torch import Tensor
 
 import kernels.cuda
@@ -136,7 +137,7 @@ OWN = ("narrow", "narrow, short")
 
 @pytest.mark.parametrize(
     ("tokens", "gated", "names"),
-    [(2, False, OWN), (40, True, OWN), (2, True, ("bulk",)), (40, False, ("bulk", *OWN))],
+    [(2, False, OWN), (40, True, OWN), (2, True, ("bulk",)), (40, False, ("bulk",))],
 )
 def test_products_of_a_few_tokens_are_tried_in_a_row(device, monkeypatch, tokens, gated, names, bulks):
     """Every way is tried, and gives the layer's product."""
@@ -155,7 +156,7 @@ def test_products_of_a_few_tokens_are_tried_in_a_row(device, monkeypatch, tokens
         near(linear(x), wanted)
         near(linear(torch.cat((x, x), 1)[:, :1024]), wanted)  # as hidden states beside captured ones are
     assert list(choices.tried) == ["cuBLAS", *names]
-    assert choices.preferred == ("bulk" if tokens <= 32 else "")
+    assert choices.preferred == "bulk"
     for way in choices.tried.values():
         near(way(), wanted)
 
@@ -200,6 +201,34 @@ def test_products_of_a_few_tokens_by_the_copy_engine(device, tokens, outputs, in
     if device.type == "cpu":
         waited, ended = bulks.Barrier.asked()
         assert waited == ended  # nothing is on its way when a program has ended
+
+
+@pytest.mark.parametrize(
+    ("tokens", "outputs", "inputs", "gated", "parts"),
+    [
+        (64, 6144, 4096, False, 1),
+        (64, 4096, 4096, False, 1),
+        (64, 4096, 14336, False, 1),
+        (64, 5632, 2048, True, 1),
+        (64, 3072, 1024, True, 2),
+        (64, 1024, 2048, False, 4),
+        (33, 1024, 3072, False, 4),
+        (32, 1024, 3072, False, 2),
+    ],
+)
+def test_programs_of_many_tokens_lie_evenly(tokens, outputs, inputs, gated, parts):
+    """As many as an H200 has multiprocessors take all of one, unless tokens are cut until there are more."""
+    cut = bulk.cut(tokens, outputs, inputs, gated)
+    assert triton.next_power_of_2(tokens) // cut.tokens == parts
+    programs = parts * -(-outputs // 64) * cut.splits
+    stage = (64 * (2 if gated else 1) + cut.tokens) * 128 * 2
+    assert programs > 48
+    assert cut.stages * stage <= 227 << 10
+    if cut.tokens > 16 and programs <= 132:
+        assert 2 * cut.stages * stage > 227 << 10
+    assert cut.splits == 1 or inputs // 128 // cut.splits >= 4
+    weight = torch.empty((2 if gated else 1) * outputs, 1)
+    assert len(narrow.counters(weight)) >= parts * -(-outputs // 64)  # each tile of each part has one
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
