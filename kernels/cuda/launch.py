@@ -4,7 +4,8 @@ A decode at a small batch is a chain of some hundred kernels of a few microsecon
 (CUDA programming guide, "Programmatic Dependent Launch and Synchronization"; compute capability 9.0) the blocks of a
 kernel come up while those of its predecessor finish, and wait on the device, in ``gdc_wait``, for its results. Every
 kernel here calls ``gdc_wait`` before it reads or writes anything that another kernel of the step writes or reads. What
-earlier steps wrote may be read before: a step begins with a copy, which nothing behind it overtakes.
+earlier steps wrote may be read before: a step begins with a copy or the begin of a graph, which nothing behind it
+overtakes.
 """
 
 from __future__ import annotations

@@ -25,7 +25,6 @@ from kernels.cuda.attention import AttentionPlan, DecodeRows
 from kernels.cuda.decode import split_count
 from kernels.cuda.graphs import Kind, Put, capture_each, launches_last
 from kernels.cuda.prefill import PrefillBlocks
-from kernels.cuda.sampling import likeliest
 from kernels.cuda.steps import leave
 from kernels.platforms.prepared import StepForward, StepFound
 from kernels.platforms.rows import PromptTokens
@@ -219,12 +218,11 @@ class PromptGraphs:
         plans = {window: AttentionPlan(decodes, blocks, window) for window in self._windows}
         hidden, logits = self._forward(ForwardBatch(self._table[slots, positions], positions, index, plans), last)
         found = torch.empty(rows, dtype=torch.int32, device=state.device)
-        leave(state, self._table, *likeliest(logits), found)
         if self._kept is None:
             most, all_rows = self._most
             self._kept = hidden.new_empty(most, hidden.shape[1]), logits.new_empty(all_rows, logits.shape[1])
         # In places that all graphs share: what each keeps of its own, no other can use.
         kept = StepFound(self._kept[0][:tokens], self._kept[1][:rows], found)
+        leave(state, self._table, logits, kept.logits, found)
         kept.hidden.copy_(hidden)
-        kept.logits.copy_(logits)
         return kept

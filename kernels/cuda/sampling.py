@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -10,19 +12,22 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.cuda.launch import overlapping
 
-__all__ = ["likeliest"]
+__all__ = ["Largest", "best_of", "find_largest", "likeliest"]
 
 _BLOCK = 4096
 
 
-@triton.jit
-def _parts(logits, values, ids, vocab, parts, block: tl.constexpr, pdl: tl.constexpr):
+@triton.jit(do_not_specialize=["keeps"])  # so that it is compiled once
+def _parts(logits, kept, values, ids, vocab, parts, keeps, block: tl.constexpr, pdl: tl.constexpr):
+    """``keeps``, 0 or 1: the logits go to ``kept`` as well."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = part * block + tl.arange(0, block)
     if pdl:
         gdc_launch_dependents()
         gdc_wait()
-    x = tl.load(logits + row * vocab + at, mask=at < vocab, other=-float("inf")).to(tl.float32)
+    x = tl.load(logits + row * vocab + at, mask=at < vocab, other=-float("inf"))
+    tl.store(kept + row * vocab + at, x, mask=(at < vocab) & (keeps > 0))
+    x = x.to(tl.float32)
     x = tl.where(x == x, x, float("inf"))  # a NaN ends up as what fails the row
     best = tl.max(x, 0)
     tl.store(values + row * parts + part, best)
@@ -30,33 +35,66 @@ def _parts(logits, values, ids, vocab, parts, block: tl.constexpr, pdl: tl.const
 
 
 @triton.jit
-def _whole(values, ids, tokens, broken, parts, block: tl.constexpr, pdl: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+def best_of(values, ids, row, parts, block: tl.constexpr):
+    """The token of a row of ``Largest``, and whether the row fails: see ``likeliest``."""
     at = tl.arange(0, block)
-    if pdl:
-        gdc_launch_dependents()
-        gdc_wait()
     value = tl.load(values + row * parts + at, mask=at < parts, other=-float("inf"))
     id_ = tl.load(ids + row * parts + at, mask=at < parts, other=2147483647)
     best = tl.max(value, 0)
     fails = (best == float("inf")) | (best == -float("inf"))
-    token = tl.min(tl.where(value == best, id_, 2147483647), 0)
-    tl.store(tokens + row, tl.where(fails, 0, token).to(tl.int64))
+    return tl.where(fails, 0, tl.min(tl.where(value == best, id_, 2147483647), 0)), fails
+
+
+@triton.jit
+def _whole(values, ids, tokens, broken, parts, block: tl.constexpr, pdl: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
+    token, fails = best_of(values, ids, row, parts, block)
+    tl.store(tokens + row, token.to(tl.int64))
     tl.store(broken + row, fails.to(tl.int8))
+
+
+class Largest(NamedTuple):
+    """Of each part of a row of logits the largest, ``values`` float32 [rows, parts], infinity in place of a NaN, and
+    ``ids`` int32 [rows, parts], the lowest of equals."""
+
+    values: Tensor
+    ids: Tensor
+
+
+def find_largest(logits: Tensor, kept: Tensor | None = None) -> Largest:
+    """``logits`` [rows, vocab], dense, which go to ``kept`` as well, of the same shape and dense, if it is there."""
+    rows, vocab = logits.shape
+    parts = triton.cdiv(vocab, _BLOCK)
+    values = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)
+    ids = torch.empty((rows, parts), dtype=torch.int32, device=logits.device)
+    pdl = overlapping(logits.device)
+    _parts[(rows, parts)](
+        logits,
+        logits if kept is None else kept,
+        values,
+        ids,
+        vocab,
+        parts,
+        int(kept is not None),
+        _BLOCK,
+        pdl,
+        num_warps=8,
+        launch_pdl=pdl,
+    )
+    return Largest(values, ids)
 
 
 def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
     """``logits`` [rows, vocab] -> token ids int64 [rows], the lowest of equals, and bool [rows]: the row holds a NaN or
     +inf, or nothing but -inf; its token is then 0.
     """
-    logits = logits.contiguous()
-    rows, vocab = logits.shape
-    parts = triton.cdiv(vocab, _BLOCK)
-    values = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)
-    ids = torch.empty((rows, parts), dtype=torch.int32, device=logits.device)
+    values, ids = find_largest(logits.contiguous())
+    rows, parts = values.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     broken = torch.empty(rows, dtype=torch.int8, device=logits.device)
     pdl = overlapping(logits.device)
-    _parts[(rows, parts)](logits, values, ids, vocab, parts, _BLOCK, pdl, num_warps=8, launch_pdl=pdl)
     _whole[(rows,)](values, ids, tokens, broken, parts, triton.next_power_of_2(parts), pdl, num_warps=1, launch_pdl=pdl)
     return tokens, broken.view(torch.bool)

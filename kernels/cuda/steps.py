@@ -2,7 +2,8 @@
 
 What a step brings are numbers of rows: slots, lengths, pages. The graph finds their tokens in the table by slot, runs
 the model and its output layer, and writes the likeliest tokens back to the table, where the next step finds them. Rows
-that are sampled otherwise overwrite theirs: the logits are among what a step gives.
+that are sampled otherwise overwrite theirs: the logits are among what a step gives. It also counts the token that each
+row has more, so that nothing goes in where the next step is of the same rows and pages.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
@@ -22,7 +24,7 @@ from kernels.cuda.attention import AttentionPlan, DecodeRows
 from kernels.cuda.decode import split_count
 from kernels.cuda.graphs import Put, capture_each
 from kernels.cuda.launch import overlapping
-from kernels.cuda.sampling import likeliest
+from kernels.cuda.sampling import best_of, find_largest
 from kernels.platforms.prepared import StepForward, StepFound
 from kernels.platforms.rows import StepTokens
 
@@ -63,32 +65,32 @@ def _enter(
     tl.store(index + row, page * page_size + position % page_size, mask=there)
 
 
-@triton.jit(do_not_specialize=["rows", "state_stride", "table_stride"])
+@triton.jit(do_not_specialize=["state_stride", "table_stride"])
 def _leave(
     state,
     table,
-    tokens,
-    broken,
+    values,
+    ids,
     found,
-    rows,
+    parts,
     state_stride,
     table_stride,
     block: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """The next token of rows that grow to the table; those of others to row 0."""
-    row = tl.program_id(0) * block + tl.arange(0, block)
-    there = row < rows
-    own = state + row.to(tl.int64) * state_stride
+    """The next token of a row that grows to the table, and counted; that of another to row 0."""
+    row = tl.program_id(0).to(tl.int64)
+    own = state + row * state_stride
     if pdl:
         gdc_launch_dependents()
         gdc_wait()
-    slot = (tl.load(own, mask=there, other=0) * tl.load(own + 1, mask=there, other=0)).to(tl.int64)
-    length = tl.load(own + 2, mask=there, other=0)
-    token = tl.load(tokens + row, mask=there, other=0).to(tl.int32)
-    fails = tl.load(broken + row, mask=there, other=0) != 0
-    tl.store(table + slot * table_stride + length, token, mask=there)
-    tl.store(found + row, tl.where(fails, -1, token), mask=there)
+    token, fails = best_of(values, ids, row, parts, block)
+    grows = tl.load(own + 1)
+    slot = (tl.load(own) * grows).to(tl.int64)
+    length = tl.load(own + 2)
+    tl.store(table + slot * table_stride + length, token)
+    tl.store(found + row, tl.where(fails, -1, token))
+    tl.store(own + 2, length + grows)
 
 
 def enter(state: Tensor, table: Tensor, page_size: int, tokens: Tensor, positions: Tensor, index: Tensor) -> None:
@@ -114,21 +116,25 @@ def enter(state: Tensor, table: Tensor, page_size: int, tokens: Tensor, position
     )
 
 
-def leave(state: Tensor, table: Tensor, tokens: Tensor, broken: Tensor, found: Tensor) -> None:
-    """``tokens`` int64 and ``broken`` bool [rows], of ``likeliest``, to ``found`` int32 [rows] and to the table."""
-    rows, pdl = len(state), overlapping(state.device)
-    _leave[(triton.cdiv(rows, _BLOCK),)](
+def leave(state: Tensor, table: Tensor, logits: Tensor, kept: Tensor, found: Tensor) -> None:
+    """The likeliest tokens of ``logits`` [rows, vocab] to ``found`` int32 [rows], -1 where ``likeliest`` says that a
+    row fails, and to the table; the logits to ``kept``, as large and dense. A row that grows has a token more in
+    ``state`` then.
+    """
+    values, ids = find_largest(logits.contiguous(), kept)
+    (rows, parts), pdl = values.shape, overlapping(state.device)
+    _leave[(rows,)](
         state,
         table,
-        tokens,
-        broken.view(torch.int8),
+        values,
+        ids,
         found,
-        rows,
+        parts,
         state.stride(0),
         table.stride(0),
-        _BLOCK,
+        triton.next_power_of_2(parts),
         pdl,
-        num_warps=2,
+        num_warps=1,
         launch_pdl=pdl,
     )
 
@@ -161,6 +167,7 @@ class StepGraphs:
         self._kv_heads, self._page_size, self._padded, self._put = kv_heads, page_size, padded, put
         self._state = torch.zeros((rows, _HEADER + columns), dtype=torch.int32, device=device)
         self._state[:, 2] = 1  # a token in the cache
+        self._held = np.full(self._state.shape, -1, dtype=np.int32)  # what the device has, once it was brought
         self._tokens = torch.zeros(rows, dtype=torch.int32, device=device)
         self._positions, self._index = torch.zeros((2, rows), dtype=torch.int64, device=device)
         self._logits: Tensor | None = None
@@ -178,11 +185,21 @@ class StepGraphs:
         state[count:, 2] = 1  # rows that there are not see a token of the dump page
         state[:count, 0], state[:count, 1], state[:count, 2] = given.slots, given.grows, given.lengths
         state[:count, _HEADER:] = given.pages
-        self._state[:size, : state.shape[1]].copy_(self._put(state))
+        self._bring(state)
         step = self._steps[size]
         step.replay()
         found = step.found
         return StepFound(found.hidden[:count], found.logits[:count], found.likeliest[:count])
+
+    def _bring(self, state: npt.NDArray[np.int32]) -> None:
+        """``state`` to the device, unless it is what the step before has left there: most steps are of the rows of the
+        one before, and of no page more."""
+        rows, columns = state.shape
+        held = self._held[:rows, :columns]
+        if not np.array_equal(held, state):
+            self._state[:rows, :columns].copy_(self._put(state))
+            held[:] = state
+        held[:, 2] += held[:, 1]
 
     def _run(self, size: int) -> StepFound:
         state, context = self._state[:size], (self._state.shape[1] - _HEADER) * self._page_size
@@ -192,10 +209,9 @@ class StepGraphs:
         plans = {window: AttentionPlan(decodes, None, window) for window in self._windows}
         hidden, logits = self._forward(ForwardBatch(tokens, positions, index, plans), None)
         found = torch.empty(size, dtype=torch.int32, device=state.device)
-        leave(state, self._table, *likeliest(logits), found)
         if self._logits is None:  # the largest step comes first
-            self._logits = torch.empty_like(logits)
+            self._logits = logits.new_empty(logits.shape)
         # In a place that all graphs share: what each keeps of its own, no other can use.
         kept = self._logits[:size]
-        kept.copy_(logits)
+        leave(state, self._table, logits, kept, found)
         return StepFound(hidden, kept, found)

@@ -59,7 +59,7 @@ def smalls(dtype):
     state, table = empty(5, 3 + 129, dtype=torch.int32), empty(65, 8196, dtype=torch.int32)
     tokens, positions = empty(5, dtype=torch.int32), empty(5, dtype=torch.int64)
     enter(state, table, 64, tokens, positions, positions)
-    leave(state, table, positions, empty(5, dtype=torch.bool), tokens)
+    leave(state, table, empty(5, 151936, dtype=dtype), empty(5, 151936, dtype=dtype), tokens)
     for (heads, kv_heads, dim), normed in ((LLAMA, False), (QWEN, True), (SMALL, False)):
         weight = empty(heads + kv_heads, dim, dtype=dtype) if normed else None
         for tokens in (16, 100):

@@ -87,6 +87,49 @@ def test_a_step_reads_the_table_and_writes_to_it(made, count):
     assert torch.equal(after[1:], before[1:])
 
 
+def test_a_step_of_the_same_rows_brings_nothing(made):
+    graphs, table, cache, _ = made
+    brought, put = [], graphs._put
+    graphs._put = lambda array: brought.append(len(array)) or put(array)
+    slots, lengths, grows = np.array([5, 2, 3]), np.array([17, 30, 8]), np.array([True, True, False])
+    pages = 1 + np.arange(4 * COLUMNS, dtype=np.int32).reshape(4, COLUMNS)
+    some = pages[:3, :2]
+
+    def run(slots, lengths, grows, pages):
+        """What a step gives, and what it gives where all is brought."""
+        kept = table.clone(), cache.clone()
+        found = graphs.run(StepTokens(slots, lengths, grows, pages))
+        again = found.likeliest.tolist(), found.logits.clone(), table.clone(), cache.clone()
+        table.copy_(kept[0])
+        cache.copy_(kept[1])
+        count = len(brought)
+        held, state = graphs._held.copy(), graphs._state.clone()
+        graphs._held[:] = -1
+        right = graphs.run(StepTokens(slots, lengths, grows, pages))
+        assert len(brought) == count + 1
+        del brought[count:]
+        assert np.array_equal(graphs._held[: len(slots), :5], held[: len(slots), :5])
+        assert torch.equal(graphs._state[: len(slots), :5], state[: len(slots), :5])
+        assert again[0] == right.likeliest.tolist()
+        for mine, other in zip(again[1:], (right.logits, table, cache), strict=True):
+            torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
+
+    run(slots, lengths, grows, some)
+    assert brought == [4]
+    run(slots, lengths + grows, grows, some)  # the last is read again, as rows that do not grow are
+    assert brought == [4]
+    run(slots, lengths + 2 * grows, np.array([True, True, True]), some)
+    assert brought == [4, 4]
+    run(slots, lengths + 2 * grows + 1, np.array([True, True, True]), some)
+    assert brought == [4, 4]
+    run(slots, lengths + 2 * grows + 2, np.array([True, True, True]), pages[:3, :3])  # a page more
+    assert brought == [4, 4, 4]
+    run(slots[:2], lengths[:2] + 5, grows[:2], pages[:2, :3])  # fewer rows
+    assert brought == [4, 4, 4]
+    run(slots[::-1], lengths[::-1] + 5, np.array([True, True, True]), pages[2::-1, :3])
+    assert brought == [4, 4, 4, 4]
+
+
 def test_a_step_that_no_graph_fits(made):
     graphs = made[0]
     slots = np.array([1, 2, 3, 4, 5])
