@@ -128,7 +128,10 @@ class Worker(Actor[WorkerProtocol]):
             result = StepResult(result.number, accepted=b"", tokens=b"")
         whole = result.timing.whole
         timing = msgspec.structs.replace(
-            result.timing, queued=max(0.0, begun - sent), whole=whole + waited if whole else 0.0
+            result.timing,
+            queued=max(0.0, begun - sent),
+            whole=whole + waited if whole else 0.0,
+            seen=result.timing.seen + waited if whole else 0.0,
         )
         result = msgspec.structs.replace(result, timing=timing)
         if not traces:

@@ -147,7 +147,7 @@ class ModelRunner:
         self._tenants.update(batch, answer.failed, granted)
         steady = self._captured.steady
         if steady is not None and not (answer.failed or batch.drafts) and steady.fits(batch):
-            result = self._run_steady(steady, batch, begun)
+            result = self._run_steady(steady, batch, begun, answer.draft)
             if result is not None:
                 return result
         if chains is not None and batch.drafts and not answer.failed and chains.fits(batch):
@@ -229,10 +229,10 @@ class ModelRunner:
         return self._running(batch.number, answer, writes, begun, prepared)
 
     def _run_steady(
-        self, steady: SteadyDecodes, batch: StepBatch, begun: float, vain: bool = False
+        self, steady: SteadyDecodes, batch: StepBatch, begun: float, seen: float = 0.0, vain: bool = False
     ) -> RunningStep | None:
-        """None when it is not for them, or a row is not finite: then nothing was done that is not done again. ``vain``:
-        guesses were asked for."""
+        """None when it is not for them, or a row is not finite: then nothing was done that is not done again. ``seen``:
+        seconds that observing took. ``vain``: guesses were asked for."""
         prepared = time.perf_counter()
         tokens = steady.run()
         if tokens is None:
@@ -247,7 +247,9 @@ class ModelRunner:
             else:
                 self._speculator.show_later(steady.slots, features)
         ended = self._ended = time.perf_counter()
-        timing = StepTiming(prepare=prepared - begun, run=ended - prepared, graph_rows=rows, whole=ended - begun)
+        timing = StepTiming(
+            prepare=prepared - begun, run=ended - prepared, graph_rows=rows, whole=ended - begun, seen=seen
+        )
         result = StepResult(batch.number, accepted=batch.counts, tokens=tokens, timing=timing)
         return RunningStep(lambda: result, True, self._rest if vain else None)
 
@@ -261,7 +263,7 @@ class ModelRunner:
         if found.idle:
             steady = self._captured.steady
             fits = steady is not None and steady.fits(batch)
-            return self._run_steady(steady, batch, begun, vain=True) if steady is not None and fits else None
+            return self._run_steady(steady, batch, begun, seen, True) if steady is not None and fits else None
         prepared, ended = found.drafted_at, time.perf_counter()
         self._ended = ended
         timing = StepTiming(

@@ -97,6 +97,8 @@ class StepTiming(msgspec.Struct, frozen=True, array_like=True):
     """Seconds. ``queued``: from its sending to its start; ``prepare``: building inputs; ``run``: model and
     sampling; ``draft``: of ``prepare``, observing and drafting; ``whole``: from start, or from the end of the step
     before if that was later, to end, and while it waited for what a step with guesses left to do once it was answered.
+    ``seen``: of ``whole``, for showing a draft what the steps before had left; told of decodes without guesses, by a
+    runner whose device is the host.
 
     ``graph_rows``: rows that ran in a captured graph.
     """
@@ -107,6 +109,7 @@ class StepTiming(msgspec.Struct, frozen=True, array_like=True):
     graph_rows: int = 0
     draft: float = 0.0
     whole: float = 0.0
+    seen: float = 0.0
 
 
 class RowError(msgspec.Struct, frozen=True, array_like=True):

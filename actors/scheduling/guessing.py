@@ -110,7 +110,7 @@ class Guessing:
             elif flight.ahead:
                 steps.vain(flight.adapted, result.timing.whole)
             else:
-                steps.timed(flight.adapted, 0, 0, result.timing.whole, 0)
+                steps.timed(flight.adapted, 0, 0, result.timing.whole, 0, result.timing.seen)
             return
         drafted, accepted, depths = (
             np.frombuffer(part, dtype=np.int32) for part in (result.drafted, result.accepted, result.depths)

@@ -239,7 +239,7 @@ class Planner:
         scores = StepScores(result) if result.logprobs else None
         prompts = PromptScores(result) if result.prompt_rows else None
         failed = {(error.slot, error.generation): error.message for error in result.failed}
-        if self._guessing is not None:
+        if self._guessing is not None and (flight.adapted or flight.decodes < len(flight.samples)):
             self._guessing.learn(flight, result)
         emissions: list[Emission] = []
         index = 0

@@ -18,7 +18,6 @@ from typing import Annotated
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from kernels.speculative.budget import Budget
 
@@ -67,8 +66,6 @@ DEARER, CHEAPER = 1, 8
 """Weights of steps that took longer and less long than expected: nothing makes a step shorter, much makes it longer."""
 GUESSED = (0.3, 0.08, 0.03)
 """Start, level and node in plain steps, before any was timed; and how much each may be to blame for a surprise."""
-
-Reals = npt.NDArray[np.float64]
 
 
 class AdaptiveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -119,9 +116,10 @@ class _Cost:
             self.shares = (like.start / like.plain, like.per_level / like.plain, like.per_node / like.plain)
         self.plain = self.start = self.per_level = self.per_node = 0.0
 
-    def learn(self, levels: int, nodes: int, seconds: float, weight: float) -> None:
+    def learn(self, levels: int, nodes: int, seconds: float, weight: float, seen: float = 0.0) -> None:
         paused, self.paused = self.paused, not nodes
         if not nodes:
+            seconds -= seen  # or a plain step held to be dear never proves cheap: each follows one with guesses then
             self.seen += 1
             if self.seen <= TRIALS and not self.guesses:  # what runs for the first time is slow
                 self.plain = min(seconds, self.plain or seconds)
@@ -154,9 +152,9 @@ class _Cost:
         least = -1.0 if self.guesses <= TRIALS else -DEBT
         self.credit = min(max(self.credit + max(gain, least), -DEBT), SAVINGS)
 
-    def saved(self) -> None:
-        """A step without guesses went by."""
-        self.credit = max(self.credit, min(self.credit + PROBING, DEBT))
+    def saved(self, steps: int) -> None:
+        """Steps without guesses went by."""
+        self.credit = max(self.credit, min(self.credit + PROBING * steps, DEBT))
 
     def expected(self, levels: int, nodes: int) -> float:
         return self.plain + self.start + self.per_level * levels + self.per_node * nodes
@@ -179,6 +177,7 @@ class AdaptiveSteps:
         self._guessing = 0  # steps with guesses since the last without
         self._idle: _Cost | None = None  # where no row guessed, and nothing was learnt of any since
         self._rest = SOONEST  # steps between two in which such a batch is thought over
+        self._slept = 0  # steps that rested and are not counted yet where they pay in
         self._interval = SOONEST  # a new request's
         self._size: _Cost | None = None  # of the last step
         self._lasted = 0  # steps of that size before it
@@ -192,11 +191,12 @@ class AdaptiveSteps:
     def rests(self, rows: int) -> bool:
         """Whether ``choose`` for the ``rows`` of the last step would let none of them guess, without a look at them;
         it need not be asked then."""
-        if self._idle is None or self._cost(rows) is not self._idle or not (self._steps + 1) % self._rest:
+        step = self._steps + 1
+        if self._idle is None or self._costs.get(rows.bit_length()) is not self._idle or not step % self._rest:
             return False
-        self._steps += 1
-        if not self.times:  # those that are timed are counted then
-            self._pass(self._idle)
+        self._steps = step
+        if step % TIMED != TIMED // 2:  # those that are timed are counted then
+            self._slept += 1
         return True
 
     @property
@@ -204,8 +204,15 @@ class AdaptiveSteps:
         """Whether a step that ``rests`` is worth the time that timing takes."""
         return self._steps % TIMED == TIMED // 2
 
+    def _wake(self) -> None:
+        """Count the steps that rested, together: each by itself would take longer than all that is asked of it."""
+        if self._slept and self._idle is not None:
+            self._pass(self._idle, self._slept)
+        self._slept = 0
+
     def choose(self, tracks: Sequence[Track]) -> list[int]:
         """Levels to draft for each row of the next step, 0 for none."""
+        self._wake()
         rows = len(tracks)
         cost = self._cost(rows)
         self._steps += 1
@@ -218,7 +225,7 @@ class AdaptiveSteps:
             return [0] * rows
         fixed = self._config.zero_step_probe_interval
         if self._budget.spent(cost.plain) and not fixed:
-            self._guessing, self._idle, self._rest = 0, cost, SOONEST
+            self._guessing, self._idle, self._rest = 0, cost, _until(self._budget.wait(cost.plain))
             return [0] * rows
         held, self._plan = self._plan, None
         if held is not None and held[0] is cost and cost.credit > 0 and self._served < HOLDS and held[1] == tracks:
@@ -232,16 +239,15 @@ class AdaptiveSteps:
         trial = cost.trials < TRIALS
         may = cost.credit > 0 or trial  # what was promised was not always kept
         if not (may or fixed):
-            self._guessing, self._idle = 0, cost
+            self._guessing, self._idle, self._rest = 0, cost, _until(-cost.credit / PROBING)
             return [0] * rows
-        chances = np.cumprod(np.array([track.hits for track in tracks]), axis=1)
         probed: list[int] = []
         if trial:  # the deepest and the shallowest tell most of costs
             deep = bisect_right(self._levels, max(self._levels[0], TRIED // rows))
             some = self._levels[0 if cost.trials % 2 else deep - 1]
             chosen = [some if track.hits[0] > FORLORN else 0 for track in tracks]
         else:
-            chosen = self._best(cost, chances, LEAST_GAIN) if may else [0] * rows
+            chosen = self._best(cost, tracks, LEAST_GAIN) if may else [0] * rows
         for row, track in enumerate(tracks):
             if chosen[row]:
                 track.interval = SOONEST
@@ -249,7 +255,7 @@ class AdaptiveSteps:
                 probed.append(row)
         if probed:  # there is time to lose where guesses have brought some
             rich = cost.credit > DEBT and not fixed
-            plan = self._best(cost, chances[probed], HOPEFUL) if rich else [0] * len(probed)
+            plan = self._best(cost, [tracks[row] for row in probed], HOPEFUL) if rich else [0] * len(probed)
             for row, levels in zip(probed, plan, strict=True):
                 chosen[row] = levels or self._levels[0]
                 if levels and tracks[row].hits[0] > FORLORN:
@@ -278,6 +284,7 @@ class AdaptiveSteps:
         """Of the ``levels`` that were drafted of a request the first ``accepted`` were right."""
         if not levels:
             return
+        self._wake()
         self._idle = None
         alpha = self._config.ema_alpha
         if accepted == levels == self._levels[0] and track.hits[0] < PRIOR:
@@ -292,17 +299,19 @@ class AdaptiveSteps:
             for level in range(levels, len(hits)):
                 hits[level] += weight / 4 * (last - hits[level])
 
-    def timed(self, rows: int, levels: int, nodes: int, seconds: float, accepted: int) -> None:
+    def timed(self, rows: int, levels: int, nodes: int, seconds: float, accepted: int, seen: float = 0.0) -> None:
         """A step of ``rows`` decodes and nothing else took ``seconds``: the deepest draft had ``levels``, and
-        ``nodes`` guesses were verified in all, of which ``accepted`` were right.
+        ``nodes`` guesses were verified in all, of which ``accepted`` were right. ``seen``: of a step without guesses,
+        seconds that went into showing the draft what those before it left.
         """
+        self._wake()
         if not rows or seconds <= 0:
             return
         cost = self._cost(rows)
         # After a pause the draft sees what was left for later: that is no part of what guesses cost, and still lost.
         surprise = (2 if cost.paused else 1) * SURPRISE
         left = not (nodes or cost.paused)  # what guesses left behind is seen to by the next step
-        cost.learn(levels, nodes, seconds, self._config.ema_alpha)
+        cost.learn(levels, nodes, seconds, self._config.ema_alpha, seen)
         if left and seconds > cost.plain:
             self._budget.guessed(cost.plain, 1, seconds)
         if not nodes:
@@ -314,6 +323,7 @@ class AdaptiveSteps:
 
     def untimed(self, rows: int, levels: int, nodes: int, accepted: int) -> None:
         """A step of ``rows`` decodes among prompts: its guesses cost what such guesses do."""
+        self._wake()
         if not rows:
             return
         cost = self._cost(rows)
@@ -325,6 +335,7 @@ class AdaptiveSteps:
 
     def vain(self, rows: int, seconds: float) -> None:
         """A step of ``rows`` decodes and nothing else took ``seconds``, in which the draft had no guess to make."""
+        self._wake()
         if not rows or seconds <= 0:
             return
         cost = self._cost(rows)
@@ -332,10 +343,10 @@ class AdaptiveSteps:
         if cost.plain:
             self._gain(cost, 1.0, max(seconds, cost.plain), max(seconds, cost.plain))
 
-    def _pass(self, cost: _Cost) -> None:
-        """A step without guesses went by."""
-        cost.saved()
-        self._budget.passed(cost.plain)
+    def _pass(self, cost: _Cost, steps: int = 1) -> None:
+        """Steps without guesses went by."""
+        cost.saved(steps)
+        self._budget.passed(cost.plain, steps)
 
     def _gain(self, cost: _Cost, tokens: float, believed: float, seconds: float) -> None:
         """A step with guesses brought so many ``tokens`` a row, and took ``seconds``."""
@@ -357,10 +368,10 @@ class AdaptiveSteps:
         for cost in self._costs.values():
             cost.paused = True
 
-    def _best(self, cost: _Cost, chances: Reals, gain: float) -> list[int]:
-        """The plan of the most tokens a second; plain decoding where it is not ``gain`` times better. ``chances``
-        [rows, levels]: that so many guesses are accepted."""
-        rows = len(chances)
+    def _best(self, cost: _Cost, tracks: Sequence[Track], gain: float) -> list[int]:
+        """The plan of the most tokens a second; plain decoding where it is not ``gain`` times better."""
+        rows = len(tracks)
+        chances = np.cumprod(np.array([track.hits for track in tracks]), axis=1)  # that so many guesses are accepted
         steps = np.diff(self._nodes)
         rate = rows / cost.plain
         best = np.zeros(rows, dtype=np.int64)
@@ -379,6 +390,11 @@ class AdaptiveSteps:
                 best, least = levels, tokens / seconds
                 rate = least
         return [int(level) for level in best]
+
+
+def _until(steps: float) -> int:
+    """How long a batch rests that cannot guess for so many steps: a power of two, as all intervals are."""
+    return 1 << int(min(max(steps, SOONEST), LONGEST)).bit_length() - 1
 
 
 def _believed(error: float, expected: float, weight: float) -> float:

@@ -31,9 +31,13 @@ class Budget:
         """Whether nothing may be guessed before a step that takes ``plain`` seconds without guesses."""
         return self._balance + LOAN * plain < 0
 
-    def passed(self, plain: float) -> None:
-        """A step went by that takes ``plain`` seconds without guesses, with or without them."""
-        self._change(SHARE * plain, plain)
+    def wait(self, plain: float) -> float:
+        """Steps of ``plain`` seconds without guesses until it is not ``spent``."""
+        return max(0.0, -(self._balance + LOAN * plain) / (SHARE * plain)) if plain else 0.0
+
+    def passed(self, plain: float, steps: int = 1) -> None:
+        """Steps went by that take ``plain`` seconds without guesses, with or without them."""
+        self._change(SHARE * plain * steps, plain)
 
     def guessed(self, plain: float, tokens: float, seconds: float) -> None:
         """A step with guesses, or one that had to see to what they left, took ``seconds`` for ``tokens`` a row."""

@@ -99,6 +99,7 @@ def test_what_a_step_leaves_to_do_comes_after_its_answer_and_is_part_of_what_gue
             answer = worker.step(step(number), begun + sent)
             assert isinstance(answer, Answered)
             assert answer.answer.timing.whole == whole + expected
+            assert answer.answer.timing.seen == expected
 
 
 def test_a_step_of_an_earlier_life_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,10 +85,13 @@ def test_steps_that_are_not_thought_over_pay_in() -> None:
         policy.timed(1, 0, 0, PLAIN, 0)
     for _ in range(FIRST + 2):
         policy.timed(1, 1, 1, 100 * PLAIN, 0)
-    owed = FIRST + 2 * MOST - LOAN
-    for _ in range(int(1.1 * owed / SHARE)):
+    owed, thought = FIRST + 2 * MOST - LOAN, 0
+    for step in range(int(1.1 * owed / SHARE)):
         rested = policy.rests(1)
+        thought += not rested
         if not rested and any(policy.choose(tracks)):
+            assert step > 0.9 * owed / SHARE
+            assert thought < step / 32  # while nothing may be guessed there is nothing to think over
             return
         if not rested or policy.times:
             policy.timed(1, 0, 0, PLAIN, 0)

@@ -391,6 +391,16 @@ def test_a_few_steps_with_guesses_wake_a_draft_however_long_it_slept(drive):
     assert not driver.runner._speculator.observer.dormant
 
 
+def test_a_step_without_guesses_tells_how_long_it_showed_the_draft_what_others_left(drive):
+    driver, _ = guessing(drive, "EAGLE")
+    driver.admit(1, ASKED[0])
+    driver.step([(1, driver.pending(1))])
+    driver.step([(1, 1)], {1: 4})
+    timings = [driver.step([(1, 1)]).timing for _ in range(3)]
+    assert 0 < timings[0].seen < timings[0].whole
+    assert [timing.seen for timing in timings[1:]] == [0, 0]
+
+
 @pytest.mark.parametrize("sampling", [GREEDY, MIXED], ids=["greedy", "sampled"])
 def test_prompts_are_run_to_their_ends_in_one_call_and_seen_while_nobody_waits(sampling, drive, said):
     """Alone, together and beside decodes; long ones, and those whose scores are wanted, are left to others."""
