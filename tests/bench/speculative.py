@@ -1,12 +1,17 @@
 """What guessing tokens ahead brings on the model in the box, for each algorithm of speculative decoding.
 
-    python -m tests.bench speculative [--algorithms EAGLE3 NGRAM] [--batches 1 4 16] [--rounds 5] [--device cpu]
+    python -m tests.bench speculative [--algorithms EAGLE3 NGRAM] [--batches 1 4 16] [--rounds 5] [--pairs 1]
 
 Two engines in this process, one that guesses and one that does not, answer the same prompts in turns; each round
 begins with the other one. Nothing is asked twice, so that n-grams cannot know the answer. Printed for each algorithm
 and batch size: the acceptance length (tokens a verification gives), the share of guesses accepted, tokens a second of
 both and their ratio, the median of the rounds' ratios, where a short answer, which is mostly its prompt, weighs as much
 as a long one, and how many answers differ (greedy ones may, where sums are taken in another order).
+
+Two engines that are alike are not equally fast, and stay so for as long as they live. ``--pairs`` says how many times
+both are started anew for each algorithm; the range beside the median is then that of the pairs' own. ``--algorithms
+NONE`` has a second engine that does not guess either: what it differs by is chance.
+
 ``--hostile`` takes prompts of random tokens that are continued at a high temperature, where hardly a guess can be
 right; ``--adaptive`` adds --speculative-adaptive to each algorithm. Other arguments of the engine that guesses follow
 after ``--``.
@@ -20,7 +25,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
@@ -32,6 +37,7 @@ from tests.bench.serving import cpu_name
 
 __all__ = ["main"]
 
+NONE = "NONE"
 ALGORITHMS = ("EAGLE", "EAGLE3", "MTP", "DFLASH", "STANDALONE", "NGRAM")
 
 COUNTRIES = (
@@ -72,6 +78,10 @@ class Round(NamedTuple):
     accepted: int
 
 
+Pair: TypeAlias = tuple[Round, Round]
+"""Without guesses, and with them."""
+
+
 async def _answer(engine: Engine, prompt: Chat | list[int], params: SamplingParams) -> tuple[list[int], object]:
     tokens: list[int] = []
     usage = None
@@ -109,56 +119,72 @@ def _prompts(first: int, count: int, hostile: bool) -> list[Chat | list[int]]:
     return [Chat(messages=[{"role": "user", "content": question}]) for question in chosen]
 
 
-async def _compare(algorithm: str, plain: Engine, guessing: Engine, args: argparse.Namespace) -> None:
+async def _rounds(plain: Engine, guessing: Engine, batch: int, first: int, args: argparse.Namespace) -> list[Pair]:
+    """What both make of the prompts from number ``first`` on."""
     params = SamplingParams(
         max_tokens=args.tokens, temperature=args.temperature, ignore_eos=args.hostile, top_p=1.0, repetition_penalty=1.0
     )
-    asked = 0
-    for batch in args.batches:
-        rounds: list[tuple[Round, Round]] = []
-        for number in range(args.rounds + 1):
-            count = SINGLE if batch == 1 else batch
-            chosen = _prompts(asked, count, args.hostile)
-            asked += count
-            sets = [[prompt] for prompt in chosen] if batch == 1 else [chosen]
-            for prompts in sets:
-                order = (plain, guessing) if number % 2 else (guessing, plain)
-                results = {id(engine): await _round(engine, prompts, params) for engine in order}
-                if number:  # the first one warms up
-                    rounds.append((results[id(plain)], results[id(guessing)]))
-        without, with_ = ([pair[side] for pair in rounds] for side in (0, 1))
-        steps, drafted, accepted = (
-            sum(getattr(each, name) for each in with_) for name in ("steps", "drafted", "accepted")
-        )
-        median = statistics.median(
-            (b.tokens / b.seconds) / (a.tokens / a.seconds) for a, b in zip(without, with_, strict=True)
-        )
-        different = sum(
-            x != y for a, b in zip(without, with_, strict=True) for x, y in zip(a.outputs, b.outputs, strict=True)
-        )
-        speeds = [sum(each.tokens for each in side) / sum(each.seconds for each in side) for side in (without, with_)]
-        print(
-            f"| {algorithm} | {batch} | {1 + accepted / max(steps, 1):.2f} | {accepted / max(drafted, 1):.0%} "
-            f"| {speeds[0]:.0f} | {speeds[1]:.0f} | {speeds[1] / speeds[0]:.2f} | {median:.2f} "
-            f"| {different}/{len(rounds) * batch} |",
-            flush=True,
-        )
+    rounds: list[Pair] = []
+    count = SINGLE if batch == 1 else batch
+    for number in range(args.rounds + 1):
+        chosen = _prompts(first + number * count, count, args.hostile)
+        sets = [[prompt] for prompt in chosen] if batch == 1 else [chosen]
+        for prompts in sets:
+            order = (plain, guessing) if number % 2 else (guessing, plain)
+            results = {id(engine): await _round(engine, prompts, params) for engine in order}
+            if number:  # the first one warms up
+                rounds.append((results[id(plain)], results[id(guessing)]))
+    return rounds
+
+
+def _median(rounds: Sequence[Pair]) -> float:
+    return statistics.median((b.tokens / b.seconds) / (a.tokens / a.seconds) for a, b in rounds)
+
+
+def _report(algorithm: str, batch: int, pairs: Sequence[list[Pair]]) -> None:
+    """``pairs``: the rounds of each pair of engines."""
+    rounds = [each for pair in pairs for each in pair]
+    without, with_ = ([each[side] for each in rounds] for side in (0, 1))
+    steps, drafted, accepted = (sum(getattr(each, name) for each in with_) for name in ("steps", "drafted", "accepted"))
+    different = sum(x != y for a, b in rounds for x, y in zip(a.outputs, b.outputs, strict=True))
+    speeds = [sum(each.tokens for each in side) / sum(each.seconds for each in side) for side in (without, with_)]
+    medians = [_median(pair) for pair in pairs]
+    spread = f" ({min(medians):.2f} to {max(medians):.2f})" if len(medians) > 1 else ""
+    print(
+        f"| {algorithm} | {batch} | {1 + accepted / max(steps, 1):.2f} | {accepted / max(drafted, 1):.0%} "
+        f"| {speeds[0]:.0f} | {speeds[1]:.0f} | {speeds[1] / speeds[0]:.2f} | {_median(rounds):.2f}{spread} "
+        f"| {different}/{len(rounds) * batch} |",
+        flush=True,
+    )
 
 
 def _arguments(words: Sequence[str]) -> Arguments:
     return load_arguments([*words, "--max-total-tokens", "32768", "--disable-radix-cache"], {})
 
 
-async def _run(args: argparse.Namespace) -> None:
+async def _compare(algorithm: str, args: argparse.Namespace) -> None:
     common = ["--device", args.device]
-    async with Engine(arguments=_arguments(common)) as plain:
-        for algorithm in args.algorithms:
-            extra = ["--speculative-algorithm", algorithm, *(["--speculative-adaptive"] if args.adaptive else [])]
-            try:
-                async with Engine(arguments=_arguments([*common, *extra, *args.rest])) as guessing:
-                    await _compare(algorithm, plain, guessing, args)
-            except (ValueError, RuntimeError) as error:  # an algorithm whose draft is not here
-                print(f"| {algorithm} | not measured: {error} |", flush=True)
+    words = common
+    if algorithm != NONE:
+        adaptive = ["--speculative-adaptive"] if args.adaptive else []
+        words = [*common, "--speculative-algorithm", algorithm, *adaptive, *args.rest]
+    found: dict[int, list[list[Pair]]] = {batch: [] for batch in args.batches}
+    asked = 0
+    for _ in range(args.pairs):
+        async with Engine(arguments=_arguments(common)) as plain, Engine(arguments=_arguments(words)) as guessing:
+            for batch in args.batches:
+                found[batch].append(await _rounds(plain, guessing, batch, asked, args))
+                asked += (args.rounds + 1) * (SINGLE if batch == 1 else batch)
+    for batch, pairs in found.items():
+        _report(algorithm, batch, pairs)
+
+
+async def _run(args: argparse.Namespace) -> None:
+    for algorithm in args.algorithms:
+        try:
+            await _compare(algorithm, args)
+        except (ValueError, RuntimeError) as error:  # an algorithm whose draft is not here
+            print(f"| {algorithm} | not measured: {error} |", flush=True)
 
 
 def main(argv: list[str]) -> None:
@@ -166,6 +192,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS))
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 4, 16])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=1, help="times that both engines are started anew")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, default=None)
     parser.add_argument("--hostile", action="store_true")
