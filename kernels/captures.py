@@ -2,17 +2,65 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
 from torch import Tensor
 
 from kernels.batch import ForwardBatch
 from kernels.host_target import HostTarget
-from kernels.loaded_model import LoadedModel
+from kernels.models.decoder import Decoder
+from kernels.platforms.base import Platform
 from kernels.platforms.prepared import Decodes, Steps
 from kernels.prompt_ends import PromptEnds
+from kernels.slots import SlotTable
 from kernels.speculative.steady import SteadyChains
 from kernels.steady import SteadyDecodes
+from kernels.step import RunnerConfig
 
-__all__ = ["CapturedSteps"]
+if TYPE_CHECKING:
+    from kernels.loaded_model import LoadedModel
+
+__all__ = ["CapturedSteps", "Passes"]
+
+
+class Passes:
+    """What is captured of a model: over ``caches``, for the ``slots``' tables. ``agree``: as ``Platform`` says."""
+
+    def __init__(
+        self,
+        config: RunnerConfig,
+        platform: Platform,
+        model: Decoder,
+        caches: list[Any],
+        slots: SlotTable,
+        windows: Iterable[int],
+        agree: Callable[[bool], bool],
+    ) -> None:
+        self._config, self._platform, self._agree = config, platform, agree
+        self._model, self._caches, self._slots, self._windows = model, caches, slots, sorted(windows)
+
+    def capture_decodes(self, rows: int, tokens: int = 1, tree: bool = False) -> Decodes | None:
+        return self._platform.capture_decodes(
+            lambda batch: self._model.forward(batch, self._caches),
+            self._windows,
+            rows,
+            self._slots.pages.shape[1],
+            self._agree,
+            tokens,
+            tree,
+            prompts=self._config.max_step_tokens,
+        )
+
+    def capture_steps(self, rows: int) -> Steps | None:
+        model, caches = self._model, self._caches
+
+        def forward(batch: ForwardBatch, last: Tensor | None) -> tuple[Tensor, Tensor]:
+            hidden = model.split(model.forward(batch, caches))[0]
+            return hidden, model.logits(hidden if last is None else hidden.index_select(0, last))
+
+        columns = self._slots.pages.shape[1]
+        return self._platform.capture_steps(forward, self._slots.tokens, self._windows, rows, columns)
 
 
 class CapturedSteps:
@@ -48,8 +96,9 @@ class CapturedSteps:
         windows, speculator = sorted(loaded.windows), loaded.speculator
         rows = config.max_slots - 1
         self.verifies = self.steady = self.chains = self.target = self.ends = None
-        self.steps = self._capture_steps(rows) if speculator is None and loaded.group.size == 1 else None
-        self.decodes = self._capture_decodes(rows) if self.steps is None else None
+        passes = Passes(config, platform, model, caches, loaded.slots, windows, self._agree)
+        self.steps = passes.capture_steps(rows) if speculator is None and loaded.group.size == 1 else None
+        self.decodes = passes.capture_decodes(rows) if self.steps is None else None
         if speculator is None:
             target = HostTarget.make(platform, model, caches, windows, rows)
             if target is not None:
@@ -59,7 +108,7 @@ class CapturedSteps:
         assert config.speculation is not None
         drafter = speculator.drafter
         rows = min(rows, config.max_step_tokens // drafter.most_nodes)
-        self.verifies = self._capture_decodes(rows, drafter.most_nodes, drafter.branches)
+        self.verifies = passes.capture_decodes(rows, drafter.most_nodes, drafter.branches)
         drafter.capture(self._agree)
         speculator.verifier.prepare(drafter.most_nodes, caches)
         self.target = target = HostTarget.make(platform, model, caches, windows, rows * drafter.most_nodes)
@@ -74,34 +123,6 @@ class CapturedSteps:
             self.chains = SteadyChains(
                 platform, loaded.slots, loaded.sampler, speculator, drafts, target, caches, rows, steps
             )
-
-    def _capture_decodes(self, rows: int, tokens: int = 1, tree: bool = False) -> Decodes | None:
-        loaded = self._loaded
-        model, caches = loaded.model, loaded.caches
-
-        def forward(batch: ForwardBatch) -> Tensor:
-            return model.forward(batch, caches)
-
-        return loaded.platform.capture_decodes(
-            forward,
-            sorted(loaded.windows),
-            rows,
-            loaded.slots.pages.shape[1],
-            self._agree,
-            tokens,
-            tree,
-            prompts=loaded.config.max_step_tokens,
-        )
-
-    def _capture_steps(self, rows: int) -> Steps | None:
-        loaded = self._loaded
-        model, caches, slots = loaded.model, loaded.caches, loaded.slots
-
-        def forward(batch: ForwardBatch, last: Tensor | None) -> tuple[Tensor, Tensor]:
-            hidden = model.split(model.forward(batch, caches))[0]
-            return hidden, model.logits(hidden if last is None else hidden.index_select(0, last))
-
-        return loaded.platform.capture_steps(forward, slots.tokens, sorted(loaded.windows), rows, slots.pages.shape[1])
 
     def _agree(self, could: bool) -> bool:
         """Whether all ranks could."""

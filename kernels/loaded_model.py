@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from kernels.captures import Passes
 from kernels.loading import WeightLoader, open_weights
 from kernels.models.config import ModelConfig, read_config
 from kernels.models.decoder import Decoder, tensor_shapes
+from kernels.models.kinds import one_of_each_kind
 from kernels.outputs import StepOutputs
 from kernels.parallel.group import Group
 from kernels.parallel.partition import local_config, tensor_parts
@@ -144,7 +146,7 @@ def load_model(
     clock.end("weights")
 
     rehearsal = Rehearsal(config, platform, model, sampler, windows)
-    reserved = _step_memory(opened, config, platform, rehearsal, guesses)
+    reserved = _step_memory(opened, config, platform, model, rehearsal, drafter, group)
     spare = drafter.spare_bytes if drafter is not None else 0
     memory = platform.memory()
     scales = opened.cache.scales
@@ -204,19 +206,46 @@ def load_model(
 
 
 def _step_memory(
-    opened: OpenModel, config: RunnerConfig, platform: Platform, rehearsal: Rehearsal, guesses: int
+    opened: OpenModel,
+    config: RunnerConfig,
+    platform: Platform,
+    model: Decoder,
+    rehearsal: Rehearsal,
+    drafter: Drafter | None,
+    group: Group,
 ) -> int:
-    """Bytes that the largest step takes beside weights and cache, where the platform wants to know."""
+    """Bytes that the largest step takes beside weights and cache, where the platform wants to know. Kernels of this and
+    other steps are compiled before, where that takes long."""
     part, longest = opened.part, config.max_step_tokens
-    pages = -(-longest // config.page_size)
+    pages, guesses = -(-longest // config.page_size), drafter.most_nodes - 1 if drafter is not None else 0
     caches = platform.make_cache(
         part.layers, pages, config.page_size, part.kv_heads, part.head_dim, opened.dtype, opened.cache.scales
     )
     # A row that verifies is sampled from after each guess.
     sampled = min((config.max_slots - 1) * (1 + guesses), longest)
 
-    def largest() -> None:
-        slots = SlotTable(platform, config.max_slots, opened.context, config.page_size, pages, part.vocab_size, guesses)
-        rehearsal.run(caches, slots, np.array([longest]), sampled, np.arange(pages, dtype=np.int32)[None])
+    given = np.array([longest]), sampled, np.arange(pages, dtype=np.int32)[None]
 
+    def make_slots() -> SlotTable:
+        return SlotTable(platform, config.max_slots, opened.context, config.page_size, pages, part.vocab_size, guesses)
+
+    def largest() -> None:
+        rehearsal.run(caches, make_slots(), *given)
+
+    def passes() -> None:
+        some, own = one_of_each_kind(model, caches)
+        ahead = rehearsal.of(some)
+        ahead.logits(own, *given)
+        ahead.look_ahead(own)
+        captured = Passes(config, platform, some, own, make_slots(), part.windows, lambda could: could)
+        rows = config.max_slots - 1
+        if drafter is None:
+            captured.capture_steps(rows)
+        else:
+            captured.capture_decodes(rows)
+            rows = min(rows, longest // drafter.most_nodes)
+            captured.capture_decodes(rows, drafter.most_nodes, drafter.branches)
+
+    if group.size == 1:  # ranks would wait for one another in passes that only some of them can make
+        platform.compile_ahead(passes)
     return platform.step_memory(largest)

@@ -11,6 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from kernels.cuda.launch import looking_ahead
 from kernels.device_memory import device_memory
 
 __all__ = ["Choices", "Shape", "Way", "Ways", "in_a_row", "spare"]
@@ -42,6 +43,7 @@ class Choices:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._chosen: dict[Shape, str] = {}
+        self._seen: set[Shape] = set()  # while looking ahead
 
     def run(
         self,
@@ -59,6 +61,11 @@ class Choices:
         """The quickest way; None where that is not known. ``trial``: the ways as they may be tried, any number of
         times; each may do more than the product, all the same."""
         chosen = self._chosen.get(shape)
+        if looking_ahead():
+            if chosen is None and shape not in self._seen:
+                self._seen.add(shape)
+                made(shape, trial())
+            return chosen
         if chosen is None and not torch.cuda.is_current_stream_capturing():
             chosen = self._chosen[shape] = self._quickest(shape, trial(), preferred)
         return chosen

@@ -115,7 +115,10 @@ def _attend(
     return above, norm, total
 
 
-@triton.jit(do_not_specialize=["page_stride", "length_stride", "splits"])  # they vary from step to step
+@triton.jit(
+    do_not_specialize=["page_stride", "length_stride", "splits"],  # they vary from step to step
+    do_not_specialize_on_alignment=["pages", "lengths"],  # that steps in graphs and others differ in
+)
 def _decode(
     queries,
     cache,

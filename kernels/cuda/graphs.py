@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 
 from kernels.batch import ForwardBatch
+from kernels.cuda.ahead import of_each_kind
 from kernels.cuda.attention import AttentionPlan, DecodeRows, DraftRows
 from kernels.cuda.decode import split_count
+from kernels.cuda.launch import looking_ahead
 from kernels.cuda.staging import stage
 from kernels.cuda.verify import HEADER
 from kernels.platforms.rows import AttentionRows
@@ -234,7 +236,10 @@ def capture_each(
 
     What cannot be captured runs without a graph, and the log says so. Where the largest finds no memory the next one
     may be tried (``kind``): it needs less, and those below share its memory. ``agree``: as ``DecodeGraphs`` says.
+    While looking ahead ``run`` of some is all, and nothing is replayed.
     """
+    if looking_ahead():
+        return {size: (lambda: None, run(size)) for size in of_each_kind(sizes)}
     if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
         _log.warning("CUDA_LAUNCH_BLOCKING=1 forbids graphs: decodes run without.")
         return {}

@@ -10,12 +10,16 @@ overtakes.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 
 import torch
 
-__all__ = ["copying", "has_gluon", "multiprocessors", "overlapping", "roomy"]
+__all__ = ["copying", "has_gluon", "look_ahead", "looking_ahead", "multiprocessors", "overlapping", "roomy"]
+
+_looking = False
 
 
 @cache
@@ -53,3 +57,21 @@ def has_gluon() -> bool:
         return find_spec("triton.experimental.gluon") is not None
     except ImportError:
         return False
+
+
+def looking_ahead() -> bool:
+    """Whether passes run in which no kernel of ours is launched (``kernels.cuda.ahead``): what they compute means
+    nothing.
+    """
+    return _looking
+
+
+@contextmanager
+def look_ahead() -> Iterator[None]:
+    """Within, ``looking_ahead`` says so."""
+    global _looking
+    _looking = True
+    try:
+        yield
+    finally:
+        _looking = False

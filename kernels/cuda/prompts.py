@@ -24,6 +24,7 @@ from kernels.batch import ForwardBatch
 from kernels.cuda.attention import AttentionPlan, DecodeRows
 from kernels.cuda.decode import split_count
 from kernels.cuda.graphs import Kind, Put, capture_each, launches_last
+from kernels.cuda.launch import looking_ahead
 from kernels.cuda.prefill import PrefillBlocks
 from kernels.cuda.steps import leave
 from kernels.platforms.prepared import StepForward, StepFound
@@ -128,7 +129,7 @@ class PromptGraphs:
         self._kept: tuple[Tensor, Tensor] | None = None
         begun = time.perf_counter()
         self._prompts = self._most[0]  # tokens of prompts in a step, at most
-        if paying:
+        if paying and not looking_ahead():
             self._prompts, sizes = self._paying(sizes)
             self._most = max((size[0] for size in sizes), default=0), max((size[1] for size in sizes), default=0)
             self._kept = None  # of the sizes that are left, instead
@@ -141,6 +142,8 @@ class PromptGraphs:
         )
         self._graphs = captured
         self.sizes = sorted(captured)
+        if looking_ahead():
+            return
         taken = time.perf_counter() - begun
         _log.info("Steps with prompts: graphs of (tokens, rows) %s, captured in %.2f s.", self.sizes, taken)
 

@@ -101,6 +101,11 @@ class Platform(Projections):
         """Bytes to leave free for steps, ``step`` being the largest. May answer 0 without running it."""
         return 0
 
+    def compile_ahead(self, passes: Callable[[], None]) -> None:
+        """Get ready what ``passes`` run, where that takes long: passes of the model, over pages that nobody reads, none
+        of which chooses by what another computes. May run them, with kernels that compute nothing, or not."""
+        return None
+
     def cache_head_dim(self, dim: int) -> int:
         """The dimension that heads of ``dim`` have in the cache. Raises PlatformError."""
         return dim

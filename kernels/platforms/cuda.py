@@ -14,6 +14,7 @@ from torch import Tensor
 from kernels.batch import ForwardBatch
 from kernels.cuda.accepting import accept, bring
 from kernels.cuda.activation import swiglu
+from kernels.cuda.ahead import compile_ahead
 from kernels.cuda.angles import angles
 from kernels.cuda.attention import AttentionPlan, attention, plan_attention, plan_guesses
 from kernels.cuda.candidates import candidates
@@ -117,6 +118,9 @@ class CudaPlatform(CudaLayers):
     def step_memory(self, step: Callable[[], None]) -> int:
         self._step_bytes = step_memory(self.device, step, tries=True)
         return self._step_bytes
+
+    def compile_ahead(self, passes: Callable[[], None]) -> None:
+        compile_ahead(passes, self.device)
 
     def dtype(self, requested: str, stored: str | None) -> torch.dtype:
         if requested == "auto":

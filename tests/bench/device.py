@@ -96,7 +96,7 @@ def main(arguments: list[str]) -> None:
             if "online" in points:
                 done(online(name, directory))
             if "start" in points:
-                done([start(name, directory)])
+                done(start(name, directory))
     if rows:
         print(HEADER)
         for row in rows:

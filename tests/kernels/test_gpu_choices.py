@@ -6,7 +6,8 @@ import logging
 
 import torch
 
-from kernels.cuda.choosing import agreeing, choose
+from kernels.cuda.choosing import Choices, agreeing, choose
+from kernels.cuda.launch import look_ahead
 
 
 def test_the_first_is_left_for_what_is_clearly_quicker():
@@ -39,3 +40,15 @@ def test_a_product_that_differs_is_not_taken(caplog):
 def test_nothing_is_told_of_products_that_cannot_be_compared(caplog):
     assert agreeing(("plain",), {"cuBLAS": torch.full((2,), torch.inf), "skinny": torch.ones(2)}) == ["cuBLAS"]
     assert not caplog.records
+
+
+def test_every_way_is_made_once_while_looking_ahead():
+    choices, made = Choices(torch.device("cpu")), []
+
+    def ways():
+        return {name: lambda name=name: made.append(name) or torch.full((1,), torch.nan) for name in ("one", "other")}
+
+    with look_ahead():
+        assert choices.name(("plain", 16), ways) is None
+        assert choices.name(("plain", 16), ways) is None
+    assert made == ["one", "other"]  # and nothing is said of what they gave

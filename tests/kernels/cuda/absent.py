@@ -19,8 +19,10 @@ import kernels.cuda.prompts
 import kernels.cuda.steps
 import kernels.loading
 import kernels.platforms.cuda
+from kernels.cuda.choosing import Choices
 from kernels.cuda.decode import DecodeScratch
 from kernels.cuda.grouped import WideWeight
+from kernels.cuda.launch import looking_ahead
 from kernels.platforms.base import Memory
 from kernels.platforms.cuda import CudaPlatform
 from kernels.step import RunnerConfig
@@ -31,19 +33,26 @@ META = torch.device("meta")
 
 
 class _EveryWay:
-    """In place of ``Choices``: all ways are taken, so that all are compiled."""
+    """In place of ``Choices``, which it is while looking ahead: all ways are taken, so that all are compiled."""
+
+    def __init__(self) -> None:
+        self._own = Choices(META)
 
     def run(
         self,
-        shape: object,
+        shape: Any,
         ways: Mapping[str, Callable[[], Tensor]],
         trial: Callable[[], Mapping[str, Callable[[], Tensor]]] | None = None,
         preferred: str = "",
     ) -> Tensor:
+        if looking_ahead():
+            return self._own.run(shape, ways, trial, preferred)
         first, *_ = [way() for way in ways.values()]
         return first
 
-    def name(self, shape: object, trial: Callable[[], Mapping[str, Callable[[], Tensor]]]) -> str:
+    def name(self, shape: Any, trial: Callable[[], Mapping[str, Callable[[], Tensor]]]) -> str | None:
+        if looking_ahead():
+            return self._own.name(shape, trial)
         ways = trial()
         for way in ways.values():
             way()
@@ -73,6 +82,9 @@ class _Absent(CudaPlatform):
     def memory(self) -> Memory:
         return Memory(1 << 40, 1 << 40)
 
+    def compile_ahead(self, passes: Callable[[], None]) -> None:
+        return None  # whoever wants to see it puts it here
+
     def step_memory(self, step: Callable[[], None]) -> int:
         step()
         return 0
@@ -83,6 +95,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     told: list[str] = []
 
     def capture_each(sizes: Sequence[Any], run: Callable[[Any], Any], *_: object) -> dict[Any, Any]:
+        if looking_ahead():
+            return own_capture_each(sizes, run, META, lambda could: could)
         return {size: (lambda: told.append("replayed"), run(size)) for size in sizes}
 
     def capture_guesses(run: Callable[[], None], pool: Any, _: object) -> tuple[Any, Callable[[], None]]:
@@ -90,7 +104,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         told.append("guesses")
         return pool, lambda: told.append("guessed")
 
-    own = torch.Generator
+    own_capture_each, own = kernels.cuda.graphs.capture_each, torch.Generator
 
     class Generator:  # of a device that has none
         def __new__(cls, device: object = None) -> Any:

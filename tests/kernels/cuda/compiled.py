@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
+from itertools import count
 
 import numpy as np
 import pytest
@@ -37,14 +38,17 @@ class Compiled:
     warps: int
 
 
+_others = count(1000)  # devices that nothing was compiled for
+
+
 class _Absent:
     """A driver of a device of some compute capability: enough to compile for it."""
 
-    def __init__(self, capability: int) -> None:
-        self._capability = capability
+    def __init__(self, capability: int, device: int) -> None:
+        self._capability, self._device = capability, device
 
     def get_current_device(self) -> int:
-        return self._capability  # kernels are kept by device
+        return self._device  # kernels are kept by device
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -54,24 +58,28 @@ class _Absent:
 
 
 @contextmanager
-def compiling(monkeypatch: pytest.MonkeyPatch, capability: int) -> Iterator[list[Compiled]]:
-    """Within, a kernel that is called is compiled, down to machine code, and listed; once in a process."""
+def compiling(monkeypatch: pytest.MonkeyPatch, capability: int, told: bool = True) -> Iterator[list[Compiled]]:
+    """Within, a kernel that is called is compiled, down to machine code, and listed if ``told``; once in a process, or
+    once within where it is not listed."""
     found: list[Compiled] = []
     run = JITFunction.run
 
     def compile_only(self: JITFunction, *args: object, grid: object, warmup: bool, **options: object) -> object:
-        with redirect_stdout(StringIO()) as told:
+        if not told:
+            return run(self, *args, grid=grid, warmup=True, **options)
+        with redirect_stdout(StringIO()) as printed:
             kernel = run(self, *args, grid=grid, warmup=True, **options)
-        log = told.getvalue()
+        log = printed.getvalue()
         if log:
             registers, spilled = _told(log, r"Used (\d+) registers"), _told(log, r"(\d+) bytes spill stores")
             found.append(Compiled(self.__name__, kernel.metadata.shared, registers, spilled, kernel.metadata.num_warps))
         return kernel
 
     with monkeypatch.context() as patch:
-        patch.setattr(driver, "_active", _Absent(capability))
+        patch.setattr(driver, "_active", _Absent(capability, capability if told else next(_others)))
         patch.setattr(JITFunction, "run", compile_only)
-        patch.setenv("TRITON_DUMP_PTXAS_LOG", "1")
+        if told:
+            patch.setenv("TRITON_DUMP_PTXAS_LOG", "1")
         for name, module in list(sys.modules.items()):
             if name.startswith("kernels.cuda."):
                 for fact in ("copying", "overlapping", "roomy"):

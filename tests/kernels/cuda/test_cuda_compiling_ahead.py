@@ -1,0 +1,153 @@
+"""Kernels that a model launches are compiled side by side, before its first step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from concurrent.futures import Executor, Future
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.jit import JITFunction
+
+from kernels.cuda.ahead import compile_ahead, of_each_kind
+from kernels.cuda.launch import looking_ahead
+from kernels.speculative.settings import SpeculativeSettings
+from tests.bench.device_speculative import write_draft
+from tests.kernels.cuda import absent
+from tests.kernels.cuda.compiled import compiling, empty
+from tests.kernels.cuda.test_cuda_absent import CONFIG, drive
+
+__all__ = ["drive"]
+
+pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted, not compiled")
+
+
+@triton.jit
+def _double(x, out, count, block: tl.constexpr):
+    at = tl.arange(0, block)
+    tl.store(out + at, 2 * tl.load(x + at, mask=at < count), mask=at < count)
+
+
+@triton.jit
+def _wrong(x, out, count, block: tl.constexpr):
+    tl.store(out, tl.arange(0, block), x, count)
+
+
+class AtOnce(Executor):
+    """What is handed over is done at once."""
+
+    def __init__(self) -> None:
+        self.done = 0
+
+    def submit(self, work, /, *arguments, **options):
+        future, self.done = Future(), self.done + 1
+        try:
+            future.set_result(work(*arguments, **options))
+        except BaseException as error:
+            future.set_exception(error)
+        return future
+
+
+@pytest.fixture
+def made(monkeypatch, tmp_path):
+    """What is compiled, by name and whether that was ahead; kernels that are called are compiled and not launched."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    found: Counter[tuple[str, bool]] = Counter()
+    with compiling(monkeypatch, 90, told=False):
+        compile_one = JITFunction._do_compile
+
+        def count(self, *arguments, **options):
+            found[self.__name__, looking_ahead()] += 1
+            return compile_one(self, *arguments, **options)
+
+        monkeypatch.setattr(JITFunction, "_do_compile", count)
+        yield found
+
+
+def test_each_kind_of_arguments_is_compiled_once(made):
+    x, pool = empty(64, dtype=torch.float32), AtOnce()
+
+    def passes():
+        assert looking_ahead()
+        for count in (3, 3, 5, 16):
+            assert _double[(1,)](x, x, count, 64) is None
+        _double[(1,)](x[1:], x, 3, 64)  # does not begin where a vector does
+        _double[(1,)](x.to(torch.int32), x, 3, 64)
+
+    compile_ahead(passes, absent.META, pool)
+    assert not looking_ahead()
+    assert pool.done == 4
+    before = Counter(made)
+    for count in (3, 5, 16):
+        assert _double[(1,)](x, x, count, 64) is not None
+    assert made == before
+    _double[(1,)](x, x, 1, 64)
+    assert made["_double", False] == 1
+
+
+def test_what_cannot_be_compiled_is_told_when_it_is_launched(made):
+    x = empty(64, dtype=torch.float32)
+    compile_ahead(lambda: _wrong[(1,)](x, x, 3, 64), absent.META, AtOnce())
+    with pytest.raises(triton.compiler.errors.CompilationError):
+        _wrong[(1,)](x, x, 3, 64)
+
+
+def test_passes_without_memory_fail_nobody(made):
+    x, pool = empty(64, dtype=torch.float64), AtOnce()
+
+    def passes():
+        _double[(1,)](x, x, 3, 64)
+        raise torch.OutOfMemoryError("no memory")
+
+    compile_ahead(passes, absent.META, pool)
+    assert pool.done == 1
+
+
+def test_an_error_of_a_pass_leaves_launches_as_they_were(made):
+    before = JITFunction.run
+
+    def passes():
+        assert JITFunction.run is not before
+        raise ValueError("wrong")
+
+    with pytest.raises(ValueError, match="wrong"):
+        compile_ahead(passes, absent.META, AtOnce())
+    assert JITFunction.run is before
+    assert not looking_ahead()
+
+
+def test_some_sizes_stand_for_all():
+    sizes = [512, 496, 272, 256, 144, 128, 64, 56, 40, 32, 8, 4, 2, 1]
+    assert of_each_kind(sizes) == [512, 272, 256, 144, 128, 64, 40, 32, 8, 4, 2, 1]
+    assert of_each_kind([(2048, 8), (512, 8), (128, 8), (192, 64)]) == [(2048, 8), (128, 8), (192, 64)]
+
+
+@pytest.fixture
+def ahead(monkeypatch):
+    """Models are loaded as on a GPU, but one kernel is compiled after the other."""
+    monkeypatch.setattr(
+        absent._Absent, "compile_ahead", lambda self, passes: compile_ahead(passes, self.device, AtOnce())
+    )
+
+
+@pytest.mark.long
+def test_steps_launch_nothing_that_was_not_compiled_ahead(ahead, made, drive):
+    driver, _ = drive(graph_rows=(1, 2, 8, 16, 40), max_slots=41, max_step_tokens=2048)
+    for slot in (1, 2, 3):
+        driver.admit(slot, range(1, 40 * slot))
+        driver.step([(slot, 40 * slot - 1)])
+    driver.step([(1, 1), (2, 1), (3, 1)])
+    names = {"_decode", "_prefill", "_norm", "_vector", "_bulk", "_place_heads", "_look_up", "_leave"}
+    assert names <= {name for name, early in made if early}
+    assert not {name for name, early in made if not early}
+
+
+@pytest.mark.long
+def test_what_verifies_guesses_is_compiled_ahead(ahead, made, tmp_path, drive):
+    draft = write_draft(CONFIG, tmp_path)
+    settings = SpeculativeSettings("EAGLE3", str(draft), 3, 1, 4, load_format="dummy")
+    drive(speculation=settings, max_step_tokens=2048)
+    assert {("_drafts", True), ("_stage", True)} <= set(made)
+    assert ("_stage", False) not in made

@@ -1,0 +1,52 @@
+"""One layer of each kind stands for all of them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+from kernels.models.kinds import one_of_each_kind
+
+
+class Linear:
+    def __init__(self, outputs, dtype=torch.float32, bias=None):
+        self.weight, self.bias = torch.zeros(outputs, 8, dtype=dtype), bias
+
+
+class Layer:
+    def __init__(self, platform, window=0, linear=None):
+        self.platform, self.window, self.parts = platform, window, [linear or Linear(4)]
+        self.own = self  # what holds itself is looked at once
+
+
+def make(*layers, captures=()):
+    platform = SimpleNamespace(device="cuda")
+    return SimpleNamespace(captures=captures, platform=platform, layers=[Layer(platform, **one) for one in layers])
+
+
+def test_layers_like_one_before_are_left_out():
+    unaligned = Linear(4)
+    unaligned.weight = torch.zeros(33)[1:].view(4, 8)
+    model = make(
+        {},
+        {},
+        {"window": 64},
+        {},
+        {"linear": Linear(6)},
+        {"linear": Linear(4, torch.float16)},
+        {"window": 64},
+        {"linear": Linear(4, bias=torch.zeros(4))},
+        {"linear": unaligned},
+    )
+    some, caches = one_of_each_kind(model, list(range(9)))
+    assert caches == [0, 2, 4, 5, 7, 8]
+    assert some.layers == [model.layers[index] for index in caches]
+    assert len(model.layers) == 9
+
+
+def test_all_are_left_where_some_are_captured():
+    model = make({}, {}, captures=(1,))
+    some, caches = one_of_each_kind(model, [0, 1])
+    assert some.layers == model.layers
+    assert caches == [0, 1]
