@@ -145,6 +145,22 @@ def _spreads(queries: Tensor, cache: Tensor, scales: Tensor | None) -> bool:
     )
 
 
+def _specializes(queries: Tensor, cache: Tensor, scales: Tensor | None, window: int) -> bool:
+    """Whether ``kernels.cuda.specialized`` takes these, which was quicker at all sizes of chunks."""
+    _, _, _, page_size, dim = cache.shape
+    return (
+        not window
+        and scales is None
+        and queries.dtype == cache.dtype
+        and queries.element_size() == 2
+        and dim == 128
+        and page_size % 64 == 0
+        and queries.stride(0) % 8 == 0
+        and copying(queries.device)
+        and has_gluon()
+    )
+
+
 def _attention(
     queries: Tensor,
     cache: Tensor,
@@ -175,5 +191,10 @@ def _attention(
             queries, cache, drafts.state, drafts.bits, drafts.tokens, plan.window, scale, splits, scratch, out, scales
         )
     if plan.prefills is not None:
-        attend_prefills(queries, cache, plan.prefills, plan.window, scale, out, scales)
+        if _specializes(queries, cache, scales, plan.window):
+            from kernels.cuda import specialized  # in Gluon, which Triton may lack
+
+            specialized.attend_prompts(queries, cache, plan.prefills, scale, out)
+        else:
+            attend_prefills(queries, cache, plan.prefills, plan.window, scale, out, scales)
     return out

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -18,16 +19,18 @@ from torch import Tensor
 from kernels.cuda.launch import roomy
 from kernels.platforms.rows import AttentionRows
 
-__all__ = ["PrefillBlocks", "attend_prefills", "plan_prefills"]
+__all__ = ["TILE", "PrefillBlocks", "attend_prefills", "plan_prefills"]
 
+TILE: Final = 128
+"""Queries of a block, at most."""
 _LONG = 1024
 """Tokens of a chunk from which larger blocks pay: 442 to 421 TFLOP/s at 4096 tokens, 203 to 240 at 512 (H200)."""
 
 
 @dataclass(frozen=True)
 class PrefillBlocks:
-    """``blocks`` int32 [blocks, 4]: row in ``pages``, first query in the step, queries, their first position.
-    ``query_block``: the most queries of a block.
+    """``blocks`` int32 [blocks, 4]: row in ``pages``, first query in the step, queries, ``TILE`` at most, their first
+    position. ``query_block``: as many of these, or half as many, a program of ``attend_prefills`` takes.
     ``pages`` int32 [rows, columns].
     """
 
@@ -41,11 +44,11 @@ def plan_prefills(rows: AttentionRows, first: int, put: Callable[[npt.NDArray[np
     counts, starts = rows.counts[first:], rows.starts[first:]
     offsets = np.cumsum(rows.counts)[first:] - counts
     pages = put(np.ascontiguousarray(rows.pages[first:]))
-    size = 128 if counts.max() > _LONG and roomy(pages.device) else 64
-    each = -(-counts // size)
+    size = TILE if counts.max() > _LONG and roomy(pages.device) else TILE // 2
+    each = -(-counts // TILE)
     row = np.repeat(np.arange(len(counts)), each)
-    begin = (np.arange(len(row)) - np.repeat(np.cumsum(each) - each, each)) * size
-    found = np.stack((row, offsets[row] + begin, np.minimum(counts[row] - begin, size), starts[row] + begin), axis=1)
+    begin = (np.arange(len(row)) - np.repeat(np.cumsum(each) - each, each)) * TILE
+    found = np.stack((row, offsets[row] + begin, np.minimum(counts[row] - begin, TILE), starts[row] + begin), axis=1)
     found = found[np.argsort(-found[:, 3], kind="stable")]
     return PrefillBlocks(put(found.astype(np.int32)), pages, size)
 
@@ -133,17 +136,22 @@ def _prefill(
     dim_block: tl.constexpr,
     page_size: tl.constexpr,
     query_block: tl.constexpr,
+    parts: tl.constexpr,
     block: tl.constexpr,
     precision: tl.constexpr,
     stages: tl.constexpr,
     scaled: tl.constexpr,
 ):
     head = tl.program_id(0)
-    which = tl.program_id(1)
+    which = tl.program_id(1) // parts
+    skipped = (tl.program_id(1) % parts) * query_block
     row = tl.load(blocks + which * 4).to(tl.int64)
-    first_query = tl.load(blocks + which * 4 + 1)
-    count = tl.load(blocks + which * 4 + 2)
-    start = tl.load(blocks + which * 4 + 3)
+    first_query = tl.load(blocks + which * 4 + 1) + skipped
+    count = tl.load(blocks + which * 4 + 2) - skipped
+    start = tl.load(blocks + which * 4 + 3) + skipped
+    if count <= 0:
+        return
+    count = tl.minimum(count, query_block)
     kv_head = head // (heads // kv_heads)
     member = tl.arange(0, query_block)
     at = tl.arange(0, dim_block)
@@ -190,7 +198,8 @@ def attend_prefills(
     _, heads, dim = queries.shape
     _, _, kv_heads, page_size, _ = cache.shape
     wide = queries.element_size() == 4
-    _prefill[(heads, len(plan.blocks))](
+    parts = TILE // plan.query_block
+    _prefill[(heads, parts * len(plan.blocks))](
         queries,
         cache,
         cache if scales is None else scales,
@@ -207,6 +216,7 @@ def attend_prefills(
         max(16, triton.next_power_of_2(dim)),
         page_size,
         plan.query_block,
+        parts,
         32 if wide else plan.query_block // 2,
         "ieee" if wide else "tf32",
         2 if wide else 3,

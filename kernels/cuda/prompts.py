@@ -25,7 +25,7 @@ from kernels.cuda.attention import AttentionPlan, DecodeRows
 from kernels.cuda.decode import split_count
 from kernels.cuda.graphs import Kind, Put, capture_each, launches_last
 from kernels.cuda.launch import looking_ahead
-from kernels.cuda.prefill import PrefillBlocks
+from kernels.cuda.prefill import TILE, PrefillBlocks
 from kernels.cuda.steps import leave
 from kernels.platforms.prepared import StepForward, StepFound
 from kernels.platforms.rows import PromptTokens
@@ -37,7 +37,6 @@ _log = logging.getLogger("troupe.kernels.cuda")
 
 _HEADER = 5
 """Numbers of a row before its pages: three as ``leave`` has them, one to fill up, and the tokens that a decode sees."""
-_TILE = 64
 _CHUNKS = 64  # rows of a step that are no decodes, at most
 _ROWS = (8, 64, 256)
 _FEWEST = 128  # tokens of a graph, and each power of two above it
@@ -88,7 +87,7 @@ class _Numbers:
     @classmethod
     def of(cls, size: Size) -> _Numbers:
         tokens, rows = size
-        return cls(3 * tokens + rows, 2 * (3 * tokens + rows) + 4 * (-(-tokens // _TILE) + min(rows, _CHUNKS)))
+        return cls(3 * tokens + rows, 2 * (3 * tokens + rows) + 4 * (-(-tokens // TILE) + min(rows, _CHUNKS)))
 
 
 _NOTHING = PromptTokens(
@@ -121,7 +120,7 @@ class PromptGraphs:
         rows = max((size[1] for size in sizes), default=0)
         # Row 0 is that of tokens that are not there: its pages are page 0.
         # Rows begin where a vector does, as other steps' do: kernels are compiled for that once.
-        width = -(-(_HEADER + max(columns, -(-_TILE // page_size))) // 4) * 4
+        width = -(-(_HEADER + max(columns, -(-TILE // page_size))) // 4) * 4
         self._state = torch.zeros((1 + rows, width), dtype=torch.int32, device=device)
         self._state[:, 2] = self._state[:, _HEADER - 1] = 1  # a token in the cache
         self._numbers = {size: put(self._fill(_NOTHING, size)) for size in sizes}
@@ -150,7 +149,7 @@ class PromptGraphs:
     def run(self, given: PromptTokens) -> StepFound | None:
         """What the step gives; None when no graph fits it."""
         count, tokens = len(given.slots), int(given.counts.sum())
-        chunks = -(-given.counts[given.decodes :] // _TILE)
+        chunks = -(-given.counts[given.decodes :] // TILE)
         if len(chunks) > _CHUNKS or tokens - given.decodes > self._prompts:  # that many did not pay
             return None
         size = next((size for size in self.sizes if size[0] >= tokens and size[1] >= count), None)
@@ -186,13 +185,13 @@ class PromptGraphs:
         some, stride = slice(given.decodes, None), self._state.shape[1]
         missing = size[0] - tokens
         counts = np.append(given.counts[some], missing)
-        each = -(-counts // _TILE)
-        begin = ragged(np.zeros(len(each), dtype=np.int64), each) * _TILE
+        each = -(-counts // TILE)
+        begin = ragged(np.zeros(len(each), dtype=np.int64), each) * TILE
         of = np.repeat(np.arange(len(each)), each)
         pages = np.append(1 + np.arange(given.decodes, len(given.slots)), 0) * stride + _HEADER
         first = np.append(offsets[some], tokens)
         position = np.append(given.starts[some], 0)[of] + np.where(of < len(each) - 1, begin, 0)
-        tiles = np.stack((pages[of], first[of] + begin, np.minimum(counts[of] - begin, _TILE), position), axis=1)
+        tiles = np.stack((pages[of], first[of] + begin, np.minimum(counts[of] - begin, TILE), position), axis=1)
         numbers[2 * layout.longs :][: tiles.size] = tiles[np.argsort(-position, kind="stable")].ravel()
         return numbers
 
@@ -217,7 +216,7 @@ class PromptGraphs:
         last, tiles = longs[3 * tokens :], numbers[2 * layout.longs :].view(-1, 4)
         state, context = self._state[1 : 1 + rows], (self._state.shape[1] - _HEADER) * self._page_size
         decodes = DecodeRows(state[:, _HEADER - 1 :], split_count(rows, self._kv_heads, context))
-        blocks = PrefillBlocks(tiles, self._state.view(-1, 1), _TILE)
+        blocks = PrefillBlocks(tiles, self._state.view(-1, 1), TILE // 2)
         plans = {window: AttentionPlan(decodes, blocks, window) for window in self._windows}
         hidden, logits = self._forward(ForwardBatch(self._table[slots, positions], positions, index, plans), last)
         found = torch.empty(rows, dtype=torch.int32, device=state.device)

@@ -8,11 +8,11 @@ on an H200 (2026-11-20). They leave out what the actors cost; ``engine``, the sa
 over HTTP from client processes, and the start of a server to its first answer are the whole program's.
 
 Options: ``--only NAME[,NAME...]`` of checks, decode, offline, prefill, engine, online, start; ``--model 8b,0.6b``;
-``--only products`` times the products of few tokens, every way there is to make them, and ``--only chain`` those of a
-layer as they follow one another; ``--only speculative`` says what guessing tokens ahead costs and gains
-(``device_speculative``); ``--profile DIR`` writes tables of the device's time by kernel. In parts: ``--tests WORD``
-checks only files and tests with the word in their names, and ``--keep FILE`` adds rows to those that an earlier part
-left there, so that the table holds all.
+``--only products`` times the products of few tokens, every way there is to make them, ``--only chain`` those of a
+layer as they follow one another, and ``--only prompts`` the attention of prompts; ``--only speculative`` says what
+guessing tokens ahead costs and gains (``device_speculative``); ``--profile DIR`` writes tables of the device's time by
+kernel. In parts: ``--tests WORD`` checks only files and tests with the word in their names, and ``--keep FILE`` adds
+rows to those that an earlier part left there, so that the table holds all.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from tests.bench._device_runner import measure
 from tests.bench._device_server import engine, online, start
 from tests.bench.device_chain import chain
 from tests.bench.device_products import products
+from tests.bench.device_prompts import prompts
 from tests.bench.device_speculative import speculative
 
 __all__ = ["main"]
@@ -84,6 +85,8 @@ def main(arguments: list[str]) -> None:
         directory = Path(folder)
         if "products" in points:
             products(given.model.split(","))
+        if "prompts" in points:
+            prompts(given.model.split(","))
         if "chain" in points:
             chain(given.model.split(","))
         for name in given.model.split(","):

@@ -14,10 +14,11 @@ from types import ModuleType
 import kernels.cuda.bulk
 import kernels.cuda.packed
 import kernels.cuda.single
+import kernels.cuda.specialized
 import kernels.cuda.spread
 import kernels.cuda.standing
 
-__all__ = ["bulk_in_triton", "single_in_triton", "spread_in_triton"]
+__all__ = ["bulk_in_triton", "single_in_triton", "specialized_in_triton", "spread_in_triton"]
 
 EMULATED = """
 @triton.jit
@@ -186,6 +187,118 @@ def fence_async_shared():
     pass
 """
 
+SPECIALIZED = """
+import threading
+
+
+@triton.jit
+def _exp2(x):
+    return tl.exp2(x)
+
+
+class Baton:
+    # One partition runs at a time, until it waits for what is not there.
+
+    def __init__(self, partitions):
+        self.condition, self.left, self.at, self.idle = threading.Condition(), set(range(partitions)), 0, 0
+
+    def run(self, number, function, given, failed):
+        with self.condition:
+            try:
+                self.condition.wait_for(lambda: self.at == number)
+                function(*given)
+            except BaseException as error:
+                failed.append(error)
+            self.left.discard(number)
+            self.idle = 0
+            self.hand_on()
+
+    def hand_on(self):
+        self.at = next((other for other in sorted(self.left) if other > self.at), min(self.left, default=-1))
+        self.condition.notify_all()
+
+    def wait(self, there):
+        own = self.at
+        while not there():
+            self.idle += 1
+            assert self.idle <= 2 * len(self.left) + 2, "all wait"
+            self.hand_on()
+            self.condition.wait_for(lambda: self.at == own)
+        self.idle = 0
+
+
+class Counted:
+    # A phase ends when all that were counted have arrived and what they announced is there.
+
+    baton = None
+
+    def __init__(self, count):
+        self.count, self.left, self.due, self.ended = count, count, 0, 0
+
+    def arrive(self, bytes_=0):
+        self.left -= 1
+        self.due += bytes_
+        assert self.left >= 0
+        self.end()
+
+    def bring(self, bytes_):
+        self.due -= bytes_
+        self.end()
+
+    def end(self):
+        if self.left == 0 and self.due == 0:
+            self.left, self.ended = self.count, self.ended + 1
+
+
+class mbarrier:
+    MBarrierLayout = staticmethod(lambda: None)
+
+    @staticmethod
+    def init(bar, count):
+        bar.of[bar.number] = Counted(count)
+
+    @staticmethod
+    def expect(bar, bytes_):
+        bar.value.arrive(index(bytes_))
+
+    @staticmethod
+    def arrive(bar, count):
+        bar.value.arrive()
+
+    @staticmethod
+    def wait(bar, phase, pred=True):
+        if pred:
+            phase = index(phase)
+            assert phase in (0, 1)
+            Counted.baton.wait(lambda: bar.value.ended % 2 != phase)
+
+
+class tma:
+    @staticmethod
+    def async_copy_global_to_shared(described, place, bar, to):
+        to.value[...] = described.read(place)
+        bar.value.bring(2 * to.value.size)
+
+
+def warpgroup_mma(a, b, total, use_acc=True, is_async=False):
+    left = a.value if isinstance(a, Place) else a.handle.data.astype(np.float32)
+    return tl.tensor(TensorHandle((total.handle.data if use_acc else 0) + left @ b.value, tl.float32), total.type)
+
+
+def specialize(partitions, warps, registers):
+    Counted.baton, failed = Baton(len(partitions)), []
+    threads = [
+        threading.Thread(target=Counted.baton.run, args=(number, function, given, failed))
+        for number, (function, given) in enumerate(partitions)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+"""
+
 
 class _Plain(ast.NodeTransformer):
     def visit_Name(self, node: ast.Name) -> ast.AST:
@@ -202,6 +315,8 @@ class _Plain(ast.NodeTransformer):
             node.func = ast.Name("Shared", ast.Load())
         if called == "thread_barrier":
             node.func.attr = "debug_barrier"
+        if called == "warp_specialize":
+            node.func = ast.Name("specialize", ast.Load())
         if called == "zeros":
             del node.args[2:]
         node.keywords = [keyword for keyword in node.keywords if keyword.arg != "layout"]
@@ -230,6 +345,11 @@ def bulk_in_triton(directory: Path) -> ModuleType:
 def spread_in_triton(directory: Path) -> ModuleType:
     """``kernels.cuda.spread`` in the same way."""
     return _in_triton(directory, "spread_in_triton", COPIED, kernels.cuda.spread)
+
+
+def specialized_in_triton(directory: Path) -> ModuleType:
+    """``kernels.cuda.specialized`` in the same way, its partitions in threads, one of which runs at a time."""
+    return _in_triton(directory, "specialized_in_triton", COPIED + SPECIALIZED, kernels.cuda.specialized)
 
 
 def _in_triton(directory: Path, name: str, emulated: str, *modules: ModuleType) -> ModuleType:
