@@ -99,6 +99,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             return own_capture_each(sizes, run, META, lambda could: could)
         return {size: (lambda: told.append("replayed"), run(size)) for size in sizes}
 
+    def launches_last(run: Callable[[], object], device: torch.device) -> bool:
+        assert not looking_ahead()  # there is nothing to measure
+        return True
+
     def capture_guesses(run: Callable[[], None], pool: Any, _: object) -> tuple[Any, Callable[[], None]]:
         run()
         told.append("guesses")
@@ -113,7 +117,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(kernels.cuda.graphs, "capture_each", capture_each)
     monkeypatch.setattr(kernels.cuda.steps, "capture_each", capture_each)
     monkeypatch.setattr(kernels.cuda.prompts, "capture_each", capture_each)
-    monkeypatch.setattr(kernels.cuda.prompts, "launches_last", lambda run, device: True)
+    monkeypatch.setattr(kernels.cuda.prompts, "launches_last", launches_last)
     monkeypatch.setattr(kernels.platforms.cuda, "capture_guesses", capture_guesses)
     monkeypatch.setattr(kernels.platforms.cuda, "CudaPlatform", _Absent)
     monkeypatch.setattr(kernels.loading, "_check_finite", lambda name, floats: None)  # there are no numbers

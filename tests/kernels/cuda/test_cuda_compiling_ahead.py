@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from concurrent.futures import Executor, Future
 
 import pytest
@@ -52,17 +51,18 @@ class AtOnce(Executor):
 
 @pytest.fixture
 def made(monkeypatch, tmp_path):
-    """What is compiled, by name and whether that was ahead; kernels that are called are compiled and not launched."""
+    """What is compiled: names, whether that was ahead, and for which arguments. Kernels that are called are compiled
+    and not launched."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    found: Counter[tuple[str, bool]] = Counter()
+    found: list[tuple[str, bool, str]] = []
     with compiling(monkeypatch, 90, told=False):
         compile_one = JITFunction._do_compile
 
-        def count(self, *arguments, **options):
-            found[self.__name__, looking_ahead()] += 1
-            return compile_one(self, *arguments, **options)
+        def tell(self, key, *arguments, **options):
+            found.append((self.__name__, looking_ahead(), key))
+            return compile_one(self, key, *arguments, **options)
 
-        monkeypatch.setattr(JITFunction, "_do_compile", count)
+        monkeypatch.setattr(JITFunction, "_do_compile", tell)
         yield found
 
 
@@ -79,12 +79,12 @@ def test_each_kind_of_arguments_is_compiled_once(made):
     compile_ahead(passes, absent.META, pool)
     assert not looking_ahead()
     assert pool.done == 4
-    before = Counter(made)
+    before = list(made)
     for count in (3, 5, 16):
         assert _double[(1,)](x, x, count, 64) is not None
     assert made == before
     _double[(1,)](x, x, 1, 64)
-    assert made["_double", False] == 1
+    assert made[len(before) :] == [("_double", False, made[-1][2])]
 
 
 def test_what_cannot_be_compiled_is_told_when_it_is_launched(made):
@@ -140,8 +140,9 @@ def test_steps_launch_nothing_that_was_not_compiled_ahead(ahead, made, drive):
         driver.step([(slot, 40 * slot - 1)])
     driver.step([(1, 1), (2, 1), (3, 1)])
     names = {"_decode", "_prefill", "_norm", "_vector", "_bulk", "_place_heads", "_look_up", "_leave"}
-    assert names <= {name for name, early in made if early}
-    assert not {name for name, early in made if not early}
+    assert names <= {name for name, early, _ in made if early}
+    assert not [name for name, early, _ in made if not early]
+    assert len({key for name, _, key in made if name == "_decode"}) == 2  # of one row, and of more
 
 
 @pytest.mark.long
@@ -149,5 +150,6 @@ def test_what_verifies_guesses_is_compiled_ahead(ahead, made, tmp_path, drive):
     draft = write_draft(CONFIG, tmp_path)
     settings = SpeculativeSettings("EAGLE3", str(draft), 3, 1, 4, load_format="dummy")
     drive(speculation=settings, max_step_tokens=2048)
-    assert {("_drafts", True), ("_stage", True)} <= set(made)
-    assert ("_stage", False) not in made
+    found = {(name, early) for name, early, _ in made}
+    assert {("_drafts", True), ("_stage", True)} <= found
+    assert ("_stage", False) not in found
