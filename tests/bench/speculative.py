@@ -9,8 +9,8 @@ both and their ratio, the median of the rounds' ratios, where a short answer, wh
 as a long one, and how many answers differ (greedy ones may, where sums are taken in another order).
 
 Two engines that are alike are not equally fast, and stay so for as long as they live. ``--pairs`` says how many times
-both are started anew for each algorithm; the range beside the median is then that of the pairs' own. ``--algorithms
-NONE`` has a second engine that does not guess either: what it differs by is chance.
+both are started anew for each algorithm, the other one first each time; the range beside the median is then that of the
+pairs' own. ``--algorithms NONE`` has a second engine that does not guess either: what it differs by is chance.
 
 ``--hostile`` takes prompts of random tokens that are continued at a high temperature, where hardly a guess can be
 right; ``--adaptive`` adds --speculative-adaptive to each algorithm. Other arguments of the engine that guesses follow
@@ -170,8 +170,10 @@ async def _compare(algorithm: str, args: argparse.Namespace) -> None:
         words = [*common, "--speculative-algorithm", algorithm, *adaptive, *args.rest]
     found: dict[int, list[list[Pair]]] = {batch: [] for batch in args.batches}
     asked = 0
-    for _ in range(args.pairs):
-        async with Engine(arguments=_arguments(common)) as plain, Engine(arguments=_arguments(words)) as guessing:
+    for number in range(args.pairs):
+        kinds = (common, words)[:: -1 if number % 2 else 1]
+        async with Engine(arguments=_arguments(kinds[0])) as first, Engine(arguments=_arguments(kinds[1])) as second:
+            plain, guessing = (second, first) if number % 2 else (first, second)
             for batch in args.batches:
                 found[batch].append(await _rounds(plain, guessing, batch, asked, args))
                 asked += (args.rounds + 1) * (SINGLE if batch == 1 else batch)
