@@ -242,6 +242,29 @@ def test_a_draft_that_finds_nothing_is_seldom_asked():
     assert stage.tokens(1) == says(range(5), 600)
 
 
+def test_what_a_plain_step_showed_the_draft_is_told_apart(monkeypatch):
+    told = []
+    monkeypatch.setattr(AdaptiveSteps, "timed", lambda _, rows, levels, nodes, *rest: told.append((nodes, rest)))
+    stage = Guessing(adaptive="{}")
+    run = stage.runner.run
+    timing = StepTiming(whole=0.01, seen=0.004)
+    stage.runner.run = lambda batch: msgspec.structs.replace(run(batch), timing=timing)
+    stage.submit(spec(1, range(5), max_tokens=40))
+    stage.play()
+    assert (0, (0.01, 0, 0.004)) in told
+    assert stage.tokens(1) == says(range(5), 40)
+
+
+def test_prompts_among_decodes_are_told_of(monkeypatch):
+    """The draft sees them before it guesses again, whether decodes ran beside them or not."""
+    told = []
+    monkeypatch.setattr(AdaptiveSteps, "interrupted", lambda _: told.append(1))
+    stage = Guessing(adaptive="{}")
+    stage.submit(spec(1, range(5), max_tokens=8))
+    stage.play()
+    assert len(told) == 1
+
+
 def test_without_adapting_nothing_is_learnt():
     stage = Guessing(accepts=lambda most: 0)
     stage.submit(spec(1, range(5), max_tokens=60))
