@@ -7,6 +7,8 @@ in a page lies in one piece.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +19,7 @@ from kernels.cuda.launch import overlapping
 from kernels.cuda.narrow_cache import NarrowCache
 from kernels.quantization.cache import most
 
-__all__ = ["place_heads"]
+__all__ = ["Placing", "place_heads"]
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -106,6 +108,22 @@ def _place_heads(
                 y = (y + 12582912.0) - 12582912.0
             tl.store(to, x.to(cache.dtype.element_ty), mask=mask)
             tl.store(to + half, y.to(cache.dtype.element_ty), mask=mask)
+
+
+@dataclass(frozen=True, eq=False)
+class Placing:
+    """``heads`` queries, and keys and values for ``cache`` [pages, 2, kv_heads, page_size, dim], of the token's dtype,
+    at ``index`` int64 [1]; ``cos``, ``sin`` [1, 1, dim]: see ``place_heads``."""
+
+    heads: int
+    cos: Tensor
+    sin: Tensor
+    cache: Tensor
+    index: Tensor
+
+    def queries(self, x: Tensor) -> Tensor:
+        """Room for them, [1, heads, dim]."""
+        return x.new_empty((1, self.heads, self.cache.shape[4]))
 
 
 def place_heads(

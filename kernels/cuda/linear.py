@@ -24,7 +24,7 @@ from kernels.cuda.launch import copying, has_gluon, overlapping
 if TYPE_CHECKING:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-__all__ = ["CudaLinear"]
+__all__ = ["CudaLinear", "one_token"]
 
 _MOST_INPUTS = 16384  # a longer row does not fit a block's registers
 _ALIGN = 16
@@ -116,7 +116,8 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool) -> Te
     return out
 
 
-def _alone(x: Tensor, weight: Tensor) -> bool:
+def one_token(x: Tensor, weight: Tensor) -> bool:
+    """Whether it is one, of inputs that a kernel for one multiplies."""
     return len(x) == 1 and weight.shape[1] <= _MOST_INPUTS and weight.shape[1] % _ALIGN == 0 and x.is_contiguous()
 
 
@@ -145,7 +146,7 @@ class CudaLinear:
         self._described: TensorDescriptor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        if _alone(x, self.weight):
+        if one_token(x, self.weight):
             return _multiply(x, self.weight, self.bias, self._gated)
         if not 1 < len(x) <= narrow.MOST_TOKENS:
             return self._many(x)

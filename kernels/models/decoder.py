@@ -127,6 +127,10 @@ class Attention:
         """What follows the first projection, whose result is ``projected`` [tokens, (heads + 2 * kv_heads) * dim]."""
         qkv = projected.view(-1, self.heads + 2 * self.kv_heads, self.dim)
         queries = self.platform.place_heads(qkv, self.heads, self.head_norms, cos, sin, cache, batch.cache_index)
+        return self.find(queries, cache, batch)
+
+    def find(self, queries: Tensor, cache: Any, batch: ForwardBatch) -> Tensor:
+        """What the placed ``queries`` [tokens, heads, dim] find, behind the last projection: [tokens, hidden]."""
         plan = batch.plans[self.window]
         return self.output(self.platform.attention(queries, cache, plan, self.scale))
 
@@ -163,8 +167,9 @@ class DecoderLayer:
     def __init__(self, config: ModelConfig, layer: int, source: TensorSource, platform: Platform, group: Group) -> None:
         prefix = f"model.layers.{layer}"
         norm = _norm(f"{prefix}.input_layernorm", source, platform, config)
-        self.attention = Attention(config, layer, source, platform, group)
-        self.qkv = platform.make_behind_norm(norm, self.attention.qkv)
+        self.attention = made = Attention(config, layer, source, platform, group)
+        qkv = platform.make_behind_norm(norm, made.qkv)
+        self.heads = platform.make_heads(qkv, made.heads, made.kv_heads, made.dim, made.head_norms)
         norm = _norm(f"{prefix}.post_attention_layernorm", source, platform, config)
         self.mlp: FeedForward | BehindNorm
         if config.experts is not None and layer in config.experts.layers:
@@ -176,11 +181,8 @@ class DecoderLayer:
         self, x: Tensor | None, residual: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch
     ) -> tuple[Tensor, Tensor]:
         """``x``: what the layer before has not yet added to ``residual`` (None before the first)."""
-        if x is None:
-            projected = self.qkv(residual)
-        else:
-            projected, residual = self.qkv.add(x, residual)
-        return self.mlp.add(self.attention.attend(projected, cos, sin, cache, batch), residual)
+        queries, residual = self.heads(x, residual, cos, sin, cache, batch.cache_index)
+        return self.mlp.add(self.attention.find(queries, cache, batch), residual)
 
 
 class Decoder:

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from kernels.batch import ForwardBatch
+from kernels.platforms.heads import ProjectedHeads
 from kernels.platforms.operators import Acceptance, Candidates, Cut, Draw, Greedy, Norm
 from kernels.platforms.prepared import Decodes, HostPass, StepForward, Steps
-from kernels.platforms.projections import Projections
+from kernels.platforms.projections import BehindNorm, Projections
 from kernels.platforms.rows import AttentionRows
 from kernels.quantization.cache import SCALE, LayerScales, narrow
 
@@ -292,6 +293,12 @@ class Platform(Projections):
         self.rotary(qk if norm is None else norm(qk), cos, sin, out=qk)
         self.write_cache(cache, index, qkv[:, heads:])
         return qkv[:, :heads]
+
+    def make_heads(
+        self, projection: BehindNorm, heads: int, kv_heads: int, dim: int, norm: Norm | None
+    ) -> ProjectedHeads:
+        """A layer's ``projection`` with its heads placed; in one kernel where the platform has one for both."""
+        return ProjectedHeads(self, projection, heads, kv_heads, dim, norm)
 
     @abstractmethod
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:

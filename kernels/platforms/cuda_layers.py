@@ -14,11 +14,13 @@ from kernels.cuda.experts import CudaExperts
 from kernels.cuda.grouped import GroupedLinear, WideWeight
 from kernels.cuda.linear import CudaLinear
 from kernels.cuda.norms import CudaNorm, norm_both
+from kernels.cuda.projected import CudaHeads
 from kernels.cuda.quantized import EightBitLinear
 from kernels.cuda.rows import add_rows, look_up
 from kernels.layers.experts import ExpertWeights
 from kernels.layers.stacked_experts import refusal
 from kernels.platforms.base import Platform
+from kernels.platforms.heads import ProjectedHeads
 from kernels.platforms.operators import Linear, Norm
 from kernels.platforms.projections import BehindNorm
 from kernels.quantization.weights import Fp8Weight, GroupedWeight, Int8Weight, Projection, QuantizedWeight
@@ -76,6 +78,11 @@ class CudaLayers(Platform):
         if isinstance(norm, CudaNorm) and isinstance(linear, Fuses):
             return CudaBehindNorm(norm, linear, self._choices)
         return super().make_behind_norm(norm, linear)
+
+    def make_heads(
+        self, projection: BehindNorm, heads: int, kv_heads: int, dim: int, norm: Norm | None
+    ) -> ProjectedHeads:
+        return CudaHeads(self, projection, heads, kv_heads, dim, norm)
 
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
         dense = ids.ndim == 1 and ids.is_contiguous() and table.stride(1) == 1

@@ -17,11 +17,12 @@ from kernels.cuda.candidates import candidates
 from kernels.cuda.decode import DecodeScratch
 from kernels.cuda.grouped import GroupedLinear, WideWeight
 from kernels.cuda.growing import CudaGrowing
-from kernels.cuda.heads import place_heads
+from kernels.cuda.heads import Placing, place_heads
 from kernels.cuda.linear import CudaLinear
 from kernels.cuda.moving import move_accepted, move_caches
 from kernels.cuda.norms import Before, CudaNorm, norm_both
 from kernels.cuda.numbers import BYTES, EIGHTHS, NIBBLES
+from kernels.cuda.projected import project
 from kernels.cuda.quantized import EightBitLinear
 from kernels.cuda.rows import add_rows, look_up
 from kernels.cuda.sampling import likeliest
@@ -60,6 +61,11 @@ def smalls(dtype):
     tokens, positions = empty(5, dtype=torch.int32), empty(5, dtype=torch.int64)
     enter(state, table, 64, tokens, positions, positions)
     leave(state, table, empty(5, 151936, dtype=dtype), empty(5, 151936, dtype=dtype), tokens)
+    for heads, kv_heads, dim in (LLAMA, SMALL):
+        own = Placing(
+            heads, *empty(2, 1, 1, dim, dtype=dtype), empty(99, 2, kv_heads, 64, dim, dtype=dtype), positions[:1]
+        )
+        project(empty(1, 1024, dtype=dtype), empty((heads + 2 * kv_heads) * dim, 1024, dtype=dtype), None, own)
     for (heads, kv_heads, dim), normed in ((LLAMA, False), (QWEN, True), (SMALL, False)):
         weight = empty(heads + kv_heads, dim, dtype=dtype) if normed else None
         for tokens in (16, 100):

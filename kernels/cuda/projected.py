@@ -1,0 +1,135 @@
+"""Queries, keys and values of one token in one launch: its product with the projection, rotated and put into the cache.
+
+A program of a product of one token (``kernels.cuda.linear``) has a few rows of the weight. Here they are two numbers of
+a head that rotate against each other, so that nothing is left to do for a kernel between the projection and attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.cuda.heads import Placing
+from kernels.cuda.launch import overlapping
+from kernels.cuda.linear import CudaLinear, one_token
+from kernels.platforms.heads import ProjectedHeads
+
+__all__ = ["CudaHeads", "project"]
+
+_BLOCK: Final = 2048  # inputs at a time, as of other products of one token
+
+
+@triton.jit
+def _project(
+    x,
+    weight,
+    bias,
+    cos,
+    sin,
+    cache,
+    index,
+    out,
+    heads,
+    kv_heads,
+    dim: tl.constexpr,
+    page_size: tl.constexpr,
+    inputs: tl.constexpr,
+    block: tl.constexpr,
+    biased: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """Two numbers of a head: the program's, and that half a head further."""
+    half: tl.constexpr = dim // 2
+    head, number = tl.program_id(0) // half, tl.program_id(0) % half
+    side = tl.arange(0, 2)
+    row = head * dim + number + side * half
+    at = tl.arange(0, block)
+    first = weight + row[:, None].to(tl.int64) * inputs + at[None, :]
+    if pdl:
+        gdc_launch_dependents()
+    # The first tiles are on their way while the kernel before this one ends.
+    w = tl.load(first, mask=(at < inputs)[None, :], other=0.0, eviction_policy="evict_first")
+    if pdl:
+        gdc_wait()
+    c = tl.load(cos + number).to(tl.float32)
+    s = tl.load(sin + number).to(tl.float32)
+    place = tl.load(index)
+    total = tl.zeros([2, block], tl.float32)
+    for begin in tl.static_range(0, inputs, block):
+        inside = begin + at < inputs
+        if begin > 0:
+            w = tl.load(first + begin, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+        value = tl.load(x + begin + at, mask=inside, other=0.0).to(tl.float32)[None, :]
+        total += w.to(tl.float32) * value
+    result = tl.sum(total, 1)
+    if biased:
+        result += tl.load(bias + row).to(tl.float32)
+    # Rounded as the projection's result is where the heads are placed by a kernel of their own.
+    result = result.to(out.dtype.element_ty).to(tl.float32)
+    if head < heads + kv_heads:
+        low = tl.sum(tl.where(side == 0, result, 0.0), 0)
+        high = tl.sum(tl.where(side == 1, result, 0.0), 0)
+        result = tl.where(side == 0, low * c + high * s, high * c - low * s)
+    if head < heads:
+        to = out + row
+    else:
+        # Head `heads + h` is key head h: slot h of the page; values follow the keys in both.
+        line = (place // page_size * (2 * kv_heads) + (head - heads)) * page_size + place % page_size
+        to = cache + line * dim + number + side * half
+    tl.store(to, result.to(out.dtype.element_ty))
+
+
+def project(x: Tensor, weight: Tensor, bias: Tensor | None, placing: Placing) -> Tensor:
+    """``x`` [1, inputs] by ``weight`` [(heads + 2 * kv_heads) * dim, inputs], dense and of one dtype with the cache ->
+    the queries [1, heads, dim], rotated; keys and values go to the cache."""
+    outputs, inputs = weight.shape
+    _, _, kv_heads, page_size, dim = placing.cache.shape
+    out = placing.queries(x)
+    pdl = overlapping(x.device)
+    _project[(outputs // 2,)](
+        x,
+        weight,
+        weight if bias is None else bias,
+        placing.cos,
+        placing.sin,
+        placing.cache,
+        placing.index,
+        out,
+        placing.heads,
+        kv_heads,
+        dim,
+        page_size,
+        inputs,
+        min(_BLOCK, triton.next_power_of_2(inputs)),
+        bias is not None,
+        pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+    )
+    return out
+
+
+class CudaHeads(ProjectedHeads):
+    """In one launch where it is one token whose heads are not normed, and the projection is of 16 bits or more."""
+
+    def __call__(
+        self, x: Tensor | None, residual: Tensor, cos: Tensor, sin: Tensor, cache: Any, index: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        kept = isinstance(cache, Tensor) and cache.dtype == residual.dtype and cache.shape[4] == self.dim
+        if len(residual) == 1 and self.norm is None and kept:
+            found = self._at_once(x, residual, Placing(self.heads, cos, sin, cache, index))
+            if found is not None:
+                return found
+        return super().__call__(x, residual, cos, sin, cache, index)
+
+    def _at_once(self, x: Tensor | None, residual: Tensor, placing: Placing) -> tuple[Tensor, Tensor] | None:
+        projection, linear = self.projection, self.projection.linear
+        if isinstance(linear, CudaLinear) and one_token(residual, linear.weight):
+            norm = projection.norm
+            normed, total = (norm(residual), residual) if x is None else norm.add(x, residual)
+            return project(normed, linear.weight, linear.bias, placing), total
+        return None

@@ -1,0 +1,119 @@
+"""A projection of one token whose heads its own kernel places, against one whose heads are placed by another."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.cuda import projected
+from kernels.cuda.heads import Placing, place_heads
+from kernels.cuda.linear import CudaLinear
+from kernels.cuda.norms import CudaNorm
+from kernels.cuda.projected import CudaHeads
+from kernels.platforms.projections import BehindNorm
+
+HEADS, KV_HEADS, PAGE, PAGES = 4, 2, 16, 5
+
+
+class Places:
+    """A platform that tells how many tokens it places."""
+
+    def __init__(self) -> None:
+        self.placed: list[int] = []
+
+    def place_heads(self, qkv, heads, norm, cos, sin, cache, index):
+        self.placed.append(len(qkv))
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        place_heads(qkv, heads, KV_HEADS, weight, eps, cos, sin, cache, index)
+        return qkv[:, :heads]
+
+
+def made(device, dtype, dim, inputs, biased=False, normed=False):
+    torch.manual_seed(5)
+    weight = (torch.randn((HEADS + 2 * KV_HEADS) * dim, inputs) / inputs**0.5).to(dtype).to(device)
+    bias = torch.randn(len(weight)).to(dtype).to(device) if biased else None
+    linear = CudaLinear(weight, bias)
+    behind = BehindNorm(CudaNorm(1 + torch.rand(inputs).to(dtype).to(device), 1e-5), linear)
+    own = CudaNorm(torch.randn(HEADS + KV_HEADS, dim).to(dtype).to(device), 1e-6) if normed else None
+    return CudaHeads(Places(), behind, HEADS, KV_HEADS, dim, own)
+
+
+def step(device, dtype, dim, inputs, tokens=1):
+    angle = torch.rand(tokens, 1, dim // 2) * 6
+    cos, sin = torch.cat((angle.cos(), angle.cos()), -1), torch.cat((-angle.sin(), angle.sin()), -1)
+    x, residual = torch.randn(2, tokens, inputs)
+    cache = torch.zeros(PAGES, 2, KV_HEADS, PAGE, dim)
+    index = torch.randperm(PAGES * PAGE)[:tokens]
+    return *(part.to(dtype).to(device) for part in (x, residual, cos, sin, cache)), index.to(device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize(("dim", "inputs"), [(16, 128), (64, 4096), (24, 2064)])
+def test_one_launch_does_what_two_do(device, dtype, biased, first, dim, inputs):
+    heads = made(device, dtype, dim, inputs, biased)
+    x, residual, cos, sin, cache, index = step(device, dtype, dim, inputs)
+    given = None if first else x.clone()
+    linear, norm = heads.projection.linear, heads.projection.norm
+    total = residual.clone() if first else residual + x
+    qkv, placed = linear(norm(total)).view(1, -1, dim), cache.clone()
+    place_heads(qkv, HEADS, KV_HEADS, None, 0.0, cos, sin, placed, index)
+
+    queries, found = heads(given, residual, cos, sin, cache, index)
+    assert heads.platform.placed == []
+    assert queries.shape == (1, HEADS, dim)
+    assert torch.equal(found, total)
+    torch.testing.assert_close(queries, qkv[:, :HEADS], rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(cache, placed, rtol=2e-3, atol=2e-3)
+    assert int((cache != 0).any(-1).sum()) == 2 * KV_HEADS
+
+
+def test_other_heads_are_placed_by_a_kernel_of_their_own(device):
+    dtype, dim, inputs = torch.float16, 16, 128
+    heads = made(device, dtype, dim, inputs)
+    two = step(device, dtype, dim, inputs, tokens=2)
+    heads(*two)
+    assert heads.platform.placed == [2]
+    normed = made(device, dtype, dim, inputs, normed=True)
+    one = step(device, dtype, dim, inputs)
+    normed(*one)
+    assert normed.platform.placed == [1]
+    uneven = made(device, dtype, dim, 120)  # inputs that are left to cuBLAS
+    uneven(*step(device, dtype, dim, 120))
+    assert uneven.platform.placed == [1]
+    other = made(device, dtype, dim, inputs)
+    x, residual, cos, sin, cache, index = one
+    other(x, residual, cos, sin, cache.float(), index)
+    assert other.platform.placed == [1]
+    other.projection.linear = linear = other.projection.linear.__call__  # of another kind
+    other(x, residual, cos, sin, cache, index)
+    assert linear is other.projection.linear
+    assert other.platform.placed == [1, 1]
+
+
+def test_a_token_is_read_when_the_kernel_in_front_has_ended(device, monkeypatch):
+    if device.type != "cpu":
+        pytest.skip("only the interpreter can tell")
+    heads = made(device, torch.float16, 16, 128)
+    x, _, cos, sin, cache, index = step(device, torch.float16, 16, 128)
+    weight, other = heads.projection.linear.weight, torch.zeros_like(cache)
+    right = projected.project(x, weight, None, Placing(HEADS, cos, sin, cache, index))
+    early, waits = (x, cos, sin, index), []
+    values = [part.clone() for part in early]
+
+    def begin() -> None:
+        for part in early:
+            part.fill_(0)
+
+    def wait() -> None:
+        waits.append(None)
+        for part, value in zip(early, values, strict=True):
+            part.copy_(value)
+
+    monkeypatch.setattr(projected, "overlapping", lambda _: True)
+    monkeypatch.setattr(projected, "gdc_launch_dependents", begin)
+    monkeypatch.setattr(projected, "gdc_wait", wait)
+    assert torch.equal(projected.project(x, weight, None, Placing(HEADS, cos, sin, other, index)), right)
+    assert len(waits) == len(weight) // 2
+    assert torch.equal(other, cache)
