@@ -15,6 +15,7 @@ from kernels.cuda import packing, skinny
 from kernels.cuda.activation import swiglu
 from kernels.cuda.behind import Fused
 from kernels.cuda.choosing import Choices, Shape, Way, in_a_row, spare
+from kernels.cuda.heads import Placing
 from kernels.cuda.norms import Before
 from kernels.cuda.skinny import Tiles, single_suits
 from kernels.quantization.weights import GroupedWeight
@@ -124,6 +125,16 @@ class GroupedLinear:
         from kernels.cuda import single
 
         return single.fused(x, self._form, self.bias, self._gated, self._words, before)
+
+    def place(self, x: Tensor, before: Before, name: str, placing: Placing) -> tuple[Tensor, Tensor] | None:
+        """The way ``name`` of ``behind`` where the outputs are heads, which it places: the queries, and the sum; None
+        where it cannot."""
+        from kernels.cuda import single
+
+        cut = single.cuts(self._form, self._gated).get(name)
+        if cut is None or not placing.suits(cut.rows):
+            return None
+        return single.multiply(x, self._form, self.bias, False, self._words, cut, before, placing)
 
     def _wide(self, x: Tensor) -> Tensor:
         weight = self._room.room(*self._shape, x.dtype)

@@ -125,6 +125,10 @@ class Placing:
         """Room for them, [1, heads, dim]."""
         return x.new_empty((1, self.heads, self.cache.shape[4]))
 
+    def suits(self, rows: int) -> bool:
+        """Whether programs of so many rows each may have halves of them in one head."""
+        return self.cache.shape[4] % rows == 0
+
 
 def place_heads(
     qkv: Tensor,

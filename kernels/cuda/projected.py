@@ -13,6 +13,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.cuda.behind import CudaBehindNorm
+from kernels.cuda.grouped import GroupedLinear
 from kernels.cuda.heads import Placing
 from kernels.cuda.launch import overlapping
 from kernels.cuda.linear import CudaLinear, one_token
@@ -114,7 +116,9 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None, placing: Placing) ->
 
 
 class CudaHeads(ProjectedHeads):
-    """In one launch where it is one token whose heads are not normed, and the projection is of 16 bits or more."""
+    """In one launch where it is one token whose heads are not normed, and the projection is of 16 bits or more, or of 4
+    in groups.
+    """
 
     def __call__(
         self, x: Tensor | None, residual: Tensor, cos: Tensor, sin: Tensor, cache: Any, index: Tensor
@@ -132,4 +136,7 @@ class CudaHeads(ProjectedHeads):
             norm = projection.norm
             normed, total = (norm(residual), residual) if x is None else norm.add(x, residual)
             return project(normed, linear.weight, linear.bias, placing), total
+        if x is not None and isinstance(projection, CudaBehindNorm) and isinstance(linear, GroupedLinear):
+            name = projection.quickest(x, residual)
+            return None if name is None else linear.place(x, projection.before(residual), name, placing)
         return None

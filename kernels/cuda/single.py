@@ -26,6 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.cuda import standing
 from kernels.cuda.behind import Fused
+from kernels.cuda.heads import Placing
 from kernels.cuda.launch import overlapping
 from kernels.cuda.norms import Before
 from kernels.cuda.numbers import NIBBLES, PIECES
@@ -41,6 +42,7 @@ from kernels.cuda.packed import (
     largest,
     whole,
 )
+from kernels.cuda.placing import begin_heads, end_heads
 from kernels.cuda.skinny import Form
 
 __all__ = ["Cut", "cuts", "fused", "multiply", "ways"]
@@ -85,6 +87,16 @@ def _read(x, residual, summed, at, inside, writes, normed: gl.constexpr):
 
 
 @gluon.jit
+def _rows_of(of, rows: gl.constexpr, dim: gl.constexpr):
+    """The program's rows. With heads of ``dim`` the second half of them rotates against the first."""
+    if dim == 0:
+        return gl.program_id(0) * rows + of
+    half: gl.constexpr = dim // 2
+    pair = gl.program_id(0) * (rows // 2) + of % (rows // 2)
+    return pair // half * dim + pair % half + of // (rows // 2) * half
+
+
+@gluon.jit
 def _single(
     x,
     residual,
@@ -94,10 +106,18 @@ def _single(
     scales,
     zeros,
     bias,
+    cos,
+    sin,
+    cache,
+    index,
     out,
     eps,
     outputs,
     every,
+    heads,
+    kv_heads,
+    dim: gl.constexpr,
+    page_size: gl.constexpr,
     length: gl.constexpr,
     rows: gl.constexpr,
     warps: gl.constexpr,
@@ -113,7 +133,8 @@ def _single(
     pdl: gl.constexpr,
 ):
     """``length``: words of 32 bits of a row. ``width``: of a tile of ``packing``, words of 16 bits. ``every``: rows of
-    the weight, twice the ``outputs`` if ``gated``: the second half is what silu of the first is multiplied by.
+    the weight, twice the ``outputs`` if ``gated``: the second half is what silu of the first is multiplied by. ``dim``:
+    the outputs are heads, rotated and kept as by ``kernels.cuda.projected``; 0: they are not.
     """
     like: gl.constexpr = out.dtype.element_ty
     held: gl.constexpr = gl.BlockedLayout(
@@ -137,10 +158,9 @@ def _single(
     stride: gl.constexpr = fours * pieces * piece  # of the token, a turn
     most: gl.constexpr = 1.0 if kind == 4 else 32767.0
 
-    base = gl.program_id(0) * rows
-    row = base + gl.arange(0, rows, layout=gl.SliceLayout(1, sums))
+    row = _rows_of(gl.arange(0, rows, layout=gl.SliceLayout(1, sums)), rows, dim)
     near = gl.minimum(row, outputs - 1)
-    high_row = base + gl.arange(0, rows, layout=gl.SliceLayout(1, tall))
+    high_row = _rows_of(gl.arange(0, rows, layout=gl.SliceLayout(1, tall)), rows, dim)
     high_tile = gl.arange(0, fours, layout=gl.SliceLayout(0, tall)) // tile
     place = gl.expand_dims(gl.arange(0, fours, layout=gl.SliceLayout(1, flat)), 1) * 4
     place = gl.expand_dims(place + gl.arange(0, 4, layout=gl.SliceLayout(0, flat))[None, :], 0)
@@ -185,6 +205,8 @@ def _single(
     if pdl:
         gdc_wait()
 
+    if dim > 0:
+        turning = begin_heads(row, cos, sin, index, dim, rows, warps)
     total = gl.zeros([rows, fours], gl.float32, sums)
     other_total = gl.zeros([rows, fours], gl.float32, sums)
     squares = gl.zeros([fours], gl.float32, lead)
@@ -270,7 +292,10 @@ def _single(
         # Rounded as the product is where the activation is an operator of its own.
         gate = found.to(like).to(gl.float32)
         found = gate / (1.0 + gl.exp(-gate)) * up.to(like).to(gl.float32)
-    gl.store(out + row, found.to(like), mask=row < outputs)
+    if dim > 0:
+        end_heads(found.to(like), turning, out, cache, heads, kv_heads, dim, page_size, rows, warps)
+    else:
+        gl.store(out + row, found.to(like), mask=row < outputs)
 
 
 def cuts(form: Form, gated: bool) -> dict[str, Cut]:
@@ -293,15 +318,24 @@ def cuts(form: Form, gated: bool) -> dict[str, Cut]:
 
 
 def multiply(
-    x: Tensor, form: Form, bias: Tensor | None, gated: bool, width: int, cut: Cut, before: Before | None = None
+    x: Tensor,
+    form: Form,
+    bias: Tensor | None,
+    gated: bool,
+    width: int,
+    cut: Cut,
+    before: Before | None = None,
+    placing: Placing | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``x`` [1, inputs], dense -> [1, outputs], or half as many, and its sum with the residual that is ``before`` it;
-    else ``x``. ``width``: words of a tile of ``packing``.
+    else ``x``. ``width``: words of a tile of ``packing``. ``placing``: of the heads that the outputs are; they suit the
+    ``cut``, and the queries come out.
     """
     every, length = form.words.shape
     outputs = every // 2 if gated else every
     scales = form.scales
-    out, summed = x.new_empty((1, outputs)), x if before is None else torch.empty_like(x)
+    out = x.new_empty((1, outputs)) if placing is None else placing.queries(x)
+    summed = x if before is None else torch.empty_like(x)
     pdl = overlapping(x.device)
     _single[(triton.cdiv(outputs, cut.rows),)](
         x,
@@ -312,10 +346,18 @@ def multiply(
         scales,
         scales if form.zeros is None else form.zeros,
         scales if bias is None else bias,
+        x if placing is None else placing.cos,
+        x if placing is None else placing.sin,
+        x if placing is None else placing.cache,
+        x if placing is None else placing.index,
         out,
         0.0 if before is None else before.eps,
         outputs,
         every,
+        0 if placing is None else placing.heads,
+        0 if placing is None else placing.cache.shape[2],
+        0 if placing is None else placing.cache.shape[4],
+        0 if placing is None else placing.cache.shape[3],
         length // 2,
         cut.rows,
         cut.warps,

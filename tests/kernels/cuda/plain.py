@@ -13,6 +13,7 @@ from types import ModuleType
 
 import kernels.cuda.bulk
 import kernels.cuda.packed
+import kernels.cuda.placing
 import kernels.cuda.single
 import kernels.cuda.specialized
 import kernels.cuda.spread
@@ -326,14 +327,20 @@ class _Plain(ast.NodeTransformer):
         return None
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST | None:
-        hidden = ("triton.experimental", "kernels.cuda.packed", "triton.language", "__future__")
+        hidden = ("triton.experimental", "kernels.cuda.packed", "kernels.cuda.placing", "triton.language", "__future__")
         return None if (node.module or "").startswith(hidden) else node
 
 
 def single_in_triton(directory: Path) -> ModuleType:
     """``kernels.cuda.single`` for the CPU, its source in ``directory``, where the interpreter looks for it."""
     return _in_triton(
-        directory, "single_in_triton", EMULATED, kernels.cuda.packed, kernels.cuda.single, kernels.cuda.standing
+        directory,
+        "single_in_triton",
+        EMULATED,
+        kernels.cuda.packed,
+        kernels.cuda.placing,
+        kernels.cuda.single,
+        kernels.cuda.standing,
     )
 
 

@@ -158,6 +158,14 @@ def singles(dtype):
             if inputs == 4096:
                 for fused in single.fused(x, form, bias, gated, 64, Before(x, x, 1e-5)).values():
                     fused()
+    cache = empty(99, 2, 8, 64, 128, dtype=dtype)
+    own = Placing(32, *empty(2, 1, 1, 128, dtype=dtype), cache, empty(1, dtype=torch.int64))
+    form, x = (
+        Form(NIBBLES, empty(6144, 1024, dtype=torch.int16), scales(16, 1, 6144), None, 2),
+        empty(1, 4096, dtype=dtype),
+    )
+    for cut in single.cuts(form, False).values():
+        single.multiply(x, form, None, False, 64, cut, Before(x, x, 1e-5), own)
 
 
 def eight_bits(dtype):

@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.cuda import projected
+from kernels.cuda import projected, single
+from kernels.cuda.grouped import GroupedLinear, WideWeight
 from kernels.cuda.heads import Placing, place_heads
 from kernels.cuda.linear import CudaLinear
-from kernels.cuda.norms import CudaNorm
+from kernels.cuda.norms import Before, CudaNorm
 from kernels.cuda.projected import CudaHeads
 from kernels.platforms.projections import BehindNorm
+from kernels.quantization.weights import GroupedWeight
+from tests.kernels.cuda.plain import single_in_triton
 
 HEADS, KV_HEADS, PAGE, PAGES = 4, 2, 16, 5
 
@@ -117,3 +120,36 @@ def test_a_token_is_read_when_the_kernel_in_front_has_ended(device, monkeypatch)
     assert torch.equal(projected.project(x, weight, None, Placing(HEADS, cos, sin, other, index)), right)
     assert len(waits) == len(weight) // 2
     assert torch.equal(other, cache)
+
+
+@pytest.fixture(scope="module")
+def products(tmp_path_factory):
+    return single if torch.cuda.is_available() else single_in_triton(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_heads_of_a_weight_of_4_bits(device, biased, products, monkeypatch):
+    dtype, dim, inputs = torch.bfloat16 if device.type == "cuda" else torch.float16, 64, 768
+    x, residual, cos, sin, cache, index = step(device, dtype, dim, inputs)
+    outputs = (HEADS + 2 * KV_HEADS) * dim
+    values = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8)
+    scales = ((torch.rand(outputs, inputs // 128) + 0.1) / inputs**0.5 / 8).half()
+    bias = torch.randn(outputs).to(dtype).to(device) if biased else None
+    weight = GroupedWeight(values, scales, None, 128, 4, dtype=dtype).to(device)
+    linear = GroupedLinear(weight, bias, WideWeight(device))
+    placing, placed = Placing(HEADS, cos, sin, cache, index), cache.clone()
+    before = Before(residual, (1 + torch.rand(inputs)).to(dtype).to(device), 1e-5)
+    for name, cut in single.cuts(linear._form, False).items():
+        qkv, total = products.multiply(x, linear._form, bias, False, 64, cut, before)
+        qkv = qkv.view(1, -1, dim)
+        place_heads(qkv, HEADS, KV_HEADS, None, 0.0, cos, sin, placed, index)
+        monkeypatch.setattr(single, "multiply", products.multiply)
+        queries, found = linear.place(x, before, name, placing)
+        assert torch.equal(found, total)
+        torch.testing.assert_close(queries, qkv[:, :HEADS], rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(cache, placed, rtol=2e-2, atol=2e-2)
+        assert int((cache != 0).any(-1).sum()) == 2 * KV_HEADS
+        cache.zero_()
+    assert linear.place(x, before, "rows in turn", placing) is None
+    odd = Placing(HEADS, cos, sin, cache[..., :40], index)
+    assert linear.place(x, before, name, odd) is None
