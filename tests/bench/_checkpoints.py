@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,16 +11,20 @@ from typing import Any
 from app.understudy import MODEL_DIR
 from kernels.gguf.blocks import KINDS
 
-__all__ = ["CHECKPOINTS", "limit_of", "made_up_gguf", "write"]
+__all__ = ["CHECKPOINTS", "EXPERTS", "limit_of", "made_up_gguf", "write"]
 
 _GROUP = 64
 _CALIBRATION_SEED = 20_261_122
 
 
-def _words(layout: str) -> Callable[[Path], Path]:
-    def make(target: Path) -> Path:
+Write = Callable[[Path, Path], Path]
+"""Of a checkpoint in floats and the place of another: where that is then."""
+
+
+def _words(layout: str) -> Write:
+    def make(source: Path, target: Path) -> Path:
         from tests.quantized import fp8_blocks, fp8_rows, rewrite
-        from tests.quantized_words import awq, four_bit_bytes, gptq, int8_rows, packed
+        from tests.quantized_words import awq, four_bit_bytes, four_bit_pairs, gptq, int8_rows, packed
 
         bits = int(layout[-1]) if layout[-1].isdigit() else 4
         common: dict[str, Any] = {"bits": bits, "group_size": _GROUP}
@@ -44,11 +50,24 @@ def _words(layout: str) -> Callable[[Path], Path]:
             change, settings = gptq(bits, _GROUP), gptq_4
         elif layout == "compressed-w8a8":
             change, settings = int8_rows(), _compressed("int-quantized", rows, tokens)
+        elif layout == "compressed-w8a8-static":
+            ranges = _ranges(source)
+
+            def change(module: str, weight: Any) -> dict[str, Any]:
+                step = max(map(abs, ranges[module])) / 127
+                return int8_rows(step)(module, weight)
+
+            static = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False}
+            settings = _compressed("int-quantized", rows, static)
+        elif layout.startswith("compressed-w4a8-rows"):
+            clip = 0.9 if layout.endswith("clip") else None
+            change, settings = four_bit_pairs(clip), _compressed("int-quantized", rows | {"num_bits": 4}, tokens)
+            settings["config_groups"]["group_0"]["activation_use_clip"] = clip is not None
         elif layout == "compressed-w4a8":
             change, settings = four_bit_bytes(_GROUP), _compressed("int-quantized", group | {"num_bits": 4}, tokens)
         else:
             change, settings = packed(bits, _GROUP), _compressed("pack-quantized", group, None)
-        return rewrite(MODEL_DIR, target, change, settings)
+        return rewrite(source, target, change, settings)
 
     return make
 
@@ -65,40 +84,84 @@ def _compressed(kind: str, weights: dict[str, Any], inputs: dict[str, Any] | Non
     }
 
 
-def _modelslim(kind: str, group: int = 0, others: str = "") -> Callable[[Path], Path]:
+def _modelslim(kind: str, group: int = 0, others: str = "") -> Write:
     """``others``: the kind of what is not in the MLPs, if another."""
 
-    def make(target: Path) -> Path:
+    def make(source: Path, target: Path) -> Path:
         from tests.modelslim import write as write_modelslim
 
         def choose(module: str) -> str:
             return kind if ".mlp." in module or not others else others
 
-        ranges = _ranges() if "W8A8" in (kind, others) else None
-        return write_modelslim(MODEL_DIR, target, choose, ranges, group)[0]
+        ranges = _ranges(source) if {kind, others} & {"W8A8", "W8A8_MIX"} else None
+        return write_modelslim(source, target, choose, ranges, group)[0]
 
     return make
 
 
-def _ranges() -> Any:
-    """Of inputs, in documents that are neither trained on nor asked about."""
+def _calibration() -> tuple[Any, list[int]]:
+    """The model in the box, and tokens of documents that are neither trained on nor asked about."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from app.understudy.corpus import documents
-    from tests.modelslim import calibrate
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
     text = "".join(segment.text for document in documents(_CALIBRATION_SEED, 20) for segment in document)
     model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32).eval()
-    return calibrate(model, tokenizer.encode(text)[:2048])
+    return model, tokenizer.encode(text)[:2048]
 
 
-def _gguf(kind: str) -> Callable[[Path], Path]:
-    def make(target: Path) -> Path:
+@functools.cache
+def _ranges(source: Path) -> Any:
+    """Of inputs. An expert's are those of the layer that it is a part of."""
+    from tests.modelslim import calibrate
+
+    found = calibrate(*_calibration())
+    experts = json.loads((source / "config.json").read_text()).get("num_experts", 0)
+    for module in [module for module in found if ".mlp." in module]:
+        block, _, part = module.partition(".mlp.")
+        found |= {f"{block}.mlp.experts.{expert}.{part}": found[module] for expert in range(experts)}
+    return found
+
+
+@functools.cache
+def _importance() -> Any:
+    """The mean square of each input of each module."""
+    import torch
+    from torch import nn
+
+    model, tokens = _calibration()
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+
+            def see(_: Any, inputs: Any, name: str = name) -> None:
+                found[name] = inputs[0].flatten(0, -2).square().mean(0).numpy()
+
+            module.register_forward_pre_hook(see)
+    with torch.inference_mode():
+        model(torch.tensor([tokens]))
+    return found
+
+
+def _gguf(kind: str) -> Write:
+    def make(source: Path, target: Path) -> Path:
+        from tests.gguf_writer import write_gguf
         from tests.llama_server import write_as
 
+        if source != MODEL_DIR:
+            return write_gguf(source, target.parent / f"{source.name}.{kind}.gguf", kind)
         return write_as(kind, target.parent)
+
+    return make
+
+
+def _ggml(kind: str) -> Write:
+    def make(source: Path, target: Path) -> Path:
+        from tests.bench._ggml import write_by_ggml
+
+        return write_by_ggml(kind, target.parent / f"box.{kind}.gguf", _importance())
 
     return make
 
@@ -183,7 +246,9 @@ _MIXES = {
 """The type of most matrices, and that of values and down projections in some layers."""
 
 
-CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
+_SMALL = ("IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_M", "IQ1_S")
+
+CHECKPOINTS: dict[str, Write] = {
     "fp8-blocks": _words("fp8-blocks"),
     "awq-4": _words("awq-4"),
     "awq-8": _words("awq-8"),
@@ -191,13 +256,18 @@ CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
     "gptq-8": _words("gptq-8"),
     "gptq-act-order": _words("gptq-act-order"),
     "compressed-w4a16-4": _words("compressed-w4a16-4"),
+    "compressed-w8a16-8": _words("compressed-w8a16-8"),
     "compressed-w8a8": _words("compressed-w8a8"),
+    "compressed-w8a8-static": _words("compressed-w8a8-static"),
+    "compressed-w4a8-rows": _words("compressed-w4a8-rows"),
+    "compressed-w4a8-rows-clip": _words("compressed-w4a8-rows-clip"),
     "compressed-w4a8": _words("compressed-w4a8"),
     "compressed-fp8": _words("compressed-fp8"),
     "auto-round-4": _words("auto-round-4"),
     "auto-round-8": _words("auto-round-8"),
     "modelslim-w8a8": _modelslim("W8A8_DYNAMIC"),
     "modelslim-w8a8-static": _modelslim("W8A8"),
+    "modelslim-w8a8-mix": _modelslim("W8A8_MIX"),
     "modelslim-mxfp8": _modelslim("W8A8_MXFP8"),
     "modelslim-w8a16": _modelslim("W8A16", _GROUP),
     "modelslim-w4a16": _modelslim("W4A16", _GROUP),
@@ -215,13 +285,20 @@ CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
     "gguf-iq4_xs": _gguf("IQ4_XS"),
     "gguf-q3_k_m": _gguf("Q3_K_M"),
     "gguf-q2_k": _gguf("Q2_K"),
+    "gguf-mxfp4": _gguf("MXFP4"),
+    **{f"gguf-{kind.lower()}": _ggml(kind) for kind in ("IQ4_NL", *_SMALL)},
 }
-"""Groups of 64 where there are groups. Of GGUF the mixtures need llama-quantize on the PATH."""
+"""Groups of 64 where there are groups. Of GGUF the mixtures need llama-quantize on the PATH, I-quants libggml-base."""
+
+EXPERTS = [name for name in CHECKPOINTS if not name.startswith("gguf") or name in ("gguf-q8", "gguf-q4", "gguf-q5_0")]
+"""Those that a model of experts can be written in."""
 
 _BITS = {
     **dict.fromkeys(("awq-4", "gptq-4", "gptq-act-order", "compressed-w4a16-4", "gguf-q4", "gguf-q4_k_m"), 4),
     **dict.fromkeys(("compressed-w4a8", "modelslim-w4a8", "modelslim-w4a16", "modelslim-mixed", "auto-round-4"), 4),
-    **dict.fromkeys(("modelslim-w4a4", "gguf-q4_1", "gguf-iq4_xs"), 4),
+    **dict.fromkeys(("modelslim-w4a4", "gguf-q4_1", "gguf-iq4_xs", "gguf-iq4_nl", "gguf-mxfp4"), 4),
+    **dict.fromkeys(("compressed-w4a8-rows", "compressed-w4a8-rows-clip"), 4),
+    **{f"gguf-{kind.lower()}": int(kind[2]) for kind in _SMALL},
     **dict.fromkeys(("gguf-q5_1", "gguf-q5_0", "gguf-q5_k_m"), 5),
     "gguf-q3_k_m": 3,
     "gguf-q2_k": 2,
@@ -235,6 +312,6 @@ def limit_of(name: str) -> float | None:
     return None if bits < 4 else 5.0 if bits < 6 else 1.0
 
 
-def write(name: str, target: Path) -> Path:
-    """The checkpoint ``name`` of ``CHECKPOINTS``, at ``target`` or beside it."""
-    return CHECKPOINTS[name](target)
+def write(name: str, target: Path, source: Path = MODEL_DIR) -> Path:
+    """The checkpoint ``name`` of ``CHECKPOINTS``, made of ``source``, at ``target`` or beside it."""
+    return CHECKPOINTS[name](source, target)

@@ -6,7 +6,8 @@
 ``--schemes``: values of --quantization, and of shapes with made-up weights checkpoints, too: w4a16 and w8a16 (GPTQ in
 groups of 128), compressed-w8a8, and gguf-q4_k_m and the like. ``--checkpoints``: layouts that the model in the box is
 written in first; see ``CHECKPOINTS``, "all" for each. They are made by rounding alone; static scales of inputs are
-those of 2048 tokens. ``--made``: directories of checkpoints of the model in the box that a tool has written.
+those of 2048 tokens. ``--experts``: they are made of a model of experts instead that says what the one in the box says,
+whose accuracy alone is printed. ``--made``: directories of checkpoints of the model in the box that a tool has written.
 
 First table: the model in the box under every scheme: perplexity of held-out documents (a seed that no training saw; the
 parts that training counts), how much worse it is than that of bf16 and may be at most (1 % at 6 to 8 bits, 5 % at 4 and
@@ -31,7 +32,8 @@ from pathlib import Path
 from typing import Any
 
 from app.understudy import MODEL_DIR
-from tests.bench._checkpoints import CHECKPOINTS, limit_of, made_up_gguf, write
+from tests.bench._checkpoints import CHECKPOINTS, EXPERTS, limit_of, made_up_gguf, write
+from tests.bench._experts import write_experts
 from tests.bench._quantized_model import ONLINE, Process, answer
 from tests.bench.cpu import SHAPES, described
 
@@ -99,6 +101,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--schemes", nargs="*", default=list(ONLINE), choices=[*ONLINE, *MADE_UP, *FILES])
     parser.add_argument("--checkpoints", nargs="*", default=[], choices=["all", *CHECKPOINTS])
+    parser.add_argument("--experts", action="store_true")
     parser.add_argument("--made", nargs="*", type=Path, default=[], help="directories of such checkpoints by a tool")
     parser.add_argument("--shapes", nargs="*", default=["understudy", "0.6b"], choices=[*SHAPES, "understudy", "8b"])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
@@ -117,13 +120,16 @@ def main(argv: list[str] | None = None) -> int:
         answer(json.loads(given.child))
         return 0
     schemes = [FLOATS, *given.schemes]
-    layouts = list(CHECKPOINTS) if given.checkpoints == ["all"] else given.checkpoints
+    layouts = (EXPERTS if given.experts else list(CHECKPOINTS)) if given.checkpoints == ["all"] else given.checkpoints
     with tempfile.TemporaryDirectory() as directory:
-        box = {name: write(name, Path(directory) / name) for name in layouts}
+        source = write_experts(Path(directory) / "experts") if given.experts else MODEL_DIR
+        box = {name: write(name, Path(directory) / name, source) for name in layouts}
         box |= {path.name: path for path in given.made}
         if not given.skip_accuracy:
             own = [scheme for scheme in schemes if scheme not in MADE_UP | FILES]
-            _scores([*own, *box], box, given.device, given.chunk)
+            _scores([*own, *box], dict.fromkeys(own, source) | box, given.device, given.chunk)
+        if given.experts:
+            return 0
         if given.shapes:
             points = "".join(f" tokens/s at batch {rows} | of bf16 |" for rows in given.rows)
             print(f"\n| model | scheme | weights, MB |{points}\n|---|---|---|{'---|---|' * len(given.rows)}")
@@ -144,7 +150,7 @@ def _scores(schemes: list[str], box: dict[str, Path], device: str, chunk: int) -
     print("| scheme | perplexity | worse by | at most | capital questions right |\n|---|---|---|---|---|")
     base = 0.0
     for scheme in schemes:
-        path = str(box.get(scheme, MODEL_DIR))
+        path = str(box[scheme])
         process = Process(what="accuracy", scheme=scheme, path=path, device=device, chunk=chunk)
         process.close()
         found = process.first

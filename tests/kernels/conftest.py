@@ -182,6 +182,7 @@ SPARSE: dict[str, tuple[str, dict[str, Any]]] = {  # with layers of experts
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 21}),
     "qwen2-moe": ("Qwen2Moe", SHARED | {"decoder_sparse_step": 2}),
     "qwen3-moe": ("Qwen3Moe", EXPERTS),
+    "qwen3-moe-one": ("Qwen3Moe", EXPERTS | {"num_experts": 1, "num_experts_per_tok": 1}),
     "qwen3-moe-some": ("Qwen3Moe", EXPERTS | {"mlp_only_layers": [0], "norm_topk_prob": True}),
     "qwen3-moe-step": ("Qwen3Moe", EXPERTS | {"decoder_sparse_step": 2, "tie_word_embeddings": True}),
 }

@@ -112,7 +112,7 @@ def scores(driver, prompt):
     return np.frombuffer(driver.step([(1, len(prompt))]).prompt_logprobs, np.float32)
 
 
-@pytest.mark.parametrize("name", ["qwen2-moe", "qwen3-moe", "qwen3-moe-some", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen2-moe", "qwen3-moe", "qwen3-moe-one", "qwen3-moe-some", "mixtral"])
 def test_graphs_say_what_eager_steps_say(name, reference, drive, prompts, simulator):
     """And that is likely to the model in float32."""
     model, (first, second) = reference(name), prompts(40, 9)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
+import numpy as np
 import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
@@ -14,7 +15,10 @@ from compressed_tensors.quantization.utils import calculate_qparams, generate_gp
 from kernels.load_error import LoadError
 from kernels.models.config import ConfigError
 from kernels.quantization.compressed import Compressed
+from kernels.step import SlotSampling
+from tests.quantized import rewrite
 
+PROMPT = [7, 19, 101, 33, 54, 2, 90, 61, 17, 44, 5, 12]
 SHAPE = (64, 128)
 TOKENS = {"num_bits": 8, "symmetric": True, "strategy": "token", "dynamic": True}
 INT, FLOAT = {"type": "int", "symmetric": True}, {"type": "float", "symmetric": True, "num_bits": 8}
@@ -92,6 +96,49 @@ def test_what_the_tool_writes_is_read_as_it_reads_it(form, weights, inputs):
     back = tool.decompress(dict(written), scheme)["weight"].float()
     # The tool makes numbers of bf16 of what a scale in e4m3 and another in float32 come to.
     torch.testing.assert_close(found.dequantize(torch.float32), back, rtol=0.01 if whole is not None else 0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("form", "weights"),
+    [
+        ("mxfp8-quantized", MX | {"num_bits": 8}),
+        ("mxfp6-pack-quantized", MX | {"num_bits": 6}),
+        ("mxfp4-pack-quantized", MX | {"num_bits": 4}),
+        ("nvfp4-pack-quantized", NV),
+    ],
+)
+def test_a_model_of_experts_in_small_floats(form, weights, reference, drive, tmp_path):
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
+    tool, source = BaseCompressor.get_value_from_registry(form), reference("parallel-moe").path
+
+    def change(module, weight):
+        whole = generate_gparam(weight.min(), weight.max()) if weights is NV else None
+        scale, zero = calculate_qparams(*ranges(weights, weight), scheme.weights, whole)
+        state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero, "weight_global_scale": whole}
+        written = tool.compress({name: tensor for name, tensor in state.items() if tensor is not None}, scheme)
+        return {f"{module}.{name}": tensor for name, tensor in written.items()}
+
+    def floats(module, weight):
+        written = {name.removeprefix(f"{module}."): tensor for name, tensor in change(module, weight).items()}
+        return {f"{module}.weight": tool.decompress(written, scheme)["weight"].float()}
+
+    settings = settings_of(all=(["Linear"], weights)) | {"format": form, "ignore": ["lm_head"]}
+    found, expected, plain = (
+        scores(drive(path))
+        for path in (
+            rewrite(source, tmp_path / "small", change, settings),
+            rewrite(source, tmp_path / "floats", floats),
+            source,
+        )
+    )
+    off = np.abs(found - expected).mean()
+    assert off < (0.1 if weights is NV else 1e-3)
+    assert off < 0.1 * np.abs(expected - plain).mean()  # it was rounded
+
+
+def scores(driver):
+    driver.admit(1, PROMPT, sampling=SlotSampling(temperature=0.0, prompt_logprobs=0))
+    return np.frombuffer(driver.step([(1, len(PROMPT))]).prompt_logprobs, np.float32)
 
 
 def settings_of(**groups):

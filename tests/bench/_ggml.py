@@ -1,0 +1,62 @@
+"""GGUF types that the gguf package cannot write, by llama.cpp's own quantizers: one function of its libggml-base, which
+is found as other shared libraries are (``LD_LIBRARY_PATH``) and built in seconds (``cmake --build … -t ggml-base``)."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from safetensors.torch import load_file
+
+from app.understudy import MODEL_DIR
+from kernels.models.names import is_projection
+from tests.gguf_writer import write_gguf
+
+__all__ = ["write_by_ggml"]
+
+LIBRARY = "libggml-base.so"
+TABLE, REST = "Q6_K", "IQ4_NL"
+"""The types of the table of tokens, and, as in llama.cpp, of rows that are no whole number of blocks."""
+
+
+def write_by_ggml(kind: str, file: Path, importance: Mapping[str, Any]) -> Path:
+    """The model in the box as ``file``, its projections of type ``kind``.
+
+    ``importance``: the mean square of each input of a module, f32 [inputs].
+    """
+    layers = json.loads((MODEL_DIR / "config.json").read_text())["num_hidden_layers"]
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, layers)
+    replaced = {}
+    for name, tensor in load_file(MODEL_DIR / "model.safetensors").items():
+        table = name == "model.embed_tokens.weight"
+        if not table and not is_projection(name):
+            continue
+        module = name.removesuffix(".weight")
+        block = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]
+        chosen = gguf.GGMLQuantizationType[TABLE if table else kind if tensor.shape[1] % block == 0 else REST]
+        weights = None if table else np.ascontiguousarray(importance[module], np.float32)
+        own = names.get_name(name, try_suffixes=(".weight",))
+        replaced[own] = _quantized(tensor.float().numpy(), chosen, weights), chosen
+    return write_gguf(MODEL_DIR, file, replaced=replaced)
+
+
+def _quantized(values: np.ndarray, kind: gguf.GGMLQuantizationType, weights: np.ndarray | None) -> np.ndarray:
+    """uint8 [rows, bytes of a row] of ``values`` f32 [rows, inputs]."""
+    library = ctypes.CDLL(LIBRARY)
+    quantize = library.ggml_quantize_chunk
+    pointer = ctypes.c_void_p
+    quantize.argtypes = [ctypes.c_int, pointer, pointer, *[ctypes.c_int64] * 3, pointer]
+    quantize.restype = ctypes.c_size_t
+    values = np.ascontiguousarray(values, np.float32)
+    rows, inputs = values.shape
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    found = np.empty((rows, inputs // block * size), np.uint8)
+    held = None if weights is None else weights.ctypes.data
+    written = quantize(int(kind), values.ctypes.data, found.ctypes.data, 0, rows, inputs, held)
+    assert written == found.nbytes, f"{kind.name}: {written} bytes of {found.nbytes}"
+    return found

@@ -1,0 +1,58 @@
+"""The model in the box, quantized by GPTQModel, for the table of accuracy: what such a tool writes is read.
+
+    python -m tests.bench gptqmodel_tool DIR [--schemes W4A16 W4A16-act-order W8A16 AWQ-W4A16]
+    python -m tests.bench quantization --schemes --shapes --made DIR/*
+
+The first in an environment of its own, which needs no GPU (7.7 was tried). The tool asks for the newest torch, whose
+packages bring CUDA: a CPU build of 2.13 and ``pip install --no-deps gptqmodel`` with what it imports will do. It
+calibrates over documents that are neither trained on nor asked about.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from app.understudy import MODEL_DIR
+
+__all__ = ["main"]
+
+SEED = 20_261_122
+DOCUMENTS = 64
+SCHEMES: dict[str, dict[str, Any]] = {
+    "W4A16": {"bits": 4, "desc_act": False},
+    "W4A16-act-order": {"bits": 4, "desc_act": True},
+    "W8A16": {"bits": 8, "desc_act": False},
+    "AWQ-W4A16": {"bits": 4, "quant_method": "awq", "format": "gemm"},
+}
+"""Settings of each, in groups of 64."""
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="gptqmodel_tool", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--schemes", nargs="*", default=list(SCHEMES), choices=list(SCHEMES))
+    given = parser.parse_args(argv)
+    os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # with one it does not start
+    given.directory.mkdir(parents=True, exist_ok=True)
+    os.chdir(given.directory)  # it leaves its logs where it runs
+    for scheme in given.schemes:
+        _write(Path(f"gptqmodel-{scheme}"), SCHEMES[scheme])
+
+
+def _write(target: Path, settings: dict[str, Any]) -> None:
+    from gptqmodel import GPTQModel, QuantizeConfig
+    from transformers import AutoTokenizer
+
+    from app.understudy.corpus import documents
+
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    texts = ["".join(segment.text for segment in document) for document in documents(SEED, DOCUMENTS)]
+    model = GPTQModel.load(str(MODEL_DIR), QuantizeConfig(group_size=64, **settings), device="cpu")
+    model.quantize(texts, batch_size=4, tokenizer=tokenizer)
+    model.save(str(target))
+    tokenizer.save_pretrained(target)
