@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from kernels.cuda import projected, single
+from kernels.cuda import grouped, projected, single
+from kernels.cuda.behind import CudaBehindNorm
 from kernels.cuda.grouped import GroupedLinear, WideWeight
 from kernels.cuda.heads import Placing, place_heads
 from kernels.cuda.linear import CudaLinear
@@ -127,16 +130,41 @@ def products(tmp_path_factory):
     return single if torch.cuda.is_available() else single_in_triton(tmp_path_factory.mktemp("plain"))
 
 
-@pytest.mark.parametrize("biased", [False, True])
-def test_heads_of_a_weight_of_4_bits(device, biased, products, monkeypatch):
-    dtype, dim, inputs = torch.bfloat16 if device.type == "cuda" else torch.float16, 64, 768
-    x, residual, cos, sin, cache, index = step(device, dtype, dim, inputs)
+def of_4_bits(device, dtype, dim, inputs, biased):
     outputs = (HEADS + 2 * KV_HEADS) * dim
     values = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8)
     scales = ((torch.rand(outputs, inputs // 128) + 0.1) / inputs**0.5 / 8).half()
     bias = torch.randn(outputs).to(dtype).to(device) if biased else None
     weight = GroupedWeight(values, scales, None, 128, 4, dtype=dtype).to(device)
-    linear = GroupedLinear(weight, bias, WideWeight(device))
+    return GroupedLinear(weight, bias, WideWeight(device)), bias
+
+
+@pytest.mark.parametrize("way", ["rows of a warp", "apart"])
+def test_heads_of_4_bits_are_placed_where_the_norm_is_within(way, device, products, monkeypatch):
+    dtype, dim, inputs = torch.bfloat16 if device.type == "cuda" else torch.float16, 64, 768
+    given = step(device, dtype, dim, inputs)
+    linear, _ = of_4_bits(device, dtype, dim, inputs, False)
+    norm = CudaNorm((1 + torch.rand(inputs)).to(dtype).to(device), 1e-5)
+    choices = SimpleNamespace(name=lambda *_: way)
+    heads = CudaHeads(Places(), CudaBehindNorm(norm, linear, choices), HEADS, KV_HEADS, dim, None)
+    monkeypatch.setattr(single, "multiply", products.multiply)
+    monkeypatch.setattr(grouped, "single_suits", lambda *_: True)
+    monkeypatch.setattr(linear, "_few", lambda x, _: torch.zeros(1, (HEADS + 2 * KV_HEADS) * dim).to(x))
+    x, residual, *rest = given
+    sum_ = x + residual
+    queries, total = heads(x, residual, *rest)
+    assert heads.platform.placed == ([1] if way == "apart" else [])
+    assert queries.shape == (1, HEADS, dim)
+    torch.testing.assert_close(total, sum_, rtol=1e-3, atol=0)
+    heads(None, sum_, *rest)
+    assert heads.platform.placed[-1:] == [1]
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_heads_of_a_weight_of_4_bits(device, biased, products, monkeypatch):
+    dtype, dim, inputs = torch.bfloat16 if device.type == "cuda" else torch.float16, 64, 768
+    x, residual, cos, sin, cache, index = step(device, dtype, dim, inputs)
+    linear, bias = of_4_bits(device, dtype, dim, inputs, biased)
     placing, placed = Placing(HEADS, cos, sin, cache, index), cache.clone()
     before = Before(residual, (1 + torch.rand(inputs)).to(dtype).to(device), 1e-5)
     for name, cut in single.cuts(linear._form, False).items():
