@@ -310,7 +310,8 @@ class ModelRunner:
     def _running(
         self, number: int, answer: Answer, writes: StepWrites | None, begun: float, prepared: float
     ) -> RunningStep:
-        fetched = self._platform.fetch(answer.tensors())
+        # A graph's own output is overwritten by its next replay; what verifying leaves is not.
+        fetched = self._platform.fetch(answer.tensors(), lasting=answer.outcome is not None)
         thread = threading.get_ident()
 
         def finish() -> StepResult:

@@ -56,6 +56,21 @@ class Staging:
             done += count
         return found
 
+    def show(self, array: npt.NDArray[Any]) -> Tensor:
+        """``array`` in pinned memory, for kernels of our own that are issued next: a read takes as long as a small
+        copy, but nothing stands still between a copy and the kernels around it. What no buffer holds is ``put``.
+        """
+        source = torch.from_numpy(np.ascontiguousarray(array)).view(-1)
+        if source.nbytes > self._size:
+            return self.put(array)
+        if self._filled + source.nbytes > self._size:
+            self._turn()
+        end = self._filled + source.nbytes
+        staged = self._buffers[self._at][self._filled : end].view(source.dtype)
+        staged.copy_(source)
+        self._filled = min(self._size, -(-end // _ALIGN) * _ALIGN)
+        return staged.view(array.shape)
+
     def _turn(self) -> None:
         """The next buffer, once the device has read what was last in it."""
         self._events[self._at].record()
@@ -64,15 +79,27 @@ class Staging:
         self._filled = 0
 
 
-def fetch(tensors: Sequence[Tensor]) -> Fetched:
-    """Start copies to the host behind the current stream's work; what is returned waits for them alone."""
+def fetch(tensors: Sequence[Tensor], beside: torch.cuda.Stream | None = None) -> Fetched:
+    """Start copies to the host behind the current stream's work; what is returned waits for them alone.
+
+    ``beside``: a stream to copy on, so that what the current one has next does not wait for them; nothing may write to
+    the tensors meanwhile, but they may be given up.
+    """
     if not tensors:
         return list
     found = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
-    for there, here in zip(tensors, found, strict=True):
-        here.copy_(there, non_blocking=True)
     event = torch.get_device_module(tensors[0].device).Event()
-    event.record()
+    if beside is None:
+        for there, here in zip(tensors, found, strict=True):
+            here.copy_(there, non_blocking=True)
+        event.record()
+    else:
+        beside.wait_stream(torch.cuda.current_stream(beside.device))
+        with torch.cuda.stream(beside):
+            for there, here in zip(tensors, found, strict=True):
+                here.copy_(there, non_blocking=True)
+                there.record_stream(beside)
+            event.record()
 
     def wait() -> list[Tensor]:
         event.synchronize()

@@ -32,6 +32,7 @@ def _accept(
     outcome,
     tokens,
     unsound,
+    kept_rows,
     nodes_stride,
     parents_stride,
     table_stride,
@@ -51,6 +52,9 @@ def _accept(
     start = tl.load(rows + row * 4 + 1)
     count = tl.load(rows + row * 4 + 2)
     first = tl.load(rows + row * 4 + 3)
+    number = tl.arange(0, 4)
+    asked = tl.where(number == 0, slot, tl.where(number == 1, start, tl.where(number == 2, count, first)))
+    tl.store(kept_rows + row * 4 + number, asked)
     run = node < count
     own = row * parents_stride + node
     token = tl.load(nodes + row * nodes_stride + node, mask=run, other=-1)
@@ -99,10 +103,11 @@ def accept(
     """As ``Platform.accept`` says."""
     count, width = tree.tokens.shape
     depth = min(depth, forced - 1) if forced else depth
-    levels, device = depth + 1, rows.device
+    levels, device = depth + 1, sampled.device
     outcome = torch.empty((count, 2 + levels), dtype=torch.int64, device=device)
     tokens = torch.empty((count, levels), dtype=torch.int64, device=device)
     unsound = torch.empty(count * levels, dtype=torch.int8, device=device)
+    kept = torch.empty((count, 4), dtype=torch.int64, device=device)
     parents, depths, bits = tree.parents, tree.depths, tree.bits
     if not parents.stride() == depths.stride() == bits.stride() or parents.stride(1) != 1:
         parents, depths, bits = (each.contiguous() for each in (parents, depths, bits))
@@ -120,6 +125,7 @@ def accept(
         outcome,
         tokens,
         unsound,
+        kept,
         nodes.stride(0),
         parents.stride(0),
         table.stride(0),
@@ -130,7 +136,7 @@ def accept(
         num_warps=1,
         launch_pdl=pdl,
     )
-    return Acceptance(outcome, tokens, unsound.view(torch.bool))
+    return Acceptance(outcome, tokens, unsound.view(torch.bool), kept)
 
 
 @triton.jit(do_not_specialize=["rows", "given_stride", "host_stride", "outcome_stride", "tokens_stride", "held"])
@@ -197,7 +203,7 @@ def bring(
     """As ``Platform.bring_accepted`` says."""
     rows, size = len(outcome), len(given)
     columns, levels, wide = host.shape[1], kept_tokens.shape[1], features.shape[1]
-    pdl = overlapping(given.device)
+    pdl = overlapping(outcome.device)
     _bring[(size, levels, triton.cdiv(wide, _COPIED))](
         given,
         outcome,

@@ -65,7 +65,7 @@ class DecodeGraphs:
     All tensors of a batch are views of the leading rows of the same buffers. ``columns``: pages a sequence may have.
     ``padded``: whether a step may use a graph of more rows than it has. ``agree``: whether all ranks of the model could
     do what this one could: a graph that one of them lacks is used by none. ``tree``, ``states``: as
-    ``Platform.capture_decodes`` says.
+    ``Platform.capture_decodes`` says. ``show``: as ``Platform.show``, if that is another way than ``put``.
     """
 
     def __init__(
@@ -83,11 +83,12 @@ class DecodeGraphs:
         tokens: int = 1,
         tree: bool = False,
         states: Tensor | None = None,
+        show: Put | None = None,
     ) -> None:
         rows, header = max(sizes), 1 if tokens == 1 and not tree else HEADER
         most = rows * tokens
         self._windows, self._kv_heads, self._page_size = windows, kv_heads, page_size
-        self._device, self._padded, self._put = device, padded, put
+        self._device, self._padded, self._put, self._show = device, padded, put, show or put
         self._tokens, self._tree, self._header = tokens, tree, header
         self._token_ids = torch.zeros(most, dtype=torch.int32, device=device)
         self._positions = torch.zeros(most, dtype=torch.int64, device=device)
@@ -166,7 +167,7 @@ class DecodeGraphs:
         state[:count, 2], state[:count, 3], state[:count, HEADER:] = starts, starts + tokens, pages
         index = self._cache_index[: size * tokens]
         stage(
-            self._put(state),
+            self._show(state),
             tree,
             self._token_ids,
             self._positions,

@@ -79,7 +79,7 @@ def stage(
     """
     size, columns = given.shape
     tokens = seen.shape[1]
-    pdl = overlapping(given.device)
+    pdl = overlapping(token_ids.device)
     _stage[(size,)](
         given,
         tree.tokens,

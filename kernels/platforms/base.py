@@ -89,8 +89,13 @@ class Platform(Projections):
         """``array`` on the device, for work issued from now on. The tensor may share its memory: leave it unchanged."""
         return torch.from_numpy(array)
 
-    def fetch(self, tensors: Sequence[Tensor]) -> Fetched:
-        """Start to copy results to the host. What it returns may be called by another thread, once."""
+    def show(self, array: npt.NDArray[Any]) -> Tensor:
+        """The same for kernels of our own that read each of a few numbers once: they may lie in the host's memory."""
+        return self.put(array)
+
+    def fetch(self, tensors: Sequence[Tensor], lasting: bool = False) -> Fetched:
+        """Start to copy results to the host. What it returns may be called by another thread, once. ``lasting``:
+        nothing writes to them again, so that what is issued from now on need not wait for the copies."""
         found = list(tensors)
         return lambda: found
 

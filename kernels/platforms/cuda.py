@@ -96,6 +96,7 @@ class CudaPlatform(CudaLayers):
         self._config = config
         self._kv_heads = 1
         self._staging: Staging | None = None
+        self._beside: torch.cuda.Stream | None = None  # copies on it are in nobody's way
         self._scratch = DecodeScratch(self.device)
         self._begins: dict[tuple[int, ...], Tensor] = {}
         self._pool: Any = None  # memory of captured passes
@@ -109,8 +110,15 @@ class CudaPlatform(CudaLayers):
             self._staging = Staging(self.device)
         return self._staging.put(array)
 
-    def fetch(self, tensors: Sequence[Tensor]) -> Fetched:
-        return fetch(tensors)
+    def show(self, array: npt.NDArray[Any]) -> Tensor:
+        if self._staging is None:
+            self._staging = Staging(self.device)
+        return self._staging.show(array)
+
+    def fetch(self, tensors: Sequence[Tensor], lasting: bool = False) -> Fetched:
+        if lasting and self._beside is None:
+            self._beside = torch.cuda.Stream(self.device)
+        return fetch(tensors, self._beside if lasting else None)
 
     def memory(self) -> Memory:
         return device_memory(self.device)
@@ -312,6 +320,7 @@ class CudaPlatform(CudaLayers):
             tokens,
             tree,
             states,
+            self.show,
         )
         if not graphs.sizes:
             return None

@@ -119,7 +119,7 @@ class NpuPlatform(Platform):
             self._staging = Staging(self.device)
         return self._staging.put(array)
 
-    def fetch(self, tensors: Sequence[Tensor]) -> Fetched:
+    def fetch(self, tensors: Sequence[Tensor], lasting: bool = False) -> Fetched:
         return fetch(tensors)
 
     def memory(self) -> Memory:

@@ -56,11 +56,13 @@ not of such logits, or not yet.
 @dataclass(frozen=True)
 class Acceptance:
     """What ``Platform.accept`` found: ``outcome`` int64 [rows, 2 + levels] as ``Verified.outcome``, the ``tokens``
-    int64 [rows, levels] after each node passed, and which of these are ``broken``, bool [rows * levels]."""
+    int64 [rows, levels] after each node passed, and which of these are ``broken``, bool [rows * levels]; and the
+    ``rows`` int64 [rows, 4] that were asked for, in the device's own memory."""
 
     outcome: Tensor
     tokens: Tensor
     broken: Tensor
+    rows: Tensor
 
 
 class Norm(Protocol):

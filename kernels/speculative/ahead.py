@@ -109,11 +109,11 @@ class AheadPasses:
         """
         rows = len(roots)
         size = self.size(rows)
-        columns, put = self._host.shape[1], self._platform.put
+        columns, show = self._host.shape[1], self._platform.show
         host = np.zeros((size, columns + 1), dtype=np.int64)
         host[:rows, 0], host[:rows, 1], host[:rows, 2 : 2 + pages.shape[1]] = roots, slots, pages
         host[:rows, columns] = places
-        self._bring(put(host), outcome, tokens, features)
+        self._bring(show(host), outcome, tokens, features)
         replay, found = self._passes[size]
         replay()
         tree = found[0]

@@ -340,7 +340,7 @@ class Speculator:
         rows = np.flatnonzero(reached)
         places = np.zeros(len(rows), dtype=np.int64)
         if verified is not None:
-            outcome = self._platform.fetch([verified.outcome])
+            outcome = self._platform.fetch([verified.outcome], lasting=True)
             rows, places, sampled = verified.rows, verified.places, verified.sampled
         if self.drafter.needs_host_tokens and not self._observer.keeps and sampled is not None:
             tokens = self._platform.fetch([sampled.tokens])

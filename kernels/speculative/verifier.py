@@ -41,10 +41,10 @@ class Verifier:
         device, table = self._platform.device, self._slots.tokens
         tree = chain(torch.zeros((1, nodes), dtype=torch.int64, device=device))
         sampled, broken = (torch.zeros(nodes, dtype=dtype, device=device) for dtype in (torch.int64, torch.bool))
-        rows = self._platform.put(np.array([[0, 0, 1, 0]], dtype=np.int64))  # a root alone, of nobody
+        rows = self._platform.show(np.array([[0, 0, 1, 0]], dtype=np.int64))  # a root alone, of nobody
         found = self._platform.accept(tree, rows, sampled, broken, min(self._depth, nodes - 1), 0, table)
         if found is not None:
-            self._platform.move_accepted(caches, sampled, rows, found.outcome)
+            self._platform.move_accepted(caches, sampled, found.rows, found.outcome)
 
     def place(self, step: StepRows, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Put the guesses among a batch's tokens, and their depths into its positions. -> both, int64 [tokens]."""
@@ -122,11 +122,11 @@ class Verifier:
         """The same by the platform's own kernel, where every row verifies and is greedy; None where it has none."""
         assert step.drafts is not None
         numbers = np.stack((step.slots, step.starts, step.counts, step.offsets), 1)
-        rows, table = self._platform.put(numbers), self._slots.tokens
+        rows, table = self._platform.show(numbers), self._slots.tokens
         found = self._platform.accept(step.drafts.tree, rows, sampled.tokens, sampled.broken, depth, forced, table)
         if found is None:
             return None
-        self._accepted = rows
+        self._accepted = found.rows
         chosen = Sampled(found.tokens.reshape(-1), found.broken)
         return Verified.whole(chosen, found.outcome), found.tokens
 

@@ -75,7 +75,10 @@ class _Absent(CudaPlatform):
     def put(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array.copy()).to(META)
 
-    def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    def show(self, array: np.ndarray) -> Tensor:
+        return self.put(array)
+
+    def fetch(self, tensors: Sequence[Tensor], lasting: bool = False) -> Callable[[], list[Tensor]]:
         kinds = [(tensor.shape, tensor.dtype) for tensor in tensors]
         return lambda: [torch.zeros(shape, dtype=dtype) for shape, dtype in kinds]
 

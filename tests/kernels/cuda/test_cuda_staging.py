@@ -1,15 +1,21 @@
-"""What a graph of drafts reads, in one kernel on a GPU, or by Triton's interpreter, against the same by hand."""
+"""What a graph of drafts reads, in one kernel on a GPU, or by Triton's interpreter, against the same by hand; numbers
+that kernels read from the host, and results that nothing waits for."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from kernels.cuda.staging import stage
 from kernels.cuda.verify import HEADER
 from kernels.speculative.tree import DraftTree, chain, tree_of
+from kernels.staging import Staging, fetch
 
 PAGE, COLUMNS = 16, 7
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
 @pytest.mark.parametrize("linear", [False, True])
@@ -41,3 +47,40 @@ def test_trees_are_placed(linear, size, device):
     assert (state[size:] == -1).all()
     assert torch.equal(seen[:rows].cpu(), tree.bits)
     assert (seen[rows:size] == 1).all()
+
+
+@triton.jit
+def _copy(given, taken, count, block: tl.constexpr):
+    at = tl.arange(0, block)
+    tl.store(taken + at, tl.load(given + at, mask=at < count), mask=at < count)
+
+
+@needs_gpu
+def test_kernels_read_what_is_shown_where_it_lies():
+    staging = Staging(torch.device("cuda"), buffers=2, size=1 << 12)
+    shown, taken = [], []
+    for number in range(200):  # the buffers go round some twenty times
+        array = np.arange(number, number + 50, dtype=np.int64)
+        there, here = staging.show(array.reshape(5, 10)), torch.zeros(50, dtype=torch.int64, device="cuda")
+        assert there.shape == (5, 10)
+        assert there.is_pinned()
+        _copy[(1,)](there, here, 50, 64)
+        shown.append(array.tolist())
+        taken.append(here)
+        array[:] = -1  # the caller may
+    assert [here.tolist() for here in taken] == shown
+    assert staging.show(np.zeros(1 << 13, dtype=np.int64)).is_cuda  # what no buffer holds is put
+
+
+@needs_gpu
+def test_nothing_waits_for_results_that_are_copied_beside():
+    beside, tensor = torch.cuda.Stream(), torch.full((1000,), 7, device="cuda")
+    with torch.cuda.stream(beside):
+        torch.cuda._sleep(1 << 30)
+    wait = fetch([tensor], beside)
+    del tensor
+    other = torch.full((1000,), 8, device="cuda")  # not where the first one is read yet
+    torch.cuda.current_stream().synchronize()
+    assert not beside.query()
+    assert (wait()[0] == 7).all()
+    assert (other == 8).all()
