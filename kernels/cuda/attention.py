@@ -43,13 +43,15 @@ class DraftRows:
     """Rows of up to ``tokens`` tokens. ``state`` int32 [rows, HEADER + columns]: each row's numbers, then its pages.
 
     ``bits`` int64 [rows, tokens]: what each query sees from the row's root on; None: all up to its own token.
-    ``context``: the most tokens a row may have in the cache, which says how sequences are cut.
+    ``context``: the most tokens a row may have in the cache, which says how sequences are cut. ``early``: whether
+    ``state`` and ``bits`` are there before the step's first kernel.
     """
 
     state: Tensor
     bits: Tensor | None
     tokens: int
     context: int
+    early: bool = False
 
 
 @dataclass(frozen=True)
@@ -188,8 +190,9 @@ def _attention(
         kv_heads = cache.shape[2]
         splits = draft_splits(len(drafts.state), drafts.tokens, heads // kv_heads, kv_heads, drafts.context)
         attend_drafts(
-            queries, cache, drafts.state, drafts.bits, drafts.tokens, plan.window, scale, splits, scratch, out, scales
-        )
+            queries, cache, drafts.state, drafts.bits, drafts.tokens, plan.window, scale, splits, scratch, out, scales,
+            drafts.early,
+        )  # fmt: skip
     if plan.prefills is not None:
         if _specializes(queries, cache, scales, plan.window):
             from kernels.cuda import specialized  # in Gluon, which Triton may lack

@@ -215,7 +215,7 @@ class DecodeGraphs:
             decodes = DecodeRows(self._state[:size], split_count(size, self._kv_heads, context))
         else:
             bits = self._bits[:size] if self._tree else None
-            drafts = DraftRows(self._state[:size], bits, self._tokens, context)
+            drafts = DraftRows(self._state[:size], bits, self._tokens, context, early=True)
         tokens = size * self._tokens
         return ForwardBatch(
             token_ids=self._token_ids[:tokens],

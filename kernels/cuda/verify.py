@@ -57,6 +57,40 @@ def _ones(x):
 
 
 @triton.jit
+def _bring_near(
+    cache,
+    table,
+    index,
+    length,
+    kv_head,
+    kv_heads: tl.constexpr,
+    dim: tl.constexpr,
+    page_size: tl.constexpr,
+    block: tl.constexpr,
+):
+    """The keys and values of a block to the L2 cache. Some may still be written, which does no harm there."""
+    bytes_: tl.constexpr = dim * cache.dtype.element_ty.primitive_bitwidth // 8
+    position = index * block + tl.arange(0, block)
+    page = tl.load(table + position // page_size, mask=position < length, other=0).to(tl.int64)
+    place = cache + ((page * 2 * kv_heads + kv_head) * page_size + position % page_size) * dim
+    if bytes_ % 16 == 0:
+        _near(place, bytes_)
+        _near(place + kv_heads * page_size * dim, bytes_)
+
+
+@triton.jit
+def _near(place, bytes_: tl.constexpr):
+    tl.inline_asm_elementwise(
+        "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [place.to(tl.int64), tl.full(place.shape, bytes_, tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def _stretch(
     total,
     top,
@@ -156,6 +190,7 @@ def _drafts(
     precision: tl.constexpr,
     stages: tl.constexpr,
     scaled: tl.constexpr,
+    early: tl.constexpr,
     pdl: tl.constexpr,
 ):
     group: tl.constexpr = heads // kv_heads
@@ -169,7 +204,8 @@ def _drafts(
     at = tl.arange(0, dim_block)
     if pdl:
         gdc_launch_dependents()
-        gdc_wait()
+        if not early:
+            gdc_wait()
     own = state + row.to(tl.int64) * state_stride
     token = tl.load(own)
     count = tl.load(own + 1)
@@ -189,18 +225,21 @@ def _drafts(
     share = (every + splits - 1) // splits
     used = (every + share - 1) // share
     if (split < used) & (query_block * each < count):
+        table = own + header
+        begin = first_block + split * share
+        end = tl.minimum(begin + share, first_block + every)
+        if early and pdl:  # a program with nothing to do has gone: its room is for the weights of the next kernel
+            _bring_near(cache, table, begin, length, kv_head, kv_heads, dim, page_size, block)
+            gdc_wait()
         mask = there[:, None] & (at < dim)[None, :]
         place = (token + query).to(tl.int64)
         q = tl.load(queries + place[:, None] * query_stride + head[:, None] * dim + at[None, :], mask=mask, other=0.0)
         top = tl.full([lines], -float("inf"), tl.float32)
         norm = tl.zeros([lines], tl.float32)
         total = tl.zeros([lines, dim_block], tl.float32)
-        begin = first_block + split * share
-        end = tl.minimum(begin + share, first_block + every)
         whole = begin  # blocks before this one are seen by every query
         if window == 0:
             whole = tl.minimum(tl.maximum(root // block, begin), end)
-        table = own + header
         total, top, norm = _stretch(
             total, top, norm, q, cache, scales, table, seen, root, kv_head, begin, whole, length, scale, window,
             kv_heads, dim, dim_block, page_size, block, False, precision, stages, scaled,
@@ -233,6 +272,7 @@ def _join(
     dim_block: tl.constexpr,
     block: tl.constexpr,
     splits: tl.constexpr,
+    early: tl.constexpr,
     pdl: tl.constexpr,
 ):
     row = tl.program_id(0) // tokens
@@ -242,7 +282,8 @@ def _join(
     part = tl.arange(0, splits)
     if pdl:
         gdc_launch_dependents()
-        gdc_wait()
+        if not early:
+            gdc_wait()
     own = state + row.to(tl.int64) * state_stride
     token = tl.load(own)
     count = tl.load(own + 1)
@@ -254,6 +295,8 @@ def _join(
     every = (length + block - 1) // block - first // block
     share = (every + splits - 1) // splits
     used = (every + share - 1) // share
+    if early and pdl:  # all do: who waits for this kernel waits for those before it
+        gdc_wait()
     if (query < count) & (used > 1):
         line = (token + query).to(tl.int64) * heads + head
         there = part < used
@@ -278,6 +321,7 @@ def attend_drafts(
     scratch: DecodeScratch,
     out: Tensor,
     scales: Tensor | None = None,
+    early: bool = False,
 ) -> None:
     """``queries`` [tokens of the step, heads, dim], of which those of the rows are answered, into ``out``, dense.
 
@@ -285,6 +329,7 @@ def attend_drafts(
     ``bits`` int64 [rows, at least so many]: what each query sees from the row's root on (``DraftTree.bits``); None: all
     up to its own token, the rows' first ones being their roots.
     ``cache`` and ``scales``: as ``attend_decodes``. ``window``: tokens a query sees along its path, 0 for all.
+    ``early``: whether ``state`` and ``bits`` are there before the step's first kernel.
     """
     rows = len(state)
     total, heads, dim = queries.shape
@@ -325,6 +370,7 @@ def attend_drafts(
         "ieee" if wide else "tf32",
         2 if wide else 3,
         scales is not None,
+        early,
         pdl,
         num_warps=4,
         launch_pdl=pdl,
@@ -343,6 +389,7 @@ def attend_drafts(
             dim_block,
             block,
             splits,
+            early,
             pdl,
             num_warps=min(4, max(1, splits * dim_block // 4096)),  # an H200 takes longer with more
             launch_pdl=pdl,

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import triton
 
-from kernels.cuda import decode
+from kernels.cuda import decode, verify
+from kernels.cuda.attention import attention, plan_attention
 from kernels.cuda.decode import DecodeScratch
+from kernels.cuda.verify import HEADER
 from tests.kernels.cuda.plain import spread_in_triton
 from tests.kernels.cuda.test_cuda_spread import wanted
+from tests.kernels.cuda.test_cuda_verify import Caches
+from tests.kernels.verifying import made
 
 if not triton.knobs.runtime.interpret:
     pytest.skip("only the interpreter can tell; TRITON_INTERPRET=1", allow_module_level=True)
@@ -64,3 +70,47 @@ def test_what_the_kernel_in_front_writes_is_read_behind_it(
         module.attend_many(*given, DecodeScratch(cache.device), out, parts)
     assert waits
     assert (out.double() - right).norm() <= 2e-3 * right.norm()
+
+
+@pytest.mark.parametrize("window", [0, 9])
+@pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
+def test_drafts_read_early_what_was_there_before_the_step(trees, window, monkeypatch):
+    generator = torch.Generator().manual_seed(3)
+    case = made(
+        Caches(torch.device("cpu")), generator, dtype=torch.float32, heads=4, kv_heads=2, dim=24, page_size=16,
+        window=window, trees=trees, drafts=((0, 6), (37, 6), (150, 5)),
+    )  # fmt: skip
+    plan = plan_attention(case.rows, window, 2, lambda array: torch.from_numpy(array.copy()))
+    drafts = dataclasses.replace(plan.drafts, context=300, early=True)
+    cache, asked, state = case.cache.clone(), case.queries.clone(), drafts.state.clone()
+    bits = None if drafts.bits is None else drafts.bits.clone()
+    programs, waits = [], []
+
+    def begin() -> None:
+        """A program does: what the step writes is not there yet."""
+        programs.append(None)
+        drafts.state.copy_(state)
+        if bits is not None:
+            drafts.bits.copy_(bits)
+        case.cache.fill_(torch.nan)
+        case.queries.fill_(torch.nan)
+
+    def wait() -> None:
+        waits.append(len(programs) - 1)
+        case.cache.copy_(cache)
+        case.queries.copy_(asked)
+        drafts.state[:, :HEADER] = -1  # was read
+        if bits is not None:
+            drafts.bits.fill_(0)
+
+    monkeypatch.setattr(verify, "overlapping", lambda _: True)
+    monkeypatch.setattr(verify, "gdc_launch_dependents", begin)
+    monkeypatch.setattr(verify, "gdc_wait", wait)
+    monkeypatch.setattr(verify, "_near", lambda *_: None)
+    found = attention(
+        case.queries, case.cache, dataclasses.replace(plan, drafts=drafts), 0.2, DecodeScratch(cache.device)
+    )
+    assert (found - case.expected).norm() <= 2e-5 * case.expected.norm()
+    join = len(drafts.state) * drafts.tokens * 4  # the programs of the second kernel: all of them wait
+    assert waits[-join:] == list(range(len(programs) - join, len(programs)))
+    assert 0 < len(waits) - join < len(programs) - join  # in the first those without a part do not

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import kernels.cuda.graphs
 from kernels.batch import ForwardBatch
 from kernels.cuda.attention import AttentionPlan, attention, plan_attention
 from kernels.cuda.decode import DecodeScratch
@@ -87,6 +88,22 @@ def test_blocks_of_queries_count_as_rows_when_sequences_are_split():
 
 
 TOKENS = 5
+
+
+def test_a_graph_says_that_its_rows_are_known_before_it_begins(monkeypatch):
+    plans = []
+    monkeypatch.setattr(
+        kernels.cuda.graphs, "capture_each", lambda sizes, run, *_: {size: (None, run(size)) for size in sizes}
+    )
+
+    def forward(batch: ForwardBatch) -> torch.Tensor:
+        plans.append(batch.plans[0].drafts)
+        return batch.positions
+
+    DecodeGraphs(
+        forward, [0], [2], 2, 30, 16, torch.device("cpu"), True, lambda could: could, torch.from_numpy, TOKENS, True
+    )
+    assert [plan.early for plan in plans] == [True]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
