@@ -147,11 +147,12 @@ def _spreads(queries: Tensor, cache: Tensor, scales: Tensor | None) -> bool:
     )
 
 
-def _specializes(queries: Tensor, cache: Tensor, scales: Tensor | None, window: int) -> bool:
-    """Whether ``kernels.cuda.specialized`` takes these, which was quicker at all sizes of chunks."""
+def _specializes(queries: Tensor, cache: Tensor, scales: Tensor | None, plan: PrefillBlocks, window: int) -> bool:
+    """Whether ``kernels.cuda.specialized`` takes these, and is quicker with them."""
     _, _, _, page_size, dim = cache.shape
     return (
-        not window
+        plan.full
+        and not window
         and scales is None
         and queries.dtype == cache.dtype
         and queries.element_size() == 2
@@ -194,7 +195,7 @@ def _attention(
             drafts.early,
         )  # fmt: skip
     if plan.prefills is not None:
-        if _specializes(queries, cache, scales, plan.window):
+        if _specializes(queries, cache, scales, plan.prefills, plan.window):
             from kernels.cuda import specialized  # in Gluon, which Triton may lack
 
             specialized.attend_prompts(queries, cache, plan.prefills, scale, out)

@@ -216,7 +216,7 @@ class PromptGraphs:
         last, tiles = longs[3 * tokens :], numbers[2 * layout.longs :].view(-1, 4)
         state, context = self._state[1 : 1 + rows], (self._state.shape[1] - _HEADER) * self._page_size
         decodes = DecodeRows(state[:, _HEADER - 1 :], split_count(rows, self._kv_heads, context))
-        blocks = PrefillBlocks(tiles, self._state.view(-1, 1), TILE // 2)
+        blocks = PrefillBlocks(tiles, self._state.view(-1, 1), TILE // 2, tokens > TILE)
         plans = {window: AttentionPlan(decodes, blocks, window) for window in self._windows}
         hidden, logits = self._forward(ForwardBatch(self._table[slots, positions], positions, index, plans), last)
         found = torch.empty(rows, dtype=torch.int32, device=state.device)

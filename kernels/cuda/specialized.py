@@ -6,7 +6,7 @@ and makes weights of the scores while the matrix unit is at that product, or at 
 FlashAttention-3, arXiv 2407.08608). Scores, weights and sums stay in registers.
 
 There are as many programs as multiprocessors. Their tiles are dealt out forth and back, so that all have about as much
-to do where tiles that follow one another are about as long; what the next tile reads comes while one is finished.
+to do where tiles that follow one another are about as long, and what the next tile reads comes while one is finished.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def _ask(
     panels: gl.constexpr = dim // 64
     below: gl.constexpr = kv_heads * page_size
     ring = 0
+    row, first_query, count, start, head = _tile(blocks, 0, every, heads)
     for turn in range((every + gl.num_programs(0) - 1) // gl.num_programs(0)):
-        row, first_query, count, start, head = _tile(blocks, turn, every, heads)
         number = _blocks(count, start)
         line = head // (heads // kv_heads) * page_size
         table = pages + row.to(gl.int64) * page_stride
@@ -105,10 +105,12 @@ def _ask(
         # Where the row has ended there is no page: the other half is brought again, and hidden from all queries.
         other = gl.load(table + gl.minimum(position + 64, gl.maximum(start + count - 1, 0)) // page_size)
         for group in gl.static_range(2):
-            mbarrier.wait(query_bars.index(2 + group), turn % 2 ^ 1)
-            mbarrier.expect(query_bars.index(group), 64 * dim * 2)
+            place = turn % 2 * 2 + group
+            mbarrier.wait(query_bars.index(4 + place), (turn // 2) % 2 ^ 1)
+            mbarrier.expect(query_bars.index(place), 64 * dim * 2)
             at = [first_query + group * 64, head * dim]
-            tma.async_copy_global_to_shared(queries, at, query_bars.index(group), asked.index(group))
+            tma.async_copy_global_to_shared(queries, at, query_bars.index(place), asked.index(place))
+        row, first_query, count, start, head = _tile(blocks, turn + 1, every, heads)
         before, other_before = 0, 0
         for step in range(number + 1):
             first = page * (2 * below) + line + position % page_size
@@ -162,12 +164,15 @@ def _answer(
     member = group * 64 + gl.arange(0, 64, layout=per_query)
     offset = gl.arange(0, 128, layout=gl.SliceLayout(0, score_layout))
     nothing = gl.zeros([64, 128], gl.float32, score_layout)
-    query = asked.index(group)
     ring = 0
+    _, next_query, next_count, next_start, next_head = _tile(blocks, 0, every, heads)
     for turn in range((every + gl.num_programs(0) - 1) // gl.num_programs(0)):
-        _, first_query, count, start, head = _tile(blocks, turn, every, heads)
+        first_query, count, start, head = next_query, next_count, next_start, next_head
+        _, next_query, next_count, next_start, next_head = _tile(blocks, turn + 1, every, heads)
         number = _blocks(count, start)
-        mbarrier.wait(query_bars.index(group), turn % 2)
+        place = turn % 2 * 2 + group
+        query = asked.index(place)
+        mbarrier.wait(query_bars.index(place), turn // 2 % 2)
         if number > 0:
             begin = (number - 1) * 128
             slot = ring % stages
@@ -203,7 +208,7 @@ def _answer(
                 mbarrier.arrive(value_bars.index(stages + before), count=1)
                 total = total * gl.convert_layout(shrink, per_total)[:, None]
                 weight = gl.convert_layout(grown.to(like), weight_layout)
-            mbarrier.arrive(query_bars.index(2 + group), count=1)
+            mbarrier.arrive(query_bars.index(4 + place), count=1)
             slot = (ring + number - 1) % stages
             mbarrier.wait(value_bars.index(slot), (ring + number - 1) // stages % 2)
             total = warpgroup_mma(weight, values.index(slot), total, is_async=True)
@@ -216,7 +221,7 @@ def _answer(
             result = out + (first_query + of).to(gl.int64)[:, None] * (heads * dim) + head * dim + at[None, :]
             gl.store(result, gl.convert_layout(found, beside), mask=(of < count)[:, None])
         else:
-            mbarrier.arrive(query_bars.index(2 + group), count=1)
+            mbarrier.arrive(query_bars.index(4 + place), count=1)
 
 
 @gluon.jit(
@@ -242,13 +247,13 @@ def _specialized(
 ):
     """``every``: tiles, as many of each block as there are heads."""
     like: gl.constexpr = out.dtype.element_ty
-    asked = gl.allocate_shared_memory(like, [2, 64, dim], queries.layout)
+    asked = gl.allocate_shared_memory(like, [4, 64, dim], queries.layout)  # of this tile, and of the next
     keys = gl.allocate_shared_memory(like, [stages, 128, dim], cache.layout)
     values = gl.allocate_shared_memory(like, [stages, 128, dim], cache.layout)
-    query_bars = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    query_bars = gl.allocate_shared_memory(gl.int64, [8, 1], mbarrier.MBarrierLayout())
     key_bars = gl.allocate_shared_memory(gl.int64, [2 * stages, 1], mbarrier.MBarrierLayout())
     value_bars = gl.allocate_shared_memory(gl.int64, [2 * stages, 1], mbarrier.MBarrierLayout())
-    for place in gl.static_range(4):
+    for place in gl.static_range(8):
         mbarrier.init(query_bars.index(place), count=1)
     for stage in gl.static_range(stages):
         mbarrier.init(key_bars.index(stage), count=1)

@@ -57,7 +57,7 @@ def test_chunks_behind_cached_tokens(device, prompts, heads, kv_heads, dim, page
     rows = AttentionRows(np.array(starts), np.array(counts), pages, 0)
     plan = plan_prefills(rows, 0, lambda array: torch.from_numpy(array.copy()).to(device))
     none = plan.blocks.new_zeros(2, 4)  # in a graph there is room for more
-    plan = PrefillBlocks(torch.cat((plan.blocks, none)), plan.pages, plan.query_block)
+    plan = PrefillBlocks(torch.cat((plan.blocks, none)), plan.pages, plan.query_block, True)
     cache = torch.randn(1 + len(starts) * columns, 2, kv_heads, page_size, dim).half().to(device)
     cache[0] = torch.nan  # where a row has ended nothing is read
     every = torch.randn(sum(counts), heads + 2 * kv_heads, dim).half().to(device)
@@ -71,26 +71,29 @@ def test_chunks_behind_cached_tokens(device, prompts, heads, kv_heads, dim, page
 
 @pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted, not compiled")
 @pytest.mark.parametrize(
-    ("capability", "dim", "page_size", "window", "dtype", "kernel"),
+    ("capability", "counts", "dim", "page_size", "window", "dtype", "kernel"),
     [
-        (90, 128, 64, 0, torch.bfloat16, "_specialized"),
-        (90, 128, 192, 0, torch.float16, "_specialized"),
-        (90, 128, 32, 0, torch.bfloat16, "_prefill"),
-        (90, 64, 64, 0, torch.bfloat16, "_prefill"),
-        (90, 128, 64, 100, torch.bfloat16, "_prefill"),
-        (90, 128, 64, 0, torch.float32, "_prefill"),
-        (80, 128, 64, 0, torch.bfloat16, "_prefill"),
+        (90, [70, 60], 128, 64, 0, torch.bfloat16, "_specialized"),
+        (90, [129], 128, 192, 0, torch.float16, "_specialized"),
+        (90, [129, 1, 1, 1, 1], 128, 128, 0, torch.float16, "_specialized"),
+        (90, [128], 128, 64, 0, torch.bfloat16, "_prefill"),
+        (90, [70, 58], 128, 64, 0, torch.float16, "_prefill"),
+        (90, [70, 60], 128, 32, 0, torch.bfloat16, "_prefill"),
+        (90, [70, 60], 64, 64, 0, torch.bfloat16, "_prefill"),
+        (90, [70, 60], 128, 64, 100, torch.bfloat16, "_prefill"),
+        (90, [70, 60], 128, 64, 0, torch.float32, "_prefill"),
+        (80, [70, 60], 128, 64, 0, torch.bfloat16, "_prefill"),
     ],
 )
-def test_prompts_are_specialized_where_the_device_can(
-    capability, dim, page_size, window, dtype, kernel, monkeypatch, tmp_path
+def test_full_blocks_of_prompts_are_specialized_where_the_device_can(
+    capability, counts, dim, page_size, window, dtype, kernel, monkeypatch, tmp_path
 ):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # compiled anew, also what an earlier run compiled
-    table = np.ones((2, 3), dtype=np.int32)
-    plan = plan_attention(AttentionRows(np.array([0, 3]), np.array([70, 50]), table, 0), window, 2, put)
+    table, starts = np.ones((len(counts), 5), dtype=np.int32), np.arange(len(counts))
+    plan = plan_attention(AttentionRows(starts, np.array(counts), table, 0), window, 2, put)
     with compiling(monkeypatch, capability) as found:
         cache = empty(9, 2, 2, page_size, dim, dtype=dtype)
-        attention(empty(120, 4, dim, dtype=dtype), cache, plan, 0.1, DecodeScratch(torch.device("meta")))
+        attention(empty(sum(counts), 4, dim, dtype=dtype), cache, plan, 0.1, DecodeScratch(torch.device("meta")))
     assert [each.kernel for each in found] == [kernel]
     if kernel == "_specialized":
         assert found[0].shared <= SHARED[90]
@@ -106,6 +109,21 @@ def test_steps_in_graphs_and_others_take_one_kernel(monkeypatch, tmp_path):
             table = empty(1, begin + columns, dtype=torch.int32)[:, begin:]
             rows = AttentionRows(np.array([0]), np.array([tokens]), np.ones((1, columns), dtype=np.int32), 0)
             plan = plan_prefills(rows, 0, put)
-            plan = PrefillBlocks(empty(begin + len(plan.blocks), 4, dtype=torch.int32)[begin:], table, plan.query_block)
+            plan = PrefillBlocks(
+                empty(begin + len(plan.blocks), 4, dtype=torch.int32)[begin:], table, plan.query_block, True
+            )
             specialized.attend_prompts(empty(tokens, 6, 128), empty(9, 2, 2, 64, 128), plan, 0.1, empty(tokens, 6, 128))
     assert len(found) == 1
+
+
+def test_blocks_of_rows_that_are_near_follow_one_another():
+    counts = np.array([4000, 4000, 4000, 4000, 500])
+    rows = AttentionRows(np.zeros(5, dtype=np.int64), counts, np.ones((5, 63), dtype=np.int32), 0)
+    row, first, count, position = plan_prefills(rows, 0, lambda array: torch.from_numpy(array.copy())).blocks.numpy().T
+    near = np.where(row < 2, 0, np.where(row < 4, 1, 2))
+    assert (np.diff(near) >= 0).all()
+    for number, sign in enumerate((-1, 1, -1)):  # the last block is short
+        assert (np.diff(position[near == number]) * sign >= 0).all()
+    order = np.argsort(first)
+    assert (first[order] == np.concatenate(([0], np.cumsum(count[order])[:-1]))).all()
+    assert count.sum() == counts.sum()
