@@ -35,7 +35,8 @@ _LONG = 1024
 class PrefillBlocks:
     """``blocks`` int32 [blocks, 4]: row in ``pages``, first query in the step, queries, ``TILE`` at most, their first
     position. ``query_block``: as many of these, or half as many, a program of ``attend_prefills`` takes.
-    ``pages`` int32 [rows, columns]. ``full``: whether a row has several blocks, or all rows' are more than half full.
+    ``pages`` int32 [rows, columns]. ``full``: whether a row has several blocks, or those of several rows are more than
+    half full, taken together.
     """
 
     blocks: Tensor
@@ -54,7 +55,8 @@ def plan_prefills(rows: AttentionRows, first: int, put: Callable[[npt.NDArray[np
     row = np.repeat(np.arange(len(counts)), each)
     begin = (np.arange(len(row)) - np.repeat(np.cumsum(each) - each, each)) * TILE
     found = np.stack((row, offsets[row] + begin, np.minimum(counts[row] - begin, TILE), starts[row] + begin), axis=1)
-    near = ((np.cumsum(starts + counts) - 1) // _NEAR)[row]
+    # Numbered without gaps, which long rows leave: every other group rises.
+    near = np.unique((np.cumsum(starts + counts) - 1) // _NEAR, return_inverse=True)[1][row]
     rising = (near[-1] - near) % 2 == 1
     found = found[np.lexsort((np.where(rising, 1, -1) * found[:, 3], near))]
     full = int(counts.max()) > TILE or (len(found) > 1 and int(counts.sum()) > TILE // 2 * len(found))

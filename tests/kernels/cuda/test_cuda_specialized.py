@@ -116,13 +116,22 @@ def test_steps_in_graphs_and_others_take_one_kernel(monkeypatch, tmp_path):
     assert len(found) == 1
 
 
-def test_blocks_of_rows_that_are_near_follow_one_another():
-    counts = np.array([4000, 4000, 4000, 4000, 500])
-    rows = AttentionRows(np.zeros(5, dtype=np.int64), counts, np.ones((5, 63), dtype=np.int32), 0)
+@pytest.mark.parametrize(
+    ("counts", "groups"),
+    [
+        ([4000, 4000, 4000, 4000, 500], [0, 0, 1, 1, 2]),
+        ([500, 18000, 16400, 17000], [0, 1, 2, 3]),  # none of these is near another
+    ],
+)
+def test_blocks_of_rows_that_are_near_follow_one_another(counts, groups):
+    counts = np.array(counts)
+    table = np.ones((len(counts), int(counts.max()) // 64 + 1), dtype=np.int32)
+    rows = AttentionRows(np.zeros_like(counts), counts, table, 0)
     row, first, count, position = plan_prefills(rows, 0, lambda array: torch.from_numpy(array.copy())).blocks.numpy().T
-    near = np.where(row < 2, 0, np.where(row < 4, 1, 2))
+    near = np.array(groups)[row]
     assert (np.diff(near) >= 0).all()
-    for number, sign in enumerate((-1, 1, -1)):  # the last block is short
+    for number in range(groups[-1] + 1):  # the last block is short
+        sign = -1 if (groups[-1] - number) % 2 == 0 else 1
         assert (np.diff(position[near == number]) * sign >= 0).all()
     order = np.argsort(first)
     assert (first[order] == np.concatenate(([0], np.cumsum(count[order])[:-1]))).all()
