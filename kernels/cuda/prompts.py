@@ -149,8 +149,7 @@ class PromptGraphs:
     def run(self, given: PromptTokens) -> StepFound | None:
         """What the step gives; None when no graph fits it."""
         count, tokens = len(given.slots), int(given.counts.sum())
-        chunks = -(-given.counts[given.decodes :] // TILE)
-        if len(chunks) > _CHUNKS or tokens - given.decodes > self._prompts:  # that many did not pay
+        if count - given.decodes > _CHUNKS or tokens - given.decodes > self._prompts:  # that many did not pay
             return None
         size = next((size for size in self.sizes if size[0] >= tokens and size[1] >= count), None)
         if size is None:

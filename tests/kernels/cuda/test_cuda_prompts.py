@@ -8,13 +8,16 @@ import numpy as np
 import pytest
 import torch
 
+import kernels.cuda
 from kernels.batch import ForwardBatch
-from kernels.cuda import prompts
+from kernels.cuda import prompts, specialized
 from kernels.cuda.attention import attention, plan_attention
 from kernels.cuda.decode import DecodeScratch
+from kernels.cuda.launch import copying
 from kernels.cuda.prompts import PromptGraphs, prompt_sizes
 from kernels.platforms.rows import AttentionRows, PromptTokens
 from kernels.rows import ragged
+from tests.kernels.cuda.plain import specialized_in_triton
 from tests.kernels.cuda.test_cuda_steps import again
 
 PAGE, COLUMNS, HEADS, DIM, VOCAB = 16, 12, 2, 16, 97
@@ -23,21 +26,22 @@ PAGE, COLUMNS, HEADS, DIM, VOCAB = 16, 12, 2, 16, 97
 class Small:
     """A model of one layer whose tokens see those before them."""
 
-    def __init__(self, device, window):
+    def __init__(self, device, window, page=PAGE, dim=DIM, dtype=torch.float32):
         torch.manual_seed(2)
-        self.device, self.window = device, window
-        self.cache = torch.randn(1 + 5 * COLUMNS, 2, HEADS, PAGE, DIM).to(device)
-        self.words, self.head = (torch.randn(VOCAB, HEADS * DIM).to(device) for _ in range(2))
-        self.table = torch.randint(VOCAB, (6, PAGE * COLUMNS), dtype=torch.int32).to(device)
+        self.device, self.window, self.page = device, window, page
+        self.cache = torch.randn(1 + 5 * COLUMNS, 2, HEADS, page, dim).to(device, dtype)
+        self.words, self.head = (torch.randn(VOCAB, HEADS * dim).to(device, dtype) for _ in range(2))
+        self.table = torch.randint(VOCAB, (6, page * COLUMNS), dtype=torch.int32).to(device)
         self.scratch = DecodeScratch(device)
 
     def put(self, array):
         return torch.from_numpy(array.copy()).to(self.device)
 
     def forward(self, batch, last):
-        queries = (self.words[batch.token_ids.long()] + batch.positions[:, None]).view(-1, HEADS, DIM)
+        queries = self.words[batch.token_ids.long()].view(-1, HEADS, self.cache.shape[-1])
+        queries = queries + (batch.positions % 7 / 7).to(queries.dtype)[:, None, None]
         index = batch.cache_index
-        self.cache[index // PAGE, :, :, index % PAGE] = torch.stack((queries, -queries), 1)
+        self.cache[index // self.page, :, :, index % self.page] = torch.stack((queries, -queries), 1)
         hidden = attention(queries, self.cache, batch.plans[self.window], 0.2, self.scratch)
         if self.device.type == "cpu":  # on a GPU nothing can be asked while it is captured
             assert bool(hidden.isfinite().all())  # or the dump page would not be what everyone may see
@@ -48,7 +52,7 @@ class Small:
     def eager(self, given):
         at, slots = ragged(given.starts, given.counts), np.repeat(given.slots, given.counts)
         row = np.repeat(np.arange(len(given.slots)), given.counts)
-        index = given.pages[row, at // PAGE].astype(np.int64) * PAGE + at % PAGE
+        index = given.pages[row, at // self.page].astype(np.int64) * self.page + at % self.page
         rows = AttentionRows(given.starts, given.counts, given.pages, given.decodes)
         plans = {self.window: plan_attention(rows, self.window, HEADS, self.put)}
         tokens = self.table[self.put(slots), self.put(at)]
@@ -60,14 +64,14 @@ class Small:
             monkeypatch.setattr(prompts, "capture_each", lambda sizes, run, device, agree, kind: again(sizes, run))
         options = {"paying": False, "fits": lambda: True} | options
         return PromptGraphs(
-            self.forward, self.table, [self.window], sizes, HEADS, COLUMNS, PAGE, put=self.put, **options
+            self.forward, self.table, [self.window], sizes, HEADS, COLUMNS, self.page, put=self.put, **options
         )
 
 
-def step(starts, counts, grows, decodes):
+def step(starts, counts, grows, decodes, page=PAGE):
     """Of the first slots, by pages of their own."""
     starts, counts = np.array(starts), np.array(counts)
-    columns = int((starts + counts - 1).max()) // PAGE + 1
+    columns = int((starts + counts - 1).max()) // page + 1
     pages = 1 + np.arange(len(starts) * COLUMNS, dtype=np.int32).reshape(-1, COLUMNS)[::-1, :columns]
     return PromptTokens(np.arange(1, 1 + len(starts)), starts, counts, np.array(grows), pages, decodes)
 
@@ -104,6 +108,50 @@ def test_a_step_is_what_it_is_without_a_graph(given, window, device, monkeypatch
             if grows:
                 table[slot, start + count] = max(0, int(found.likeliest[slot - 1]))
         assert torch.equal(small.table[1:], table[1:])
+
+
+@pytest.fixture(scope="module")
+def specialized_or_plain(tmp_path_factory):
+    return specialized if torch.cuda.is_available() else specialized_in_triton(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.mark.parametrize(
+    ("given", "times"),
+    [
+        (step([5, 0, 63, 64, 0], [1, 1, 1, 64, 65], [True, False, False, True, True], 1, 64), 1),  # to ends of pages
+        (step([100, 0], [1, 191], [True, True], 1, 64), 1),  # no token is left over
+        (step([127, 64, 3], [1, 1, 1], [True] * 3, 1, 64), 1),  # hardly a token is there
+        (step([3, 130], [1, 100], [True, False], 1, 64), 0),  # the graph has a single block's tokens
+    ],
+)
+def test_a_step_in_a_graph_by_warps_of_different_work(given, times, device, monkeypatch, specialized_or_plain):
+    if device.type == "cuda" and not copying(device):
+        pytest.skip("of compute capability 9.0")
+    taken, attend = [], specialized_or_plain.attend_prompts
+    monkeypatch.setattr(
+        specialized_or_plain, "attend_prompts", lambda *arguments: taken.append(0) or attend(*arguments)
+    )
+    monkeypatch.setattr(kernels.cuda, "specialized", specialized_or_plain)
+    if device.type == "cpu":
+        for fact in ("copying", "has_gluon"):
+            monkeypatch.setattr(kernels.cuda.attention, fact, lambda *_: True)
+    small = Small(device, 0, 64, 128, torch.float16)
+    graphs = small.graphs(monkeypatch, [(192, 5), (128, 2)])
+    assert graphs.run(step([0, 0], [90, 102], [True, True], 0, 64)) is not None
+    small.cache[1:] = torch.randn_like(small.cache[1:])
+    before, table = small.cache.clone(), small.table.clone()
+    taken.clear()
+    found = graphs.run(given)
+    if device.type == "cpu":
+        assert len(taken) == times
+    graphs_found = found.hidden.clone(), found.logits.clone()
+    small.cache.copy_(before)
+    small.table.copy_(table)
+    monkeypatch.setattr(kernels.cuda.attention, "_specializes", lambda *_: False)
+    monkeypatch.setattr(kernels.cuda.attention, "_spreads", lambda *_: False)
+    for mine, right in zip(graphs_found, small.eager(given), strict=True):
+        assert bool(mine.isfinite().all())
+        assert (mine - right).float().norm() <= 3e-3 * right.float().norm()
 
 
 def test_what_no_graph_fits_and_what_does_not_pay(device, monkeypatch):
