@@ -23,6 +23,7 @@ from kernels.quantization.weights import (
     Int8Weight,
     QuantizedWeight,
     StaticActivation,
+    within,
 )
 
 if TYPE_CHECKING:
@@ -177,7 +178,7 @@ class Fp8(Layout):
         scales, block = files.read(f"{module}.weight_scale"), self.weights.block_structure
         activation = self._activation(files, module)
         if block is not None:
-            return Fp8Weight(files.read(f"{module}.weight"), scales.float(), (block[0], block[1]), activation)
+            return Fp8Weight(files.read(f"{module}.weight"), scales.float(), within(block, shape), activation)
         return Fp8Weight(files.read(f"{module}.weight"), _wide(scales, shape), None, activation)
 
 

@@ -8,7 +8,6 @@ checkpoints still have.
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -93,20 +92,33 @@ class Settings:
             group = Group(name, form, scheme.weights, scheme.input_activations, name in ordered, name in clips)
             self.groups.append(group)
             self._targets |= dict.fromkeys(scheme.targets, group)
-        self._ignore = found.ignore or []
-        for target in (*self._targets, *self._ignore):
+        ignored = found.ignore or []
+        for target in (*self._targets, *ignored):
             _check(target)
+        # Some list thousands of modules by name: these are looked up, the others compared with each module.
+        self._ignored = frozenset(ignored)
+        self._ignore = [target for target in ignored if not _is_name(target)]
+        self._wide = [target for target in self._targets if not _is_name(target)]
         self._match = match
         self._linear = torch.nn.Linear(1, 1, device="meta")
 
     def group_of(self, module: str) -> Group | None:
         """None for one that is not rounded. Whole names come before patterns, and both before all ``Linear``."""
-        if self._match.is_match(module, self._linear, self._ignore) or any(_holds(t, module) for t in self._ignore):
+        if module in self._ignored or self._match.is_match(module, self._linear, self._ignore):
             return None
-        found = self._match.match_targets(module, self._linear, self._targets)
+        if any(_holds(target, module) for target in self._ignore):
+            return None
+        if module in self._targets:
+            return self._targets[module]
+        found = self._match.match_targets(module, self._linear, self._wide)
         named = [target for target in found if self._match.match_name(module, target)]
-        held = [target for target in self._targets if _holds(target, module)]
+        held = [target for target in self._wide if _holds(target, module)]
         return next((self._targets[target] for target in (*named, *held, *found)), None)
+
+
+def _is_name(target: str) -> bool:
+    """Whether a target can mean one module alone: a class has no dots in its name."""
+    return "." in target and not target.startswith("re:") and not target.endswith(".experts")
 
 
 def _holds(target: str, module: str) -> bool:
@@ -118,11 +130,18 @@ def _holds(target: str, module: str) -> bool:
 
 def _taken_off(settings: Mapping[str, Any]) -> tuple[dict[str, Any], set[str], set[str]]:
     """What the package reads, and the groups whose inputs are stored in an order, and those that clip inputs."""
-    rest, ordered, clips = copy.deepcopy(dict(settings)), set(), set()
+    rest, ordered, clips = dict(settings), set(), set()
+    _check_size("kv_cache_scheme", rest.get("kv_cache_scheme"))
     groups = rest.get("config_groups")
-    for name, group in groups.items() if isinstance(groups, dict) else ():
+    if not isinstance(groups, dict):
+        return rest, ordered, clips
+    groups = {name: dict(group) if isinstance(group, dict) else group for name, group in groups.items()}
+    rest["config_groups"] = groups
+    for name, group in groups.items():
         if not isinstance(group, dict):
             continue
+        for part in ("weights", "input_activations", "output_activations"):
+            _check_size(f"config_groups.{name}.{part}", group.get(part))
         clip = group.pop("activation_use_clip", False)
         if not isinstance(clip, bool):
             raise ConfigError(
@@ -135,8 +154,15 @@ def _taken_off(settings: Mapping[str, Any]) -> tuple[dict[str, Any], set[str], s
             order = weights.get("actorder")
             if order is True or (isinstance(order, str) and order.lower() in _STORED_ORDERS):
                 ordered.add(name)
-                del weights["actorder"]
+                group["weights"] = {field: value for field, value in weights.items() if field != "actorder"}
     return rest, ordered, clips
+
+
+def _check_size(where: str, numbers: object) -> None:
+    """The package compares a group_size before it looks at its type. Raises ConfigError."""
+    size = numbers.get("group_size") if isinstance(numbers, dict) else None
+    if not isinstance(size, int | float | None):
+        raise ConfigError(f"quantization_config: {where}.group_size must be a whole number, and is {size!r}; {_TOOL}")
 
 
 def _validated(model: Any, settings: object, where: str) -> Any:
@@ -150,7 +176,7 @@ def _validated(model: Any, settings: object, where: str) -> Any:
             dict.fromkeys(_told(found, where) for found in error.errors() if "list[str]" not in found["loc"])
         )
         raise ConfigError(f"quantization_config: {told or error}; {_TOOL}") from error
-    except (AttributeError, KeyError, NotImplementedError, TypeError) as error:  # of the package's own validators
+    except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError) as error:  # of its own validators
         raise ConfigError(f"quantization_config: {where}{error}; {_TOOL}") from error
 
 
@@ -158,7 +184,7 @@ def _told(error: Mapping[str, Any], where: str) -> str:
     """One thing that is wrong, by the path of its field. A group may be a preset's targets, too: which of both the
     package tried is part of its path."""
     path = ".".join(str(part) for part in error["loc"] if "QuantizationScheme" not in str(part))
-    return f"{where}{path}: {error['msg'].removeprefix('Value error, ').splitlines()[0]}"
+    return f"{(where + path).removesuffix('.')}: {error['msg'].removeprefix('Value error, ').splitlines()[0]}"
 
 
 def _check(target: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from kernels.models.config import ConfigError
 from kernels.quantization.packed import FLOATS, skipped_of
 from kernels.quantization.scheme import Files, Scheme, Stored
-from kernels.quantization.weights import Activation, Fp8Weight, StaticActivation
+from kernels.quantization.weights import Activation, Fp8Weight, StaticActivation, within
 
 __all__ = ["Fp8"]
 
@@ -55,7 +55,8 @@ class Fp8(Scheme):
     def read(self, files: Files, module: str, shape: tuple[int, int]) -> Fp8Weight:
         values = files.read(f"{module}.weight")
         if self._block is not None:
-            return Fp8Weight(values, files.read(f"{module}.weight_scale_inv").float(), self._block)
+            scales = files.read(f"{module}.weight_scale_inv").float()
+            return Fp8Weight(values, scales, within(self._block, shape))
         scales = files.read(f"{module}.weight_scale").float().flatten().expand(shape[0]).contiguous()
         activation: Activation = "dynamic"
         if self._static:

@@ -31,6 +31,7 @@ __all__ = [
     "StaticActivation",
     "quantize_fp8",
     "quantize_int8",
+    "within",
 ]
 
 FP8_MOST = 448.0
@@ -257,6 +258,11 @@ class Fp8Weight(QuantizedWeight):
         if self.block is not None and any(weight.shape[0] % self.block[0] for weight in (self, *others[:-1])):
             return None
         return _joined(self, others, ("values", "scales"))
+
+
+def within(block: Sequence[int], shape: tuple[int, int]) -> tuple[int, int]:
+    """The block that says the same of a weight of ``shape``, and is no larger: scales are repeated for all of it."""
+    return min(block[0], shape[0]), min(block[1], shape[1])
 
 
 def quantize_int8(weight: Tensor) -> Int8Weight:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from compressed_tensors.utils import match
 
 from kernels.load_error import LoadError
 from kernels.models.config import ConfigError
@@ -168,6 +172,39 @@ def test_a_module_is_meant_by_its_most_particular_target():
         assert bits_of(scheme, module) is None, module
 
 
+def test_lists_of_names_are_looked_up(monkeypatch):
+    """Tools list thousands of modules one by one: none of these is compared with each module."""
+    compared = []
+    monkeypatch.setattr(match, "match_name", lambda name, target, fused=None: compared.append(target) or False)
+    names = [f"model.layers.{layer}.mlp.experts.{expert}.up_proj" for layer in range(8) for expert in range(16)]
+    some, left, ignored = names[:60], names[60:100], names[100:]
+    scheme = Compressed(settings_of(all=(["Linear"], EIGHTS), some=(some, FOURS)) | {"ignore": ["lm_head", *ignored]})
+    assert {bits_of(scheme, module) for module in some} == {4}
+    assert {bits_of(scheme, module) for module in left} == {8}
+    assert {bits_of(scheme, module) for module in ignored} == {None}
+    assert set(compared) <= {"lm_head", "Linear"}
+
+
+def test_settings_that_are_nested_deep_are_read():
+    nested: dict[str, object] = {}
+    for _ in range(900):
+        nested = {"a": nested}
+    scheme = Compressed(settings_of(all=(["Linear"], EIGHTS)) | {"of_another_tool": nested})
+    assert bits_of(scheme, "m") == 8
+
+
+@pytest.mark.parametrize("block", [[10**12, 10**12], [32, 10**20], [10**20, 128]])
+def test_a_block_that_is_larger_than_the_weight_takes_no_memory(block):
+    scheme = Compressed(
+        settings_of(all=(["Linear"], FLOAT | {"strategy": "block", "block_structure": block}))
+        | {"format": "float-quantized"}
+    )
+    ((rows, columns),) = scheme.tensors("m", SHAPE)["m.weight_scale"].shapes
+    weight, scale = torch.ones(SHAPE).to(torch.float8_e4m3fn), torch.arange(1.0, rows * columns + 1).view(rows, columns)
+    found = scheme.read(Files({"m.weight": weight, "m.weight_scale": scale}), "m", SHAPE).dequantize(torch.float32)
+    torch.testing.assert_close(found, scale.repeat_interleave(SHAPE[0] // rows, 0).expand(SHAPE))
+
+
 def test_ascend_s_name_of_experts_comes_before_linear():
     scheme = Compressed(settings_of(all=(["Linear"], EIGHTS), experts=(["MoEGMM"], FOURS)))
     assert bits_of(scheme, "model.layers.0.mlp.experts.5.up_proj") == 4
@@ -230,3 +267,20 @@ def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "compressed_tensors.quantization", None)
     with pytest.raises(ConfigError, match=r"pip install 'troupe-llm\[compressed-tensors\]'"):
         Compressed(settings_of(all=(["Linear"], FOURS)))
+
+
+def test_an_extra_brings_what_is_tested():
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    for name in ("compressed-tensors", "gguf", "otlp"):
+        assert set(extras[name]) <= set(extras["test"]), name
+
+
+def test_the_package_is_imported_for_its_checkpoints_alone():
+    code = (
+        "import sys, kernels.loaded_model; from kernels.quantization.recognise import recognise; "
+        "from app.understudy import MODEL_DIR; recognise(MODEL_DIR, ''); "
+        "print([name for name in ('compressed_tensors', 'pydantic', 'transformers') if name in sys.modules])"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.split() == ["[]"]

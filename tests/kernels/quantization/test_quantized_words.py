@@ -336,7 +336,10 @@ def test_a_group_size_that_is_not_the_checkpoints_is_told(method, reference, dri
         ),
         (compressed("int-quantized", ROWS | {"bits": 8}), r"config_groups\.group_0\.weights\.bits: Extra inputs"),
         (compressed("int-quantized", ROWS | {"strategy": "row"}), r"config_groups\.group_0\.weights\.strategy: "),
-        (compressed("int-quantized", ROWS | {"group_size": "x"}), "'<' not supported"),
+        (compressed("int-quantized", ROWS | {"group_size": "x"}), r"0\.weights\.group_size must be .*, and is 'x'"),
+        (compressed("int-quantized", ROWS) | {"kv_cache_scheme": {"group_size": []}}, r"_scheme\.group_size must"),
+        (compressed("int-quantized", ROWS | {"scale_dtype": "\ud800"}), "surrogates not allowed; use"),
+        (compressed("int-quantized", ROWS) | {"transform_config": 7}, "quantization_config: transform_config: Input"),
         (compressed("int-quantized", ROWS | {"symmetric": False}), "not packed must be symmetric"),
         (compressed("int-quantized", None, TOKENS), r"config_groups\.group_0\.weights is missing"),
         (
