@@ -15,10 +15,12 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from compressed_tensors.utils import match
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.load_error import LoadError
 from kernels.models.config import ConfigError
 from kernels.quantization.compressed import Compressed
+from kernels.quantization.microscaling import from_e2m1, from_e2m3
 from kernels.step import SlotSampling
 from tests.quantized import rewrite
 
@@ -239,6 +241,27 @@ def test_a_checkpoint_of_scales_for_the_cache_alone_is_in_floats():
     scheme = Compressed(settings_of() | {"kv_cache_scheme": cache})
     assert scheme.tensors("m", SHAPE) is None
     assert scheme.ignores("model.layers.0.self_attn.k_scale", ())
+
+
+class Largest(TorchDispatchMode):
+    """``bytes``: of the largest tensor that an operator gives."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        found = operator(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor):
+            self.bytes = max(self.bytes, found.nbytes)
+        return found
+
+
+@pytest.mark.parametrize(("numbers", "bits"), [(from_e2m1, 4), (from_e2m3, 6)])
+def test_small_floats_are_widened_in_bytes(numbers, bits):
+    packed = torch.arange(SHAPE[0] * SHAPE[1] * bits // 8).remainder_(256).to(torch.uint8).view(SHAPE[0], -1)
+    with Largest() as largest:
+        found = numbers(packed)
+    assert found.shape == SHAPE
+    assert largest.bytes == found.nbytes
 
 
 def test_a_power_of_two_that_is_no_number_is_refused():
