@@ -121,6 +121,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     schemes = [FLOATS, *given.schemes]
     layouts = (EXPERTS if given.experts else list(CHECKPOINTS)) if given.checkpoints == ["all"] else given.checkpoints
+    if given.experts and not set(layouts) <= set(EXPERTS):
+        parser.error(f"--experts: no model of experts is written as {', '.join(sorted(set(layouts) - set(EXPERTS)))}")
     with tempfile.TemporaryDirectory() as directory:
         source = write_experts(Path(directory) / "experts") if given.experts else MODEL_DIR
         box = {name: write(name, Path(directory) / name, source) for name in layouts}

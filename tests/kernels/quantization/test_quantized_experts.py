@@ -18,6 +18,7 @@ from kernels.quantization.recognise import METHODS
 from kernels.quantization.tokens import clip_tokens, settle_tokens
 from kernels.quantization.weights import GroupedWeight, Int8Weight
 from kernels.step import SlotSampling
+from tests.bench import quantization
 from tests.kernels.parallel.ranks import run_ranks
 from tests.modelslim import write
 from tests.quantized import fp8_blocks, fp8_rows, rewrite
@@ -274,6 +275,12 @@ def test_inputs_are_clipped_for_weights_of_four_bits_only():
     group = (LINEAR, numbers(8, "channel"), TOKENS, {"activation_use_clip": True})
     with pytest.raises(ConfigError, match="inputs are clipped for int-quantized weights of 4 bits only"):
         METHODS["compressed-tensors"](compressed("int-quantized", group))
+
+
+def test_a_table_of_experts_has_no_rows_of_the_dense_model(capsys):
+    with pytest.raises(SystemExit):
+        quantization.main(["--experts", "--schemes", "--checkpoints", "gguf-iq1_s", "gptq-4"])
+    assert "no model of experts is written as gguf-iq1_s" in capsys.readouterr().err
 
 
 @pytest.mark.long
