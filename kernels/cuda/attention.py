@@ -31,7 +31,8 @@ Put = Callable[[npt.NDArray[np.int32]], Tensor]
 class DecodeRows:
     """``state`` int32 [rows, 1 + columns]: the tokens of a row in the cache, then its pages. They are there before the
     step's first kernel, and so is all that a row sees but its newest token (``kernels.cuda.launch``): passes that
-    follow one another with no copy between them have ``DraftRows``. ``splits``: the parts that sequences are cut into.
+    follow one another with neither a copy nor the begin of a graph between them have ``DraftRows``. ``splits``: the
+    parts that sequences are cut into.
     """
 
     state: Tensor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from copy import copy
+from types import FunctionType
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -41,4 +42,6 @@ def _kind(part: Any, seen: set[int]) -> Hashable:
     if id(part) in seen:
         return type(part)
     seen.add(id(part))
+    if isinstance(part, FunctionType):  # a layer may be one, of others that it holds
+        return part.__code__, *(_kind(cell.cell_contents, seen) for cell in part.__closure__ or ())
     return type(part), _kind(vars(part), seen)

@@ -45,6 +45,15 @@ def test_layers_like_one_before_are_left_out():
     assert len(model.layers) == 9
 
 
+def test_layers_that_are_functions_are_told_apart_by_what_they_hold():
+    def gated(linear):
+        return lambda x: -linear(x)
+
+    linears = (gated(Linear(4)), gated(Linear(4)), gated(Linear(4, torch.float16)), lambda x: x)
+    model = make(*({"linear": linear} for linear in linears))
+    assert one_of_each_kind(model, list(range(4)))[1] == [0, 2, 3]
+
+
 def test_all_are_left_where_some_are_captured():
     model = make({}, {}, captures=(1,))
     some, caches = one_of_each_kind(model, [0, 1])

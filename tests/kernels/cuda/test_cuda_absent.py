@@ -65,7 +65,7 @@ def test_whole_steps_are_captured(monkeypatch, tmp_path, drive):
             driver.step([(1, 1), (2, 1), (3, 1)])
     assert told == ["replayed"] * 6
     kernels = {kernel.kernel for kernel in found}
-    assert {"_vector", "_bulk", "_decode", "_prefill", "_enter", "_leave"} <= kernels
+    assert {"_vector", "_bulk", "_decode", "_prefill", "_enter", "_leave", "_project", "_place_heads"} <= kernels
     assert all(kernel.shared <= SHARED[90] for kernel in found)
 
 

@@ -65,6 +65,8 @@ def test_the_same_is_accepted(linear, nodes, depth, forced, device):
     assert torch.equal(found.outcome.cpu(), verified.outcome)
     assert torch.equal(found.tokens.cpu(), expected.tokens)
     assert torch.equal(found.broken.cpu(), verified.sampled.broken)
+    assert torch.equal(found.rows, own)  # which may lie in the host's memory
+    own.fill_(-1)
     wanted = torch.full((9, 80), -1, dtype=torch.int32)
     levels = expected.tokens.shape[1]
     for row in range(rows):
@@ -78,7 +80,7 @@ def test_the_same_is_accepted(linear, nodes, depth, forced, device):
     index = torch.randperm(20 * page_size, generator=generator)[:total]
     moved = [cache.clone() for cache in caches]
     pointers = torch.tensor([cache.data_ptr() for cache in moved])
-    move_accepted(moved, index.to(device), own, found.outcome, lambda _: pointers.to(device))
+    move_accepted(moved, index.to(device), found.rows, found.outcome, lambda _: pointers.to(device))
     for cache, now in zip(caches, moved, strict=True):
         flat, kept = (each.transpose(2, 3).transpose(1, 2).flatten(0, 1) for each in (cache.clone(), now))
         for row in range(rows):

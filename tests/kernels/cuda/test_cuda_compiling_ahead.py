@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Executor, Future
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
+from kernels import loaded_model
 from kernels.cuda.ahead import compile_ahead, of_each_kind
 from kernels.cuda.launch import looking_ahead
 from kernels.speculative.settings import SpeculativeSettings
@@ -116,6 +118,20 @@ def test_an_error_of_a_pass_leaves_launches_as_they_were(made):
         compile_ahead(passes, absent.META, AtOnce())
     assert JITFunction.run is before
     assert not looking_ahead()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_that_would_wait_for_one_another_look_at_nothing_ahead(ranks):
+    told = []
+    platform = SimpleNamespace(
+        make_cache=lambda *_: [], compile_ahead=lambda _: told.append("ahead"), step_memory=lambda _: 7
+    )
+    part = SimpleNamespace(layers=2, kv_heads=1, head_dim=16, vocab_size=10)
+    opened = SimpleNamespace(part=part, dtype=torch.float16, context=64, cache=SimpleNamespace(scales=None))
+    config = SimpleNamespace(max_step_tokens=32, page_size=16, max_slots=3)
+    group = SimpleNamespace(size=ranks)
+    assert loaded_model._step_memory(opened, config, platform, None, None, None, group) == 7
+    assert told == ["ahead"] * (ranks == 1)
 
 
 def test_some_sizes_stand_for_all():
