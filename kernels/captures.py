@@ -41,6 +41,7 @@ class Passes:
         self._model, self._caches, self._slots, self._windows = model, caches, slots, sorted(windows)
 
     def capture_decodes(self, rows: int, tokens: int = 1, tree: bool = False) -> Decodes | None:
+        """As ``Platform.capture_decodes`` says."""
         return self._platform.capture_decodes(
             lambda batch: self._model.forward(batch, self._caches),
             self._windows,
@@ -53,6 +54,7 @@ class Passes:
         )
 
     def capture_steps(self, rows: int) -> Steps | None:
+        """As ``Platform.capture_steps`` says."""
         model, caches = self._model, self._caches
 
         def forward(batch: ForwardBatch, last: Tensor | None) -> tuple[Tensor, Tensor]:
