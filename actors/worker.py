@@ -49,8 +49,12 @@ class Worker(Actor[WorkerProtocol]):
 
     @classmethod
     def prepare(cls, config: WorkerConfig) -> None:
-        """Import torch and the model's code: the most of a start, and all of it that needs no device."""
+        """Import torch, the model's code and what its checkpoint's settings are read by: the most of a start, and all
+        of it that needs no device."""
         _import_runner(config)
+        from kernels.quantization.recognise import import_ahead
+
+        import_ahead(config.runner.model_path, config.runner.config_overrides)
 
     async def started(self) -> None:
         self._loop = asyncio.get_running_loop()

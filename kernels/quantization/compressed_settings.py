@@ -20,7 +20,7 @@ from kernels.models.config import ConfigError
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationArgs
 
-__all__ = ["Group", "Settings", "plain"]
+__all__ = ["Group", "Settings", "import_package", "plain"]
 
 _EXPERTS = "MoEGMM"
 """What Ascend's tools call all experts among the targets."""
@@ -57,22 +57,29 @@ def plain(value: object) -> str:
     return str(getattr(value, "value", value))
 
 
+def import_package() -> tuple[Any, Any, Any]:
+    """Its QuantizationConfig, its TransformConfig and its module ``match``. Raises ConfigError where it is not
+    installed."""
+    try:
+        from compressed_tensors.quantization import QuantizationConfig
+        from compressed_tensors.transform import TransformConfig
+        from compressed_tensors.utils import match
+    except ImportError as error:
+        raise ConfigError(
+            "this checkpoint is quantized by compressed-tensors, whose settings are read by the package of that "
+            f"name ({error}); install it: pip install 'troupe-llm[compressed-tensors]'"
+        ) from error
+    return QuantizationConfig, TransformConfig, match
+
+
 class Settings:
     """Raises ConfigError, naming the field, also where the package is not installed."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        try:
-            from compressed_tensors.quantization import QuantizationConfig
-            from compressed_tensors.transform import TransformConfig
-            from compressed_tensors.utils import match
-        except ImportError as error:
-            raise ConfigError(
-                "this checkpoint is quantized by compressed-tensors, whose settings are read by the package of that "
-                f"name ({error}); install it: pip install 'troupe-llm[compressed-tensors]'"
-            ) from error
+        config, transforms, self._match = import_package()
         rest, ordered, clips = _taken_off(settings)
-        found = _validated(QuantizationConfig, rest, "")
-        _check_transforms(TransformConfig, settings.get("transform_config"))
+        found = _validated(config, rest, "")
+        _check_transforms(transforms, settings.get("transform_config"))
         sparsity = settings.get("sparsity_config") or {}
         if not isinstance(sparsity, Mapping) or sparsity.get("format", "dense") != "dense":
             raise ConfigError(
@@ -99,7 +106,6 @@ class Settings:
         self._ignored = frozenset(ignored)
         self._ignore = [target for target in ignored if not _is_name(target)]
         self._wide = [target for target in self._targets if not _is_name(target)]
-        self._match = match
         self._linear = torch.nn.Linear(1, 1, device="meta")
 
     def group_of(self, module: str) -> Group | None:

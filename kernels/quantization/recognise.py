@@ -11,6 +11,7 @@ from kernels.models.config import ConfigError, read_merged
 from kernels.quantization.auto_round import AutoRound
 from kernels.quantization.awq import Awq
 from kernels.quantization.compressed import Compressed
+from kernels.quantization.compressed_settings import import_package
 from kernels.quantization.fp8 import Fp8
 from kernels.quantization.gguf_files import GgufScheme
 from kernels.quantization.gptq import Gptq
@@ -18,7 +19,7 @@ from kernels.quantization.modelslim import ModelSlim, description_file, read_des
 from kernels.quantization.online import ONLINE, Online
 from kernels.quantization.scheme import Scheme
 
-__all__ = ["METHODS", "recognise"]
+__all__ = ["METHODS", "import_ahead", "recognise"]
 
 Reader = Callable[[Mapping[str, Any]], Scheme]
 
@@ -65,6 +66,13 @@ def recognise(model_path: str | Path, asked: str, overrides: str = "{}") -> Sche
             "use a checkpoint in bf16"
         )
     return METHODS[method](settings)
+
+
+def import_ahead(model_path: str | Path, overrides: str = "{}") -> None:
+    """Import the package that ``recognise`` will need, if any, which takes seconds. Raises ConfigError."""
+    settings = None if is_gguf(model_path) else read_merged(model_path, overrides).get("quantization_config")
+    if isinstance(settings, dict) and settings.get("quant_method") == "compressed-tensors":
+        import_package()
 
 
 def _described(file: Path, settings: object, asked: str) -> Scheme:

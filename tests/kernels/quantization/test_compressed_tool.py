@@ -299,11 +299,14 @@ def test_an_extra_brings_what_is_tested():
         assert set(extras[name]) <= set(extras["test"]), name
 
 
-def test_the_package_is_imported_for_its_checkpoints_alone():
+@pytest.mark.parametrize("method", ["compressed-tensors", "gptq", None])
+def test_a_worker_prepares_by_importing_the_package_for_its_checkpoints_alone(method, tmp_path):
+    settings = {} if method is None else {"quantization_config": settings_of() | {"quant_method": method}}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
     code = (
-        "import sys, kernels.loaded_model; from kernels.quantization.recognise import recognise; "
-        "from app.understudy import MODEL_DIR; recognise(MODEL_DIR, ''); "
-        "print([name for name in ('compressed_tensors', 'pydantic', 'transformers') if name in sys.modules])"
+        "import sys; from actors.protocol import WorkerConfig; from actors.worker import Worker; "
+        "from kernels.step import RunnerConfig; Worker.prepare(WorkerConfig(RunnerConfig(sys.argv[1]))); "
+        "print(*[name for name in ('compressed_tensors', 'transformers') if name in sys.modules])"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout.split() == ["[]"]
+    told = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True).stdout
+    assert told.split() == ([method.replace("-", "_"), "transformers"] if method == "compressed-tensors" else [])
