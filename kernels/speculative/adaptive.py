@@ -19,7 +19,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from kernels.speculative.budget import Budget
+from kernels.speculative.budget import MOST, Budget
 
 __all__ = ["AdaptiveConfig", "AdaptiveSteps", "Track"]
 
@@ -62,6 +62,8 @@ TRIED = 16
 """Levels of a batch's rows together in the first of them, at most."""
 SURPRISE = 0.3
 """Share of what was expected by which a step's seconds are believed to be more: others use the machine, too."""
+LOADED = 32
+"""Plain steps over which it is averaged how much longer than expected they take: what others add to all steps."""
 DEARER, CHEAPER = 1, 8
 """Weights of steps that took longer and less long than expected: nothing makes a step shorter, much makes it longer."""
 GUESSED = (0.3, 0.08, 0.03)
@@ -100,7 +102,8 @@ class _Cost:
     it a few steps try what guesses cost."""
 
     __slots__ = (
-        "credit", "deepest", "guesses", "paused", "per_level", "per_node", "plain", "seen", "shares", "start", "trials",
+        "credit", "deepest", "guesses", "load", "paused", "per_level", "per_node", "plain", "seen", "shares", "start",
+        "trials",
     )  # fmt: skip
 
     def __init__(self, like: _Cost | None = None) -> None:
@@ -108,6 +111,7 @@ class _Cost:
         self.guesses = 0  # steps with guesses
         self.trials = 0  # times that guesses were asked for whatever they cost: not all are timed, nor all made
         self.deepest = 0  # levels of the deepest of these
+        self.load = 1.0  # what plain steps take on the average, in times of ``plain``, which is nearly the least
         self.paused = True  # whether the last step was plain
         self.credit = DEBT  # plain steps of time that may be lost
         self.shares = GUESSED  # start, level and node in plain steps, before any was timed
@@ -124,6 +128,8 @@ class _Cost:
             if self.seen <= TRIALS and not self.guesses:  # what runs for the first time is slow
                 self.plain = min(seconds, self.plain or seconds)
                 self.start, self.per_level, self.per_node = (share * self.plain for share in self.shares)
+            if paused or seen:
+                self.load += (min(seconds / self.plain, MOST) - self.load) / LOADED
             if paused or self.seen <= TRIALS or seconds < self.plain:
                 self.plain += _believed(seconds - self.plain, self.plain, weight)
         elif self.seen:
@@ -138,9 +144,11 @@ class _Cost:
             # Normalized least mean squares: what cannot be told apart is blamed by its share.
             start, level, node = (share * share for share in GUESSED)
             error /= start + level * levels**2 + node * nodes**2
-            self.start = max(0.0, self.start + error * start)
-            self.per_level = max(0.0, self.per_level + error * level * levels)
-            self.per_node = max(0.0, self.per_node + error * node * nodes)
+            # None of them is more than all of a step: a stall that was blamed on levels would else outlast many probes.
+            most = max(0.0, seconds - self.plain)
+            self.start = min(max(0.0, self.start + error * start), most)
+            self.per_level = min(max(0.0, self.per_level + error * level * levels), most / max(levels, 1))
+            self.per_node = min(max(0.0, self.per_node + error * node * nodes), most / nodes)
 
     @property
     def refresh(self) -> int:
@@ -313,7 +321,7 @@ class AdaptiveSteps:
         left = not (nodes or cost.paused)  # what guesses left behind is seen to by the next step
         cost.learn(levels, nodes, seconds, self._config.ema_alpha, seen)
         if left and seconds > cost.plain:
-            self._budget.guessed(cost.plain, 1, seconds)
+            self._budget.guessed(cost.plain, cost.load, seconds)
         if not nodes:
             self._pass(cost)
         elif cost.plain:
@@ -331,7 +339,7 @@ class AdaptiveSteps:
             self._pass(cost)
         elif cost.plain:
             expected = cost.expected(levels, nodes)
-            self._gain(cost, 1 + accepted / rows, expected, expected)
+            self._gain(cost, 1 + accepted / rows, expected, cost.load * expected)
 
     def vain(self, rows: int, seconds: float) -> None:
         """A step of ``rows`` decodes and nothing else took ``seconds``, in which the draft had no guess to make."""
@@ -352,7 +360,8 @@ class AdaptiveSteps:
         """A step with guesses brought so many ``tokens`` a row, and took ``seconds``."""
         cost.gained(tokens - believed / cost.plain)
         self._budget.passed(cost.plain)
-        self._budget.guessed(cost.plain, tokens, seconds)
+        # As many plain steps would have been as slow on this machine as those there were.
+        self._budget.guessed(cost.plain, tokens * cost.load, seconds)
 
     def _cost(self, rows: int) -> _Cost:
         size = rows.bit_length()

@@ -40,7 +40,8 @@ class Budget:
         self._change(SHARE * plain * steps, plain)
 
     def guessed(self, plain: float, tokens: float, seconds: float) -> None:
-        """A step with guesses, or one that had to see to what they left, took ``seconds`` for ``tokens`` a row."""
+        """A step with guesses, or one that had to see to what they left, took ``seconds`` for ``tokens`` a row, each
+        counted as so many steps of ``plain`` seconds as it would have taken."""
         most = COLD if self._cold else MOST
         self._cold = max(self._cold - 1, 0)
         self._change(max(tokens * plain - seconds, -most * plain), plain)

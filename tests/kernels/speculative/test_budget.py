@@ -7,8 +7,7 @@ import pytest
 
 from kernels.speculative.adaptive import AdaptiveConfig, AdaptiveSteps
 from kernels.speculative.budget import FIRST, LOAN, MOST, SAVED, SHARE, Budget
-
-PLAIN = 1.0
+from tests.kernels.speculative.worlds import PLAIN, World, chain
 
 
 def most_overdrawn(start: float, left: float, chance: float, length: int) -> float:
@@ -107,3 +106,36 @@ def test_probes_at_fixed_steps_are_made_whatever_they_cost() -> None:
         policy.judged(track, 0, levels)
         policy.timed(1, levels, levels, (1 + 9 * (levels > 0)) * PLAIN, 0)
     assert probes >= 40
+
+
+@pytest.mark.parametrize(("rows", "least"), [(1, 1.5), (4, 1.25)])
+def test_a_machine_that_stalls_now_and_then_is_no_reason_not_to_guess(rows: int, least: float) -> None:
+    """What guesses lose by stalls as many plain steps would have lost as well."""
+    world = World(chain(), [0.8] * rows)
+    world.stalls = 0.15
+    world.run(600)
+    assert world.run(1500) > least
+
+
+def test_guesses_among_prompts_gain_no_more_for_a_machine_that_stalls() -> None:
+    """Such steps are not timed: their guesses take longer there by as much as plain steps do."""
+    policy = chain()
+    World(policy, [0.5]).run(100)
+    cost = policy._cost(1)
+    cost.load = 3.0
+    tokens = cost.expected(2, 2) / cost.plain
+    before = policy._budget._balance
+    policy.untimed(1, 2, 2, 0)
+    lost = before - policy._budget._balance
+    assert lost == pytest.approx(3 * (tokens - 1) * cost.plain, rel=0.1)
+
+
+def test_a_plain_step_behind_guesses_loses_nothing_where_all_are_as_slow() -> None:
+    policy = chain()
+    World(policy, [0.5]).run(100)
+    cost = policy._cost(1)
+    cost.load = 3.0
+    policy.timed(1, 2, 2, cost.expected(2, 2), 0)
+    before = policy._budget._balance
+    policy.timed(1, 0, 0, 2.9 * cost.plain, 0)
+    assert policy._budget._balance > before
