@@ -86,6 +86,8 @@ def test_what_the_tool_writes_is_read_as_it_reads_it(form, weights, inputs):
     state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero}
     if whole is not None:
         state["weight_global_scale"] = whole
+    if inputs is not None and inputs["dynamic"] == "local":
+        state["input_global_scale"] = torch.tensor([30.0])
     if inputs is not None and not inputs["dynamic"]:
         state["input_scale"] = torch.tensor([0.02])
     tool = BaseCompressor.get_value_from_registry(form)
@@ -221,6 +223,13 @@ def test_a_preset_s_name_may_stand_for_a_group():
     }
     scheme = Compressed(settings)
     assert scheme.tensors("m", (8, 256))["m.weight_scale"].shapes == ((8, 2),)  # groups of 128
+    assert scheme.name == "compressed-tensors int4 group"
+
+
+def test_a_strategy_that_is_left_out_is_what_the_group_size_says():
+    fours = {field: value for field, value in FOURS.items() if field != "strategy"}
+    scheme = Compressed(settings_of(all=(["Linear"], fours)))
+    assert scheme.tensors("m", SHAPE)["m.weight_scale"].shapes == ((64, 4),)
     assert scheme.name == "compressed-tensors int4 group"
 
 

@@ -53,6 +53,8 @@ ROWS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 STATIC = {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "tensor", "dynamic": False}
 MX4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
+ONE_BY_ONE = {"strategy": "group", "group_size": 16, "dynamic": False}
+TWO_STEPS = {"type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local"}
 PACKED = "pack-quantized"
 ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 16, "sym": False, "data_type": "int"}
 LAYOUTS = {
@@ -129,6 +131,12 @@ def rotated(location):
     """Settings of a checkpoint with a rotation."""
     one = {"targets": ["re:.*down_proj"], "location": location, "inverse": False, "ignore": []}
     return {"transform_config": {"config_groups": {"R4": {"type": "hadamard", "apply": [one]}}}}
+
+
+def rounding_outputs():
+    settings = compressed("int-quantized", ROWS, TOKENS)
+    settings["config_groups"]["group_0"]["output_activations"] = TOKENS
+    return settings
 
 
 def clipping(value):
@@ -331,9 +339,12 @@ def test_a_group_size_that_is_not_the_checkpoints_is_told(method, reference, dri
         (compressed("int-quantized", ROWS, targets=["re:("]), r"'re:\(' is no regular expression"),
         (compressed("int-quantized", ROWS) | {"config_groups": {}}, "config_groups is empty"),
         (
-            compressed("int-quantized", {"num_bits": "eight"}),
-            r"config_groups\.group_0\.weights\.num_bits: Input should",
+            compressed("int-quantized", {"num_bits": "eight"}),  # and not of the list that might stand there
+            r"^quantization_config: config_groups\.group_0\.weights\.num_bits: Input should [^;]*; use [^;]*$",
         ),
+        (compressed("int-quantized", ROWS, TOKENS | ONE_BY_ONE), r"found before must share it \(strategy tensor"),
+        (compressed("float-quantized", ROWS | {"type": "float"}, TOKENS | TWO_STEPS), "scales are found in two steps"),
+        (rounding_outputs(), r"config_groups\.group_0\.output_activations: outputs are not rounded"),
         (compressed("int-quantized", ROWS | {"bits": 8}), r"config_groups\.group_0\.weights\.bits: Extra inputs"),
         (compressed("int-quantized", ROWS | {"strategy": "row"}), r"config_groups\.group_0\.weights\.strategy: "),
         (compressed("int-quantized", ROWS | {"group_size": "x"}), r"0\.weights\.group_size must be .*, and is 'x'"),
