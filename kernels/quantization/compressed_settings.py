@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -183,7 +184,9 @@ def _validated(model: Any, settings: object, where: str) -> Any:
         )
         raise ConfigError(f"quantization_config: {told or error}; {_TOOL}") from error
     except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError) as error:  # of its own validators
-        raise ConfigError(f"quantization_config: {where}{error}; {_TOOL}") from error
+        what = where.removesuffix(".") or "it"
+        told = f"compressed-tensors {version('compressed-tensors')} refuses {what}: {error}"
+        raise ConfigError(f"quantization_config: {told}; {_TOOL}, or another version of the package") from error
 
 
 def _told(error: Mapping[str, Any], where: str) -> str:
