@@ -19,7 +19,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from kernels.speculative.budget import MOST, Budget
+from kernels.speculative.budget import Budget
 
 __all__ = ["AdaptiveConfig", "AdaptiveSteps", "Track"]
 
@@ -62,6 +62,8 @@ TRIED = 16
 """Levels of a batch's rows together in the first of them, at most."""
 SURPRISE = 0.3
 """Share of what was expected by which a step's seconds are believed to be more: others use the machine, too."""
+STALLED = 4
+"""Times what is expected of a step beyond which its time is the machine's, and counted for nobody."""
 LOADED = 32
 """Plain steps over which it is averaged how much longer than expected they take: what others add to all steps."""
 DEARER, CHEAPER = 1, 8
@@ -129,7 +131,7 @@ class _Cost:
                 self.plain = min(seconds, self.plain or seconds)
                 self.start, self.per_level, self.per_node = (share * self.plain for share in self.shares)
             if paused or seen:
-                self.load += (min(seconds / self.plain, MOST) - self.load) / LOADED
+                self.load += (min(seconds / self.plain, STALLED) - self.load) / LOADED
             if paused or self.seen <= TRIALS or seconds < self.plain:
                 self.plain += _believed(seconds - self.plain, self.plain, weight)
         elif self.seen:
@@ -317,17 +319,18 @@ class AdaptiveSteps:
             return
         cost = self._cost(rows)
         # After a pause the draft sees what was left for later: that is no part of what guesses cost, and still lost.
-        surprise = (2 if cost.paused else 1) * SURPRISE
-        left = not (nodes or cost.paused)  # what guesses left behind is seen to by the next step
+        paused = cost.paused
+        surprise = (2 if paused else 1) * SURPRISE
+        left = not (nodes or paused)  # what guesses left behind is seen to by the next step
         cost.learn(levels, nodes, seconds, self._config.ema_alpha, seen)
         if left and seconds > cost.plain:
-            self._budget.guessed(cost.plain, cost.load, seconds)
+            self._budget.guessed(cost.plain, cost.load, min(seconds, STALLED * cost.plain))
         if not nodes:
             self._pass(cost)
         elif cost.plain:
             expected = cost.expected(levels, nodes)
             taken = expected + _bounded(seconds - expected, surprise * expected)
-            self._gain(cost, 1 + accepted / rows, taken, seconds)
+            self._gain(cost, 1 + accepted / rows, taken, seconds if paused else min(seconds, STALLED * expected))
 
     def untimed(self, rows: int, levels: int, nodes: int, accepted: int) -> None:
         """A step of ``rows`` decodes among prompts: its guesses cost what such guesses do."""

@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from kernels.speculative.adaptive import AdaptiveConfig, AdaptiveSteps
+from kernels.speculative.adaptive import LOADED, STALLED, AdaptiveConfig, AdaptiveSteps
 from kernels.speculative.budget import FIRST, LOAN, MOST, SAVED, SHARE, Budget
-from tests.kernels.speculative.worlds import PLAIN, World, chain
+from tests.kernels.speculative.worlds import LEVEL, NODE, PLAIN, World, chain
 
 
 def most_overdrawn(start: float, left: float, chance: float, length: int) -> float:
@@ -139,3 +139,40 @@ def test_a_plain_step_behind_guesses_loses_nothing_where_all_are_as_slow() -> No
     before = policy._budget._balance
     policy.timed(1, 0, 0, 2.9 * cost.plain, 0)
     assert policy._budget._balance > before
+
+
+def test_steps_that_stalled_are_no_reason_to_rest_for_long() -> None:
+    """What others take of the machine for once is not for guesses to pay back."""
+    policy = chain(7)
+    world, guessed = World(policy, [0.8]), 0
+    while guessed < FIRST + 2:
+        (levels,) = policy.choose(world.tracks)
+        guessed += levels > 0
+        policy.judged(world.tracks[0], levels, levels)
+        stall = 30 * PLAIN if levels and guessed > FIRST else 0.0
+        policy.timed(1, levels, levels, PLAIN + (LEVEL + NODE) * levels + stall, levels)
+    world.run(100)
+    assert world.run(200) > 1.6
+
+
+def test_a_stalled_plain_step_is_held_neither_against_guesses_nor_for_them() -> None:
+    policy = chain()
+    World(policy, [0.5]).run(100)
+    cost = policy._cost(1)
+    policy.timed(1, 2, 2, cost.expected(2, 2), 0)
+    before = policy._budget._balance
+    policy.timed(1, 0, 0, 100 * cost.plain, 0)  # which sees to what they left, as far as can be told
+    assert before - policy._budget._balance < STALLED * cost.plain
+    policy.timed(1, 0, 0, 100 * cost.plain, 0)
+    assert 1 < cost.load < 1 + STALLED / LOADED
+
+
+def test_what_a_draft_saw_after_a_pause_is_paid_for_whole() -> None:
+    policy = chain()
+    World(policy, [0.5]).run(100)
+    cost = policy._cost(1)
+    for pauses in (True, False):
+        cost.paused = pauses
+        before, taken = policy._budget._balance, 2 * STALLED * cost.expected(2, 2)
+        policy.timed(1, 2, 2, taken, 0)
+        assert (before - policy._budget._balance > 0.8 * taken) is pauses
