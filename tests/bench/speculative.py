@@ -203,6 +203,8 @@ def main(argv: list[str]) -> None:
     cut = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:cut])
     args.rest = argv[cut + 1 :]
+    if min(args.rounds, args.pairs, *args.batches) < 1:
+        parser.error("--rounds, --pairs and --batches must be at least 1")
     if args.temperature is None:
         args.temperature = 2.0 if args.hostile else 0.0
     print(f"{cpu_name()}, {args.device}; {args.tokens} tokens an answer, temperature {args.temperature:g}")
