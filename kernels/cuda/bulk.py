@@ -7,9 +7,9 @@ ISA, "Asynchronous copy" and "mbarrier"). A stage is multiplied by ``wgmma``, an
 
 One or two programs of a multiprocessor hold all of the weight that fits, and there are about as many as run at once.
 Where rows are cut into parts for that, the part that ends last adds them up, always in the same order. Programs come up
-where there is room: as many as there are multiprocessors, with room for two on each, end up two on some and none on
-others, so such programs of many tokens take all of one. Where there are few rows tokens are cut, too: the weight is
-read again then, but from the L2 cache, and there is less to add up.
+where there is room: as many as there are multiprocessors, with room for two on each, seem to end up two on some and
+none on others, so such programs of many tokens take all of one. Where there are few rows tokens are cut, too: the
+weight is read again then, but from the L2 cache, and there is less to add up.
 """
 
 from __future__ import annotations

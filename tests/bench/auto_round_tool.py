@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from app.understudy import MODEL_DIR
+from tests.bench._calibration import calibration_texts
 
 __all__ = ["main"]
 
-SEED = 20_261_122
 DOCUMENTS, LENGTH = 64, 128
 
 
@@ -67,8 +67,5 @@ def _documents(tokenizer: Any) -> Any:
     """Tokens [1, LENGTH] of one long text each."""
     import torch
 
-    from app.understudy.corpus import documents
-
-    text = "".join(segment.text for document in documents(SEED, 8 * DOCUMENTS) for segment in document)
-    tokens = torch.tensor(tokenizer.encode(text))
+    tokens = torch.tensor(tokenizer.encode("".join(calibration_texts(8 * DOCUMENTS))))
     return [row[None] for row in tokens[: DOCUMENTS * LENGTH].view(-1, LENGTH)]

@@ -11,15 +11,17 @@ calibrates over documents that are neither trained on nor asked about.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from app.understudy import MODEL_DIR
+from tests.bench._calibration import calibration_texts
 
 __all__ = ["main"]
 
-SEED = 20_261_122
 DOCUMENTS = 64
 SCHEMES: dict[str, dict[str, Any]] = {
     "W4A16": {"bits": 4, "desc_act": False},
@@ -39,20 +41,18 @@ def main(argv: list[str]) -> None:
     given = parser.parse_args(argv)
     os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # with one it does not start
     given.directory.mkdir(parents=True, exist_ok=True)
-    os.chdir(given.directory)  # it leaves its logs where it runs
-    for scheme in given.schemes:
-        _write(Path(f"gptqmodel-{scheme}"), SCHEMES[scheme])
+    directory = given.directory.resolve()
+    with tempfile.TemporaryDirectory() as logs, contextlib.chdir(logs):  # it leaves its logs where it runs
+        for scheme in given.schemes:
+            _write(directory / f"gptqmodel-{scheme}", SCHEMES[scheme])
 
 
 def _write(target: Path, settings: dict[str, Any]) -> None:
     from gptqmodel import GPTQModel, QuantizeConfig
     from transformers import AutoTokenizer
 
-    from app.understudy.corpus import documents
-
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
-    texts = ["".join(segment.text for segment in document) for document in documents(SEED, DOCUMENTS)]
     model = GPTQModel.load(str(MODEL_DIR), QuantizeConfig(group_size=64, **settings), device="cpu")
-    model.quantize(texts, batch_size=4, tokenizer=tokenizer)
+    model.quantize(calibration_texts(DOCUMENTS), batch_size=4, tokenizer=tokenizer)
     model.save(str(target))
     tokenizer.save_pretrained(target)

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from app.understudy import MODEL_DIR
+from tests.bench._calibration import calibration_texts
 
 __all__ = ["main"]
 
-SEED = 20_261_122
 DOCUMENTS, LENGTH = 64, 128
 
 
@@ -61,7 +61,5 @@ def _write(target: Path, scheme: str, gptq: bool) -> None:
 def _documents(tokenizer: Any) -> Any:
     from datasets import Dataset
 
-    from app.understudy.corpus import documents
-
-    texts = ["".join(segment.text for segment in document) for document in documents(SEED, DOCUMENTS)]
+    texts = calibration_texts(DOCUMENTS)
     return Dataset.from_list([dict(tokenizer(text, max_length=LENGTH, truncation=True)) for text in texts])

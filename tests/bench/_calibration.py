@@ -1,0 +1,14 @@
+"""What quantizing tools calibrate with: documents that are neither trained on nor asked about."""
+
+from __future__ import annotations
+
+__all__ = ["calibration_texts"]
+
+_SEED = 20_261_122
+
+
+def calibration_texts(count: int) -> list[str]:
+    """The first ``count`` documents, the same in every run."""
+    from app.understudy.corpus import documents
+
+    return ["".join(segment.text for segment in document) for document in documents(_SEED, count)]
