@@ -1,6 +1,6 @@
 // The server's API: one place that knows the key and what an error looks like.
 
-import { askKey, forgetKey, readKey } from "./key.js";
+import { askKey, forgetKey, readKey, timesDeclined } from "./key.js";
 import { events } from "./sse.js";
 
 // This file is at ROOT/page/api/client.js, wherever a proxy shows the server.
@@ -28,6 +28,7 @@ async function toError(response) {
 export async function call(path, options = {}) {
   for (;;) {
     const key = readKey();
+    const before = timesDeclined();
     const headers = { ...options.headers };
     if (key) headers.Authorization = `Bearer ${key}`;
     const response = await fetch(new URL(path, ROOT), { ...options, headers, credentials: "same-origin" });
@@ -35,7 +36,8 @@ export async function call(path, options = {}) {
     const error = await toError(response);
     if (error.status !== 401) throw error;
     if (key) forgetKey(key);
-    if (!(await askKey(key ? error.message : ""))) throw error;
+    if (readKey()) continue; // another request was given a key while this one was refused
+    if (timesDeclined() > before || !(await askKey(key ? error.message : ""))) throw error;
   }
 }
 

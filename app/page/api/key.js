@@ -8,6 +8,7 @@ const NAME = "troupe.key";
 export const GIVEN = "keygiven";
 
 let asking = null;
+let declined = 0;
 
 export const readKey = () => sessionStorage.getItem(NAME) ?? "";
 
@@ -21,6 +22,9 @@ function showButton() {
   byId("key-button").hidden = !readKey();
   byId("docs-link").hidden = Boolean(readKey()); // a link cannot carry the key
 }
+
+/** How often the reader said that there is none: a request sent before the last time need not ask again. */
+export const timesDeclined = () => declined;
 
 /** Ask for the key. All who wait for it share one question; false when the reader has none. */
 export function askKey(trouble) {
@@ -67,7 +71,9 @@ function ask(trouble) {
       "close",
       () => {
         showButton();
-        resolve(dialog.returnValue === "given");
+        const given = dialog.returnValue === "given";
+        if (!given) declined += 1;
+        resolve(given);
       },
       { once: true },
     );
