@@ -10,14 +10,14 @@ in which a pattern of ``modules_to_not_convert`` is found, whatever ``extra_conf
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from kernels.models.config import ConfigError
 from kernels.quantization.awq import Awq
 from kernels.quantization.gptq import Gptq
 from kernels.quantization.packed import skipped_of
+from kernels.quantization.patterns import NoPattern, Patterns
 from kernels.quantization.scheme import Files, Scheme, Stored
 from kernels.quantization.weights import QuantizedWeight
 
@@ -52,13 +52,17 @@ class AutoRound(Scheme):
         if packing in _ZEROS_AS_THEY_ARE:
             whole["checkpoint_format"] = "gptq_v2"
         self._plain: Scheme = make(whole)
-        self._floats = [found for name in skipped_of(settings, "modules_to_not_convert") if (found := _pattern(name))]
+        patterns, skipped = Patterns(), "modules_to_not_convert"
+        self._floats = [found for name in skipped_of(settings, skipped) if (found := _search(patterns, name, skipped))]
         self._own: dict[str, Scheme | None] = {}
         extra = settings.get("extra_config") or {}
         if not isinstance(extra, Mapping):
             raise ConfigError(
                 f"quantization_config: extra_config must be an object of sizes by module, and is {extra!r}"
             )
+        # An empty object says nothing of its own, nor does a pattern that is none.
+        searches = {name: _search(patterns, name, "extra_config") for name in extra}
+        self._patterns = [(search, name) for name, search in searches.items() if extra[name] and search is not None]
         for name, sizes in extra.items():
             bits = sizes.get("bits", whole.get("bits")) if isinstance(sizes, Mapping) else None
             if type(bits) is not int:
@@ -66,18 +70,18 @@ class AutoRound(Scheme):
                     f"quantization_config: extra_config must give {name!r} an object with whole bits, and gives "
                     f"{sizes!r}"
                 )
-            own = {**whole, **sizes, "lm_head": _names_head(name)}
+            search = searches[name]
+            names_head = name == "lm_head" or (search is not None and search("lm_head"))
+            own = {**whole, **sizes, "lm_head": names_head}
             self._own[name] = None if bits >= 16 else make(own)
-        # An empty object says nothing of its own, nor does a pattern that is none.
-        self._patterns = [(found, name) for name in self._own if extra[name] and (found := _pattern(name))]
         self.name = f"auto-round, {self._plain.name}"
 
     def _of(self, module: str) -> Scheme | None:
-        if any(pattern.search(module) for pattern in self._floats):
+        if any(found(module) for found in self._floats):
             return None
         if module in self._own:
             return self._own[module]
-        return next((self._own[name] for pattern, name in self._patterns if pattern.search(module)), self._plain)
+        return next((self._own[name] for found, name in self._patterns if found(module)), self._plain)
 
     def tensors(self, module: str, shape: tuple[int, int]) -> dict[str, Stored] | None:
         scheme = self._of(module)
@@ -93,14 +97,9 @@ class AutoRound(Scheme):
         return scheme is not None and scheme.ignores(name, shapes)
 
 
-def _pattern(text: str) -> re.Pattern[str] | None:
-    """None for what is no regular expression: it names one module alone."""
+def _search(patterns: Patterns, text: str, field: str) -> Callable[[str], bool] | None:
+    """None for what is no regular expression: it names one module alone. Raises ConfigError."""
     try:
-        return re.compile(text)
-    except re.error:
+        return patterns.search(text, field)
+    except NoPattern:
         return None
-
-
-def _names_head(name: str) -> bool:
-    pattern = _pattern(name)
-    return name == "lm_head" or (pattern is not None and pattern.search("lm_head") is not None)

@@ -8,8 +8,7 @@ checkpoints still have.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kernels.models.config import ConfigError
+from kernels.quantization.patterns import Patterns
 
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationArgs
@@ -25,6 +25,7 @@ __all__ = ["Group", "Settings", "import_package", "plain"]
 
 _EXPERTS = "MoEGMM"
 """What Ascend's tools call all experts among the targets."""
+_PATTERN = "re:"
 _STORED_ORDERS = ("group", "dynamic")
 _TOOL = "use a checkpoint that llm-compressor wrote"
 
@@ -90,6 +91,7 @@ class Settings:
             raise ConfigError(f"quantization_config: config_groups is empty; {_TOOL}")
         self.groups: list[Group] = []
         self._targets: dict[str, Group] = {}
+        patterns, compared = Patterns(), {}
         for name, scheme in found.config_groups.items():
             where = f"quantization_config: config_groups.{name}"
             if scheme.weights is None:
@@ -100,13 +102,14 @@ class Settings:
             group = Group(name, form, scheme.weights, scheme.input_activations, name in ordered, name in clips)
             self.groups.append(group)
             self._targets |= dict.fromkeys(scheme.targets, group)
+            compared |= _compared(patterns, scheme.targets, f"config_groups.{name}.targets")
         ignored = found.ignore or []
-        for target in (*self._targets, *ignored):
-            _check(target)
         # Some list thousands of modules by name: these are looked up, the others compared with each module.
         self._ignored = frozenset(ignored)
-        self._ignore = [target for target in ignored if not _is_name(target)]
-        self._wide = [target for target in self._targets if not _is_name(target)]
+        self._ignore = [target for target in ignored if _is_wide(target)]
+        self._ignore_patterns = _compared(patterns, ignored, "ignore")
+        self._wide = [target for target in self._targets if _is_wide(target)]
+        self._patterns = dict(sorted(compared.items()))
         self._linear = torch.nn.Linear(1, 1, device="meta")
 
     def group_of(self, module: str) -> Group | None:
@@ -115,24 +118,33 @@ class Settings:
             return None
         if any(_holds(target, module) for target in self._ignore):
             return None
+        if any(matches(module) for matches in self._ignore_patterns.values()):
+            return None
         if module in self._targets:
             return self._targets[module]
         found = self._match.match_targets(module, self._linear, self._wide)
         named = [target for target in found if self._match.match_name(module, target)]
+        matched = [target for target, matches in self._patterns.items() if matches(module)]
         held = [target for target in self._wide if _holds(target, module)]
-        return next((self._targets[target] for target in (*named, *held, *found)), None)
+        return next((self._targets[target] for target in (*named, *matched, *held, *found)), None)
 
 
-def _is_name(target: str) -> bool:
-    """Whether a target can mean one module alone: a class has no dots in its name."""
-    return "." in target and not target.startswith("re:") and not target.endswith(".experts")
+def _is_wide(target: str) -> bool:
+    """Whether a target that is no pattern may mean more than one module: a class has no dots in its name."""
+    return not target.startswith(_PATTERN) and ("." not in target or target.endswith(".experts"))
+
+
+def _compared(patterns: Patterns, targets: Iterable[str], field: str) -> dict[str, Callable[[str], bool]]:
+    """Of the targets that are patterns: whether they mean a module. Raises ConfigError."""
+    found = [target for target in targets if target.startswith(_PATTERN)]
+    return {target: patterns.match(target.removeprefix(_PATTERN), field) for target in found}
 
 
 def _holds(target: str, module: str) -> bool:
     """Whether a target that names experts as a whole means this one."""
     if target == _EXPERTS:
         return ".experts." in module
-    return target.endswith(".experts") and not target.startswith("re:") and module.startswith(f"{target}.")
+    return target.endswith(".experts") and module.startswith(f"{target}.")
 
 
 def _taken_off(settings: Mapping[str, Any]) -> tuple[dict[str, Any], set[str], set[str]]:
@@ -194,15 +206,6 @@ def _told(error: Mapping[str, Any], where: str) -> str:
     package tried is part of its path."""
     path = ".".join(str(part) for part in error["loc"] if "QuantizationScheme" not in str(part))
     return f"{(where + path).removesuffix('.')}: {error['msg'].removeprefix('Value error, ').splitlines()[0]}"
-
-
-def _check(target: str) -> None:
-    """Raises ConfigError."""
-    if target.startswith("re:"):
-        try:
-            re.compile(target[3:])
-        except re.error as error:
-            raise ConfigError(f"quantization_config: {target!r} is no regular expression: {error}") from error
 
 
 def _check_transforms(model: Any, config: object) -> None:

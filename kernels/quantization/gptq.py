@@ -7,8 +7,7 @@ z - 1, but for ``checkpoint_format: gptq_v2``.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from kernels.load_error import LoadError
 from kernels.models.config import ConfigError
 from kernels.quantization.packed import FLOATS, WholeBits, bits_of, group_of, grouped, groups_of, stored_words, unpack
+from kernels.quantization.patterns import Patterns
 from kernels.quantization.scheme import Files, Scheme, Stored
 from kernels.quantization.weights import GroupedWeight
 
@@ -46,8 +46,8 @@ class Gptq(Scheme):
     def _of(self, module: str) -> tuple[WholeBits, int | None] | None:
         if module == "lm_head" and not self._output:
             return None
-        for pattern, found in self._dynamic:
-            if pattern.match(module):
+        for matches, found in self._dynamic:
+            if matches(module):
                 return found
         return self._bits, self._group
 
@@ -105,20 +105,21 @@ def order_of(name: str, index: Tensor, group: int) -> Tensor | None:
 
 def _dynamic(
     rules: object, settings: Mapping[str, Any]
-) -> list[tuple[re.Pattern[str], tuple[WholeBits, int | None] | None]]:
-    """GPTQModel's rules by module: ``-:pattern`` stays in floats, ``pattern`` or ``+:pattern`` has sizes of its own."""
+) -> list[tuple[Callable[[str], bool], tuple[WholeBits, int | None] | None]]:
+    """GPTQModel's rules by module: ``-:pattern`` stays in floats, ``pattern`` or ``+:pattern`` has sizes of its own.
+
+    Raises ConfigError.
+    """
     if not isinstance(rules, Mapping):
         raise ConfigError(f"quantization_config: dynamic must be an object of rules by pattern, and is {rules!r}")
-    found: list[tuple[re.Pattern[str], tuple[WholeBits, int | None] | None]] = []
+    patterns = Patterns()
+    found: list[tuple[Callable[[str], bool], tuple[WholeBits, int | None] | None]] = []
     for rule, sizes in rules.items():
         if not isinstance(sizes, Mapping):
             raise ConfigError(
                 f"quantization_config: dynamic must give {rule!r} an object of sizes, and gives {sizes!r}"
             )
-        try:
-            pattern = re.compile(rule.removeprefix("-:").removeprefix("+:"))
-        except re.error as error:
-            raise ConfigError(f"quantization_config: dynamic has {rule!r}, which is no regular expression") from error
+        matches = patterns.match(rule.removeprefix("-:").removeprefix("+:"), "dynamic")
         own = {**settings, **sizes}
-        found.append((pattern, None if rule.startswith("-:") else (bits_of(own, "bits"), group_of(own, "group_size"))))
+        found.append((matches, None if rule.startswith("-:") else (bits_of(own, "bits"), group_of(own, "group_size"))))
     return found

@@ -336,7 +336,7 @@ def test_a_group_size_that_is_not_the_checkpoints_is_told(method, reference, dri
         (compressed("marlin-24", whole()), r"\(marlin-24\): this is not read"),
         (compressed("int-quantized", ROWS, TOKENS | {"num_bits": 4}), "inputs of int 4"),
         (compressed("int-quantized", ROWS, TOKENS | {"symmetric": False}), "must be symmetric"),
-        (compressed("int-quantized", ROWS, targets=["re:("]), r"'re:\(' is no regular expression"),
+        (compressed("int-quantized", ROWS, targets=["re:("]), r"group_0\.targets: '\(' is no regular expression"),
         (compressed("int-quantized", ROWS) | {"config_groups": {}}, "config_groups is empty"),
         (
             compressed("int-quantized", {"num_bits": "eight"}),  # and not of the list that might stand there
