@@ -49,12 +49,15 @@ class Worker(Actor[WorkerProtocol]):
 
     @classmethod
     def prepare(cls, config: WorkerConfig) -> None:
-        """Import torch, the model's code and what its checkpoint's settings are read by: the most of a start, and all
-        of it that needs no device."""
+        """Import torch, the model's code and what the settings of its checkpoint and of its draft are read by: the most
+        of a start, and all of it that needs no device."""
         _import_runner(config)
         from kernels.quantization.recognise import import_ahead
 
         import_ahead(config.runner.model_path, config.runner.config_overrides)
+        speculation = config.runner.speculation
+        if speculation is not None and speculation.draft_model_path:
+            import_ahead(speculation.draft_model_path)
 
     async def started(self) -> None:
         self._loop = asyncio.get_running_loop()

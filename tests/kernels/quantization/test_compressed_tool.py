@@ -308,14 +308,23 @@ def test_an_extra_brings_what_is_tested():
         assert set(extras[name]) <= set(extras["test"]), name
 
 
-@pytest.mark.parametrize("method", ["compressed-tensors", "gptq", None])
-def test_a_worker_prepares_by_importing_the_package_for_its_checkpoints_alone(method, tmp_path):
-    settings = {} if method is None else {"quantization_config": settings_of() | {"quant_method": method}}
-    (tmp_path / "config.json").write_text(json.dumps(settings))
+@pytest.mark.parametrize(
+    ("target", "draft"),
+    [("compressed-tensors", None), (None, "compressed-tensors"), (None, ""), ("gptq", "gptq"), (None, None)],
+)
+def test_a_worker_prepares_by_importing_the_package_for_its_checkpoints_alone(target, draft, tmp_path):
+    """``draft`` None: in floats; empty: guesses are made without one."""
+    for name, method in (("target", target), ("draft", draft)):
+        settings = {"quantization_config": settings_of() | {"quant_method": method}} if method else {}
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(settings))
     code = (
         "import sys; from actors.protocol import WorkerConfig; from actors.worker import Worker; "
-        "from kernels.step import RunnerConfig; Worker.prepare(WorkerConfig(RunnerConfig(sys.argv[1]))); "
+        "from kernels.speculative.settings import SpeculativeSettings; from kernels.step import RunnerConfig; "
+        "guesses = SpeculativeSettings('EAGLE3', sys.argv[2]) if sys.argv[2] else SpeculativeSettings('NGRAM'); "
+        "Worker.prepare(WorkerConfig(RunnerConfig(sys.argv[1], speculation=guesses))); "
         "print(*[name for name in ('compressed_tensors', 'transformers') if name in sys.modules])"
     )
-    told = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True).stdout
-    assert told.split() == ([method.replace("-", "_"), "transformers"] if method == "compressed-tensors" else [])
+    paths = [str(tmp_path / "target"), "" if draft == "" else str(tmp_path / "draft")]
+    told = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, check=True).stdout
+    assert told.split() == (["compressed_tensors", "transformers"] if "compressed-tensors" in (target, draft) else [])
