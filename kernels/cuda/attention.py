@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.cuda.decode import DecodeScratch, attend_decodes, split_count
-from kernels.cuda.launch import copying, has_gluon
+from kernels.cuda.launch import copying, has_gluon, launched
 from kernels.cuda.narrow_cache import NarrowCache, scale_found, scale_queries
 from kernels.cuda.prefill import PrefillBlocks, attend_prefills, plan_prefills
 from kernels.cuda.verify import HEADER, attend_drafts, draft_splits
@@ -144,7 +144,7 @@ def _spreads(queries: Tensor, cache: Tensor, scales: Tensor | None) -> bool:
         and group <= 16
         and queries.stride(0) % dim == 0
         and copying(queries.device)
-        and has_gluon()
+        and has_gluon("spread")
     )
 
 
@@ -161,8 +161,20 @@ def _specializes(queries: Tensor, cache: Tensor, scales: Tensor | None, plan: Pr
         and page_size % 64 == 0
         and queries.stride(0) % 8 == 0
         and copying(queries.device)
-        and has_gluon()
+        and has_gluon("specialized")
     )
+
+
+def _spread() -> Callable[..., None]:
+    from kernels.cuda import spread  # in Gluon, which Triton may lack
+
+    return spread.attend_many
+
+
+def _specialized() -> Callable[..., None]:
+    from kernels.cuda import specialized  # as above
+
+    return specialized.attend_prompts
 
 
 def _attention(
@@ -181,11 +193,7 @@ def _attention(
         asked = queries[: len(state)]
         found = out[: len(state)]
         given = asked, cache, state[:, 1:], state[:, 0], plan.window, scale
-        if _spreads(asked, cache, scales):
-            from kernels.cuda import spread  # in Gluon, which Triton may lack
-
-            spread.attend_many(*given, scratch, found)
-        else:
+        if not (_spreads(asked, cache, scales) and launched(_spread(), *given, scratch, found)):
             attend_decodes(*given, some.splits, scratch, found, scales)
     drafts = plan.drafts
     if drafts is not None:
@@ -196,10 +204,7 @@ def _attention(
             drafts.early,
         )  # fmt: skip
     if plan.prefills is not None:
-        if _specializes(queries, cache, scales, plan.prefills, plan.window):
-            from kernels.cuda import specialized  # in Gluon, which Triton may lack
-
-            specialized.attend_prompts(queries, cache, plan.prefills, scale, out)
-        else:
+        specializes = _specializes(queries, cache, scales, plan.prefills, plan.window)
+        if not (specializes and launched(_specialized(), queries, cache, plan.prefills, scale, out)):
             attend_prefills(queries, cache, plan.prefills, plan.window, scale, out, scales)
     return out

@@ -10,16 +10,22 @@ overtakes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 
 import torch
 
-__all__ = ["copying", "has_gluon", "look_ahead", "looking_ahead", "multiprocessors", "overlapping", "roomy"]
+from kernels.cuda.errors import explain
 
+__all__ = ["copying", "has_gluon", "launched", "look_ahead", "looking_ahead", "multiprocessors", "overlapping", "roomy"]
+
+_log = logging.getLogger("troupe.kernels.cuda")
 _looking = False
+_missing: set[Callable[..., object]] = set()
 
 
 @cache
@@ -51,12 +57,50 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @cache
-def has_gluon() -> bool:
-    """Whether Triton has Gluon, which some kernels are written in. There is no interpreter for it."""
+def has_gluon(module: str) -> bool:
+    """Whether Triton has Gluon as ``module`` of this package is written in it: it is no part of Triton that stays as it
+    is. There is no interpreter for it.
+    """
     try:
-        return find_spec("triton.experimental.gluon") is not None
+        if find_spec("triton.experimental.gluon") is None:
+            return False
     except ImportError:
         return False
+    try:
+        import_module(f"kernels.cuda.{module}")
+    except Exception as error:
+        _tell_missing(module, error)
+        return False
+    return True
+
+
+def launched(launch: Callable[..., object], *arguments: object) -> bool:
+    """Whether ``launch`` launched its kernels, which are in Gluon. Where it cannot, by this Triton, that is told once,
+    it is not called again, and another kernel is to be launched. Raises errors of the device.
+    """
+    if launch in _missing:
+        return False
+    try:
+        launch(*arguments)
+    except Exception as error:
+        if explain(error, "") is not None:
+            raise
+        _missing.add(launch)
+        _tell_missing(launch.__module__.rpartition(".")[2], error)
+        return False
+    return True
+
+
+def _tell_missing(module: str, error: Exception) -> None:
+    import triton
+
+    said = next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
+    _log.warning(
+        "The kernel of kernels.cuda.%s cannot be made by Triton %s, and a slower one is taken (%s).",
+        module,
+        triton.__version__,
+        said,
+    )
 
 
 def looking_ahead() -> bool:

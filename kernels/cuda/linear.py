@@ -126,7 +126,7 @@ def _carried(x: Tensor, weight: Tensor) -> bool:
     if weight.element_size() != 2 or weight.shape[1] % _ALIGNED or (x.data_ptr() | weight.data_ptr()) % 16:
         return False
     rows = x.stride(1) == 1 and x.stride(0) >= x.shape[1] and x.stride(0) % _ALIGNED == 0
-    return rows and weight.is_contiguous() and x.dtype == weight.dtype and copying(x.device) and has_gluon()
+    return rows and weight.is_contiguous() and x.dtype == weight.dtype and copying(x.device) and has_gluon("bulk")
 
 
 class CudaLinear:

@@ -268,7 +268,7 @@ def single_suits(form: Form, x: Tensor) -> bool:
     length = form.words.shape[1]
     if x.device.type == "cpu" or length % 8 or length * PIECES[form.kind] > _SINGLE_INPUTS:
         return False
-    return (form.kind in (BYTES, EIGHTHS) or (form.kind == NIBBLES and form.slots == 2)) and has_gluon()
+    return (form.kind in (BYTES, EIGHTHS) or (form.kind == NIBBLES and form.slots == 2)) and has_gluon("single")
 
 
 def token_block(tokens: int) -> int:

@@ -1,0 +1,132 @@
+"""What runs where Gluon is not as the kernels that are written in it want it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+import triton
+from triton.experimental.gluon import language
+
+import kernels.cuda
+import kernels.cuda.attention
+from kernels.cuda import launch
+from kernels.cuda.attention import attention, plan_attention
+from kernels.cuda.decode import DecodeScratch
+from kernels.cuda.errors import DeviceError
+from kernels.platforms.rows import AttentionRows
+from tests.kernels.cuda.compiled import compiling, empty, put
+
+ROWS = {
+    "spread": ([40] * 8, [1] * 8, 8, "_decode"),
+    "specialized": ([0, 70], [200, 300], 0, "_prefill"),
+}
+"""What each of the kernels attends for: tokens in the cache and new ones of rows, how many decode, and the kernel that
+is taken in its place."""
+MODULES = {"spread": "attend_many", "specialized": "attend_prompts"}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_missing(monkeypatch):
+    monkeypatch.setattr(launch, "_missing", set())
+    launch.has_gluon.cache_clear()
+    yield
+    launch.has_gluon.cache_clear()
+
+
+def attend(module, queries, cache, put):
+    starts, counts, decodes, _ = ROWS[module]
+    table = 1 + np.arange(len(starts) * 6, dtype=np.int32).reshape(len(starts), 6) % 12
+    plan = plan_attention(AttentionRows(np.array(starts), np.array(counts), table, decodes), 0, 2, put)
+    return attention(queries, cache, plan, 0.1, DecodeScratch(queries.device))
+
+
+@pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted, not compiled")
+@pytest.mark.parametrize("module", ROWS)
+def test_attention_that_cannot_be_compiled_is_another_kernels(module, monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.delattr(language, "thread_barrier")  # as if a newer one called it something else
+    _, counts, _, kernel = ROWS[module]
+    with compiling(monkeypatch, 90) as found, caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            attend(module, empty(sum(counts), 4, 128), empty(60, 2, 2, 64, 128), put)
+    assert {each.kernel for each in found} == {kernel}
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith(f"The kernel of kernels.cuda.{module} cannot be made by Triton {triton.__version__}, and a ")
+    assert "thread_barrier" in told
+
+
+@pytest.fixture
+def asked(device, monkeypatch):
+    """Attention of numbers, where the kernels in Gluon would be taken."""
+    monkeypatch.setattr(kernels.cuda.attention, "copying", lambda _: True)
+    monkeypatch.setattr(kernels.cuda.attention, "has_gluon", lambda _: True)
+    torch.manual_seed(3)
+    cache = torch.randn(13, 2, 2, 64, 128, device=device).half()
+
+    def ask(module):
+        _, counts, _, _ = ROWS[module]
+        queries = torch.randn(sum(counts), 4, 128, device=device).half()
+        return attend(module, queries, cache, lambda array: torch.from_numpy(array.copy()).to(device))
+
+    return ask
+
+
+def replaced(module, attends):
+    """``module`` with another kernel."""
+    found = ModuleType(f"kernels.cuda.{module}")
+    attends.__module__ = found.__name__
+    setattr(found, MODULES[module], attends)
+    return found
+
+
+@pytest.mark.parametrize("module", ROWS)
+def test_what_is_attended_instead_is_the_same(module, asked, monkeypatch, caplog):
+    calls = []
+
+    def fails(*arguments):
+        calls.append(arguments)
+        raise TypeError("one argument\nis another\n")
+
+    monkeypatch.setattr(kernels.cuda, module, replaced(module, fails), raising=False)
+    torch.manual_seed(4)
+    found = asked(module)
+    again = asked(module)
+    assert len(calls) == 1
+    assert again.isfinite().all()
+    assert [record.getMessage().rpartition("(")[2] for record in caplog.records] == ["is another)."]
+    monkeypatch.setattr(kernels.cuda.attention, "has_gluon", lambda _: False)
+    torch.manual_seed(4)
+    torch.testing.assert_close(found, asked(module), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("module", ROWS)
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: x")])
+def test_errors_of_the_device_are_told_as_such(module, error, asked, monkeypatch, caplog):
+    def fails(*_):
+        raise error
+
+    monkeypatch.setattr(kernels.cuda, module, replaced(module, fails), raising=False)
+    with pytest.raises(type(error)):
+        asked(module)
+    assert not caplog.records
+    assert isinstance(launch.explain(error, "GPU 0"), DeviceError)
+
+
+@pytest.mark.parametrize("module", ["bulk", "single", "spread", "specialized"])
+def test_kernels_that_cannot_be_imported_are_none(module, monkeypatch, caplog):
+    """As where a newer Gluon has no such name, or elsewhere."""
+    monkeypatch.delitem(sys.modules, f"kernels.cuda.{module}", raising=False)
+    monkeypatch.setitem(sys.modules, "triton.experimental.gluon", ModuleType("gluon"))
+    monkeypatch.setattr(launch, "find_spec", lambda _: True)
+    assert not launch.has_gluon(module)
+    assert not launch.has_gluon(module)
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith(f"The kernel of kernels.cuda.{module} cannot be made by Triton")
+    monkeypatch.undo()
+    launch.has_gluon.cache_clear()
+    assert launch.has_gluon(module)
