@@ -28,10 +28,16 @@ _ROUNDS = 7
 _FLUSHED = 256 << 20  # bytes: several times what the L2 cache holds
 _AHEAD = 10  # times that they are written, so that the host has launched all of a way before it begins
 _MARGIN = 0.03  # by which a way must be quicker than the first
-_AFTER = 5.0  # microseconds that it must be quicker by than the preferred one, too: what that saves behind a trial
+_AFTER = 5 / 3  # microseconds a product that it must be quicker by than the preferred one, for what a trial hides
 _COPIES = 2  # of a layer that is tried
 _ROOM = 2 * _COPIES  # times a weight's bytes that have to be free for them
 _ROUNDING = 0.1  # of a product's norm: more than inputs of 8 bits differ by from inputs of 16
+
+
+class Row(dict[str, Way]):
+    """Ways of which each makes ``products`` in a row."""
+
+    products = 1
 
 
 class Choices:
@@ -70,9 +76,9 @@ class Choices:
             chosen = self._chosen[shape] = self._quickest(shape, trial(), preferred)
         return chosen
 
-    def _quickest(self, shape: Shape, ways: Ways, preferred: str) -> str:
-        same = agreeing(shape, made(shape, ways))
-        ways = {name: ways[name] for name in same}
+    def _quickest(self, shape: Shape, row: Ways, preferred: str) -> str:
+        same = agreeing(shape, made(shape, row))
+        ways = {name: row[name] for name in same}
         taken: dict[str, list[float]] = {name: [] for name in ways}
         flushed = torch.empty(_FLUSHED, dtype=torch.uint8, device=self._device)
         marks = []
@@ -88,7 +94,8 @@ class Choices:
         torch.cuda.synchronize(self._device)
         for name, begin, end in marks[len(ways) :]:
             taken[name].append(begin.elapsed_time(end) * 1e3)
-        return choose(shape, {name: statistics.median(times) for name, times in taken.items()}, preferred)
+        times = {name: statistics.median(some) for name, some in taken.items()}
+        return choose(shape, times, preferred, row.products if isinstance(row, Row) else 1)
 
 
 def spare(weight: Tensor) -> int:
@@ -97,7 +104,7 @@ def spare(weight: Tensor) -> int:
     return _COPIES if room > _ROOM * weight.nbytes else 0
 
 
-def in_a_row(layers: Sequence[Ways], between: Callable[[], object]) -> dict[str, Way]:
+def in_a_row(layers: Sequence[Ways], between: Callable[[], object]) -> Row:
     """Each way of the first of ``layers``, and after it the same of the others, which have weights of their own; with
     ``between`` before, between and behind them. So products follow one another in a step: one that starts early takes
     room from the one before it, which does not show where it is alone.
@@ -112,20 +119,27 @@ def in_a_row(layers: Sequence[Ways], between: Callable[[], object]) -> dict[str,
         between()
         return product
 
-    return {name: partial(row, name) for name in layers[0]}
+    found = Row({name: partial(row, name) for name in layers[0]})
+    found.products = len(layers)
+    return found
 
 
 def made(shape: Shape, ways: Ways) -> dict[str, Tensor]:
-    """The products of all ways that there are here. The first has to be; for another the compiler may be too old."""
-    first = next(iter(ways))
+    """The products of all ways that there are here. The first has to be; for another the compiler may be too old, or
+    memory too short."""
+    first, told = next(iter(ways)), " x ".join(map(str, shape))
     found: dict[str, Tensor] = {}
     for name, way in ways.items():
         try:
             found[name] = way()
+        except torch.OutOfMemoryError:
+            if name == first:
+                raise
+            if not looking_ahead():  # it will be tried
+                _log.warning("Product %s: there is no memory to try %s, which is not taken.", told, name)
         except Exception as error:
             if name == first:
                 raise
-            told = " x ".join(map(str, shape))
             _log.warning("Product %s: %s cannot be made here and is not taken (%s).", told, name, error)
     return found
 
@@ -144,11 +158,12 @@ def agreeing(shape: Shape, products: Mapping[str, Tensor]) -> list[str]:
     return found
 
 
-def choose(shape: Shape, times: Mapping[str, float], preferred: str = "") -> str:
-    """The quickest by ``times`` in microseconds, or the ``preferred``, else the first, where that is about as quick."""
+def choose(shape: Shape, times: Mapping[str, float], preferred: str = "", products: int = 1) -> str:
+    """The quickest by ``times`` of so many ``products`` in microseconds, or the ``preferred``, else the first, where
+    that is about as quick."""
     first = preferred if preferred in times else next(iter(times))
     quickest = min(times, key=times.__getitem__)
-    beaten = (1 - _MARGIN) * times[first] - (_AFTER if first == preferred else 0.0)
+    beaten = (1 - _MARGIN) * times[first] - (_AFTER * products if first == preferred else 0.0)
     found = quickest if times[quickest] < beaten else first
     told = ", ".join(f"{name} {time:.1f} us" for name, time in times.items())
     _log.info("Product %s: %s; %s is taken.", " x ".join(map(str, shape)), told, found)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 
+import pytest
 import torch
 
-from kernels.cuda.choosing import Choices, agreeing, choose
+from kernels.cuda import choosing
+from kernels.cuda.choosing import Choices, agreeing, choose, in_a_row, made
 from kernels.cuda.launch import look_ahead
 
 
@@ -16,12 +19,60 @@ def test_the_first_is_left_for_what_is_clearly_quicker():
 
 
 def test_what_is_preferred_has_to_be_beaten_where_it_is_there():
-    assert choose(("plain", 16), {"cuBLAS": 10.0, "bulk": 10.2}, "bulk") == "bulk"
-    assert choose(("plain", 16), {"cuBLAS": 34.6, "bulk": 38.0}, "bulk") == "bulk"
-    assert choose(("plain", 16), {"cuBLAS": 200.0, "bulk": 206.0}, "bulk") == "bulk"
-    assert choose(("plain", 16), {"cuBLAS": 34.6, "bulk": 42.0}, "bulk") == "cuBLAS"
-    assert choose(("plain", 16), {"cuBLAS": 200.0, "bulk": 213.0}, "bulk") == "cuBLAS"
-    assert choose(("plain", 16), {"cuBLAS": 10.0, "skinny": 9.8}, "bulk") == "cuBLAS"
+    assert choose(("plain", 16), {"cuBLAS": 10.0, "bulk": 10.2}, "bulk", 3) == "bulk"
+    assert choose(("plain", 16), {"cuBLAS": 34.6, "bulk": 38.0}, "bulk", 3) == "bulk"
+    assert choose(("plain", 16), {"cuBLAS": 200.0, "bulk": 206.0}, "bulk", 3) == "bulk"
+    assert choose(("plain", 16), {"cuBLAS": 34.6, "bulk": 42.0}, "bulk", 3) == "cuBLAS"
+    assert choose(("plain", 16), {"cuBLAS": 200.0, "bulk": 213.0}, "bulk", 3) == "cuBLAS"
+    assert choose(("plain", 16), {"cuBLAS": 10.0, "skinny": 9.8}, "bulk", 3) == "cuBLAS"
+
+
+class Clock:
+    """In place of ``torch.cuda.Event``: ways say how long they take."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = Clock.now
+
+    def elapsed_time(self, end):
+        return end.at - self.at
+
+
+@pytest.mark.parametrize(("layers", "chosen"), [(1, "cuBLAS"), (3, "bulk")])
+def test_what_is_preferred_saves_as_much_for_each_product_of_a_trial(layers, chosen, monkeypatch):
+    """3 us less for one are much, and for three in a row they are not."""
+
+    def taking(microseconds):
+        def way():
+            Clock.now += microseconds / 1e3
+            return torch.ones(1)
+
+        return way
+
+    row = in_a_row([{"cuBLAS": taking(17.0 / layers), "bulk": taking(20.0 / layers)}] * layers, lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", Clock)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(choosing, "_FLUSHED", 1)
+    assert Choices(torch.device("cpu")).name(("plain", 16), lambda: row, "bulk") == chosen
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_short_memory_is_not_told_as_a_product_that_cannot_be_made(ahead, caplog):
+    def short():
+        raise torch.OutOfMemoryError("no memory")
+
+    ways = {"cuBLAS": lambda: torch.ones(1), "bulk": short, "narrow": lambda: torch.ones(1)}
+    with look_ahead() if ahead else nullcontext():
+        assert list(made(("plain", 16), ways)) == ["cuBLAS", "narrow"]
+        with pytest.raises(torch.OutOfMemoryError):
+            made(("plain", 16), {"cuBLAS": short})
+    told = "Product plain x 16: there is no memory to try bulk, which is not taken."
+    assert [record.getMessage() for record in caplog.records] == ([] if ahead else [told])
 
 
 def test_a_product_that_differs_is_not_taken(caplog):
@@ -43,12 +94,12 @@ def test_nothing_is_told_of_products_that_cannot_be_compared(caplog):
 
 
 def test_every_way_is_made_once_while_looking_ahead():
-    choices, made = Choices(torch.device("cpu")), []
+    choices, called = Choices(torch.device("cpu")), []
 
     def ways():
-        return {name: lambda name=name: made.append(name) or torch.full((1,), torch.nan) for name in ("one", "other")}
+        return {name: lambda name=name: called.append(name) or torch.full((1,), torch.nan) for name in ("one", "other")}
 
     with look_ahead():
         assert choices.name(("plain", 16), ways) is None
         assert choices.name(("plain", 16), ways) is None
-    assert made == ["one", "other"]  # and nothing is said of what they gave
+    assert called == ["one", "other"]  # and nothing is said of what they gave
