@@ -25,7 +25,6 @@ class PlannerConfig(msgspec.Struct, frozen=True, kw_only=True):
     overlap: bool = True  # two steps in flight
     use_cache: bool = True  # share prefixes
     policy: Literal["fcfs", "lpm"] = "fcfs"
-    max_queued: int | None = None  # waiting sequences
     conservativeness: float = 1.0  # scales the pages kept for the growth of running sequences
     priority_scheduling: bool = False
     low_priority_values_first: bool = False

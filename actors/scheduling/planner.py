@@ -135,7 +135,7 @@ class Planner:
         return [emission for sequence in waiting if (emission := self._examine(sequence, info)) is not None]
 
     def submit(self, specs: Iterable[SequenceSpec], now: float) -> list[Emission]:
-        """Queue sequences; known ones are left alone. Returns those refused, pushed out or complete already, ended."""
+        """Queue sequences; known ones are left alone. Returns those refused or complete already, ended."""
         emissions: list[Emission] = []
         for spec in specs:
             if self.is_known(spec.sequence):
@@ -146,10 +146,7 @@ class Planner:
             self._roster.queue(sequence)
             if spec.deadline is not None:
                 self._watch(spec.deadline, spec.sequence)
-            emission = None if self._info is None else self._examine(sequence, self._info)
-            if emission is None:
-                emission = self._bound_queue(sequence)
-            if emission is not None:
+            if self._info is not None and (emission := self._examine(sequence, self._info)) is not None:
                 emissions.append(emission)
         return emissions
 
@@ -196,18 +193,6 @@ class Planner:
         if ended is None and pages > info.num_pages - 1:
             ended = too_large(pages, info.num_pages - 1)
         return None if ended is None else self._roster.end(sequence, ended)
-
-    def _bound_queue(self, newcomer: Sequence) -> Emission | None:
-        """With the queue over its bound, the newcomer goes, or a waiting sequence of lower priority in its place.
-
-        A sequence that has run or has output already is never refused: its request was accepted long ago.
-        """
-        bound, waiting = self._config.max_queued, self._roster.waiting
-        if bound is None or len(waiting) <= bound or newcomer.output:
-            return None
-        victim = self._policy.weakest(s for s in waiting if not s.output and s.cached_tokens < 0)
-        message = f"the queue is full ({bound} waiting): try again later or raise --max-queued-requests"
-        return self._roster.end(victim, Ended("error", message=message))
 
     # -- steps --------------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ def test_the_longest_prefix_is_found_and_capped():
     assert tree.peek(b"", tokens("abxy"), 9) == 2
     assert tree.peek(b"", tokens("abcd"), 3) == 3
     assert tree.peek(b"", tokens("b"), 9) == 0
+    assert tree.peek(b"", tokens("aba"), 9) == 2  # where a prefix ends, another does not begin
     node, pages = tree.acquire(b"", tokens("abcz"), 9)
     assert pages == [1, 2, 3]
     assert (tree.size, tree.evictable) == (4, 1)
@@ -104,6 +105,17 @@ def test_a_parent_goes_after_its_children():
     assert tree.evict(2) == [3, 4]
     assert sorted(tree.evict(9)) == [8, 9]  # gave way: 1, 2
     assert (tree.size, tree.evictable) == (0, 0)
+
+
+def test_a_leaf_that_has_become_a_parent_is_not_evicted_before_its_children():
+    tree = RadixTree(2)
+    leave(tree, "ab", [1, 2])
+    holder, _ = tree.acquire(b"", tokens("a"), 1)  # b stays behind as a leaf that may go
+    assert leave(tree, "abc", [3, 4, 5]) == [3, 4]
+    assert tree.evict(1) == [5]
+    assert tree.evict(1) == [2]
+    assert (tree.size, tree.evictable) == (1, 0)
+    tree.check([holder])
 
 
 def test_what_is_held_stays():

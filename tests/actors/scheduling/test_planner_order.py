@@ -140,16 +140,6 @@ def test_lpm_takes_the_longest_cached_prefix_first_and_the_long_waiting_before_t
     assert admitted(stage) == [3, 2, 1]
 
 
-def test_a_full_queue_refuses_the_newcomer_or_the_weakest():
-    stage = priorities(max_queued=2)
-    stage.submit(spec(0, [1], priority=3), spec(1, [2], priority=1), spec(2, [3], priority=1))
-    assert stage.end(2).message == "the queue is full (2 waiting): try again later or raise --max-queued-requests"
-    stage.submit(spec(3, [4], priority=2))
-    assert stage.end(1).reason == "error"
-    stage.submit(spec(4, [4], priority=0, output=[7]))
-    assert stage.end(4) is None  # accepted in an earlier life
-
-
 @pytest.mark.parametrize(("waiting", "asks"), [(1, False), (2, True), (128, True), (129, False)])
 def test_lpm_compares_prefixes_of_a_short_queue_only(waiting, asks):
     stage = Stage(policy="lpm")

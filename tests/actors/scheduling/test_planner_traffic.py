@@ -59,7 +59,6 @@ class PlannerTraffic(RuleBasedStateMachine):
                 "conservativeness": st.sampled_from([0.0, 0.3, 1.0, 2.0]),
                 "max_prefill_tokens": st.sampled_from([2, 5, 1000]),
                 "prefill_max_requests": st.sampled_from([None, 1, 2]),
-                "max_queued": st.sampled_from([None, 3]),
             }
         ),
     )
@@ -275,9 +274,6 @@ class PlannerTraffic(RuleBasedStateMachine):
                 assert math.ceil(length / self.page_size) > self.pages
             elif "context" in ended.message:
                 assert length >= self.context
-            elif "queue" in ended.message:
-                assert not said
-                assert self.config.max_queued is not None
             else:
                 assert ended.message == "poisoned"
                 assert unpack(spec.prompt)[0] == POISON
