@@ -52,6 +52,7 @@ PROVIDER = "troupe"
 
 _SCOPE = "troupe"
 _CLOSE_TIMEOUT = 3.0
+_SAMPLED = tuple("13579bdf")  # how the flags of a sampled trace end: the bits above the last say other things
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 
@@ -300,7 +301,7 @@ class Tracing:
         error: BaseException | None,
     ) -> None:
         """An actor has handled a message just now; from level 3 on that is a span, if its sender is sampled."""
-        if self.level < 3 or traceparent is None or not traceparent.endswith("1"):
+        if self.level < 3 or traceparent is None or traceparent[-1:] not in _SAMPLED:
             return
         now = time.time_ns()
         span = self._tracer.start_span(

@@ -114,6 +114,16 @@ async def test_a_ratio_decides_for_traces_that_begin_here() -> None:
         assert len(spans) == expected
 
 
+async def test_handlers_are_traced_whatever_else_the_flags_of_a_sampled_trace_say() -> None:
+    """As providers of new versions set them: 02 says that the trace's id is random."""
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    tracing = Tracing(provider, level=3)
+    for flags in ("00", "01", "02", "03"):
+        tracing.handled("cache", f"M{flags}", f"{CALLER[:-2]}{flags}", wait=0.0, duration=0.0, error=None)
+    assert [span.name for span in exporter.get_finished_spans()] == ["cache M01", "cache M03"]
+
+
 async def test_what_the_environment_says_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")

@@ -172,6 +172,19 @@ def test_what_came_after_the_end_is_dropped_and_not_shared():
     assert stage.end(1).reason == "stop"
 
 
+def test_what_guesses_brought_is_shared_while_its_request_runs():
+    stage = Guessing(overlap=False)
+    stage.submit(spec(1, range(5), max_tokens=100))
+    for _ in range(6):
+        stage.step()
+    said = stage.tokens(1)
+    assert len(said) > 16
+    stage.submit(spec(2, [*range(5), *said], max_tokens=1))
+    stage.step()
+    assert stage.told[2][0].cached_tokens == (5 + len(said) - 1) // 4 * 4
+    assert stage.end(1) is None
+
+
 def test_prompt_scores_go_out_with_a_first_token_that_brings_others():
     """The prompt's last token may run alone, as a decode does, with guesses behind it."""
     stage = Guessing(step_tokens=8)
