@@ -45,7 +45,6 @@ from kernels.step import ModelInfo
 from telemetry.actor_spans import ActorSpans
 from telemetry.metrics import EngineMetrics
 from telemetry.process_metrics import ProcessMetrics
-from telemetry.request_log import RequestLog
 from telemetry.timeline import Outcome, RequestTimeline, Timelines
 
 if TYPE_CHECKING:
@@ -101,9 +100,6 @@ class Engine:
         self._faults = faults
         self._early = early
         self.timelines = Timelines()
-        if arguments.log_requests:
-            as_json = (arguments.log_requests_format or arguments.log_format) == "json"
-            self.timelines.listen(RequestLog(level=arguments.log_requests_level, as_json=as_json))
         self._reporting = Reporting(arguments, self.metrics, self.timelines)
         self.vitals = Vitals(self.metrics.steps)
         self.intake: Intake | None = None

@@ -1,4 +1,5 @@
-"""What reports on an engine while it lives: the sampler of the loop's lag, log lines, a file of requests."""
+"""What reports on an engine while it lives: the sampler of the loop's lag, log lines, the log and the file of
+requests."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from actors.runtime import ActorSystem
 from telemetry.gc_watch import GcWatch
 from telemetry.metrics import EngineMetrics
 from telemetry.request_file import RequestFile
+from telemetry.request_log import RequestLog
 from telemetry.request_times import RequestTimes
 from telemetry.step_log import StepLog
 from telemetry.timeline import Timelines
@@ -22,6 +24,9 @@ class Reporting:
         self._metrics = metrics
         self._file: RequestFile | None = None
         self._gc: GcWatch | None = None
+        if arguments.log_requests:
+            as_json = (arguments.log_requests_format or arguments.log_format) == "json"
+            timelines.listen(RequestLog(level=arguments.log_requests_level, as_json=as_json))
         metrics.listen(timelines)
         if arguments.enable_request_time_stats_logging:
             timelines.listen(RequestTimes())
