@@ -1,45 +1,20 @@
-"""What a client can do to the server below the API: slowness, size, nonsense, half a conversation. All is bounded."""
+"""What a client can do to the server below the API: size, nonsense, half a conversation. All is bounded."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
-import h2.config
-import h2.connection
-import h2.events
-import h2.exceptions
-import httpx
 import psutil
 import pytest
 
-import app.server
-from actors.arguments import Arguments
-from app.application import MAX_BODY, Troupe
-from app.server import configuration, listen, serve
+from app.application import MAX_BODY
 from tests.app.security.conftest import Target
-from tests.waiting import PATIENCE, blocking_until, until
+from tests.app.security.wire import HEAD, connected, read_all, statuses, unharmed
+from tests.waiting import PATIENCE, blocking_until
 
-HEAD = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nx-api-key: user-key\r\nContent-Type: application/json\r\n"
-
-
-@contextlib.contextmanager
-def connected(target: Target) -> Iterator[socket.socket]:
-    with socket.create_connection(("127.0.0.1", int(target.url.rpartition(":")[2])), timeout=PATIENCE) as connection:
-        yield connection
-
-
-def read_all(connection: socket.socket) -> bytes:
-    """Until the server closes."""
-    answer = b""
-    with contextlib.suppress(ConnectionResetError):
-        while piece := connection.recv(1 << 16):
-            answer += piece
-    return answer
+__all__ = ["unharmed"]
 
 
 def send_while_read(connection: socket.socket, pieces: Iterator[bytes], most: int) -> tuple[bytes, int]:
@@ -70,19 +45,6 @@ def send_while_read(connection: socket.socket, pieces: Iterator[bytes], most: in
             break
     connection.settimeout(PATIENCE)
     return answer + read_all(connection), sent
-
-
-def statuses(answer: bytes) -> list[int]:
-    return [int(part[:3]) for part in answer.split(b"HTTP/1.1 ")[1:]]
-
-
-@pytest.fixture(autouse=True)
-def _unharmed(request: pytest.FixtureRequest) -> Iterator[None]:
-    yield
-    if "target" in request.fixturenames:
-        target = request.getfixturevalue("target")
-        assert target.client.get("/health").status_code == 200
-        target.assert_unharmed()
 
 
 # -- heads
@@ -309,190 +271,3 @@ def test_a_client_that_half_closes_is_let_go(target: Target) -> None:
             connection.shutdown(socket.SHUT_WR)
             read_all(connection)
     blocking_until(lambda: process.num_fds() <= before, "a connection is kept")
-
-
-# -- HTTP/2
-
-
-class H2Client:
-    def __init__(self, connection: socket.socket) -> None:
-        self.socket = connection
-        self.h2 = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True))
-        self.h2.initiate_connection()
-        self.flush()
-
-    def flush(self) -> None:
-        self.socket.sendall(self.h2.data_to_send())
-
-    def headers(self, path: str = "/live", method: str = "GET", key: str = "user-key") -> list[tuple[str, str]]:
-        return [(":method", method), (":path", path), (":scheme", "http"), (":authority", "x"), ("x-api-key", key)]
-
-    def request(self, **fields: str) -> int:
-        stream: int = self.h2.get_next_available_stream_id()
-        self.h2.send_headers(stream, self.headers(**fields), end_stream=True)
-        return stream
-
-    def read(self) -> list[Any]:
-        data = self.socket.recv(1 << 16)
-        return self.h2.receive_data(data) if data else [None]
-
-
-def test_http2_works_and_has_the_same_door(target: Target) -> None:
-    with connected(target) as connection:
-        client = H2Client(connection)
-        asked = {
-            client.request(path="/v1/models"): b"200",
-            client.request(path="/v1/models", key="x"): b"401",
-            client.request(path="//v1/models", key="x"): b"401",
-        }
-        client.flush()
-        got: dict[int, bytes] = {}
-        while len(got) < len(asked):
-            for event in client.read():
-                if isinstance(event, h2.events.ResponseReceived):
-                    told = dict(event.headers)
-                    got[event.stream_id] = told.get(b":status") or told[":status"].encode()  # type: ignore[call-overload]
-        assert got == asked
-
-
-@pytest.mark.parametrize("path", ["/live", "/v1/models", "/v1/completions"])
-def test_streams_opened_and_reset_at_once(target: Target, path: str) -> None:
-    """CVE-2023-44487: the cost of a stream must end with the stream."""
-    with connected(target) as connection:
-        client = H2Client(connection)
-        with contextlib.suppress(OSError):
-            for _ in range(3000):
-                stream = client.request(path=path)
-                client.h2.reset_stream(stream)
-                client.flush()
-
-
-def test_more_streams_than_agreed_close_the_connection(target: Target) -> None:
-    with connected(target) as connection:
-        client = H2Client(connection)
-        client.h2.remote_settings.max_concurrent_streams = 1 << 20
-        ended = False
-        with contextlib.suppress(OSError, h2.exceptions.ProtocolError):
-            for _ in range(3000):
-                stream = client.h2.get_next_available_stream_id()
-                client.h2.send_headers(stream, client.headers("/v1/completions", "POST"), end_stream=False)
-                client.flush()
-            connection.settimeout(5)
-            while not ended:
-                ended = any(
-                    event is None or isinstance(event, h2.events.ConnectionTerminated) for event in client.read()
-                )
-
-
-@pytest.mark.parametrize("frames", ["data after the answer", "continuation", "ping", "settings", "window", "garbage"])
-def test_frames_out_of_turn(target: Target, frames: str) -> None:
-    with connected(target) as connection:
-        client = H2Client(connection)
-        with contextlib.suppress(OSError):
-            if frames == "data after the answer":
-                stream = client.h2.get_next_available_stream_id()
-                client.h2.send_headers(stream, client.headers("/v1/completions", "POST", "wrong"), end_stream=False)
-                client.flush()
-                time.sleep(0.1)
-                for _ in range(3):
-                    client.h2.send_data(stream, b"x" * 1000)
-                    client.flush()
-            elif frames == "continuation":
-                connection.sendall(
-                    bytes([0, 0, 1, 1, 0, 0, 0, 0, 1, 0]) + bytes([0, 0, 1, 9, 0, 0, 0, 0, 1, 0]) * 10_000
-                )
-            elif frames == "ping":
-                for _ in range(2000):
-                    client.h2.ping(b"12345678")
-                client.flush()
-            elif frames == "settings":
-                connection.sendall(bytes([0, 0, 6, 4, 0, 0, 0, 0, 0]) + b"\x00\x03\x00\x00\x00\x01" * 1)
-                connection.sendall((bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])) * 5000)
-            elif frames == "window":
-                connection.sendall(bytes([0, 0, 4, 8, 0, 0, 0, 0, 0, 0x7F, 0xFF, 0xFF, 0xFF]) * 100)
-            else:
-                connection.sendall(b"\xff" * 100_000)
-
-
-# -- slowness, in a server of this process with short times
-
-
-@pytest.fixture
-async def hurried(
-    make_application: Callable[..., Troupe], monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[tuple[Troupe, int]]:
-    monkeypatch.setattr(app.server, "HEADER_TIMEOUT", 1.0)
-    monkeypatch.setattr(app.server, "_signals", lambda numbers, handler: contextlib.nullcontext())
-    application = make_application()
-    application.config["BODY_TIMEOUT"] = 0.3
-    config = configuration(Arguments(port=0))
-    config.keep_alive_timeout = 0.6
-    config.graceful_timeout = 1
-    sockets = listen(config)
-    port = sockets.insecure_sockets[0].getsockname()[1]
-    task = asyncio.create_task(serve(application, application, config, sockets))
-    try:
-        yield application, port
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
-async def dripping(port: int, before: bytes, drip: bytes) -> bytes:
-    """Send byte by byte until the server has had enough."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    answer = b""
-    with contextlib.suppress(ConnectionError):
-        writer.write(before)
-        async with asyncio.timeout(PATIENCE):
-            while not reader.at_eof():
-                writer.write(drip)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(0.02):
-                        answer += await reader.read(1 << 16)
-    writer.close()
-    return answer
-
-
-async def test_a_head_that_comes_drop_by_drop_is_not_waited_for(hurried: tuple[Troupe, int]) -> None:
-    assert await dripping(hurried[1], b"GET /version HTTP/1.1\r\nHost: x\r\nX: ", b"a") == b""
-
-
-async def test_a_connection_that_says_nothing_is_closed(hurried: tuple[Troupe, int]) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", hurried[1])
-    async with asyncio.timeout(PATIENCE):
-        assert await reader.read() == b""
-    writer.close()
-
-
-async def test_a_second_head_that_comes_drop_by_drop_is_not_waited_for(hurried: tuple[Troupe, int]) -> None:
-    answer = await dripping(hurried[1], b"GET /live HTTP/1.1\r\nHost: x\r\n\r\nGET / HTTP/1.1\r\nX: ", b"a")
-    assert statuses(answer) == [200]
-
-
-async def test_a_body_that_comes_drop_by_drop_is_a_408(hurried: tuple[Troupe, int]) -> None:
-    answer = await dripping(hurried[1], (HEAD + "Content-Length: 100000\r\n\r\n").encode(), b" ")
-    assert statuses(answer) == [408]
-
-
-async def test_a_server_keeps_files_for_itself(hurried: tuple[Troupe, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    crowd = app.server.Crowd()
-    assert crowd.limit >= 64
-    monkeypatch.setattr(app.server, "Crowd", lambda: crowd)
-    monkeypatch.setattr(crowd, "limit", 2)
-    application, config = hurried[0], configuration(Arguments(port=0))
-    sockets = listen(config)
-    port = sockets.insecure_sockets[0].getsockname()[1]
-    task = asyncio.create_task(serve(application, application, config, sockets))
-    held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
-    async with asyncio.timeout(PATIENCE):
-        with contextlib.suppress(ConnectionError):
-            assert await held[2][0].read() == b""
-        assert crowd.open == 2
-        for _, writer in held:
-            writer.close()
-        await until(lambda: not crowd.open)
-        async with httpx.AsyncClient(trust_env=False, timeout=PATIENCE) as client:
-            assert (await client.get(f"http://127.0.0.1:{port}/live")).status_code == 200
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
