@@ -60,8 +60,8 @@ def _layer(kind: str, weight: Tensor, bias: Tensor | None, group: int, seen: tup
         if kind in ("W8A8", "W8A8_MIX"):
             assert seen is not None
             low, high = min(seen[0], 0.0), max(seen[1], 0.0)
-            step = (high - low) / 255
-            offset = round(-128 - low / step)
+            step = float(torch.tensor((high - low) / 255).to(torch.bfloat16))  # as for a model in bfloat16
+            offset = max(-128, min(127, round(-128 - low / step)))
             deq = scale[:, 0] * step
             correction = -offset * values.double().sum(1) + (0 if bias is None else bias.double() / deq.double())
             made.tensors |= {

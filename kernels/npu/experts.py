@@ -31,9 +31,10 @@ _GROUPS = 32
 @dataclass(frozen=True)
 class _Stack:
     """The weights of all experts. ``values`` [experts, inputs, outputs] in floats, int8 or e4m3, or eight of 4 bits to
-    an int32 along the outputs. ``scales`` f32 [experts, outputs]: of int8 by int8. ``powers``: of e4m3 by e4m3, bytes
-    of e8m0 [experts, inputs / 64, outputs, 2]. ``factors``: what whole numbers are multiplied with by inputs in floats,
-    after ``offsets`` were added: [experts, outputs], or with groups [experts, groups, outputs], in the inputs' dtype.
+    an int32 along the outputs. ``scales`` [experts, outputs]: of int8 by int8, in bfloat16 where that is what comes out
+    (A2 and A3 take no other beside it), else f32. ``powers``: of e4m3 by e4m3, bytes of e8m0 [experts, inputs / 64,
+    outputs, 2]. ``factors``: what whole numbers are multiplied with by inputs in floats, after ``offsets`` were added:
+    [experts, outputs], or with groups [experts, groups, outputs], in the inputs' dtype.
     """
 
     values: Tensor
@@ -91,6 +92,8 @@ class NpuExperts(StackedExperts[_Stack]):
             values = torch.stack([weight.values.t() for weight in whole])
             scales = torch.stack([weight.scales for weight in whole])
             if whole[0].activation is not None:
+                if whole[0].dtype == torch.bfloat16:
+                    scales = scales.to(torch.bfloat16)
                 return _Stack(self._tiles(values), scales, before=before)
             factors = scales.to(whole[0].dtype)
             return _Stack(values, None, None, factors, torch.zeros_like(factors), before)

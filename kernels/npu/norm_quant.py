@@ -34,8 +34,8 @@ class NpuGated:
 
 class NpuBehindNorm(BehindNorm):
     """``linear`` of what ``norm`` gives. What is added to a residual goes through one kernel until it is rounded:
-    npu_add_rms_norm_dynamic_quant, npu_add_rms_norm_quant (which the vendor has for A2 and A3) or
-    npu_add_rms_norm_dynamic_mx_quant (A5).
+    npu_add_rms_norm_dynamic_quant, npu_add_rms_norm_quant (which the vendor has for A2 and A3, beside bfloat16 with
+    scales in bfloat16 alone) or npu_add_rms_norm_dynamic_mx_quant (A5).
     """
 
     def __init__(self, norm: Norm, linear: Linear) -> None:
@@ -56,7 +56,7 @@ class NpuBehindNorm(BehindNorm):
         plain = norm.norm if isinstance(norm, BiasedNorm) else norm
         if not isinstance(plain, NpuNorm) or plain.head_weight is not None:
             return False
-        if isinstance(product, NpuStaticLinear) and len(plain.gamma) % _ROW:
+        if isinstance(product, NpuStaticLinear) and (product.divisor is None or len(plain.gamma) % _ROW):
             return False
         return isinstance(product, NpuMxLinear if soc.microscaling else NpuInt8Linear | NpuStaticLinear)
 
@@ -69,7 +69,7 @@ class NpuBehindNorm(BehindNorm):
             )
         elif isinstance(product, NpuStaticLinear):
             rounded, _, total = torch_npu.npu_add_rms_norm_quant(
-                x, residual, self._gamma, product.divisor, product.whole_offset, **given
+                x, residual, self._gamma, product.divisor, product.half_offset, **given
             )
         else:
             rounded, _, total, scales, _ = torch_npu.npu_add_rms_norm_dynamic_quant(x, residual, self._gamma, **given)

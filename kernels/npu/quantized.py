@@ -54,6 +54,8 @@ class NpuStaticLinear:
     """int8 weights by inputs that are rounded by a scale that was found before: npu_quantize, which multiplies by the
     scale's reciprocal, then npu_quant_matmul with the correction as its bias. bfloat16: float16 would take the scales
     as int64, and is dequantized.
+
+    npu_quantize takes scales of its input's dtype, float32 here: in bfloat16 a reciprocal would be off by up to 1/512.
     """
 
     def __init__(self, weight: Int8Weight, bias: Tensor | None, soc: Soc) -> None:
@@ -64,13 +66,17 @@ class NpuStaticLinear:
         self.reciprocal = activation.scale.reciprocal().expand(inputs).contiguous()
         offset = activation.offset
         self.offset = torch.zeros_like(self.reciprocal) if offset is None else offset.expand(inputs).contiguous()
-        self.divisor, self.whole_offset = activation.scale.expand(inputs).contiguous(), self.offset.to(torch.int32)
+        half = activation.scale.to(torch.bfloat16)
+        exact = torch.equal(half.float(), activation.scale.float())
+        self.divisor = half.expand(inputs).contiguous() if exact else None
+        """The scale as npu_add_rms_norm_quant takes it beside bfloat16, where bfloat16 has it."""
+        self.half_offset = self.offset.to(torch.bfloat16)
         self.scales = weight.scales * activation.scale
         self.correction = weight.correction
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        whole = torch_npu.npu_quantize(x, self.reciprocal, self.offset, torch.qint8, -1, False)
+        whole = torch_npu.npu_quantize(x.float(), self.reciprocal, self.offset, torch.qint8, -1, False)
         return self.multiply(whole, None, x.dtype)
 
     def multiply(self, whole: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -94,7 +94,7 @@ def _quantized(target: Path) -> Path:
     from tests.quantized import rewrite
     from tests.quantized_words import int8_rows, packed
 
-    rows, group = int8_rows(0.05), packed(4, 64)
+    rows, group = int8_rows(0.0625), packed(4, 64)
     whole = {"type": "int", "symmetric": True}
     static = {
         "targets": ["re:.*self_attn.*"],

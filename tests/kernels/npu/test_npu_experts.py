@@ -107,6 +107,23 @@ def test_weights_are_in_tiles_where_the_device_keeps_them():
             assert formats == {FRACTAL_NZ if kept else 2}
 
 
+def test_scales_of_whole_numbers_have_the_dtype_of_what_comes_out():
+    """As A2 and A3 take them: bfloat16 beside bfloat16, else float32."""
+    rows, counts = torch.ones(4, 64, dtype=torch.int8).npu(), torch.tensor([1, 3]).npu()
+    values, tokens = torch.ones(2, 64, 32, dtype=torch.int8).npu(), torch.ones(4).npu()
+    scales = torch.ones(2, 32).npu()
+    for dtype, wrong, right in ((BF16, scales, scales.to(BF16)), (torch.float16, scales.to(BF16), scales)):
+
+        def product(given, dtype=dtype):
+            options = {"scale": [given], "per_token_scale": [tokens], "output_dtype": dtype, "group_list": counts}
+            options |= {"split_item": 2, "group_type": 0, "group_list_type": 1}
+            return torch_npu.npu_grouped_matmul([rows], [values], **options)[0]
+
+        assert product(right).cpu().equal(torch.full((4, 32), 64, dtype=dtype))
+        with pytest.raises(ConstraintError, match="scale: must be"):
+            product(wrong)
+
+
 def scores(driver, prompt):
     driver.admit(1, prompt, sampling=SlotSampling(temperature=0.0, prompt_logprobs=0))
     return np.frombuffer(driver.step([(1, len(prompt))]).prompt_logprobs, np.float32)

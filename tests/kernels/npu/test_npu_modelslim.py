@@ -154,4 +154,6 @@ def test_what_the_operators_do_not_take():
     with pytest.raises(ConstraintError, match="pass False"):
         torch_npu.npu_quantize(x, torch.ones(64).npu(), None, torch.qint8, -1, True)
     with pytest.raises(ConstraintError, match="shape and dtype"):
-        torch_npu.npu_quantize(x, torch.ones(64).npu(), torch.zeros(1).npu(), torch.qint8, -1, False)
+        torch_npu.npu_quantize(x.float(), torch.ones(64).npu(), torch.zeros(1).npu(), torch.qint8, -1, False)
+    with pytest.raises(ConstraintError, match="scales: must be bfloat16"):
+        torch_npu.npu_quantize(x, torch.ones(64).npu(), None, torch.qint8, -1, False)

@@ -33,11 +33,11 @@ def called(names):
     return [active().engine.calls.get(f"npu.{name}.default", 0) for name in names]
 
 
-def layer(static, inputs=96):
+def layer(static, inputs=96, scale=0.03125):
     weight = quantize_int8(torch.randn(64, inputs, generator=torch.Generator().manual_seed(5)) / 10)
     if not static:
         return NpuInt8Linear(weight.to(torch.device("npu")), None, A3)
-    activation = StaticActivation(torch.tensor([0.03]), torch.tensor([11.0]))
+    activation = StaticActivation(torch.tensor([scale]), torch.tensor([11.0]))
     correction = -11 * weight.values.int().sum(1)
     weight = dataclasses.replace(weight, activation=activation, correction=correction.to(torch.int32))
     return NpuStaticLinear(weight.to(torch.device("npu")), None, A3)
@@ -79,11 +79,13 @@ def test_where_there_is_a_kernel_for_both():
     narrow = NpuNorm(torch.ones(40, dtype=BF16).npu(), 1e-6)  # 80 bytes
     assert NpuBehindNorm.fits(narrow, layer(False, 40), A3)
     assert not NpuBehindNorm.fits(narrow, layer(True, 40), A3)
+    assert NpuBehindNorm.fits(norm, layer(True), A3)
+    assert not NpuBehindNorm.fits(norm, layer(True, scale=0.03), A3)  # which bfloat16 does not have
 
 
 def test_what_the_operators_do_not_take():
     x, gamma = torch.ones(3, 96, dtype=BF16).npu(), torch.ones(96, dtype=BF16).npu()
-    scales, zeros = torch.ones(96).npu(), torch.zeros(96, dtype=torch.int32).npu()
+    scales, zeros = torch.ones_like(gamma), torch.zeros_like(gamma)
     static, dynamic = torch_npu.npu_add_rms_norm_quant, torch_npu.npu_add_rms_norm_dynamic_quant
     for wrong, says in (
         (lambda: dynamic(x.float(), x.float(), gamma.float()), "x1: must be float16, bfloat16"),
@@ -92,7 +94,10 @@ def test_what_the_operators_do_not_take():
         (lambda: dynamic(x, x, gamma, smooth_scale1=gamma), "smooth_scale1: is not simulated"),
         (lambda: dynamic(x[0], x[0], gamma), "two dimensions or more"),
         (lambda: static(x, x, gamma, scales[:1], zeros), "scales1: must be \\[96\\]"),
-        (lambda: static(x, x, gamma, scales, zeros.float()), "zero_points1: must be int32, bfloat16"),
+        (lambda: static(x, x, gamma, scales.float(), zeros), "scales1: must be bfloat16"),
+        (lambda: static(x, x, gamma, scales, zeros.int()), "zero_points1: must be bfloat16"),
+        (lambda: static(x.half(), x.half(), gamma.half(), scales, zeros), "scales1: must be float32"),
+        (lambda: static(x.half(), x.half(), gamma.half(), scales.float(), zeros), "zero_points1: must be int32"),
         (lambda: static(x, x, gamma, scales, zeros, div_mode=False), "div_mode: False is not simulated"),
         (lambda: static(*(one[..., :40] for one in (x, x, gamma, scales, zeros))), "rows of a multiple of 32 bytes"),
     ):

@@ -94,10 +94,11 @@ def npu_moe_init_routing_v2(x: Tensor, expert_idx: Tensor, **options: Any) -> tu
 
 def grouped_rules(x: list[Tensor], weight: list[Tensor], **options: Any) -> None:
     """Vendor and facts: one tensor each, [M, K] by [experts, K, N], dimensions below 65536, groups along M that a
-    device tensor int64 counts (type 1). int8 by int8 with scales float32 or bfloat16 [experts, N] and float32 [M],
-    given out in 16 bits; or 16-bit floats of one dtype; or 16-bit floats by int8, or by eight int4 along N to an int32,
-    whose scales and offsets are in x's dtype: [experts, N], or of int4 [experts, K / group, N] with groups that 32
-    divides; or e4m3 by e4m3 with the scales of blocks of 32 inputs, given out in 16 bits."""
+    device tensor int64 counts (type 1). int8 by int8 with scales [experts, N], in bfloat16 if that is what is given out
+    and in float32 with float16 (A5 has float32 with both), and float32 [M]; or 16-bit floats of one dtype; or 16-bit
+    floats by int8, or by eight int4 along N to an int32, whose scales and offsets are in x's dtype: [experts, N], or of
+    int4 [experts, K / group, N] with groups that 32 divides; or e4m3 by e4m3 with the scales of blocks of 32 inputs,
+    given out in 16 bits."""
     name = "npu_grouped_matmul"
     require(len(x) == len(weight) == 1, name, "x", "lists of one tensor alone are simulated")
     one, other = x[0], weight[0]
@@ -142,7 +143,8 @@ def grouped_rules(x: list[Tensor], weight: list[Tensor], **options: Any) -> None
         given = options.get(argument)
         fits = given is not None and len(given) == 1 and tuple(given[0].shape) == shape
         require(fits, name, argument, f"must be one tensor of {list(shape)}")
-        dtypes(name, (torch.float32, torch.bfloat16)[: 2 if argument == "scale" else 1], **{argument: given[0]})
+        half = argument == "scale" and _OUT[options["output_dtype"]] == torch.bfloat16
+        dtypes(name, (torch.bfloat16 if half else torch.float32,), **{argument: given[0]})
 
 
 def factor_rules(x: Tensor, weight: Tensor, options: dict[str, Any]) -> None:

@@ -92,14 +92,15 @@ def static_rules(
     div_mode: bool = True,
     dst_type: int | None = None,
 ) -> None:
-    """Vendor: scales in float32 or bfloat16 and zero points in int32 or bfloat16, both of gamma's shape; the last
-    dimension. Its fusing of graphs takes rows of a multiple of 32 bytes alone. Of its forms the one that divides by the
-    scales, and has one result in int8, is simulated."""
+    """Vendor, for A2 and A3: scales in float32 and zero points in int32 beside float16, both in bfloat16 beside
+    bfloat16, of gamma's shape; the last dimension. Its fusing of graphs takes rows of a multiple of 32 bytes alone. Of
+    its forms the one that divides by the scales, and has one result in int8, is simulated."""
     name = "npu_add_rms_norm_quant"
     unused = {"scales2": scales2, "zero_points2": zero_points2, "dst_type": dst_type}
     _rules(name, x1, x2, gamma, beta, unused)
-    dtypes(name, (torch.float32, torch.bfloat16), scales1=scales1)
-    dtypes(name, (torch.int32, torch.bfloat16), zero_points1=zero_points1)
+    half = x1.dtype == torch.bfloat16
+    dtypes(name, (torch.bfloat16 if half else torch.float32,), scales1=scales1)
+    dtypes(name, (torch.bfloat16 if half else torch.int32,), zero_points1=zero_points1)
     for argument, tensor in (("scales1", scales1), ("zero_points1", zero_points1)):
         fits = tensor is None or tensor.shape == gamma.shape
         require(fits, name, argument, f"must be {list(gamma.shape)}, one an input")

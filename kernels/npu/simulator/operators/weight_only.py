@@ -20,14 +20,14 @@ _QINT8 = 12
 def quantize_rules(
     input: Tensor, scales: Tensor, zero_points: Tensor | None, dtype: int, axis: int = 1, div_mode: bool = True
 ) -> None:
-    """Vendor: with ``div_mode`` False scales are multiplied; [K] or [1], zero points of the same shape and dtype. Of
-    its many forms that one is simulated, to qint8."""
+    """Vendor: with ``div_mode`` False scales are multiplied; [K] or [1], of the input's dtype (beside float32 of any),
+    zero points of the same shape and dtype. Of its many forms that one is simulated, to qint8."""
     name = "npu_quantize"
     require(not div_mode, name, "div_mode", "True is not simulated: pass False and reciprocal scales")
     require(dtype == _QINT8, name, "dtype", f"{dtype} is not simulated: torch.qint8 alone is")
     require(axis in (-1, input.dim() - 1), name, "axis", f"{axis} is not simulated: the last one alone is")
     dtypes(name, (torch.float32, *_HALVES), input=input)
-    dtypes(name, (torch.float32, input.dtype), scales=scales)
+    dtypes(name, (torch.float32, *_HALVES) if input.dtype == torch.float32 else (input.dtype,), scales=scales)
     wanted = f"must be [{input.shape[-1]}] or [1], is {tuple(scales.shape)}"
     require(tuple(scales.shape) in ((input.shape[-1],), (1,)), name, "scales", wanted)
     if zero_points is not None:
