@@ -80,10 +80,14 @@ def swiglu(x: Tensor) -> Tensor:
 def write_cache(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
     """``keys`` and ``values`` [tokens, kv_heads, dim] to ``slots`` int64 [tokens] of caches [pages, page, heads, dim].
 
-    Slots must differ: what lands in one that is named twice is undefined.
+    Slots must differ: what lands in one that is named twice is undefined. The kernel of A2 and A3 has no float32.
     """
     wide = key_cache.shape[-1] - keys.shape[-1]
     dtype = key_cache.dtype
+    if dtype == torch.float32:
+        for cache, part in ((key_cache, keys), (value_cache, values)):
+            cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, F.pad(part.to(dtype), (0, wide)))
+        return
     new = [F.pad(part.to(dtype), (0, wide)) if wide else part.to(dtype).contiguous() for part in (keys, values)]
     torch_npu.npu_scatter_pa_kv_cache(*new, key_cache, value_cache, slots, cache_mode="Norm")
 

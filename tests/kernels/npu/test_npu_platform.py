@@ -152,6 +152,19 @@ def test_float16_goes_through_bfloat16(generator):
     torch.testing.assert_close(found.cpu().double(), torch.stack(expected), atol=0.02, rtol=0.02)
 
 
+def test_a_cache_in_float32_is_written_without_the_kernel(generator, simulator):
+    """Which has no float32."""
+    platform = make(torch.float32)
+    (cache,) = platform.make_cache(1, 3, 128, 2, 80, torch.float32)
+    keys_values = torch.randn(3, 4, 80, generator=generator)
+    before = simulator.engine.calls.get("npu.npu_scatter_pa_kv_cache.default", 0)
+    platform.write_cache(cache, torch.tensor([300, 129, 130]).to(NPU), keys_values.to(NPU))
+    assert simulator.engine.calls.get("npu.npu_scatter_pa_kv_cache.default", 0) == before
+    for held, new in ((cache.keys, keys_values[:, :2]), (cache.values, keys_values[:, 2:])):
+        assert held.cpu().view(-1, 2, 80)[[300, 129, 130]].equal(new)
+        assert int(held.count_nonzero()) == new.numel()
+
+
 def test_pages_are_cleared(platform):
     caches = platform.make_cache(2, 4, 128, 1, 128, torch.bfloat16)
     for cache in caches:

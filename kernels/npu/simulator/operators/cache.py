@@ -24,7 +24,7 @@ def scatter_rules(
     cache_mode: str | None = "PA_NZ",
 ) -> None:
     """Vendor, second scenario: key [tokens, heads, dim], cache [blocks, block size, heads, dim], all contiguous, one
-    dtype, slots int32 or int64 [tokens]."""
+    dtype, of which A2 and A3 have 16-bit floats and int8; slots int32 or int64 [tokens]; nothing is empty."""
     name = "npu_scatter_pa_kv_cache"
     require(
         cache_mode in ("Norm", None),
@@ -35,6 +35,8 @@ def scatter_rules(
     require(seq_lens is None, name, "seq_lens", "is not simulated")
     contiguous(name, key=key, value=value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping)
     same_dtype(name, key=key, value=value, key_cache=key_cache, value_cache=value_cache)
+    dtypes(name, (torch.float16, torch.bfloat16, torch.int8), key=key)
+    require(key.numel(), name, "key", "must not be empty")
     dtypes(name, (torch.int32, torch.int64), slot_mapping=slot_mapping)
     for argument, rows, cache in (("key", key, key_cache), ("value", value, value_cache)):
         require(rows.dim() == 3, name, argument, f"must be [tokens, heads, dim], has shape {tuple(rows.shape)}")

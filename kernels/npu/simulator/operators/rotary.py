@@ -30,11 +30,13 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
 def rotary_mul_rules(
     input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
 ) -> None:
-    """Vendor and facts 3.2: 4-D, cos and sin full width and broadcast over heads, D even and < 896, B and N < 1000."""
+    """Vendor and facts 3.2: 4-D, one dtype, cos and sin full width and broadcast over heads, D even and < 896, B and
+    N < 1000."""
     name = "npu_rotary_mul"
     require(rotary_mode in ("half", "interleave"), name, "rotary_mode", f"{rotary_mode!r} is not half or interleave")
     require(rotate is None, name, "rotate", "is not simulated: leave it None")
     dtypes(name, FLOATS, input=input, r1=r1, r2=r2)
+    same_dtype(name, input=input, r1=r1, r2=r2)
     for argument, tensor in (("input", input), ("r1", r1), ("r2", r2)):
         require(tensor.dim() == 4, name, argument, f"must have 4 dimensions, has shape {tuple(tensor.shape)}")
     d = input.shape[-1]

@@ -67,6 +67,8 @@ def test_rotary() -> None:
         -1,
     )
     torch.testing.assert_close(torch_npu.npu_rotary_mul(x.npu(), cos.npu(), sin.npu()).cpu(), expected.to(BF16))
+    with pytest.raises(ConstraintError, match="dtypes must be equal"):
+        torch_npu.npu_rotary_mul(x.npu(), cos.float().npu(), sin.float().npu())
     q, k = torch_npu.npu_apply_rotary_pos_emb(x.npu(), key.npu(), cos.npu(), sin.npu())
     torch.testing.assert_close(q.cpu(), expected.to(BF16))
     assert k.shape == key.shape
@@ -119,6 +121,14 @@ def test_scatter_may_dump_twice_in_block_0() -> None:
     rows = random(2, 2, 16).npu()
     slots = torch.zeros(2, dtype=torch.int64, device="npu")
     torch_npu.npu_scatter_pa_kv_cache(rows, rows, cache, torch.zeros_like(cache), slots, cache_mode="Norm")
+
+
+def test_scatter_has_no_float32() -> None:
+    rows, cache = (torch.zeros(*shape, 2, 16, device="npu") for shape in ((2,), (4, PAGE)))
+    with pytest.raises(ConstraintError, match="key: must be float16, bfloat16, int8"):
+        torch_npu.npu_scatter_pa_kv_cache(
+            *(rows, rows, cache, torch.zeros_like(cache), torch.arange(2, device="npu")), cache_mode="Norm"
+        )
 
 
 def test_scatter_wants_contiguous_rows() -> None:
