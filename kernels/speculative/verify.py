@@ -69,7 +69,7 @@ def walk(
     exact = leniency is None and not forced
     if tree.linear and exact:
         right = (tree.tokens[:, 1:] == sampled[:, :-1]) & run[:, 1:]
-        counts = right.cumprod(1).sum(1) + 1
+        counts = ((~right).cumsum(1) == 0).sum(1) + 1  # an A5 has no cumulative product
         path = torch.minimum(places[: depth + 1], (counts - 1).unsqueeze(1))
         return Walk(path, counts, sampled.gather(1, path))
     at = torch.zeros((rows, 1), dtype=torch.int64, device=sampled.device)

@@ -50,6 +50,10 @@ KERNELS_ELSEWHERE = (
 )
 
 
+BEFORE_A5 = frozenset({"aten::cumprod"})
+"""What the vendor has for A2 and A3 alone."""
+
+
 class UnsimulatedOperator(NotImplementedError):
     """The operator exists on the NPU and nobody simulates it."""
 
@@ -126,6 +130,9 @@ class AtenOperator(Operator):
         if call.dtypes & FLOATS_8 and not (name in BYTES and len(call.dtypes) == 1):
             rule = "floats of eight bits are not computed in, joined or cast: do it on the host, or as bytes"
             raise ConstraintError(self.name, "dtype", rule)
-        if torch.float64 in call.dtypes and self.engine.cann.spec.generation == "A5" and name not in MOVES:
+        newest = self.engine.cann.spec.generation == "A5"
+        if name in BEFORE_A5 and newest:
+            raise ConstraintError(self.name, "self", "the vendor has no such kernel for A5")
+        if torch.float64 in call.dtypes and newest and name not in MOVES:
             rule = "float64 is not computed in on A5: cast to float32 first"
             raise ConstraintError(self.name, "dtype", rule)

@@ -25,6 +25,8 @@ from kernels.parallel.partition import Part
 from kernels.platforms.npu import NpuPlatform
 from kernels.platforms.projections import BehindNorm
 from kernels.quantization.weights import Fp8Weight, quantize_fp8
+from kernels.speculative.tree import chain
+from kernels.speculative.verify import walk, walk_here
 from kernels.step import RunnerConfig, SlotSampling
 from tests.modelslim import write
 from tests.tiny_model import make_tiny_model
@@ -319,3 +321,17 @@ def test_weights_of_ranks_and_joined_ones_are_the_same_numbers(device):
     half = whole.part(Part(1, 64, 128))
     assert mx_fits(half, A5)
     assert half.to(torch.device("cpu")).dequantize(BF16).equal(expected[:, 64:])
+
+
+def test_chains_are_walked_without_a_cumulative_product():
+    """Which the vendor has for A2 and A3 alone."""
+    generator = torch.Generator().manual_seed(3)
+    tokens, sampled = (torch.randint(3, (7, 5), generator=generator) for _ in range(2))
+    nodes = torch.tensor([5, 4, 3, 2, 1, 5, 5])
+    tokens[5, 1:] = sampled[5, :-1]
+    found = walk(chain(tokens.npu()), nodes.npu(), sampled.npu(), 4)
+    expected = walk_here(chain(tokens), nodes.numpy(), sampled, 4)
+    for name in ("path", "counts", "tokens"):
+        assert getattr(found, name).cpu().equal(getattr(expected, name))
+    with pytest.raises(ConstraintError, match="no such kernel for A5"):
+        tokens.npu().cumprod(1)
