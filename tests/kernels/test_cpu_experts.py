@@ -5,38 +5,23 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import logging
-import shutil
 
 import pytest
 import torch
 
-from kernels.cpu.host import has_tiles
-from kernels.cpu.native import library
 from kernels.layers.experts import ExpertWeights
 from kernels.platforms.cpu import CpuPlatform
 from kernels.quantization.gguf_weight import BlockRows, GgufWeight
 from kernels.quantization.weights import GroupedWeight, quantize_fp8, quantize_int8
 from tests.gguf_writer import write_gguf
+from tests.kernels.native import compiled, needs_native, platform
 
-pytestmark = [
-    pytest.mark.skipif(not has_tiles(), reason="the processor has no AMX"),
-    pytest.mark.skipif(not any(map(shutil.which, library.COMPILERS)), reason="no C++ compiler"),
-]
+__all__ = ["compiled", "platform"]
+
+pytestmark = [needs_native, pytest.mark.usefixtures("compiled")]
 
 HIDDEN, INNER, COUNT, CHOSEN = 256, 64, 9, 3
 BF16 = torch.bfloat16
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled():
-    library.build()
-
-
-@pytest.fixture
-def platform():
-    platform = CpuPlatform(2)
-    platform.dtype("bfloat16", None)
-    return platform
 
 
 def grouped(weight, bits=4, **more):

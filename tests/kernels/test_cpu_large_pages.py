@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import mmap
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from kernels.cpu.host import has_tiles
 from kernels.cpu.large_pages import LARGE_PAGE, empty_large
 from kernels.cpu.native import library
 from kernels.cpu.operators import Native, NativeWeight
 from kernels.platforms.cpu import CpuPlatform
+from tests.kernels.native import needs_native
 
 pytestmark = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="a system without large pages")
 
@@ -50,7 +49,7 @@ def test_what_fills_no_large_page_comes_from_the_allocator():
     assert large.nbytes == LARGE_PAGE + 3
 
 
-@pytest.mark.skipif(not has_tiles() or not any(map(shutil.which, library.COMPILERS)), reason="no native operators")
+@needs_native
 def test_packed_weights_ask_for_large_pages():
     library.build()
     opened = library.open_library()

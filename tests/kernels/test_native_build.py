@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 
 import pytest
 
-from kernels.cpu.host import has_tiles
 from kernels.cpu.native import library
+from tests.kernels.native import needs_native
 
-pytestmark = [
-    pytest.mark.skipif(not has_tiles(), reason="the processor has no AMX"),
-    pytest.mark.skipif(not any(map(shutil.which, library.COMPILERS)), reason="no C++ compiler"),
-]
+pytestmark = needs_native
 
 
 def test_who_comes_second_waits_for_the_build_of_the_first(monkeypatch, tmp_path):

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 
 import numpy as np
 import pytest
 import torch
 
-from kernels.cpu.host import has_tiles
-from kernels.cpu.native import library
 from kernels.platforms.cpu import CpuPlatform
 from kernels.platforms.rows import AttentionRows
+from tests.kernels.native import compiled, needs_native
 from tests.kernels.verifying import made
 
+__all__ = ["compiled"]
+
 BF16 = torch.bfloat16
-needs_native = pytest.mark.skipif(
-    not has_tiles() or not any(map(shutil.which, library.COMPILERS)), reason="no AMX, or no C++ compiler"
-)
 
 
 @pytest.fixture
@@ -26,16 +23,11 @@ def generator():
     return torch.Generator().manual_seed(3)
 
 
-@pytest.fixture(scope="module")
-def _compiled():
-    library.build()
-
-
 @pytest.fixture(params=["plain", pytest.param("native", marks=needs_native)])
 def platform(request):
     if request.param == "plain":
         return CpuPlatform(threads=1)
-    request.getfixturevalue("_compiled")
+    request.getfixturevalue("compiled")
     platform = CpuPlatform(threads=2)
     platform.dtype("bfloat16", None)
     return platform
@@ -70,7 +62,7 @@ def test_drafts_see_their_paths(shape, trees, window, heads, kv_heads, dim, plat
 
 
 @needs_native
-@pytest.mark.usefixtures("_compiled")
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("window", [0, 40, 300])
 @pytest.mark.parametrize("heads", [4, 12, 20])
 def test_a_draft_is_verified_with_the_bits_of_its_decode(heads, window, generator):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 
 import numpy as np
 import pytest
@@ -11,22 +10,16 @@ import torch
 
 from kernels.batch import ForwardBatch
 from kernels.cpu.attention import SHORT
-from kernels.cpu.host import has_tiles
-from kernels.cpu.native import library
 from kernels.platforms.cpu import CpuPlatform
+from tests.kernels.native import compiled, needs_native
 from tests.kernels.verifying import made
 
-pytestmark = pytest.mark.skipif(
-    not has_tiles() or not any(map(shutil.which, library.COMPILERS)), reason="no AMX, or no C++ compiler"
-)
+__all__ = ["compiled"]
+
+pytestmark = [needs_native, pytest.mark.usefixtures("compiled")]
 
 BF16 = torch.bfloat16
 TOKENS, PROMPTS, HEADS, KV_HEADS, DIM = 5, 160, 4, 2, 32
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled():
-    library.build()
 
 
 @pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
-
 import gguf
 import numpy as np
 import pytest
 import torch
 
-from kernels.cpu.host import has_tiles
-from kernels.cpu.native import library
 from kernels.cpu.quantized import CpuBlocksLinear
 from kernels.gguf.blocks import KINDS
 from kernels.gguf.checkpoint import GgufCheckpoint
@@ -21,13 +17,13 @@ from kernels.quantization.gguf_weight import BlockRows, GgufWeight
 from kernels.quantization.recognise import recognise
 from kernels.quantization.weights import PartError
 from tests.gguf_writer import kind_of, write_gguf
+from tests.kernels.native import compiled, needs_native, platform
 from tests.rounded_once import assert_only_rounded_once, assert_weights_rounded_once
 from tests.tiny_model import make_tiny_model
 
+__all__ = ["compiled", "platform"]
+
 KIND = {kind.name: kind for kind in KINDS.values()}
-native = pytest.mark.skipif(
-    not has_tiles() or not any(map(shutil.which, library.COMPILERS)), reason="no AMX or no C++ compiler"
-)
 
 
 def weight_of(name, outputs, inputs, seed=0):
@@ -38,14 +34,6 @@ def weight_of(name, outputs, inputs, seed=0):
         halves = (generator.standard_normal((*data.shape[:2], 1)) * 0.01).astype(np.float16)
         data[:, :, at : at + 2] = halves.view(np.uint8)
     return GgufWeight((BlockRows(kind, torch.from_numpy(data)),))
-
-
-@pytest.fixture
-def platform():
-    library.build()
-    platform = CpuPlatform(2)
-    platform.dtype("bfloat16", None)
-    return platform
 
 
 @pytest.mark.parametrize("name", KIND)
@@ -68,7 +56,7 @@ def test_blocks_are_opened_as_the_package_does(name):
     assert weight.dequantize(torch.float32).equal(torch.from_numpy(expected))
 
 
-@native
+@needs_native
 @pytest.mark.parametrize("name", KIND)
 def test_products_round_no_weight_or_as_bf16_does(name, platform):
     for outputs, inputs in ((100, 512), (33, 256), (64, 160 if KIND[name].block == 32 else 768)):
@@ -86,7 +74,7 @@ def test_products_round_no_weight_or_as_bf16_does(name, platform):
             assert found[:1].equal(linear(x[:fewest])[:1])
 
 
-@native
+@needs_native
 @pytest.mark.parametrize("name", ["Q2_K", "Q4_K", "Q6_K"])
 def test_a_token_that_is_not_finite_leaves_the_others_alone(name, platform):
     linear = platform.make_quantized(weight_of(name, 64, 512), None)
@@ -102,7 +90,7 @@ def test_a_token_that_is_not_finite_leaves_the_others_alone(name, platform):
             assert found[others].equal(expected[others])
 
 
-@native
+@needs_native
 @pytest.mark.parametrize(("name", "pruned"), [*((name, slice(None)) for name in KIND), ("Q6_K", slice(192, 208))])
 def test_what_becomes_of_pruned_blocks_and_groups_does_not_add_up(name, pruned, platform):
     """Most have scales of zero, or whole ones; inputs are of one sign."""
@@ -115,7 +103,7 @@ def test_what_becomes_of_pruned_blocks_and_groups_does_not_add_up(name, pruned, 
         assert_weights_rounded_once(platform.make_quantized(weight, None)(x), x, weight.dequantize(torch.float32), None)
 
 
-@native
+@needs_native
 def test_a_fused_projection_may_mix_types(platform):
     pieces = [weight_of("Q4_K", 70, 256), weight_of("Q4_K", 30, 256, 1), weight_of("Q6_K", 40, 256)]
     whole = pieces[0].join(pieces[1:])
@@ -130,7 +118,7 @@ def test_a_fused_projection_may_mix_types(platform):
     assert whole.part(Part(0, 60, 120)).dequantize(torch.bfloat16).equal(floats[60:120])
 
 
-@native
+@needs_native
 @pytest.mark.parametrize("name", KIND)
 def test_blocks_stay_as_small_as_in_the_file(name, platform):
     weight = weight_of(name, 128, 1024)
@@ -159,7 +147,7 @@ def test_projections_of_a_file_stay_in_blocks(name, tmp_path):
     assert weight.dequantize(torch.float32).equal(checkpoint.floats("model.layers.0.mlp.up_proj.weight"))
 
 
-@native
+@needs_native
 @pytest.mark.parametrize("name", KIND)
 def test_rows_are_looked_up_in_blocks(name, platform):
     weight = weight_of(name, 70, 512)
@@ -174,7 +162,7 @@ def test_rows_are_looked_up_in_blocks(name, platform):
         lookup(torch.tensor([70]))
 
 
-@native
+@needs_native
 @pytest.mark.parametrize("tied", [True, False])
 def test_decodes_run_as_one_program(tied, drive, monkeypatch, tmp_path):
     sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 32, "tie_word_embeddings": tied}

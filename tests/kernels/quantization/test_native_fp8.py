@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 import torch
 
-from kernels.cpu.host import has_tiles
-from kernels.cpu.native import library
 from kernels.cpu.quantized import CpuGroupedLinear
-from kernels.platforms.cpu import CpuPlatform
 from kernels.quantization.weights import Fp8Weight
+from tests.kernels.native import compiled, needs_native, platform
 from tests.rounded_once import assert_only_rounded_once
 
-pytestmark = [
-    pytest.mark.skipif(not has_tiles(), reason="the processor has no AMX"),
-    pytest.mark.skipif(not any(map(shutil.which, library.COMPILERS)), reason="no C++ compiler"),
-]
+__all__ = ["compiled", "platform"]
 
-
-@pytest.fixture
-def platform():
-    library.build()
-    platform = CpuPlatform(2)
-    platform.dtype("bfloat16", None)
-    return platform
+pytestmark = needs_native
 
 
 def weight_of(outputs, inputs, block, sizes=255):

@@ -4,41 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import shutil
 
 import pytest
 import torch
 
 from app.understudy import MODEL_DIR
-from kernels.cpu.host import has_tiles
 from kernels.cpu.linear import NativeLinear
-from kernels.cpu.native import library
 from kernels.cpu.operators import Native
 from kernels.platforms.cpu import CpuPlatform
 from kernels.quantization.packed import grouped
 from kernels.quantization.tokens import settle_tokens
 from kernels.quantization.weights import quantize_int8
+from tests.kernels.native import compiled, needs_native, platform
 from tests.modelslim import write
 from tests.quantized import rewrite
 from tests.quantized_words import Rounded, gptq
 from tests.rounded_once import assert_only_rounded_once, assert_weights_rounded_once
 
-pytestmark = [
-    pytest.mark.skipif(not has_tiles(), reason="the processor has no AMX"),
-    pytest.mark.skipif(not any(map(shutil.which, library.COMPILERS)), reason="no C++ compiler"),
-]
+__all__ = ["compiled", "platform"]
 
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled():
-    library.build()
-
-
-@pytest.fixture
-def platform():
-    platform = CpuPlatform(2)
-    platform.dtype("bfloat16", None)
-    return platform
+pytestmark = [needs_native, pytest.mark.usefixtures("compiled")]
 
 
 def weight_of(outputs, inputs, bits, group, shuffled=False, symmetric=False):

@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 
 from app.understudy import MODEL_DIR
 from kernels import loaded_model
-from kernels.cpu.host import has_tiles
 from kernels.cpu.native.library import build
 from kernels.load_error import LoadError
 from kernels.models.config import ConfigError
@@ -20,6 +19,7 @@ from kernels.quantization.int8 import Int8Linear
 from kernels.quantization.recognise import recognise
 from kernels.quantization.weights import Fp8Weight, StaticActivation, quantize_fp8, quantize_int8
 from kernels.step import SlotSampling
+from tests.kernels.native import needs_native
 from tests.quantized import fp8_blocks, fp8_rows, rewrite
 
 PROMPT = [7, 19, 101, 33, 54, 2, 90, 61, 17, 44, 5, 12]
@@ -163,10 +163,7 @@ def test_overrides_are_merged_into_what_the_checkpoint_says(reference, tmp_path)
         recognise(path, "", '{"quantization_config": {"activation_scheme": "both"}}')
 
 
-needs_tiles = pytest.mark.skipif(not has_tiles(), reason="the processor has no AMX")
-
-
-@needs_tiles
+@needs_native
 @pytest.mark.parametrize(("outputs", "inputs"), [(384, 1024), (33, 64), (100, 192)])
 @pytest.mark.parametrize("static", [False, True])
 def test_native_products_are_those_of_whole_numbers(outputs, inputs, static):
@@ -195,7 +192,7 @@ def test_native_products_are_those_of_whole_numbers(outputs, inputs, static):
         torch.testing.assert_close(linear(x), expected(x), rtol=1e-2, atol=1e-4)
 
 
-@needs_tiles
+@needs_native
 def test_quantized_decodes_run_as_one_program(drive, monkeypatch):
     build()
     prompt = list(range(40, 72))
