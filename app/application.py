@@ -19,6 +19,7 @@ from app.door import Application, Door
 from app.errors import ApiError, shutting_down
 from app.exchange import Exchange
 from app.progress import ProgressReport
+from app.request_body import MAX_BODY
 from app.routes import Route, RouteTable
 from app.service import Service
 from app.single import refuse_siblings
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
 __all__ = ["Troupe", "create_app"]
 
 log = logging.getLogger("troupe.http")
-
-MAX_BODY = 8 * 1024 * 1024
-"""Bytes of a request's body. A prompt of a million tokens is about 5 MiB of text or ids; media are not read yet."""
 
 BODY_TIMEOUT = 60
 """Seconds for a body to arrive."""

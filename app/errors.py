@@ -20,6 +20,7 @@ from actors.requests import (
     RequestTimeout,
 )
 from actors.runtime import RequestError
+from app.request_body import MAX_BODY
 
 __all__ = ["ApiError", "ErrorBody", "ErrorEnvelope", "invalid", "shutting_down", "to_api_error"]
 
@@ -174,7 +175,7 @@ def _from_http(error: HTTPException) -> ApiError:
         404: "There is nothing at this path; GET /openapi.json lists what there is.",
         405: "This path does not take this method; GET /openapi.json lists what it takes.",
         408: "The body did not arrive in time.",
-        413: "The body is too large.",
+        413: f"The body has more than {MAX_BODY} bytes; send less, or several requests.",
     }.get(status)
     phrase = http.HTTPStatus(status).phrase if status in http.HTTPStatus._value2member_map_ else "Error"
     headers: dict[str, str] = {}

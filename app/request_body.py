@@ -7,11 +7,14 @@ import contextlib
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-__all__ = ["Receive", "RequestBody"]
+__all__ = ["MAX_BODY", "Receive", "RequestBody"]
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
-MOST_BYTES = 16 << 20  # of a body, in all: twice what one may have
+MAX_BODY = 8 << 20
+"""Bytes of a request's body. A prompt of a million tokens is about 5 MiB of text or ids; media are not read yet."""
+
+MOST_BYTES = 2 * MAX_BODY  # of a body that is dropped, in all
 _PERIOD = 1.0
 _LEAST = 16 << 10  # bytes in each period: a client that drips is not waited for
 _SECONDS = 10.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -160,6 +161,8 @@ class Argument(msgspec.Struct, frozen=True, kw_only=True):
             case "str":
                 if isinstance(given, int | float) and not isinstance(given, bool):
                     return str(given)  # YAML reads an unquoted 7 as a number
+                if isinstance(given, os.PathLike):
+                    given = os.fspath(given)
                 return self._canonical(given) if isinstance(given, str) else given
             case "names":
                 parts = text.split(",") if text is not None else given

@@ -21,6 +21,11 @@ def _empty(value: object) -> bool:
     return _nothing(value) or (isinstance(value, list) and all(map(_nothing, value)))
 
 
+def _left_out(value: object) -> bool:
+    """What :func:`_nothing` is, but for the empty object, which asks for something here: a schema that any JSON meets."""
+    return _nothing(value) and value != {}
+
+
 def _none_or(*neutral: object) -> Callable[[object], bool]:
     return lambda value: _empty(value) or value in neutral
 
@@ -39,12 +44,12 @@ _GRAMMAR = "asks for constrained output, which is not available in this version;
 _TABLE: dict[str, tuple[Callable[[object], bool], str]] = {
     # constrained output
     "response_format": (_text_format, "only {'type': 'text'} is available in this version"),
-    "structured_outputs": (_empty, _GRAMMAR),
+    "structured_outputs": (_left_out, _GRAMMAR),
     "structural_tag": (_empty, _GRAMMAR),
-    "json_schema": (_empty, _GRAMMAR),
+    "json_schema": (_left_out, _GRAMMAR),
     "regex": (_empty, _GRAMMAR),
     "ebnf": (_empty, _GRAMMAR),
-    "guided_json": (_empty, _GRAMMAR),
+    "guided_json": (_left_out, _GRAMMAR),
     "guided_regex": (_empty, _GRAMMAR),
     "guided_choice": (_empty, _GRAMMAR),
     "guided_grammar": (_empty, _GRAMMAR),
@@ -68,7 +73,7 @@ _TABLE: dict[str, tuple[Callable[[object], bool], str]] = {
     "modalities": (_text_only, "only ['text'] is available"),
     "audio": (_empty, "only text can be produced; leave it out"),
     "prediction": (_empty, _LATER),
-    "web_search_options": (_empty, "this server does not search the web; leave it out"),
+    "web_search_options": (_left_out, "this server does not search the web; leave it out"),
     "prompt_embeds": (_empty, "send the prompt as text or token ids"),
     "input_embeds": (_empty, "send the prompt as text or input_ids"),
     "input_ids": (_empty, "send messages, or token ids to /v1/completions"),

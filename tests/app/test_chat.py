@@ -172,6 +172,8 @@ async def test_a_requests_own_template_reaches_a_server_that_trusts_it(make_appl
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
         ({"chat_template_kwargs": {"__class__": 1}}, "chat_template_kwargs.__class__"),
         ({"lora_path": "x"}, "lora_path"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"web_search_options": {}}, "web_search_options"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
         ({"model": 5}, "model"),
     ],
@@ -221,6 +223,7 @@ async def test_neutral_values_of_refused_fields_pass(application):
         "response_format": {"type": "text"},
         "best_of": 1,
         "lora_path": None,
+        "guided_json": None,
         "user": "u",
         "metadata": {"a": "b"},
     }

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from app.auth import Level
+from app.request_body import MAX_BODY
 from app.routes import RouteTable
 from app.table import ROUTES
 
@@ -171,6 +172,12 @@ async def test_bodies_that_cannot_be_read(application, data, headers, status, co
     assert response.status_code == status
     assert response.headers["Content-Type"] == "application/json"
     assert code is None or error["code"] == code
+
+
+async def test_a_body_that_is_too_large_is_told_the_most(application):
+    headers = {"Content-Type": "application/json"}
+    _, answer = await call(application, "/v1/completions", "POST", data=b" " * (MAX_BODY + 1), headers=headers)
+    assert f"more than {MAX_BODY} bytes" in msgspec.json.decode(answer)["error"]["message"]
 
 
 async def test_deep_json_is_refused_where_it_is_free_form(application):

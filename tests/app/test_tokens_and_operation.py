@@ -168,6 +168,7 @@ async def test_openapi_describes_every_route(application):
     assert status == 200
     described = {(method.upper(), path) for path, methods in told["paths"].items() for method in methods}
     assert described == {(method, route.path) for route in ROUTES for method in route.methods}
+    assert "come back as tool_calls" in " ".join(told["info"]["description"].split())
     chat = told["components"]["schemas"]["ChatRequest"]
     assert chat["required"] == ["messages"]
     assert "max_completion_tokens" in chat["properties"]

@@ -1,6 +1,7 @@
 """Values: read, checked, refused, described."""
 
 import math
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -43,6 +44,13 @@ def test_text_is_read_as_the_type() -> None:
     assert arguments.warmups == ("batch", "generate")
     assert arguments.request_timeout is None
     assert arguments.tokenizer_mode == "slow"
+
+
+def test_a_path_is_taken_for_its_text() -> None:
+    arguments = Arguments.from_keywords(model=Path("a/model"), kv_cache_dtype="int8", quantization_param_path=Path("f"))
+    assert arguments.model_path == str(Path("a/model"))
+    assert arguments.quantization_param_path == "f"
+    assert "must be" in problem(dtype=Path("int3"))
 
 
 def test_preferred_sampling_parameters() -> None:

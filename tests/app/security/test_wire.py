@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from app.application import MAX_BODY
+from app.request_body import MAX_BODY
 from tests.app.security.conftest import Target
 from tests.app.security.wire import HEAD, connected, read_all, statuses, unharmed
 from tests.waiting import PATIENCE, blocking_until
