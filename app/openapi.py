@@ -23,8 +23,8 @@ Fields that a body has and this description has not are ignored and counted (tro
 that other engines know and that would change the answer: these are refused with status 400. Every error has the form
 {"error": {"message", "type", "param", "code"}}; a stream that fails ends with such an event and [DONE].
 
-Tools are shown to the model by its chat template. Calls of them that the model writes as JSON in <tool_call> blocks come
-back as tool_calls (--tool-call-parser off: as the text that it wrote).
+Tools are shown to the model by its chat template. Calls of them that the model writes as JSON in <tool_call> blocks
+come back as tool_calls (--tool-call-parser off: as the text that it wrote).
 
 Keys: probes and the files of the live page need none; user operations need the API key where the server has one; admin
 operations need the admin key, do not exist on a server that has an API key but no admin key, and without any key answer

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TextIO
 
-from telemetry.log_lines import LogContext, text_of
+from telemetry.log_lines import Event, LogContext, text_of
 from telemetry.log_repeats import Repeats
 
 __all__ = ["OTHER_LOGGERS", "LogOutput", "install"]
@@ -76,7 +76,8 @@ class LogOutput(logging.Handler):
 
     def _take(self, record: logging.LogRecord) -> None:
         if record.levelno >= logging.WARNING:
-            text = text_of(record)
+            # Two events that differ in a field are two: each death of a worker has requests of its own.
+            text = str(record.msg) if isinstance(record.msg, Event) else text_of(record)
             with self._changed:
                 if not self._repeats.admit(record, text, time.monotonic()):
                     return

@@ -108,3 +108,7 @@ class ChildCrash(Exception):
 
     def __str__(self) -> str:
         return f"{self.reason}\n{self.detail}" if self.detail else self.reason
+
+    def __repr__(self) -> str:
+        """Without the detail, a traceback: for the lines of logs that name a cause in passing."""
+        return f"ChildCrash({self.reason!r})"

@@ -22,7 +22,7 @@ def _empty(value: object) -> bool:
 
 
 def _left_out(value: object) -> bool:
-    """What :func:`_nothing` is, but for the empty object, which asks for something here: a schema that any JSON meets."""
+    """What :func:`_nothing` is, but for the empty object: here it asks for something, as a schema of any JSON."""
     return _nothing(value) and value != {}
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from telemetry.log_lines import LogContext, TextLines
+from telemetry.log_lines import Event, LogContext, TextLines
 from telemetry.log_repeats import Repeats
 from telemetry.logs import LogOutput, install
 
@@ -52,6 +52,20 @@ def test_records_are_written_in_order_and_all_of_them_at_the_end(logger: logging
     assert stream.getvalue().splitlines()[100:] == [
         "WARNING troupe.test again",
         "WARNING troupe.test again (seen 7 times within 30 s)",
+    ]
+
+
+def test_events_that_differ_in_a_field_are_no_repetition(logger: logging.Logger) -> None:
+    stream = io.StringIO()
+    output = LogOutput(stream, SHORT)
+    logger.addHandler(output)
+    for batch in ("a", "b", "b"):
+        logger.error(Event("Actor worker-0 died", {"batch": batch}))
+    output.close()
+    assert stream.getvalue().splitlines() == [
+        "ERROR troupe.test Actor worker-0 died batch=a",
+        "ERROR troupe.test Actor worker-0 died batch=b",
+        "ERROR troupe.test Actor worker-0 died batch=b (seen 2 times within 30 s)",
     ]
 
 

@@ -115,6 +115,11 @@ async def test_every_death_fails_the_ask_with_its_cause_and_is_restarted(
     assert await ref.ask(Multiply(2), timeout=PATIENCE) == 2
 
 
+def test_a_crash_is_one_line_where_it_is_named_in_passing() -> None:
+    crash = ChildCrash("ValueError: the device is on fire", "Traceback (most recent call last):\n  File ...", 1)
+    assert f"lost in a crash: {crash!r}" == "lost in a crash: ChildCrash('ValueError: the device is on fire')"
+
+
 async def test_a_killed_child_fails_all_asks_on_their_way_at_once(system: ActorSystem) -> None:
     ref = await spawn(system)
     asks = [asyncio.create_task(ref.ask(Sleep(600), timeout=600)) for _ in range(3)]
