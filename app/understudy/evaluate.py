@@ -128,10 +128,10 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m app.understudy.evaluate", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--model", type=Path, default=MODEL_DIR, help="model directory (default: the model in the box)")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--device", default="cpu", help="that runs the model (default: cpu)")
+    parser.add_argument("--batch", type=int, default=64, help="questions at once (default: 64)")
     parser.add_argument("--url", help="score a running server instead, for example http://127.0.0.1:8000")
-    parser.add_argument("--api-key", default="")
+    parser.add_argument("--api-key", default="", help="of the running server")
     parser.add_argument("--wrong", type=int, default=0, help="wrong answers to print for each subject")
     given = parser.parse_args(argv)
     asked = questions()

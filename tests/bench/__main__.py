@@ -1,15 +1,23 @@
 """`python -m tests.bench NAME [arguments]` runs the benchmark tests/bench/NAME.py."""
 
 import importlib
+import re
 import sys
 from pathlib import Path
 
+__all__ = ["names"]
+
+
+def names() -> list[str]:
+    """The benchmarks: files with a ``main``. Others are parts of one."""
+    found = Path(__file__).parent.glob("[!_]*.py")
+    has_main = re.compile(r"^(def main\(|from .* import main$)", re.MULTILINE)
+    return sorted(path.stem for path in found if has_main.search(path.read_text(encoding="utf-8")))
+
 
 def main() -> None:
-    folder = Path(__file__).parent
-    names = sorted(path.stem for path in folder.glob("*.py") if not path.stem.startswith("_"))
-    if len(sys.argv) < 2 or sys.argv[1] not in names:
-        sys.exit(f"usage: python -m tests.bench NAME [arguments], where NAME is one of: {', '.join(names)}")
+    if len(sys.argv) < 2 or sys.argv[1] not in names():
+        sys.exit(f"usage: python -m tests.bench NAME [arguments], where NAME is one of: {', '.join(names())}")
     importlib.import_module(f"tests.bench.{sys.argv[1]}").main(sys.argv[2:])
 
 

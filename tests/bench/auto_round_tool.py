@@ -9,12 +9,12 @@ neither trained on nor asked about, and takes minutes.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 from app.understudy import MODEL_DIR
 from tests.bench._calibration import calibration_texts
+from tests.bench._options import command_line
 
 __all__ = ["main"]
 
@@ -22,15 +22,19 @@ DOCUMENTS, LENGTH = 64, 128
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="auto_round_tool", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    parser = command_line(__name__, __doc__)
+    parser.add_argument("directory", type=Path, help="where the checkpoints go")
+    parser.add_argument(
+        "--schemes",
+        nargs="*",
+        default=["W4A16", "W8A16"],
+        choices=["W4A16", "W8A16"],
+        help="bits of weights and of inputs",
     )
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--schemes", nargs="*", default=["W4A16", "W8A16"], choices=["W4A16", "W8A16"])
     parser.add_argument(
         "--formats", nargs="*", default=["auto_round"], help="auto_round, auto_round:auto_awq, auto_gptq"
     )
-    parser.add_argument("--iterations", type=int, default=50)
+    parser.add_argument("--iterations", type=int, default=50, help="of tuning a layer")
     given = parser.parse_args(argv)
     for scheme in given.schemes:
         for form in given.formats:

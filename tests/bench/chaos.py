@@ -30,6 +30,7 @@ from actors.requests import SamplingParams
 from actors.runtime import Event, EventKind
 from app.understudy import MODEL_DIR
 from kernels.step import ModelInfo
+from tests.bench._options import command_line
 from tests.bench.serving import percentile
 
 _WATCHDOG = 10.0
@@ -232,10 +233,10 @@ def breakdown(rows: list[Row]) -> str:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench chaos", description=__doc__)
-    parser.add_argument("--model", default=str(MODEL_DIR))
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--streams", type=int, default=64)
+    parser = command_line(__name__, __doc__)
+    parser.add_argument("--model", default=str(MODEL_DIR), help="directory")
+    parser.add_argument("--dtype", default="float32", help="of the model")
+    parser.add_argument("--streams", type=int, default=64, help="that live when a fault comes")
     parser.add_argument("--tokens", type=int, default=256, help="of each stream")
     parser.add_argument("--rounds", type=int, default=3, help="of each fault")
     parser.add_argument("--rest", type=float, default=6.0, help="seconds between rounds")

@@ -24,6 +24,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.bench._options import command_line
+
 __all__ = ["SHAPES", "described", "main"]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -223,15 +225,19 @@ def main(argv: list[str] | None = None) -> int:
     if argv is None and sys.argv[1:2] == ["--child"]:
         _child(sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5])
         return 0
-    parser = argparse.ArgumentParser(prog="cpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["tiny", "understudy"], choices=[*SHAPES, "understudy"])
+    parser = command_line(__name__, __doc__)
+    parser.add_argument(
+        "--models", nargs="+", default=["tiny", "understudy"], choices=[*SHAPES, "understudy"], help="shapes"
+    )
     parser.add_argument("--against", type=Path, help="another checkout of Troupe")
-    parser.add_argument("--rows", type=int, nargs="*", default=DECODES)
-    parser.add_argument("--prefill", type=int, nargs="*", default=PREFILLS)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rows", type=int, nargs="*", default=DECODES, help="of each decode step")
+    parser.add_argument("--prefill", type=int, nargs="*", default=PREFILLS, help="tokens of each chunk")
+    parser.add_argument("--rounds", type=int, default=5, help="of each measurement; medians count")
     parser.add_argument("--steps", type=int, default=30, help="decode steps a round; their median counts")
     parser.add_argument("--threads", type=int, default=0, help="0: the platform's choice")
-    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
+    parser.add_argument(
+        "--clock", choices=("wall", "cpu"), default="wall", help="wall: elapsed time; cpu: processor time"
+    )
     arguments = parser.parse_args(argv)
     memory = 0.0
     for threads in (1, os.cpu_count() or 1):

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.bench._options import command_line
 from tests.bench.serving import Client, OwnServer, cpu_name, percentile
 
 
@@ -201,12 +202,12 @@ async def bench(options: argparse.Namespace) -> int:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench crowd", description=__doc__.splitlines()[0])
+    parser = command_line(__name__, __doc__)
     parser.add_argument("--model", help="model directory (default: the model in the box)")
-    parser.add_argument("--streams", type=int, default=2000)
+    parser.add_argument("--streams", type=int, default=2000, help="open at once")
     parser.add_argument("--input-len", type=int, default=16, help="prompt tokens")
     parser.add_argument("--output-len", type=int, default=32, help="output tokens")
     parser.add_argument("--max-lag", type=float, default=float("inf"), help="seconds; more makes the exit status 1")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=1, help="of the prompts")
     parser.add_argument("server_args", nargs="*", help="after --: more arguments for the server")
     return asyncio.run(bench(parser.parse_args(argv)))

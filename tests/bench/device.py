@@ -17,7 +17,6 @@ rows to those that an earlier part left there, so that the table holds all.
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
@@ -30,6 +29,7 @@ from pathlib import Path
 from tests.bench._device_rows import HEADER, SHAPES, Row, write_model
 from tests.bench._device_runner import measure
 from tests.bench._device_server import engine, online, start
+from tests.bench._options import command_line
 from tests.bench.device_chain import chain
 from tests.bench.device_products import products
 from tests.bench.device_prompts import prompts
@@ -59,12 +59,14 @@ def _kept(path: Path | None) -> list[Row]:
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench device", description=__doc__)
-    parser.add_argument("--only", default="checks,decode,offline,prefill,engine,online,start")
-    parser.add_argument("--model", default="8b,0.6b")
-    parser.add_argument("--tests", default="")
-    parser.add_argument("--profile", type=Path)
-    parser.add_argument("--keep", type=Path)
+    parser = command_line(__name__, __doc__)
+    parser.add_argument(
+        "--only", default="checks,decode,offline,prefill,engine,online,start", help="parts, separated by commas"
+    )
+    parser.add_argument("--model", default="8b,0.6b", help="shapes, separated by commas")
+    parser.add_argument("--tests", default="", help="checks only files and tests with this in their names")
+    parser.add_argument("--profile", type=Path, help="directory for tables of the device's time by kernel")
+    parser.add_argument("--keep", type=Path, help="file of rows: those there are printed, too")
     given = parser.parse_args(arguments)
     points = given.only.split(",")
     logging.basicConfig(level=logging.WARNING, format="%(message)s")

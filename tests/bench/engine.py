@@ -40,6 +40,7 @@ from kernels.step import StepBatch, StepResult
 from tests.bench import hop, planner
 from tests.bench._costless import CONTEXT
 from tests.bench._loop import step_cost
+from tests.bench._options import command_line
 from tests.bench._streams import Streamed, stream
 from tests.bench.crowd import raise_fd_limit
 from tests.bench.serving import Client, OwnServer, Point, cpu_name, run_point
@@ -283,11 +284,11 @@ PARTS: dict[str, Callable[[argparse.Namespace], Any]] = {
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench engine", description=__doc__.splitlines()[0])
+    parser = command_line(__name__, __doc__)
     parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
     parser.add_argument("--memory", action="store_true", help="only memory")
     parser.add_argument("--model", help="model directory for prefix and memory (default: the model in the box)")
-    parser.add_argument("--streams", type=int, nargs="+", default=[64, 256, 1000])
+    parser.add_argument("--streams", type=int, nargs="+", default=[64, 256, 1000], help="at once, of each point")
     parser.add_argument("--offer", type=float, default=21_000.0, help="tokens a second offered by delayed steps")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement of streams")
     parser.add_argument("--rounds", type=int, default=1, help="measurements of each point of streams")

@@ -10,7 +10,6 @@ both chose before.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from actors.text_codec import TextCodec
 from kernels.cpu.linear import PlainLinear
 from kernels.runner import ModelRunner
 from kernels.step import RunnerConfig, SlotSampling
+from tests.bench._options import command_line
 from tests.kernels.conftest import Driver
 from tests.llama_server import QUANTIZE, SERVER, serve, write_as
 
@@ -83,10 +83,10 @@ def prefers(driver: Driver, prompt: list[int], before: list[int], first: int, se
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="gguf_answers", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    parser = command_line(__name__, __doc__)
+    parser.add_argument(
+        "--kinds", nargs="*", default=["Q8_0", "Q4_0", "Q4_K_M"], help="of the file, by llama.cpp's names"
     )
-    parser.add_argument("--kinds", nargs="*", default=["Q8_0", "Q4_0", "Q4_K_M"])
     given = parser.parse_args(argv)
     if SERVER is None or QUANTIZE is None:
         sys.exit("llama-server and llama-quantize must be on the PATH; build llama.cpp first")

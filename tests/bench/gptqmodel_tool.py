@@ -10,7 +10,6 @@ calibrates over documents that are neither trained on nor asked about.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import tempfile
@@ -19,6 +18,7 @@ from typing import Any
 
 from app.understudy import MODEL_DIR
 from tests.bench._calibration import calibration_texts
+from tests.bench._options import command_line
 
 __all__ = ["main"]
 
@@ -33,11 +33,11 @@ SCHEMES: dict[str, dict[str, Any]] = {
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="gptqmodel_tool", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    parser = command_line(__name__, __doc__)
+    parser.add_argument("directory", type=Path, help="where the checkpoints go")
+    parser.add_argument(
+        "--schemes", nargs="*", default=list(SCHEMES), choices=list(SCHEMES), help="bits of weights and of inputs"
     )
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--schemes", nargs="*", default=list(SCHEMES), choices=list(SCHEMES))
     given = parser.parse_args(argv)
     os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # with one it does not start
     given.directory.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,6 @@ scheduler step for 256 rows; `bare socket` is the same bytes to a child that doe
 any such hop on this machine.
 """
 
-import argparse
 import asyncio
 import os
 import socket
@@ -20,6 +19,7 @@ import msgspec
 
 from actors.runtime import Actor, ActorRef, ActorSystem, Message, handles
 from telemetry.traffic import Traffic
+from tests.bench._options import command_line
 
 ROWS = 256
 
@@ -155,8 +155,8 @@ def _bare(count: int) -> dict[str, list[float]]:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench hop", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = command_line(__name__, __doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="in each of which every case is measured")
     parser.add_argument("--count", type=int, default=2000, help="hops of each case in a round")
     arguments = parser.parse_args(argv)
     loops = {"asyncio": asyncio.new_event_loop}

@@ -10,12 +10,12 @@ about, which takes minutes.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 from app.understudy import MODEL_DIR
 from tests.bench._calibration import calibration_texts
+from tests.bench._options import command_line
 
 __all__ = ["main"]
 
@@ -23,12 +23,10 @@ DOCUMENTS, LENGTH = 64, 128
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="llm_compressor", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--schemes", nargs="*", default=["FP8_DYNAMIC", "W8A8", "W4A16"])
-    parser.add_argument("--gptq", action="store_true")
+    parser = command_line(__name__, __doc__)
+    parser.add_argument("directory", type=Path, help="where the checkpoints go")
+    parser.add_argument("--schemes", nargs="*", default=["FP8_DYNAMIC", "W8A8", "W4A16"], help="by the tool's names")
+    parser.add_argument("--gptq", action="store_true", help="W4A16 by GPTQ as well")
     given = parser.parse_args(argv)
     for scheme in given.schemes:
         _write(given.directory / f"llm-compressor-{scheme}", scheme, gptq=False)

@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from kernels.step import SlotSampling
+from tests.bench._options import command_line
 
 GENERATIONS = ("A2", "A3", "A5")
 
@@ -61,9 +62,12 @@ EXPERTS = json.dumps(
 """Makes the model in the box one of experts, with weights that are made up."""
 
 
-def main(arguments: list[str]) -> None:
-    if arguments:
-        print(json.dumps(called(arguments[0])))
+def main(argv: list[str]) -> None:
+    parser = command_line(__name__, __doc__)
+    parser.add_argument("generation", nargs="?", choices=GENERATIONS, help="print what is called on this one, as JSON")
+    given = parser.parse_args(argv)
+    if given.generation is not None:
+        print(json.dumps(called(given.generation)))
         return
     found: dict[str, dict[str, str]] = defaultdict(dict)
     for generation in GENERATIONS:

@@ -26,6 +26,7 @@ from collections.abc import AsyncIterator
 
 import psutil
 
+from tests.bench._options import command_line
 from tests.bench.serving import Client, OwnServer, Point, cpu_name, run_point
 
 _OFF = "off"
@@ -199,14 +200,14 @@ def median(values: list[float]) -> tuple[float, float]:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench observability", description=__doc__.splitlines()[0])
+    parser = command_line(__name__, __doc__)
     parser.add_argument("--variants", default="off,metrics,traces,off", help="of off, metrics, " + ", ".join(_TRACES))
     parser.add_argument("--point", default="64:32:64", help="streams:prompt tokens:output tokens")
     parser.add_argument("--requests", type=int, default=2, help="requests a stream in each round")
     parser.add_argument("--minutes", type=float, default=4.0, help="for all of it; four rounds are run in any case")
     parser.add_argument("--scrape", type=float, default=5.0, help="seconds between two scrapes of /metrics; 0: none")
     parser.add_argument("--model", help="directory (default: the model in the box)")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=1, help="of the prompts")
     parser.add_argument("--token-ids", default="300:3000", help="LOW:HIGH of the random prompt's token ids")
     parser.add_argument("server_args", nargs="*", help="after --: more arguments for every server")
     options = parser.parse_args(argv)

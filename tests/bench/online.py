@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import msgspec
 import psutil
 
+from tests.bench._options import server_command_line
 from tests.bench.serving import Client, OwnServer, Point, Sample, cpu_name, percentile, streams
 
 __all__ = ["Online", "run_point"]
@@ -195,19 +196,9 @@ async def _first_model(url: str) -> str:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench online", description=__doc__.splitlines()[0])
-    parser.add_argument("--url", help="a running server; without it one is started")
-    parser.add_argument("--model", help="directory for the server that is started (default: the model in the box)")
-    parser.add_argument("--model-name", help="the API's model name (default: the first of /v1/models)")
-    parser.add_argument("--points", default="64:512:128,256:512:128")
-    parser.add_argument("--requests", type=int, default=4, help="requests a stream in each round")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser = server_command_line(__name__, __doc__, "64:512:128,256:512:128", rounds=2)
     parser.add_argument("--clients", type=int, default=4, help="client processes")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--token-ids", default="300:3000", help="LOW:HIGH of the random prompt's token ids")
-    parser.add_argument("--start-limit", type=float, default=600.0, help="seconds")
     parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("server_args", nargs="*", help="after --: more arguments for the server that is started")
     options = parser.parse_args(argv)
     if options.client:
         asyncio.run(_client(options))

@@ -39,6 +39,7 @@ from typing import Any
 
 import psutil
 
+from tests.bench._options import command_line
 from tests.bench.serving import Client, Point, cpu_name, run_point
 
 __all__ = ["main"]
@@ -310,14 +311,12 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.bench peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__name__, __doc__)
     parser.add_argument("--models", type=Path, help="folder of the models")
     parser.add_argument("--model", nargs="+", default=["tiny", "0.6b"], help="names in that folder")
-    parser.add_argument("--engines", nargs="+", default=["troupe", "llama", "vllm"])
-    parser.add_argument("--points", default=POINTS)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--engines", nargs="+", default=["troupe", "llama", "vllm"], help="those that take part")
+    parser.add_argument("--points", default=POINTS, help="concurrency:input:output tokens, separated by commas")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each engine")
     parser.add_argument("--requests", type=int, default=0, help="a stream and round; 0: 8, 3, 2 at 1, 8, 32 streams")
     parser.add_argument("--apart", action="store_true", help="one server at a time")
     parser.add_argument("--results", type=Path, help="JSON lines to add to")

@@ -8,7 +8,6 @@ of 256 rows asks for 16 pages of 16 tokens on average. Sending the messages is n
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import time
@@ -22,6 +21,7 @@ from actors.protocol import SequenceSpec
 from actors.scheduling import Planner, PlannerConfig
 from actors.scheduling.testing import drive, model_info
 from kernels.step import SlotSampling, StepBatch, StepResult
+from tests.bench._options import command_line
 
 PAGE_SIZE = 16
 PROMPT = 100
@@ -90,9 +90,9 @@ def measure(
 
 def main(argv: list[str]) -> None:
     """Print a table: microseconds a step, median and 99th percentile."""
-    parser = argparse.ArgumentParser(prog="python -m tests.bench planner", description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 256])
-    parser.add_argument("--steps", type=int, default=2000)
+    parser = command_line(__name__, __doc__)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 256], help="that decode, of each point")
+    parser.add_argument("--steps", type=int, default=2000, help="of each point")
     options = parser.parse_args(argv)
     print(f"{'rows':>5} {'plan us':>9} {'p99':>7} {'finish us':>10} {'p99':>7} {'step us':>9} {'a row us':>9}")
     for rows in options.rows:

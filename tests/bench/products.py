@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.bench._options import command_line
+
 __all__ = ["main"]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,15 +112,17 @@ def main(argv: list[str] | None = None) -> int:
     if argv is None and sys.argv[1:2] == ["--child"]:
         _child(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]), sys.argv[6])
         return 0
-    parser = argparse.ArgumentParser(
-        prog="products", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = command_line(__name__, __doc__)
     parser.add_argument("--against", type=Path, help="another checkout of Troupe")
-    parser.add_argument("--rows", type=int, nargs="+", default=(1, 8, 32, 128, 512, 2048))
-    parser.add_argument("--kinds", nargs="+", default=("bf16",), choices=KINDS)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=(1, 8, 32, 128, 512, 2048), help="tokens of each product"
+    )
+    parser.add_argument("--kinds", nargs="+", default=("bf16",), choices=KINDS, help="of weights")
+    parser.add_argument("--rounds", type=int, default=3, help="of each measurement; medians count")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of a product")
+    parser.add_argument(
+        "--clock", choices=("wall", "cpu"), default="wall", help="wall: elapsed time; cpu: processor time"
+    )
     arguments = parser.parse_args(argv)
     ratio = " old ms | old/new |" if arguments.against else ""
     print(f"| weight | inputs x outputs | rows | ms | TFLOP/s | GB/s |{ratio}\n|{'---|' * (8 if ratio else 6)}")

@@ -34,6 +34,7 @@ from typing import Any
 from app.understudy import MODEL_DIR
 from tests.bench._checkpoints import CHECKPOINTS, EXPERTS, limit_of, made_up_gguf, write
 from tests.bench._experts import write_experts
+from tests.bench._options import command_line
 from tests.bench._quantized_model import ONLINE, Process, answer
 from tests.bench.cpu import SHAPES, described
 
@@ -95,24 +96,42 @@ def _model(shape: str, scheme: str, directory: Path) -> tuple[str, str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="quantization", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = command_line(__name__, __doc__)
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    parser.add_argument("--schemes", nargs="*", default=list(ONLINE), choices=[*ONLINE, *MADE_UP, *FILES])
-    parser.add_argument("--checkpoints", nargs="*", default=[], choices=["all", *CHECKPOINTS])
-    parser.add_argument("--experts", action="store_true")
+    parser.add_argument(
+        "--schemes",
+        nargs="*",
+        default=list(ONLINE),
+        choices=[*ONLINE, *MADE_UP, *FILES],
+        help="values of --quantization, and of checkpoints with made-up weights",
+    )
+    parser.add_argument(
+        "--checkpoints",
+        nargs="*",
+        default=[],
+        choices=["all", *CHECKPOINTS],
+        help="layouts that the model in the box is written in",
+    )
+    parser.add_argument("--experts", action="store_true", help="checkpoints of a model of experts")
     parser.add_argument("--made", nargs="*", type=Path, default=[], help="directories of such checkpoints by a tool")
-    parser.add_argument("--shapes", nargs="*", default=["understudy", "0.6b"], choices=[*SHAPES, "understudy", "8b"])
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--caches", nargs="*", default=[], choices=CACHES)
-    parser.add_argument("--rows", type=int, nargs="*", default=[1, 16])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--chunk", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument(
+        "--shapes",
+        nargs="*",
+        default=["understudy", "0.6b"],
+        choices=[*SHAPES, "understudy", "8b"],
+        help="models whose bytes and speed are measured",
+    )
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="that runs the models")
+    parser.add_argument("--caches", nargs="*", default=[], choices=CACHES, help="values of --kv-cache-dtype")
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 16], help="that decode, of each measurement")
+    parser.add_argument("--rounds", type=int, default=3, help="of each measurement; medians count")
+    parser.add_argument("--chunk", type=int, default=0, help="tokens of a document that a step takes; 0: all at once")
+    parser.add_argument("--steps", type=int, default=40, help="decode steps of a round")
     parser.add_argument("--threads", type=int, default=0, help="of the CPU's operators; 0: one a core")
-    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
-    parser.add_argument("--skip-accuracy", action="store_true")
+    parser.add_argument(
+        "--clock", choices=("wall", "cpu"), default="wall", help="wall: elapsed time; cpu: processor time"
+    )
+    parser.add_argument("--skip-accuracy", action="store_true", help="print bytes and speed alone")
     given = parser.parse_args(argv)
     if given.child:
         logging.basicConfig(level=logging.WARNING, format="%(message)s")

@@ -8,7 +8,6 @@ for OTLP and then dropped. What metrics and traces cost under load: ``python -m 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import statistics
 import time
@@ -22,6 +21,7 @@ from telemetry.timeline import Outcome, Timelines
 from telemetry.trace_export import TraceExport, TraceOptions
 from telemetry.tracing import Tracing
 from telemetry.worker_spans import TracedRow, forward_spans
+from tests.bench._options import command_line
 from tests.bench.serving import cpu_name
 
 __all__ = ["main"]
@@ -83,8 +83,8 @@ async def _record(requests: int, repeats: int) -> int:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench recording", description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser = command_line(__name__, __doc__)
+    parser.add_argument("--requests", type=int, default=1000, help="of each measurement")
+    parser.add_argument("--repeats", type=int, default=7, help="measurements; their median counts")
     options = parser.parse_args(argv)
     return asyncio.run(_record(options.requests, options.repeats))

@@ -7,7 +7,6 @@ The logits are peaked as a language model's are (a few likely tokens over a wide
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 
@@ -15,6 +14,7 @@ import torch
 
 from kernels.sampling import Sampler
 from kernels.step import SlotSampling
+from tests.bench._options import command_line
 
 __all__ = ["main"]
 
@@ -50,13 +50,11 @@ def _milliseconds(sampler: Sampler, logits: torch.Tensor, history: torch.Tensor,
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="sampling", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--vocab", type=int, nargs="+", default=[32000, 151936])
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 32])
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser = command_line(__name__, __doc__)
+    parser.add_argument("--vocab", type=int, nargs="+", default=[32000, 151936], help="tokens of each vocabulary")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 32], help="of each step")
+    parser.add_argument("--threads", type=int, default=1, help="of torch's operators")
+    parser.add_argument("--repeats", type=int, default=7, help="measurements; their median counts")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)

@@ -35,6 +35,7 @@ import msgspec
 import psutil
 
 from tests.addresses import hold_port, port_of
+from tests.bench._options import server_command_line
 
 
 @dataclass
@@ -331,15 +332,5 @@ async def bench(options: argparse.Namespace) -> int:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench serving", description=__doc__.splitlines()[0])
-    parser.add_argument("--url", help="a running server; without it one is started")
-    parser.add_argument("--model", help="directory for the server that is started (default: the model in the box)")
-    parser.add_argument("--model-name", help="the API's model name (default: the first of /v1/models)")
-    parser.add_argument("--points", default="1:128:128,8:128:128,32:128:64")
-    parser.add_argument("--requests", type=int, default=4, help="requests a stream in each round")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--token-ids", default="300:3000", help="LOW:HIGH of the random prompt's token ids")
-    parser.add_argument("--start-limit", type=float, default=600.0, help="seconds")
-    parser.add_argument("server_args", nargs="*", help="after --: more arguments for the server that is started")
+    parser = server_command_line(__name__, __doc__, "1:128:128,8:128:128,32:128:64", rounds=3)
     return asyncio.run(bench(parser.parse_args(argv)))

@@ -28,6 +28,7 @@ import msgspec
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.bench._options import command_line
 from tests.bench._rude_clients import KEYS, Client, Ledger
 from tests.bench.serving import OwnServer, cpu_name
 
@@ -250,10 +251,10 @@ async def bench(options: argparse.Namespace) -> int:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench soak", description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=10.0)
+    parser = command_line(__name__, __doc__)
+    parser.add_argument("--minutes", type=float, default=10.0, help="of traffic")
     parser.add_argument("--warm-up", type=float, default=15.0, help="seconds of traffic before the state is noted")
-    parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--clients", type=int, default=32, help="at once")
     parser.add_argument(
         "--kill-every",
         type=float,
@@ -261,6 +262,6 @@ def main(argv: list[str]) -> int:
         help="seconds between two kills; 0 for none. More than six in 300 s are a reason to give up, for the engine.",
     )
     parser.add_argument("--model", help="model directory (default: the model in the box)")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=1, help="of the traffic")
     parser.add_argument("server_args", nargs="*", help="after --: more arguments for the server")
     return asyncio.run(bench(parser.parse_args(argv)))

@@ -33,6 +33,7 @@ from actors.arguments import Arguments
 from actors.engine import Engine
 from actors.requests import Chat, SamplingParams
 from app.arguments import load_arguments
+from tests.bench._options import command_line
 from tests.bench.serving import cpu_name
 
 __all__ = ["main"]
@@ -190,16 +191,20 @@ async def _run(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench speculative", description=__doc__)
-    parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS))
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 4, 16])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = command_line(__name__, __doc__)
+    parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS), help="of speculative decoding, or NONE")
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 4, 16], help="prompts at once")
+    parser.add_argument("--rounds", type=int, default=5, help="answers of both engines to each batch")
     parser.add_argument("--pairs", type=int, default=1, help="times that both engines are started anew")
-    parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--temperature", type=float, default=None)
-    parser.add_argument("--hostile", action="store_true")
-    parser.add_argument("--adaptive", action="store_true")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--tokens", type=int, default=96, help="of each answer")
+    parser.add_argument(
+        "--temperature", type=float, default=None, help="of sampling; without it greedy, or high for hostile prompts"
+    )
+    parser.add_argument(
+        "--hostile", action="store_true", help="prompts of random tokens, continued at a high temperature"
+    )
+    parser.add_argument("--adaptive", action="store_true", help="adds --speculative-adaptive")
+    parser.add_argument("--device", default="cpu", help="that runs the model")
     cut = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:cut])
     args.rest = argv[cut + 1 :]

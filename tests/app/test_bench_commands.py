@@ -1,0 +1,32 @@
+"""Every benchmark says what it does, and each of its options what it is for."""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+
+import pytest
+
+from tests.bench.__main__ import names
+
+
+def test_parts_of_a_benchmark_are_none() -> None:
+    assert {"serving", "device", "understudy"} <= set(names())
+    assert not {"device_chain", "_options", "__main__"} & set(names())
+
+
+@pytest.mark.parametrize("name", names())
+def test_help_tells_all(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    parsers: list[argparse.ArgumentParser] = []
+    known = argparse.ArgumentParser.parse_known_args
+    monkeypatch.setattr(
+        argparse.ArgumentParser, "parse_known_args", lambda self, *rest: parsers.append(self) or known(self, *rest)
+    )
+    module = import_module(f"tests.bench.{name}")
+    with pytest.raises(SystemExit) as ended:
+        module.main(["--help"])
+    assert ended.value.code == 0
+    told = capsys.readouterr().out
+    assert f"python -m tests.bench {name}" in told
+    assert (module.__doc__ or "").strip() in told or name == "understudy"
+    assert [action.dest for action in parsers[0]._actions if not action.help] == []

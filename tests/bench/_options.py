@@ -1,0 +1,33 @@
+"""The command lines of the benches."""
+
+from __future__ import annotations
+
+import argparse
+
+__all__ = ["command_line", "server_command_line"]
+
+
+def command_line(module: str, doc: str | None) -> argparse.ArgumentParser:
+    """Of a bench, by its ``__name__`` and its ``__doc__``, which --help prints as it stands. Defaults are told."""
+
+    class Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+        pass
+
+    name = module.rpartition(".")[2]
+    return argparse.ArgumentParser(prog=f"python -m tests.bench {name}", description=doc, formatter_class=Formatter)
+
+
+def server_command_line(module: str, doc: str | None, points: str, rounds: int) -> argparse.ArgumentParser:
+    """Of a bench that asks a server, with its default ``points`` and ``rounds``."""
+    parser = command_line(module, doc)
+    parser.add_argument("--url", help="a running server; without it one is started")
+    parser.add_argument("--model", help="directory for the server that is started; without it the model in the box")
+    parser.add_argument("--model-name", help="the API's model name; without it the first of /v1/models")
+    parser.add_argument("--points", default=points, help="streams:prompt tokens:output tokens, separated by commas")
+    parser.add_argument("--requests", type=int, default=4, help="requests a stream in each round")
+    parser.add_argument("--rounds", type=int, default=rounds, help="measurements of each point")
+    parser.add_argument("--seed", type=int, default=1, help="of the prompts")
+    parser.add_argument("--token-ids", default="300:3000", help="LOW:HIGH of the random prompt's token ids")
+    parser.add_argument("--start-limit", type=float, default=600.0, help="seconds that a server may take to start")
+    parser.add_argument("server_args", nargs="*", help="after --: more arguments for the server that is started")
+    return parser
