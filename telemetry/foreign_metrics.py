@@ -20,7 +20,21 @@ from telemetry.tally import Tally
 __all__ = ["foreign_exposition"]
 
 _Own: TypeAlias = Mapping[str, Samples]
-_Table: TypeAlias = dict[str, tuple[MetricSpec, Callable[[_Own], Samples | None]]]
+_Of: TypeAlias = Callable[[_Own], Samples | None]
+
+
+class _Table(dict[str, tuple[MetricSpec, _Of]]):
+    """Metrics under the names of ``engine``, and what each is of Troupe's own."""
+
+    def __init__(self, engine: str) -> None:
+        super().__init__()
+        self._engine = engine
+
+    def gauge(self, name: str, text: str, of: _Of) -> None:
+        self[f"{self._engine}:{name}"] = MetricSpec(f"{self._engine}:{name}", "gauge", text), of
+
+    def counter(self, name: str, text: str, of: _Of, *labels: str) -> None:
+        self[f"{self._engine}:{name}"] = MetricSpec(f"{self._engine}:{name}", "counter", text, labels), of
 
 
 def _number(own: _Own, name: str) -> float:
@@ -136,13 +150,8 @@ def _cache_config(own: _Own) -> Samples | None:
 
 
 def _vllm() -> _Table:
-    def gauge(name: str, text: str, of: Callable[[_Own], Samples | None]) -> None:
-        table[f"vllm:{name}"] = (MetricSpec(f"vllm:{name}", "gauge", text), of)
-
-    def counter(name: str, text: str, of: Callable[[_Own], Samples | None], *labels: str) -> None:
-        table[f"vllm:{name}"] = (MetricSpec(f"vllm:{name}", "counter", text, labels), of)
-
-    table: _Table = {}
+    table = _Table("vllm")
+    gauge, counter = table.gauge, table.counter
     gauge("num_requests_running", "Sequences that run.", _value("troupe_requests_running"))
     gauge("num_requests_waiting", "Sequences that wait.", _value("troupe_requests_waiting"))
     gauge(
@@ -201,13 +210,8 @@ _WITH_TOKENS = frozenset({"sglang:prompt_tokens_histogram", "sglang:generation_t
 
 
 def _sglang() -> _Table:
-    def gauge(name: str, text: str, of: Callable[[_Own], Samples | None]) -> None:
-        table[f"sglang:{name}"] = (MetricSpec(f"sglang:{name}", "gauge", text), of)
-
-    def counter(name: str, text: str, of: Callable[[_Own], Samples | None], *labels: str) -> None:
-        table[f"sglang:{name}"] = (MetricSpec(f"sglang:{name}", "counter", text, labels), of)
-
-    table: _Table = {}
+    table = _Table("sglang")
+    gauge, counter = table.gauge, table.counter
     used, free, evictable = "troupe_cache_pages_used", "troupe_cache_pages_free", "troupe_cache_pages_evictable"
     gauge("num_running_reqs", "Sequences that run.", _value("troupe_requests_running"))
     gauge("num_queue_reqs", "Sequences that wait.", _value("troupe_requests_waiting"))

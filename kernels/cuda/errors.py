@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-
 from kernels.platforms.base import PlatformError
+from kernels.platforms.device_error import DeviceError, out_of_memory
 
 __all__ = ["DeviceError", "explain"]
-
-
-class DeviceError(RuntimeError):
-    """The device failed. It holds no state that can be relied on: the worker must be started anew."""
 
 
 _WHICH = "run with CUDA_LAUNCH_BLOCKING=1 and --disable-cuda-graph to see which"
@@ -56,11 +51,9 @@ def explain(error: BaseException, device: str) -> Exception | None:
     if isinstance(error, PlatformError | DeviceError):
         return None
     text = str(error)
-    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text.lower():
-        return DeviceError(
-            f"{device} is out of memory ({_line(text)}); lower --mem-fraction-static, --max-total-tokens or "
-            "--chunked-prefill-size, or look for other processes on the device with nvidia-smi"
-        )
+    short = out_of_memory(error, device, _line(text), "nvidia-smi")
+    if short is not None:
+        return short
     lower = text.lower()
     if not isinstance(error, RuntimeError) or not any(word in lower for word in ("cuda", "nccl", "cublas", "cudnn")):
         return None

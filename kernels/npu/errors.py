@@ -8,15 +8,10 @@ from __future__ import annotations
 
 import re
 
-import torch
-
 from kernels.platforms.base import PlatformError
+from kernels.platforms.device_error import DeviceError, out_of_memory
 
 __all__ = ["DeviceError", "explain", "first_code"]
-
-
-class DeviceError(RuntimeError):
-    """The device failed. It holds no state that can be relied on: the worker must be started anew."""
 
 
 _ADVICE: tuple[tuple[tuple[int, ...], str], ...] = (
@@ -77,11 +72,9 @@ def explain(error: BaseException, device: str) -> Exception | None:
     if isinstance(error, PlatformError | DeviceError):
         return None
     text = str(error)
-    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text.lower():
-        return DeviceError(
-            f"{device} is out of memory ({_line(text)}); lower --mem-fraction-static, --max-total-tokens or "
-            "--chunked-prefill-size, or look for other processes on the device with npu-smi info"
-        )
+    short = out_of_memory(error, device, _line(text), "npu-smi info")
+    if short is not None:
+        return short
     code = first_code(text)
     if code is None:
         return None

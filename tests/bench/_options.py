@@ -7,14 +7,17 @@ import argparse
 __all__ = ["command_line", "server_command_line"]
 
 
+class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        """Nothing is no default worth telling."""
+        return super()._get_help_string(action) if action.default else action.help
+
+
 def command_line(module: str, doc: str | None) -> argparse.ArgumentParser:
     """Of a bench, by its ``__name__`` and its ``__doc__``, which --help prints as it stands. Defaults are told."""
 
-    class Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-        pass
-
     name = module.rpartition(".")[2]
-    return argparse.ArgumentParser(prog=f"python -m tests.bench {name}", description=doc, formatter_class=Formatter)
+    return argparse.ArgumentParser(prog=f"python -m tests.bench {name}", description=doc, formatter_class=_Formatter)
 
 
 def server_command_line(module: str, doc: str | None, points: str, rounds: int) -> argparse.ArgumentParser:

@@ -7,9 +7,8 @@
 A point is ``concurrency:input tokens:output tokens``; a closed loop keeps that many streams of ``/v1/completions``
 open. Prompts are random token ids, seeded by everything that makes runs differ, so that no run finds another's prompts
 in a prefix cache. A request counts only when its stream ended with ``[DONE]`` and its usage says the output length
-asked
-for; all else is failed. A chunk of n tokens that comes g seconds after the one before counts as n latencies of g/n.
-Points are run in rounds, one after the other, and the median of the rounds is printed.
+that was asked for; all else is failed. A chunk of n tokens that comes g seconds after the one before counts as n
+latencies of g/n. Points are run in rounds, one after the other, and the median of the rounds is printed.
 """
 
 from __future__ import annotations
