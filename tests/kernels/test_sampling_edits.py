@@ -103,6 +103,29 @@ def by_definition(row, history, prompt, repetition, frequency, presence):
     return row
 
 
+@pytest.mark.parametrize(
+    ("sampling", "needed"),
+    [
+        ({"repetition_penalty": 1.1}, True),
+        ({"frequency_penalty": 0.1}, True),
+        ({"presence_penalty": -0.1}, True),
+        ({"bad_words": ((3, 4),)}, True),
+        ({"bad_words": ((3,),)}, False),
+        ({"min_tokens": 4, "stop_ids": (2,), "ban_ids": (5,), "bias_ids": (7,), "bias_values": (1.0,)}, False),
+        ({"allowed_ids": (1, 2), "temperature": 0.7, "top_k": 4, "logprobs": 2}, False),
+    ],
+)
+def test_who_looks_at_the_tokens_before(sampling, needed):
+    """Guesses of the others are verified against the slots' own histories, which hold none of the guesses before."""
+    sampler = Sampler(VOCAB, 4)
+    for slot, one in ((1, SlotSampling()), (2, SlotSampling(**sampling)), (3, SlotSampling(temperature=0.0))):
+        sampler.admit(slot, one, 3)
+    assert sampler.needs_history([1, 2, 3]) is needed
+    assert sampler.needs_history([1, 3]) is False
+    sampler.release(2)
+    assert sampler.needs_history([1, 2]) is False
+
+
 @pytest.mark.parametrize("counted", [True, False])
 def test_penalties_follow_their_definitions(counted):
     generator = torch.Generator().manual_seed(8)
