@@ -90,6 +90,19 @@ def test_a_quiet_night_is_no_slow_drain() -> None:
     assert refused_for(door, quiet, choices=20) == pytest.approx(2, abs=1)
 
 
+@pytest.mark.parametrize(("working", "expected"), [(10, 10.0), (9, 5.0)])
+def test_a_rate_is_that_of_an_engine_with_enough_to_do_full_house_or_not(working: int, expected: float) -> None:
+    """Five a second end, and 50 are too many. With less to do nothing is known of the full rate."""
+    door = Door(max_sequences=100, max_tokens=None, busy_from=10)
+    tickets = [door.enter(1, 1, 0.0) for _ in range(working)]
+    for step in range(50):
+        now = step * 0.2
+        door.leave(tickets.pop(0), now)
+        tickets.append(door.enter(1, 1, now))
+    door.enter(100 - working, 1, now)
+    assert refused_for(door, now, choices=50) == expected
+
+
 def test_the_wait_is_never_longer_than_clients_obey_nor_shorter_than_a_second() -> None:
     door, now = full_house(1.0, 30)
     assert refused_for(door, now, choices=900) == 120.0
