@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 
+from actors.arguments import Arguments
 from actors.engine import Engine
 from actors.requests import Chat, Delta, InvalidRequest, QueueFull, RequestTimeout, SamplingParams
+from actors.served_model import ServedModel
 from actors.streams import RequestStream, merge
+from actors.text_codec import TextCodec
+from actors.tokenizer import Tokenizer
 from tests.tiny_model import make_tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -84,25 +88,67 @@ async def test_without_a_tokenizer_only_ids_go_in_and_out(tiny_model: Path) -> N
             e.generate([5], SamplingParams(stop=("x",)))
 
 
-async def test_template_workers_interval_and_name(tiny_model: Path, tmp_path: Path) -> None:
+async def test_template_workers_interval_and_name(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[dict[str, Any]] = []
+
+    class Told(Tokenizer):
+        def __init__(self, codec: TextCodec, **options: Any) -> None:
+            made.append(options)
+            super().__init__(codec, **options)
+
+    monkeypatch.setattr("actors.company.Tokenizer", Told)
     template = tmp_path / "mine.jinja"
     template.write_text("mine {{ messages[0].content }}")
     async with engine(
         tiny_model,
         chat_template=str(template),
         tokenizer_worker_num=2,
+        enable_tokenizer_batch_encode=False,
+        enable_dynamic_batch_tokenizer=True,
+        dynamic_batch_tokenizer_batch_size=3,
+        dynamic_batch_tokenizer_batch_timeout=0.004,
         stream_interval=5,
         served_model_name="my-model",
         abort_on_priority_when_disabled=True,
     ) as e:
         assert await e.render(Chat(messages=[{"role": "user", "content": "hi"}])) == "mine hi"
         assert [a.name for a in e.health().actors if a.name.startswith("tokenizer")] == ["tokenizer-0", "tokenizer-1"]
+        assert made == [{"batch_size": 3, "batch_timeout": 0.004, "batch_encode": False}] * 2
         assert e.model_name == "my-model"
         sizes = [len(delta.token_ids) async for delta in e.generate("fox", GREEDY)]
         assert sum(sizes) == 12
         assert all(size >= 5 for size in sizes[1:-1])
         with pytest.raises(InvalidRequest, match="enable-priority-scheduling"):
             e.generate("fox", GREEDY, priority=3)
+
+
+def test_what_the_hub_has_is_downloaded_as_the_arguments_say(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str | None, str, bool]] = []
+
+    def download(name: str, *, revision: str | None, cache_dir: str, allow_patterns: list[str]) -> str:
+        asked.append((name, revision, cache_dir, "*.safetensors" in allow_patterns))
+        return str(tiny_model)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    model = ServedModel(
+        Arguments(
+            model_path="own/model",
+            revision="second",
+            tokenizer_path="own/words",
+            download_dir="/models",
+            speculative_algorithm="STANDALONE",
+            speculative_draft_model_path="own/draft",
+            speculative_draft_model_revision="third",
+        )
+    )
+    assert sorted(asked) == [
+        ("own/draft", "third", "/models", True),
+        ("own/model", "second", "/models", True),
+        ("own/words", None, "/models", False),
+    ]
+    assert model.files.path == tiny_model
 
 
 async def test_overrides_dummy_weights_page_size_and_no_cache(tiny_model: Path) -> None:

@@ -22,7 +22,7 @@ from actors.arguments import ArgumentError, Arguments
 from actors.engine import Engine
 from actors.requests import SamplingParams
 from actors.runtime import current_traceparent
-from actors.traces import check_tracing
+from actors.traces import check_tracing, start_tracing
 from telemetry.timeline import Outcome, RequestTimeline, Timelines
 from telemetry.trace_export import TraceExport, TraceOptions, make_exporter
 from telemetry.tracing import Tracing
@@ -112,6 +112,33 @@ async def test_a_ratio_decides_for_traces_that_begin_here() -> None:
         await export.close(PATIENCE)
         spans = [span for span in exporter.get_finished_spans() if span.name == "chat m"]
         assert len(spans) == expected
+
+
+async def test_arguments_say_where_spans_go_and_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str | None, str | None]] = []
+
+    def make(endpoint: str | None, protocol: str | None) -> SpanExporter:
+        asked.append((endpoint, protocol))
+        return InMemorySpanExporter()
+
+    monkeypatch.setattr("telemetry.trace_export.make_exporter", make)
+    for ratio in (0.0, 1.0):
+        told = Arguments(
+            model_path="m",
+            enable_trace=True,
+            trace_level=3,
+            oltp_traces_endpoint="collector:4318",
+            otlp_traces_protocol="grpc",
+            trace_sample_ratio=ratio,
+        )
+        tracing = start_tracing(told, None)
+        assert tracing is not None
+        assert tracing.level == 3
+        timelines = Timelines()
+        timelines.listen(tracing)
+        assert (timelines.open("a", operation="chat", model="m").trace is not None) == (ratio == 1.0)
+        await tracing.close()
+    assert asked == [("collector:4318", "grpc")] * 2
 
 
 async def test_handlers_are_traced_whatever_else_the_flags_of_a_sampled_trace_say() -> None:
