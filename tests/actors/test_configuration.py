@@ -10,6 +10,7 @@ import pytest
 from actors.arguments import Arguments
 from actors.configuration import planner_config, runner_config
 from actors.placement import Placement
+from kernels.speculative.settings import AdaptiveSettings, SpeculativeSettings
 
 CPU = Placement("cpu")
 
@@ -85,6 +86,15 @@ def test_runner(keywords: dict[str, Any], field: str, value: object) -> None:
     model = Path("m")
     assert getattr(runner_config(Arguments(model_path="m"), model, 4096, CPU), field) != value
     assert getattr(runner_config(Arguments.from_keywords(model="m", **keywords), model, 4096, CPU), field) == value
+
+
+def test_both_are_told_of_guesses() -> None:
+    """The planner of how many, where they adapt to what they bring; else it plans as many as the runner makes."""
+    for enabled, told in ((True, '{"ema_alpha": 0.5}'), (False, None)):
+        guesses = SpeculativeSettings("NGRAM", adaptive=AdaptiveSettings(enabled, '{"ema_alpha": 0.5}'))
+        assert planner_config(Arguments(model_path="m"), 4096, CPU, guesses).adaptive == told
+        assert runner_config(Arguments(model_path="m"), Path("m"), 4096, CPU, guesses).speculation == guesses
+    assert planner_config(Arguments(model_path="m"), 4096, CPU).adaptive is None
 
 
 def test_chunks_suit_the_device_unless_somebody_says() -> None:
