@@ -132,7 +132,13 @@ def test_a_slot_s_sampling():
         min_tokens=2,
         allowed_token_ids=(7, 8),
         logprobs=3,
+        prompt_logprobs=2,
+        top_p=0.9,
+        min_p=0.1,
+        repetition_penalty=1.5,
+        frequency_penalty=-0.5,
         presence_penalty=1,
+        speculative_num_draft_tokens=5,
     )
     slot = slot_sampling(params, index=0, seed=77, stop_ids=(1, 2), bad_words=[[3, 4], [5]])
     assert slot == SlotSampling(
@@ -145,9 +151,16 @@ def test_a_slot_s_sampling():
         allowed_ids=(7, 8),
         bad_words=((3, 4), (5,)),
         logprobs=3,
+        prompt_logprobs=2,
+        top_p=0.9,
+        min_p=0.1,
+        repetition_penalty=1.5,
+        frequency_penalty=-0.5,
         presence_penalty=1.0,
+        drafts=4,
         seed=77,
     )
+    assert slot_sampling(msgspec.structs.replace(params, speculative=False), index=0, seed=77).drafts == 0
     assert slot_sampling(SamplingParams(), index=0, seed=0, stop_ids=(1,)) == SlotSampling()
 
 
