@@ -373,6 +373,34 @@ async def test_one_tenants_flood_leaves_places_and_turns_for_another(tiny_model:
         assert engine.intake.door.sequences == 0
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"enable_priority_scheduling": True}, ["first", "high", "low"]),
+        ({}, ["first", "low", "high"]),
+    ],
+)
+async def test_priorities_order_the_queue_where_they_are_enabled(
+    tiny_model: Path, options: dict[str, Any], expected: list[str]
+) -> None:
+    async with small_engine(tiny_model, max_running_requests=1, **options) as engine:
+        ended: list[str] = []
+
+        async def read(stream: RequestStream, name: str) -> None:
+            async for _ in stream:
+                pass
+            ended.append(name)
+
+        long = msgspec.structs.replace(GREEDY, max_tokens=200)
+        wanted = (("first", long, 0), ("low", GREEDY, 1), ("high", GREEDY, 4))
+        async with asyncio.TaskGroup() as tasks:
+            for name, params, priority in wanted:
+                stream = engine.generate([5, 6], params, priority=priority)
+                await stream.ready()
+                tasks.create_task(read(stream, name))
+        assert ended == expected
+
+
 async def test_a_start_that_fails_before_it_began_can_be_made_again(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

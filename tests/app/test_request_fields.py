@@ -1,4 +1,4 @@
-"""Every field of sampling reaches the engine from every API, under whichever of its names, and no field another's."""
+"""Every field of a request reaches the engine from every API, under whichever of its names, and none another's."""
 
 from __future__ import annotations
 
@@ -126,3 +126,24 @@ def test_names_of_requests_and_salts() -> None:
     assert salt_of(body(extra_key="k")) == "k"
     assert len({salt_of(body(cache_salt=a, extra_key=b)) for a, b in (("s", "k"), ("k", "s"), ("s", "s"))}) == 3
     assert label_of(body()) is salt_of(body()) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/generate", {"text": "a"}),
+    ],
+)
+async def test_what_is_not_of_sampling_reaches_the_engine_too(
+    application: Any, path: str, body: dict[str, Any]
+) -> None:
+    client = application.test_client()
+    for fields in ({"priority": 7, "rid": "mine", "cache_salt": "s"}, {"extra_key": "k"}, {}):
+        assert (await client.post(path, json={**body, **fields})).status_code == 200
+    first, second, last = application.engine.requests
+    assert (first["priority"], first["request_id"], first["cache_salt"]) == (7, "mine", "s")
+    assert (second["priority"], second["cache_salt"]) == (0, "k")
+    assert last["cache_salt"] is None
+    assert len({first["request_id"], second["request_id"], last["request_id"]}) == 3
