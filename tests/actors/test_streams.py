@@ -4,10 +4,11 @@ import asyncio
 import gc
 import time
 
+import msgspec
 import pytest
 
-from actors.requests import Delta, InvalidRequest, RequestAborted, RequestFailed, RequestTimeout, Usage
-from actors.streams import RequestStream, StreamBuffer
+from actors.requests import Delta, InvalidRequest, RequestAborted, RequestFailed, RequestTimeout, TokenLogprob, Usage
+from actors.streams import RequestStream, StreamBuffer, merge
 from telemetry.timeline import Timelines
 from tests.waiting import until
 
@@ -57,6 +58,30 @@ async def test_deltas_that_wait_are_merged_and_the_end_releases_once() -> None:
     assert found[0].prompt_token_ids == (1, 2)
     await stream.aclose()
     assert house.released == [buffer]
+
+
+async def test_a_merged_delta_has_all_that_its_parts_had() -> None:
+    def scores(*ids: int) -> tuple[TokenLogprob, ...]:
+        return tuple(TokenLogprob(token_id=i, token=str(i), bytes_=b"x", logprob=-float(i)) for i in ids)
+
+    parts = [
+        msgspec.structs.replace(delta("ab", index=3, first=True), logprobs=scores(0, 1), prompt_logprobs=scores(7)),
+        delta("", index=3),
+        msgspec.structs.replace(delta("c", index=3, finish="stop"), logprobs=scores(2), matched_stop="end"),
+    ]
+    assert merge(parts) == Delta(
+        request_id="r",
+        index=3,
+        text="abc",
+        token_ids=(0, 1, 0),
+        logprobs=scores(0, 1, 2),
+        prompt_logprobs=scores(7),
+        prompt_token_ids=(1, 2),
+        finish_reason="stop",
+        matched_stop="end",
+        usage=parts[-1].usage,
+    )
+    assert merge([delta("a"), delta("b")]).logprobs is None
 
 
 async def test_choices_are_kept_apart_and_the_stream_ends_with_the_last() -> None:
