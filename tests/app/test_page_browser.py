@@ -1,37 +1,23 @@
-"""The live page in a real Chromium, on a real server with the model in the box.
-
-Needs the ``playwright`` package and an installed Chromium; it downloads no browser.
-"""
+"""The live page in a real Chromium, on a real server with the model in the box."""
 
 from __future__ import annotations
 
-import asyncio
 import os
-import shutil
 import signal
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
 from typing import Any
 
 import httpx
 import pytest
 
-from actors.arguments import Arguments
-from app.application import create_app
-from tests.app.conftest import FakeEngine, Server
+from tests.app.browser import answered, browser, needs_browser, open_page, wait_frames
 from tests.app.real_server import RealServer, running
 from tests.waiting import PATIENCE
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="needs the playwright package: pip install -e .[browser]")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+__all__ = ["browser", "open_page"]
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium, as Debian's package chromium"),
-]
-
-KEY = "the-key-of-the-house"
+pytestmark = needs_browser
 
 
 @pytest.fixture(scope="module")
@@ -39,42 +25,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
     greedy = ("--preferred-sampling-params", '{"temperature": 0}')
     with running(tmp_path_factory.mktemp("page") / "log", "--cpu-threads", "1", *greedy) as started:
         yield started
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield started
-        started.close()
-
-
-@pytest.fixture
-def open_page(browser: Any) -> Iterator[Any]:
-    """Open an address in a fresh browser context. What the page complains of fails the test."""
-    contexts, complaints, hosts = [], [], set()
-
-    def open_(url: str, expected: str = "\0", **keywords: Any) -> Any:
-        context = browser.new_context(**{"viewport": {"width": 1360, "height": 860}, **keywords})
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(1000 * PATIENCE)
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on(
-            "console",
-            lambda message: (
-                complaints.append(message.text) if message.type == "error" and expected not in message.text else None
-            ),
-        )
-        page.on("request", lambda request: hosts.add(request.url.split("/")[2]))
-        page.goto(url)
-        return page
-
-    yield open_
-    for context in contexts:
-        context.close()
-    assert complaints == []
-    assert len(hosts) <= 1, hosts
 
 
 @pytest.fixture
@@ -107,16 +57,6 @@ def load(server: RealServer) -> Iterator[Any]:
         thread.join()
 
 
-def answered(page: Any, *, times: int = 1) -> Any:
-    """The last answer, when it is complete."""
-    page.wait_for_function(
-        "n => document.querySelectorAll('.turn.assistant[aria-busy=false]').length >= n"
-        " && document.getElementById('stop').hidden",
-        arg=times,
-    )
-    return page.locator(".turn.assistant").last
-
-
 def make_long(page: Any, tokens: int) -> None:
     """Answers of this page go on for so many tokens: time enough to see them come."""
     page.route(
@@ -125,13 +65,6 @@ def make_long(page: Any, tokens: int) -> None:
             post_data={**route.request.post_data_json, "ignore_eos": True, "max_tokens": tokens}
         ),
     )
-
-
-def wait_frames(page: Any, more: int = 2) -> None:
-    """Until the stage has drawn some more frames."""
-    page.wait_for_function("() => Number(document.body.dataset.frame) > 0")
-    seen = page.evaluate("() => Number(document.body.dataset.frame)")
-    page.wait_for_function("n => Number(document.body.dataset.frame) >= n", arg=seen + more)
 
 
 def has_no_horizontal_scroll(page: Any) -> bool:
@@ -367,97 +300,3 @@ def test_every_control_has_a_name(server, open_page):
     page.keyboard.press("Enter")
     assert "Temperature" in page.locator(".parameters .trouble").inner_text()
     assert page.locator(".turn").count() == 2
-
-
-@pytest.fixture
-def locked_server() -> Iterator[str]:
-    """The address of a server that wants a key. Its engine is a fake: a model need not load for this."""
-    address, stop = Future[str](), threading.Event()
-
-    async def serve() -> None:
-        arguments = Arguments(model_path="/models/fake", served_model_name="fake", api_key=KEY, skip_server_warmup=True)
-        server = Server()
-        address.set_result(await server(create_app(arguments, FakeEngine(arguments))))
-        await asyncio.to_thread(stop.wait)
-        await server.aclose()
-
-    thread = threading.Thread(target=asyncio.run, args=(serve(),))
-    thread.start()
-    yield address.result(PATIENCE)
-    stop.set()
-    thread.join()
-
-
-def test_the_page_asks_for_the_key_and_keeps_it_in_the_tab(locked_server, open_page):
-    page = open_page(locked_server, expected="401")
-    page.click("#key-dialog >> text=Not now")
-    page.wait_for_selector("#stage-notice >> text=key")
-    page.fill("#prompt", "Where is Paris?")
-    page.keyboard.press("Enter")
-    page.wait_for_selector("#key-dialog[open]")
-    page.fill("#key-field", "wrong")
-    page.keyboard.press("Enter")
-    page.wait_for_selector("#key-dialog[open] .trouble")
-    page.fill("#key-field", KEY)
-    page.keyboard.press("Enter")
-    page.wait_for_function("() => document.getElementById('model-name').textContent === 'fake'")
-    assert "Paris" in answered(page).inner_text()
-    wait_frames(page)
-    assert not page.is_visible("#stage-notice")
-    kept = page.evaluate("() => [JSON.stringify(sessionStorage), JSON.stringify(localStorage), document.cookie]")
-    assert [KEY in text for text in kept] == [True, False, False]
-    assert KEY not in page.url
-    page.click("#key-button")
-    page.wait_for_selector("#key-dialog[open]")
-    assert KEY not in page.evaluate("() => JSON.stringify(sessionStorage)")
-
-
-def hold(page: Any, path: str, header: str | None) -> list[Any]:
-    """Keep back the first request to ``path`` that has this authorization; it is in the list when it was made."""
-    held: list[Any] = []
-
-    def handle(route: Any) -> None:
-        if not held and route.request.headers.get("authorization") == header:
-            held.append(route)
-        else:
-            route.continue_()
-
-    page.route(path, handle)
-    return held
-
-
-def wait_for(page: Any, held: list[Any]) -> Any:
-    while not held:
-        page.wait_for_timeout(20)
-    return held[0]
-
-
-def test_a_request_refused_after_another_was_given_the_key_does_not_ask_again(locked_server, open_page):
-    page = open_page(locked_server, expected="401")
-    page.click("#key-dialog >> text=Not now")
-    page.wait_for_selector("#stage-notice >> text=key")
-    held = hold(page, "**/v1/chat/completions", "Bearer wrong")
-    page.fill("#prompt", "Where is Paris?")
-    page.keyboard.press("Enter")
-    page.wait_for_selector("#key-dialog[open]")
-    page.fill("#key-field", "wrong")
-    page.keyboard.press("Enter")
-    late = wait_for(page, held)
-    page.wait_for_selector("#key-dialog[open] .trouble")
-    page.fill("#key-field", KEY)
-    page.keyboard.press("Enter")
-    page.wait_for_function("() => document.getElementById('model-name').textContent === 'fake'")
-    late.continue_()
-    assert "Paris" in answered(page).inner_text()
-    assert not page.is_visible("#key-dialog")
-
-
-def test_a_request_refused_after_the_reader_had_no_key_does_not_ask_again(locked_server, open_page):
-    page = open_page("about:blank", expected="401")
-    held = hold(page, "**/v1/models", None)
-    page.goto(locked_server)
-    page.click("#key-dialog >> text=Not now")
-    page.wait_for_selector("#stage-notice >> text=key")
-    wait_for(page, held).continue_()
-    page.wait_for_function("() => document.getElementById('chat-status').textContent !== ''")
-    assert not page.is_visible("#key-dialog")
