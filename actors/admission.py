@@ -87,6 +87,11 @@ class Door:
         return Ticket(choices, tokens, tenant)
 
     @property
+    def most(self) -> int:
+        """The most sequences of one request: more would be refused however long its client waits."""
+        return most_for_one(self._max_sequences, self._tenants)
+
+    @property
     def refused(self) -> int:
         """Requests refused."""
         return sum(self.refusals.values())

@@ -180,6 +180,11 @@ class Intake:
                 f"n {params.n} times max_tokens {params.max_tokens} is more than {most} tokens. Lower one of them.",
                 param="n" if params.n > 1 else "max_tokens",
             )
+        if params.n > self.door.most:
+            raise InvalidRequest(
+                f"n {params.n} is more than the {self.door.most} that are taken of a client at a time. Lower it.",
+                param="n",
+            )
         if label is not None and len(label) > LIMITS.request_id_chars:
             raise InvalidRequest(f"rid is longer than {LIMITS.request_id_chars} characters. Shorten it.", param="rid")
         if not -(2**31) <= priority < 2**31:

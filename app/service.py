@@ -184,10 +184,10 @@ class Service:
         return stream
 
     def check_size(self, prompts: int, choices: int, param: str) -> None:
-        """400 for a request that could never enter the queue, however long its client waits."""
+        """400 for several prompts that could never enter the queue, however long their client waits."""
         bound = self.arguments.max_running_requests + self.arguments.max_queued_requests
         room = most_for_one(bound, len(self.arguments.api_keys))
-        if choices <= LIMITS.n and prompts * choices > room:  # what is past its own limit, the engine refuses
+        if prompts > 1 and choices <= LIMITS.n and prompts * choices > room:  # the engine refuses the others
             raise invalid(
                 f"{param}: {prompts} prompts with {choices} choices each are more than the {room} that this server "
                 "takes of a client at a time; split the request.",

@@ -293,6 +293,14 @@ async def test_refuses_at_the_door_when_full_and_admits_again(tiny_model: Path) 
         assert len(await text_of(engine, "Once", GREEDY)) > 0
 
 
+async def test_more_choices_than_there_is_ever_room_for_are_no_full_queue(tiny_model: Path) -> None:
+    async with small_engine(tiny_model, max_running_requests=2, max_queued_requests=1) as engine:
+        with pytest.raises(InvalidRequest, match="n 4 is more than the 3 that") as caught:
+            engine.generate("Once", SamplingParams(n=4, max_tokens=1))
+        assert caught.value.param == "n"
+        assert engine.generate("Once", SamplingParams(n=3, max_tokens=1)) is not None
+
+
 async def test_drain_refuses_new_and_ends_old_at_the_deadline(tiny_model: Path) -> None:
     async with small_engine(tiny_model) as engine:
         (quick,) = await under_way(engine, ["Once"], GREEDY)
