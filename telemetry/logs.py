@@ -180,6 +180,8 @@ def install(
         logger.addHandler(output)
         logger.propagate = False
     logging.getLogger("troupe").setLevel(level.upper())
+    # The exporters of spans warn of every retry, each with another delay, before an error says that they have failed.
+    logging.getLogger("opentelemetry.exporter").setLevel("DEBUG" if level == "debug" else "ERROR")
     http = (http_level or level).upper()
     for name in ("troupe.http", "troupe.server", "hypercorn.error"):
         logging.getLogger(name).setLevel(http)

@@ -52,7 +52,9 @@ def server(
     make_application: Callable[..., Any], restore_loggers: Callable[..., None]
 ) -> Iterator[Callable[..., Server]]:
     """A server whose log is as these arguments say."""
-    restore_loggers("troupe", "troupe.http", "troupe.server", "troupe.requests", "hypercorn.error", "app")
+    restore_loggers(
+        "troupe", "troupe.http", "troupe.server", "troupe.requests", "hypercorn.error", "app", "opentelemetry.exporter"
+    )
     outputs = []
 
     def make(**keywords: Any) -> Server:
@@ -191,7 +193,7 @@ async def test_no_client_writes_a_line_of_its_own(server: Callable[..., Server],
 def test_an_asgi_server_gets_logs_unless_somebody_has_set_them_up(
     monkeypatch: pytest.MonkeyPatch, restore_loggers: Callable[..., None], tiny_model: Path
 ) -> None:
-    restore_loggers("troupe", "troupe.http", "troupe.server", "hypercorn.error")
+    restore_loggers("troupe", "troupe.http", "troupe.server", "hypercorn.error", "opentelemetry.exporter")
     monkeypatch.setenv("TROUPE_ARGS", f"--model-path {tiny_model} --log-level error")
     logger = logging.getLogger("troupe")
     assert logger.hasHandlers()  # the tests' own, at the root

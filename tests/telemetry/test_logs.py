@@ -167,12 +167,16 @@ def test_a_character_that_the_stream_lacks_is_escaped(logger: logging.Logger) ->
 
 
 def test_install_touches_the_named_loggers_only(restore_loggers: Callable[..., None]) -> None:
-    restore_loggers("troupe", "troupe.http", "troupe.server", "hypercorn.error", "other.server")
+    restore_loggers(
+        "troupe", "troupe.http", "troupe.server", "hypercorn.error", "other.server", "opentelemetry.exporter"
+    )
     root = (list(logging.getLogger().handlers), logging.getLogger().level)
     output = LogOutput(io.StringIO(), SHORT)
     install(output, level="warning", http_level="debug", others=("other.server",))
     assert logging.getLogger("troupe.scheduler").getEffectiveLevel() == logging.WARNING
     assert logging.getLogger("troupe.http").getEffectiveLevel() == logging.DEBUG
+    exporter = logging.getLogger("opentelemetry.exporter.otlp.proto.grpc.exporter")
+    assert (exporter.isEnabledFor(logging.WARNING), exporter.isEnabledFor(logging.ERROR)) == (False, True)
     assert output in logging.getLogger("troupe").handlers
     assert output in logging.getLogger("other.server").handlers
     assert output not in logging.getLogger("hypercorn.error").handlers
