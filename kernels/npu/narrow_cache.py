@@ -140,7 +140,8 @@ def attend_narrow(queries: Tensor, cache: NarrowLayer, part: FusedPart, scale: f
     """``queries`` [rows, heads, dim], one a row, over all of its tokens -> the same shape and dtype."""
     rows, heads, dim = queries.shape
     pages, page_size, kv_heads, wide = cache.keys.shape
-    given = F.pad(queries.to(torch.bfloat16), (0, wide - dim)) if dim < wide else queries.to(torch.bfloat16)
+    given = queries.to(torch.bfloat16)
+    given = F.pad(given, (0, wide - dim)) if dim < wide else given.contiguous()
     fixed, key_scales, value_scales, mode = cache.fixed, cache.key_scales, cache.value_scales, _TOKEN_AND_HEAD
     if fixed is not None:
         mode = _CHANNEL
