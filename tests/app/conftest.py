@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from actors.arguments import Arguments
 from actors.requests import (
+    Acceptance,
     Chat,
     Delta,
     EngineDraining,
@@ -116,7 +117,12 @@ class FakeStream:
                     else None,
                     prompt_token_ids=tuple(ids) if step == 0 else None,
                     finish_reason=reason,
-                    usage=Usage(prompt_tokens=len(ids), completion_tokens=step + 1, cached_tokens=len(ids) // 2),
+                    usage=Usage(
+                        prompt_tokens=len(ids),
+                        completion_tokens=step + 1,
+                        cached_tokens=len(ids) // 2,
+                        acceptance=self.engine.acceptance,
+                    ),
                 )
         self.ended = True
 
@@ -158,6 +164,7 @@ class FakeEngine:
         self.status = EngineStatus(phase="ready", progress=1.0, stage="ready")
         self.start_error: str | None = None
         self.answer = list(ANSWER)
+        self.acceptance: Acceptance | None = None
         self.step_seconds = 0.0
         self.gate: asyncio.Event | None = None
         self.gate_at = 0

@@ -52,6 +52,40 @@ async def test_echo_scores_the_prompt_as_lm_eval_wants(application, max_tokens):
     assert answer(data)["usage"]["completion_tokens"] == max_tokens
 
 
+async def test_scores_of_a_prompt_stand_by_themselves_where_it_is_not_echoed(application):
+    _, data = await post(application, prompt=[97, 98], logprobs=1, prompt_logprobs=1, max_tokens=1)
+    choice = answer(data)["choices"][0]
+    assert (choice["text"], choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]) == (
+        "Paris",
+        ["Paris"],
+        [0],
+    )
+    scores = [None, {"98": {"logprob": -1.0, "rank": 1, "decoded_token": "b"}}]
+    assert choice["prompt_logprobs"] == scores
+
+
+@pytest.mark.parametrize(("max_tokens", "counted"), [(0, 0), (1, 1)])
+async def test_a_stream_counts_the_tokens_that_it_shows(application, max_tokens, counted):
+    body = {"prompt": [97, 98], "echo": True, "max_tokens": max_tokens}
+    _, data = await post(application, **body, stream=True, stream_options={"include_usage": True})
+    usage = answer(data.decode().split("\n\n")[-3].removeprefix("data: ").encode())["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (2, counted, 2 + counted)
+
+
+async def test_ids_of_tokens_are_told_to_who_asks(application):
+    for asked in (True, False):
+        body = {"prompt": "ab", "max_tokens": 2, "return_token_ids": asked}
+        _, data = await post(application, **body)
+        choice = answer(data)["choices"][0]
+        assert (choice.get("token_ids"), choice.get("prompt_token_ids")) == (
+            ([1000, 1001], [97, 98]) if asked else (None, None)
+        )
+        _, data = await post(application, **body, stream=True)
+        chunks = [answer(block.removeprefix("data: ").encode()) for block in data.decode().split("\n\n")[:-2]]
+        told = [chunk["choices"][0].get("token_ids") for chunk in chunks]
+        assert told == ([[1000], [1001]] if asked else [None, None])
+
+
 async def test_several_prompts_stream_as_one(application):
     response, data = await post(
         application, prompt=["ab", "c"], stream=True, echo=True, stream_options={"include_usage": True}

@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
-from actors.requests import InvalidRequest
+from actors.requests import Acceptance, InvalidRequest
 
 ANSWER = "Paris is the capital of France."
 
@@ -47,6 +47,25 @@ async def test_a_batch_answers_with_a_list(application, engine):
         {"type": "length", "length": 2},
     ]
     assert [item["meta_info"]["id"] for item in told] == ["a", "b"]
+
+
+async def test_ids_of_the_prompt_are_told_to_who_asks(application):
+    for asked in (True, False):
+        told = msgspec.json.decode((await post(application, text="ab", return_prompt_token_ids=asked))[1])
+        assert told.get("prompt_token_ids") == ([97, 98] if asked else None)
+
+
+async def test_what_became_of_guesses_is_told_of_each_choice(application, engine):
+    engine.acceptance = Acceptance().and_step(3, 2).and_step(3, 0)
+    meta = msgspec.json.decode((await post(application, text="ab"))[1])["meta_info"]
+    assert {name: value for name, value in meta.items() if name.startswith("spec_")} == {
+        "spec_verify_ct": 2,
+        "spec_accept_length": 2.0,
+        "spec_accept_rate": 2 / 6,
+        "spec_accept_token_num": 2,
+        "spec_draft_token_num": 6,
+        "spec_accept_histogram": [1, 0, 1],
+    }
 
 
 async def test_several_choices_of_one_prompt_are_a_list(application):
