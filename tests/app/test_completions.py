@@ -86,6 +86,27 @@ async def test_ids_of_tokens_are_told_to_who_asks(application):
         assert told == ([[1000], [1001]] if asked else [None, None])
 
 
+@pytest.mark.parametrize("echo", [False, True])
+async def test_a_streams_scores_go_on_where_the_last_ended(application, echo):
+    _, data = await post(application, prompt=[97, 98], echo=echo, logprobs=1, max_tokens=3, stream=True)
+    blocks = data.decode().split("\n\n")[:-2]
+    scores = [answer(block.removeprefix("data: ").encode())["choices"][0]["logprobs"] for block in blocks]
+    tokens, begin = [token for part in scores for token in part["tokens"]], 2 if echo else 0
+    assert tokens == [*("ab" if echo else ""), "Paris", " is", " the"]
+    assert [offset for part in scores for offset in part["text_offset"]] == [*range(begin), begin, begin + 5, begin + 8]
+    assert scores[-1]["token_logprobs"] == [-0.5]
+    assert scores[-1]["top_logprobs"] == [{" the": -0.5}]
+
+
+async def test_a_stream_of_several_choices_counts_each_prompt_once(application):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    _, data = await post(application, prompt=["ab", "c"], n=2, max_tokens=2, stream=True, stream_options=options)
+    usages = [answer(block.removeprefix("data: ").encode())["usage"] for block in data.decode().split("\n\n")[:-2]]
+    assert (usages[-1]["prompt_tokens"], usages[-1]["completion_tokens"]) == (3, 8)
+    assert usages[0]["completion_tokens"] == 1
+    assert usages[-2] == usages[-1]
+
+
 async def test_several_prompts_stream_as_one(application):
     response, data = await post(
         application, prompt=["ab", "c"], stream=True, echo=True, stream_options={"include_usage": True}

@@ -126,6 +126,22 @@ async def test_an_abort_gives_back_what_was_there(application, engine, stream, u
     assert not engine.open
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_server_that_stops_says_so_and_not_that_somebody_aborted(application, engine, stream, until):
+    engine.gate, engine.gate_at = asyncio.Event(), 2
+    asking = asyncio.create_task(post(application, text="ab", stream=stream))
+    await until(lambda: any(asked.at_gate for asked in engine.streams))
+    await application.drain(0.0)
+    response, data = await asking
+    if stream:
+        told = events(data)[-1]
+        assert told["meta_info"]["finish_reason"]["type"] == "abort"
+        assert "shutting down" in told["meta_info"]["finish_reason"]["message"]
+    else:
+        assert response.status_code == 503
+        assert "shutting down" in msgspec.json.decode(data)["error"]["message"]
+
+
 async def test_an_openai_request_is_aborted_by_the_id_of_its_answer(application, engine, until):
     engine.gate = asyncio.Event()
     body = {"messages": [{"role": "user", "content": "x"}]}
