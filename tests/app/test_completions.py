@@ -68,7 +68,10 @@ async def test_scores_of_a_prompt_stand_by_themselves_where_it_is_not_echoed(app
 async def test_a_stream_counts_the_tokens_that_it_shows(application, max_tokens, counted):
     body = {"prompt": [97, 98], "echo": True, "max_tokens": max_tokens}
     _, data = await post(application, **body, stream=True, stream_options={"include_usage": True})
-    usage = answer(data.decode().split("\n\n")[-3].removeprefix("data: ").encode())["usage"]
+    chunks = [answer(block.removeprefix("data: ").encode()) for block in data.decode().split("\n\n")[:-2]]
+    said = "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+    assert said == "ab" + "Paris" * counted
+    usage = chunks[-1]["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (2, counted, 2 + counted)
 
 

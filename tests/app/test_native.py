@@ -49,6 +49,13 @@ async def test_a_batch_answers_with_a_list(application, engine):
     assert [item["meta_info"]["id"] for item in told] == ["a", "b"]
 
 
+async def test_each_prompt_of_a_batch_has_a_name_of_its_own(application, engine):
+    for fields, names in (({"rid": "job"}, ["job_0", "job_1"]), ({}, ["req-2", "req-3"])):
+        told = msgspec.json.decode((await post(application, text=["a", "b"], **fields))[1])
+        assert [item["meta_info"]["id"] for item in told] == names
+    assert [request["request_id"] for request in engine.requests[:2]] == ["job_0", "job_1"]
+
+
 async def test_ids_of_the_prompt_are_told_to_who_asks(application):
     for asked in (True, False):
         told = msgspec.json.decode((await post(application, text="ab", return_prompt_token_ids=asked))[1])
