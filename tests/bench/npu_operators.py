@@ -16,9 +16,8 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 
-import msgspec
-
 from kernels.step import SlotSampling
+from tests.bench._npu_models import models
 from tests.bench._options import command_line
 
 GENERATIONS = ("A2", "A3", "A5")
@@ -51,17 +50,6 @@ USES = {
 """Where an operator is used, in words; one that is called and missing here ends the program."""
 
 
-EXPERTS = json.dumps(
-    {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-    }
-)
-"""Makes the model in the box one of experts, with weights that are made up."""
-
-
 def main(argv: list[str]) -> None:
     parser = command_line(__name__, __doc__)
     parser.add_argument("generation", nargs="?", choices=GENERATIONS, help="print what is called on this one, as JSON")
@@ -92,44 +80,6 @@ def main(argv: list[str]) -> None:
             print(f"| `{name}` | {use} | {', '.join(found[name])} | {checked} | none yet |")
 
 
-def _quantized(target: Path) -> Path:
-    """The model in the box with attention in static W8A8 and the rest in W4A16."""
-    from app.understudy import MODEL_DIR
-    from tests.quantized import rewrite
-    from tests.quantized_words import int8_rows, packed
-
-    rows, group = int8_rows(0.0625), packed(4, 64)
-    whole = {"type": "int", "symmetric": True}
-    static = {
-        "targets": ["re:.*self_attn.*"],
-        "format": "int-quantized",
-        "weights": whole | {"num_bits": 8, "strategy": "channel"},
-        "input_activations": whole | {"num_bits": 8, "strategy": "tensor", "dynamic": False},
-    }
-    groups = {
-        "targets": ["Linear"],
-        "format": "pack-quantized",
-        "weights": whole | {"num_bits": 4, "strategy": "group", "group_size": 64},
-    }
-    settings = {
-        "quant_method": "compressed-tensors",
-        "format": "mixed-precision",
-        "config_groups": {"group_0": static, "group_1": groups},
-        "ignore": ["lm_head"],
-    }
-    return rewrite(
-        MODEL_DIR, target, lambda module, weight: (rows if "attn" in module else group)(module, weight), settings
-    )
-
-
-def _mxfp8(target: Path) -> Path:
-    """The model in the box in ModelSlim's MXFP8."""
-    from app.understudy import MODEL_DIR
-    from tests.modelslim import write
-
-    return write(MODEL_DIR, target, lambda module: "W8A8_MXFP8")[0]
-
-
 def called(generation: str) -> dict[str, str]:
     """The npu operators that the engine's runner calls on this generation, and by what each is checked."""
     from kernels.npu.simulator.activate import activate
@@ -138,9 +88,7 @@ def called(generation: str) -> dict[str, str]:
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from app.understudy import MODEL_DIR
     from kernels.runner import ModelRunner
-    from kernels.step import RunnerConfig
     from tests.kernels.conftest import Driver
 
     names: set[str] = set()
@@ -151,21 +99,10 @@ def called(generation: str) -> dict[str, str]:
                 names.add(str(func).removeprefix("npu.").removesuffix(".default"))
             return func(*args, **(kwargs or {}))
 
-    config = RunnerConfig(
-        model_path=str(MODEL_DIR),
-        device="npu",
-        page_size=128,
-        max_slots=5,
-        max_step_tokens=256,
-        max_total_tokens=1024,
-    )
     with Listening(), tempfile.TemporaryDirectory() as scratch:
-        ModelRunner(msgspec.structs.replace(config, quantization="int8")).load()  # which runs it, too
-        ModelRunner(msgspec.structs.replace(config, model_path=str(_quantized(Path(scratch) / "words")))).load()
-        ModelRunner(msgspec.structs.replace(config, model_path=str(_mxfp8(Path(scratch))))).load()
-        ModelRunner(msgspec.structs.replace(config, config_overrides=EXPERTS, load_format="dummy")).load()
-        runner = ModelRunner(config)
-        driver = Driver(runner, runner.load())
+        for config in models(Path(scratch)).values():
+            runner = ModelRunner(config)
+            driver = Driver(runner, runner.load())  # which runs it, too
         driver.admit(1, range(20, 60), sampling=SlotSampling(temperature=0.8, top_k=20, top_p=0.9, seed=1))
         driver.step([(1, 40)])
         driver.admit(2, range(30, 80))

@@ -1,0 +1,82 @@
+"""Models that together call every operator that the engine has for NPUs: the model in the box in several forms."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+
+from kernels.step import RunnerConfig
+
+__all__ = ["models"]
+
+EXPERTS = json.dumps(
+    {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+    }
+)
+"""Makes the model in the box one of experts, with weights that are made up."""
+
+
+def models(scratch: Path) -> dict[str, RunnerConfig]:
+    """By a word for each. Checkpoints are written under ``scratch``."""
+    from app.understudy import MODEL_DIR
+
+    config = RunnerConfig(
+        model_path=str(MODEL_DIR),
+        device="npu",
+        page_size=128,
+        max_slots=5,
+        max_step_tokens=256,
+        max_total_tokens=1024,
+    )
+    changed = {
+        "int8": {"quantization": "int8"},
+        "words": {"model_path": str(_quantized(scratch / "words"))},
+        "mxfp8": {"model_path": str(_mxfp8(scratch))},
+        "experts": {"config_overrides": EXPERTS, "load_format": "dummy"},
+        "plain": {},
+    }
+    return {name: msgspec.structs.replace(config, **changes) for name, changes in changed.items()}
+
+
+def _quantized(target: Path) -> Path:
+    """The model in the box with attention in static W8A8 and the rest in W4A16."""
+    from app.understudy import MODEL_DIR
+    from tests.quantized import rewrite
+    from tests.quantized_words import int8_rows, packed
+
+    rows, group = int8_rows(0.0625), packed(4, 64)
+    whole = {"type": "int", "symmetric": True}
+    static = {
+        "targets": ["re:.*self_attn.*"],
+        "format": "int-quantized",
+        "weights": whole | {"num_bits": 8, "strategy": "channel"},
+        "input_activations": whole | {"num_bits": 8, "strategy": "tensor", "dynamic": False},
+    }
+    groups = {
+        "targets": ["Linear"],
+        "format": "pack-quantized",
+        "weights": whole | {"num_bits": 4, "strategy": "group", "group_size": 64},
+    }
+    settings = {
+        "quant_method": "compressed-tensors",
+        "format": "mixed-precision",
+        "config_groups": {"group_0": static, "group_1": groups},
+        "ignore": ["lm_head"],
+    }
+    return rewrite(
+        MODEL_DIR, target, lambda module, weight: (rows if "attn" in module else group)(module, weight), settings
+    )
+
+
+def _mxfp8(target: Path) -> Path:
+    """The model in the box in ModelSlim's MXFP8."""
+    from app.understudy import MODEL_DIR
+    from tests.modelslim import write
+
+    return write(MODEL_DIR, target, lambda module: "W8A8_MXFP8")[0]

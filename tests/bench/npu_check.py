@@ -1,0 +1,335 @@
+"""What a first run on real NPUs should find out: ``python -m tests.bench npu_check``, some minutes on one device.
+
+It goes on after what fails, and names each thing that the device refuses or computes otherwise:
+
+- numbers that sampling and guesses rely on: whole numbers that wrap, shifts, walks of trees, against the CPU;
+- every operator of torch_npu that the engine calls, with the arguments of that very call, held against the reference
+  on the CPU; where the device refuses a call, its error is kept and the reference's answer taken in its place;
+- steps: greedy answers without graphs, in graphs, with a cache of int8, and with guesses in trees;
+- on the CPU the same model, for how likely it finds those answers.
+
+On simulated NPUs (TROUPE_NPU_SIMULATOR=A2) the references are held against themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from kernels.step import Admission, RunnerConfig, SlotSampling, StepBatch
+from tests.bench._npu_models import models
+from tests.bench._options import command_line
+
+__all__ = ["main"]
+
+PROMPTS = ("What is the capital of France?", "Write a short story about a lighthouse.")
+LENGTH = 24
+CLOSE = 0.02
+"""Of a result's largest number: how far floats may be from the reference's."""
+ALIKE = 2
+"""Calls that differ in nothing but numbers of tokens, and are looked at."""
+LIKELY = 0.3
+"""By which the CPU may find its own choice likelier than the NPU's, on average, in logarithms."""
+
+NOTHING = {"npu_add_rms_norm_quant": {1}, "npu_add_rms_norm_dynamic_quant": {1, 4}}
+"""Results that mean nothing, by their index."""
+
+
+@dataclass
+class Row:
+    """An operator's calls: how many, the largest difference of floats as a share, what was refused or differs."""
+
+    calls: int = 0
+    off: float = 0.0
+    wrong: str = ""
+    refused: bool = False
+
+
+def main(argv: list[str]) -> None:
+    command_line(__name__, __doc__).parse_args(argv)
+    simulated = os.environ.get("TROUPE_NPU_SIMULATOR", "")
+    if simulated:
+        from kernels.npu.simulator.activate import activate
+
+        activate(simulated)
+    else:
+        os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    wrong = 0
+    with tempfile.TemporaryDirectory() as scratch:
+        for what, found, fine in _all(Path(scratch)):
+            wrong += not fine
+            print(f"{'ok   ' if fine else 'WRONG'} {what}: {found}", flush=True)
+    sys.exit(f"{wrong} of these are wrong" if wrong else 0)
+
+
+def _all(scratch: Path) -> Iterator[tuple[str, str, bool]]:
+    """What was looked at, what was found, and whether that is as it should be."""
+    from kernels.platforms.select import select_platform
+
+    configs = models(scratch)
+    plain = configs["plain"]
+    platform = select_platform(plain)  # raises, with what to do, where there is no NPU
+    yield "device", _versions(platform.name), True
+    yield from _numbers(platform.device)
+    for name, row in _operators(list(configs.values())).items():
+        yield name, f"{row.calls} calls, {row.wrong or f'off by {row.off:.2g} at most'}", not row.wrong
+    yield from _steps(plain)
+
+
+def _versions(device: str) -> str:
+    import torch
+    import torch_npu
+
+    return f"{device}, torch {torch.__version__}, torch_npu {torch_npu.__version__}, CANN {torch.version.cann}"
+
+
+def _numbers(device: Any) -> Iterator[tuple[str, str, bool]]:
+    import torch
+
+    from kernels.noise import block_clocks, clocks, keys_at, seed_key
+    from kernels.speculative.tree import chain, unpack_bits, within_window
+    from kernels.speculative.verify import walk
+
+    generator = torch.Generator().manual_seed(1)
+    tokens, sampled = (torch.randint(3, (9, 6), generator=generator) for _ in range(2))
+    keys = torch.tensor([seed_key(seed) for seed in range(9)], dtype=torch.int32)
+    ids = torch.arange(4096, dtype=torch.int32)
+
+    def hashes(place: Callable[[Any], Any]) -> Any:
+        return block_clocks(keys_at(place(keys), place(torch.arange(9)))[:, None], place(ids))[1]
+
+    def times(place: Callable[[Any], Any]) -> Any:
+        return clocks(keys_at(place(keys), place(torch.arange(9)))[:, None], place(ids))
+
+    def walked(place: Callable[[Any], Any]) -> Any:
+        found = walk(chain(place(tokens)), place(torch.arange(9) % 6 + 1), place(sampled), 5)
+        return torch.cat((found.path, found.counts[:, None], found.tokens), 1)
+
+    def seen(place: Callable[[Any], Any]) -> Any:
+        return unpack_bits(within_window(chain(place(tokens)).bits, 3), 6)
+
+    checks = {"whole numbers wrap": hashes, "noise": times, "walks of chains": walked, "bits of trees": seen}
+    for name, compute in checks.items():
+        try:
+            found = compute(lambda tensor: tensor.to(device)).cpu()
+        except RuntimeError as error:
+            yield name, f"refused: {_line(error)}", False
+            continue
+        expected = compute(lambda tensor: tensor)
+        close = torch.allclose(found, expected, rtol=1e-5) if found.is_floating_point() else found.equal(expected)
+        yield name, "as on the CPU" if close else "other numbers than on the CPU", close
+
+
+def _operators(configs: list[RunnerConfig]) -> dict[str, Row]:
+    """Every operator that models of all kinds call while they are loaded and in a few steps, without graphs."""
+    import importlib
+    import pkgutil
+
+    import torch
+    from torch import Tensor
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_map_only
+
+    from kernels.npu.simulator import operators
+    from kernels.npu.simulator.operators.reference import REFERENCES
+
+    for module in pkgutil.iter_modules(operators.__path__, f"{operators.__name__}."):
+        importlib.import_module(module.name)
+    rows: dict[str, Row] = {}
+    seen: Counter[tuple[Any, ...]] = Counter()
+
+    class Held(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            name = str(func).removeprefix("npu.").removesuffix(".default")
+            entry = REFERENCES.get(name) if func.namespace == "npu" else None
+            if entry is None or entry.host:
+                return func(*args, **kwargs)
+            kind = (name, *(_kind(value) for value in (*args, *kwargs.items())))
+            seen[kind] += 1
+            row = rows.setdefault(name, Row())
+            if seen[kind] > ALIKE and not row.refused:
+                return func(*args, **kwargs)
+            row.calls += 1
+            here, named = tree_map_only(Tensor, lambda tensor: tensor.cpu(), (args, kwargs))
+            try:
+                found = func(*args, **kwargs)
+                torch.npu.synchronize()  # so that an error is this operator's
+            except RuntimeError as error:
+                row.refused, found = True, None
+                row.wrong = row.wrong or f"refused: {_line(error)}"
+            expected = entry.compute(*here, **named)
+            written = [
+                (given, reference)
+                for argument, given, reference in zip(func._schema.arguments, args, here, strict=False)
+                if argument.alias_info is not None and argument.alias_info.is_write
+            ]
+            if row.refused:
+                for given, reference in written:
+                    given.copy_(reference)
+                return tree_map_only(Tensor, lambda tensor: tensor.npu(), expected)
+            pairs = [*zip(_flat(found), _flat(expected), strict=True), *written]
+            for index, (given, reference) in enumerate(pairs):
+                if index not in NOTHING.get(name, ()) and isinstance(given, Tensor) and given.numel():
+                    _compare(row, given.cpu(), reference)
+            return found
+
+    with Held():
+        for config in configs:
+            _said(msgspec.structs.replace(config, disable_graphs=True), 3, SlotSampling(0.8, top_k=20, top_p=0.9))
+    return rows
+
+
+def _kind(value: Any) -> Any:
+    """What tells calls apart: the dtype and form of a tensor, the value of anything else that is one."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.dim(), value.shape[-1:]
+    if isinstance(value, (list, tuple)):
+        return tuple(_kind(one) for one in value[:2])
+    return value if isinstance(value, (str, bool)) else type(value)
+
+
+def _flat(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _compare(row: Row, found: Any, expected: Any) -> None:
+    import torch
+
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        row.wrong = row.wrong or f"gives {found.dtype} {tuple(found.shape)}, not {expected.dtype} {expected.shape}"
+    elif found.is_floating_point():
+        right = expected.float()
+        meant = ~right.isnan()  # the reference has none but where nothing is said
+        wide, right = found.float()[meant], right[meant]
+        cut = right.isinf()
+        if not wide[cut].equal(right[cut]):
+            row.wrong = row.wrong or "cuts other numbers off"
+        wide, right = wide[~cut], right[~cut]
+        off = float(((wide - right).abs().amax() / right.abs().amax().clamp_min(1e-6)).item()) if len(wide) else 0.0
+        row.off = max(row.off, off if off == off else float("inf"))
+        if not row.off <= CLOSE:
+            row.wrong = row.wrong or f"is off by {row.off:.2g} of its largest number"
+    else:
+        most = 1 if found.dtype == torch.int8 else 0  # of numbers that are rounded, one may fall on the other side
+        if int((found.long() - expected.long()).abs().max()) > most:
+            row.wrong = row.wrong or "gives other whole numbers"
+
+
+def _steps(plain: RunnerConfig) -> Iterator[tuple[str, str, bool]]:
+    from app.understudy.drafts import draft_path
+    from kernels.speculative.settings import SpeculativeSettings
+
+    replace = msgspec.structs.replace
+    trees = SpeculativeSettings("EAGLE3", str(draft_path("EAGLE3")), num_steps=4, topk=3, num_draft_tokens=6)
+    variants = {
+        "steps without graphs": replace(plain, disable_graphs=True),
+        "steps in graphs": plain,
+        "guesses in trees": replace(plain, speculation=trees),
+        "cache of int8": replace(plain, kv_cache_dtype="int8"),
+    }
+    for name, config in variants.items():
+        try:
+            said, graphs = _said(config, LENGTH, SlotSampling(temperature=0.0))
+        except RuntimeError as error:
+            yield name, f"refused: {_line(error)}", False
+            continue
+        less = _less_likely(plain, said)
+        captured = bool(graphs) != config.disable_graphs
+        found = f"{less:.3f} less likely a token than what the CPU says, graphs of {graphs or 'no'} rows"
+        yield name, found, less < LIKELY and captured
+
+
+def _tokens() -> list[list[int]]:
+    from tokenizers import Tokenizer
+
+    from app.understudy import MODEL_DIR
+
+    tokenizer = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
+    return [tokenizer.encode(prompt).ids for prompt in PROMPTS]
+
+
+def _batch(number: int, counts: list[int], admitted: tuple[Admission, ...] = (), drafts: int = 0) -> StepBatch:
+    def pack(values: list[int]) -> bytes:
+        return np.asarray(values, np.int32).tobytes()
+
+    slots = list(range(1, len(counts) + 1))
+    given = pack([drafts] * len(slots)) if drafts else b""
+    return StepBatch(number, pack(slots), pack([1] * len(slots)), pack(counts), admitted=admitted, drafts=given)
+
+
+def _admitted(prompts: list[list[int]], sampling: SlotSampling, page_size: int) -> tuple[Admission, ...]:
+    pages = -(-(max(map(len, prompts)) + 2 * LENGTH) // page_size)
+    return tuple(
+        Admission(
+            slot,
+            1,
+            np.asarray(prompt, np.int32).tobytes(),
+            len(prompt),
+            0,
+            np.arange(1 + (slot - 1) * pages, 1 + slot * pages, dtype=np.int32).tobytes(),
+            sampling,
+        )
+        for slot, prompt in enumerate(prompts, 1)
+    )
+
+
+def _said(config: RunnerConfig, steps: int, sampling: SlotSampling) -> tuple[list[list[int]], tuple[int, ...]]:
+    """Prompts and ``steps`` tokens after each, or more with guesses; and rows of the graphs there are."""
+    from kernels.runner import ModelRunner
+
+    runner, prompts = ModelRunner(config), _tokens()
+    info = runner.load()
+    admitted = _admitted(prompts, sampling, info.page_size)
+    said, counts = [list(prompt) for prompt in prompts], [len(prompt) for prompt in prompts]
+    drafts = 0 if config.speculation is None else 5
+    for number in range(1, steps + 1):
+        result = runner.run(_batch(number, counts, admitted if number == 1 else (), drafts if number > 1 else 0))
+        if result.failed:
+            raise RuntimeError(str(result.failed[0]))
+        tokens = iter(np.frombuffer(result.tokens, np.int32).tolist())
+        for row, accepted in zip(said, np.frombuffer(result.accepted, np.int32).tolist(), strict=True):
+            row.extend(next(tokens) for _ in range(accepted))
+        counts = [1] * len(prompts)
+        if min(len(row) - len(prompt) for row, prompt in zip(said, prompts, strict=True)) >= steps:
+            break
+    return said, tuple(info.graph_rows)
+
+
+def _less_likely(plain: RunnerConfig, said: list[list[int]]) -> float:
+    """By how much the CPU's own choice is likelier than what follows each prompt, on average."""
+    from kernels.runner import ModelRunner
+
+    runner = ModelRunner(msgspec.structs.replace(plain, device="cpu", dtype="float32"))
+    runner.load()
+    lost: list[float] = []
+    sampling = SlotSampling(temperature=0.0, prompt_logprobs=1)
+    admitted = _admitted(said, sampling, plain.page_size)
+    result = runner.run(_batch(1, [len(row) for row in said], admitted))
+    chosen = np.frombuffer(result.prompt_logprobs, np.float32)
+    best = np.frombuffer(result.prompt_top_logprobs, np.float32)[
+        np.cumsum(np.frombuffer(result.prompt_top_counts, np.int32)) - np.frombuffer(result.prompt_top_counts, np.int32)
+    ]
+    at = 0
+    for row, prompt in zip(said, _tokens(), strict=True):
+        new = slice(at + len(prompt) - 1, at + len(row) - 1)
+        lost += (best[new] - chosen[new]).tolist()
+        at += len(row) - 1
+    return float(np.mean(lost))
+
+
+def _line(error: BaseException) -> str:
+    """What says most of an error, in a line."""
+    words = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (words[0] if words else type(error).__name__)[:300]
