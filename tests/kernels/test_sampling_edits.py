@@ -126,6 +126,32 @@ def test_who_looks_at_the_tokens_before(sampling, needed):
     assert sampler.needs_history([1, 2]) is False
 
 
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"repetition_penalty": 0.9},
+        {"frequency_penalty": 0.1},
+        {"presence_penalty": -0.1},
+        {"bad_words": ((3, 4),)},
+        {"min_tokens": 4, "stop_ids": (2,)},
+        {"ban_ids": (5,)},
+        {"allowed_ids": (1, 2)},
+        {"bias_ids": (7,), "bias_values": (1.0,)},
+        {"logprobs": 0},
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_who_is_not_left_to_kernels_that_neither_edit_nor_score(sampling, temperature):
+    sampler = Sampler(VOCAB, 5)
+    sampler.admit(1, SlotSampling(temperature=0.0), 3)
+    sampler.admit(2, SlotSampling(temperature=temperature, **sampling), 3)
+    sampler.admit(3, SlotSampling(temperature=0.7, top_k=4, top_p=0.9, min_p=0.1), 3)
+    assert (sampler.plain((1,)), sampler.plain((1, 3)), sampler.plain((1, 2))) == (True, False, False)
+    assert (sampler.raced((1, 3)), sampler.raced((1, 2)), sampler.raced((3, 2))) == (True, False, False)
+    sampler.release(2)
+    assert sampler.plain((1, 2))
+
+
 @pytest.mark.parametrize("counted", [True, False])
 def test_penalties_follow_their_definitions(counted):
     generator = torch.Generator().manual_seed(8)
@@ -165,7 +191,10 @@ def test_penalties_reach_the_sampled_token():
     )
     # Repetition counts the prompt: 1.5, 1.25, 2.0. Frequency: 2.0, 2.0, 2.0. Presence: 2.4, 1.9. Prompt is not output.
     assert tokens == [5, 3, 3, 3]
+    # Each alone in its batch, too.
     assert greedy(logits[:1], [[9, 3, 3, 3]], [1], frequency_penalty=[0.5]) == [4]
+    assert greedy(logits[:1], [[9, 3]], [1], presence_penalty=[0.6]) == [4]
+    assert greedy(logits[:1], [[9, 3]], [1], repetition_penalty=[2.0]) == [4]
 
 
 def test_the_transforms_come_in_their_order():
