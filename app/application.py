@@ -57,7 +57,7 @@ class Troupe(Quart):
         self.service = Service(engine, arguments, RouteTable(routes(arguments)))
         self.config["MAX_CONTENT_LENGTH"] = MAX_BODY
         self.config["BODY_TIMEOUT"] = BODY_TIMEOUT
-        self.config["RESPONSE_TIMEOUT"] = None
+        self.config["RESPONSE_TIMEOUT"] = None  # Quart's 60 s would cut a stream in silence
         self.config["PROVIDE_AUTOMATIC_OPTIONS"] = False
         self._stop = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None

@@ -104,6 +104,4 @@ def sse_response(
     """A streamed response. Call it only when nothing is left that could be a proper error status."""
     if exchange.timeline is not None:
         exchange.timeline.request["gen_ai.request.stream"] = True
-    response = Response(SseBody(service, exchange, source, writer), headers=dict(_HEADERS))
-    response.timeout = None  # Quart's 60 s would cut the stream in silence
-    return response
+    return Response(SseBody(service, exchange, source, writer), headers=dict(_HEADERS))

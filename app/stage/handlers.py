@@ -30,7 +30,7 @@ async def stage(service: Service, exchange: Exchange, body: None) -> Response:
             code="too_many_viewers",
             retry_after=5,
         )
-    response = Response(
+    return Response(
         _Frames(service.stage, exchange, int(frames)),
         headers={
             "Content-Type": "text/event-stream; charset=utf-8",
@@ -38,8 +38,6 @@ async def stage(service: Service, exchange: Exchange, body: None) -> Response:
             "X-Accel-Buffering": "no",
         },
     )
-    response.timeout = None
-    return response
 
 
 async def stage_request(service: Service, exchange: Exchange, name: str) -> Response:
