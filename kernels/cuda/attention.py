@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.cuda.decode import DecodeScratch, attend_decodes, split_count
-from kernels.cuda.launch import copying, has_gluon, launched
+from kernels.cuda.launch import attempted, copying, has_gluon
 from kernels.cuda.narrow_cache import NarrowCache, scale_found, scale_queries
 from kernels.cuda.prefill import PrefillBlocks, attend_prefills, plan_prefills
 from kernels.cuda.verify import HEADER, attend_drafts, draft_splits
@@ -165,13 +165,13 @@ def _specializes(queries: Tensor, cache: Tensor, scales: Tensor | None, plan: Pr
     )
 
 
-def _spread() -> Callable[..., None]:
+def _spread() -> Callable[..., Tensor]:
     from kernels.cuda import spread  # in Gluon, which Triton may lack
 
     return spread.attend_many
 
 
-def _specialized() -> Callable[..., None]:
+def _specialized() -> Callable[..., Tensor]:
     from kernels.cuda import specialized  # as above
 
     return specialized.attend_prompts
@@ -193,7 +193,7 @@ def _attention(
         asked = queries[: len(state)]
         found = out[: len(state)]
         given = asked, cache, state[:, 1:], state[:, 0], plan.window, scale
-        if not (_spreads(asked, cache, scales) and launched(_spread(), *given, scratch, found)):
+        if not _spreads(asked, cache, scales) or attempted(_spread(), *given, scratch, found) is None:
             attend_decodes(*given, some.splits, scratch, found, scales)
     drafts = plan.drafts
     if drafts is not None:
@@ -205,6 +205,6 @@ def _attention(
         )  # fmt: skip
     if plan.prefills is not None:
         specializes = _specializes(queries, cache, scales, plan.prefills, plan.window)
-        if not (specializes and launched(_specialized(), queries, cache, plan.prefills, scale, out)):
+        if not specializes or attempted(_specialized(), queries, cache, plan.prefills, scale, out) is None:
             attend_prefills(queries, cache, plan.prefills, plan.window, scale, out, scales)
     return out

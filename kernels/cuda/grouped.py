@@ -16,6 +16,7 @@ from kernels.cuda.activation import swiglu
 from kernels.cuda.behind import Fused
 from kernels.cuda.choosing import Choices, Shape, Way, in_a_row, spare
 from kernels.cuda.heads import Placing
+from kernels.cuda.launch import attempted
 from kernels.cuda.norms import Before
 from kernels.cuda.skinny import Tiles, single_suits
 from kernels.quantization.weights import GroupedWeight
@@ -134,7 +135,7 @@ class GroupedLinear:
         cut = single.cuts(self._form, self._gated).get(name)
         if cut is None or not placing.suits(cut.rows):
             return None
-        return single.multiply(x, self._form, self.bias, False, self._words, cut, before, placing)
+        return attempted(single.multiply, x, self._form, self.bias, False, self._words, cut, before, placing)
 
     def _wide(self, x: Tensor) -> Tensor:
         weight = self._room.room(*self._shape, x.dtype)

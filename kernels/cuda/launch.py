@@ -16,14 +16,25 @@ from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from typing import TypeVar
 
 import torch
 
 from kernels.cuda.errors import explain
 
-__all__ = ["copying", "has_gluon", "launched", "look_ahead", "looking_ahead", "multiprocessors", "overlapping", "roomy"]
+__all__ = [
+    "attempted",
+    "copying",
+    "has_gluon",
+    "look_ahead",
+    "looking_ahead",
+    "multiprocessors",
+    "overlapping",
+    "roomy",
+]
 
 _log = logging.getLogger("troupe.kernels.cuda")
+_Found = TypeVar("_Found")
 _looking = False
 _missing: set[Callable[..., object]] = set()
 
@@ -74,21 +85,20 @@ def has_gluon(module: str) -> bool:
     return True
 
 
-def launched(launch: Callable[..., object], *arguments: object) -> bool:
-    """Whether ``launch`` launched its kernels, which are in Gluon. Where it cannot, by this Triton, that is told once,
-    it is not called again, and another kernel is to be launched. Raises errors of the device.
+def attempted(launch: Callable[..., _Found], *arguments: object) -> _Found | None:
+    """What ``launch`` gives, whose kernel is in Gluon. None where this Triton cannot make it: that is told once, it is
+    not called again, and something else is to be launched. Raises errors of the device.
     """
     if launch in _missing:
-        return False
+        return None
     try:
-        launch(*arguments)
+        return launch(*arguments)
     except Exception as error:
         if explain(error, "") is not None:
             raise
         _missing.add(launch)
         _tell_missing(launch.__module__.rpartition(".")[2], error)
-        return False
-    return True
+        return None
 
 
 def _tell_missing(module: str, error: Exception) -> None:

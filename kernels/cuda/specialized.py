@@ -283,7 +283,7 @@ def _specialized(
 
 def attend_prompts(
     queries: Tensor, cache: Tensor, plan: PrefillBlocks, scale: float, out: Tensor, programs: int | None = None
-) -> None:
+) -> Tensor:
     """As ``attend_prefills`` says, in 16 bits, without a window, of heads of 64 or 128 numbers in pages of a multiple
     of 64 tokens. ``programs``: None for as many as run at once.
     """
@@ -310,3 +310,4 @@ def attend_prompts(
         num_warps=_WARPS,
         maxnreg=_REGISTERS,
     )
+    return out

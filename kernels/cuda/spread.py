@@ -337,7 +337,7 @@ def attend_many(
     scratch: DecodeScratch,
     out: Tensor,
     programs: int | None = None,
-) -> None:
+) -> Tensor:
     """As ``attend_decodes`` says, in 16 bits, of at most 1024 rows with heads of 64 or 128 numbers, up to 16 to a key
     head, in pages of a multiple of 64 tokens. ``lengths`` and ``pages`` are those of before the step: its kernels may
     be read from ahead of, but not what they write. ``programs``: None for as many as run at once, which is the most.
@@ -378,3 +378,4 @@ def attend_many(
         num_warps=_WARPS,
         launch_pdl=pdl,
     )
+    return out

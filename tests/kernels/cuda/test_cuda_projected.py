@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernels.cuda import grouped, projected, single
+from kernels.cuda import grouped, launch, projected, single
 from kernels.cuda.behind import CudaBehindNorm
 from kernels.cuda.grouped import GroupedLinear, WideWeight
 from kernels.cuda.heads import Placing, place_heads
@@ -158,6 +158,34 @@ def test_heads_of_4_bits_are_placed_where_the_norm_is_within(way, device, produc
     torch.testing.assert_close(total, sum_, rtol=1e-3, atol=0)
     heads(None, sum_, *rest)
     assert heads.platform.placed[-1:] == [1]
+
+
+def test_heads_are_placed_by_another_kernel_where_that_cannot_be_made(device, products, monkeypatch, caplog):
+    """As with a Gluon in which something else is called otherwise."""
+    dtype, dim, inputs = torch.bfloat16 if device.type == "cuda" else torch.float16, 64, 768
+    x, residual, *rest = step(device, dtype, dim, inputs)
+    linear, _ = of_4_bits(device, dtype, dim, inputs, False)
+    norm = CudaNorm((1 + torch.rand(inputs)).to(dtype).to(device), 1e-5)
+    choices = SimpleNamespace(name=lambda *_: "rows of a warp")
+    heads = CudaHeads(Places(), CudaBehindNorm(norm, linear, choices), HEADS, KV_HEADS, dim, None)
+    tried = []
+
+    def multiply(*given):
+        if len(given) > 7 and given[7] is not None:
+            tried.append(given)
+            raise AttributeError("no such layout")
+        return products.multiply(*given)
+
+    monkeypatch.setattr(launch, "_missing", set())
+    monkeypatch.setattr(single, "multiply", multiply)
+    monkeypatch.setattr(grouped, "single_suits", lambda *_: True)
+    for count in (1, 2):
+        queries, total = heads(x.clone(), residual.clone(), *rest)
+        assert heads.platform.placed == [1] * count
+    assert len(tried) == 1
+    assert ["no such layout" in record.getMessage() for record in caplog.records] == [True]
+    torch.testing.assert_close(total, x + residual, rtol=1e-3, atol=0)
+    assert queries.shape == (1, HEADS, dim)
 
 
 @pytest.mark.parametrize("biased", [False, True])
