@@ -39,6 +39,7 @@ def models(scratch: Path) -> dict[str, RunnerConfig]:
         "words": {"model_path": str(_quantized(scratch / "words"))},
         "mxfp8": {"model_path": str(_mxfp8(scratch))},
         "experts": {"config_overrides": EXPERTS, "load_format": "dummy"},
+        "experts in int8": {"config_overrides": EXPERTS, "load_format": "dummy", "quantization": "int8"},
         "plain": {},
     }
     return {name: msgspec.structs.replace(config, **changes) for name, changes in changed.items()}
