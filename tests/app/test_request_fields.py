@@ -7,9 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from actors.requests import SamplingParams
+from actors.arguments import Arguments
+from actors.requests import LIMITS, Chat, SamplingParams
+from app.errors import ApiError
 from app.native_requests import GenerateRequest, batch_of
-from app.openai.parameters import chat_params, completion_params, label_of, salt_of
+from app.openai.parameters import chat_params, chat_prompt, completion_params, label_of, salt_of
 from app.openai.requests import ChatRequest, CompletionRequest
 
 SHARED: dict[str, Any] = {
@@ -114,6 +116,75 @@ def test_scores_of_a_prompt_are_asked_for_by_echo_or_by_where_they_begin() -> No
     for start, wanted in ((None, None), (-1, None), (0, 2), (4, 2)):
         assert native({}, return_logprob=True, top_logprobs_num=2, logprob_start_len=start).prompt_logprobs == wanted
     assert native({}, top_logprobs_num=2, logprob_start_len=0).logprobs is None
+
+
+def conversation(messages: list[dict[str, Any]], **fields: Any) -> Chat:
+    return chat_prompt(msgspec.convert({"messages": messages, **fields}, ChatRequest), Arguments(model_path="m"))
+
+
+def test_a_template_is_given_all_of_a_conversation() -> None:
+    call = {"name": "add", "arguments": '{"a": 1}'}
+    parameters = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    said = [
+        {"role": "developer", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
+        {"role": "user", "content": "What is it?", "name": "eve"},
+        {"role": "assistant", "tool_calls": [{"id": "c1", "function": call}], "reasoning_content": "hm"},
+        {"role": "tool", "content": "2", "tool_call_id": "c1"},
+        {"role": "assistant", "refusal": "no"},
+    ]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": parameters, "strict": True}}]
+    chat = conversation(said, tools=tools, chat_template_kwargs={"enable_thinking": False}, reasoning_effort="low")
+    assert chat == Chat(
+        messages=[
+            {"role": "system", "content": "one\ntwo"},
+            {"role": "user", "content": "What is it?", "name": "eve"},
+            {
+                "role": "assistant",
+                "content": "",
+                "reasoning_content": "hm",
+                "tool_calls": [
+                    {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}},
+                ],
+            },
+            {"role": "tool", "content": "2", "tool_call_id": "c1"},
+            {"role": "assistant", "content": "no"},
+        ],
+        tools=tools,
+        template_kwargs={"enable_thinking": False, "reasoning_effort": "low"},
+    )
+
+
+def test_what_is_free_of_form_is_bounded_all_the_same() -> None:
+    said, long = [{"role": "user", "content": "a"}], "x" * max(LIMITS.schema_bytes, LIMITS.template_kwargs_bytes)
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"description": long}}}
+    for field, fields in (
+        ("tools[1].function.parameters", {"tools": [{"type": "function", "function": {"name": "f"}}, tool]}),
+        ("chat_template_kwargs", {"chat_template_kwargs": {"a": long}}),
+    ):
+        with pytest.raises(ApiError, match="bytes as JSON") as refused:
+            conversation(said, **fields)
+        assert refused.value.param == field
+
+
+def test_who_goes_on_is_not_asked_to_begin() -> None:
+    said = [{"role": "assistant", "content": "Once"}]
+
+    def told(**fields: Any) -> tuple[bool, bool]:
+        chat = conversation(said, **fields)
+        return chat.add_generation_prompt, chat.continue_final_message
+
+    assert told() == told(add_generation_prompt=True) == (True, False)
+    assert told(add_generation_prompt=False) == (False, False)
+    assert told(continue_final_message=True) == (False, True)
+    assert told(continue_final_message=True, add_generation_prompt=False) == (False, True)
+    with pytest.raises(ApiError, match="contradicts"):
+        told(continue_final_message=True, add_generation_prompt=True)
+
+
+def test_a_stream_tells_no_scores_of_its_prompt() -> None:
+    for ask in (chat, completion):
+        with pytest.raises(ApiError, match="not in a stream"):
+            ask(stream=True, prompt_logprobs=1)
 
 
 def test_names_of_requests_and_salts() -> None:
