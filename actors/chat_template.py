@@ -20,9 +20,9 @@ from actors.requests import Chat, InvalidRequest
 __all__ = ["RESERVED_NAMES", "ChatTemplate", "check_template"]
 
 RESERVED_NAMES = frozenset(
-    {"messages", "tools", "add_generation_prompt", "continue_final_message", "raise_exception", "strftime_now"}
+    {"messages", "tools", "add_generation_prompt", "continue_final_message", "raise_exception", "strftime_now", "self"}
 )
-"""Names that ``chat_template_kwargs`` may not set."""
+"""Names that ``chat_template_kwargs`` may not set, beside those of special tokens. ``self`` is Jinja's."""
 
 _MAX_OUTPUT_CHARS = 12 << 20
 """Four bytes each are still less than a frame between two processes may have."""
@@ -110,7 +110,7 @@ class ChatTemplate:
 
     def render(self, chat: Chat) -> str:
         """The prompt's text. Raises InvalidRequest when the template refuses the conversation, and MemoryError."""
-        reserved = RESERVED_NAMES.intersection(chat.template_kwargs)
+        reserved = (RESERVED_NAMES | self._variables.keys()).intersection(chat.template_kwargs)
         if reserved:
             name = min(reserved)
             raise InvalidRequest(

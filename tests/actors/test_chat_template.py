@@ -68,10 +68,11 @@ def test_an_endless_output_is_cut_off() -> None:
         template.render(chat("x"))
 
 
-def test_reserved_names_cannot_be_set_by_a_request() -> None:
+@pytest.mark.parametrize("name", ["messages", "bos_token", "self"])
+def test_reserved_names_cannot_be_set_by_a_request(name: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        ChatTemplate(SIMPLE, {}).render(chat("x", template_kwargs={"messages": []}))
-    assert caught.value.param == "chat_template_kwargs.messages"
+        ChatTemplate(SIMPLE, {"bos_token": "<s>"}).render(chat("x", template_kwargs={name: []}))
+    assert caught.value.param == f"chat_template_kwargs.{name}"
 
 
 def test_other_template_kwargs_reach_the_template() -> None:
