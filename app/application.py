@@ -134,6 +134,8 @@ class Troupe(Quart):
         ending = list(self.service.live)
         for exchange in ending:
             exchange.interruption = shutting_down()
+        if cut := sum(bool(exchange.stream_ids) for exchange in ending):
+            log.warning("The server stops before %d of its requests have ended; their clients are told.", cut)
         await self.engine.abort(all=True)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LAST_CHUNK_SECONDS):

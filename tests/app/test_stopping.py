@@ -82,6 +82,7 @@ def test_sigterm_under_load_ends_what_is_left_at_the_deadline_and_exits_zero(tmp
         os.kill(worker, signal.SIGCONT)
         assert server.process.wait(PATIENCE) == 0
         gone(children)
+    assert f"stops before {len(readers)} of its requests have ended" in (tmp_path / "log").read_text()
 
 
 def test_a_draining_server_refuses_and_a_second_signal_still_tells_every_stream(
