@@ -75,7 +75,6 @@ def runner_config(
         load_format=a.load_format,
         quantization=a.quantization or "",
         config_overrides=msgspec.json.encode(a.json_model_override_args).decode(),
-        loader_extra_config=msgspec.json.encode(a.model_loader_extra_config).decode(),
         context_length=context_length,
         max_slots=a.max_running_requests + 1,
         page_size=a.page_size or placement.page_size,

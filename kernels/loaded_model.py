@@ -105,7 +105,6 @@ def open_model(config: RunnerConfig, platform: Platform, progress: Progress) -> 
     weights = open_weights(
         config.model_path,
         config.load_format,
-        config.loader_extra_config,
         shapes,
         tensor_parts(shapes, whole, config.tp_rank, config.tp_size),
         dtype,

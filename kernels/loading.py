@@ -9,7 +9,6 @@ quantized, its tensors take the place of the weight (kernels.quantization.scheme
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -201,7 +200,6 @@ class _Finite:
 def open_weights(
     model_path: str,
     load_format: str,
-    extra_config: str,
     shapes: Shapes,
     parts: Parts,
     dtype: torch.dtype,
@@ -212,17 +210,9 @@ def open_weights(
 ) -> WeightLoader:
     """A loader for ``load_format`` auto, safetensors, gguf or dummy. Raises LoadError, or GgufError.
 
-    ``parts``: what is wanted of the tensors of ``shapes``; all of one that is not named. ``extra_config``: a JSON
-    object of options for the loader; there are none yet. ``scheme``: of the checkpoint; None: all is in floats.
+    ``parts``: what is wanted of the tensors of ``shapes``; all of one that is not named. ``scheme``: of the
+    checkpoint; None: all is in floats.
     """
-    try:
-        options = json.loads(extra_config or "{}")
-    except ValueError:
-        options = None
-    if not isinstance(options, dict):
-        raise LoadError(f"the loader's extra config must be a JSON object, and is {extra_config!r}")
-    if options:
-        raise LoadError(f"the loader takes no option {', '.join(map(repr, options))}; leave its extra config empty")
     header = read_header(model_path) if is_gguf(model_path) else None
     if header is None and load_format == "gguf":
         raise LoadError(f"load format gguf is for one .gguf file, and {model_path} is a directory; give the file")

@@ -151,7 +151,6 @@ class RunnerConfig(msgspec.Struct, frozen=True):
     dtype: str = "auto"  # auto | float32 | bfloat16 | float16
     load_format: str = "auto"  # auto | safetensors | dummy
     config_overrides: str = "{}"  # JSON object merged over config.json
-    loader_extra_config: str = "{}"
     quantization: str = ""  # int8 | fp8 | unquant, or the checkpoint's own; empty: as it says
     context_length: int = 0  # 0: the model's own
     max_slots: int = 257  # slot 0 is the dump of padded rows

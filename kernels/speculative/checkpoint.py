@@ -133,7 +133,6 @@ class DraftWeights:
         self._loader: WeightLoader = open_weights(
             checkpoint.path,
             checkpoint.load_format,
-            "{}",
             stored,
             {name: part for name, part in parts.items() if name not in _WHOLE},
             context.dtype,

@@ -62,7 +62,6 @@ class StandaloneModel:
         weights = open_weights(
             settings.draft_model_path,
             settings.load_format or config.load_format,
-            "{}",
             shapes,
             tensor_parts(shapes, whole, group.rank, group.size),
             context.dtype,

@@ -88,7 +88,6 @@ def head_rows(
     weights = open_weights(
         path,
         load_format,
-        "{}",
         {name: (whole.vocab_size, whole.hidden_size)},
         {},
         context.dtype,

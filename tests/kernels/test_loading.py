@@ -172,8 +172,6 @@ def test_a_directory_that_is_not_there_is_told(tmp_path, drive):
     ("options", "error", "says"),
     [
         ({"load_format": "pt"}, LoadError, "auto, safetensors, gguf or dummy"),
-        ({"loader_extra_config": '{"threads": 4}'}, LoadError, "threads"),
-        ({"loader_extra_config": "[1"}, LoadError, "JSON object"),
         ({"dtype": "float16"}, PlatformError, "bfloat16 or float32"),
         ({"device": "cuda:0"}, PlatformError, "--device cpu"),
         ({"context_length": 512}, ConfigError, "json-model-override-args"),

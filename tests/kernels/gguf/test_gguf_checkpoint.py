@@ -234,7 +234,7 @@ def test_one_tensor_of_a_file_may_be_wanted_alone(wide, tmp_path):
     name = "lm_head.weight"
     shape = GgufCheckpoint(read_header(file)).shapes()[name]
     loader = open_weights(
-        str(file), "auto", "", {name: shape}, {}, torch.float32, torch.device("cpu"), 0, lambda fraction: None
+        str(file), "auto", {name: shape}, {}, torch.float32, torch.device("cpu"), 0, lambda fraction: None
     )
     assert loader.take([name]).equal(GgufCheckpoint(read_header(file)).floats(name))
 

@@ -69,7 +69,6 @@ def test_inputs_that_cut_a_block_become_floats(tmp_path, caplog):
     weights = open_weights(
         str(file),
         "auto",
-        "",
         shapes,
         {f"{module}.weight": part},
         torch.bfloat16,

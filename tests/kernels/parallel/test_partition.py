@@ -43,7 +43,7 @@ def test_parts_make_up_the_whole(name, size, load_format, reference, monkeypatch
 
     def weights(parts):
         loader = open_weights(
-            path, load_format, "{}", shapes, parts, torch.float32, torch.device("cpu"), 3, lambda fraction: None
+            path, load_format, shapes, parts, torch.float32, torch.device("cpu"), 3, lambda fraction: None
         )
         return {tensor: loader.take([tensor]) for tensor in shapes}
 

@@ -418,7 +418,7 @@ def test_ranks_cannot_share_inputs_in_an_order_of_their_own(reference, tmp_path)
     shapes = tensor_shapes(read_config(path, quantized=True))
     parts = {"model.layers.0.mlp.down_proj.weight": Part(1, 0, shapes["model.layers.0.mlp.down_proj.weight"][1] // 2)}
     weights = open_weights(
-        str(path), "auto", "", shapes, parts, torch.float32, torch.device("cpu"), 0, lambda _: None, recognise(path, "")
+        str(path), "auto", shapes, parts, torch.float32, torch.device("cpu"), 0, lambda _: None, recognise(path, "")
     )
     with pytest.raises(LoadError, match=r"layers.0.mlp.down_proj \(gptq 4 bit, .*act-order"):
         weights.projection(["model.layers.0.mlp.down_proj"])

@@ -135,7 +135,7 @@ class Drafting:
         whole = read_config(target)
         platform, dtype = self.paged.platform, torch.float32
         shapes = tensor_shapes(whole)
-        source = open_weights(str(target), load_format, "{}", shapes, {}, dtype, platform.device, 0, lambda part: None)
+        source = open_weights(str(target), load_format, shapes, {}, dtype, platform.device, 0, lambda part: None)
         decoder = Decoder(whole, source, platform, dtype, Group())
         self.drafter = make(
             DrafterContext(self.config, self.settings, platform, Group(), decoder, whole, whole, dtype, 256)

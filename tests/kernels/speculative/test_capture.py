@@ -15,7 +15,7 @@ from tests.kernels.speculative.paged import Paged
 def decoder(path, paged, captures):
     config = read_config(path)
     dtype, device = paged.dtype, paged.platform.device
-    weights = open_weights(str(path), "auto", "{}", tensor_shapes(config), {}, dtype, device, 0, lambda fraction: None)
+    weights = open_weights(str(path), "auto", tensor_shapes(config), {}, dtype, device, 0, lambda fraction: None)
     return config, Decoder(config, weights, paged.platform, dtype, Group(), captures)
 
 
