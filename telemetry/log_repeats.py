@@ -7,10 +7,12 @@ from collections import OrderedDict, deque
 
 import msgspec
 
+from telemetry.log_lines import clip
+
 __all__ = ["Repeated", "Repeats"]
 
 _KEPT = 512
-"""Characters of a text that tell it from others."""
+"""Characters of a text that tell it from others: its beginning, and its end, where an event's fields stand."""
 
 
 class Repeated(msgspec.Struct, frozen=True):
@@ -50,7 +52,7 @@ class Repeats:
         """Whether to log ``record``, whose message is ``text``; when not, it is counted."""
         if not logging.WARNING <= record.levelno < logging.CRITICAL:
             return True
-        text = text[:_KEPT]
+        text = clip(text, _KEPT)
         kind = (record.name, record.levelno)
         same = self._seen(self._texts, (*kind, text), text, now)
         if same.shown:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -81,7 +82,9 @@ def hold(page: Any, path: str, header: str | None) -> list[Any]:
 
 
 def wait_for(page: Any, held: list[Any]) -> Any:
+    deadline = time.monotonic() + PATIENCE
     while not held:
+        assert time.monotonic() < deadline, "the request was not made"
         page.wait_for_timeout(20)
     return held[0]
 

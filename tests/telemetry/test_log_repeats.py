@@ -41,6 +41,15 @@ def test_a_storm_of_one_line_of_code_is_counted_whatever_it_says() -> None:
     ]
 
 
+def test_long_texts_differ_by_their_ends_too() -> None:
+    """There an event's fields stand, behind what an actor died of."""
+    repeats = Repeats()
+    assert [repeats.admit(record(), f"{'x' * 5000} batch={batch}", 0) for batch in "abb"] == [True, True, False]
+    (told,) = repeats.due(math.inf)
+    assert told.text.endswith("xxx batch=b (seen 2 times within 30 s)")
+    assert len(told.text) < 1000
+
+
 def test_other_records_are_not_touched() -> None:
     repeats = Repeats(burst=1)
     assert all(repeats.admit(record(logging.INFO), "GET /", 0) for _ in range(100))
