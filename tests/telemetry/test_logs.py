@@ -181,4 +181,6 @@ def test_install_touches_the_named_loggers_only(restore_loggers: Callable[..., N
     assert output in logging.getLogger("other.server").handlers
     assert output not in logging.getLogger("hypercorn.error").handlers
     assert (list(logging.getLogger().handlers), logging.getLogger().level) == root
+    install(output, level="debug", others=())
+    assert exporter.isEnabledFor(logging.DEBUG)
     output.close()
