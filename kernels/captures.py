@@ -70,7 +70,8 @@ class CapturedSteps:
 
     ``decodes``: the model's part of steps of decodes. ``verifies``: the same of decodes that all have guesses.
     ``steady`` and ``chains``: all of such a step, where the device is the host; ``ends``: of one that runs prompts to
-    their ends. ``steps``: all of a step, whatever is sampled then; there are no ``decodes`` beside them.
+    their ends. ``unseen_steady`` and ``unseen_ends``: the same of steps that nothing is kept of for a draft.
+    ``steps``: all of a step, whatever is sampled then; there are no ``decodes`` beside them.
     ``target``: what ``steady`` and ``chains`` both run where there are guesses.
     """
 
@@ -81,6 +82,8 @@ class CapturedSteps:
         self.steady: SteadyDecodes | None = None
         self.chains: SteadyChains | None = None
         self.ends: PromptEnds | None = None
+        self.unseen_steady: SteadyDecodes | None = None
+        self.unseen_ends: PromptEnds | None = None
         self.steps: Steps | None = None
         self.target: HostTarget | None = None
         self.capture()
@@ -97,17 +100,17 @@ class CapturedSteps:
         config, platform, model, caches = loaded.config, loaded.platform, loaded.model, loaded.caches
         windows, speculator = sorted(loaded.windows), loaded.speculator
         rows = config.max_slots - 1
-        self.verifies = self.steady = self.chains = self.target = self.ends = None
+        self.verifies = self.chains = self.target = None
+        self.steady, self.ends = self.unseen_steady, self.unseen_ends = None, None
         passes = Passes(config, platform, model, caches, loaded.slots, windows, self._agree)
         self.steps = passes.capture_steps(rows) if speculator is None and loaded.group.size == 1 else None
         self.decodes = passes.capture_decodes(rows) if self.steps is None else None
         if speculator is None:
-            target = HostTarget.make(platform, model, caches, windows, rows)
-            if target is not None:
-                self.steady = SteadyDecodes(loaded.slots, loaded.sampler, target, rows)
-                self.ends = PromptEnds.make(platform, model, caches, windows, loaded.slots, loaded.sampler, rows)
+            self.steady, self.ends = self._unseen(rows)
             return
         assert config.speculation is not None
+        if config.speculation.adaptive.enabled:
+            self.unseen_steady, self.unseen_ends = self._unseen(rows)
         drafter = speculator.drafter
         rows = min(rows, config.max_step_tokens // drafter.most_nodes)
         self.verifies = passes.capture_decodes(rows, drafter.most_nodes, drafter.branches)
@@ -125,6 +128,16 @@ class CapturedSteps:
             self.chains = SteadyChains(
                 platform, loaded.slots, loaded.sampler, speculator, drafts, target, caches, rows, steps
             )
+
+    def _unseen(self, rows: int) -> tuple[SteadyDecodes | None, PromptEnds | None]:
+        """Steps of up to ``rows`` rows that nothing is kept of, as an engine without a draft runs them."""
+        loaded = self._loaded
+        model = (loaded.platform, loaded.model, loaded.caches, sorted(loaded.windows))
+        target = HostTarget.make(*model, rows, False)
+        if target is None:
+            return None, None
+        steady = SteadyDecodes(loaded.slots, loaded.sampler, target, rows)
+        return steady, PromptEnds.make(*model, loaded.slots, loaded.sampler, rows, False)
 
     def _agree(self, could: bool) -> bool:
         """Whether all ranks could."""

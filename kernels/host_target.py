@@ -38,17 +38,24 @@ class HostTarget:
 
     @classmethod
     def make(
-        cls, platform: Platform, model: Decoder, caches: list[object], windows: Sequence[int], tokens: int
+        cls,
+        platform: Platform,
+        model: Decoder,
+        caches: list[object],
+        windows: Sequence[int],
+        tokens: int,
+        capture: bool = True,
     ) -> HostTarget | None:
-        """For up to so many ``tokens``; None where the platform makes no such calls."""
+        """For up to so many ``tokens``; None where the platform makes no such calls. Without ``capture`` the features
+        are the last hidden state, whatever a draft wants."""
         greedy = platform.greedy
         if greedy is None:
             return None
         kept: list[Tensor] = []
 
         def whole(batch: ForwardBatch) -> Tensor:
-            result = model.forward(batch, caches)
-            hidden, features = model.split(result)
+            result = model.forward(batch, caches, capture)
+            hidden, features = model.split(result) if capture else (result, result)
             logits = model.logits(hidden)
             kept.extend((features, logits, *greedy(logits)))
             return result

@@ -70,16 +70,17 @@ class PromptEnds:
         state: SlotTable,
         sampler: Sampler,
         rows: int,
+        capture: bool = True,
     ) -> PromptEnds | None:
-        """None where the platform makes no such calls."""
+        """None where the platform makes no such calls. ``capture``: as ``HostTarget.make`` says."""
         greedy = platform.greedy
         if greedy is None or state.here is None:
             return None
         kept: list[Tensor] = []
 
         def forward(batch: ForwardBatch) -> Tensor:
-            result = model.forward(batch, caches)
-            kept.extend(model.split(result))
+            result = model.forward(batch, caches, capture)
+            kept.extend(model.split(result) if capture else (result, result))
             return result
 
         body = platform.capture_pass(forward, windows, TOKENS)

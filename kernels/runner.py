@@ -98,9 +98,9 @@ class ModelRunner:
         """The same without waiting for the device, where it works by itself. A step may start before the results of
         those before it are there; a row whose logits were not finite in one of them then fails again.
         """
-        begun, steady, granted = time.perf_counter(), self._captured.steady, None
+        begun, steady, granted = time.perf_counter(), self._steady(batch), None
         again = steady is not None and self._unsettled.nothing and steady.again(batch)
-        if steady is not None and again and (self._speculator is None or self._speculator.calm):
+        if steady is not None and again and (self._speculator is None or self._speculator.quiet(batch.unseen)):
             granted = self._tenants.grant(batch)
             result = None if granted else self._run_steady(steady, batch, begun)
             if result is not None:
@@ -142,10 +142,10 @@ class ModelRunner:
             raise ValueError(f"a step of {counts.sum()} tokens is over max_step_tokens, {self._config.max_step_tokens}")
         answer = Answer(slots, generations)
         if self._speculator is not None:
-            self._speculator.settle(bool(batch.drafts), bool(batch.released))
+            self._speculator.settle(bool(batch.drafts), bool(batch.released), batch.unseen)
             answer.draft = time.perf_counter() - begun
         self._tenants.update(batch, answer.failed, granted)
-        steady = self._captured.steady
+        steady = self._steady(batch)
         if steady is not None and not (answer.failed or batch.drafts) and steady.fits(batch):
             result = self._run_steady(steady, batch, begun, answer.draft)
             if result is not None:
@@ -156,7 +156,7 @@ class ModelRunner:
             result = self._run_chains(chains, batch, begun, answer.draft)
             if result is not None:
                 return result
-        ends = self._captured.ends
+        ends = self._captured.unseen_ends if batch.unseen else self._captured.ends
         if ends is not None and not (answer.failed or batch.drafts):
             result = self._run_ends(ends, batch, begun, answer.draft)
             if result is not None:
@@ -188,6 +188,10 @@ class ModelRunner:
         if self._speculator is not None:
             self._speculator.ahead()
         return running
+
+    def _steady(self, batch: StepBatch) -> SteadyDecodes | None:
+        """What runs the step, should it be such decodes."""
+        return self._captured.unseen_steady if batch.unseen else self._captured.steady
 
     def _verify(self, step: StepRows, pages: Ints) -> tuple[Tensor, Tensor] | None:
         """What ``Decodes.verify`` gives, where every row of the step verifies a whole tree; None where it does not."""
@@ -240,7 +244,7 @@ class ModelRunner:
         if not tokens:
             return _of_no_use(batch)
         rows = len(steady.slots)
-        if self._speculator is not None and self._captured.target is not None:
+        if self._speculator is not None and self._captured.target is not None and not batch.unseen:
             features = self._captured.target.features[:rows]
             if vain:
                 self._speculator.show_vain(steady.slots, features, _ints(batch.generations))
@@ -290,8 +294,9 @@ class ModelRunner:
         found = ends.run(batch)
         if found is None:
             return None
-        if self._speculator is not None:
-            self._speculator.show_ends(found, _ints(batch.generations))
+        speculator = None if batch.unseen else self._speculator
+        if speculator is not None:
+            speculator.show_ends(found, _ints(batch.generations))
         ended = self._ended = time.perf_counter()
         rows = len(found.slots)
         timing = StepTiming(
@@ -299,7 +304,7 @@ class ModelRunner:
         )
         accepted = np.ones(rows, dtype=np.int32).tobytes()
         result = StepResult(batch.number, accepted=accepted, tokens=found.tokens, timing=timing)
-        return RunningStep(lambda: result, True, None if self._speculator is None else self._rest)
+        return RunningStep(lambda: result, True, None if speculator is None else self._rest)
 
     @torch.inference_mode()
     def _rest(self) -> None:

@@ -91,6 +91,7 @@ class StepBatch(msgspec.Struct, frozen=True, array_like=True):
     traces: tuple[TracedRow, ...] = ()  # rows of sampled traces, never a decode's; spans of them come back
     drafts: bytes = b""  # int32 [rows]: most guesses that a decode row verifies beside its token; empty: none at all
     levels: int = 0  # of the deepest draft that is worth its passes; 0: as the runner likes
+    unseen: bool = False  # whether nothing of it is to be kept for a draft: nothing is guessed for a while
 
 
 class StepTiming(msgspec.Struct, frozen=True, array_like=True):

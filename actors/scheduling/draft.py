@@ -71,6 +71,7 @@ class Draft:
         "samples",
         "short",
         "tail",
+        "unseen",
     )
 
     def __init__(self, budget: int, prefill_rows: int, tail: int = 0) -> None:
@@ -81,6 +82,7 @@ class Draft:
         self.drafts: list[int] = []  # of decodes: guesses that each may verify; empty when none may
         self.ahead: list[int] = []  # of decodes: of these, how many may be accepted
         self.levels = 0  # of the deepest draft that is worth it; 0: as many as the worker makes
+        self.unseen = False  # whether the worker keeps nothing of it for its draft
         self.adapted = 0  # decodes for which that was decided
         self.counts: list[tuple[Sequence, int]] = []  # of prefills
         self.samples: list[int] = []  # of prefills
@@ -149,6 +151,7 @@ class Draft:
             released=released,
             drafts=_pack(self.drafts + [0] * len(self.counts)) if self.drafts else b"",
             levels=self.levels,
+            unseen=self.unseen,
         )
 
     def sequences(self) -> list[Sequence]:

@@ -34,6 +34,11 @@ class Guessing:
     def enabled(self) -> bool:
         return self._depth > 0
 
+    @property
+    def unseen(self) -> bool:
+        """Whether nothing of the step that is planned is kept for the worker's draft; never where some guess in it."""
+        return self._steps is not None and self._steps.asleep
+
     def rests(self, draft: Draft) -> bool:
         """Whether none of the draft's decodes is to guess, so far as can be told without a look at them."""
         steps, rows = self._steps, draft.decodes

@@ -68,6 +68,8 @@ class StepPlanning:
             yield from self._admit(draft, first, now)
         if self._guessing is not None and self._guessing.apart and not draft.counts:
             self._plan_guesses(self._guessing, draft)
+        if self._guessing is not None:
+            draft.unseen = self._guessing.unseen
         grants: tuple[Grant, ...] = ()
         if draft.grows or roster.has_news:
             grants = (yield from self._turn(tuple(draft.grows))).grants

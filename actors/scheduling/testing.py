@@ -119,6 +119,7 @@ class SimulatedRunner:
         _expect(len(set(slots)) == len(slots), f"a slot has two rows: {slots}")
         drafts = _ints(batch.drafts) or [0] * len(slots)
         _expect(len(drafts) == len(slots), "drafts and slots are of uneven length")
+        _expect(not (batch.unseen and any(drafts)), "a step with guesses is seen by the draft")
         tokens = sum(counts) + sum(drafts)
         _expect(tokens <= self._max_step_tokens, f"{tokens} tokens in a step of {self._max_step_tokens}")
         self.rows.append(len(slots))

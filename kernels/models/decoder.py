@@ -220,15 +220,15 @@ class Decoder:
             head = platform.make_float_head(weight, False) if fp32_head else platform.make_projection(weight, None)
         self.head = VocabularyHead(group, head)
 
-    def forward(self, batch: ForwardBatch, caches: Sequence[Any]) -> Tensor:
+    def forward(self, batch: ForwardBatch, caches: Sequence[Any], capture: bool = True) -> Tensor:
         """Run a step's tokens; their keys and values go to ``caches`` (one a layer). -> [tokens, hidden], normed.
 
         With captures [tokens, hidden * (1 + captures)], for ``split``: one tensor, so that a captured graph or a
-        program gives it as it gives the other.
+        program gives it as it gives the other. ``capture``: whether they are wanted at all.
         """
         cos, sin = self.rotary(batch.positions)
         residual = self.embeddings(batch.token_ids)
-        hidden, captures, platform = self.hidden_size, self.captures, self.platform
+        hidden, captures, platform = self.hidden_size, self.captures if capture else (), self.platform
         wide: Tensor | None = None
         if captures:
             wide = platform.empty_rows(len(residual), hidden * (1 + len(captures)), residual.dtype)

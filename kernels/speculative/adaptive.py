@@ -5,7 +5,8 @@ costs at that batch size, what guessing takes at all, each pass of the draft, an
 request's k-th guess is accepted with a probability that is learnt as it goes. The plan of a step is the one that
 promises the most tokens a second, and plain decoding where none promises more. Rows that do not guess are probed now
 and then: twice as seldom after every probe that changed nothing, new requests as seldom as those before them, and never
-more than a small share of the time pays for: see ``budget``.
+more than a small share of the time pays for: see ``budget``. Where hardly a step guesses, the draft
+sleeps: see ``sleep``.
 
 Pure: no clock, no torch. One plan is made for all ranks of a model, for measured times differ between them.
 """
@@ -20,6 +21,8 @@ import msgspec
 import numpy as np
 
 from kernels.speculative.budget import Budget
+from kernels.speculative.sleep import Sleep
+from kernels.speculative.step_cost import DEBT, PROBING, SOONEST, STALLED, SURPRISE, TRIALS, StepCost
 
 __all__ = ["AdaptiveConfig", "AdaptiveSteps", "Track"]
 
@@ -29,23 +32,12 @@ LEAST_GAIN = 1.06
 """Guessing must promise this much over plain decoding: promises are noisy, and plain decoding keeps its word."""
 HOPEFUL = 0.9
 """The same of probes that are worth some of what guesses have brought before."""
-PROBING = 0.005
-"""Share of the time that guessing may lose."""
-DEBT, SAVINGS = 4.0, 64.0
-"""Plain steps of time that may be lost and not yet made up for, as many of them before anything was gained; and that
-may be lost of what was gained before."""
-LENT = 1.0
-"""The same at first of a batch size whose costs are taken to be like another's."""
 SETTLED = 4
 """Steps of one batch size before guesses are made at it that have gained nothing there yet: many sizes last for a step
 or two, while requests come and go, and the first step with guesses takes longer than others."""
-REFRESH = 32
-"""Steps with guesses before one without, which tells whether a plain one costs less now; not whether it costs more, for
-it still sees to what guesses left behind."""
-SOONEST = 8
-"""Steps between two probes of a request, at first; in between a batch that does not guess is not thought over."""
 LATEST = 512
-"""The same at last. All are powers of two, so that requests are probed in the same steps."""
+"""Steps between two probes of a request, at last, and at first ``SOONEST``. All are powers of two, so that requests are
+probed in the same steps."""
 LONGEST = 64
 """Steps that a batch that does not guess is not thought over, at most."""
 TIMED = 8
@@ -54,22 +46,12 @@ HOLDS, KNOWN = 3, 8
 """Steps that a plan serves after its own, once the costs of so many steps with guesses are known."""
 FORLORN = 0.15
 """A first guess's chance at which a request is no trial, and probed ever more seldom even with time to lose."""
+LIKELY = 0.5
+"""A first guess's chance from which on a draft does not sleep: it is the machine that is too slow for it just now."""
 STREAK = 4
 """Probes in a row after one that was accepted, while there is time to lose."""
-TRIALS = 3
-"""Steps that all guess to learn what it costs, and steps with guesses whose cost is believed, whatever it is."""
 TRIED = 16
 """Levels of a batch's rows together in the first of them, at most."""
-SURPRISE = 0.3
-"""Share of what was expected by which a step's seconds are believed to be more: others use the machine, too."""
-STALLED = 4
-"""Times what is expected of a step beyond which its time is the machine's, and counted for nobody."""
-LOADED = 32
-"""Plain steps over which it is averaged how much longer than expected they take: what others add to all steps."""
-DEARER, CHEAPER = 1, 8
-"""Weights of steps that took longer and less long than expected: nothing makes a step shorter, much makes it longer."""
-GUESSED = (0.3, 0.08, 0.03)
-"""Start, level and node in plain steps, before any was timed; and how much each may be to blame for a surprise."""
 
 
 class AdaptiveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -99,77 +81,6 @@ class Track:
         self.interval = interval  # steps between others
 
 
-class _Cost:
-    """Seconds of a step, at batch sizes of one power of two. ``like``: another size that guesses were made at; without
-    it a few steps try what guesses cost."""
-
-    __slots__ = (
-        "credit", "deepest", "guesses", "load", "paused", "per_level", "per_node", "plain", "seen", "shares", "start",
-        "trials",
-    )  # fmt: skip
-
-    def __init__(self, like: _Cost | None = None) -> None:
-        self.seen = 0  # plain steps
-        self.guesses = 0  # steps with guesses
-        self.trials = 0  # times that guesses were asked for whatever they cost: not all are timed, nor all made
-        self.deepest = 0  # levels of the deepest of these
-        self.load = 1.0  # what plain steps take on the average, in times of ``plain``, which is nearly the least
-        self.paused = True  # whether the last step was plain
-        self.credit = DEBT  # plain steps of time that may be lost
-        self.shares = GUESSED  # start, level and node in plain steps, before any was timed
-        if like is not None:
-            self.trials, self.credit = TRIALS, LENT
-            self.shares = (like.start / like.plain, like.per_level / like.plain, like.per_node / like.plain)
-        self.plain = self.start = self.per_level = self.per_node = 0.0
-
-    def learn(self, levels: int, nodes: int, seconds: float, weight: float, seen: float = 0.0) -> None:
-        paused, self.paused = self.paused, not nodes
-        if not nodes:
-            seconds -= seen  # or a plain step held to be dear never proves cheap: each follows one with guesses then
-            self.seen += 1
-            if self.seen <= TRIALS and not self.guesses:  # what runs for the first time is slow
-                self.plain = min(seconds, self.plain or seconds)
-                self.start, self.per_level, self.per_node = (share * self.plain for share in self.shares)
-            if paused or seen:
-                self.load += (min(seconds / self.plain, STALLED) - self.load) / LOADED
-            if paused or self.seen <= TRIALS or seconds < self.plain:
-                self.plain += _believed(seconds - self.plain, self.plain, weight)
-        elif self.seen:
-            self.guesses += 1
-            self.deepest = max(self.deepest, levels)
-            expected = self.expected(levels, nodes)
-            error = seconds - expected
-            if self.guesses > TRIALS:
-                error = _believed(error, expected, weight)
-            if paused:  # the draft saw much that was left for later
-                error = min(error, 0.0)
-            # Normalized least mean squares: what cannot be told apart is blamed by its share.
-            start, level, node = (share * share for share in GUESSED)
-            error /= start + level * levels**2 + node * nodes**2
-            # None of them is more than all of a step: a stall that was blamed on levels would else outlast many probes.
-            most = max(0.0, seconds - self.plain)
-            self.start = min(max(0.0, self.start + error * start), most)
-            self.per_level = min(max(0.0, self.per_level + error * level * levels), most / max(levels, 1))
-            self.per_node = min(max(0.0, self.per_node + error * node * nodes), most / nodes)
-
-    @property
-    def refresh(self) -> int:
-        """Steps with guesses before one without: fewer while little is known of what those cost."""
-        return min(REFRESH, SOONEST + 2 * self.seen)
-
-    def gained(self, gain: float) -> None:
-        """A step with guesses brought so many plain steps of time."""
-        least = -1.0 if self.guesses <= TRIALS else -DEBT
-        self.credit = min(max(self.credit + max(gain, least), -DEBT), SAVINGS)
-
-    def saved(self, steps: int) -> None:
-        """Steps without guesses went by."""
-        self.credit = max(self.credit, min(self.credit + PROBING * steps, DEBT))
-
-    def expected(self, levels: int, nodes: int) -> float:
-        return self.plain + self.start + self.per_level * levels + self.per_node * nodes
-
-
 class AdaptiveSteps:
     """The policy. ``nodes``: ``nodes[n]`` guesses are verified of a draft of n levels; ``nodes[0]`` is 0."""
 
@@ -181,17 +92,20 @@ class AdaptiveSteps:
         self._levels = sorted(chosen - {0}) if self._config.candidate_steps else list(range(1, most + 1))
         self._prior = [PRIOR] * most
         self._judged = SURE  # times
-        self._costs: dict[int, _Cost] = {}
+        self._costs: dict[int, StepCost] = {}
         self._budget = Budget()
+        self._sleep = Sleep()
+        self._likely = False  # whether guesses of some request were rather right than wrong, when last thought of
+        self._owed: StepCost | None = None  # whose requests, also new ones, are probed once the draft is awake
         self._steps = 0
         self._guessing = 0  # steps with guesses since the last without
-        self._idle: _Cost | None = None  # where no row guessed, and nothing was learnt of any since
+        self._idle: StepCost | None = None  # where no row guessed, and nothing was learnt of any since
         self._rest = SOONEST  # steps between two in which such a batch is thought over
         self._slept = 0  # steps that rested and are not counted yet where they pay in
         self._interval = SOONEST  # a new request's
-        self._size: _Cost | None = None  # of the last step
+        self._size: StepCost | None = None  # of the last step
         self._lasted = 0  # steps of that size before it
-        self._plan: tuple[_Cost, list[Track], list[int]] | None = None  # made in a step before this one
+        self._plan: tuple[StepCost, list[Track], list[int]] | None = None  # made in a step before this one
         self._served = 0  # steps, by this plan
 
     def track(self) -> Track:
@@ -214,6 +128,12 @@ class AdaptiveSteps:
         """Whether a step that ``rests`` is worth the time that timing takes."""
         return self._steps % TIMED == TIMED // 2
 
+    @property
+    def asleep(self) -> bool:
+        """Whether nothing of the step that was chosen last, and of prompts with it, is to be kept for the draft."""
+        awake = self._likely or self._config.zero_step_probe_interval
+        return not awake and self._sleep.deep(self._steps)
+
     def _wake(self) -> None:
         """Count the steps that rested, together: each by itself would take longer than all that is asked of it."""
         if self._slept and self._idle is not None:
@@ -228,6 +148,8 @@ class AdaptiveSteps:
         self._steps += 1
         lasted = self._lasted = self._lasted + 1 if cost is self._size else 0
         self._size = cost
+        if not self.asleep:  # else nothing but ``Sleep.wake`` ends it
+            self._likely = any(track.hits[0] > LIKELY for track in tracks)
         if not self._levels or cost.seen < self._config.warmup_batches or self._guessing >= cost.refresh:
             self._guessing = 0
             return [0] * rows
@@ -236,6 +158,9 @@ class AdaptiveSteps:
         fixed = self._config.zero_step_probe_interval
         if self._budget.spent(cost.plain) and not fixed:
             self._guessing, self._idle, self._rest = 0, cost, _until(self._budget.wait(cost.plain))
+            return [0] * rows
+        if self._sleep.stirs(self._steps) and not fixed:
+            self._guessing, self._idle, self._rest = 0, cost, SOONEST
             return [0] * rows
         held, self._plan = self._plan, None
         if held is not None and held[0] is cost and cost.credit > 0 and self._served < HOLDS and held[1] == tracks:
@@ -252,6 +177,7 @@ class AdaptiveSteps:
             self._guessing, self._idle, self._rest = 0, cost, _until(-cost.credit / PROBING)
             return [0] * rows
         probed: list[int] = []
+        owed, self._owed = self._owed is cost, None
         if trial:  # the deepest and the shallowest tell most of costs
             deep = bisect_right(self._levels, max(self._levels[0], TRIED // rows))
             some = self._levels[0 if cost.trials % 2 else deep - 1]
@@ -261,7 +187,7 @@ class AdaptiveSteps:
         for row, track in enumerate(tracks):
             if chosen[row]:
                 track.interval = SOONEST
-            elif self._steps % fixed == 0 if fixed else self._due(track):
+            elif self._steps % fixed == 0 if fixed else owed or self._due(track):
                 probed.append(row)
         if probed:  # there is time to lose where guesses have brought some
             rich = cost.credit > DEBT and not fixed
@@ -270,8 +196,14 @@ class AdaptiveSteps:
                 chosen[row] = levels or self._levels[0]
                 if levels and tracks[row].hits[0] > FORLORN:
                     tracks[row].interval = self._interval = SOONEST
-        if trial and any(chosen):
-            cost.trials += 1
+        if any(chosen):
+            if self.asleep:
+                self._sleep.wake(self._steps)
+                self._owed = cost if probed else None
+                self._guessing, self._idle, self._rest = 0, cost, SOONEST
+                return [0] * rows
+            self._sleep.guessed(self._steps)
+            cost.trials += trial
         self._guessing = self._guessing + 1 if any(chosen) else 0
         self._idle = None if any(chosen) else cost
         if all(chosen) and not (trial or probed) and cost.guesses >= KNOWN:
@@ -354,25 +286,25 @@ class AdaptiveSteps:
         if cost.plain:
             self._gain(cost, 1.0, max(seconds, cost.plain), max(seconds, cost.plain))
 
-    def _pass(self, cost: _Cost, steps: int = 1) -> None:
+    def _pass(self, cost: StepCost, steps: int = 1) -> None:
         """Steps without guesses went by."""
         cost.saved(steps)
         self._budget.passed(cost.plain, steps)
 
-    def _gain(self, cost: _Cost, tokens: float, believed: float, seconds: float) -> None:
+    def _gain(self, cost: StepCost, tokens: float, believed: float, seconds: float) -> None:
         """A step with guesses brought so many ``tokens`` a row, and took ``seconds``."""
         cost.gained(tokens - believed / cost.plain)
         self._budget.passed(cost.plain)
         # As many plain steps would have been as slow on this machine as those there were.
         self._budget.guessed(cost.plain, tokens * cost.load, seconds)
 
-    def _cost(self, rows: int) -> _Cost:
+    def _cost(self, rows: int) -> StepCost:
         size = rows.bit_length()
         found = self._costs.get(size)
         if found is None:
             known = [other for other, cost in self._costs.items() if cost.guesses >= TRIALS]
             near = min(known, key=lambda other: abs(other - size), default=None)
-            found = self._costs[size] = _Cost(None if near is None else self._costs[near])
+            found = self._costs[size] = StepCost(None if near is None else self._costs[near])
         return found
 
     def interrupted(self) -> None:
@@ -380,7 +312,7 @@ class AdaptiveSteps:
         for cost in self._costs.values():
             cost.paused = True
 
-    def _best(self, cost: _Cost, tracks: Sequence[Track], gain: float) -> list[int]:
+    def _best(self, cost: StepCost, tracks: Sequence[Track], gain: float) -> list[int]:
         """The plan of the most tokens a second; plain decoding where it is not ``gain`` times better."""
         rows = len(tracks)
         chances = np.cumprod(np.array([track.hits for track in tracks]), axis=1)  # that so many guesses are accepted
@@ -407,11 +339,6 @@ class AdaptiveSteps:
 def _until(steps: float) -> int:
     """How long a batch rests that cannot guess for so many steps: a power of two, as all intervals are."""
     return 1 << int(min(max(steps, SOONEST), LONGEST)).bit_length() - 1
-
-
-def _believed(error: float, expected: float, weight: float) -> float:
-    """What an estimate changes by."""
-    return min(error, SURPRISE * expected) * min((DEARER if error > 0 else CHEAPER) * weight, 1.0)
 
 
 def _bounded(value: float, most: float) -> float:

@@ -27,7 +27,8 @@ from kernels.step import Admission
 __all__ = ["NgramDrafter", "guess"]
 
 CACHED = 1024
-"""Tokens of a cached prefix that a new request tells the trie again: most were seen when they were computed."""
+"""Tokens of a cached prefix that a new request tells the trie again: most were seen when they were computed; and of a
+request's own that were run unseen."""
 Ints: TypeAlias = npt.NDArray[np.int32]
 Longs: TypeAlias = npt.NDArray[np.int64]
 
@@ -127,6 +128,10 @@ class NgramDrafter(Drafter):
     def host_drafts(self, state: SlotTable, rows: int) -> HostDrafts | None:
         return HostNgrams(self, state)
 
+    def told(self, slot: int, most: int) -> int:
+        """Tokens of the slot that the trie knows from position 0 on, ``most`` at most."""
+        return min(self._told[slot], most)
+
     def tell(self, slot: int, start: int, tokens: Ints) -> None:
         """The slot's ``tokens`` from position ``start`` on; those known are passed over, and so is what lies before
         them and was not kept for this."""
@@ -152,7 +157,8 @@ class HostNgrams(HostDrafts):
         here = self._state.here
         assert here is not None
         for slot, start, count in zip(seen.slots.tolist(), seen.starts.tolist(), seen.counts.tolist(), strict=True):
-            self._drafter.tell(slot, start, here[slot, start : start + count + 1])
+            begin = max(self._drafter.told(slot, start), start - CACHED)  # what was run unseen is here all the same
+            self._drafter.tell(slot, begin, here[slot, begin : start + count + 1])
         return True
 
     def draft(

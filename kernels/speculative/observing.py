@@ -22,8 +22,6 @@ SHORT = 16
 """Tokens up to which a row that is observed is no prompt."""
 BACKLOG = 16
 """Decodes of a slot that wait to be seen together, at most."""
-DORMANT, WAKES = 48, 16
-"""Steps without guesses after which hardly any are made; so many of them one with guesses makes up for."""
 
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int32]
@@ -66,10 +64,9 @@ class _Seen:
 class Observer:
     """Keeps decodes of a few steps for later where nobody drafts: seen together they cost as much as one."""
 
-    def __init__(self, drafter: Drafter, platform: Platform, slots: SlotTable, adaptive: bool = False) -> None:
-        self._drafter, self._platform, self._slots, self._adaptive = drafter, platform, slots, adaptive
+    def __init__(self, drafter: Drafter, platform: Platform, slots: SlotTable) -> None:
+        self._drafter, self._platform, self._slots = drafter, platform, slots
         self._wide = drafter.features
-        self._rested = self._unrested = 0  # steps without guesses, and those not yet counted among them
         self._backlog: list[_Seen] = []
         self._here: HostDrafts | None = None
         self._unseen: Unseen | None = None
@@ -90,44 +87,22 @@ class Observer:
         """Whether nothing was kept for later."""
         return not self._backlog and (self._unseen is None or self._unseen.empty)
 
-    @property
-    def dormant(self) -> bool:
-        """Whether hardly a step guesses, so that what one computes is as a rule of no use to the drafter."""
-        return self._adaptive and self._rested + self._unrested >= DORMANT
-
-    def woken(self) -> None:
-        """A step is to guess."""
-        self._count()
-        self._rested = max(0, self._rested - WAKES)
-
     def later(self, slots: Longs, generations: Ints, positions: Longs, features: Raw | None) -> bool:
         """Decodes that are not to be seen yet. -> as ``more``."""
         assert self._unseen is not None
-        self._unrested += 1
         return self.bound(self._unseen.add(slots, generations, positions, features if self._wide else None))
 
-    def later_chunks(
-        self, slots: Longs, generations: Ints, starts: Longs, counts: Longs, features: Raw | None, places: Longs
-    ) -> None:
-        """``counts`` tokens of each slot from ``starts`` on that are not to be seen, unless somebody guesses.
-        ``places``: of the first of each among the ``features`` [tokens, n]."""
-        assert self._unseen is not None
-        self._unseen.add_chunks(slots, generations, starts, counts, features, places)
-
     def bound(self, room: bool) -> bool:
-        """See or forget what is kept where there is no ``room`` for more. -> whether there was, or is now."""
-        self._count()
-        if self.dormant and self._unseen is not None:
-            self._unseen.forget()
-            return True
+        """See what is kept where there is no ``room`` for more. -> whether there was."""
         if not room:
             self.flush()
         return room
 
-    def _count(self) -> None:
-        if self._adaptive:
-            self._rested = min(self._rested + self._unrested, 2 * DORMANT)
-        self._unrested = 0
+    def drop(self) -> None:
+        """Forget what is kept."""
+        self._backlog = []
+        if self._unseen is not None:
+            self._unseen.drop()
 
     def follows(self, slots: Longs) -> bool:
         """Whether the very ``slots`` are those of which decodes were to be seen ``later`` last."""
@@ -136,9 +111,7 @@ class Observer:
     def more(self, features: Raw | None) -> bool:
         """One more decode of each of these. -> whether there can be another without ``bound``."""
         assert self._unseen is not None
-        room = self._unseen.more(features if self._wide else None)
-        self._unrested += 1
-        return room
+        return self._unseen.more(features if self._wide else None)
 
     def add(self, run: Run, rows: Longs, counts: Longs, paths: Longs | None) -> None:
         """``rows`` of the run computed ``counts`` [all rows] tokens each, and in those that verified guesses they are

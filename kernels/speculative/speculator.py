@@ -61,7 +61,7 @@ class Speculator:
         self._slots = slots
         self.verifier = Verifier(settings, platform, sampler, slots, drafter.depth)
         self._wants = np.zeros(len(slots.known), dtype=bool)
-        self._observer = Observer(drafter, platform, slots, settings.adaptive.enabled)
+        self._observer = Observer(drafter, platform, slots)
         self._last: Run | None = None
         self._chained: tuple[SeenHere, Ints] | None = None  # what a step of chains accepted, with its generations
         self._waits = False  # whether the next such step may see it itself
@@ -70,6 +70,8 @@ class Speculator:
         self._grown: _Grown | None = None
         self.calm = False
         """Whether before more of the decodes that were run last nothing is to be settled, nor to be seen after them."""
+        self.unseen = False
+        """Whether nothing is kept of the step that runs."""
         self._whole = True  # whether the last trees had all levels
 
     @property
@@ -84,6 +86,10 @@ class Speculator:
     @property
     def observer(self) -> Observer:
         return self._observer
+
+    def quiet(self, unseen: bool) -> bool:
+        """Whether before more of the decodes that were run last nothing is to be done; ``unseen``: as in ``settle``."""
+        return self.calm and self.unseen == unseen
 
     def show_later(self, slots: Longs, features: Raw) -> None:
         """A token of each slot was computed, and no guess was verified; where the device is the host.
@@ -129,7 +135,6 @@ class Speculator:
     def saw(self) -> None:
         """It did, and there are guesses."""
         self._chained, self.calm = None, False
-        self._observer.woken()
 
     def show_ends(self, reached: Reached, generations: Ints) -> None:
         """The same of what a step without guesses ran on the host."""
@@ -141,26 +146,20 @@ class Speculator:
         if self._chained is not None and not self._waits:
             self._observer.show(*self._chained)
             self._chained = None
-        if not self._observer.dormant:
-            self._see_ends(False)
+        self._see_ends()
 
-    def _see_ends(self, later: bool) -> None:
-        """``later``: it can wait, and hardly a step guesses."""
+    def _see_ends(self) -> None:
         if self._reached is None:
             return
         (reached, generations), self._reached = self._reached, None
         # Of a request that does not speculate prompts are observed all the same: others may share them.
-        wanted = self._wants[reached.slots]
-        rows = np.flatnonzero(wanted if later else wanted | (reached.counts > 1))
+        rows = np.flatnonzero(self._wants[reached.slots] | (reached.counts > 1))
         if not len(rows):
             return
         slots, starts, counts = reached.slots[rows], reached.starts[rows], reached.counts[rows]
         features = reached.features if self.drafter.features else None
         first = (np.cumsum(reached.counts) - reached.counts)[rows]
-        if later:
-            self._observer.later_chunks(slots, generations[rows], starts, counts, features, first)
-        else:
-            self._observer.show(SeenHere(slots, starts, counts, features, ragged(first, counts)), generations[rows])
+        self._observer.show(SeenHere(slots, starts, counts, features, ragged(first, counts)), generations[rows])
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -174,57 +173,35 @@ class Speculator:
 
     # -- before a step ------------------------------------------------------------------------------------------------
 
-    def settle(self, drafts: bool, released: bool) -> None:
+    def settle(self, drafts: bool, released: bool, unseen: bool = False) -> None:
         """Learn what the last step accepted, and let the drafter see what it computed. That can wait where nothing is
         drafted in the step that comes, unless slots are ``released`` in it whose pages others may share.
+
+        ``unseen``: nothing of the step that comes is kept for the drafter, nor of those before it that it has not seen.
         """
-        dormant = self._observer.dormant
-        later = not drafts and (dormant or not released)
-        self.calm = False
-        if drafts:
-            self._observer.woken()
+        asleep, self.unseen, self.calm = self.unseen, unseen, unseen
+        if unseen:
+            if not asleep:
+                self._drop()
+            return
+        later = not drafts and not released
         chained, self._chained = self._chained, None
         if chained is not None:
             self._observer.show(*chained)
-        self._see_ends(later and dormant)
+        self._see_ends()
         run, self._last = self._last, None
         if run is None:
             if not later:
                 self._observer.flush()
             return
-        state, step = self._slots, run.step
-        sound = state.active[step.slots] & (state.generation[step.slots] == run.generations)
-        counts = step.counts
-        paths: Longs | None = None
-        if later and dormant and not step.verifies and step.decodes < len(step.rows):
-            kept = np.flatnonzero(sound & self._wants[step.slots])
-            features = None if run.features is None else raw(run.features)
-            self._observer.later_chunks(
-                step.slots[kept],
-                run.generations[kept],
-                step.starts[kept],
-                step.counts[kept],
-                features,
-                step.offsets[kept],
-            )
-            return
+        step = run.step
+        sound, counts, paths = self._count(run)
         if later and self._observer.keeps and step.decodes == len(step.rows):
             kept = np.flatnonzero(sound & self._wants[step.slots])
             features = None if run.features is None else raw(run.features)[kept]
             if len(kept):
                 self._observer.later(step.slots[kept], run.generations[kept], step.starts[kept], features)
             return
-        if run.outcome is not None:
-            outcome: Longs = run.outcome()[0].numpy()
-            accepted, depths, paths = np.abs(outcome[:, 0]), outcome[:, 1], outcome[:, 2:]
-            counts = counts.copy()
-            counts[step.verifying] = accepted
-            alive = sound[step.verifying]
-            slots = step.slots[step.verifying][alive]
-            state.known[slots] += accepted[alive]
-            state.computed[slots] += accepted[alive]
-            sound[step.verifying] &= outcome[:, 0] > 0
-            self.drafter.judged(slots.tolist(), (accepted[alive] - 1).tolist(), depths[alive].tolist())
         # Of a request that does not speculate prompts are observed all the same: others may share them.
         rows = np.flatnonzero(sound & (self._wants[step.slots] | (step.counts > 1)))
         grown = self._grown
@@ -239,6 +216,33 @@ class Speculator:
             self._observer.keep()
         else:
             self._observer.flush()
+
+    def _count(self, run: Run) -> tuple[npt.NDArray[np.bool_], Longs, Longs | None]:
+        """Make slots longer by what the run accepted. -> its rows whose requests are there still and finite, tokens of
+        each, and of those that verified guesses which nodes they are."""
+        state, step = self._slots, run.step
+        sound = state.active[step.slots] & (state.generation[step.slots] == run.generations)
+        if run.outcome is None:
+            return sound, step.counts, None
+        outcome: Longs = run.outcome()[0].numpy()
+        accepted, depths = np.abs(outcome[:, 0]), outcome[:, 1]
+        counts = step.counts.copy()
+        counts[step.verifying] = accepted
+        alive = sound[step.verifying]
+        slots = step.slots[step.verifying][alive]
+        state.known[slots] += accepted[alive]
+        state.computed[slots] += accepted[alive]
+        sound[step.verifying] &= outcome[:, 0] > 0
+        self.drafter.judged(slots.tolist(), (accepted[alive] - 1).tolist(), depths[alive].tolist())
+        return sound, counts, outcome[:, 2:]
+
+    def _drop(self) -> None:
+        """Keep nothing that the drafter has not seen; but lengths count."""
+        run, self._last = self._last, None
+        if run is not None:
+            self._count(run)
+        self._chained = self._reached = self._grown = None
+        self._observer.drop()
 
     def draft(self, step: StepRows, most: Longs, levels: int) -> StepRows:
         """Guesses for the decodes that may verify some: ``most`` int64 [rows], with a page for each already granted.
@@ -336,6 +340,8 @@ class Speculator:
         verified: Verified | None,
     ) -> None:
         """A step was given to the device; it is observed before the next one."""
+        if self.unseen:
+            return
         outcome = tokens = None
         rows = np.flatnonzero(reached)
         places = np.zeros(len(rows), dtype=np.int64)

@@ -80,10 +80,12 @@ class Driver:
         self._released.append(slot)
         return pages
 
-    def step(self, rows: Sequence[tuple[int, int]], drafts: Mapping[int, int] | None = None) -> StepResult:
+    def step(
+        self, rows: Sequence[tuple[int, int]], drafts: Mapping[int, int] | None = None, unseen: bool = False
+    ) -> StepResult:
         """Run ``(slot, count)`` rows; decode rows are put first, and pages granted as they are needed.
 
-        ``drafts``: how many guesses a slot may verify.
+        ``drafts``: how many guesses a slot may verify. ``unseen``: nothing is kept of it for a draft.
         """
         rows = sorted(rows, key=lambda row: row[1] != 1)
         most = drafts or {}
@@ -105,6 +107,7 @@ class Driver:
                 admitted=tuple(self._admitted),
                 released=pack(self._released),
                 drafts=pack(most.get(slot, 0) for slot, _ in rows) if most else b"",
+                unseen=unseen,
             )
         )
         self._admitted, self._released, self._granted = [], [], []

@@ -5,6 +5,7 @@ import pytest
 
 from actors.scheduling.testing import SimulatedRunner, model_info
 from kernels.speculative.adaptive import AdaptiveSteps
+from kernels.speculative.sleep import SHOWN
 from kernels.step import SlotSampling, StepTiming
 from tests.actors.scheduling.stage import VOCAB, Stage, says, spec, unpack
 
@@ -253,6 +254,33 @@ def test_a_draft_that_finds_nothing_is_seldom_asked():
     stage.play(limit=700)
     assert 0 < sum(asked) < 30
     assert stage.tokens(1) == says(range(5), 600)
+
+
+def test_the_worker_keeps_nothing_for_a_draft_that_does_not_guess():
+    """Of decodes as of prompts that come meanwhile; and of none beside guesses, nor right before them."""
+    stage = Guessing(adaptive="{}", accepts=lambda most: 0, seconds=lambda *_: 0.01, pages=400, context_length=1500)
+    stage.submit(spec(1, range(5), max_tokens=700))
+    found, prompts = [], []
+    while (batch := stage.step()) is not None:
+        found.append((any(unpack(batch.drafts)), batch.unseen))
+        if batch.admitted:
+            prompts.append(batch.unseen)
+        if len(found) == 400:
+            stage.submit(spec(2, range(9), max_tokens=40))
+    assert prompts == [False, True]
+    assert 0.4 * len(found) < sum(unseen for _, unseen in found) < len(found)
+    late = [number for number, (guessed, _) in enumerate(found) if guessed and number > 200]
+    assert late
+    for number in late:
+        assert not any(unseen for _, unseen in found[number - SHOWN : number + 1])
+
+
+@pytest.mark.parametrize("adaptive", [None, '{"zero_step_probe_interval": 100}'])
+def test_where_guesses_are_not_for_the_policy_to_say_all_is_kept(adaptive):
+    stage = Guessing(adaptive=adaptive, accepts=lambda most: 0, pages=400, context_length=1500)
+    stage.submit(spec(1, range(5), max_tokens=300))
+    while (batch := stage.step()) is not None:
+        assert not batch.unseen
 
 
 def test_what_a_plain_step_showed_the_draft_is_told_apart(monkeypatch):

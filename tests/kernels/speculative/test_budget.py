@@ -5,8 +5,9 @@ import random
 
 import pytest
 
-from kernels.speculative.adaptive import LOADED, STALLED, AdaptiveConfig, AdaptiveSteps
+from kernels.speculative.adaptive import AdaptiveConfig, AdaptiveSteps
 from kernels.speculative.budget import FIRST, LOAN, MOST, SAVED, SHARE, Budget
+from kernels.speculative.step_cost import LOADED, STALLED
 from tests.kernels.speculative.worlds import LEVEL, NODE, PLAIN, World, chain
 
 

@@ -47,6 +47,17 @@ def test_without_captures_drafts_are_made_from_the_last_hidden_state(reference, 
     assert all(torch.equal(part, hidden) for part in target.split(hidden))
 
 
+def test_where_nothing_is_made_from_layers_they_are_not_brought_together(reference, prompts):
+    paged = Paged()
+    config, target = decoder(reference("qwen3").path, paged, (2, 0))
+    (prompt,) = prompts(9)
+    caches = paged.caches(config)
+    plain, wide = (target.forward(paged.batch([(0, 0, 9)], prompt), caches, capture) for capture in (False, True))
+    assert plain.shape == (9, config.hidden_size)
+    assert wide.shape == (9, 3 * config.hidden_size)
+    assert torch.equal(target.split(wide)[0], plain)
+
+
 @pytest.mark.parametrize("captures", [(3,), (-1,), (1, 1)])
 def test_layers_that_are_not_there_are_refused(captures, reference):
     with pytest.raises(ConfigError, match=r"must be different ones of this model's 0 to 2"):

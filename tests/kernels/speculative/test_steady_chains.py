@@ -12,7 +12,7 @@ import torch
 from app.understudy import MODEL_DIR
 from app.understudy.drafts import draft_arguments
 from kernels.speculative import unseen
-from kernels.speculative.settings import AdaptiveSettings, SpeculativeSettings
+from kernels.speculative.settings import SpeculativeSettings
 from kernels.step import SlotSampling
 from tests.kernels.conftest import ints
 from tests.kernels.speculative.oracles import run_mixed
@@ -37,14 +37,19 @@ def said():
     return {}
 
 
-def guessing(drive, algorithm, ran=None, **more):
-    """A driver with the draft in the box, and the rows of the steps that came to its chains. ``ran``: to hear of the
-    rows of those that were not left to others."""
+def drafting(algorithm, **more):
+    """With the draft in the box."""
     found = {name.removeprefix("speculative_"): value for name, value in draft_arguments(algorithm).items()}
     found.setdefault("num_draft_tokens", 12)
     steps = found.pop("num_steps", found["num_draft_tokens"] - 1)
     found["topk"] = found.pop("eagle_topk", 1)
-    driver = drive(MODEL_DIR, speculation=SpeculativeSettings(algorithm, num_steps=steps, **found, **more), **OPTIONS)
+    return SpeculativeSettings(algorithm, num_steps=steps, **found, **more)
+
+
+def guessing(drive, algorithm, ran=None, **more):
+    """A driver with the draft in the box, and the rows of the steps that came to its chains. ``ran``: to hear of the
+    rows of those that were not left to others."""
+    driver = drive(MODEL_DIR, speculation=drafting(algorithm, **more), **OPTIONS)
     chains = driver.runner._captured.chains
     if chains is None:
         pytest.skip("this processor has no native operators, or they are not compiled yet")
@@ -166,41 +171,6 @@ def test_steps_without_guesses_cost_what_they_cost_others_and_are_seen_later(alg
     at_once = guess_on(driver, 12)
     assert np.mean(at_once) > 1.4
     assert np.mean(accepted) > 1 + 0.8 * (np.mean(at_once) - 1)
-
-
-@pytest.mark.parametrize("algorithm", ["EAGLE", "DFLASH", "STANDALONE"])
-def test_a_draft_that_hardly_guesses_is_shown_the_last_of_what_was_run_once_it_does(algorithm, drive, monkeypatch):
-    """Neither prompts nor tokens before; and what it guesses then is often right, and never said where it is wrong."""
-    monkeypatch.setattr(unseen, "MOST", 64)
-    driver, rows = guessing(drive, algorithm, adaptive=AdaptiveSettings(enabled=True))
-    observer, shown = driver.runner._speculator.observer, []
-    see = observer._see
-    observer._see = lambda seen, *rest: shown.extend(seen.counts.tolist()) or see(seen, *rest)
-    asked = [ASKED[0], [token for _ in range(3) for token in ASKED[3]]]
-    driver.admit(1, asked[0])
-    driver.step([(1, driver.pending(1))])
-    for _ in range(59):
-        driver.step([(1, 1)])
-    shown.clear()
-    driver.admit(2, asked[1])
-    driver.step([(1, 1), (2, 70)])
-    driver.step([(1, 1), (2, driver.pending(2))])
-    for _ in range(20):
-        driver.step([(1, 1), (2, 1)])
-    driver.admit(3, ASKED[1])
-    driver.step([(1, 1), (2, 1), (3, driver.pending(3))])
-    driver.release(3)
-    for _ in range(40):
-        driver.step([(1, 1), (2, 1)])
-    assert not shown
-    assert not rows
-    accepted = guess_on(driver, 12)
-    assert rows[-10:] == [2] * 10
-    assert 2 * unseen.LAST > max(shown) >= unseen.LAST
-    assert np.mean(accepted) > 1.2
-    said = truth(drive, MODEL_DIR, asked, GREEDY[:2], 300, **OPTIONS)[0]
-    for slot in (1, 2):
-        assert driver.tokens[slot] == said[slot - 1][: len(driver.tokens[slot])]
 
 
 def guess_on(driver, steps):
@@ -371,26 +341,6 @@ def test_a_row_that_is_not_finite_is_left_to_others(drive):
     assert [error.slot for error in result.failed] == [1]
 
 
-def dormant(drive, algorithm="EAGLE"):
-    """A driver whose draft is shown nothing, with one request in slot 1."""
-    driver, _ = guessing(drive, algorithm, adaptive=AdaptiveSettings(enabled=True))
-    driver.admit(1, ASKED[0])
-    driver.step([(1, driver.pending(1))])
-    for _ in range(60):
-        driver.step([(1, 1)])
-    assert driver.runner._speculator.observer.dormant
-    return driver
-
-
-def test_a_few_steps_with_guesses_wake_a_draft_however_long_it_slept(drive):
-    driver = dormant(drive)
-    for _ in range(90):
-        driver.step([(1, 1)])
-    for _ in range(4):
-        driver.step([(1, 1)], {1: 4})
-    assert not driver.runner._speculator.observer.dormant
-
-
 def test_a_step_without_guesses_tells_how_long_it_showed_the_draft_what_others_left(drive):
     driver, _ = guessing(drive, "EAGLE")
     driver.admit(1, ASKED[0])
@@ -487,86 +437,3 @@ def test_a_prompt_that_is_not_finite_is_left_to_others(drive):
     assert [error.slot for error in result.failed] == [1]
     assert ints(result.accepted) == [0, 1]
     assert driver.runner._speculator._reached is None
-
-
-@pytest.mark.parametrize("algorithm", ["EAGLE", "STANDALONE"])
-def test_a_request_without_guesses_comes_while_a_draft_hardly_guesses(algorithm, drive):
-    driver = dormant(drive, algorithm)
-    driver.release(1)
-    driver.admit(2, ASKED[1], sampling=SlotSampling(temperature=0.0, drafts=0))
-    driver.step([(2, driver.pending(2))])
-    driver.step([(2, 1)])
-    driver.admit(3, ASKED[1])
-    driver.step([(3, driver.pending(3)), (2, 1)])
-    for _ in range(80):
-        driver.step([(2, 1), (3, 1)])
-    assert driver.runner._speculator.observer.dormant
-
-
-def test_prompts_leave_room_for_steps_that_a_draft_has_not_seen(drive, monkeypatch):
-    monkeypatch.setattr(unseen, "MOST", 64)
-    driver = dormant(drive)
-    slots = list(range(1, 17))
-    for slot in slots[1:]:
-        driver.admit(slot, ASKED[0])
-        driver.step([(slot, driver.pending(slot))])
-    driver.step([(slot, 1) for slot in slots], dict.fromkeys(slots, 2))
-    for _ in range(3):
-        driver.step([(slot, 1) for slot in slots])
-    for _ in range(20):  # prompts come and go beside the others
-        driver.release(16)
-        driver.admit(16, ASKED[3])
-        driver.step([*((slot, 1) for slot in slots[:-1]), (16, driver.pending(16))])
-        driver.step([(slot, 1) for slot in slots])
-    assert driver.runner._speculator.observer.dormant
-
-
-def test_n_grams_that_were_shown_the_last_of_a_sequence_alone_guess(drive, monkeypatch):
-    monkeypatch.setattr(unseen, "MOST", 64)
-    driver = dormant(drive, "NGRAM")
-    drafter = driver.runner._speculator.drafter
-    for _ in range(10):
-        driver.step([(1, 1)])
-    known, told, extend = list(driver.tokens[1]), [], drafter._trie.extend
-    assert drafter._told[1] < len(known) - unseen.LAST
-    drafter._trie.extend = lambda sequence, new: told.append((len(sequence), new)) or extend(sequence, new)
-    driver.step([(1, 1)], {1: 4})
-    driver.runner._speculator.rest()
-    assert drafter._told[1] == len(driver.tokens[1])
-    before, tokens = told[0]
-    assert (before, tokens) == (0, known[-len(tokens) :])  # they follow nothing that was told
-
-
-def test_where_a_prompt_has_no_room_nothing_is_seen_behind_the_gap(drive, monkeypatch):
-    monkeypatch.setattr(unseen, "MOST", 64)
-    state = dormant(drive).runner._slots
-    store = unseen.Unseen(state, 1)
-    room = len(state.known) * (64 - unseen.LAST - 1)
-    slots, generations = np.array([1]), state.generation[[1]]
-
-    def features(position):
-        return np.full((1, 1), position, dtype=np.int16)
-
-    store.add(slots, generations, np.array([0]), features(0))
-    store._kept = room  # as if many had run
-    store.add_chunks(slots, generations, np.array([1]), np.array([1]), features(1), np.array([0]))
-    assert not store.follows(slots)
-    for position in (2, 3):
-        store.add(slots, generations, np.array([position]), features(position))
-    seen = store.take()
-    assert (seen.starts.tolist(), seen.counts.tolist()) == ([1], [3])
-    assert seen.features[seen.places, 0].tolist() == [1, 2, 3]
-
-
-def test_of_a_long_prompt_the_last_tokens_that_follow_one_another_are_seen(drive):
-    driver = dormant(drive)
-    state = driver.runner._slots
-    store = unseen.Unseen(state, 4)
-    features = np.zeros((80, 4), dtype=np.int16)
-    slot, generation = np.array([1]), state.generation[[1]]
-    for start in (0, 40):  # of each the last are kept, and there is a gap between
-        store.add_chunks(slot, generation, np.array([start]), np.array([40]), features, np.array([start]))
-    store.add(slot, generation, np.array([80]), features[:1])
-    seen = store.take()
-    assert seen is not None
-    assert (seen.slots.tolist(), seen.starts.tolist(), seen.counts.tolist()) == ([1], [48], [33])

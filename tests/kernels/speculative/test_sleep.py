@@ -1,0 +1,77 @@
+"""When nothing is kept for a draft, and that it is shown some steps before it guesses again."""
+
+import itertools
+
+import pytest
+
+from kernels.speculative.adaptive import AdaptiveSteps
+from kernels.speculative.sleep import LATER, SHOWN
+from tests.kernels.speculative.worlds import World, chain
+
+
+def play(policy: AdaptiveSteps, world: World, steps: int) -> list[tuple[bool, bool]]:
+    """Whether each step guessed, and whether nothing of it was kept; as the scheduler asks."""
+    found = []
+    for _ in range(steps):
+        guessed = False
+        if not policy.rests(len(world.chances)):
+            world.step()
+            guessed = any(world.levels[-1])
+        found.append((guessed, policy.asleep))
+    return found
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_of_hardly_a_step_anything_is_kept_where_guesses_are_wrong(rows: int) -> None:
+    policy = chain()
+    found = play(policy, World(policy, [0.01] * rows), 3000)
+    assert not any(asleep for _, asleep in found[: LATER - 1])
+    assert sum(asleep for _, asleep in found[-2000:]) > 0.8 * 2000
+    assert any(guessed for guessed, _ in found[-2000:])
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_draft_is_shown_some_steps_before_it_guesses(rows: int) -> None:
+    """It is guessed right behind steps that were kept, or not long after others that were; and never while asleep."""
+    policy = chain()
+    found = []
+    for chance in (0.01, 0.9, 0.01, 0.5, 0.01):
+        found += play(policy, World(policy, [chance] * rows), 700)
+    wakes = [place for place, ((_, slept), (_, sleeps)) in enumerate(itertools.pairwise(found)) if slept and not sleeps]
+    assert len(wakes) > 3
+    for place in wakes:
+        assert not any(guessed for guessed, _ in found[place + 1 : place + SHOWN])
+    assert any(guessed for place in wakes for guessed, _ in found[place + SHOWN : place + SHOWN + 16])
+    assert not any(guessed and asleep for guessed, asleep in found)
+
+
+def test_what_woke_a_draft_is_done_once_it_was_shown_enough() -> None:
+    """A probe that is due, or guesses that promise enough."""
+    policy = chain()
+    play(policy, World(policy, [0.01] * 4), 600)
+    found = play(policy, World(policy, [0.95] * 4), 1500)
+    first = next(place for place, (guessed, _) in enumerate(found) if guessed)
+    assert sum(guessed for guessed, _ in found[first + 60 :]) > 0.9 * len(found[first + 60 :])
+    assert not any(asleep for _, asleep in found[first:])
+
+
+def test_a_machine_too_slow_for_guesses_that_are_right_is_no_reason_to_sleep() -> None:
+    """It may have less to do soon, and drafts guess best that were shown all."""
+    policy = chain()
+    play(policy, World(policy, [0.9]), 200)
+    found = play(policy, World(policy, [0.9], node=9.0), 600)
+    assert sum(guessed for guessed, _ in found[-200:]) < 20
+    assert not any(asleep for _, asleep in found)
+
+
+def test_where_the_settings_say_when_to_probe_nothing_sleeps() -> None:
+    policy = chain(zero_step_probe_interval=100)
+    found = play(policy, World(policy, [0.01]), 800)
+    assert not any(asleep for _, asleep in found)
+
+
+def test_requests_that_end_before_a_draft_has_seen_enough_do_not_let_it_sleep_for_ever() -> None:
+    policy = chain()
+    play(policy, World(policy, [0.01]), 1200)
+    found = [each for _ in range(400) for each in play(policy, World(policy, [0.95]), 12)]
+    assert sum(guessed for guessed, _ in found[-1200:]) > 0.5 * 1200
