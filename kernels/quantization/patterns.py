@@ -57,7 +57,10 @@ class Patterns:
         self._count_repeats(text, field)
         import regex  # takes time that most checkpoints need not spend
 
-        compare = getattr(regex.compile(text), how)
+        try:
+            compare = getattr(regex.compile(text), how)
+        except (regex.error, RecursionError) as error:  # it reads some braces otherwise
+            raise NoPattern(f"quantization_config: {field}: {text!r} is no regular expression: {error}") from error
 
         def found(name: str) -> bool:
             begun = time.perf_counter()

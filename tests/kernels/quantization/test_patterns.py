@@ -92,8 +92,8 @@ def test_what_patterns_find(pattern, matches, searches):
     assert patterns.search(pattern, "targets")(NAME) is searches
 
 
-@pytest.mark.parametrize("text", ["(", "*", "a{" + "9" * 30 + "}", "(?R)", r"\p{L}", "(" * 5000 + ")" * 5000])
+@pytest.mark.parametrize("text", ["(", "*", "a{" + "9" * 30 + "}", "(?R)", r"\p{L}", "a{s}*", "(" * 5000 + ")" * 5000])
 def test_what_is_no_pattern_is_told(text):
-    """``(?R)`` is one to ``regex`` alone: it calls itself without end."""
+    """``(?R)`` is one to ``regex`` alone: it calls itself without end. ``a{s}*`` is one to ``re`` alone."""
     with pytest.raises(NoPattern, match=r"quantization_config: ignore: .* is no regular expression"):
         Patterns().match(text, "ignore")
