@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 
 from app.understudy import MODEL_DIR
 from kernels.npu.simulator.dispatch import Operator
+from kernels.runner import ModelRunner
 from kernels.step import RunnerConfig
 from tests.bench.npu_check import Row, _compare, _numbers, _operators
 
@@ -27,12 +29,40 @@ def test_what_a_device_refuses_or_computes_otherwise_is_named(monkeypatch):
         return found * 1.1 if self.name.startswith("npu.npu_swiglu.") else found
 
     monkeypatch.setattr(Operator, "__call__", other)
-    rows = _operators([PLAIN])
+    rows = _operators({"plain": PLAIN})
     wrong = {name: row.wrong for name, row in rows.items() if row.wrong}
     assert set(wrong) == {"npu_rms_norm", "npu_swiglu"}
     assert wrong["npu_rms_norm"] == "refused: call aclnnRmsNorm failed, error code is 161002"
     assert "is off by" in wrong["npu_swiglu"]
     assert {"npu_fused_infer_attention_score", "npu_scatter_pa_kv_cache", "npu_add_rms_norm"} <= set(rows)
+
+
+def test_a_model_that_fails_is_named_beside_what_it_called(monkeypatch):
+    call = Operator.__call__
+
+    def other(self, *args, **kwargs):
+        found = call(self, *args, **kwargs)
+        return found * torch.nan if self.name.startswith("npu.npu_swiglu.") else found
+
+    monkeypatch.setattr(Operator, "__call__", other)
+    nowhere = msgspec.structs.replace(PLAIN, model_path="nowhere")
+    rows = _operators({"nowhere": nowhere, "plain": PLAIN})
+    assert {name for name, row in rows.items() if row.wrong} >= {"model: nowhere", "npu_swiglu", "model: plain"}
+    assert rows["npu_swiglu"].wrong.startswith("is off by inf")
+    assert "not finite" in rows["model: plain"].wrong
+
+
+def test_operators_are_held_against_the_reference_in_each_step(monkeypatch):
+    """And not in the load's warm-up alone, whose cache has nothing in it."""
+    call, run, steps = Operator.__call__, ModelRunner.run, []
+
+    def other(self, *args, **kwargs):
+        found = call(self, *args, **kwargs)
+        return found * 1.1 if len(steps) == 3 and self.name.startswith("npu.npu_swiglu.") else found
+
+    monkeypatch.setattr(Operator, "__call__", other)
+    monkeypatch.setattr(ModelRunner, "run", lambda self, batch: steps.append(batch) or run(self, batch))
+    assert "is off by" in _operators({"plain": PLAIN})["npu_swiglu"].wrong
 
 
 @pytest.mark.parametrize(
@@ -50,3 +80,13 @@ def test_floats_are_compared_where_there_are_some(found, says):
     _compare(row, torch.tensor([*found, 7.0]), torch.tensor([1.0, 2.0, -torch.inf, torch.nan]))
     assert says in row.wrong
     assert bool(row.wrong) == bool(says)
+
+
+def test_rounding_to_eight_bits_may_fall_on_the_other_side():
+    for dtype, found, wrong in ((torch.int8, 126, 125), (torch.float8_e4m3fn, 416, 384)):
+        for number, says in ((found, ""), (wrong, "off by" if dtype.is_floating_point else "whole numbers")):
+            row = Row()
+            most = 448 if dtype.is_floating_point else 127
+            _compare(row, torch.tensor([number, 1]).to(dtype), torch.tensor([most, 1]).to(dtype))
+            assert says in row.wrong
+            assert bool(row.wrong) == bool(says)
