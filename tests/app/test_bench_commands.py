@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tests.simulated_npu  # noqa: F401 - where torch_npu is installed, NPUs come before torch
+
+# isort: split
 import argparse
 from importlib import import_module
 
