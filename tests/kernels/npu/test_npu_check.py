@@ -9,8 +9,8 @@ import torch
 from app.understudy import MODEL_DIR
 from kernels.npu.simulator.dispatch import Operator
 from kernels.runner import ModelRunner
-from kernels.step import RunnerConfig
-from tests.bench.npu_check import Row, _compare, _numbers, _operators
+from kernels.step import RunnerConfig, SlotSampling
+from tests.bench.npu_check import LIKELY, PROMPTS, Row, _compare, _less_likely, _numbers, _operators, _said, _tokens
 
 PLAIN = RunnerConfig(str(MODEL_DIR), device="npu", page_size=128, max_slots=3, max_step_tokens=64, max_total_tokens=512)
 
@@ -90,3 +90,15 @@ def test_rounding_to_eight_bits_may_fall_on_the_other_side():
             _compare(row, torch.tensor([number, 1]).to(dtype), torch.tensor([most, 1]).to(dtype))
             assert says in row.wrong
             assert bool(row.wrong) == bool(says)
+
+
+def test_answers_that_the_cpu_would_not_give_are_told():
+    on_cpu = msgspec.structs.replace(PLAIN, device="cpu", dtype="float32")
+    said, _ = _said(on_cpu, 6, SlotSampling(temperature=0.0))
+    prompts = _tokens()
+    assert [len(row) for row in said] == [len(prompt) + 6 for prompt in prompts]
+    assert _less_likely(PLAIN, said) < 1e-3
+    for wrong in range(len(PROMPTS)):
+        swapped = [list(row) for row in said]
+        swapped[wrong][-6:] = prompts[wrong][:6]
+        assert _less_likely(PLAIN, swapped) > LIKELY
