@@ -163,6 +163,8 @@ class AdaptiveSteps:
             self._guessing, self._idle, self._rest = 0, cost, SOONEST
             return [0] * rows
         held, self._plan = self._plan, None
+        if self.asleep:  # it is from before, and the draft is to be woken
+            held = None
         if held is not None and held[0] is cost and cost.credit > 0 and self._served < HOLDS and held[1] == tracks:
             self._plan = held
             self._served += 1

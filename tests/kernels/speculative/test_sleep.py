@@ -45,6 +45,17 @@ def test_a_draft_is_shown_some_steps_before_it_guesses(rows: int) -> None:
     assert not any(guessed and asleep for guessed, asleep in found)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_a_plan_from_before_the_draft_slept_is_made_anew(rows: int) -> None:
+    """Stalls overdraw the budget in the middle of a plan, and it rests until the draft sleeps."""
+    policy = chain()
+    world = World(policy, [0.4] * rows, node=0.02)
+    world.stalls = 0.1
+    found = play(policy, world, 2000)
+    assert any(asleep for _, asleep in found)
+    assert not any(guessed and asleep for guessed, asleep in found)
+
+
 def test_what_woke_a_draft_is_done_once_it_was_shown_enough() -> None:
     """A probe that is due, or guesses that promise enough."""
     policy = chain()
