@@ -76,7 +76,8 @@ class NgramDrafter(Drafter):
         for slot, start, end, sampled in zip(
             seen.slots.tolist(), seen.starts.tolist(), ends, seen.sampled, strict=True
         ):
-            self.tell(slot, start, self._prompts[slot][start:end])
+            begin = max(self.told(slot, start), start - CACHED)  # what was run unseen of a prompt is here all the same
+            self.tell(slot, begin, self._prompts[slot][begin:end])
             self.tell(slot, end - len(sampled), sampled)
 
     def draft(self, rows: DraftRows) -> Drafts:
@@ -139,6 +140,7 @@ class NgramDrafter(Drafter):
         if new:
             if start > self._told[slot]:
                 self._sequences[slot].interrupt()
+                self._guessed.pop(slot, None)  # what came behind it is not known
                 self._told[slot] = start
             self._trie.extend(self._sequences[slot], new)
             if slot in self._guessed:
@@ -164,7 +166,10 @@ class HostNgrams(HostDrafts):
     def draft(
         self, slots: Longs, roots: Longs, capacity: Longs, limits: Longs, steps: int, draws: Draws | None
     ) -> GuessesHere | None:
-        return self._drafter.guesses(slots, roots, limits)
+        here, found = self._state.here, self._drafter.guesses(slots, roots, limits)
+        assert here is not None
+        found.tokens[:, 0] = here[slots, roots]  # of a row that was not shown the last token is not known there
+        return found
 
 
 def guess(

@@ -1,6 +1,7 @@
 """The n-gram drafter as a runner drives it: admitted, told what was computed, asked for trees."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -170,6 +171,32 @@ def test_nothing_is_drafted_behind_what_was_not_seen() -> None:
     slots.admit(2, [1, 2, 3, 4, 1, 2])
     slots.tokens[1] += [9, 2]
     assert [bool(paths) for paths in slots.draft([1, 2])] == [False, True]
+
+
+def test_of_a_prompt_that_was_run_unseen_the_trie_is_told_once_what_follows_is_shown() -> None:
+    slots = Slots()
+    prompt = [1, 2, 3, 4, 5, 6]
+    slots.tokens[1] = [*prompt, 9, 8, 1, 2]
+    known = np.array(prompt, dtype=np.int32)
+    slots.drafter.admit(Admission(1, 1, known.tobytes(), len(known), 0, b"", SlotSampling()), known)
+    slots.observe(1, 8, 1, 1)
+    slots.say(1, [3])
+    slots.say(1, [4])
+    assert slots.draft([1])[0][:2] == [(5,), (5, 6)]
+
+
+def test_a_guess_is_not_judged_by_what_came_behind_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    slots, judged = Slots(), []
+    monkeypatch.setattr(Promises, "judge", lambda _, slot, guessed: judged.append(guessed.known))
+    slots.admit(1, [1, 2, 3, 1, 2])
+    slots.draft([1])
+    slots.tokens[1] += [3, 1]  # unseen
+    slots.say(1, [2])
+    slots.draft([1])
+    assert not judged
+    slots.say(1, [3])
+    slots.draft([1])
+    assert judged == [1]
 
 
 def test_chains_of_different_lengths_are_chains() -> None:

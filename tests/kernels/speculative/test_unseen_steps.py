@@ -112,6 +112,26 @@ def test_n_grams_know_what_was_run_unseen_once_they_are_shown_what_follows(drive
     assert new[0] == known[1:]
 
 
+def test_a_row_that_was_not_shown_says_the_same_beside_one_that_n_grams_guess_for(drive):
+    """It sat out the steps that were."""
+    driver, rows = guessing(drive, "NGRAM", **ADAPTIVE)
+    said = truth(drive, MODEL_DIR, ASKED[:2], GREEDY[:2], 100, **OPTIONS)[0]
+    driver.admit(3, said[0])
+    driver.step([(3, driver.pending(3))])
+    for slot in (1, 2):
+        driver.admit(slot, ASKED[slot - 1])
+        driver.step([(slot, driver.pending(slot))])
+    for _ in range(6):
+        driver.step([(1, 1), (2, 1)], unseen=True)
+    driver.step([(1, 1)])
+    driver.step([(1, 1)])
+    result = driver.step([(1, 1), (2, 1)], {1: 4, 2: 4})
+    assert rows == [2]
+    assert ints(result.drafted)[0] > 0 == ints(result.drafted)[1]
+    for slot in (1, 2):
+        assert driver.tokens[slot] == said[slot - 1][: len(driver.tokens[slot])]
+
+
 def test_what_a_draft_has_not_seen_yet_is_forgotten(drive):
     """Decodes that are kept, what was accepted last, and a prompt."""
     driver, _ = guessing(drive, "EAGLE", **ADAPTIVE)
