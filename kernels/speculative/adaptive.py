@@ -96,7 +96,7 @@ class AdaptiveSteps:
         self._budget = Budget()
         self._sleep = Sleep()
         self._likely = False  # whether guesses of some request were rather right than wrong, when last thought of
-        self._owed: StepCost | None = None  # whose requests, also new ones, are probed once the draft is awake
+        self._owed = False  # whether requests, also new ones, are probed once the draft is awake
         self._steps = 0
         self._guessing = 0  # steps with guesses since the last without
         self._idle: StepCost | None = None  # where no row guessed, and nothing was learnt of any since
@@ -179,7 +179,7 @@ class AdaptiveSteps:
             self._guessing, self._idle, self._rest = 0, cost, _until(-cost.credit / PROBING)
             return [0] * rows
         probed: list[int] = []
-        owed, self._owed = self._owed is cost, None
+        owed, self._owed = self._owed, False
         if trial:  # the deepest and the shallowest tell most of costs
             deep = bisect_right(self._levels, max(self._levels[0], TRIED // rows))
             some = self._levels[0 if cost.trials % 2 else deep - 1]
@@ -201,7 +201,7 @@ class AdaptiveSteps:
         if any(chosen):
             if self.asleep:
                 self._sleep.wake(self._steps)
-                self._owed = cost if probed else None
+                self._owed = bool(probed)
                 self._guessing, self._idle, self._rest = 0, cost, SOONEST
                 return [0] * rows
             self._sleep.guessed(self._steps)

@@ -66,6 +66,18 @@ def test_what_woke_a_draft_is_done_once_it_was_shown_enough() -> None:
     assert not any(asleep for _, asleep in found[first:])
 
 
+def test_a_probe_that_woke_a_draft_is_made_though_the_batch_has_another_size_by_then() -> None:
+    policy = chain()
+    wrong = World(policy, [0.01] * 4)
+    play(policy, wrong, 600)
+    for _ in range(600):
+        if not play(policy, wrong, 1)[0][1]:
+            break
+    assert not policy.asleep
+    found = play(policy, World(policy, [0.9]), SHOWN + 16)
+    assert any(guessed for guessed, _ in found)
+
+
 def test_a_machine_too_slow_for_guesses_that_are_right_is_no_reason_to_sleep() -> None:
     """It may have less to do soon, and drafts guess best that were shown all."""
     policy = chain()
