@@ -107,7 +107,7 @@ class StandaloneDrafter(Drafter):
         self._model = StandaloneModel(context)
         self._expansion = Expansion(context, self._model, first=1)
         self._windows = sorted(set(self._model.config.windows))
-        self._page_size = context.config.page_size
+        self._page_size, self._most = context.config.page_size, context.config.max_step_tokens
         self._filled: Longs = np.zeros(slots, dtype=np.int64)
         self._states = torch.zeros((slots, self._model.width), dtype=context.dtype, device=context.platform.device)
         self.parameters, self.weight_bytes = self._model.parameters, self._model.weight_bytes
@@ -137,14 +137,16 @@ class StandaloneDrafter(Drafter):
 
     def _fill(self, slots: Longs, known: Longs, pages: Ints, table: Tensor) -> None:
         """Run each slot's tokens up to ``known``. ``pages`` [rows, columns] hold them all."""
-        rows = np.flatnonzero(known > self._filled[slots])
-        if not len(rows):
-            return
-        order = np.argsort(_cost(known[rows] - self._filled[slots[rows]]), kind="stable")
-        rows = rows[order]
+        while len(rows := np.flatnonzero(known > self._filled[slots])):  # there is memory for the tokens of a step
+            self._run(slots[rows], known[rows] - self._filled[slots[rows]], pages[rows], table)
+
+    def _run(self, slots: Longs, counts: Longs, pages: Ints, table: Tensor) -> None:
+        """Of each slot the next ``counts`` tokens, or as many as a step may have: those of the shortest rows first."""
+        order = np.argsort(counts, kind="stable")
+        counts = np.diff(np.minimum(np.cumsum(counts[order]), self._most), prepend=0)
+        rows, counts = order[counts > 0], counts[counts > 0]
         slots, pages, put = slots[rows], pages[rows], self._platform.put
-        starts, counts = self._filled[slots], known[rows] - self._filled[slots]
-        ends = np.cumsum(counts)
+        starts, ends = self._filled[slots], np.cumsum(counts)
         positions = np.arange(int(ends[-1])) - np.repeat(ends - counts - starts, counts)
         owners = np.repeat(np.arange(len(rows)), counts)
         size = self._page_size
@@ -156,9 +158,4 @@ class StandaloneDrafter(Drafter):
         batch = ForwardBatch(tokens, at, put(index), plans)
         states = self._model.forward(batch, self._states, self._expansion.caches)
         self._states[put(slots)] = states.index_select(0, put(ends - 1))
-        self._filled[slots] = known[rows]
-
-
-def _cost(counts: Longs) -> Longs:
-    """Decodes first, then short rows, then long ones."""
-    return (counts > 1).astype(np.int64) + (counts > 16)
+        self._filled[slots] = starts + counts

@@ -69,6 +69,28 @@ def test_pages_of_others_hold_the_drafts_cache_too(reference, drive, prompts):
     assert driver.tokens[2] == said[: len(driver.tokens[2])]
 
 
+def test_what_was_run_unseen_is_caught_up_with_in_passes_of_no_more_than_a_step(reference, drive, prompts):
+    """There is memory for that, and no more: prompts of many requests may be waiting."""
+    path = reference("qwen3").path
+    asked = prompts(50, 70, 7)
+    said, _ = truth(drive, path, asked, [SlotSampling(temperature=0.0)] * 3, 100)
+    driver = drive(path, speculation=settings(path, **CHAIN), max_step_tokens=24)
+    slots = (1, 2, 3)
+    for slot, prompt in zip(slots, asked, strict=True):
+        driver.admit(slot, prompt)
+        while driver.pending(slot) > 1 or len(driver.tokens[slot]) == len(prompt):
+            driver.step([(slot, min(driver.pending(slot), 24))], unseen=True)
+    ran, model = [], driver.runner._speculator.drafter._model
+    forward = model.forward
+    model.forward = lambda batch, *rest: ran.append(len(batch.token_ids)) or forward(batch, *rest)
+    for number in range(4):
+        result = driver.step([(slot, 1) for slot in slots], dict.fromkeys(slots, 3) if number else None)
+    assert max(ran) == 24
+    assert result.accepted == b"\x04\0\0\0" * 3
+    for slot in slots:
+        assert driver.tokens[slot] == said[slot - 1][: len(driver.tokens[slot])]
+
+
 def test_a_draft_of_another_vocabulary_is_refused(reference, drive):
     with pytest.raises(ConfigError, match="212 tokens"):
         drive(reference("qwen3").path, speculation=settings(reference("parallel-qwen3").path))
