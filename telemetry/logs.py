@@ -78,6 +78,7 @@ class LogOutput(logging.Handler):
         if record.levelno >= logging.WARNING:
             # Two events that differ in a field are two: each death of a worker has requests of its own.
             text = str(record.msg) if isinstance(record.msg, Event) else text_of(record)
+            text = self._hide(text)  # before it is cut: half a secret is not known for one
             with self._changed:
                 if not self._repeats.admit(record, text, time.monotonic()):
                     return
@@ -90,10 +91,12 @@ class LogOutput(logging.Handler):
 
     def _line(self, record: logging.LogRecord) -> str:
         formatter = self._formatters.get(record.name)
-        line = self.format(record) if formatter is None else formatter.format(record)
+        return self._hide(self.format(record) if formatter is None else formatter.format(record)) + "\n"
+
+    def _hide(self, text: str) -> str:
         for secret in self._secrets:
-            line = line.replace(secret, "***")
-        return line + "\n"
+            text = text.replace(secret, "***")
+        return text
 
     def _put(self, line: str, *, always: bool) -> None:
         with self._changed:

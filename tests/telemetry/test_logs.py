@@ -142,6 +142,17 @@ def test_secrets_are_taken_out_of_whatever_is_written(logger: logging.Logger) ->
     assert "Traceback" in stream.getvalue()
 
 
+def test_a_secret_where_a_repeated_text_is_cut_is_taken_out(logger: logging.Logger) -> None:
+    stream = io.StringIO()
+    output = LogOutput(stream, SHORT, secrets=["sk-very-secret"])
+    logger.addHandler(output)
+    for _ in range(2):
+        logger.warning("%ssk-very-secret%s", "x" * 248, "x" * 1000)
+    output.close()
+    assert "seen 2 times" in stream.getvalue()
+    assert "sk" not in stream.getvalue()
+
+
 @pytest.mark.parametrize("error", [BrokenPipeError(), ValueError("I/O operation on closed file")])
 def test_a_stream_that_is_gone_ends_nothing(logger: logging.Logger, error: Exception) -> None:
     class Gone(io.StringIO):
