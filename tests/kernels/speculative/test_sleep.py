@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from kernels.speculative.adaptive import AdaptiveSteps
+from kernels.speculative.adaptive import LIKELY, AdaptiveSteps
 from kernels.speculative.sleep import LATER, SHOWN
 from tests.kernels.speculative.worlds import World, chain
 
@@ -85,6 +85,27 @@ def test_a_machine_too_slow_for_guesses_that_are_right_is_no_reason_to_sleep() -
     found = play(policy, World(policy, [0.9], node=9.0), 600)
     assert sum(guessed for guessed, _ in found[-200:]) < 20
     assert not any(asleep for _, asleep in found)
+
+
+def test_guesses_that_pay_though_most_are_wrong_keep_a_draft_awake() -> None:
+    policy = chain()
+    play(policy, World(policy, [0.01]), 600)
+    found = play(policy, World(policy, [0.4], node=0.01), 1500)[-500:]
+    assert sum(guessed for guessed, _ in found) > 0.8 * len(found)
+    assert not any(asleep for _, asleep in found)
+
+
+def test_a_new_request_of_which_much_is_expected_does_not_guess_before_the_draft_was_shown_some_steps() -> None:
+    policy = chain()
+    play(policy, World(policy, [0.95]), 600)
+    play(policy, World(policy, [0.01]), 300)
+    assert policy.asleep
+    assert policy.track().hits[0] > LIKELY
+    found = play(policy, World(policy, [0.95]), 300)
+    assert found[0] == (False, True)
+    last = max(place for place, (_, asleep) in enumerate(found) if asleep)
+    assert not any(guessed for guessed, _ in found[: last + SHOWN])
+    assert any(guessed for guessed, _ in found)
 
 
 def test_where_the_settings_say_when_to_probe_nothing_sleeps() -> None:

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from app.understudy import MODEL_DIR
+from kernels.models.decoder import Decoder
 from kernels.speculative.settings import AdaptiveSettings
 from kernels.speculative.sleep import SHOWN
 from kernels.step import SlotSampling
@@ -64,6 +65,20 @@ def test_an_unseen_step_does_not_take_down_what_a_draft_would_be_made_from(drive
         assert (target.features[:4] == before).all()
     driver.step([(1, 1)])
     assert (target.features[:1] != before[:1]).any()
+
+
+@pytest.mark.parametrize(("more", "passes"), [(ADAPTIVE, 2), ({}, 0)], ids=["adaptive", "always"])
+def test_passes_without_captured_layers_are_prepared_where_steps_may_be_unseen(more, passes, drive, monkeypatch):
+    """Of decodes, and of short prompts."""
+    prepared, forward = [], Decoder.forward
+
+    def spy(self, batch, caches, capture=True):
+        prepared.append(capture)
+        return forward(self, batch, caches, capture)
+
+    monkeypatch.setattr(Decoder, "forward", spy)
+    guessing(drive, "EAGLE3", **more)
+    assert prepared.count(False) == passes
 
 
 @pytest.mark.parametrize("options", [OPTIONS, {"dtype": "float32", "page_size": 16}], ids=["native", "general"])
