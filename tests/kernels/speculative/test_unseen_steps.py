@@ -168,6 +168,19 @@ def test_what_a_draft_has_not_seen_yet_is_forgotten(drive):
     assert speculator._chained is None
 
 
+def test_what_waits_to_be_seen_together_is_forgotten_where_a_device_would_keep_it(drive):
+    driver = drive(MODEL_DIR, speculation=drafting("EAGLE", **ADAPTIVE), dtype="float32", page_size=16)
+    speculator = driver.runner._speculator
+    driver.admit(1, ASKED[0])
+    driver.step([(1, driver.pending(1))])
+    for _ in range(3):
+        driver.step([(1, 1)])
+    assert not speculator.observer.empty
+    driver.step([(1, 1)], unseen=True)
+    assert speculator.observer.empty
+    assert speculator._last is None
+
+
 def test_a_sampled_request_says_the_same_unseen(drive):
     driver, _ = guessing(drive, "EAGLE", **ADAPTIVE)
     sampling = SlotSampling(temperature=0.9, seed=4)
