@@ -59,13 +59,13 @@ async def test_an_engines_metrics_tell_what_it_did(
         assert len(gc.callbacks) == len(callbacks) + 1
         await asyncio.gather(take(engine), take(engine))
         gone = engine.generate([1, 2, 3], SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
+        with pytest.raises(QueueFull):
+            engine.generate([1], SamplingParams(n=3))
         async for _ in gone:
             break
         await gone.aclose()
         with pytest.raises(InvalidRequest):
             engine.generate([], PARAMS)
-        with pytest.raises(QueueFull):
-            engine.generate([1], SamplingParams(n=4))
         await rest(engine)  # so that two readings are of one moment
         found = await asyncio.to_thread(scrape, engine)
         assert engine.traffic.flows["worker-0", "Step"].count >= 12

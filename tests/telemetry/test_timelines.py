@@ -271,10 +271,12 @@ async def test_refused_requests_have_a_timeline_that_ends_at_the_door(engine: En
     assert timeline.outcome.error_type == "InvalidRequest"
     assert "temperature" in timeline.outcome.message
 
+    admitted = engine.generate([5], GREEDY)
     with pytest.raises(QueueFull):
-        engine.generate([5], msgspec.structs.replace(GREEDY, n=9))
+        engine.generate([5], msgspec.structs.replace(GREEDY, n=8))
     assert engine.timelines.recent[-1].outcome is not None
     assert engine.timelines.recent[-1].outcome.error_type == "QueueFull"
+    await read_out(admitted)
 
     with pytest.raises(InvalidRequest):
         await engine.generate("", GREEDY).ready()

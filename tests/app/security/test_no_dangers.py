@@ -33,7 +33,12 @@ CALLS = {
     "jinja2.sandbox.SandboxedEnvironment",
 }
 # Names that come from the program itself, never from a request, a checkpoint or the network.
-IMPORTERS = {"actors/runtime/wire.py", "kernels/npu/simulator/takeover.py", "kernels/speculative/select.py"}
+IMPORTERS = {
+    "actors/runtime/wire.py",
+    "kernels/cuda/launch.py",
+    "kernels/npu/simulator/takeover.py",
+    "kernels/speculative/select.py",
+}
 
 
 def dangers(source: str, file: str = "x.py") -> Iterator[str]:
