@@ -3,7 +3,7 @@
 Plain steps of an engine that could guess cost more than those of one that cannot: what they compute is kept, and shown
 to the draft. After some steps without guesses nothing of that is done any more. A draft knows only what it was shown:
 before one that slept guesses again, it is shown a few steps, and what lies before them it never sees. Requests that
-come after that are seen whole.
+come after that are seen whole, but for a prefix in the cache that was run unseen.
 
 Counted in steps of the policy; pure, as all of it.
 """
