@@ -1,4 +1,4 @@
-"""What a first run on real NPUs should find out: ``python -m tests.bench npu_check``, some minutes on one device.
+"""What a first run on real NPUs should find out: ``python -m tests.bench npu_check``, some minutes on a simulated one.
 
 It goes on after what fails, and names each thing that the device refuses or computes otherwise:
 
