@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels.cuda.choosing import Choices, Shape, Way, in_a_row
 from kernels.cuda.norms import Before, CudaNorm
+from kernels.platforms.operators import Unadded
 from kernels.platforms.projections import BehindNorm
 
 __all__ = ["CudaBehindNorm", "Fused", "Fuses"]
@@ -49,7 +50,9 @@ class CudaBehindNorm(BehindNorm):
         super().__init__(norm, linear)
         self._norm, self._linear, self._choices = norm, linear, choices
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def add(self, x: Unadded, residual: Tensor) -> tuple[Tensor, Tensor]:
+        if not isinstance(x, Tensor):
+            return super().add(x, residual)
         name = self.quickest(x, residual)
         return super().add(x, residual) if name is None else self._ways(self._linear, x, residual)[name]()
 

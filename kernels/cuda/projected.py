@@ -19,6 +19,8 @@ from kernels.cuda.heads import Placing
 from kernels.cuda.launch import overlapping
 from kernels.cuda.linear import CudaLinear, one_token
 from kernels.platforms.heads import ProjectedHeads
+from kernels.platforms.operators import Unadded
+from kernels.platforms.projections import norm_of_sum
 
 __all__ = ["CudaHeads", "project"]
 
@@ -121,7 +123,7 @@ class CudaHeads(ProjectedHeads):
     """
 
     def __call__(
-        self, x: Tensor | None, residual: Tensor, cos: Tensor, sin: Tensor, cache: Any, index: Tensor
+        self, x: Unadded, residual: Tensor, cos: Tensor, sin: Tensor, cache: Any, index: Tensor
     ) -> tuple[Tensor, Tensor]:
         kept = isinstance(cache, Tensor) and cache.dtype == residual.dtype and cache.shape[4] == self.dim
         if len(residual) == 1 and self.norm is None and kept:
@@ -130,13 +132,12 @@ class CudaHeads(ProjectedHeads):
                 return found
         return super().__call__(x, residual, cos, sin, cache, index)
 
-    def _at_once(self, x: Tensor | None, residual: Tensor, placing: Placing) -> tuple[Tensor, Tensor] | None:
+    def _at_once(self, x: Unadded, residual: Tensor, placing: Placing) -> tuple[Tensor, Tensor] | None:
         projection, linear = self.projection, self.projection.linear
         if isinstance(linear, CudaLinear) and one_token(residual, linear.weight):
-            norm = projection.norm
-            normed, total = (norm(residual), residual) if x is None else norm.add(x, residual)
+            normed, total = norm_of_sum(projection.norm, x, residual)
             return project(normed, linear.weight, linear.bias, placing), total
-        if x is not None and isinstance(projection, CudaBehindNorm) and isinstance(linear, GroupedLinear):
+        if isinstance(x, Tensor) and isinstance(projection, CudaBehindNorm) and isinstance(linear, GroupedLinear):
             name = projection.quickest(x, residual)
             return None if name is None else linear.place(x, projection.before(residual), name, placing)
         return None

@@ -29,8 +29,8 @@ from kernels.models.source import ModelSource, TensorSource
 from kernels.parallel.group import Group
 from kernels.parallel.layers import VocabularyEmbedding, VocabularyHead, row_parallel
 from kernels.platforms.base import Platform
-from kernels.platforms.operators import Linear, Norm
-from kernels.platforms.projections import BehindNorm
+from kernels.platforms.operators import Linear, Norm, Unadded
+from kernels.platforms.projections import BehindNorm, norm_of_sum
 
 __all__ = ["Decoder", "tensor_shapes"]
 
@@ -107,11 +107,13 @@ class Attention:
             source.projection(parts),
             source.biases(parts),
         )
-        self.output = row_parallel(
-            platform,
-            group,
-            source.projection([f"{prefix}.o_proj"]),
-            source.biases([f"{prefix}.o_proj"]),
+        self.output = platform.make_into_stream(
+            row_parallel(
+                platform,
+                group,
+                source.projection([f"{prefix}.o_proj"]),
+                source.biases([f"{prefix}.o_proj"]),
+            )
         )
         self.head_norms: Norm | None = None  # of queries and keys in one go
         if config.qk_norm:
@@ -119,20 +121,19 @@ class Attention:
             key_norm = source.take([f"{prefix}.k_norm.weight"]).expand(self.kv_heads, -1)
             self.head_norms = platform.make_norm(torch.cat((query_norm, key_norm)), config.norm_eps)
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch) -> Tensor:
-        """``x`` [tokens, hidden] -> [tokens, hidden]"""
-        return self.attend(self.qkv(x), cos, sin, cache, batch)
-
-    def attend(self, projected: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch) -> Tensor:
-        """What follows the first projection, whose result is ``projected`` [tokens, (heads + 2 * kv_heads) * dim]."""
-        qkv = projected.view(-1, self.heads + 2 * self.kv_heads, self.dim)
+    def __call__(
+        self, x: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch
+    ) -> tuple[Unadded, Tensor]:
+        """``x`` [tokens, hidden]. -> as ``find``."""
+        qkv = self.qkv(x).view(-1, self.heads + 2 * self.kv_heads, self.dim)
         queries = self.platform.place_heads(qkv, self.heads, self.head_norms, cos, sin, cache, batch.cache_index)
-        return self.find(queries, cache, batch)
+        return self.find(queries, residual, cache, batch)
 
-    def find(self, queries: Tensor, cache: Any, batch: ForwardBatch) -> Tensor:
-        """What the placed ``queries`` [tokens, heads, dim] find, behind the last projection: [tokens, hidden]."""
+    def find(self, queries: Tensor, residual: Tensor, cache: Any, batch: ForwardBatch) -> tuple[Unadded, Tensor]:
+        """What the placed ``queries`` [tokens, heads, dim] find, behind the last projection, into the ``residual``
+        stream: as ``IntoStream``."""
         plan = batch.plans[self.window]
-        return self.output(self.platform.attention(queries, cache, plan, self.scale))
+        return self.output(self.platform.attention(queries, cache, plan, self.scale), residual)
 
 
 class FeedForward:
@@ -148,17 +149,18 @@ class FeedForward:
             source.biases(parts),
         )
         self.gate_up = platform.make_behind_norm(norm, gate_up)
-        self.down = row_parallel(
-            platform,
-            group,
-            source.projection([f"{prefix}.down_proj"]),
-            source.biases([f"{prefix}.down_proj"]),
+        self.down = platform.make_into_stream(
+            row_parallel(
+                platform,
+                group,
+                source.projection([f"{prefix}.down_proj"]),
+                source.biases([f"{prefix}.down_proj"]),
+            )
         )
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """As ``BehindNorm``."""
-        inner, total = self.gate_up.add(x, residual)
-        return self.down(inner), total
+    def add(self, x: Unadded, residual: Tensor) -> tuple[Unadded, Tensor]:
+        """As ``IntoStream``, of the sum of both."""
+        return self.down(*self.gate_up.add(x, residual))
 
 
 class DecoderLayer:
@@ -178,11 +180,11 @@ class DecoderLayer:
             self.mlp = FeedForward(norm, config, layer, source, platform, group)
 
     def __call__(
-        self, x: Tensor | None, residual: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch
-    ) -> tuple[Tensor, Tensor]:
-        """``x``: what the layer before has not yet added to ``residual`` (None before the first)."""
+        self, x: Unadded, residual: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch
+    ) -> tuple[Unadded, Tensor]:
+        """``x``: what the layer before has not yet added to ``residual``."""
         queries, residual = self.heads(x, residual, cos, sin, cache, batch.cache_index)
-        return self.mlp.add(self.attention.find(queries, cache, batch), residual)
+        return self.mlp.add(*self.attention.find(queries, residual, cache, batch))
 
 
 class Decoder:
@@ -232,14 +234,13 @@ class Decoder:
         wide: Tensor | None = None
         if captures:
             wide = platform.empty_rows(len(residual), hidden * (1 + len(captures)), residual.dtype)
-        x: Tensor | None = None
+        x: Unadded = None
         for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
             x, residual = layer(x, residual, cos, sin, cache, batch)
             if wide is not None and index in captures:
                 begin = hidden * (1 + captures.index(index))
-                platform.add_rows(x, residual, wide[:, begin : begin + hidden])
-        assert x is not None
-        last = self.norm.add(x, residual)[0]
+                platform.add_unadded(x, residual, wide[:, begin : begin + hidden])
+        last, _ = norm_of_sum(self.norm, x, residual)
         if wide is None:
             return last
         platform.add_rows(last, None, wide[:, :hidden])

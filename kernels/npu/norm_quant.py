@@ -12,7 +12,7 @@ from kernels.npu.microscaling import NpuMxLinear
 from kernels.npu.operators import NpuNorm
 from kernels.npu.quantized import NpuInt8Linear, NpuStaticLinear
 from kernels.npu.soc import Soc
-from kernels.platforms.operators import Linear, Norm
+from kernels.platforms.operators import Linear, Norm, Unadded
 from kernels.platforms.projections import BehindNorm
 
 __all__ = ["NpuBehindNorm", "NpuGated"]
@@ -60,7 +60,9 @@ class NpuBehindNorm(BehindNorm):
             return False
         return isinstance(product, NpuMxLinear if soc.microscaling else NpuInt8Linear | NpuStaticLinear)
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def add(self, x: Unadded, residual: Tensor) -> tuple[Tensor, Tensor]:
+        if not isinstance(x, Tensor):
+            return super().add(x, residual)
         product, scales = self._product, None
         given = {"beta": self._beta, "epsilon": self._eps}
         if isinstance(product, NpuMxLinear):

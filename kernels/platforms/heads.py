@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from kernels.platforms.operators import Norm
+from kernels.platforms.operators import Norm, Unadded
 from kernels.platforms.projections import BehindNorm
 
 if TYPE_CHECKING:
@@ -27,13 +27,10 @@ class ProjectedHeads:
         self.heads, self.kv_heads, self.dim, self.norm = heads, kv_heads, dim, norm
 
     def __call__(
-        self, x: Tensor | None, residual: Tensor, cos: Tensor, sin: Tensor, cache: Any, index: Tensor
+        self, x: Unadded, residual: Tensor, cos: Tensor, sin: Tensor, cache: Any, index: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """``x`` [tokens, hidden]: what is still to be added to ``residual``, or None. -> the queries [tokens, heads,
-        dim] and the sum. May overwrite both inputs."""
-        if x is None:
-            projected, total = self.projection(residual), residual
-        else:
-            projected, total = self.projection.add(x, residual)
+        """``x``: what is still to be added to ``residual``. -> the queries [tokens, heads, dim] and the sum. May
+        overwrite both inputs."""
+        projected, total = self.projection.add(x, residual)
         qkv = projected.view(-1, self.heads + 2 * self.kv_heads, self.dim)
         return self.platform.place_heads(qkv, self.heads, self.norm, cos, sin, cache, index), total

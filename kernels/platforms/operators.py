@@ -10,7 +10,20 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-__all__ = ["DRAWS", "Acceptance", "Candidates", "Cut", "Draw", "Draws", "Greedy", "Linear", "Lookup", "Norm"]
+__all__ = [
+    "DRAWS",
+    "Acceptance",
+    "Begun",
+    "Candidates",
+    "Cut",
+    "Draw",
+    "Draws",
+    "Greedy",
+    "Linear",
+    "Lookup",
+    "Norm",
+    "Unadded",
+]
 
 Linear = Callable[[Tensor], Tensor]
 """``[tokens, inputs] -> [tokens, outputs]``, with the weight in the layout that the platform likes."""
@@ -75,3 +88,12 @@ class Norm(Protocol):
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """``s = x + residual``; returns the norm of s, and s. May overwrite both inputs."""
         ...
+
+
+class Begun:
+    """What a platform has of the norm of a residual stream whose last sum is made; see ``Unadded``."""
+
+
+Unadded = Tensor | Begun | None
+"""What is still to be added to a residual stream [tokens, hidden]: so much; or nothing any more, of which the next norm
+may be begun."""

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from kernels.layers.experts import ExpertsInTurn, ExpertWeights
 from kernels.layers.stacked_experts import may_be_dense, refusal
-from kernels.platforms.operators import Linear, Lookup, Norm
+from kernels.platforms.operators import Linear, Lookup, Norm, Unadded
 from kernels.quantization.tokens import clip_tokens, settle_tokens
 from kernels.quantization.weights import GroupedWeight, Projection, QuantizedWeight
 
-__all__ = ["BehindNorm", "Clipped", "Projections", "Settled", "SideBySide"]
+__all__ = ["BehindNorm", "Clipped", "IntoStream", "Projections", "Settled", "SideBySide", "norm_of_sum"]
 
 _log = logging.getLogger("troupe.kernels")
 
@@ -49,10 +49,29 @@ class BehindNorm:
     def __call__(self, x: Tensor) -> Tensor:
         return self.linear(self.norm(x))
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def add(self, x: Unadded, residual: Tensor) -> tuple[Tensor, Tensor]:
         """``s = x + residual``; the layer of the norm of s, and s. May overwrite both inputs."""
-        normed, total = self.norm.add(x, residual)
+        normed, total = norm_of_sum(self.norm, x, residual)
         return self.linear(normed), total
+
+
+def norm_of_sum(norm: Norm, x: Unadded, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """As ``Norm.add``."""
+    return norm.add(x, residual) if isinstance(x, Tensor) else (norm(residual), residual)
+
+
+class IntoStream:
+    """A linear layer, or what has its form, whose result is added to the residual stream. ``following``: the norm that
+    reads the stream next, where it is known.
+    """
+
+    def __init__(self, linear: Linear) -> None:
+        self.linear = linear
+        self.following: Norm | None = None
+
+    def __call__(self, x: Tensor, residual: Tensor) -> tuple[Unadded, Tensor]:
+        """``residual`` [tokens, hidden]: the stream. -> what is still to be added to it, and the stream."""
+        return self.linear(x), residual
 
 
 @dataclass(frozen=True)
@@ -199,6 +218,10 @@ class Projections(ABC):
         """``linear`` of what ``norm`` gives; in one kernel where the platform has one for both."""
         return BehindNorm(norm, linear)
 
+    def make_into_stream(self, linear: Linear) -> IntoStream:
+        """``linear`` added to the residual stream; by its own kernel where the platform has one for both."""
+        return IntoStream(linear)
+
     def make_experts(
         self, router: Tensor, bias: Tensor | None, experts: Sequence[ExpertWeights], chosen: int, normalized: bool
     ) -> Linear:
@@ -276,6 +299,10 @@ class Projections(ABC):
             out.copy_(x)
         else:
             torch.add(x, y, out=out)
+
+    def add_unadded(self, x: Unadded, residual: Tensor, out: Tensor) -> None:
+        """``add_rows`` of what is left to add to a residual stream."""
+        self.add_rows(residual, x if isinstance(x, Tensor) else None, out)
 
     def add_weighted(self, x: Tensor, y: Tensor, logits: Tensor) -> Tensor:
         """``x + sigmoid(logits) * y`` of [tokens, hidden] and ``logits`` [tokens, 1]. May overwrite ``x``."""

@@ -23,7 +23,9 @@ from kernels.batch import ForwardBatch
 from kernels.layers.rotary import RotaryEmbedding
 from kernels.models.config import ConfigError, ModelConfig
 from kernels.models.decoder import DecoderLayer
+from kernels.platforms.operators import Unadded
 from kernels.platforms.prepared import Decodes
+from kernels.platforms.projections import norm_of_sum
 from kernels.platforms.rows import AttentionRows
 from kernels.slots import SlotTable
 from kernels.speculative.checkpoint import DraftCheckpoint, DraftWeights, layer_shapes, need_same_hidden_size
@@ -117,11 +119,10 @@ class DflashModel:
         """-> the last hidden states [tokens, hidden], normed"""
         cos, sin = self.rotary(batch.positions)
         residual = self.embed(batch.token_ids)
-        x: Tensor | None = None
+        x: Unadded = None
         for layer, cache in zip(self.layers, caches, strict=True):
             x, residual = layer(x, residual, cos, sin, cache, batch)
-        assert x is not None
-        return self.last_norm.add(x, residual)[0]
+        return norm_of_sum(self.last_norm, x, residual)[0]
 
 
 class DflashDrafter(Drafter):

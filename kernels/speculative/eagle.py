@@ -13,6 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from kernels.batch import ForwardBatch
+from kernels.platforms.operators import Unadded
+from kernels.platforms.projections import norm_of_sum
 from kernels.speculative.checkpoint import DraftCheckpoint, DraftWeights, layer_shapes, need_same_hidden_size
 from kernels.speculative.drafter import DrafterContext
 from kernels.speculative.heads import HeadDrafter, HeadLayer, HeadModel, open_checkpoint
@@ -49,17 +51,14 @@ class EagleModel(HeadModel):
     def forward(self, batch: ForwardBatch, states: Tensor, caches: list[Any]) -> Tensor:
         cos, sin = self.rotary(batch.positions)
         residual = self.fc(self.join(self.ends.embed(batch.token_ids), states))
-        x: Tensor | None = None
+        x: Unadded = None
         for norm, layer, cache in zip(self.norms, self.layers, caches, strict=True):
-            if x is not None:
-                assert norm is not None, "of all layers but the first"
-                x, residual = norm.add(x, residual)
-            else:
-                x = residual if norm is None else norm(residual)
-            x, residual = layer(x, residual, cos, sin, cache, batch)
-        assert x is not None
-        total = self.platform.empty_rows(len(x), self.width, x.dtype)
-        self.platform.add_rows(x, residual, total)
+            normed = residual  # the first layer may have no norm
+            if norm is not None:
+                normed, residual = norm_of_sum(norm, x, residual)
+            x, residual = layer(normed, residual, cos, sin, cache, batch)
+        total = self.platform.empty_rows(len(residual), self.width, residual.dtype)
+        self.platform.add_unadded(x, residual, total)
         return total
 
 

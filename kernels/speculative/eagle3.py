@@ -83,7 +83,7 @@ class Eagle3Model(HeadModel):
         x = self.platform.norm_both(self.ends.embed(batch.token_ids), self.token_norm, states, self.state_norm)
         x, residual = self.layer(x, states, cos, sin, cache, batch)
         total = self.platform.empty_rows(len(x), self.width, x.dtype)
-        self.platform.add_rows(x, residual, total)
+        self.platform.add_unadded(x, residual, total)
         return total
 
     def logits(self, states: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from kernels.models.decoder import Attention, FeedForward
 from kernels.parallel.group import Group
 from kernels.parallel.layers import VocabularyEmbedding, VocabularyHead
 from kernels.platforms.base import Platform
-from kernels.platforms.operators import Norm
+from kernels.platforms.operators import Norm, Unadded
 from kernels.slots import SlotTable
 from kernels.speculative.ahead import AheadPasses
 from kernels.speculative.checkpoint import DraftCheckpoint, DraftWeights
@@ -86,9 +86,9 @@ class HeadLayer:
 
     def __call__(
         self, x: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Unadded, Tensor]:
         """``x``: what attention reads. -> what is still to be added to the residual, and that."""
-        return self.mlp.add(self.attention(x, cos, sin, cache, batch), residual)
+        return self.mlp.add(*self.attention(x, residual, cos, sin, cache, batch))
 
 
 class HeadModel(DraftModel):

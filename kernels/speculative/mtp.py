@@ -25,6 +25,7 @@ from torch import Tensor
 from kernels.batch import ForwardBatch
 from kernels.load_error import LoadError
 from kernels.models.config import ConfigError, ModelConfig
+from kernels.platforms.projections import norm_of_sum
 from kernels.slots import SlotTable
 from kernels.speculative.checkpoint import DraftCheckpoint, DraftWeights, layer_shapes, need_same_hidden_size
 from kernels.speculative.drafter import Drafter, DrafterContext, DraftRows, Drafts, Observation
@@ -93,7 +94,7 @@ class MtpHead(HeadModel):
         first, second = both if self.token_first else both[::-1]
         residual = self.projection(self.platform.norm_both(*first, *second))
         x, residual = self.layer(self.input_norm(residual), residual, cos, sin, cache, batch)
-        return self.last_norm.add(x, residual)[0]
+        return norm_of_sum(self.last_norm, x, residual)[0]
 
 
 class MtpModel:

@@ -168,13 +168,13 @@ def test_heads_are_placed_by_another_kernel_where_that_cannot_be_made(device, pr
     norm = CudaNorm((1 + torch.rand(inputs)).to(dtype).to(device), 1e-5)
     choices = SimpleNamespace(name=lambda *_: "rows of a warp")
     heads = CudaHeads(Places(), CudaBehindNorm(norm, linear, choices), HEADS, KV_HEADS, dim, None)
-    tried = []
+    tried, of_products = [], products.multiply
 
     def multiply(*given):
         if len(given) > 7 and given[7] is not None:
             tried.append(given)
             raise AttributeError("no such layout")
-        return products.multiply(*given)
+        return of_products(*given)
 
     monkeypatch.setattr(launch, "_missing", set())
     monkeypatch.setattr(single, "multiply", multiply)
