@@ -20,7 +20,8 @@ from typing import TypeVar
 
 import torch
 
-from kernels.cuda.errors import explain
+from kernels.cuda.errors import DeviceError, explain
+from kernels.platforms.base import PlatformError
 
 __all__ = [
     "attempted",
@@ -94,7 +95,7 @@ def attempted(launch: Callable[..., _Found], *arguments: object) -> _Found | Non
     try:
         return launch(*arguments)
     except Exception as error:
-        if explain(error, "") is not None:
+        if isinstance(error, PlatformError | DeviceError) or explain(error, "") is not None:
             raise
         _missing.add(launch)
         _tell_missing(launch.__module__.rpartition(".")[2], error)
