@@ -132,9 +132,11 @@ class Troupe(Quart):
     async def _end_live(self) -> None:
         """Tell every live exchange that the server ends it, and wait a moment until it has told its client."""
         ending = list(self.service.live)
+        # A client that does not read is still there at a second signal, and when the server has stopped listening.
+        cut = sum(exchange.interruption is None and bool(exchange.stream_ids) for exchange in ending)
         for exchange in ending:
             exchange.interruption = shutting_down()
-        if cut := sum(bool(exchange.stream_ids) for exchange in ending):
+        if cut:
             log.warning("The server stops before %d of its requests have ended; their clients are told.", cut)
         await self.engine.abort(all=True)
         with contextlib.suppress(TimeoutError):

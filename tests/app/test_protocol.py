@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import httpx
 import msgspec
@@ -92,23 +94,41 @@ async def test_no_comments_when_turned_off(make_application, serve):
     assert ": keep-alive" not in answer.text
 
 
-async def test_a_reader_that_stalls_loses_its_response(application, engine, serve, until):
-    application.service.send_deadline = 0.2
-    engine.answer = ["x" * 1_000_000] * 50
-    url = await serve(application)
-    port = int(url.rpartition(":")[2])
-    _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+@asynccontextmanager
+async def stalled(url: str) -> AsyncIterator[None]:
+    """A client that asks for a long stream and stops reading near its beginning."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]), limit=1024)
     body = msgspec.json.encode({**BODY, "stream": True})
     head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     head += f"Content-Length: {len(body)}"
     writer.write(f"{head}\r\n\r\n".encode() + body)
     await writer.drain()
-    await until(lambda: engine.streams)
-    await until(lambda: not engine.open and not application.service.live)
-    assert engine.streams[0].aborted.is_set()
-    await until(lambda: engine.registry.get_sample_value("troupe_slow_reader_seconds_count"))
-    assert engine.registry.get_sample_value("troupe_slow_reader_seconds_sum") > 0.1
-    writer.transport.abort()
+    try:
+        await reader.readexactly(100_000)
+        yield
+    finally:
+        writer.transport.abort()
+
+
+async def test_a_reader_that_stalls_loses_its_response(application, engine, serve, until):
+    application.service.send_deadline = 0.2
+    engine.answer = ["x" * 1_000_000] * 50
+    async with stalled(await serve(application)):
+        await until(lambda: not engine.open and not application.service.live)
+        assert engine.streams[0].aborted.is_set()
+        await until(lambda: engine.registry.get_sample_value("troupe_slow_reader_seconds_count"))
+        assert engine.registry.get_sample_value("troupe_slow_reader_seconds_sum") > 0.1
+
+
+async def test_a_reader_that_stalls_is_told_of_once_at_a_stop(application, engine, serve, monkeypatch, caplog):
+    monkeypatch.setattr("app.application._LAST_CHUNK_SECONDS", 0.05)
+    engine.answer = ["x" * 50_000_000]
+    async with stalled(await serve(application)):
+        for _ in range(2):  # the second one as after a second signal, or when the server has stopped listening
+            await application.drain(0)
+            assert any(exchange.stream_ids for exchange in application.service.live)
+    told = [record.getMessage() for record in caplog.records if "stops before" in record.getMessage()]
+    assert told == ["The server stops before 1 of its requests have ended; their clients are told."]
 
 
 async def test_a_stream_outlives_every_response_timeout(application, engine):
