@@ -12,6 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from typing import TextIO
 
 from telemetry.log_lines import Event, LogContext, text_of
@@ -25,6 +26,7 @@ OTHER_LOGGERS = ("hypercorn.error", "opentelemetry", "asyncio", "py.warnings", "
 _MOST_WAITING = 4 * 1024 * 1024
 """Characters that may wait for a reader of the log that does not read."""
 
+_PLAIN = logging.Formatter()
 _SHORTEST_SECRET = 6
 _FLUSH_SECONDS = 2.0
 
@@ -90,8 +92,24 @@ class LogOutput(logging.Handler):
         self._put(self._line(record), always=record.levelno >= logging.CRITICAL)
 
     def _line(self, record: logging.LogRecord) -> str:
-        formatter = self._formatters.get(record.name)
-        return self._hide(self.format(record) if formatter is None else formatter.format(record)) + "\n"
+        formatter = self._formatters.get(record.name) or self.formatter or _PLAIN
+        if self._secrets:
+            record = self._clean(record, formatter)
+        return self._hide(formatter.format(record)) + "\n"
+
+    def _clean(self, record: logging.LogRecord, formatter: logging.Formatter) -> logging.LogRecord:
+        """A copy without secrets in what formatters cut: half of one would not be known for one afterwards."""
+        record = copy(record)
+        if isinstance(record.msg, Event):
+            record.msg = copy(record.msg)
+            record.msg.text = self._hide(record.msg.text)
+        else:
+            record.msg, record.args = self._hide(text_of(record)), None
+        if record.exc_info and record.exc_info[0] is not None:
+            record.exc_text = record.exc_text or formatter.formatException(record.exc_info)
+        if record.exc_text:
+            record.exc_text = self._hide(record.exc_text)
+        return record
 
     def _hide(self, text: str) -> str:
         for secret in self._secrets:

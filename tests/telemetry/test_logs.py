@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from telemetry.log_lines import Event, LogContext, TextLines
+from telemetry.log_lines import Event, JsonLines, LogContext, TextLines
 from telemetry.log_repeats import Repeats
 from telemetry.logs import LogOutput, install
 
@@ -151,6 +151,34 @@ def test_a_secret_where_a_repeated_text_is_cut_is_taken_out(logger: logging.Logg
     output.close()
     assert "seen 2 times" in stream.getvalue()
     assert "sk" not in stream.getvalue()
+
+
+@pytest.mark.parametrize("lines", [TextLines(), JsonLines()])
+@pytest.mark.parametrize("end", ["first", "last"])
+def test_a_secret_where_a_long_record_is_cut_is_taken_out(
+    logger: logging.Logger, lines: logging.Formatter, end: str
+) -> None:
+    def around(kept: int, before: int = 0) -> str:
+        """A text that is cut within its secret, where each end keeps so many characters; ``before``: of them not its
+        own."""
+        sides = [kept - before - 7, kept] if end == "first" else [kept, kept - 7]
+        return f"{'x' * sides[0]}sk-very-secret{'x' * sides[1]}"
+
+    stream = io.StringIO()
+    output = LogOutput(stream, lines, secrets=["sk-very-secret"])
+    logger.addHandler(output)
+    logger.info("%s", around(8 << 10))
+    event = Event(around(8 << 10), {"place": "here"})
+    logger.info(event)
+    error = ValueError(around(16 << 10, len("ValueError: ")))
+    logger.info("failed", exc_info=(ValueError, error, None))
+    output.close()
+    told = stream.getvalue()
+    assert told.count("here") == 1
+    assert told.count("ValueError: ") == 1
+    assert "sk-" not in told
+    assert "secret" not in told
+    assert event.text == around(8 << 10)  # it may have other handlers
 
 
 @pytest.mark.parametrize("error", [BrokenPipeError(), ValueError("I/O operation on closed file")])
