@@ -10,6 +10,7 @@ from app.understudy import MODEL_DIR
 from kernels.npu.simulator.dispatch import Operator
 from kernels.runner import ModelRunner
 from kernels.step import RunnerConfig, SlotSampling
+from tests.bench import npu_check
 from tests.bench.npu_check import LIKELY, PROMPTS, Row, _compare, _less_likely, _numbers, _operators, _said, _tokens
 
 PLAIN = RunnerConfig(str(MODEL_DIR), device="npu", page_size=128, max_slots=3, max_step_tokens=64, max_total_tokens=512)
@@ -102,3 +103,42 @@ def test_answers_that_the_cpu_would_not_give_are_told():
         swapped = [list(row) for row in said]
         swapped[wrong][-6:] = prompts[wrong][:6]
         assert _less_likely(PLAIN, swapped) > LIKELY
+
+
+def test_steps_of_each_kind_are_held_against_the_cpu(monkeypatch):
+    monkeypatch.setattr(npu_check, "LENGTH", 5)
+    run, kinds = ModelRunner.run, {}
+
+    def told(self, batch):
+        config = self._config
+        kind = config.device, bool(config.disable_graphs), config.kv_cache_dtype
+        kinds.setdefault(kind, set()).add(bool(batch.drafts))
+        return run(self, batch)
+
+    monkeypatch.setattr(ModelRunner, "run", told)
+    rows = {name: (found.partition("graphs of ")[2], fine) for name, found, fine in npu_check._steps(PLAIN)}
+    assert rows.pop("steps without graphs") == ("no rows", True)
+    assert rows == dict.fromkeys(("steps in graphs", "guesses in trees", "cache of int8"), ("(1, 2) rows", True))
+    assert kinds == {
+        ("npu", True, ""): {False},
+        ("npu", False, ""): {False, True},
+        ("npu", False, "int8"): {False},
+        ("cpu", False, ""): {False},
+    }
+
+
+def test_kinds_of_steps_that_fail_are_named_and_the_others_go_on(monkeypatch):
+    def said(config, steps, sampling):
+        if config.kv_cache_dtype:
+            raise RuntimeError("\nno such cache\n")
+        return [[config.disable_graphs]], (1,) if config.speculation is None else ()
+
+    monkeypatch.setattr(npu_check, "_said", said)
+    monkeypatch.setattr(npu_check, "_less_likely", lambda config, said: 0.0)
+    found = {name: (words, fine) for name, words, fine in npu_check._steps(PLAIN)}
+    assert {name for name, (_, fine) in found.items() if fine} == {"steps in graphs"}
+    assert found["steps without graphs"][0].endswith("graphs of (1,) rows")
+    assert found["guesses in trees"][0].endswith("graphs of no rows")
+    assert found["cache of int8"][0] == "refused: no such cache"
+    monkeypatch.setattr(npu_check, "_less_likely", lambda config, said: LIKELY)
+    assert not any(fine for _, _, fine in npu_check._steps(PLAIN))
