@@ -62,8 +62,8 @@ class StepPlanning:
         yield from self._plan_decodes(draft)
         draft.limit_prefills(config.max_prefill_tokens)
         yield from self._plan_prefills(draft)
-        while idle and draft.empty and roster.running:
-            yield from self._unblock(draft)
+        if idle and draft.empty and roster.running:
+            self._end_last(draft)
         if self._may_join(draft) and (roster.may_admit or not roster.running):
             yield from self._admit(draft, first, now)
         if self._guessing is not None and self._guessing.apart and not draft.counts:
@@ -194,20 +194,12 @@ class StepPlanning:
         else:
             self._roster.prefilling.pop(sequence.id, None)
 
-    def _unblock(self, draft: Draft) -> Planning:
-        """Sequences run, nothing is in flight, and no one can go on: one has to go for the others."""
-        draft.short = True
-        self._growth.preempted()
-        victim = self._victim(lambda s: True)
-        if victim is not None:
-            self._roster.preempt(victim)
-        else:
-            (last,) = self._roster.running.values()
-            needed = -(-(last.scheduled + 1) // self._roster.page_size)
-            draft.emissions.append(self._roster.end(last, too_large(needed, self._total_pages)))
-        yield from self._settle(draft)
-        yield from self._plan_decodes(draft)
-        yield from self._plan_prefills(draft)
+    def _end_last(self, draft: Draft) -> None:
+        """Nothing is in flight, and nothing can go on. All that run have got on since they were admitted, so that those
+        beside the strongest have been preempted for it; and the whole cache is too small for that one."""
+        (last,) = self._roster.running.values()
+        needed = -(-(last.scheduled + 1) // self._roster.page_size)
+        draft.emissions.append(self._roster.end(last, too_large(needed, self._total_pages)))
 
     def _make_room(self, draft: Draft) -> Generator[CacheMessage, CacheReply, Sequence | None]:
         """A waiting sequence of much higher priority takes the place of weak ones. Returns it, to be admitted first."""
