@@ -11,6 +11,7 @@ in which a pattern of ``modules_to_not_convert`` is found, whatever ``extra_conf
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from functools import cache
 from typing import Any
 
 from kernels.models.config import ConfigError
@@ -74,9 +75,11 @@ class AutoRound(Scheme):
             names_head = name == "lm_head" or (search is not None and search("lm_head"))
             own = {**whole, **sizes, "lm_head": names_head}
             self._own[name] = None if bits >= 16 else make(own)
+        # Asked for each tensor of a module, and some checkpoints have thousands of patterns.
+        self._of = cache(self._scheme_of)
         self.name = f"auto-round, {self._plain.name}"
 
-    def _of(self, module: str) -> Scheme | None:
+    def _scheme_of(self, module: str) -> Scheme | None:
         if any(found(module) for found in self._floats):
             return None
         if module in self._own:

@@ -23,6 +23,8 @@ _ALL_REPEATED = 200_000
 _STRAIGHT = re.compile(r"[^*+?{|]*")
 """Texts without anything that could be tried in two ways."""
 _COUNTS = re.compile(r"\{([^{}]*)\}")
+_NESTED = re.compile(r"\)\s*\{|#")
+"""What all texts have in which one count may repeat another: it stands behind a group, or behind a comment after it."""
 
 
 class NoPattern(ConfigError):
@@ -78,7 +80,8 @@ class Patterns:
 
     def _count_repeats(self, text: str, field: str) -> None:
         """Raises ConfigError."""
-        most = math.prod(max(1, *map(_number, counts.split(","))) for counts in _COUNTS.findall(text))
+        counts = [max(1, *map(_number, count.split(","))) for count in _COUNTS.findall(text)]
+        most = math.prod(counts) if _NESTED.search(text) else max(counts, default=1)
         if most == 1:
             return
         self._repeated -= most * len(text)

@@ -51,7 +51,17 @@ def test_a_pattern_that_backtracks_for_ever_is_refused_by_its_field(field):
 
 
 @pytest.mark.parametrize("field", CHECKPOINTS)
-@pytest.mark.parametrize("pattern", ["(?:(?:a{999}){1,999}){999}", "(?:a{99999})*", "(?:(?:a{1000}){,1000}){,1000}"])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "(?:(?:a{999}){1,999}){999}",
+        "(?:a{99999})*",
+        "(?:(?:a{1000}){,1000}){,1000}",
+        "(?x)(?:(?:a{999} ) {999})\n{999}",
+        "(?x)(?:(?:a{999})#\n{999})# another one\n{999}",
+        "(?:(?:a{999})(?#b){999})(?#b){999}",
+    ],
+)
 def test_a_pattern_of_huge_counts_takes_no_memory(field, pattern):
     with pytest.raises(ConfigError, match=f"{field}: .* repeats too much; use"):
         read(CHECKPOINTS[field](pattern))
@@ -65,6 +75,29 @@ def test_counts_of_many_patterns_add_up():
         patterns.match("(?:layer9){1500}", "ignore")
     for number in range(1000):
         patterns.match(rf"model\.layers\.{number}\..*", "ignore")  # nothing is counted
+
+
+def test_counts_behind_each_other_are_not_multiplied():
+    counts = r"\w{1,30}\." * 20
+    patterns = Patterns()
+    for _ in range(20):
+        assert not patterns.search(counts, "ignore")(NAME)
+
+
+def test_modules_are_compared_once_with_many_patterns(monkeypatch):
+    compared, search = [], Patterns.search
+
+    def told(self, text, field):
+        found = search(self, text, field)
+        return lambda name: compared.append(name) or found(name)
+
+    monkeypatch.setattr(Patterns, "search", told)
+    names = {f"model.layers.{layer}.self_attn": {"bits": 8} for layer in range(9)}
+    scheme = METHODS["auto-round"]({"quant_method": "auto-round", **WHOLE, "extra_config": names})
+    for _ in range(3):
+        scheme.tensors(NAME, (32, 64))
+        scheme.ignores(f"{NAME}.qzeros", ())
+    assert compared.count(NAME) == len(names)
 
 
 def test_all_comparisons_share_their_time():
