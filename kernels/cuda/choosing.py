@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -26,7 +27,7 @@ Ways: TypeAlias = Mapping[str, Way]
 
 _ROUNDS = 7
 _FLUSHED = 256 << 20  # bytes: several times what the L2 cache holds
-_AHEAD = 10  # times that they are written, so that the host has launched all of a way before it begins
+_AHEAD = 4  # times that they are written, so that the host has launched a way's graph before it begins
 _MARGIN = 0.03  # by which a way must be quicker than the first
 _AFTER = 5 / 3  # microseconds a product that it must be quicker by than the preferred one, for what a trial hides
 _COPIES = 2  # of a layer that is tried
@@ -50,6 +51,7 @@ class Choices:
         self._device = device
         self._chosen: dict[Shape, str] = {}
         self._seen: set[Shape] = set()  # while looking ahead
+        self._stream: torch.cuda.Stream | None = None  # one for all: the libraries keep memory for each
 
     def run(
         self,
@@ -78,7 +80,7 @@ class Choices:
 
     def _quickest(self, shape: Shape, row: Ways, preferred: str) -> str:
         same = agreeing(shape, made(shape, row))
-        ways = {name: row[name] for name in same}
+        ways = {name: self._captured(row[name]) for name in same}
         taken: dict[str, list[float]] = {name: [] for name in ways}
         flushed = torch.empty(_FLUSHED, dtype=torch.uint8, device=self._device)
         marks = []
@@ -96,6 +98,28 @@ class Choices:
             taken[name].append(begin.elapsed_time(end) * 1e3)
         times = {name: statistics.median(some) for name, some in taken.items()}
         return choose(shape, times, preferred, row.products if isinstance(row, Row) else 1)
+
+    def _captured(self, way: Way) -> Callable[[], object]:
+        """``way`` as a graph, as it is in a step: a host that is slow, or at work, would be timed instead of the
+        device. Itself where it cannot be captured."""
+        if self._device.type != "cuda" or os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
+            return way
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                way()  # what libraries keep for a stream is not to be the graph's
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    way()
+                finally:
+                    graph.capture_end()
+        except RuntimeError:
+            return way
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        return graph.replay
 
 
 def spare(weight: Tensor) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -103,3 +105,53 @@ def test_every_way_is_made_once_while_looking_ahead():
         assert choices.name(("plain", 16), ways) is None
         assert choices.name(("plain", 16), ways) is None
     assert called == ["one", "other"]  # and nothing is said of what they gave
+
+
+class Graph:
+    """In place of ``torch.cuda.CUDAGraph``."""
+
+    refuses = False
+    events: ClassVar[list[str]] = []
+
+    def capture_begin(self, capture_error_mode):
+        assert capture_error_mode == "thread_local"  # other threads compile meanwhile
+        if self.refuses:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.events.append("begin")
+
+    def capture_end(self):
+        self.events.append("end")
+
+    def replay(self):
+        self.events.append("replay")
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    stream = SimpleNamespace(wait_stream=lambda _: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
+    monkeypatch.setattr(Graph, "events", [])
+    return Choices(torch.device("cuda"))
+
+
+def test_ways_are_timed_as_graphs(recorder):
+    timed = recorder._captured(lambda: Graph.events.append("way"))
+    timed()
+    assert Graph.events == ["way", "begin", "way", "end", "replay"]
+
+
+def test_what_cannot_be_captured_is_timed_as_it_is(recorder, monkeypatch):
+    monkeypatch.setattr(Graph, "refuses", True)
+
+    def way():
+        Graph.events.append("way")
+
+    assert recorder._captured(way) is way
+    monkeypatch.setattr(Graph, "refuses", False)
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    assert recorder._captured(way) is way
+    assert Choices(torch.device("cpu"))._captured(way) is way
