@@ -46,8 +46,9 @@ HOLDS, KNOWN = 3, 8
 """Steps that a plan serves after its own, once the costs of so many steps with guesses are known."""
 FORLORN = 0.15
 """A first guess's chance at which a request is no trial, and probed ever more seldom even with time to lose."""
-LIKELY = 0.5
-"""A first guess's chance from which on a draft does not sleep: it is the machine that is too slow for it just now."""
+LIKELY, CERTAIN = 0.5, 0.8
+"""A first guess's chance from which on a draft does not sleep where such a guess pays; and wherever it does not: it is
+the machine that is too slow for it just now."""
 STREAK = 4
 """Probes in a row after one that was accepted, while there is time to lose."""
 TRIED = 16
@@ -149,7 +150,8 @@ class AdaptiveSteps:
         lasted = self._lasted = self._lasted + 1 if cost is self._size else 0
         self._size = cost
         if not self.asleep:  # else nothing but ``Sleep.wake`` ends it
-            self._likely = any(track.hits[0] > LIKELY for track in tracks)
+            likely = self._likely_from(cost, rows)
+            self._likely = any(track.hits[0] > likely for track in tracks)
         if not self._levels or cost.seen < self._config.warmup_batches or self._guessing >= cost.refresh:
             self._guessing = 0
             return [0] * rows
@@ -161,6 +163,9 @@ class AdaptiveSteps:
             return [0] * rows
         if self._sleep.stirs(self._steps) and not fixed:
             self._guessing, self._idle, self._rest = 0, cost, SOONEST
+            return [0] * rows
+        if self.asleep and (wait := self._sleep.sound(self._steps)):
+            self._guessing, self._idle, self._rest = 0, cost, _until(wait)
             return [0] * rows
         held, self._plan = self._plan, None
         if self.asleep:  # it is from before, and the draft is to be woken
@@ -295,7 +300,9 @@ class AdaptiveSteps:
 
     def _gain(self, cost: StepCost, tokens: float, believed: float, seconds: float) -> None:
         """A step with guesses brought so many ``tokens`` a row, and took ``seconds``."""
-        cost.gained(tokens - believed / cost.plain)
+        gain = tokens - believed / cost.plain
+        cost.gained(gain)
+        self._sleep.gained(gain)
         self._budget.passed(cost.plain)
         # As many plain steps would have been as slow on this machine as those there were.
         self._budget.guessed(cost.plain, tokens * cost.load, seconds)
@@ -313,6 +320,14 @@ class AdaptiveSteps:
         """Prompts were run, which the draft will see before it guesses again."""
         for cost in self._costs.values():
             cost.paused = True
+
+    def _likely_from(self, cost: StepCost, rows: int) -> float:
+        """A first guess's chance from which on the draft of such a batch stays awake."""
+        if not (self._levels and cost.plain):
+            return LIKELY
+        first = self._levels[0]
+        pays = LEAST_GAIN * cost.expected(first, rows * int(self._nodes[first])) / cost.plain - 1
+        return min(max(pays, LIKELY), CERTAIN)
 
     def _best(self, cost: StepCost, tracks: Sequence[Track], gain: float) -> list[int]:
         """The plan of the most tokens a second; plain decoding where it is not ``gain`` times better."""

@@ -1,12 +1,13 @@
 """When nothing is kept for a draft, and that it is shown some steps before it guesses again."""
 
 import itertools
+import random
 
 import pytest
 
 from kernels.speculative.adaptive import LIKELY, AdaptiveSteps
-from kernels.speculative.sleep import LATER, SHOWN
-from tests.kernels.speculative.worlds import World, chain
+from kernels.speculative.sleep import LATER, SHOWN, SOUND, Sleep
+from tests.kernels.speculative.worlds import NODE, World, chain
 
 
 def play(policy: AdaptiveSteps, world: World, steps: int) -> list[tuple[bool, bool]]:
@@ -87,6 +88,12 @@ def test_a_machine_too_slow_for_guesses_that_are_right_is_no_reason_to_sleep() -
     assert not any(asleep for _, asleep in found)
 
 
+def test_guesses_that_never_paid_are_no_reason_to_sleep_where_nearly_all_are_right() -> None:
+    policy = chain()
+    found = play(policy, World(policy, [0.97] * 4, node=2.0), 1200)
+    assert not any(asleep for _, asleep in found[-600:])
+
+
 def test_guesses_that_pay_though_most_are_wrong_keep_a_draft_awake() -> None:
     policy = chain()
     play(policy, World(policy, [0.01]), 600)
@@ -119,3 +126,70 @@ def test_requests_that_end_before_a_draft_has_seen_enough_do_not_let_it_sleep_fo
     play(policy, World(policy, [0.01]), 1200)
     found = [each for _ in range(400) for each in play(policy, World(policy, [0.95]), 12)]
     assert sum(guessed for guessed, _ in found[-1200:]) > 0.5 * 1200
+
+
+def _rounds(policy: AdaptiveSteps, chance: float, node: float, count: int) -> list[tuple[bool, bool]]:
+    """Four requests at a time, of which one decodes for a step while the others' prompts are run."""
+    found = []
+    for number in range(count):
+        for rows, steps in ((1, 1), (4, 93)):
+            world = World(policy, [chance] * rows, node=node if rows > 1 else NODE)
+            world.random = random.Random(number)
+            found += play(policy, world, steps)
+    return found
+
+
+def test_guesses_that_pay_at_a_batch_size_of_a_moment_wake_a_draft_seldom() -> None:
+    policy = chain()
+    play(policy, World(policy, [0.48]), 400)
+    found = _rounds(policy, 0.48, 0.3, 30)
+    wakes = sum(slept and not sleeps for (_, slept), (_, sleeps) in itertools.pairwise(found))
+    assert wakes < 10
+    assert sum(asleep for _, asleep in found[-2000:]) > 0.7 * 2000
+
+
+def test_a_draft_that_sleeps_is_woken_now_and_then_though_batch_sizes_of_a_moment_come_between() -> None:
+    policy = chain()
+    found = _rounds(policy, 0.01, 0.04, 40)
+    assert any(guessed for guessed, _ in found[-1200:])
+
+
+def test_a_draft_sleeps_whose_guesses_are_rather_right_than_wrong_and_do_not_pay() -> None:
+    policy = chain()
+    found = play(policy, World(policy, [0.65] * 4, node=0.3), 1500)
+    assert sum(asleep for _, asleep in found[-1000:]) > 0.7 * 1000
+
+
+def test_a_draft_that_was_woken_for_nothing_sleeps_ever_longer() -> None:
+    sleep, step, pauses = Sleep(), 1000, []
+    for _ in range(5):
+        sleep.wake(step)
+        sleep.gained(-1.0)
+        while not sleep.deep(step):
+            step += 1
+        pauses.append(sleep.sound(step))
+        assert not sleep.sound(step + pauses[-1])
+        step += pauses[-1]
+    assert pauses[:2] == [SOUND, 2 * SOUND]
+    assert pauses[-1] == pauses[-2] < 512  # else every other probe is missed
+    sleep.wake(step)
+    sleep.gained(0.5)
+    assert sleep.sound(step + 100)
+    sleep.gained(1.0)
+    assert not sleep.sound(step + 100)
+
+
+def test_guesses_that_lose_as_much_as_they_bring_wake_a_draft_seldom() -> None:
+    policy = chain()
+    found = play(policy, World(policy, [0.3] * 4), 4000)[-3000:]
+    assert sum(asleep for _, asleep in found) > 0.65 * 3000
+
+
+def test_a_draft_whose_guesses_have_paid_again_is_woken_at_once() -> None:
+    policy = chain()
+    play(policy, World(policy, [0.01]), 2000)  # woken for nothing so often that it sleeps long
+    play(policy, World(policy, [0.95]), 1000)
+    wrong = World(policy, [0.01])
+    assert any(play(policy, wrong, 1)[0][1] for _ in range(500))
+    found = play(policy, World(policy, [0.95]), 200)
+    assert any(guessed for guessed, _ in found)
