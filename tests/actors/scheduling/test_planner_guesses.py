@@ -265,7 +265,7 @@ def test_the_worker_keeps_nothing_for_a_draft_that_does_not_guess():
         found.append((any(unpack(batch.drafts)), batch.unseen))
         if batch.admitted:
             prompts.append(batch.unseen)
-        if len(found) == 400:
+        if len(found) == 300:
             stage.submit(spec(2, range(9), max_tokens=40))
     assert prompts == [False, True]
     assert 0.4 * len(found) < sum(unseen for _, unseen in found) < len(found)
