@@ -69,6 +69,7 @@ def test_a_request_counts_once_in_each_of_its_metrics() -> None:
 def test_a_request_that_never_got_in_is_rejected_and_counts_no_tokens() -> None:
     metrics = RequestMetrics("box")
     _, timeline = begin(metrics)
+    timeline.prompt_tokens = 7
     timeline.close(Outcome(error_type="QueueFull"), timeline.started + 0.001)
     assert metrics.ended_by["rejected",] == 1
     assert total(metrics.duration, *CHAT, "QueueFull") == (1, 0.001)
@@ -84,6 +85,10 @@ def test_a_failure_after_the_first_token_is_an_error_of_the_stream() -> None:
     _, late = begin(metrics)
     live(late)
     late.close(Outcome(("error",), "RequestFailed"), late.started + 2)
+    assert metrics.stream_errors == {("RequestFailed",): 1}
+    _, aborted = begin(metrics)
+    live(aborted)
+    aborted.close(Outcome(("abort",), "abort"), aborted.started + 2)
     assert metrics.stream_errors == {("RequestFailed",): 1}
     assert metrics.ended_by["error",] == 2
 
@@ -115,6 +120,47 @@ def test_a_workers_death_shows_as_the_gap_in_the_stream() -> None:
     assert (metrics.stream_gap.count, round(metrics.stream_gap.total, 6)) == (1, 2.5)
     assert metrics.resumed == 1
     assert metrics.queue.count == 1  # the wait of a resumed one is no queue time
+    # From the first place in a step to the first token, and from that to the last, over the pause.
+    assert (metrics.prefill.count, round(metrics.prefill.total, 6)) == (1, 0.3)
+    assert (metrics.decode.count, round(metrics.decode.total, 6)) == (1, 3.5)
+    assert total(metrics.per_token, *CHAT) == (1, round(3.5 / 12, 6))
+
+
+def test_the_gap_is_that_of_the_choice_whose_worker_died() -> None:
+    metrics = RequestMetrics("box")
+    _, timeline = begin(metrics)
+    end = live(timeline)
+    live(timeline, choice=1)
+    timeline.mark("worker_died", end, 0)
+    for at, choice in ((end + 1, 1), (end + 2, 0), (end + 3, 0)):
+        timeline.finish(timeline.begin("decode", at, choice), at + 0.5, tokens=1)
+    timeline.close(Outcome(("stop", "stop")), end + 4)
+    assert (metrics.stream_gap.count, round(metrics.stream_gap.total, 6)) == (1, 2.0)
+
+
+def test_what_others_measure_is_told_by_its_quantity() -> None:
+    metrics = RequestMetrics("box")
+    told = {name: Tally((1.0,)) for name in ("duration", "inference", "choices", "longest", "max_tokens", "per_token")}
+    for name, tally in told.items():
+        metrics.measured[name].append(tally)
+    _, timeline = begin(metrics, **{"gen_ai.request.max_tokens": 40})
+    live(timeline)
+    timeline.finish(timeline.begin("queue", timeline.started, 1), timeline.started + 0.3)
+    timeline.finish(timeline.begin("decode", timeline.started + 0.6, 1), timeline.started + 0.8, tokens=2)
+    timeline.close(Outcome(("stop", "length")), timeline.started + 1.2)
+    _, early = begin(metrics)
+    early.close(Outcome((), "abort"), early.started + 1.0)
+    _, refused = begin(metrics)
+    refused.close(Outcome((), "QueueFull"), refused.started + 1.0)
+    found = {name: (tally.count, round(tally.total, 6)) for name, tally in told.items()}
+    assert found == {
+        "duration": (2, 2.2),
+        "inference": (2, 0.8 + 0.5),
+        "choices": (2, 3.0),
+        "longest": (2, 11.0),
+        "max_tokens": (1, 40.0),
+        "per_token": (2, 0.25),
+    }
 
 
 def test_custom_labels_are_on_the_metrics_of_requests_and_bounded() -> None:
@@ -125,6 +171,10 @@ def test_custom_labels_are_on_the_metrics_of_requests_and_bounded() -> None:
     assert metrics.ended_by["stop", "t3"] == 1
     assert metrics.ended_by["stop", "other"] == 50
     assert total(metrics.duration, *CHAT, "", "t3") == (1, 1.0)
+    metrics = RequestMetrics("box", MetricOptions(custom_labels=("team",)))
+    _, timeline = begin(metrics, **{"troupe.label.team": "t" * 100})
+    timeline.close(Outcome(("stop",)), timeline.started + 1)
+    assert metrics.ended_by["stop", "t" * 64] == 1
 
 
 def test_chosen_buckets_are_those_exported() -> None:
