@@ -18,17 +18,16 @@ from torch import Tensor
 from kernels.answers import Answer, RunningStep
 from kernels.batch import ForwardBatch
 from kernels.captures import CapturedSteps
+from kernels.host_steps import HostSteps, of_no_use
 from kernels.loaded_model import Phases, load_model, open_model
 from kernels.parallel.group import Group, join_group
 from kernels.platforms.base import Fetched
 from kernels.platforms.prepared import Steps
 from kernels.platforms.rows import AttentionRows, PromptTokens, StepTokens
 from kernels.platforms.select import select_platform
-from kernels.prompt_ends import PromptEnds
 from kernels.rows import StepRows
 from kernels.speculative.speculator import Speculator
 from kernels.speculative.steady import SteadyChains
-from kernels.steady import SteadyDecodes
 from kernels.step import ModelInfo, RowError, RunnerConfig, StepBatch, StepResult, StepTiming
 from kernels.tenants import Tenants
 from kernels.unsettled import StepWrites, Unsettled
@@ -79,6 +78,7 @@ class ModelRunner:
         self._slots, self._caches = loaded.slots, loaded.caches
         self._speculator, self._outputs = loaded.speculator, loaded.outputs
         self._captured = CapturedSteps(loaded)
+        self._host = HostSteps(self._captured, self._speculator, self._rest)
         self._tenants = Tenants(loaded, self._captured, self._unsettled)
         clock.end("warmup")
         self._progress("warmup", 1.0)
@@ -98,11 +98,11 @@ class ModelRunner:
         """The same without waiting for the device, where it works by itself. A step may start before the results of
         those before it are there; a row whose logits were not finite in one of them then fails again.
         """
-        begun, steady, granted = time.perf_counter(), self._steady(batch), None
+        begun, steady, granted = time.perf_counter(), self._host.steady(batch), None
         again = steady is not None and self._unsettled.nothing and steady.again(batch)
         if steady is not None and again and (self._speculator is None or self._speculator.quiet(batch.unseen)):
             granted = self._tenants.grant(batch)
-            result = None if granted else self._run_steady(steady, batch, begun)
+            result = None if granted else self._host.run_steady(steady, batch, begun)
             if result is not None:
                 return result
         chains = self._captured.chains
@@ -124,9 +124,9 @@ class ModelRunner:
             if not chains.follows:
                 self._speculator.settle(True, False)  # until then the last step's tokens may not all be counted
                 if chains.over():
-                    return _of_no_use(batch)
+                    return of_no_use(batch)
             seen = time.perf_counter() - begun
-            return self._run_chains(chains, batch, begun, seen) if chains.goes_on() else None
+            return self._host.run_chains(chains, batch, begun, seen) if chains.goes_on() else None
 
     @torch.inference_mode()
     def _start(
@@ -145,20 +145,19 @@ class ModelRunner:
             self._speculator.settle(bool(batch.drafts), bool(batch.released), batch.unseen)
             answer.draft = time.perf_counter() - begun
         self._tenants.update(batch, answer.failed, granted)
-        steady = self._steady(batch)
+        steady = self._host.steady(batch)
         if steady is not None and not (answer.failed or batch.drafts) and steady.fits(batch):
-            result = self._run_steady(steady, batch, begun, answer.draft)
+            result = self._host.run_steady(steady, batch, begun, answer.draft)
             if result is not None:
                 return result
         if chains is not None and batch.drafts and not answer.failed and chains.fits(batch):
             if chains.over():
-                return _of_no_use(batch)
-            result = self._run_chains(chains, batch, begun, answer.draft)
+                return of_no_use(batch)
+            result = self._host.run_chains(chains, batch, begun, answer.draft)
             if result is not None:
                 return result
-        ends = self._captured.unseen_ends if batch.unseen else self._captured.ends
-        if ends is not None and not (answer.failed or batch.drafts):
-            result = self._run_ends(ends, batch, begun, answer.draft)
+        if not (answer.failed or batch.drafts):
+            result = self._host.run_ends(batch, begun, answer.draft)
             if result is not None:
                 return result
         rows = self._fit_rows(slots, generations, counts, answer)
@@ -188,10 +187,6 @@ class ModelRunner:
         if self._speculator is not None:
             self._speculator.ahead()
         return running
-
-    def _steady(self, batch: StepBatch) -> SteadyDecodes | None:
-        """What runs the step, should it be such decodes."""
-        return self._captured.unseen_steady if batch.unseen else self._captured.steady
 
     def _verify(self, step: StepRows, pages: Ints) -> tuple[Tensor, Tensor] | None:
         """What ``Decodes.verify`` gives, where every row of the step verifies a whole tree; None where it does not."""
@@ -231,80 +226,6 @@ class ModelRunner:
         if not self._outputs.likeliest(step, found, answer):
             self._outputs.rest(step, found, answer)
         return self._running(batch.number, answer, writes, begun, prepared)
-
-    def _run_steady(
-        self, steady: SteadyDecodes, batch: StepBatch, begun: float, seen: float = 0.0, vain: bool = False
-    ) -> RunningStep | None:
-        """None when it is not for them, or a row is not finite: then nothing was done that is not done again. ``seen``:
-        seconds that observing took. ``vain``: guesses were asked for."""
-        prepared = time.perf_counter()
-        tokens = steady.run()
-        if tokens is None:
-            return None
-        if not tokens:
-            return _of_no_use(batch)
-        rows = len(steady.slots)
-        if self._speculator is not None and self._captured.target is not None and not batch.unseen:
-            features = self._captured.target.features[:rows]
-            if vain:
-                self._speculator.show_vain(steady.slots, features, _ints(batch.generations))
-            else:
-                self._speculator.show_later(steady.slots, features)
-        ended = self._ended = time.perf_counter()
-        timing = StepTiming(
-            prepare=prepared - begun, run=ended - prepared, graph_rows=rows, whole=ended - begun, seen=seen
-        )
-        result = StepResult(batch.number, accepted=batch.counts, tokens=tokens, timing=timing)
-        return RunningStep(lambda: result, True, self._rest if vain else None)
-
-    def _run_chains(self, chains: SteadyChains, batch: StepBatch, begun: float, seen: float) -> RunningStep | None:
-        """None when it is not for them: then nothing was done that is not done again. ``seen``: seconds that observing
-        took."""
-        drafting = time.perf_counter()
-        found = chains.run(batch)
-        if found is None:
-            return None
-        if found.idle:
-            steady = self._captured.steady
-            fits = steady is not None and steady.fits(batch)
-            return self._run_steady(steady, batch, begun, seen, True) if steady is not None and fits else None
-        prepared, ended = found.drafted_at, time.perf_counter()
-        self._ended = ended
-        timing = StepTiming(
-            prepare=prepared - begun,
-            run=ended - prepared,
-            graph_rows=len(found.accepted) // 4,
-            draft=seen + prepared - drafting,
-            whole=ended - begun,
-        )
-        result = StepResult(
-            batch.number,
-            accepted=found.accepted,
-            tokens=found.tokens,
-            drafted=found.drafted,
-            depths=found.depths,
-            timing=timing,
-        )
-        return RunningStep(lambda: result, True, None if chains.follows else self._rest)
-
-    def _run_ends(self, ends: PromptEnds, batch: StepBatch, begun: float, seen: float) -> RunningStep | None:
-        """None when it is not for them, or a row is not finite: then nothing was done that is not done again. ``seen``:
-        as above."""
-        prepared = time.perf_counter()
-        found = ends.run(batch)
-        if found is None:
-            return None
-        speculator = None if batch.unseen else self._speculator
-        if speculator is not None:
-            speculator.show_ends(found, _ints(batch.generations))
-        ended = self._ended = time.perf_counter()
-        rows = len(found.slots)
-        timing = StepTiming(
-            prepare=prepared - begun, run=ended - prepared, graph_rows=rows, draft=seen, whole=ended - begun
-        )
-        accepted = np.ones(rows, dtype=np.int32).tobytes()
-        result = StepResult(batch.number, accepted=accepted, tokens=found.tokens, timing=timing)
-        return RunningStep(lambda: result, True, None if speculator is None else self._rest)
 
     @torch.inference_mode()
     def _rest(self) -> None:
@@ -353,7 +274,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Drop the model and the cache. The runner is of no further use."""
-        for name in ("_tenants", "_captured", "_outputs", "_speculator", "_model", "_caches", "_slots"):
+        for name in ("_tenants", "_host", "_captured", "_outputs", "_speculator", "_model", "_caches", "_slots"):
             self.__dict__.pop(name, None)
         self._group.close()
         self._group = Group()
@@ -427,12 +348,6 @@ class ModelRunner:
 
     def _put(self, array: Longs) -> Tensor:
         return self._platform.put(array)
-
-
-def _of_no_use(batch: StepBatch) -> RunningStep:
-    """The step of decodes whose sequences are at their end: the first tokens there are stand for what nobody reads."""
-    result = StepResult(batch.number, accepted=batch.counts, tokens=bytes(len(batch.counts)))
-    return RunningStep(lambda: result, True)
 
 
 def _ints(data: bytes) -> Ints:
