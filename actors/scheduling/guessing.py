@@ -90,6 +90,7 @@ class Guessing:
     def _adapt(self, steps: AdaptiveSteps, draft: Draft, wanted: list[int]) -> list[int]:
         guessing = [sequence for sequence, most in zip(draft.decodes, wanted, strict=True) if most]
         if not guessing:
+            steps.declined()
             return wanted
         for sequence in guessing:
             if sequence.track is None:

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from kernels.speculative.budget import Budget
-from kernels.speculative.sleep import Sleep
+from kernels.speculative.sleep import LATER, Sleep
 from kernels.speculative.step_cost import DEBT, PROBING, SOONEST, STALLED, SURPRISE, TRIALS, StepCost
 
 __all__ = ["AdaptiveConfig", "AdaptiveSteps", "Track"]
@@ -97,6 +97,7 @@ class AdaptiveSteps:
         self._budget = Budget()
         self._sleep = Sleep()
         self._likely = False  # whether guesses of some request were rather right than wrong, when last thought of
+        self._declined = 0  # steps in a row whose requests want no guesses
         self._owed = False  # whether requests, also new ones, are probed once the draft is awake
         self._steps = 0
         self._guessing = 0  # steps with guesses since the last without
@@ -135,6 +136,13 @@ class AdaptiveSteps:
         awake = self._likely or self._config.zero_step_probe_interval
         return not awake and self._sleep.deep(self._steps)
 
+    def declined(self) -> None:
+        """A step goes by whose requests want no guesses."""
+        self._steps += 1
+        self._declined += 1
+        if self._declined >= LATER:  # fewer are the last tokens of requests
+            self._likely = False
+
     def _wake(self) -> None:
         """Count the steps that rested, together: each by itself would take longer than all that is asked of it."""
         if self._slept and self._idle is not None:
@@ -147,6 +155,7 @@ class AdaptiveSteps:
         rows = len(tracks)
         cost = self._cost(rows)
         self._steps += 1
+        self._declined = 0
         lasted = self._lasted = self._lasted + 1 if cost is self._size else 0
         self._size = cost
         if not self.asleep:  # else nothing but ``Sleep.wake`` ends it

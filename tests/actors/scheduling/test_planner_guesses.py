@@ -275,6 +275,25 @@ def test_the_worker_keeps_nothing_for_a_draft_that_does_not_guess():
         assert not any(unseen for _, unseen in found[number - SHOWN : number + 1])
 
 
+def test_the_worker_keeps_nothing_for_a_draft_while_no_request_wants_guesses():
+    """However right they are for others; and one that wants some has them soon."""
+    stage = Guessing(adaptive="{}", seconds=lambda *_: 0.01, pages=400, context_length=1500)
+    stage.submit(spec(1, range(5), max_tokens=200))
+    stage.play()
+    stage.submit(spec(2, range(7), max_tokens=200, sampling=SlotSampling(drafts=0)))
+    unseen = []
+    while (batch := stage.step()) is not None:
+        unseen.append(batch.unseen)
+    assert not any(unseen[:20])
+    assert all(unseen[-100:])
+    stage.submit(spec(3, range(9), max_tokens=300))
+    guessed = []
+    while (batch := stage.step()) is not None:
+        guessed.append(any(unpack(batch.drafts)))
+    assert any(guessed[: SHOWN + 16])
+    assert stage.tokens(3) == says(range(9), 300)
+
+
 @pytest.mark.parametrize("adaptive", [None, '{"zero_step_probe_interval": 100}'])
 def test_where_guesses_are_not_for_the_policy_to_say_all_is_kept(adaptive):
     stage = Guessing(adaptive=adaptive, accepts=lambda most: 0, pages=400, context_length=1500)
