@@ -116,15 +116,21 @@ def pack_error(error: BaseException) -> bytes:
     arguments = [_plain(argument) for argument in error.args]
     fields = {name: _plain(value) for name, value in vars(error).items() if name != "__notes__"}
     return msgspec.msgpack.encode(
-        RemoteError(f"{cls.__module__}:{cls.__qualname__}", arguments, fields, f"{cls.__name__}: {error}")
+        RemoteError(f"{cls.__module__}:{cls.__qualname__}", arguments, fields, _text(f"{cls.__name__}: {error}"))
     )
 
 
 def _plain(value: Any) -> Any:
     try:
-        return msgspec.to_builtins(value, builtin_types=(bytes,))
-    except (TypeError, ValueError):
-        return str(value)
+        found = msgspec.to_builtins(value, builtin_types=(bytes,))
+        msgspec.msgpack.encode(found)  # not all whole numbers and texts of Python are msgpack's
+    except (TypeError, ValueError, OverflowError):
+        return _text(value)
+    return found
+
+
+def _text(value: object) -> str:
+    return str(value).encode("utf-8", "backslashreplace").decode()
 
 
 def unpack_error(body: memoryview) -> Exception:

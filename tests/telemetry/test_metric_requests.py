@@ -199,6 +199,7 @@ def test_chosen_buckets_are_those_exported() -> None:
     assert found["troupe_inter_token_latency_seconds"] == {"0.25", "+Inf"}
     assert found["troupe_input_tokens"] == {"8.0", "+Inf"}
     assert found["troupe_output_tokens"] == {"3.0", "9.0", "+Inf"}
+    assert not {"troupe_input_tokens", "troupe_output_tokens"} & set(RequestMetrics("box").readings())
 
 
 def test_rules_of_token_buckets() -> None:

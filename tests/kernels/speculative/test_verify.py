@@ -8,7 +8,7 @@ import torch
 
 from kernels.sampling import Sampler
 from kernels.speculative.tree import chain, tree_of
-from kernels.speculative.verify import Leniency, path_history, walk
+from kernels.speculative.verify import Leniency, path_history, walk, walk_here
 from kernels.step import SlotSampling
 
 VOCAB, ROWS = 6, 6000
@@ -121,6 +121,18 @@ def test_a_chain_is_accepted_up_to_the_first_wrong_guess(as_tree):
     found = walk(tree, torch.tensor([4, 4, 2]), torch.tensor([[6, 7, 1, 1], [0, 7, 8, 1], [6, 7, 8, 1]]), 3)
     assert found.counts.tolist() == [3, 1, 2]
     assert found.path.tolist() == [[0, 1, 2, 2], [0, 0, 0, 0], [0, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("depth", [3, 5])
+def test_chains_on_the_host_are_walked_alike(depth):
+    generator = torch.Generator().manual_seed(2)
+    tokens, sampled = (torch.randint(2, (64, depth + 1), generator=generator) for _ in range(2))
+    nodes = torch.arange(64) % (depth + 1) + 1  # of some rows fewer are run than there are
+    found = walk_here(chain(tokens), nodes.numpy(), sampled, depth)
+    expected = walk(chain(tokens), nodes, sampled, depth)
+    assert set(expected.counts.tolist()) == set(range(1, depth + 2))
+    for name in ("path", "counts", "tokens"):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=0, atol=0)
 
 
 def test_a_nodes_history_is_its_path():
