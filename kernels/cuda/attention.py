@@ -23,6 +23,10 @@ _MANY = 8  # rows
 _MOST = 1024
 _EVEN = (128, 512)
 """Between so many rows of fewer than 4 queries to a key head, programs of a row each are as even, and were quicker."""
+_TILES = 32
+_SHORT = 8192 + 64
+"""With more tiles of drafts, or in longer sequences, what each tile reads again of the other tiles' keys and values
+takes longer than the second kernel that it saves. In a graph the length is the most that a row may have."""
 
 Put = Callable[[npt.NDArray[np.int32]], Tensor]
 
@@ -148,6 +152,26 @@ def _spreads(queries: Tensor, cache: Tensor, scales: Tensor | None) -> bool:
     )
 
 
+def _is_few(queries: Tensor, cache: Tensor, scales: Tensor | None, drafts: DraftRows) -> bool:
+    """Whether ``kernels.cuda.drafts`` takes these, and they are few and short enough that it is quicker."""
+    _, heads, dim = queries.shape
+    _, _, kv_heads, page_size, _ = cache.shape
+    group = heads // kv_heads
+    return (
+        group <= 16
+        and drafts.context <= _SHORT
+        and len(drafts.state) * -(-drafts.tokens // max(1, 16 // group)) * kv_heads <= _TILES
+        and scales is None
+        and queries.dtype == cache.dtype
+        and queries.element_size() == 2
+        and dim in (64, 128)
+        and page_size % 64 == 0
+        and queries.stride(0) % 8 == 0
+        and copying(queries.device)
+        and has_gluon("drafts")
+    )
+
+
 def _specializes(queries: Tensor, cache: Tensor, scales: Tensor | None, plan: PrefillBlocks, window: int) -> bool:
     """Whether ``kernels.cuda.specialized`` takes these, and is quicker with them."""
     _, _, _, page_size, dim = cache.shape
@@ -169,6 +193,12 @@ def _spread() -> Callable[..., Tensor]:
     from kernels.cuda import spread  # in Gluon, which Triton may lack
 
     return spread.attend_many
+
+
+def _few() -> Callable[..., Tensor]:
+    from kernels.cuda import drafts  # as above
+
+    return drafts.attend_few
 
 
 def _specialized() -> Callable[..., Tensor]:
@@ -197,14 +227,27 @@ def _attention(
             attend_decodes(*given, some.splits, scratch, found, scales)
     drafts = plan.drafts
     if drafts is not None:
-        kv_heads = cache.shape[2]
-        splits = draft_splits(len(drafts.state), drafts.tokens, heads // kv_heads, kv_heads, drafts.context)
-        attend_drafts(
-            queries, cache, drafts.state, drafts.bits, drafts.tokens, plan.window, scale, splits, scratch, out, scales,
-            drafts.early,
-        )  # fmt: skip
+        _attend_drafts(queries, cache, scales, drafts, plan.window, scale, scratch, out)
     if plan.prefills is not None:
         specializes = _specializes(queries, cache, scales, plan.prefills, plan.window)
         if not specializes or attempted(_specialized(), queries, cache, plan.prefills, scale, out) is None:
             attend_prefills(queries, cache, plan.prefills, plan.window, scale, out, scales)
     return out
+
+
+def _attend_drafts(
+    queries: Tensor,
+    cache: Tensor,
+    scales: Tensor | None,
+    drafts: DraftRows,
+    window: int,
+    scale: float,
+    scratch: DecodeScratch,
+    out: Tensor,
+) -> None:
+    given = queries, cache, drafts.state, drafts.bits, drafts.tokens, window, scale
+    if _is_few(queries, cache, scales, drafts) and attempted(_few(), *given, scratch, out, drafts.early) is not None:
+        return
+    heads, kv_heads = queries.shape[1], cache.shape[2]
+    splits = draft_splits(len(drafts.state), drafts.tokens, heads // kv_heads, kv_heads, drafts.context)
+    attend_drafts(*given, splits, scratch, out, scales, drafts.early)

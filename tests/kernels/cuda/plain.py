@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import kernels.cuda.bulk
+import kernels.cuda.drafts
 import kernels.cuda.packed
 import kernels.cuda.placing
 import kernels.cuda.single
@@ -19,7 +20,7 @@ import kernels.cuda.specialized
 import kernels.cuda.spread
 import kernels.cuda.standing
 
-__all__ = ["bulk_in_triton", "single_in_triton", "specialized_in_triton", "spread_in_triton"]
+__all__ = ["bulk_in_triton", "drafts_in_triton", "single_in_triton", "specialized_in_triton", "spread_in_triton"]
 
 EMULATED = """
 @triton.jit
@@ -352,6 +353,11 @@ def bulk_in_triton(directory: Path) -> ModuleType:
 def spread_in_triton(directory: Path) -> ModuleType:
     """``kernels.cuda.spread`` in the same way."""
     return _in_triton(directory, "spread_in_triton", COPIED, kernels.cuda.spread)
+
+
+def drafts_in_triton(directory: Path) -> ModuleType:
+    """``kernels.cuda.drafts`` in the same way."""
+    return _in_triton(directory, "drafts_in_triton", COPIED, kernels.cuda.drafts)
 
 
 def specialized_in_triton(directory: Path) -> ModuleType:

@@ -24,12 +24,13 @@ from kernels.platforms.rows import AttentionRows
 from tests.kernels.cuda.compiled import compiling, empty, put
 
 ROWS = {
-    "spread": ([40] * 8, [1] * 8, 8, "_decode"),
-    "specialized": ([0, 70], [200, 300], 0, "_prefill"),
+    "spread": ([40] * 8, [1] * 8, 8, 0, "_decode"),
+    "drafts": ([40, 9], [6, 5], 0, 2, "_drafts"),
+    "specialized": ([0, 70], [200, 300], 0, 0, "_prefill"),
 }
-"""What each of the kernels attends for: tokens in the cache and new ones of rows, how many decode, and the kernel that
-is taken in its place."""
-MODULES = {"spread": "attend_many", "specialized": "attend_prompts"}
+"""What each of the kernels attends for: tokens in the cache and new ones of rows, how many decode and how many verify,
+and the kernel that is taken in its place."""
+MODULES = {"spread": "attend_many", "drafts": "attend_few", "specialized": "attend_prompts"}
 
 
 @pytest.fixture(autouse=True)
@@ -41,9 +42,9 @@ def nothing_is_missing(monkeypatch):
 
 
 def attend(module, queries, cache, put):
-    starts, counts, decodes, _ = ROWS[module]
+    starts, counts, decodes, verifies, _ = ROWS[module]
     table = 1 + np.arange(len(starts) * 6, dtype=np.int32).reshape(len(starts), 6) % 12
-    plan = plan_attention(AttentionRows(np.array(starts), np.array(counts), table, decodes), 0, 2, put)
+    plan = plan_attention(AttentionRows(np.array(starts), np.array(counts), table, decodes, verifies), 0, 2, put)
     return attention(queries, cache, plan, 0.1, DecodeScratch(queries.device))
 
 
@@ -52,7 +53,7 @@ def attend(module, queries, cache, put):
 def test_attention_that_cannot_be_compiled_is_another_kernels(module, monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.delattr(language, "thread_barrier")  # as if a newer one called it something else
-    _, counts, _, kernel = ROWS[module]
+    _, counts, *_, kernel = ROWS[module]
     found, compile_one = [], JITFunction._do_compile
 
     def tell(self, *arguments, **options):
@@ -80,7 +81,7 @@ def asked(device, monkeypatch):
     cache = torch.randn(13, 2, 2, 64, 128, device=device).half()
 
     def ask(module):
-        _, counts, _, _ = ROWS[module]
+        _, counts, *_ = ROWS[module]
         queries = torch.randn(sum(counts), 4, 128, device=device).half()
         return attend(module, queries, cache, lambda array: torch.from_numpy(array.copy()).to(device))
 
@@ -142,7 +143,7 @@ def test_errors_of_the_device_are_told_as_such(module, error, asked, monkeypatch
     assert isinstance(error, PlatformError | DeviceError) or isinstance(launch.explain(error, "GPU 0"), DeviceError)
 
 
-@pytest.mark.parametrize("module", ["bulk", "single", "spread", "specialized"])
+@pytest.mark.parametrize("module", ["bulk", "single", "spread", "drafts", "specialized"])
 def test_kernels_that_cannot_be_imported_are_none(module, monkeypatch, caplog):
     """As where a newer Gluon has no such name, or elsewhere."""
     monkeypatch.delitem(sys.modules, f"kernels.cuda.{module}", raising=False)

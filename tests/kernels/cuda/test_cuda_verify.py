@@ -109,11 +109,12 @@ def test_a_graph_says_that_its_rows_are_known_before_it_begins(monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
 @pytest.mark.parametrize("window", [0, 40])
-def test_a_graph_serves_any_drafts_that_fit_it(make, put, device, trees, window):
+@pytest.mark.parametrize(("dtype", "dim", "page_size"), [(torch.float32, 32, 16), (torch.bfloat16, 64, 64)])
+def test_a_graph_serves_any_drafts_that_fit_it(make, put, device, trees, window, dtype, dim, page_size):
     """Full rows, rows that are short, decodes among them, and fewer rows than it was captured for."""
-    heads, kv_heads, dim, page_size, columns = 4, 2, 32, 16, 30
-    cache = torch.zeros(400, 2, kv_heads, page_size, dim, device=device)
-    scratch, table = DecodeScratch(device), torch.randn(97, heads * dim, device=device)
+    heads, kv_heads, columns = 4, 2, 30
+    cache = torch.zeros(400, 2, kv_heads, page_size, dim, device=device, dtype=dtype)
+    scratch, table = DecodeScratch(device), torch.randn(97, heads * dim, device=device).to(dtype)
 
     def forward(batch: ForwardBatch) -> torch.Tensor:
         assert batch.states is not None
@@ -125,13 +126,13 @@ def test_a_graph_serves_any_drafts_that_fit_it(make, put, device, trees, window)
 
     graphs = DecodeGraphs(
         forward, [window], [2, 4], kv_heads, columns, page_size, device, True, lambda could: could, put,
-        TOKENS, trees, torch.zeros(1, heads * dim, device=device),
+        TOKENS, trees, torch.zeros(1, heads * dim, device=device, dtype=dtype),
     )  # fmt: skip
     assert graphs.sizes == [2, 4]
     for counts in ([5, 5, 5, 5], [5, 5], [1, 1, 4, 2], [5], [3], [1, 5, 5]):
         decodes = next((row for row, count in enumerate(counts) if count > 1), len(counts))
         case = make(
-            dtype=torch.float32, heads=heads, kv_heads=kv_heads, dim=dim, page_size=page_size, window=window,
+            dtype=dtype, heads=heads, kv_heads=kv_heads, dim=dim, page_size=page_size, window=window,
             trees=trees, decodes=tuple(7 + 30 * row for row in range(decodes)),
             drafts=tuple((90 * row, count) for row, count in enumerate(counts[decodes:])),
         )  # fmt: skip
@@ -145,7 +146,7 @@ def test_a_graph_serves_any_drafts_that_fit_it(make, put, device, trees, window)
             put(at),
             put(places * page_size + at % page_size),
             {window: plan_attention(rows, window, kv_heads, put)},
-            torch.randn(tokens, heads * dim, device=device),
+            torch.randn(tokens, heads * dim, device=device).to(dtype),
         )
         plan = batch.plans[window]
         before = cache.clone()
