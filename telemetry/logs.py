@@ -57,9 +57,10 @@ class LogOutput(logging.Handler):
         self._stream = stream
         self._formatters = dict(formatters or {})
         self._context = context
-        self._secrets = tuple(
+        forms = [
             form for secret in secrets if len(secret) >= _SHORTEST_SECRET for form in (secret, json.dumps(secret)[1:-1])
-        )
+        ]
+        self._secrets = sorted(forms, key=len, reverse=True)  # one may be the beginning of another
         self._repeats = repeats or Repeats()
         self._most_waiting = most_waiting
         self._changed = threading.Condition()

@@ -27,8 +27,9 @@ __all__ = [
 
 _HEADER = struct.Struct("<dB")
 
-_HALF_TEXT = 16 * 1024
-"""Characters of the beginning and of the end of a log record's text."""
+_HALF_TEXT = 24 * 1024
+"""Characters of the beginning and of the end of a log record's text: more than the log keeps, which takes secrets out
+first, so that none is cut in two that it would keep a half of."""
 
 
 class ChildSpec(msgspec.Struct, frozen=True):
@@ -116,7 +117,7 @@ def pack_error(error: BaseException) -> bytes:
     arguments = [_plain(argument) for argument in error.args]
     fields = {name: _plain(value) for name, value in vars(error).items() if name != "__notes__"}
     return msgspec.msgpack.encode(
-        RemoteError(f"{cls.__module__}:{cls.__qualname__}", arguments, fields, _text(f"{cls.__name__}: {error}"))
+        RemoteError(f"{cls.__module__}:{cls.__qualname__}", arguments, fields, f"{cls.__name__}: {_text(error)}")
     )
 
 
@@ -124,13 +125,17 @@ def _plain(value: Any) -> Any:
     try:
         found = msgspec.to_builtins(value, builtin_types=(bytes,))
         msgspec.msgpack.encode(found)  # not all whole numbers and texts of Python are msgpack's
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError, RecursionError):
         return _text(value)
     return found
 
 
 def _text(value: object) -> str:
-    return str(value).encode("utf-8", "backslashreplace").decode()
+    try:
+        text = str(value)
+    except Exception as error:  # whoever asked is answered all the same
+        text = f"{type(value).__name__} (its text fails: {type(error).__name__})"
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def unpack_error(body: memoryview) -> Exception:

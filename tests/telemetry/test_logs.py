@@ -142,6 +142,15 @@ def test_secrets_are_taken_out_of_whatever_is_written(logger: logging.Logger) ->
     assert "Traceback" in stream.getvalue()
 
 
+def test_a_secret_that_begins_as_another_is_taken_out_whole(logger: logging.Logger) -> None:
+    stream = io.StringIO()
+    output = LogOutput(stream, SHORT, secrets=["sk-very", "sk-very-secret"])
+    logger.addHandler(output)
+    logger.info("sk-very sk-very-secret")
+    output.close()
+    assert stream.getvalue() == "INFO troupe.test *** ***\n"
+
+
 def test_a_secret_where_a_repeated_text_is_cut_is_taken_out(logger: logging.Logger) -> None:
     stream = io.StringIO()
     output = LogOutput(stream, SHORT, secrets=["sk-very-secret"])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import socket
 import sys
 
+import msgspec
 import pytest
 
 from actors.runtime.errors import AskTimeout, RequestError
@@ -20,9 +22,12 @@ from actors.runtime.wire import (
     unpack_header,
     write_record,
 )
+from telemetry.log_lines import JsonLines
+from telemetry.logs import LogOutput
 
 LIMIT = 1 << 20
 BUFFER = 256 << 10  # of Frames
+HALF = 24 << 10  # of a log record
 
 
 class Outer(RequestError):
@@ -168,6 +173,17 @@ def test_what_msgpack_cannot_carry_of_an_error_becomes_text() -> None:
     assert str(unpack_error(memoryview(pack_error(ValueError("half \ud800"))))) == "ValueError: half \\ud800"
 
 
+def test_errors_that_hold_themselves_or_have_no_text_are_told() -> None:
+    class Speechless:
+        def __str__(self) -> str:
+            raise LookupError
+
+    endless: list[object] = []
+    endless.append(endless)
+    found = unpack_error(memoryview(pack_error(Derived(endless, Speechless()))))
+    assert found.args == ("[[...]]", "Speechless (its text fails: LookupError)")
+
+
 def test_an_error_that_is_not_known_here_is_told_in_words() -> None:
     found = unpack_error(memoryview(pack_error(Outer.Inner("why"))))
     assert (type(found), str(found)) == (RequestError, "Inner: why")
@@ -181,9 +197,9 @@ def test_log_records_arrive_as_they_were_made(caplog: pytest.LogCaptureFixture) 
     made = logging.LogRecord("troupe.far", logging.WARNING, "far.py", 7, "%s", ("x" * 100_000,), info, "work")
     made.created, made.process, made.threadName = 12.25, 4242, "far-thread"
     line = log_line(made, "00-ab-cd-01")
-    assert line.text == f"{'x' * 16384}\n...\n{'x' * 16384}"
+    assert line.text == f"{'x' * HALF}\n...\n{'x' * HALF}"
     assert line.error is not None
-    assert len(line.error) == 2 * 16384 + 5
+    assert len(line.error) == 2 * HALF + 5
     assert line.error.startswith("Traceback")
     write_record(line, "worker-0")
     (found,) = caplog.records
@@ -191,6 +207,26 @@ def test_log_records_arrive_as_they_were_made(caplog: pytest.LogCaptureFixture) 
     assert [getattr(found, name) for name in same] == [getattr(made, name) for name in same]
     assert (found.msecs, found.getMessage(), found.exc_text) == (250.0, line.text, line.error)
     assert (found.actor, found.traceparent) == ("worker-0", "00-ab-cd-01")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("place", [16 << 10, HALF])
+def test_a_secret_where_a_long_record_is_cut_on_its_way_is_taken_out(
+    place: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, logger="troupe.far")
+    stream, secret = io.StringIO(), "sk-very-secret"
+    text = f"{'x' * (place - 7)}{secret}{'x' * 100_000}{secret}{'x' * (place - 7)}"
+    line = log_line(logging.LogRecord("troupe.far", logging.WARNING, "far.py", 7, text, (), None), None)
+    line = msgspec.structs.replace(line, error=line.text)
+    logger, output = logging.getLogger("troupe.far"), LogOutput(stream, JsonLines(), secrets=[secret])
+    logger.addHandler(output)
+    write_record(line, "worker-0")
+    logger.removeHandler(output)
+    output.close()
+    told = stream.getvalue()
+    assert "exception" in told
+    assert "sk-" not in told
+    assert "secret" not in told
 
 
 def test_log_records_below_the_level_here_are_dropped(caplog: pytest.LogCaptureFixture) -> None:
