@@ -40,7 +40,7 @@ class Fp8(Scheme):
         self.name = "fp8" if block is None else f"fp8, blocks of {block[0]} by {block[1]}"
 
     def tensors(self, module: str, shape: tuple[int, int]) -> dict[str, Stored] | None:
-        if any(module == part or module.endswith(f".{part}") or f"{part}." in f"{module}." for part in self._skipped):
+        if any(f"{part}." in f"{module}." for part in self._skipped):
             return None
         found = {f"{module}.weight": Stored(("F8_E4M3",), (shape,))}
         if self._block is not None:

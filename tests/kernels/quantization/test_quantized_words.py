@@ -222,6 +222,7 @@ def test_what_auto_round_says_of_modules_comes_in_order():
         "layers.1.mlp": {"bits": 16},
         "(": {"bits": 16},
         "q_proj": {},
+        "attn.q_": {"bits": 8},
         "model.layers.1.mlp.down_proj": {"group_size": 8},
         "head$": {"bits": 8},
     }
@@ -237,7 +238,7 @@ def test_what_auto_round_says_of_modules_comes_in_order():
     assert words("model.layers.1.mlp.up_proj") == (8, 2)
     assert words("model.layers.1.mlp.gate_proj") is None
     assert words("model.layers.1.mlp.down_proj") == (4, 4)
-    assert words("model.layers.0.self_attn.q_proj") == (4, 2)
+    assert words("model.layers.0.self_attn.q_proj") == (8, 2)
     assert words("model.layers.0.self_attn.k_proj") is None
     assert words("lm_head") == (8, 2)
 
