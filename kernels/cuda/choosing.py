@@ -118,7 +118,8 @@ class Choices:
                     graph.capture_end()
         except RuntimeError:
             return way
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        finally:  # also of what ran before it failed: products of one weight count their parts at one place
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return graph.replay
 
 

@@ -129,9 +129,9 @@ class Graph:
 @pytest.fixture
 def recorder(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    stream = SimpleNamespace(wait_stream=lambda _: None)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _: stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    for name in ("Stream", "current_stream"):
+        stream = SimpleNamespace(wait_stream=lambda _, name=name: Graph.events.append(f"{name} waits"))
+        monkeypatch.setattr(torch.cuda, name, lambda _, stream=stream: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
     monkeypatch.setattr(Graph, "events", [])
@@ -141,7 +141,7 @@ def recorder(monkeypatch):
 def test_ways_are_timed_as_graphs(recorder):
     timed = recorder._captured(lambda: Graph.events.append("way"))
     timed()
-    assert Graph.events == ["way", "begin", "way", "end", "replay"]
+    assert Graph.events == ["Stream waits", "way", "begin", "way", "end", "current_stream waits", "replay"]
 
 
 def test_what_cannot_be_captured_is_timed_as_it_is(recorder, monkeypatch):
@@ -151,6 +151,7 @@ def test_what_cannot_be_captured_is_timed_as_it_is(recorder, monkeypatch):
         Graph.events.append("way")
 
     assert recorder._captured(way) is way
+    assert Graph.events == ["Stream waits", "way", "current_stream waits"]
     monkeypatch.setattr(Graph, "refuses", False)
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     assert recorder._captured(way) is way
