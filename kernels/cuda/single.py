@@ -24,7 +24,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.cuda import standing
+from kernels.cuda import matrix, standing
 from kernels.cuda.behind import Fused
 from kernels.cuda.heads import Placing
 from kernels.cuda.launch import overlapping
@@ -379,22 +379,24 @@ def multiply(
 
 
 def ways(x: Tensor, form: Form, bias: Tensor | None, gated: bool, width: int) -> dict[str, Callable[[], Tensor]]:
-    """``multiply`` by each of the ``cuts``, and what ``kernels.cuda.standing`` does."""
+    """``multiply`` by each of the ``cuts``, and what has many rows by ``kernels.cuda.matrix`` or ``standing``."""
     found: dict[str, Callable[[], Tensor]] = {
         name: partial(lambda cut: multiply(x, form, bias, gated, width, cut)[0], cut)
         for name, cut in cuts(form, gated).items()
     }
-    if standing.suits(form, gated):
+    if matrix.suits(form, gated, width):
+        found["matrix unit"] = lambda: matrix.rows_in_turn(x, form, bias, gated)[0]
+    elif standing.suits(form, gated):
         found["rows in turn"] = lambda: standing.rows_in_turn(x, form, bias, gated, width)[0]
     return found
 
 
 def fused(x: Tensor, form: Form, bias: Tensor | None, gated: bool, width: int, before: Before) -> dict[str, Fused]:
-    """The same with the norm ``before``; not by the first of the cuts, which makes a token ready for too few rows."""
-    found: dict[str, Fused] = {
-        name: partial(multiply, x, form, bias, gated, width, cut, before)
-        for name, cut in list(cuts(form, gated).items())[1:]
-    }
+    """The same with the norm ``before``; not by the first cut, which makes a token ready for too few rows."""
+    some = list(cuts(form, gated).items())[1:]
+    found = {name: partial(multiply, x, form, bias, gated, width, cut, before) for name, cut in some}
+    if matrix.suits(form, gated, width):
+        return found | {"matrix unit": partial(matrix.rows_in_turn, x, form, bias, gated, before)}
     if standing.suits(form, gated):
-        found["rows in turn"] = partial(standing.rows_in_turn, x, form, bias, gated, width, before)
+        return found | {"rows in turn": partial(standing.rows_in_turn, x, form, bias, gated, width, before)}
     return found

@@ -20,7 +20,15 @@ import kernels.cuda.specialized
 import kernels.cuda.spread
 import kernels.cuda.standing
 
-__all__ = ["bulk_in_triton", "drafts_in_triton", "single_in_triton", "specialized_in_triton", "spread_in_triton"]
+__all__ = [
+    "EMULATED",
+    "bulk_in_triton",
+    "drafts_in_triton",
+    "in_triton",
+    "single_in_triton",
+    "specialized_in_triton",
+    "spread_in_triton",
+]
 
 EMULATED = """
 @triton.jit
@@ -334,7 +342,7 @@ class _Plain(ast.NodeTransformer):
 
 def single_in_triton(directory: Path) -> ModuleType:
     """``kernels.cuda.single`` for the CPU, its source in ``directory``, where the interpreter looks for it."""
-    return _in_triton(
+    return in_triton(
         directory,
         "single_in_triton",
         EMULATED,
@@ -347,25 +355,26 @@ def single_in_triton(directory: Path) -> ModuleType:
 
 def bulk_in_triton(directory: Path) -> ModuleType:
     """``kernels.cuda.bulk`` in the same way, with copies that are there at once, and barriers that count them."""
-    return _in_triton(directory, "bulk_in_triton", COPIED, kernels.cuda.bulk)
+    return in_triton(directory, "bulk_in_triton", COPIED, kernels.cuda.bulk)
 
 
 def spread_in_triton(directory: Path) -> ModuleType:
     """``kernels.cuda.spread`` in the same way."""
-    return _in_triton(directory, "spread_in_triton", COPIED, kernels.cuda.spread)
+    return in_triton(directory, "spread_in_triton", COPIED, kernels.cuda.spread)
 
 
 def drafts_in_triton(directory: Path) -> ModuleType:
     """``kernels.cuda.drafts`` in the same way."""
-    return _in_triton(directory, "drafts_in_triton", COPIED, kernels.cuda.drafts)
+    return in_triton(directory, "drafts_in_triton", COPIED, kernels.cuda.drafts)
 
 
 def specialized_in_triton(directory: Path) -> ModuleType:
     """``kernels.cuda.specialized`` in the same way, its partitions in threads, one of which runs at a time."""
-    return _in_triton(directory, "specialized_in_triton", COPIED + SPECIALIZED, kernels.cuda.specialized)
+    return in_triton(directory, "specialized_in_triton", COPIED + SPECIALIZED, kernels.cuda.specialized)
 
 
-def _in_triton(directory: Path, name: str, emulated: str, *modules: ModuleType) -> ModuleType:
+def in_triton(directory: Path, name: str, emulated: str, *modules: ModuleType) -> ModuleType:
+    """The ``modules`` as one called ``name``, with the functions of ``emulated`` in place of theirs."""
     parts = [
         "import torch",
         "import triton",
