@@ -52,9 +52,13 @@ class Cut(NamedTuple):
     stages: int = 3
 
 
-def few_cut(rows: int, tokens: int, heads_each: int, kv_heads: int) -> Cut:
-    """For rows of up to so many ``tokens``. ``heads_each``: query heads a key head, at most as many as ``lines``."""
-    cut = Cut()
+def few_cut(rows: int, tokens: int, heads_each: int, kv_heads: int, early: bool) -> Cut:
+    """For rows of up to so many ``tokens``. ``heads_each``: query heads a key head, at most as many as ``lines``.
+
+    Where nothing is ``early`` more blocks are under way: what is asked for in the second round is waited for longer
+    than for the room that the next kernel's weights have less. Measured.
+    """
+    cut = Cut() if early else Cut(stages=6)
     tiles = rows * triton.cdiv(tokens, min(tokens, cut.lines // heads_each)) * kv_heads
     return cut._replace(splits=1 << max(1, _PROGRAMS // tiles).bit_length() - 1)
 
@@ -339,7 +343,7 @@ def attend_few(
     rows, (_, heads, dim) = len(state), queries.shape
     count, _, kv_heads, page_size, _ = cache.shape
     group = heads // kv_heads
-    cut = cut or few_cut(rows, tokens, group, kv_heads)
+    cut = cut or few_cut(rows, tokens, group, kv_heads, early)
     each = min(tokens, cut.lines // group)
     lines, blocks = max(_FEWEST, triton.next_power_of_2(each * group)), triton.cdiv(tokens, each)
     partial, stats, arrived = scratch.room(rows * blocks * kv_heads, lines, 1, dim, cut.splits)

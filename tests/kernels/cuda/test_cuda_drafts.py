@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,7 @@ from kernels.cuda.attention import attention, plan_guesses
 from kernels.cuda.decode import DecodeScratch
 from kernels.cuda.drafts import Cut, few_cut
 from kernels.cuda.launch import copying
-from tests.kernels.cuda.compiled import compiling, empty
+from tests.kernels.cuda.compiled import SHARED, compiling, empty
 from tests.kernels.cuda.plain import drafts_in_triton
 from tests.kernels.cuda.test_cuda_verify import Caches
 from tests.kernels.verifying import made
@@ -130,11 +132,12 @@ def test_few_drafts_read_early_what_was_there_before_the_step(window, parts, mon
 
 
 def test_few_drafts_are_cut_into_as_many_programs_as_run_at_once():
-    assert few_cut(1, 16, 4, 8).splits == 8
-    assert few_cut(1, 4, 4, 8).splits == 32
-    assert few_cut(2, 16, 4, 8).splits == 4
-    assert few_cut(1, 3, 1, 7).splits == 32
-    assert few_cut(300, 16, 4, 8).splits == 1
+    assert few_cut(1, 16, 4, 8, True) == Cut(splits=8)
+    assert few_cut(1, 4, 4, 8, True).splits == 32
+    assert few_cut(2, 16, 4, 8, True).splits == 4
+    assert few_cut(1, 3, 1, 7, True).splits == 32
+    assert few_cut(300, 16, 4, 8, True).splits == 1
+    assert few_cut(1, 4, 4, 8, False) == Cut(splits=32, stages=6)
 
 
 @pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted, not compiled")
@@ -158,9 +161,16 @@ def test_few_short_rows_have_a_kernel_of_their_own_where_the_device_can(
 ):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # compiled anew, also what an earlier run compiled
     starts, table = empty(rows, dtype=torch.int64), empty(rows, pages, dtype=torch.int64)
-    plan = plan_guesses(starts, table, tokens, None, None, 0, page_size)
+    plan, cache = (
+        plan_guesses(starts, table, tokens, None, None, 0, page_size),
+        empty(99, 2, 2, page_size, dim, dtype=dtype),
+    )
+    queries, scratch = empty(rows * tokens, heads, dim, dtype=dtype), DecodeScratch(torch.device("meta"))
+    assert plan.drafts is not None
     with compiling(monkeypatch, capability) as found:
-        cache = empty(99, 2, 2, page_size, dim, dtype=dtype)
-        attention(empty(rows * tokens, heads, dim, dtype=dtype), cache, plan, 0.1, DecodeScratch(torch.device("meta")))
-    assert [each.kernel for each in found][:1] == (["_few"] if few else ["_drafts"])
-    assert not few or not found[0].spilled
+        for early in (False, True):
+            drafts = dataclasses.replace(plan.drafts, early=early)
+            attention(queries, cache, dataclasses.replace(plan, drafts=drafts), 0.1, scratch)
+    assert {each.kernel for each in found} - {"_join"} == {"_few" if few else "_drafts"}
+    assert not few or [each.spilled for each in found] == [0, 0]
+    assert all(each.shared <= SHARED[capability] for each in found)
