@@ -49,7 +49,8 @@ class DraftRows:
 
     ``bits`` int64 [rows, tokens]: what each query sees from the row's root on; None: all up to its own token.
     ``context``: the most tokens a row may have in the cache, which says how sequences are cut. ``early``: whether
-    ``state`` and ``bits`` are there before the step's first kernel.
+    ``state`` and ``bits`` are there before the step's first kernel, and so are the keys and values of all tokens but
+    the row's own: ``kernels.cuda.drafts`` reads them before the kernels in front have ended.
     """
 
     state: Tensor
