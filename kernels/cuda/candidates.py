@@ -86,17 +86,17 @@ def merged(
     every = tl.arange(0, keys_block)
     here = there[:, None] & (every < parts * most)[None, :]
     key = tl.load(keys + row[:, None] * (parts * most) + every[None, :], mask=here, other=-0x7FFFFFFFFFFFFFFF)
+    part = tl.arange(0, parts_block)
+    here = there[:, None] & (part < parts)[None, :]
+    place = sums + (row[:, None] * parts + part[None, :]) * 2
+    top = tl.load(place, mask=here, other=-float("inf"))  # asked for before what is there is gone through
+    share = tl.load(place + 1, mask=here, other=0.0)
     column = tl.arange(0, most_block)
     found = tl.full([lines, most_block], -0x7FFFFFFFFFFFFFFF, tl.int64)
     for index in tl.static_range(most):
         best = tl.max(key, 1)
         found = tl.where((column == index)[None, :], best[:, None], found)
         key = tl.where(key == best[:, None], -0x7FFFFFFFFFFFFFFF, key)
-    part = tl.arange(0, parts_block)
-    here = there[:, None] & (part < parts)[None, :]
-    place = sums + (row[:, None] * parts + part[None, :]) * 2
-    top = tl.load(place, mask=here, other=-float("inf"))
-    share = tl.load(place + 1, mask=here, other=0.0)
     above = tl.max(top, 1)
     above = tl.where(above == -float("inf"), 0.0, above)
     total = tl.log(tl.sum(share * tl.exp(top - above[:, None]), 1)) + above

@@ -25,6 +25,7 @@ from kernels.speculative.tree import DraftTree
 __all__ = ["CudaGrowing"]
 
 _COPIED = 1024  # numbers of a state in one go
+_AT_ONCE = 8192  # and where one program copies all of it
 
 
 @triton.jit(do_not_specialize=["host_stride", "outcome_stride", "columns", "rows"])
@@ -267,7 +268,7 @@ class CudaGrowing:
             self._met,
             width * self._step,
             *self._sizes(parts, above),
-            _COPIED,
+            min(_AT_ONCE, triton.next_power_of_2(wide)),
             self._shape.ids is not None,
             self._pdl,
             num_warps=4,

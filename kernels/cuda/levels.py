@@ -34,6 +34,12 @@ def _scored(
     numbers of these nodes [lines], and which of the candidates there are."""
     line = tl.arange(0, lines)
     there = line < above
+    number = tl.full([lines], -1, tl.int64)
+    passed = tl.zeros([lines], tl.float32)
+    if above > 1:  # asked for before anything is waited for
+        own = before + (row * width + line) * 2
+        number = tl.load(own, mask=there, other=0)
+        passed = tl.load(own + 1, mask=there, other=0).to(tl.int32).to(tl.float32, bitcast=True)
     score, token = merged(
         keys, sums, row * above + line, there, parts, parts_block, width, width_block, keys_block, lines
     )
@@ -42,11 +48,8 @@ def _scored(
     token = token.to(tl.int64)
     if mapped:
         token = tl.load(ids + token, mask=here, other=0)
-    number = tl.full([lines], -1, tl.int64)
     if above > 1:
-        own = before + (row * width + line) * 2
-        number = tl.load(own, mask=there, other=0)
-        score += tl.load(own + 1, mask=there, other=0).to(tl.int32).to(tl.float32, bitcast=True)[:, None]
+        score += passed[:, None]
     return score, token, number, here
 
 
@@ -100,6 +103,9 @@ def choose_level(
     if pdl:
         gdc_launch_dependents()
         gdc_wait()
+    line = tl.arange(0, lines)
+    if above > 1:
+        seen_of = tl.load(seen + row * width + line, mask=line < above, other=0)
     score, token, number, here = _scored(
         keys, sums, ids, before, row, above, lines, width, width_block, parts, parts_block, keys_block, mapped
     )
@@ -127,7 +133,7 @@ def choose_level(
         tl.store(own + 1, best.to(tl.int32, bitcast=True).to(tl.int64))
         bit = tl.full([], 1, tl.int64) << (shift + node).to(tl.int64)
         if above > 1:
-            bit = bit | tl.load(seen + row * width + origin)
+            bit = bit | tl.sum(tl.where(line == origin, seen_of, 0), 0)
         tl.store(next_seen + row * width + node, bit)
         at = tl.arange(0, copied)
         for begin in range(0, wide, copied):
