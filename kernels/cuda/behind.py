@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kernels.cuda.choosing import Choices, Shape, Way, in_a_row
 from kernels.cuda.norms import Before, CudaNorm
+from kernels.cuda.scaled import BehindScaled
 from kernels.platforms.operators import Unadded
-from kernels.platforms.projections import BehindNorm
 
 __all__ = ["CudaBehindNorm", "Fused", "Fuses"]
 
@@ -43,7 +43,7 @@ class Fuses(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
-class CudaBehindNorm(BehindNorm):
+class CudaBehindNorm(BehindScaled):
     """``choices``: what measures."""
 
     def __init__(self, norm: CudaNorm, linear: Fuses, choices: Choices) -> None:

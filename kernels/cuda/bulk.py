@@ -6,10 +6,15 @@ holds before it waits for that kernel, and for the tokens after it; the barrier 
 ISA, "Asynchronous copy" and "mbarrier"). A stage is multiplied by ``wgmma``, and its place is filled again at once.
 
 One or two programs of a multiprocessor hold all of the weight that fits, and there are about as many as run at once.
-Where rows are cut into parts for that, the part that ends last adds them up, always in the same order. Programs come up
-where there is room: as many as there are multiprocessors, with room for two on each, seem to end up two on some and
-none on others, so such programs of many tokens take all of one. Where there are few rows tokens are cut, too: the
-weight is read again then, but from the L2 cache, and there is less to add up.
+Where rows are cut into parts for that, the part that ends last adds them up, always in the same order; or all are left
+to the next kernel to add up in that order. Programs come up where there is room: as many as there are multiprocessors,
+with room for two on each, seem to end up two on some and none on others, so such programs of many tokens take all of
+one. Where there are few rows tokens are cut, too: the weight is read again then, but from the L2 cache, and there is
+less to add up.
+
+A norm between two products needs no kernel of its own. Its gain is applied to the tokens by the product before, which
+adds to the residual stream; its division by the root mean square, one number a token, to the sums of the product
+behind. So the normed token is never rounded, only the sum times the gain is: as often as elsewhere, at another place.
 """
 
 from __future__ import annotations
@@ -32,10 +37,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.cuda.launch import copying
+from kernels.cuda.scaled import ROWS, Joining, Scaled
 
 __all__ = ["Cut", "cut", "described", "multiply"]
 
-_ROWS: Final = 64  # of the weight: what wgmma takes
+_ROWS: Final = ROWS  # of the weight: what wgmma takes
 _BLOCK: Final = 128  # inputs of a stage
 _WARPS: Final = 4  # what wgmma takes
 _LEAST: Final = 16  # tokens
@@ -53,6 +59,9 @@ _FEW = 48  # programs that are too few
 _LONG = 8  # stages that a part has at least, ...
 _SHORT = 4  # ... or where programs are too few
 _DEEP = 12  # stages of a program that are worth all of a multiprocessor's room
+_EVEN: Final = {1: (120, range(16, 1 << 20), 11), 3: (360, range(8, 16), 3)}
+"""Of up to 16 tokens, not gated: one program of a multiprocessor, or three, where there are at least so many in all,
+whose stages are so many, with so many under way; measured."""
 
 
 class Cut(NamedTuple):
@@ -73,6 +82,18 @@ def _rows_to(bar, weight, held, slot, row, at, outputs, more, gated: gl.constexp
         tma.async_copy_global_to_shared(weight, [row, at], bar, held.index(slot), pred=more)
 
 
+@gluon.jit
+def _factors(squares, first, tokens, inputs, eps, token_block: gl.constexpr, tiles: gl.constexpr,
+             tile_block: gl.constexpr, warps: gl.constexpr):  # fmt: skip
+    """Of each token what its norm multiplies it by."""
+    spread: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [warps, 1], [1, 0])
+    token = first + gl.arange(0, token_block, layout=gl.SliceLayout(1, spread))
+    tile = gl.arange(0, tile_block, layout=gl.SliceLayout(0, spread))
+    here = (token < tokens)[:, None] & (tile < tiles)[None, :]
+    some = gl.load(squares + token[:, None] * tiles + tile[None, :], mask=here, other=0.0)
+    return gl.rsqrt(gl.sum(some, 1) / inputs + eps)
+
+
 @gluon.jit(do_not_specialize=["tokens", "splits"])
 def _bulk(
     x,
@@ -81,6 +102,11 @@ def _bulk(
     out,
     partial,
     arrived,
+    before,
+    gain,
+    scaled,
+    squares,
+    eps,
     tokens,
     outputs,
     inputs,
@@ -93,10 +119,19 @@ def _bulk(
     parted: gl.constexpr,
     biased: gl.constexpr,
     gated: gl.constexpr,
+    left: gl.constexpr,
+    tiles: gl.constexpr,
+    tile_block: gl.constexpr,
+    adds: gl.constexpr,
+    begins: gl.constexpr,
     pdl: gl.constexpr,
 ):
     """``rows`` outputs of ``token_block`` tokens a program. ``gated``: the product of as many rows ``outputs`` further
     down is what silu of the first is multiplied by. What lies outside of ``x`` and ``weight`` is read as zeros.
+
+    ``left``: each part is stored as it is, float32 [splits, tokens, outputs]. ``tiles``, if not 0: ``x`` is still to be
+    divided by its root mean square, of sums of squares ``before`` [tokens, tiles]. ``adds``: to what ``out`` is, whose
+    sum takes its place. ``begins``: that times ``gain`` goes to ``scaled``, its sums of squares to ``squares``.
     """
     like: gl.constexpr = out.dtype.element_ty
     halves: gl.constexpr = 2 if gated else 1
@@ -124,11 +159,22 @@ def _bulk(
         bar = bars.index(stage)
         mbarrier.expect(bar, read, pred=stage < count)
         _rows_to(bar, weight, held, stage, row, (begin + stage) * block, outputs, stage < count, gated)
+    output = row + gl.arange(0, rows, layout=gl.SliceLayout(1, beside))
+    if begins:
+        times = gl.load(gain + output, mask=output < outputs, other=0.0).to(gl.float32)
     if pdl:
         gdc_wait()
     for stage in gl.static_range(stages):
         at = (begin + stage) * block
         tma.async_copy_global_to_shared(x, [first, at], bars.index(stage), values.index(stage), pred=stage < count)
+    token = first + gl.arange(0, token_block, layout=gl.SliceLayout(0, beside))
+    here = (token < tokens)[None, :] & (output < outputs)[:, None]
+    result = token[None, :] * outputs + output[:, None]
+    if adds:  # what is needed last is asked for first
+        kept = gl.load(out + result, mask=here, other=0.0)
+    if tiles > 0:
+        found = _factors(before, first, tokens, inputs, eps, token_block, tiles, tile_block, warps)
+        factor = gl.convert_layout(found, gl.SliceLayout(0, mma))
     total = gl.zeros([rows, token_block], gl.float32, mma)
     other = gl.zeros([rows, token_block], gl.float32, mma)
     slot = 0
@@ -155,42 +201,56 @@ def _bulk(
             slot = 0
             turn ^= 1
     of = gl.arange(0, rows, layout=gl.SliceLayout(1, mma))
-    token = gl.arange(0, token_block, layout=gl.SliceLayout(0, mma))
-    if parted:
-        place = of[:, None] * token_block + token[None, :]
-        tile = gl.program_id(2) * gl.num_programs(1) + tile
-        part = partial + tile.to(gl.int64) * splits * halves * size
-        mine = part + split * halves * size
-        gl.store(mine + place, total)
-        if gated:
-            gl.store(mine + size + place, other)
-        gl.thread_barrier()
-        before = gl.atomic_add(arrived + tile, 1, sem="acq_rel")
-        if before < splits - 1:
-            return
-        gl.thread_barrier()
-        gl.store(arrived + tile, 0)
-        total = gl.zeros([rows, token_block], gl.float32, mma)
-        other = gl.zeros([rows, token_block], gl.float32, mma)
-        for number in range(splits):
-            some = part + number * halves * size
-            total += gl.load(some + place, cache_modifier=".cg")
+    at = gl.arange(0, token_block, layout=gl.SliceLayout(0, mma))
+    if left:
+        if tiles > 0:
+            total = total * factor[None, :]
+        place = (split * tokens + first + at[None, :]) * outputs + (row + of)[:, None]
+        gl.store(partial + place, total, mask=(first + at < tokens)[None, :] & (row + of < outputs)[:, None])
+    else:
+        if parted:
+            place = of[:, None] * token_block + at[None, :]
+            number = gl.program_id(2) * gl.num_programs(1) + tile
+            part = partial + number.to(gl.int64) * splits * halves * size
+            mine = part + split * halves * size
+            gl.store(mine + place, total)
             if gated:
-                other += gl.load(some + size + place, cache_modifier=".cg")
-    if biased:
-        near = gl.minimum(row + of, outputs - 1)
-        total += gl.load(bias + near).to(gl.float32)[:, None]
+                gl.store(mine + size + place, other)
+            gl.thread_barrier()
+            earlier = gl.atomic_add(arrived + number, 1, sem="acq_rel")
+            if earlier < splits - 1:
+                return
+            gl.thread_barrier()
+            gl.store(arrived + number, 0)
+            total = gl.zeros([rows, token_block], gl.float32, mma)
+            other = gl.zeros([rows, token_block], gl.float32, mma)
+            for index in range(splits):
+                some = part + index * halves * size
+                total += gl.load(some + place, cache_modifier=".cg")
+                if gated:
+                    other += gl.load(some + size + place, cache_modifier=".cg")
+        if tiles > 0:
+            total = total * factor[None, :]
+            if gated:
+                other = other * factor[None, :]
+        if biased:
+            near = gl.minimum(row + of, outputs - 1)
+            total += gl.load(bias + near).to(gl.float32)[:, None]
+            if gated:
+                other += gl.load(bias + outputs + near).to(gl.float32)[:, None]
         if gated:
-            other += gl.load(bias + outputs + near).to(gl.float32)[:, None]
-    if gated:
-        # Rounded as the product is where the activation is an operator of its own.
-        gate = total.to(like).to(gl.float32)
-        total = gate / (1.0 + gl.exp(-gate)) * other.to(like).to(gl.float32)
-    found = gl.convert_layout(total.to(like), beside)
-    output = row + gl.arange(0, rows, layout=gl.SliceLayout(1, beside))
-    token = first + gl.arange(0, token_block, layout=gl.SliceLayout(0, beside))
-    result = out + token[None, :] * outputs + output[:, None]
-    gl.store(result, found, mask=(token < tokens)[None, :] & (output < outputs)[:, None])
+            # Rounded as the product is where the activation is an operator of its own.
+            gate = total.to(like).to(gl.float32)
+            total = gate / (1.0 + gl.exp(-gate)) * other.to(like).to(gl.float32)
+        made = gl.convert_layout(total.to(like), beside)
+        if adds:
+            made = (made.to(gl.float32) + kept.to(gl.float32)).to(like)
+        gl.store(out + result, made, mask=here)
+        if begins:
+            wide = made.to(gl.float32)
+            gl.store(scaled + result, (wide * times[:, None]).to(like), mask=here)
+            square = gl.sum(gl.where(here, wide * wide, 0.0), 0)
+            gl.store(squares + token * gl.num_programs(1) + tile, square, mask=token < tokens)
 
 
 def described(weight: Tensor) -> TensorDescriptor:
@@ -203,12 +263,24 @@ def _told(dense: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(dense, list(dense.shape), [dense.stride(0), 1], [rows, _BLOCK], layout)
 
 
+def _evenly(tiles: int, steps: int) -> Cut | None:
+    """Programs of up to 16 tokens that end at about the same time, on all multiprocessors."""
+    for each, (least, count, stages) in _EVEN.items():
+        splits = 1 << max(0, (each * _MULTIPROCESSORS // tiles).bit_length() - 1)
+        if least <= splits * tiles <= each * _MULTIPROCESSORS and steps // splits in count:
+            return Cut(_LEAST, splits, stages)
+    return None
+
+
 def cut(tokens: int, outputs: int, inputs: int, gated: bool) -> Cut:
     """How a product of so many ``tokens``, 2 to 64, with so many ``outputs`` is cut."""
     tiles, block = triton.cdiv(outputs, _ROWS), max(_LEAST, triton.next_power_of_2(tokens))
     while block > _LEAST and tiles <= _FEW:
         tiles, block = 2 * tiles, block // 2
     splits, steps = 1, triton.cdiv(inputs, _BLOCK)
+    even = _evenly(tiles, steps) if tokens <= _LEAST and not gated else None
+    if even is not None:
+        return even
     while 2 * splits * tiles <= _PROGRAMS[block]:
         if steps // (2 * splits) < (_SHORT if splits * tiles < _FEW else _LONG):
             break
@@ -221,18 +293,38 @@ def cut(tokens: int, outputs: int, inputs: int, gated: bool) -> Cut:
     return Cut(block, splits, stages)
 
 
-def multiply(x: Tensor, weight: TensorDescriptor, bias: Tensor | None, arrived: Tensor, gated: bool) -> Tensor:
+def multiply(
+    x: Tensor | Scaled,
+    weight: TensorDescriptor,
+    bias: Tensor | None,
+    arrived: Tensor,
+    gated: bool,
+    left: bool = False,
+    joining: Joining | None = None,
+) -> Tensor:
     """``x`` [tokens, inputs], its rows dense -> [tokens, outputs], or half as many. ``weight``: as ``described``.
     ``arrived``: of ``kernels.cuda.narrow.counters``.
+
+    ``left``, without a bias and not gated: where there are parts -> float32 [parts, tokens, outputs], to be added up in
+    their order and rounded. ``joining``: what the product is added to, which is returned.
     """
+    begun = x if isinstance(x, Scaled) else None
+    if isinstance(x, Scaled):
+        x = x.rows
     every, inputs = weight.shape
     outputs, halves = (every // 2, 2) if gated else (every, 1)
     tiles = triton.cdiv(outputs, _ROWS)
     token_block, splits, stages = cut(len(x), outputs, inputs, gated)
     parts = triton.cdiv(len(x), token_block)
-    out = x.new_empty((len(x), outputs))
-    size = parts * tiles * splits * halves * _ROWS * token_block
+    left = left and splits > 1
+    assert not left or not (gated or bias is not None or joining), "what follows the sum is left, too"
+    if joining is not None:
+        out = joining.residual
+    else:
+        out = x if left else x.new_empty((len(x), outputs))
+    size = len(x) * outputs * splits if left else parts * tiles * splits * halves * _ROWS * token_block
     partial = out if splits == 1 else x.new_empty(size, dtype=torch.float32)
+    following = None if joining is None else joining.following
     pdl = copying(x.device)
     _bulk[(splits, tiles, parts)](
         _told(x, token_block),
@@ -241,6 +333,11 @@ def multiply(x: Tensor, weight: TensorDescriptor, bias: Tensor | None, arrived: 
         out,
         partial,
         arrived,
+        out if begun is None else begun.squares,
+        out if following is None else following.norm.weight,
+        out if following is None else following.rows,
+        out if following is None else following.squares,
+        0.0 if begun is None else begun.norm.eps,
         len(x),
         outputs,
         inputs,
@@ -253,8 +350,13 @@ def multiply(x: Tensor, weight: TensorDescriptor, bias: Tensor | None, arrived: 
         splits > 1,
         bias is not None,
         gated,
+        left,
+        0 if begun is None else begun.squares.shape[1],
+        0 if begun is None else triton.next_power_of_2(begun.squares.shape[1]),
+        joining is not None,
+        following is not None,
         pdl,
         num_warps=_WARPS,
         launch_pdl=pdl,
     )
-    return out
+    return partial.view(splits, len(x), outputs) if left else out

@@ -24,6 +24,7 @@ __all__ = ["Placing", "place_heads"]
 
 @triton.jit(do_not_specialize=["tokens"])
 def _place_heads(
+    given,
     qkv,
     weight,
     cos,
@@ -34,6 +35,7 @@ def _place_heads(
     index,
     eps,
     tokens,
+    apart,
     heads: tl.constexpr,
     kv_heads: tl.constexpr,
     dim: tl.constexpr,
@@ -43,43 +45,55 @@ def _place_heads(
     normed: tl.constexpr,
     kept: tl.constexpr,
     largest: tl.constexpr,
+    parts: tl.constexpr,
     pdl: tl.constexpr,
 ):
+    """``parts``: of ``given`` float32, each so far ``apart``, to be added up and rounded; 0: it is ``qkv``."""
     half: tl.constexpr = dim // 2
     head = tl.program_id(1)
     token = (tl.program_id(0) * block + tl.arange(0, block)).to(tl.int64)
     there = token < tokens
     at = tl.arange(0, half_block)
     mask = there[:, None] & (at < half)[None, :]
+    turned = head < heads + kv_heads
+    if normed:
+        gamma = weight + head * dim + at
+        low_gamma = tl.load(gamma, mask=turned & (at < half), other=0.0)
+        high_gamma = tl.load(gamma + half, mask=turned & (at < half), other=0.0)
     if pdl:
         gdc_launch_dependents()
         gdc_wait()
+    # All that is read is asked for before any of it is used.
+    place = tl.load(index + token, mask=there & (head >= heads), other=0)
+    angle = token[:, None] * dim + at[None, :]
+    c = tl.load(cos + angle, mask=turned & mask, other=0.0).to(tl.float32)
+    s = tl.load(sin + angle, mask=turned & mask, other=0.0).to(tl.float32)
     first = qkv + (token[:, None] * (heads + 2 * kv_heads) + head) * dim + at[None, :]
-    low = tl.load(first, mask=mask, other=0.0)
-    high = tl.load(first + half, mask=mask, other=0.0)
-    if head < heads + kv_heads:
+    if parts > 0:
+        number = given + (token[:, None] * (heads + 2 * kv_heads) + head) * dim + at[None, :]
+        low = tl.load(number, mask=mask, other=0.0)
+        high = tl.load(number + half, mask=mask, other=0.0)
+        for part in tl.static_range(1, parts):
+            low += tl.load(number + part * apart, mask=mask, other=0.0)
+            high += tl.load(number + part * apart + half, mask=mask, other=0.0)
+        low, high = low.to(qkv.dtype.element_ty), high.to(qkv.dtype.element_ty)
+    else:
+        low = tl.load(first, mask=mask, other=0.0)
+        high = tl.load(first + half, mask=mask, other=0.0)
+    if turned:
         x, y = low.to(tl.float32), high.to(tl.float32)
         if normed:
             size = (tl.sum(x * x, 1) + tl.sum(y * y, 1)) / dim
             scale = tl.rsqrt(size + eps)[:, None]
-            gamma = weight + head * dim + at
             # Rounded as the norm's output is where it is an operator of its own.
-            x = (x * scale * tl.load(gamma, mask=at < half, other=0.0).to(tl.float32)).to(low.dtype).to(tl.float32)
-            y = (
-                (y * scale * tl.load(gamma + half, mask=at < half, other=0.0).to(tl.float32))
-                .to(low.dtype)
-                .to(tl.float32)
-            )
-        angle = token[:, None] * dim + at[None, :]
-        c = tl.load(cos + angle, mask=mask, other=0.0).to(tl.float32)
-        s = tl.load(sin + angle, mask=mask, other=0.0).to(tl.float32)
+            x = (x * scale * low_gamma.to(tl.float32)).to(low.dtype).to(tl.float32)
+            y = (y * scale * high_gamma.to(tl.float32)).to(low.dtype).to(tl.float32)
         low = (x * c + y * s).to(low.dtype)
         high = (y * c - x * s).to(high.dtype)
     if head < heads:
         tl.store(first, low, mask=mask)
         tl.store(first + half, high, mask=mask)
     else:
-        place = tl.load(index + token, mask=there, other=0)
         page, offset = place // page_size, place % page_size
         # Head `heads + h` is key head h: slot h of the page; values follow the keys in both.
         line = (page * (2 * kv_heads) + (head - heads)) * page_size + offset
@@ -140,12 +154,14 @@ def place_heads(
     sin: Tensor,
     cache: Tensor | NarrowCache,
     index: Tensor,
+    parts: Tensor | None = None,
 ) -> None:
     """``qkv`` [tokens, heads + 2 * kv_heads, dim], its queries changed in place; ``cos``, ``sin`` [tokens, 1, dim].
 
     ``weight`` [heads + kv_heads, dim]: of the norm of each head, or None. ``index`` int64 [tokens]: page * page_size +
     offset of each token. The first half of ``sin`` is negated. ``cache`` [pages, 2, kv_heads, page_size, dim], or
-    a narrow one.
+    a narrow one. ``parts`` float32 [parts, tokens, (heads + 2 * kv_heads) * dim], dense: what ``qkv`` is the sum of,
+    rounded, which is made then.
     """
     tokens, every, dim = qkv.shape
     block = 1 if tokens <= 64 else 8
@@ -160,6 +176,7 @@ def place_heads(
             offsets = torch.zeros_like(scales) if offsets is None else offsets
     assert isinstance(values, Tensor)
     _place_heads[(triton.cdiv(tokens, block), every)](
+        qkv if parts is None else parts,
         qkv,
         qkv if weight is None else weight,
         cos,
@@ -170,6 +187,7 @@ def place_heads(
         index,
         eps,
         tokens,
+        0 if parts is None else parts.stride(0),
         heads,
         kv_heads,
         dim,
@@ -179,6 +197,7 @@ def place_heads(
         weight is not None,
         kept,
         most(values.dtype) if kept else 0.0,
+        0 if parts is None else len(parts),
         pdl,
         num_warps=1 if block == 1 else 4,
         launch_pdl=pdl,

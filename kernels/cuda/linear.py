@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
@@ -20,6 +21,9 @@ from kernels.cuda import narrow
 from kernels.cuda.activation import swiglu
 from kernels.cuda.choosing import Choices, Shape, Way, in_a_row, spare
 from kernels.cuda.launch import copying, has_gluon, overlapping
+from kernels.cuda.norms import CudaNorm
+from kernels.cuda.scaled import Joining, Scaled
+from kernels.platforms.operators import Norm, Unadded
 
 if TYPE_CHECKING:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -30,6 +34,7 @@ _MOST_INPUTS = 16384  # a longer row does not fit a block's registers
 _ALIGN = 16
 _ALIGNED = 8  # inputs of 16 bits: the copy engine reads rows that begin at multiples of 16 bytes
 _FEW = 16  # tokens that the matrix unit takes at once, at least
+_JOINED = torch.bfloat16  # a stream times a gain and not yet divided: float16 might have no such number
 
 
 @triton.jit
@@ -156,10 +161,46 @@ class CudaLinear:
             if _carried(x, self.weight):
                 return self._bulk(x)
             return self._narrow(x) if narrow.suits(x, self.weight, self._gated) else self._many(x)
-        shape = ("in a row", *self.shape, max(_FEW, triton.next_power_of_2(len(x))), x.dtype)
         # A kernel of cuBLAS lets none behind it start early, which a trial of products in a row shows in part only:
         # where it was about as quick, whole steps took 2 to 5 us more for each such product.
-        return self._choices.run(shape, self._ways(x), lambda: self._trial(x), "bulk")
+        return self._choices.run(self._tried(x), self._ways(x), lambda: self._trial(x), "bulk")
+
+    def leaves(self, x: Tensor) -> bool:
+        """Whether ``left`` multiplies such tokens."""
+        return self.bias is None and not self._gated and self._bulks(x)
+
+    def left(self, x: Tensor | Scaled) -> Tensor:
+        """The product of a few tokens, or where it is made of parts these, float32 [parts, tokens, outputs]: a kernel
+        behind it adds them up in their order, and rounds the sum."""
+        return self._bulk(x, left=True)
+
+    def divided(self, x: Scaled) -> Tensor | None:
+        """The product of what ``x.norm`` gives where ``bulk`` makes it, in parts never."""
+        return self._bulk(x) if self._bulks(x.rows) else None
+
+    def into(self, x: Tensor, residual: Tensor, following: Norm | None) -> tuple[Unadded, Tensor] | None:
+        """As ``kernels.cuda.stream.Joins``."""
+        return self._few_into(x, residual, following)
+
+    def _few_into(self, x: Tensor, residual: Tensor, following: Norm | None) -> tuple[Unadded, Tensor] | None:
+        if self._gated or residual.dtype != _JOINED or not residual.is_contiguous() or not self._bulks(x):
+            return None
+        scaled = None
+        if isinstance(following, CudaNorm) and following.weight.ndim == 1 and following.weight.is_contiguous():
+            scaled = Scaled.room(following, residual)
+        self._bulk(x, joining=Joining(residual, scaled))
+        return scaled, residual
+
+    def _bulks(self, x: Tensor) -> bool:
+        """Whether ``bulk`` is the quickest way to multiply them, as far as is known."""
+        if not 1 < len(x) <= narrow.MOST_TOKENS or not _carried(x, self.weight):
+            return False
+        if self._choices is None:
+            return True
+        return self._choices.name(self._tried(x), lambda: self._trial(x), "bulk") in (None, "bulk")
+
+    def _tried(self, x: Tensor) -> Shape:
+        return ("in a row", *self.shape, max(_FEW, triton.next_power_of_2(len(x))), x.dtype)
 
     def _ways(self, x: Tensor) -> dict[str, Way]:
         """The ways to multiply a few tokens, by name."""
@@ -183,12 +224,12 @@ class CudaLinear:
     def _narrow(self, x: Tensor, cut: narrow.Cut | None = None) -> Tensor:
         return narrow.multiply(x, self.weight, self.bias, self._arrived, self._gated, cut)
 
-    def _bulk(self, x: Tensor) -> Tensor:
+    def _bulk(self, x: Tensor | Scaled, left: bool = False, joining: Joining | None = None) -> Tensor:
         from kernels.cuda import bulk  # in Gluon, which Triton may lack
 
         if self._described is None:
             self._described = bulk.described(self.weight)
-        return bulk.multiply(x, self._described, self.bias, self._arrived, self._gated)
+        return bulk.multiply(x, self._described, self.bias, self._arrived, self._gated, left, joining)
 
     def _many(self, x: Tensor) -> Tensor:
         found = F.linear(x, self.weight, self.bias)

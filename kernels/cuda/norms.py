@@ -12,7 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.cuda.launch import overlapping
 
-__all__ = ["Before", "CudaNorm", "norm_both"]
+__all__ = ["Before", "CudaNorm", "enter_both", "norm_both"]
 
 
 @triton.jit
@@ -79,6 +79,65 @@ def _norm_both(
     wide = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide) / width + eps)
     tl.store(out + (row * 2 + side) * width + at, (wide * scale * gamma).to(value.dtype), mask=here)
+
+
+@triton.jit
+def _enter_both(
+    ids,
+    table,
+    states,
+    positions,
+    frequencies,
+    token_weight,
+    state_weight,
+    out,
+    cos,
+    sin,
+    token_eps,
+    state_eps,
+    factor,
+    table_stride,
+    states_stride,
+    vocab,
+    width: tl.constexpr,
+    block: tl.constexpr,
+    dim: tl.constexpr,
+    dim_block: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """One of a token's three parts: its embedding, normed; its state, normed; its angles."""
+    at = tl.arange(0, block)
+    here = at < width
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if part == 2:
+        turn = tl.arange(0, dim_block)
+        inside = turn < dim
+        frequency = tl.load(frequencies + turn, mask=inside, other=0.0)
+        if pdl:
+            gdc_launch_dependents()
+            gdc_wait()
+        angle = tl.load(positions + row).to(tl.float32) * frequency
+        tl.store(cos + row * dim + turn, (tl.cos(angle) * factor).to(cos.dtype.element_ty), mask=inside)
+        tl.store(sin + row * dim + turn, (tl.sin(angle) * factor).to(sin.dtype.element_ty), mask=inside)
+    else:
+        if part == 0:
+            gamma = tl.load(token_weight + at, mask=here, other=0.0).to(tl.float32)
+            eps = token_eps
+        else:
+            gamma = tl.load(state_weight + at, mask=here, other=0.0).to(tl.float32)
+            eps = state_eps
+        if pdl:
+            gdc_launch_dependents()
+            gdc_wait()
+        if part == 0:
+            number = tl.load(ids + row).to(tl.int64)
+            known = (number >= 0) & (number < vocab)
+            value = tl.load(table + number * table_stride + at, mask=here & known, other=0.0)
+        else:
+            value = tl.load(states + row * states_stride + at, mask=here, other=0.0)
+        wide = value.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(wide * wide) / width + eps)
+        tl.store(out + (row * 2 + part) * width + at, (wide * scale * gamma).to(value.dtype), mask=here)
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,3 +215,48 @@ def norm_both(first: Tensor, first_norm: CudaNorm, second: Tensor, second_norm: 
         launch_pdl=pdl,
     )
     return out
+
+
+def enter_both(
+    ids: Tensor,
+    table: Tensor,
+    token_norm: CudaNorm,
+    states: Tensor,
+    state_norm: CudaNorm,
+    positions: Tensor,
+    frequencies: Tensor,
+    factor: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``norm_both`` of the rows ``ids`` [tokens] of ``table`` [vocab, width] and ``states`` [tokens, width], of one
+    dtype and dense within their rows; and ``kernels.cuda.angles`` of ``positions``, in that dtype."""
+    tokens, width = states.shape
+    dim = len(frequencies)
+    out = states.new_empty((tokens, 2 * width))
+    cos, sin = states.new_empty((2, tokens, 1, dim))
+    block, pdl = triton.next_power_of_2(width), overlapping(states.device)
+    _enter_both[(tokens, 3)](
+        ids,
+        table,
+        states,
+        positions,
+        frequencies,
+        token_norm.weight,
+        state_norm.weight,
+        out,
+        cos,
+        sin,
+        token_norm.eps,
+        state_norm.eps,
+        factor,
+        table.stride(0),
+        states.stride(0),
+        len(table),
+        width,
+        block,
+        dim,
+        triton.next_power_of_2(dim),
+        pdl,
+        num_warps=max(1, min(16, block // 256)),
+        launch_pdl=pdl,
+    )
+    return out, cos, sin

@@ -15,9 +15,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.cuda.behind import CudaBehindNorm
 from kernels.cuda.grouped import GroupedLinear
-from kernels.cuda.heads import Placing
+from kernels.cuda.heads import Placing, place_heads
 from kernels.cuda.launch import overlapping
 from kernels.cuda.linear import CudaLinear, one_token
+from kernels.cuda.norms import CudaNorm
+from kernels.cuda.scaled import scaled_for
 from kernels.platforms.heads import ProjectedHeads
 from kernels.platforms.operators import Unadded
 from kernels.platforms.projections import norm_of_sum
@@ -130,7 +132,28 @@ class CudaHeads(ProjectedHeads):
             found = self._at_once(x, residual, Placing(self.heads, cos, sin, cache, index))
             if found is not None:
                 return found
-        return super().__call__(x, residual, cos, sin, cache, index)
+        found = self._of_parts(x, residual, cos, sin, cache, index)
+        return super().__call__(x, residual, cos, sin, cache, index) if found is None else found
+
+    def _of_parts(
+        self, x: Unadded, residual: Tensor, cos: Tensor, sin: Tensor, cache: Any, index: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        """Of a few tokens, whose product's parts are added up by the kernel that places the heads."""
+        norm, linear = self.projection.norm, self.projection.linear
+        if not isinstance(linear, CudaLinear) or not linear.leaves(residual):
+            return None
+        scaled = scaled_for(norm, x)
+        given, total = (scaled, residual) if scaled is not None else norm_of_sum(norm, x, residual)
+        projected = linear.left(given)
+        tokens, every = len(residual), self.heads + 2 * self.kv_heads
+        if projected.ndim == 2:
+            qkv = projected.view(tokens, every, self.dim)
+            return self.platform.place_heads(qkv, self.heads, self.norm, cos, sin, cache, index), total
+        qkv = residual.new_empty((tokens, every, self.dim))
+        assert self.norm is None or isinstance(self.norm, CudaNorm)
+        weight, eps = (None, 0.0) if self.norm is None else (self.norm.weight, self.norm.eps)
+        place_heads(qkv, self.heads, self.kv_heads, weight, eps, cos, sin, cache, index, projected)
+        return qkv[:, : self.heads], total
 
     def _at_once(self, x: Unadded, residual: Tensor, placing: Placing) -> tuple[Tensor, Tensor] | None:
         projection, linear = self.projection, self.projection.linear

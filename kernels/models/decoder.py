@@ -15,6 +15,7 @@ On several ranks each has some of the heads, of the inner dimension and of the v
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from kernels.models.source import ModelSource, TensorSource
 from kernels.parallel.group import Group
 from kernels.parallel.layers import VocabularyEmbedding, VocabularyHead, row_parallel
 from kernels.platforms.base import Platform
+from kernels.platforms.heads import ProjectedHeads
 from kernels.platforms.operators import Linear, Norm, Unadded
 from kernels.platforms.projections import BehindNorm, norm_of_sum
 
@@ -121,13 +123,9 @@ class Attention:
             key_norm = source.take([f"{prefix}.k_norm.weight"]).expand(self.kv_heads, -1)
             self.head_norms = platform.make_norm(torch.cat((query_norm, key_norm)), config.norm_eps)
 
-    def __call__(
-        self, x: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch
-    ) -> tuple[Unadded, Tensor]:
-        """``x`` [tokens, hidden]. -> as ``find``."""
-        qkv = self.qkv(x).view(-1, self.heads + 2 * self.kv_heads, self.dim)
-        queries = self.platform.place_heads(qkv, self.heads, self.head_norms, cos, sin, cache, batch.cache_index)
-        return self.find(queries, residual, cache, batch)
+    def behind(self, projection: BehindNorm) -> ProjectedHeads:
+        """What makes the heads: ``projection``, of ``qkv``, and all that follows up to attention."""
+        return self.platform.make_heads(projection, self.heads, self.kv_heads, self.dim, self.head_norms)
 
     def find(self, queries: Tensor, residual: Tensor, cache: Any, batch: ForwardBatch) -> tuple[Unadded, Tensor]:
         """What the placed ``queries`` [tokens, heads, dim] find, behind the last projection, into the ``residual``
@@ -170,14 +168,19 @@ class DecoderLayer:
         prefix = f"model.layers.{layer}"
         norm = _norm(f"{prefix}.input_layernorm", source, platform, config)
         self.attention = made = Attention(config, layer, source, platform, group)
-        qkv = platform.make_behind_norm(norm, made.qkv)
-        self.heads = platform.make_heads(qkv, made.heads, made.kv_heads, made.dim, made.head_norms)
+        self.heads = made.behind(platform.make_behind_norm(norm, made.qkv))
         norm = _norm(f"{prefix}.post_attention_layernorm", source, platform, config)
         self.mlp: FeedForward | BehindNorm
         if config.experts is not None and layer in config.experts.layers:
             self.mlp = BehindNorm(norm, SparseFeedForward(config.experts, prefix, source, platform, group))
         else:
             self.mlp = FeedForward(norm, config, layer, source, platform, group)
+        made.output.following = norm
+
+    def lead_to(self, norm: Norm) -> None:
+        """``norm``: what reads the residual stream next."""
+        if isinstance(self.mlp, FeedForward):
+            self.mlp.down.following = norm
 
     def __call__(
         self, x: Unadded, residual: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch
@@ -217,6 +220,9 @@ class Decoder:
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, dtype, platform)
         self.layers = [DecoderLayer(config, layer, source, platform, group) for layer in range(config.layers)]
         self.norm = _norm("model.norm", source, platform, config)
+        for layer, after in pairwise(self.layers):
+            layer.lead_to(after.heads.projection.norm)
+        self.layers[-1].lead_to(self.norm)
         if head is None:
             weight = source.projection(["lm_head"])
             head = platform.make_float_head(weight, False) if fp32_head else platform.make_projection(weight, None)

@@ -23,7 +23,7 @@ def one_of_each_kind(model: Decoder, caches: list[Cache]) -> tuple[Decoder, list
         return model, caches
     kinds: dict[Hashable, int] = {}
     for index, layer in enumerate(model.layers):
-        kinds.setdefault(_kind(layer, {id(model.platform)}), index)
+        kinds.setdefault((index > 0, _kind(layer, {id(model.platform)})), index)  # the first is behind none
     some = copy(model)
     some.layers = [model.layers[index] for index in kinds.values()]
     return some, [caches[index] for index in kinds.values()]

@@ -7,6 +7,7 @@ from torch import Tensor
 from kernels.parallel.group import Group
 from kernels.platforms.base import Platform
 from kernels.platforms.operators import Linear, Lookup
+from kernels.platforms.projections import TableLookup
 from kernels.quantization.weights import Projection
 
 __all__ = ["VocabularyEmbedding", "VocabularyHead", "row_parallel"]
@@ -29,6 +30,11 @@ class VocabularyEmbedding:
         self.lookup = lookup
         self.size = size
         self.first = group.rank * size
+
+    @property
+    def table(self) -> Tensor | None:
+        """[vocab, hidden] where it is dense and whole, for kernels that look up themselves."""
+        return self.lookup.table if self.group.size == 1 and isinstance(self.lookup, TableLookup) else None
 
     def __call__(self, ids: Tensor) -> Tensor:
         """``ids`` int [tokens] -> [tokens, hidden], whole on every rank."""

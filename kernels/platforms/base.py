@@ -27,6 +27,8 @@ from kernels.platforms.rows import AttentionRows
 from kernels.quantization.cache import SCALE, LayerScales, narrow
 
 if TYPE_CHECKING:
+    from kernels.layers.rotary import RotaryEmbedding
+    from kernels.parallel.layers import VocabularyEmbedding
     from kernels.speculative.growing import Accepted, Growing, GrowthShape
     from kernels.speculative.tree import DraftTree
 
@@ -267,6 +269,20 @@ class Platform(Projections):
         self.add_rows(first, None, both[:, :width])
         self.add_rows(second, None, both[:, width:])
         return both
+
+    def enter_both(
+        self,
+        embed: VocabularyEmbedding,
+        token_norm: Norm,
+        states: Tensor,
+        state_norm: Norm,
+        rotary: RotaryEmbedding,
+        batch: ForwardBatch,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What a pass over tokens and states begins with: ``norm_both`` of the tokens' embeddings and the ``states``
+        [tokens, hidden], and ``rotary`` of their positions."""
+        cos, sin = rotary(batch.positions)
+        return self.norm_both(embed(batch.token_ids), token_norm, states, state_norm), cos, sin
 
     def add_bias(self, x: Tensor, bias: Tensor) -> Tensor:
         """``x`` [tokens, dim] + ``bias`` [dim]. Overwrites ``x``."""

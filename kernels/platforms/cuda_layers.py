@@ -8,21 +8,26 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kernels.batch import ForwardBatch
 from kernels.cuda.behind import CudaBehindNorm, Fuses
 from kernels.cuda.choosing import Choices
 from kernels.cuda.experts import CudaExperts
 from kernels.cuda.grouped import GroupedLinear, WideWeight
 from kernels.cuda.linear import CudaLinear
-from kernels.cuda.norms import CudaNorm, norm_both
+from kernels.cuda.norms import CudaNorm, enter_both, norm_both
 from kernels.cuda.projected import CudaHeads
 from kernels.cuda.quantized import EightBitLinear
 from kernels.cuda.rows import add_rows, look_up
+from kernels.cuda.scaled import BehindScaled, Divides
+from kernels.cuda.stream import CudaIntoStream
 from kernels.layers.experts import ExpertWeights
+from kernels.layers.rotary import RotaryEmbedding
 from kernels.layers.stacked_experts import refusal
+from kernels.parallel.layers import VocabularyEmbedding
 from kernels.platforms.base import Platform
 from kernels.platforms.heads import ProjectedHeads
 from kernels.platforms.operators import Linear, Norm
-from kernels.platforms.projections import BehindNorm
+from kernels.platforms.projections import BehindNorm, IntoStream
 from kernels.quantization.weights import Fp8Weight, GroupedWeight, Int8Weight, Projection, QuantizedWeight
 
 __all__ = ["CudaLayers"]
@@ -77,12 +82,17 @@ class CudaLayers(Platform):
     def make_behind_norm(self, norm: Norm, linear: Linear) -> BehindNorm:
         if isinstance(norm, CudaNorm) and isinstance(linear, Fuses):
             return CudaBehindNorm(norm, linear, self._choices)
+        if isinstance(norm, CudaNorm) and isinstance(linear, Divides):
+            return BehindScaled(norm, linear)
         return super().make_behind_norm(norm, linear)
 
     def make_heads(
         self, projection: BehindNorm, heads: int, kv_heads: int, dim: int, norm: Norm | None
     ) -> ProjectedHeads:
         return CudaHeads(self, projection, heads, kv_heads, dim, norm)
+
+    def make_into_stream(self, linear: Linear) -> IntoStream:
+        return CudaIntoStream(linear)
 
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
         dense = ids.ndim == 1 and ids.is_contiguous() and table.stride(1) == 1
@@ -92,6 +102,30 @@ class CudaLayers(Platform):
         if x.ndim == 2 and all(rows.stride(1) == 1 for rows in (x, out, x if y is None else y)):
             return add_rows(x, y, out)
         super().add_rows(x, y, out)
+
+    def enter_both(
+        self,
+        embed: VocabularyEmbedding,
+        token_norm: Norm,
+        states: Tensor,
+        state_norm: Norm,
+        rotary: RotaryEmbedding,
+        batch: ForwardBatch,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        table, ids = embed.table, batch.token_ids
+        if (
+            isinstance(token_norm, CudaNorm)
+            and isinstance(state_norm, CudaNorm)
+            and table is not None
+            and table.dtype == states.dtype == rotary.dtype
+            and table.shape[1] == states.shape[1]
+            and table.stride(1) == states.stride(1) == 1
+            and ids.is_contiguous()
+        ):
+            return enter_both(
+                ids, table, token_norm, states, state_norm, batch.positions, rotary.frequencies, rotary.scale
+            )
+        return super().enter_both(embed, token_norm, states, state_norm, rotary, batch)
 
     def norm_both(self, first: Tensor, first_norm: Norm, second: Tensor, second_norm: Norm) -> Tensor:
         if isinstance(first_norm, CudaNorm) and isinstance(second_norm, CudaNorm) and first.shape == second.shape:

@@ -7,7 +7,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from kernels.platforms.operators import Linear, Lookup, Norm, Unadded
 from kernels.quantization.tokens import clip_tokens, settle_tokens
 from kernels.quantization.weights import GroupedWeight, Projection, QuantizedWeight
 
-__all__ = ["BehindNorm", "Clipped", "IntoStream", "Projections", "Settled", "SideBySide", "norm_of_sum"]
+__all__ = ["BehindNorm", "Clipped", "IntoStream", "Projections", "Settled", "SideBySide", "TableLookup", "norm_of_sum"]
 
 _log = logging.getLogger("troupe.kernels")
 
@@ -72,6 +72,17 @@ class IntoStream:
     def __call__(self, x: Tensor, residual: Tensor) -> tuple[Unadded, Tensor]:
         """``residual`` [tokens, hidden]: the stream. -> what is still to be added to it, and the stream."""
         return self.linear(x), residual
+
+
+@dataclass(frozen=True, eq=False)
+class TableLookup:
+    """Rows of ``table`` [vocab, hidden], as ``embed`` finds them."""
+
+    table: Tensor
+    embed: Callable[[Tensor, Tensor], Tensor]
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        return self.embed(ids, self.table)
 
 
 @dataclass(frozen=True)
@@ -127,7 +138,7 @@ class Projections(ABC):
         """``embed`` of ``table``."""
         if isinstance(table, QuantizedWeight):
             table = self._dense(table)
-        return partial(self.embed, table=table)
+        return TableLookup(table, self.embed)
 
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
         """The rows ``ids`` int [tokens] of ``table`` [vocab, hidden]."""
@@ -299,6 +310,14 @@ class Projections(ABC):
             out.copy_(x)
         else:
             torch.add(x, y, out=out)
+
+    def sum_of(self, x: Unadded, residual: Tensor) -> Tensor:
+        """The residual stream with what is left to add to it; ``residual`` itself where that is nothing."""
+        if not isinstance(x, Tensor):
+            return residual
+        total = self.empty_rows(*residual.shape, residual.dtype)
+        self.add_rows(x, residual, total)
+        return total
 
     def add_unadded(self, x: Unadded, residual: Tensor, out: Tensor) -> None:
         """``add_rows`` of what is left to add to a residual stream."""

@@ -78,13 +78,12 @@ class Eagle3Model(HeadModel):
         return self.fc(features)
 
     def forward(self, batch: ForwardBatch, states: Tensor, caches: list[Any]) -> Tensor:
-        cos, sin = self.rotary(batch.positions)
         (cache,) = caches
-        x = self.platform.norm_both(self.ends.embed(batch.token_ids), self.token_norm, states, self.state_norm)
+        x, cos, sin = self.platform.enter_both(
+            self.ends.embed, self.token_norm, states, self.state_norm, self.rotary, batch
+        )
         x, residual = self.layer(x, states, cos, sin, cache, batch)
-        total = self.platform.empty_rows(len(x), self.width, x.dtype)
-        self.platform.add_unadded(x, residual, total)
-        return total
+        return self.platform.sum_of(x, residual)
 
     def logits(self, states: Tensor) -> Tensor:
         return self.ends.head(self.last_norm(states))

@@ -24,6 +24,7 @@ from kernels.parallel.group import Group
 from kernels.parallel.layers import VocabularyEmbedding, VocabularyHead
 from kernels.platforms.base import Platform
 from kernels.platforms.operators import Norm, Unadded
+from kernels.platforms.projections import BehindNorm
 from kernels.slots import SlotTable
 from kernels.speculative.ahead import AheadPasses
 from kernels.speculative.checkpoint import DraftCheckpoint, DraftWeights
@@ -74,6 +75,16 @@ class SharedEnds:
             self.ids = ids.to(platform.device)
 
 
+class _Normed:
+    """A norm of what is normed."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        raise TypeError("nothing is added to what is normed")
+
+
 class HeadLayer:
     """A decoder's layer whose input is normed by others. ``prefix``: its name in the checkpoint."""
 
@@ -83,12 +94,15 @@ class HeadLayer:
         self.attention = Attention(config, 0, source, platform, group)
         norm = platform.make_norm(weights.take([f"{prefix}.post_attention_layernorm.weight"]), config.norm_eps)
         self.mlp = FeedForward(norm, config, 0, source, platform, group)
+        self.attention.output.following = norm
+        self.heads = self.attention.behind(BehindNorm(_Normed(), self.attention.qkv))
 
     def __call__(
         self, x: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch
     ) -> tuple[Unadded, Tensor]:
         """``x``: what attention reads. -> what is still to be added to the residual, and that."""
-        return self.mlp.add(*self.attention(x, residual, cos, sin, cache, batch))
+        queries, _ = self.heads(None, x, cos, sin, cache, batch.cache_index)
+        return self.mlp.add(*self.attention.find(queries, residual, cache, batch))
 
 
 class HeadModel(DraftModel):

@@ -53,8 +53,8 @@ class _Forced:
         wanted = self.way.removesuffix(WITHIN)
         return ways[wanted if wanted in ways else next(reversed(ways))]()
 
-    def name(self, shape: object, trial: object) -> str | None:
-        return self.way.removesuffix(WITHIN) if "within" in self.way else None
+    def name(self, shape: object, trial: object, preferred: str = "") -> str | None:
+        return self.way.removesuffix(WITHIN) if "within" in self.way or preferred else None
 
 
 def chain(names: Sequence[str]) -> None:

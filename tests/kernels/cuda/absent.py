@@ -50,9 +50,11 @@ class _EveryWay:
         first, *_ = [way() for way in ways.values()]
         return first
 
-    def name(self, shape: Any, trial: Callable[[], Mapping[str, Callable[[], Tensor]]]) -> str | None:
+    def name(
+        self, shape: Any, trial: Callable[[], Mapping[str, Callable[[], Tensor]]], preferred: str = ""
+    ) -> str | None:
         if looking_ahead():
-            return self._own.name(shape, trial)
+            return self._own.name(shape, trial, preferred)
         ways = trial()
         for way in ways.values():
             way()

@@ -20,7 +20,7 @@ from kernels.cuda.growing import CudaGrowing
 from kernels.cuda.heads import Placing, place_heads
 from kernels.cuda.linear import CudaLinear
 from kernels.cuda.moving import move_accepted, move_caches
-from kernels.cuda.norms import Before, CudaNorm, norm_both
+from kernels.cuda.norms import Before, CudaNorm, enter_both, norm_both
 from kernels.cuda.numbers import BYTES, EIGHTHS, NIBBLES
 from kernels.cuda.projected import project
 from kernels.cuda.quantized import EightBitLinear
@@ -51,6 +51,8 @@ def smalls(dtype):
         norm(empty(5, width, dtype=dtype))
         norm.add(empty(5, width, dtype=dtype), empty(5, width, dtype=dtype))
         norm_both(empty(5, width, dtype=dtype), norm, empty(5, width, dtype=dtype), norm)
+        ids, turns = empty(5, dtype=torch.int64), empty(128, dtype=FP32)
+        enter_both(ids, empty(999, width, dtype=dtype), norm, empty(5, width, dtype=dtype), norm, ids, turns, 1.0)
     rows = look_up(empty(5, dtype=torch.int64), empty(128256, 4096, dtype=dtype))
     for more in (rows, None):
         add_rows(rows, more, empty(5, 8192, dtype=dtype)[:, 4096:])

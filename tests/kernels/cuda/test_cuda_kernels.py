@@ -23,7 +23,8 @@ from kernels.cuda.decode import DecodeScratch, split_count
 from kernels.cuda.heads import place_heads
 from kernels.cuda.launch import copying
 from kernels.cuda.linear import CudaLinear
-from kernels.cuda.norms import CudaNorm, norm_both
+from kernels.cuda.norms import CudaNorm, enter_both, norm_both
+from kernels.cuda.rows import look_up
 from kernels.cuda.sampling import likeliest
 from kernels.platforms.projections import BehindNorm
 from kernels.platforms.rows import AttentionRows
@@ -69,6 +70,22 @@ def test_norm_and_norm_behind_an_addition(device, dtype, width):
     normed, kept = norm.add(x, residual)
     near(normed, wanted(total))
     near(kept, total)  # the interpreter cuts where the device rounds
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [48, 1024])
+def test_what_a_pass_over_tokens_and_states_begins_with(device, dtype, width):
+    """To the bit what kernels of their own make of it; a token that the table has not is nothing."""
+    ids, positions = torch.tensor([7, 0, 99, 31], device=device), torch.tensor([3, 0, 700, 9], device=device)
+    table, states = (torch.randn(rows, 2 * width, device=device).to(dtype)[:, :width] for rows in (32, 4))
+    token_norm, state_norm = (CudaNorm(torch.randn(width, device=device).to(dtype), eps) for eps in (1e-5, 1e-2))
+    frequencies = torch.rand(24, device=device)
+    found = enter_both(ids, table, token_norm, states, state_norm, positions, frequencies, 0.5)
+    assert torch.equal(found[0], norm_both(look_up(ids, table), token_norm, states, state_norm))
+    assert found[0].any(1).all()
+    for part, wanted in zip(found[1:], angles(positions, frequencies, 0.5, dtype), strict=True):
+        assert part.shape == (4, 1, 24)
+        assert torch.equal(part, wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -229,6 +246,29 @@ def test_programs_of_many_tokens_lie_evenly(tokens, outputs, inputs, gated, part
     assert cut.splits == 1 or inputs // 128 // cut.splits >= 4
     weight = torch.empty((2 if gated else 1) * outputs, 1)
     assert len(narrow.counters(weight)) >= parts * -(-outputs // 64)  # each tile of each part has one
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "gated", "splits", "stages"),
+    [
+        (4096, 14336, False, 2, 11),
+        (4096, 4096, False, 2, 11),
+        (8192, 28672, False, 1, 11),
+        (6144, 4096, False, 4, 3),
+        (6144, 8192, False, 2, 5),
+        (1024, 3072, False, 4, 5),
+        (14336, 4096, True, 1, 3),
+        (8192, 8192, True, 2, 3),
+        (128256, 4096, False, 1, 5),
+    ],
+)
+def test_programs_of_few_tokens_lie_evenly(outputs, inputs, gated, splits, stages):
+    """Where one or three of each multiprocessor are most of what fits on an H200."""
+    assert bulk.cut(16, outputs, inputs, gated) == bulk.cut(2, outputs, inputs, gated) == bulk.Cut(16, splits, stages)
+    if not gated:
+        fit = (228 << 10) // (stages * (64 + 16) * 128 * 2 + 1024)
+        assert fit == {11: 1, 5: 2, 3: 3}[stages]
+        assert stages == 5 or 0.9 <= splits * -(-outputs // 64) / (132 * fit) <= 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

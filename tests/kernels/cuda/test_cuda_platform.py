@@ -17,6 +17,7 @@ from kernels.cuda.grouped import GroupedLinear, WideWeight
 from kernels.cuda.linear import CudaLinear
 from kernels.cuda.norms import CudaNorm
 from kernels.cuda.quantized import EightBitLinear
+from kernels.cuda.scaled import BehindScaled
 from kernels.layers.biased_norm import BiasedNorm
 from kernels.platforms.base import PlatformError
 from kernels.platforms.cuda import CudaPlatform
@@ -54,8 +55,9 @@ def test_norms_go_with_the_products_that_can_make_them(device):
     for linear in (EightBitLinear(eight, None), GroupedLinear(grouped.to(device), None, WideWeight(device))):
         assert isinstance(platform.make_behind_norm(norm, linear), CudaBehindNorm)
         assert type(platform.make_behind_norm(BiasedNorm(platform, norm, norm.weight), linear)) is BehindNorm
-    for other in (CudaLinear(dense, None), lambda x: x):
-        assert type(platform.make_behind_norm(norm, other)) is BehindNorm
+    assert type(platform.make_behind_norm(norm, CudaLinear(dense, None))) is BehindScaled
+    for which, other in ((norm, lambda x: x), (BiasedNorm(platform, norm, norm.weight), CudaLinear(dense, None))):
+        assert type(platform.make_behind_norm(which, other)) is BehindNorm
 
 
 @pytest.mark.parametrize(
