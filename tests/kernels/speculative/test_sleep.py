@@ -94,6 +94,19 @@ def test_guesses_that_never_paid_are_no_reason_to_sleep_where_nearly_all_are_rig
     assert not any(asleep for _, asleep in found[-600:])
 
 
+def test_the_last_tokens_of_requests_let_no_draft_sleep_that_many_in_a_row_would() -> None:
+    policy = chain()
+    world = World(policy, [0.97] * 4, node=2.0)
+    play(policy, world, 600)
+    for _ in range(LATER):
+        policy.declined()
+        assert not policy.asleep
+        assert not any(asleep for _, asleep in play(policy, world, 2))
+    for _ in range(LATER):
+        policy.declined()
+    assert policy.asleep
+
+
 def test_guesses_that_pay_though_most_are_wrong_keep_a_draft_awake() -> None:
     policy = chain()
     play(policy, World(policy, [0.01]), 600)
