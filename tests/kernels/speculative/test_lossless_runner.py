@@ -102,6 +102,40 @@ def test_benchmarks_fix_what_is_accepted(shape, reference, speculating, prompts)
     assert accepted == [2, 3] * 5
 
 
+@pytest.mark.parametrize(
+    ("temperature", "threshold", "share", "count"),
+    [
+        (0.7, "accept_threshold_single", 0.98, 2),
+        (0.7, "accept_threshold_single", 1.02, 1),
+        (0.7, "accept_threshold_acc", 0.98, 2),
+        (0.0, "accept_threshold_single", 0.98, 1),  # greedy rows are exact
+    ],
+)
+def test_a_wrong_guess_that_is_likely_enough_is_accepted_if_asked_for(
+    temperature, threshold, share, count, reference, speculating, prompts
+):
+    """``share``: of the probability that the model gives the guess at the request's temperature."""
+    model, (prompt,) = reference("qwen3"), prompts(9)
+    sampling = SlotSampling(temperature=temperature, seed=3)
+    drafter = Oracle(1, 1, RIGHT["wrong"], VOCAB)
+    drafter.observe = lambda seen: drafter.seen.update({1: int(seen.starts[0] + seen.counts[0])})
+    drafter.truths = [prompt + [1] * 100]
+    plain = speculating(model.path, drafter)
+    plain.admit(1, prompt, sampling=sampling)
+    plain.step([(1, 9)])
+    logprobs = model.logprobs(plain.tokens[1])[-1]
+    likely = float((logprobs / (temperature or 1.0)).softmax(-1)[2])  # of what the oracle says in place of 1
+    settings = SpeculativeSettings("STANDALONE", num_draft_tokens=2, **{threshold: share * likely})
+    drafter.draft = with_roots(drafter)
+    driver = speculating(model.path, drafter, settings)
+    driver.admit(1, prompt, sampling=sampling)
+    driver.step([(1, 9)])
+    assert driver.tokens[1] == plain.tokens[1]
+    result = driver.step([(1, 1)], {1: 1})
+    assert np.frombuffer(result.accepted, np.int32).tolist() == [count]
+    assert (driver.tokens[1][10] == 2) == (count == 2)
+
+
 def with_roots(drafter):
     """Let the oracle believe whatever token is the root."""
     draft = drafter.draft
