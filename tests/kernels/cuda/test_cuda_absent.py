@@ -81,4 +81,4 @@ def test_guesses_are_captured(topk, nodes, monkeypatch, tmp_path, drive):
             decoding.runner.start(decoding._batch(1, drafts=True)).result()
     assert Counter(told)["guesses"] > 0
     assert Counter(told)["guessed"] > 0
-    assert "_drafts" in {kernel.kernel for kernel in found}
+    assert "_few" in {kernel.kernel for kernel in found}
