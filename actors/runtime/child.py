@@ -27,7 +27,7 @@ from actors.runtime.stacks import of_threads
 from actors.runtime.supervisor import Strategy, Supervision
 from actors.runtime.system import ActorSystem
 from actors.runtime.thread import ActorThread
-from actors.runtime.wire import ChildSpec, Death, LogLine, import_name, pack_error, unpack_header
+from actors.runtime.wire import ChildSpec, Death, LogLine, carried, import_name, pack_error, unpack_header
 
 __all__ = ["main"]
 
@@ -239,7 +239,7 @@ class _Child:
         if first is not error:
             reason += f" (first cause: {type(first).__name__}: {first})"
         self._log.tell_dropped()
-        self._link.send(Kind.DIED, 0, self._encode(Death(reason, detail)))
+        self._link.send(Kind.DIED, 0, self._encode(Death(carried(reason), carried(detail))))
         try:
             await asyncio.wait_for(self._link.flush(), 1.0)
         finally:

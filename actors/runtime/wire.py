@@ -15,6 +15,7 @@ __all__ = [
     "Death",
     "LogLine",
     "RemoteError",
+    "carried",
     "import_name",
     "log_line",
     "name_of",
@@ -117,7 +118,7 @@ def pack_error(error: BaseException) -> bytes:
     arguments = [_plain(argument) for argument in error.args]
     fields = {name: _plain(value) for name, value in vars(error).items() if name != "__notes__"}
     return msgspec.msgpack.encode(
-        RemoteError(f"{cls.__module__}:{cls.__qualname__}", arguments, fields, f"{cls.__name__}: {_text(error)}")
+        RemoteError(f"{cls.__module__}:{cls.__qualname__}", arguments, fields, f"{cls.__name__}: {carried(error)}")
     )
 
 
@@ -126,11 +127,12 @@ def _plain(value: Any) -> Any:
         found = msgspec.to_builtins(value, builtin_types=(bytes,))
         msgspec.msgpack.encode(found)  # not all whole numbers and texts of Python are msgpack's
     except (TypeError, ValueError, OverflowError, RecursionError):
-        return _text(value)
+        return carried(value)
     return found
 
 
-def _text(value: object) -> str:
+def carried(value: object) -> str:
+    """The value's text, of what msgpack can carry: names of files may hold halves of characters."""
     try:
         text = str(value)
     except Exception as error:  # whoever asked is answered all the same
@@ -157,11 +159,11 @@ def log_line(record: logging.LogRecord, traceparent: str | None) -> LogLine:
     """A record as what is sent of it. A text that is too long loses its middle."""
     error = None
     if record.exc_info and record.exc_info[0] is not None:
-        error = _clipped(logging.Formatter().formatException(record.exc_info))
+        error = carried(_clipped(logging.Formatter().formatException(record.exc_info)))
     return LogLine(
         name=record.name,
         level=record.levelno,
-        text=_clipped(record.getMessage()),
+        text=carried(_clipped(record.getMessage())),
         path=record.pathname,
         line=record.lineno,
         function=record.funcName,

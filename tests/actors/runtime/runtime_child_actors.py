@@ -291,7 +291,7 @@ class ChildActor(Actor[ChildProtocol]):
     def chain(self, message: Chain) -> None:
         try:
             try:
-                raise OSError("the cable was pulled")
+                raise OSError("the cable to caf\udce9 was pulled")  # as the names of some files are
             except OSError as error:
                 raise ValueError("no answer from the device") from error
         except ValueError:

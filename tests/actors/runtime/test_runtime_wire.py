@@ -209,6 +209,13 @@ def test_log_records_arrive_as_they_were_made(caplog: pytest.LogCaptureFixture) 
     assert (found.actor, found.traceparent) == ("worker-0", "00-ab-cd-01")  # type: ignore[attr-defined]
 
 
+def test_log_records_of_texts_that_msgpack_does_not_carry_are_sent() -> None:
+    info = (OSError, OSError("half \ud800"), None)
+    made = logging.LogRecord("troupe.far", logging.WARNING, "far.py", 7, "no file %s", ("caf\udce9",), info)
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(log_line(made, None)))
+    assert (sent["text"], sent["error"]) == (r"no file caf\udce9", r"OSError: half \ud800")
+
+
 @pytest.mark.parametrize("place", [16 << 10, HALF])
 def test_a_secret_where_a_long_record_is_cut_on_its_way_is_taken_out(
     place: int, caplog: pytest.LogCaptureFixture
