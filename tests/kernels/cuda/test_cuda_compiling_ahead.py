@@ -167,5 +167,5 @@ def test_what_verifies_guesses_is_compiled_ahead(ahead, made, tmp_path, drive):
     settings = SpeculativeSettings("EAGLE3", str(draft), 3, 1, 4, load_format="dummy")
     drive(speculation=settings, max_step_tokens=2048)
     found = {(name, early) for name, early, _ in made}
-    assert {("_drafts", True), ("_stage", True)} <= found
+    assert {("_few", True), ("_stage", True)} <= found
     assert ("_stage", False) not in found
