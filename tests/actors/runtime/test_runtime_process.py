@@ -348,3 +348,33 @@ async def test_last_words_are_heard_when_the_end_is_noticed_first() -> None:
     link.drain()
     assert heard == [(9, 1, b"farewell"), (10, 2, b"")]
     assert lost == [None]
+
+
+async def test_what_a_slow_peer_has_read_is_no_backlog() -> None:
+    ours, theirs = socket.socketpair()
+    loop = asyncio.get_running_loop()
+    heard: list[tuple[int, int]] = []
+    link = Link(loop, ours, lambda *frame: None, lambda error: None)
+    for number in range(100):
+        link.send(1, number, b"x" * 100_000)
+    waiting = link.backlog
+    assert 0 < waiting < 100 * 100_013
+    peer = Link(loop, theirs, lambda kind, number, body: heard.append((number, len(body))), lambda error: None)
+    await asyncio.wait_for(link.flush(), PATIENCE)
+    assert link.backlog == 0
+    await until(lambda: len(heard) == 100)
+    assert heard == [(number, 100_000) for number in range(100)]
+    link.close()
+    peer.close()
+
+
+async def test_a_link_that_was_lost_in_waiting_tells_its_new_owner() -> None:
+    ours, theirs = socket.socketpair()
+    lost: list[str] = []
+    link = Link(asyncio.get_running_loop(), ours, lambda *frame: None, lambda error: lost.append("old"))
+    theirs.close()
+    await until(lambda: link.closed)
+    link.rebind(lambda *frame: None, lambda error: lost.append("new"))
+    assert lost == ["old"]  # not before the owner is done with taking it over
+    await until(lambda: len(lost) == 2)
+    assert lost == ["old", "new"]
