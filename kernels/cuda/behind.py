@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.cuda.choosing import Choices, Shape, Way, in_a_row
 from kernels.cuda.norms import Before, CudaNorm
 from kernels.cuda.scaled import BehindScaled
-from kernels.platforms.operators import Unadded
+from kernels.platforms.operators import Begun, Unadded
 
 __all__ = ["CudaBehindNorm", "Fused", "Fuses"]
 
@@ -33,7 +33,8 @@ class Fuses(Protocol):
         ...
 
     def behind(self, x: Tensor, before: Before) -> Mapping[str, Fused]:
-        """The ways to do so with ``x`` [1, inputs], by name; none where there are none."""
+        """The ways to do so with ``x`` [1, inputs], by name; none where there are none. Each gives the product and the
+        sum."""
         ...
 
     def copies(self) -> Sequence[Fuses]:
@@ -51,32 +52,35 @@ class CudaBehindNorm(BehindScaled):
         self._norm, self._linear, self._choices = norm, linear, choices
 
     def add(self, x: Unadded, residual: Tensor) -> tuple[Tensor, Tensor]:
-        if not isinstance(x, Tensor):
+        if isinstance(x, Begun):
             return super().add(x, residual)
         name = self.quickest(x, residual)
         return super().add(x, residual) if name is None else self._ways(self._linear, x, residual)[name]()
 
-    def quickest(self, x: Tensor, residual: Tensor) -> str | None:
-        """The way that makes both, by name; None where each has a launch of its own."""
+    def quickest(self, x: Tensor | None, residual: Tensor) -> str | None:
+        """The way that makes both, by name; None where each has a launch of its own. ``x``: None where there is nothing
+        to add any more."""
         ways = self._ways(self._linear, x, residual)
         if not ways:
             return None
-        shape = ("behind a norm", *self._linear.shape, x.dtype)
+        if x is None and len(ways) == 1:
+            return next(iter(ways))  # quicker than a launch more, by what was measured
+        shape = ("behind a norm" if x is not None else "norm", *self._linear.shape, residual.dtype)
         name = self._choices.name(shape, lambda: self._trial(x, residual))
         return name if name in ways else None
 
-    def before(self, residual: Tensor) -> Before:
+    def before(self, residual: Tensor | None) -> Before:
         """What the kernel of both is told of the norm."""
         return Before(residual, self._norm.weight, self._norm.eps)
 
-    def _ways(self, linear: Fuses, x: Tensor, residual: Tensor) -> Mapping[str, Fused]:
-        if len(x) > 1 or not x.is_contiguous() or not residual.is_contiguous():
+    def _ways(self, linear: Fuses, x: Tensor | None, residual: Tensor) -> Mapping[str, Fused]:
+        if len(residual) > 1 or not residual.is_contiguous() or (x is not None and not x.is_contiguous()):
             return {}
-        return linear.behind(x, self.before(residual))
+        return linear.behind(residual, self.before(None)) if x is None else linear.behind(x, self.before(residual))
 
-    def _trial(self, x: Tensor, residual: Tensor) -> dict[str, Way]:
+    def _trial(self, x: Tensor | None, residual: Tensor) -> dict[str, Way]:
         """The ways without traces."""
-        total = x + residual
+        total = residual if x is None else x + residual
 
         def ways(linear: Fuses) -> dict[str, Way]:
             fused = self._ways(linear, x, residual)

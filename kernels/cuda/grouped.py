@@ -121,7 +121,7 @@ class GroupedLinear:
 
     def behind(self, x: Tensor, before: Before) -> dict[str, Fused]:
         """As ``kernels.cuda.behind`` wants it."""
-        if self._order is not None or len(x) > 1 or not single_suits(self._form, x):
+        if before.residual is None or self._order is not None or len(x) > 1 or not single_suits(self._form, x):
             return {}
         from kernels.cuda import single
 

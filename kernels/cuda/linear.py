@@ -19,9 +19,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.cuda import narrow
 from kernels.cuda.activation import swiglu
+from kernels.cuda.behind import Fused
 from kernels.cuda.choosing import Choices, Shape, Way, in_a_row, spare
 from kernels.cuda.launch import copying, has_gluon, overlapping
-from kernels.cuda.norms import CudaNorm
+from kernels.cuda.norms import Before, CudaNorm
 from kernels.cuda.scaled import Joining, Scaled
 from kernels.platforms.operators import Norm, Unadded
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["CudaLinear", "one_token"]
 
 _MOST_INPUTS = 16384  # a longer row does not fit a block's registers
+_BLOCK = 2048  # inputs that a program takes at a time, at most
 _ALIGN = 16
 _ALIGNED = 8  # inputs of 16 bits: the copy engine reads rows that begin at multiples of 16 bytes
 _FEW = 16  # tokens that the matrix unit takes at once, at least
@@ -40,19 +42,30 @@ _JOINED = torch.bfloat16  # a stream times a gain and not yet divided: float16 m
 @triton.jit
 def _vector(
     x,
+    residual,
+    gain,
     weight,
     bias,
     out,
+    eps,
     outputs,
     inputs: tl.constexpr,
     rows: tl.constexpr,
     block: tl.constexpr,
     biased: tl.constexpr,
     gated: tl.constexpr,
+    normed: tl.constexpr,
+    adds: tl.constexpr,
+    ahead: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """``rows`` outputs a program. ``gated``: of twice ``outputs`` rows of weight, the second half is what silu of the
-    first is multiplied by.
+    first is multiplied by. ``normed``: of the norm of ``x``. ``adds``: to ``residual``. ``ahead``:
+    two tiles are read before the token, else one.
+
+    The norm is ``gain * x * rsqrt(mean(x^2) + eps)``. A product is linear: the weight is multiplied by ``gain * x``,
+    and what comes of it by the rest, which is known when all of the token was read. So the normed token is not rounded,
+    as it is by a kernel of its own.
     """
     row = tl.program_id(0) * rows + tl.arange(0, rows)
     at = tl.arange(0, block)
@@ -62,60 +75,103 @@ def _vector(
     there = (row < outputs)[:, None]
     total = tl.zeros([rows, block], tl.float32)
     other = tl.zeros([rows, block], tl.float32)
-    # The first tiles are on their way while the kernel before this one ends.
+    squares = tl.zeros([block], tl.float32)
+    # Tiles are on their way while the kernel before this one ends.
     w = tl.load(first, mask=there & (at < inputs)[None, :], other=0.0, eviction_policy="evict_first")
     if gated:
         second = first + outputs.to(tl.int64) * inputs
         u = tl.load(second, mask=there & (at < inputs)[None, :], other=0.0, eviction_policy="evict_first")
+    if ahead and inputs > block:
+        mask = there & (block + at < inputs)[None, :]
+        next_w = tl.load(first + block, mask=mask, other=0.0, eviction_policy="evict_first")
+        if gated:
+            next_u = tl.load(second + block, mask=mask, other=0.0, eviction_policy="evict_first")
     if pdl:
         gdc_wait()
+    if adds:
+        onto = tl.load(residual + row, mask=row < outputs, other=0.0)
     for begin in tl.static_range(0, inputs, block):
-        if begin > 0:
-            mask = there & (begin + at < inputs)[None, :]
+        inside = begin + at < inputs
+        if begin == block and ahead:
+            w = next_w
+            if gated:
+                u = next_u
+        elif begin > 0:
+            mask = there & inside[None, :]
             w = tl.load(first + begin, mask=mask, other=0.0, eviction_policy="evict_first")
             if gated:
                 u = tl.load(second + begin, mask=mask, other=0.0, eviction_policy="evict_first")
-        inside = begin + at < inputs
-        value = tl.load(x + begin + at, mask=inside, other=0.0).to(tl.float32)[None, :]
-        total += w.to(tl.float32) * value
+        value = tl.load(x + begin + at, mask=inside, other=0.0).to(tl.float32)
+        if normed:
+            squares += value * value
+            value *= tl.load(gain + begin + at, mask=inside, other=0.0).to(tl.float32)
+        total += w.to(tl.float32) * value[None, :]
         if gated:
-            other += u.to(tl.float32) * value
+            other += u.to(tl.float32) * value[None, :]
     result = tl.sum(total, 1)
+    if normed:
+        scale = tl.rsqrt(tl.sum(squares) / inputs + eps)
+        result *= scale
     if biased:
         result += tl.load(bias + row, mask=row < outputs, other=0.0).to(tl.float32)
     if gated:
         up = tl.sum(other, 1)
+        if normed:
+            up *= scale
         if biased:
             up += tl.load(bias + outputs + row, mask=row < outputs, other=0.0).to(tl.float32)
         # Rounded as the product is where the activation is an operator of its own.
         result = result.to(out.dtype.element_ty).to(tl.float32)
         up = up.to(out.dtype.element_ty).to(tl.float32)
         result = result * tl.sigmoid(result) * up
+    if adds:  # rounded as the product is where it is added by a kernel of its own
+        result = result.to(out.dtype.element_ty).to(tl.float32) + onto.to(tl.float32)
     tl.store(out + row, result.to(out.dtype.element_ty), mask=row < outputs)
 
 
-def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool) -> Tensor:
-    """``x`` [1, inputs] -> [1, outputs]."""
-    outputs, inputs = weight.shape
-    outputs = outputs // 2 if gated else outputs
-    block = min(2048, triton.next_power_of_2(inputs))
+def _cut(inputs: int, gated: bool, normed: bool) -> tuple[int, int, int, bool]:
+    """Rows and numbers of a row that a program takes at a time, its warps, and whether it reads two tiles ahead."""
+    block = min(_BLOCK, triton.next_power_of_2(inputs))
     # Measured: 8 KiB of weight a program in flight and a vector of 16 bytes a thread.
     rows = max(1, min(8, 4096 // block // (2 if gated else 1)))
+    if normed and inputs > _BLOCK:  # measured: so few programs as read the token and the gain
+        return 2 * rows, block, 8, True
+    return rows, block, 4, False
+
+
+def _multiply(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gated: bool,
+    before: Before | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """``x`` [1, inputs] -> [1, outputs], behind the norm ``before`` it, or added to ``residual`` [1, outputs]."""
+    outputs, inputs = weight.shape
+    outputs = outputs // 2 if gated else outputs
+    rows, block, warps, ahead = _cut(inputs, gated, before is not None)
     out = x.new_empty((1, outputs))
     pdl = overlapping(x.device)
     _vector[(triton.cdiv(outputs, rows),)](
         x,
+        x if residual is None else residual,
+        x if before is None else before.gain,
         weight,
         weight if bias is None else bias,
         out,
+        0.0 if before is None else before.eps,
         outputs,
         inputs,
         rows,
         block,
         bias is not None,
         gated,
+        before is not None,
+        residual is not None,
+        ahead,
         pdl,
-        num_warps=4,
+        num_warps=warps,
         launch_pdl=pdl,
     )
     return out
@@ -180,7 +236,11 @@ class CudaLinear:
 
     def into(self, x: Tensor, residual: Tensor, following: Norm | None) -> tuple[Unadded, Tensor] | None:
         """As ``kernels.cuda.stream.Joins``."""
-        return self._few_into(x, residual, following)
+        if not one_token(x, self.weight):
+            return self._few_into(x, residual, following)
+        if not residual.is_contiguous() or residual.dtype != x.dtype:
+            return None
+        return None, _multiply(x, self.weight, self.bias, self._gated, None, residual)
 
     def _few_into(self, x: Tensor, residual: Tensor, following: Norm | None) -> tuple[Unadded, Tensor] | None:
         if self._gated or residual.dtype != _JOINED or not residual.is_contiguous() or not self._bulks(x):
@@ -213,8 +273,17 @@ class CudaLinear:
         return ways
 
     def _trial(self, x: Tensor) -> dict[str, Way]:
-        copies = [CudaLinear(self.weight.clone(), self.bias, None, self._gated) for _ in range(spare(self.weight))]
-        return in_a_row([layer._ways(x) for layer in (self, *copies)], lambda: swiglu(x))
+        return in_a_row([layer._ways(x) for layer in (self, *self.copies())], lambda: swiglu(x))
+
+    def copies(self) -> list[CudaLinear]:
+        """As ``kernels.cuda.behind`` wants it."""
+        return [CudaLinear(self.weight.clone(), self.bias, None, self._gated) for _ in range(spare(self.weight))]
+
+    def behind(self, x: Tensor, before: Before) -> dict[str, Fused]:
+        """As ``kernels.cuda.behind`` wants it: of the stream alone."""
+        if before.residual is not None or not one_token(x, self.weight):
+            return {}
+        return {"within": lambda: (_multiply(x, self.weight, self.bias, self._gated, before), x)}
 
     @property
     def shape(self) -> Shape:

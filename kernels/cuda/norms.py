@@ -143,10 +143,10 @@ def _enter_both(
 @dataclass(frozen=True, eq=False)
 class Before:
     """The norm before a product of one token, for kernels that do both: of its sum with ``residual`` [1, inputs], dense
-    and of the token's dtype, times ``gain`` [inputs].
+    and of the token's dtype, times ``gain`` [inputs]. None for a residual: the token is the sum.
     """
 
-    residual: Tensor
+    residual: Tensor | None
     gain: Tensor
     eps: float
 

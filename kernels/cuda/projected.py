@@ -18,7 +18,7 @@ from kernels.cuda.grouped import GroupedLinear
 from kernels.cuda.heads import Placing, place_heads
 from kernels.cuda.launch import overlapping
 from kernels.cuda.linear import CudaLinear, one_token
-from kernels.cuda.norms import CudaNorm
+from kernels.cuda.norms import Before, CudaNorm
 from kernels.cuda.scaled import scaled_for
 from kernels.platforms.heads import ProjectedHeads
 from kernels.platforms.operators import Unadded
@@ -32,6 +32,7 @@ _BLOCK: Final = 2048  # inputs at a time, as of other products of one token
 @triton.jit
 def _project(
     x,
+    gain,
     weight,
     bias,
     cos,
@@ -39,65 +40,94 @@ def _project(
     cache,
     index,
     out,
+    eps,
     heads,
     kv_heads,
     dim: tl.constexpr,
     page_size: tl.constexpr,
     inputs: tl.constexpr,
+    pairs: tl.constexpr,
     block: tl.constexpr,
     biased: tl.constexpr,
+    normed: tl.constexpr,
+    ahead: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """Two numbers of a head: the program's, and that half a head further."""
+    """``pairs`` of numbers of a head: the program's, and those half a head further. ``normed`` and ``ahead``: as of
+    ``_vector``.
+    """
     half: tl.constexpr = dim // 2
-    head, number = tl.program_id(0) // half, tl.program_id(0) % half
-    side = tl.arange(0, 2)
-    row = head * dim + number + side * half
+    pair = tl.program_id(0) * pairs
+    head, number = pair // half, pair % half + tl.arange(0, pairs)
+    of = tl.arange(0, 2 * pairs)
+    row = head * dim + pair % half + of % pairs + of // pairs * half
     at = tl.arange(0, block)
     first = weight + row[:, None].to(tl.int64) * inputs + at[None, :]
     if pdl:
         gdc_launch_dependents()
-    # The first tiles are on their way while the kernel before this one ends.
+    # Tiles are on their way while the kernel before this one ends.
     w = tl.load(first, mask=(at < inputs)[None, :], other=0.0, eviction_policy="evict_first")
+    if ahead and inputs > block:
+        mask = (block + at < inputs)[None, :]
+        next_w = tl.load(first + block, mask=mask, other=0.0, eviction_policy="evict_first")
     if pdl:
         gdc_wait()
     c = tl.load(cos + number).to(tl.float32)
     s = tl.load(sin + number).to(tl.float32)
     place = tl.load(index)
-    total = tl.zeros([2, block], tl.float32)
+    total = tl.zeros([2 * pairs, block], tl.float32)
+    squares = tl.zeros([block], tl.float32)
     for begin in tl.static_range(0, inputs, block):
         inside = begin + at < inputs
-        if begin > 0:
+        if begin == block and ahead:
+            w = next_w
+        elif begin > 0:
             w = tl.load(first + begin, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
-        value = tl.load(x + begin + at, mask=inside, other=0.0).to(tl.float32)[None, :]
-        total += w.to(tl.float32) * value
+        value = tl.load(x + begin + at, mask=inside, other=0.0).to(tl.float32)
+        if normed:
+            squares += value * value
+            value *= tl.load(gain + begin + at, mask=inside, other=0.0).to(tl.float32)
+        total += w.to(tl.float32) * value[None, :]
     result = tl.sum(total, 1)
+    if normed:
+        result *= tl.rsqrt(tl.sum(squares) / inputs + eps)
     if biased:
         result += tl.load(bias + row).to(tl.float32)
     # Rounded as the projection's result is where the heads are placed by a kernel of their own.
-    result = result.to(out.dtype.element_ty).to(tl.float32)
+    result = result.to(out.dtype.element_ty).to(tl.float32).reshape(2, pairs)
+    side = tl.arange(0, 2)[:, None]
     if head < heads + kv_heads:
         low = tl.sum(tl.where(side == 0, result, 0.0), 0)
         high = tl.sum(tl.where(side == 1, result, 0.0), 0)
-        result = tl.where(side == 0, low * c + high * s, high * c - low * s)
+        result = tl.where(side == 0, (low * c + high * s)[None, :], (high * c - low * s)[None, :])
     if head < heads:
-        to = out + row
+        to = out + head * dim
     else:
         # Head `heads + h` is key head h: slot h of the page; values follow the keys in both.
         line = (place // page_size * (2 * kv_heads) + (head - heads)) * page_size + place % page_size
-        to = cache + line * dim + number + side * half
-    tl.store(to, result.to(out.dtype.element_ty))
+        to = cache + line * dim
+    tl.store(to + number[None, :] + side * half, result.to(out.dtype.element_ty))
 
 
-def project(x: Tensor, weight: Tensor, bias: Tensor | None, placing: Placing) -> Tensor:
-    """``x`` [1, inputs] by ``weight`` [(heads + 2 * kv_heads) * dim, inputs], dense and of one dtype with the cache ->
-    the queries [1, heads, dim], rotated; keys and values go to the cache."""
+def _cut(inputs: int, dim: int, normed: bool) -> tuple[int, int, int, bool]:
+    """Pairs and numbers of a row that a program takes at a time, its warps, and whether it reads two tiles ahead."""
+    block = min(_BLOCK, triton.next_power_of_2(inputs))
+    if not normed or dim % 4:
+        return 1, block, 4, False
+    return (2, block, 8, True) if inputs > _BLOCK else (2, block, 4, False)
+
+
+def project(x: Tensor, weight: Tensor, bias: Tensor | None, placing: Placing, before: Before | None = None) -> Tensor:
+    """``x`` [1, inputs], behind the norm ``before`` it, by ``weight`` [(heads + 2 * kv_heads) * dim, inputs], dense and
+    of one dtype with the cache -> the queries [1, heads, dim], rotated; keys and values go to the cache."""
     outputs, inputs = weight.shape
     _, _, kv_heads, page_size, dim = placing.cache.shape
     out = placing.queries(x)
     pdl = overlapping(x.device)
-    _project[(outputs // 2,)](
+    pairs, block, warps, ahead = _cut(inputs, dim, before is not None)
+    _project[(outputs // 2 // pairs,)](
         x,
+        x if before is None else before.gain,
         weight,
         weight if bias is None else bias,
         placing.cos,
@@ -105,15 +135,19 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None, placing: Placing) ->
         placing.cache,
         placing.index,
         out,
+        0.0 if before is None else before.eps,
         placing.heads,
         kv_heads,
         dim,
         page_size,
         inputs,
-        min(_BLOCK, triton.next_power_of_2(inputs)),
+        pairs,
+        block,
         bias is not None,
+        before is not None,
+        ahead,
         pdl,
-        num_warps=4,
+        num_warps=warps,
         launch_pdl=pdl,
     )
     return out
@@ -158,6 +192,8 @@ class CudaHeads(ProjectedHeads):
     def _at_once(self, x: Unadded, residual: Tensor, placing: Placing) -> tuple[Tensor, Tensor] | None:
         projection, linear = self.projection, self.projection.linear
         if isinstance(linear, CudaLinear) and one_token(residual, linear.weight):
+            if x is None and isinstance(projection, CudaBehindNorm):
+                return project(residual, linear.weight, linear.bias, placing, projection.before(None)), residual
             normed, total = norm_of_sum(projection.norm, x, residual)
             return project(normed, linear.weight, linear.bias, placing), total
         if isinstance(x, Tensor) and isinstance(projection, CudaBehindNorm) and isinstance(linear, GroupedLinear):

@@ -239,7 +239,7 @@ class EightBitLinear:
 
     def behind(self, x: Tensor, before: Before) -> dict[str, Fused]:
         """As ``kernels.cuda.behind`` wants it."""
-        if self._form is None or len(x) > 1 or not single_suits(self._form, x):
+        if before.residual is None or self._form is None or len(x) > 1 or not single_suits(self._form, x):
             return {}
         from kernels.cuda import single
 

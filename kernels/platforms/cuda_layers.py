@@ -18,7 +18,6 @@ from kernels.cuda.norms import CudaNorm, enter_both, norm_both
 from kernels.cuda.projected import CudaHeads
 from kernels.cuda.quantized import EightBitLinear
 from kernels.cuda.rows import add_rows, look_up
-from kernels.cuda.scaled import BehindScaled, Divides
 from kernels.cuda.stream import CudaIntoStream
 from kernels.layers.experts import ExpertWeights
 from kernels.layers.rotary import RotaryEmbedding
@@ -82,8 +81,6 @@ class CudaLayers(Platform):
     def make_behind_norm(self, norm: Norm, linear: Linear) -> BehindNorm:
         if isinstance(norm, CudaNorm) and isinstance(linear, Fuses):
             return CudaBehindNorm(norm, linear, self._choices)
-        if isinstance(norm, CudaNorm) and isinstance(linear, Divides):
-            return BehindScaled(norm, linear)
         return super().make_behind_norm(norm, linear)
 
     def make_heads(

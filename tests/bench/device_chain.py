@@ -1,9 +1,9 @@
 """The products of a layer as they follow one another on a GPU: ``python -m tests.bench device --only chain``.
 
-A chain of layers, each its four products and norms before two of them (one stands for attention), is one CUDA graph, in
-which a launch may start while the one before it ends. Microseconds of a layer for each way to make all products, the
-median of replays in turns, and below it the share of the time that reading the weights takes at ``PEAK``. Layers
-together are several times what the L2 cache holds.
+A chain of layers, each its four products, the norms before two of them (another stands for attention) and the sums
+behind two, is one CUDA graph, in which a launch may start while the one before it ends. Microseconds of a layer for
+each way to make all products, the median of replays in turns, and below it the share of the time that reading the
+weights takes at ``PEAK``. Layers together are several times what the L2 cache holds.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from tests.bench.device_products import PEAK, projections
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from kernels.platforms.operators import Unadded
 
 __all__ = ["chain"]
 
@@ -73,6 +75,7 @@ def _measure(name: str, kind: str) -> None:
 
     from kernels.cuda.behind import CudaBehindNorm, Fuses
     from kernels.cuda.norms import CudaNorm
+    from kernels.cuda.stream import CudaIntoStream
     from kernels.platforms.projections import BehindNorm
 
     each, ways = KINDS[kind]
@@ -83,6 +86,7 @@ def _measure(name: str, kind: str) -> None:
     hidden, attended = shapes[0][1], shapes[1][1]
     norm, other = (CudaNorm(torch.ones(wide, dtype=torch.bfloat16, device="cuda"), 1e-5) for wide in (hidden, attended))
 
+    into = [[CudaIntoStream(linear) for linear in (layer[1], layer[3])] for layer in layers]
     behind = [
         [
             CudaBehindNorm(norm, linear, forced) if isinstance(linear, Fuses) else BehindNorm(norm, linear)
@@ -92,12 +96,14 @@ def _measure(name: str, kind: str) -> None:
     ]
 
     def run(first: Tensor) -> Tensor:
-        x, residual = first, first.clone()
-        for (_, output, _, down), (qkv, gates) in zip(layers, behind, strict=True):
-            x, residual = qkv.add(x, residual)
-            x, residual = gates.add(output(other(x[:, :attended])), residual)
-            x = down(x)
-        return x
+        unadded: Unadded = first
+        residual = first.clone()
+        for (output, down), (qkv, gates) in zip(into, behind, strict=True):
+            x, residual = qkv.add(unadded, residual)
+            unadded, residual = output(other(x[:, :attended]), residual)
+            x, residual = gates.add(unadded, residual)
+            unadded, residual = down(x, residual)
+        return residual
 
     for tokens, some in ways.items():
         first = torch.randn(tokens, hidden, dtype=torch.bfloat16, device="cuda")

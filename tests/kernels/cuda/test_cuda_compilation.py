@@ -67,7 +67,10 @@ def smalls(dtype):
         own = Placing(
             heads, *empty(2, 1, 1, dim, dtype=dtype), empty(99, 2, kv_heads, 64, dim, dtype=dtype), positions[:1]
         )
-        project(empty(1, 1024, dtype=dtype), empty((heads + 2 * kv_heads) * dim, 1024, dtype=dtype), None, own)
+        for inputs in (1024, 4096):
+            x, weight = empty(1, inputs, dtype=dtype), empty((heads + 2 * kv_heads) * dim, inputs, dtype=dtype)
+            for before in (None, Before(None, x, 1e-5)):
+                project(x, weight, None, own, before)
     for (heads, kv_heads, dim), normed in ((LLAMA, False), (QWEN, True), (SMALL, False)):
         weight = empty(heads + kv_heads, dim, dtype=dtype) if normed else None
         for tokens in (16, 100):
@@ -120,6 +123,12 @@ def products(dtype):
         CudaLinear(empty(outputs, inputs, dtype=dtype), None)(empty(1, inputs, dtype=dtype))
     CudaLinear(empty(28672, 4096, dtype=dtype), None, gated=True)(empty(1, 4096, dtype=dtype))
     CudaLinear(empty(6144, 1024, dtype=dtype), empty(6144, dtype=dtype), gated=True)(empty(1, 1024, dtype=dtype))
+    for outputs, inputs, gated in ((28672, 4096, True), (6144, 4096, False), (6144, 1024, True), (4096, 1024, False)):
+        x, linear = empty(1, inputs, dtype=dtype), CudaLinear(empty(outputs, inputs, dtype=dtype), None, gated=gated)
+        linear.behind(x, Before(None, x, 1e-5))["within"]()
+    for outputs, inputs in ((4096, 4096), (4096, 14336), (1024, 3072)):
+        x, linear = empty(1, inputs, dtype=dtype), CudaLinear(empty(outputs, inputs, dtype=dtype), None)
+        linear.into(x, empty(1, outputs, dtype=dtype), None)
 
 
 def few_tokens(dtype):

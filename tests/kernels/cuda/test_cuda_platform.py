@@ -17,7 +17,6 @@ from kernels.cuda.grouped import GroupedLinear, WideWeight
 from kernels.cuda.linear import CudaLinear
 from kernels.cuda.norms import CudaNorm
 from kernels.cuda.quantized import EightBitLinear
-from kernels.cuda.scaled import BehindScaled
 from kernels.layers.biased_norm import BiasedNorm
 from kernels.platforms.base import PlatformError
 from kernels.platforms.cuda import CudaPlatform
@@ -52,10 +51,10 @@ def test_norms_go_with_the_products_that_can_make_them(device):
         torch.zeros(64, 128, dtype=torch.uint8), torch.ones(64, 2), None, 128, 4, dtype=torch.float16
     )
     eight = dataclasses.replace(quantize_int8(dense), dtype=torch.float16)
-    for linear in (EightBitLinear(eight, None), GroupedLinear(grouped.to(device), None, WideWeight(device))):
+    own = EightBitLinear(eight, None), GroupedLinear(grouped.to(device), None, WideWeight(device))
+    for linear in (*own, CudaLinear(dense, None)):
         assert isinstance(platform.make_behind_norm(norm, linear), CudaBehindNorm)
         assert type(platform.make_behind_norm(BiasedNorm(platform, norm, norm.weight), linear)) is BehindNorm
-    assert type(platform.make_behind_norm(norm, CudaLinear(dense, None))) is BehindScaled
     for which, other in ((norm, lambda x: x), (BiasedNorm(platform, norm, norm.weight), CudaLinear(dense, None))):
         assert type(platform.make_behind_norm(which, other)) is BehindNorm
 

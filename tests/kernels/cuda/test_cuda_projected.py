@@ -14,7 +14,6 @@ from kernels.cuda.heads import Placing, place_heads
 from kernels.cuda.linear import CudaLinear
 from kernels.cuda.norms import Before, CudaNorm
 from kernels.cuda.projected import CudaHeads
-from kernels.platforms.projections import BehindNorm
 from kernels.quantization.weights import GroupedWeight
 from tests.kernels.cuda.plain import single_in_triton
 
@@ -39,7 +38,7 @@ def made(device, dtype, dim, inputs, biased=False, normed=False):
     weight = (torch.randn((HEADS + 2 * KV_HEADS) * dim, inputs) / inputs**0.5).to(dtype).to(device)
     bias = torch.randn(len(weight)).to(dtype).to(device) if biased else None
     linear = CudaLinear(weight, bias)
-    behind = BehindNorm(CudaNorm(1 + torch.rand(inputs).to(dtype).to(device), 1e-5), linear)
+    behind = CudaBehindNorm(CudaNorm(1 + torch.rand(inputs).to(dtype).to(device), 1e-5), linear, None)
     own = CudaNorm(torch.randn(HEADS + KV_HEADS, dim).to(dtype).to(device), 1e-6) if normed else None
     return CudaHeads(Places(), behind, HEADS, KV_HEADS, dim, own)
 
@@ -56,8 +55,8 @@ def step(device, dtype, dim, inputs, tokens=1):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("first", [False, True])
-@pytest.mark.parametrize(("dim", "inputs"), [(16, 128), (64, 4096), (24, 2064)])
-def test_one_launch_does_what_two_do(device, dtype, biased, first, dim, inputs):
+@pytest.mark.parametrize(("dim", "inputs"), [(16, 128), (64, 4096), (24, 2064), (6, 128)])
+def test_one_launch_does_what_two_do(device, dtype, biased, first, dim, inputs, monkeypatch):
     heads = made(device, dtype, dim, inputs, biased)
     x, residual, cos, sin, cache, index = step(device, dtype, dim, inputs)
     given = None if first else x.clone()
@@ -66,6 +65,8 @@ def test_one_launch_does_what_two_do(device, dtype, biased, first, dim, inputs):
     qkv, placed = linear(norm(total)).view(1, -1, dim), cache.clone()
     place_heads(qkv, HEADS, KV_HEADS, None, 0.0, cos, sin, placed, index)
 
+    if first:
+        monkeypatch.setattr(CudaNorm, "_launch", lambda *_: pytest.fail("the product norms the stream"))
     queries, found = heads(given, residual, cos, sin, cache, index)
     assert heads.platform.placed == []
     assert queries.shape == (1, HEADS, dim)
@@ -98,13 +99,15 @@ def test_other_heads_are_placed_by_a_kernel_of_their_own(device):
     assert other.platform.placed == [1, 1]
 
 
-def test_a_token_is_read_when_the_kernel_in_front_has_ended(device, monkeypatch):
+@pytest.mark.parametrize("normed", [False, True])
+def test_a_token_is_read_when_the_kernel_in_front_has_ended(normed, device, monkeypatch):
     if device.type != "cpu":
         pytest.skip("only the interpreter can tell")
     heads = made(device, torch.float16, 16, 128)
     x, _, cos, sin, cache, index = step(device, torch.float16, 16, 128)
     weight, other = heads.projection.linear.weight, torch.zeros_like(cache)
-    right = projected.project(x, weight, None, Placing(HEADS, cos, sin, cache, index))
+    before = Before(None, 1 + torch.rand(128).half(), 1e-5) if normed else None
+    right = projected.project(x, weight, None, Placing(HEADS, cos, sin, cache, index), before)
     early, waits = (x, cos, sin, index), []
     values = [part.clone() for part in early]
 
@@ -120,8 +123,9 @@ def test_a_token_is_read_when_the_kernel_in_front_has_ended(device, monkeypatch)
     monkeypatch.setattr(projected, "overlapping", lambda _: True)
     monkeypatch.setattr(projected, "gdc_launch_dependents", begin)
     monkeypatch.setattr(projected, "gdc_wait", wait)
-    assert torch.equal(projected.project(x, weight, None, Placing(HEADS, cos, sin, other, index)), right)
-    assert len(waits) == len(weight) // 2
+    own = Placing(HEADS, cos, sin, other, index)
+    assert torch.equal(projected.project(x, weight, None, own, before), right)
+    assert len(waits) == len(weight) // (4 if normed else 2)  # each program
     assert torch.equal(other, cache)
 
 
