@@ -250,8 +250,8 @@ def test_what_is_no_copy_engines_is_added_by_the_norm(device, engine, monkeypatc
     assert joins(linear, following=SimpleNamespace())[0] is None
     assert joins(linear, stream=stream.float()) is None
     assert joins(CudaLinear(weight, None, gated=True)) is None
-    # Of one token, or of many, it is not.
-    assert joins(linear, x[:1], stream[:1]) is None
+    # That of one token, by another kernel, begins no norm; and of one or of many there are no parts.
+    assert joins(linear, x[:1], stream[:1])[0] is None
     assert not linear.leaves(x[:1])
     assert not linear.leaves(x.repeat(13, 1))
     assert not CudaLinear(weight, torch.zeros_like(weight[:, 0])).leaves(x)
