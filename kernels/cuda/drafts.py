@@ -30,7 +30,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.cuda.decode import DecodeScratch
 from kernels.cuda.launch import copying
-from kernels.cuda.verify import HEADER
+from kernels.cuda.verify import HEADER, ones
 
 __all__ = ["Cut", "attend_few", "few_cut"]
 
@@ -64,15 +64,6 @@ def few_cut(rows: int, tokens: int, heads_each: int, kv_heads: int, early: bool)
 
 
 @gluon.jit
-def _set(x):
-    """How many bits of ``x`` are set."""
-    x = x - ((x >> 1) & 0x5555555555555555)
-    x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
-    x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
-    return ((x * 0x0101010101010101) >> 56).to(gl.int32)
-
-
-@gluon.jit
 def _line(table, index, kv_head, kv_heads: gl.constexpr, page_size: gl.constexpr):
     """Of the cache where the keys of block ``index`` begin."""
     page = gl.load(table + index * 64 // page_size)
@@ -94,8 +85,8 @@ def _visible(score, index, end, seen, root, offset, window: gl.constexpr):
     path = ((left & 1) != 0) & ((node >= 0) & (node < 64))[:, None]
     before = (node < 0)[:, None]
     if window > 0:
-        path = path & (_set(left) <= window)
-        before = before & (node[:, None] >= (_set(seen) - window)[None, :])
+        path = path & (ones(left) <= window)
+        before = before & (node[:, None] >= (ones(seen) - window)[None, :])
     return gl.where((before | path) & (index < end), score, -float("inf"))
 
 

@@ -66,12 +66,12 @@ def sums_of(one, two, token, upper: gl.constexpr):
         mad.lo.s32 $0, f, 256, e; mad.lo.s32 $1, h, 256, g; }"""
     code: gl.constexpr = head + mask + rest
     a, b, c, d, e, f, g, h = one
-    i, j, k, l, m, n, o, p = two  # noqa: E741
-    q, r, s, t, u, v, w, x = token
+    i, j, k, n, m, o, p, q = two
+    r, s, t, u, v, w, x, y = token
     return gl.inline_asm_elementwise(
         code,
         "=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
-        [a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q, r, s, t, u, v, w, x],
+        [a, b, c, d, e, f, g, h, i, j, k, n, m, o, p, q, r, s, t, u, v, w, x, y],
         dtype=(gl.int32, gl.int32),
         is_pure=True,
         pack=1,

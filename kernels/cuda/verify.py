@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.cuda.decode import DecodeScratch
 from kernels.cuda.launch import overlapping
 
-__all__ = ["HEADER", "attend_drafts", "draft_splits"]
+__all__ = ["HEADER", "attend_drafts", "draft_splits", "ones"]
 
 HEADER = 4
 """Numbers of a row's state before its pages: its first token in the step, its tokens, the position of which every query
@@ -48,7 +48,7 @@ def draft_splits(rows: int, tokens: int, heads_each: int, kv_heads: int, context
 
 
 @triton.jit
-def _ones(x):
+def ones(x):
     """How many bits of ``x`` are set."""
     x = x - ((x >> 1) & 0x5555555555555555)
     x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
@@ -144,8 +144,8 @@ def _stretch(
             own = ((left & 1) != 0) & ((node >= 0) & (node < 64))[None, :]
             seen = (node < 0)[None, :]
             if window > 0:
-                own = own & (_ones(left) <= window)
-                seen = seen & (node[None, :] >= (_ones(bits) - window)[:, None])
+                own = own & (ones(left) <= window)
+                seen = seen & (node[None, :] >= (ones(bits) - window)[:, None])
             score = tl.where(seen | own, score, -float("inf"))
         above = tl.maximum(top, tl.max(score, 1))
         if masked:
