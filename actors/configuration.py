@@ -103,6 +103,7 @@ def runner_config(
         kv_cache_quant_method="" if a.kv_cache_quant_method == "auto" else a.kv_cache_quant_method,
         kv_cache_scales=a.quantization_param_path or "",
         fp32_head=a.enable_fp32_lm_head,
+        invariant=a.enable_deterministic_inference,
     )
 
 

@@ -44,7 +44,8 @@ class ModelRunner:
 
     Results are deterministic: the same steps give the same tokens. A row's logits do not depend on what the other
     rows hold, but they are not bit-equal between batches of different shape (sizes of matrix products, lengths of
-    all rows, padded or not, chunk borders), because sums are then taken in another order.
+    all rows, padded or not, chunk borders), because sums are then taken in another order; they are with
+    ``RunnerConfig.invariant``.
 
     progress: called with a stage (weights | cache | warmup) and the fraction of the whole load that is done.
     """

@@ -184,6 +184,7 @@ class RunnerConfig(msgspec.Struct, frozen=True):
     kv_cache_quant_method: str = ""  # none | per_token_head; empty: by scales where there are some
     kv_cache_scales: str = ""  # a JSON file of them
     fp32_head: bool = False  # logits in float32
+    invariant: bool = False  # a token's results do not depend on what else a step runs
 
 
 class ModelInfo(msgspec.Struct, frozen=True):

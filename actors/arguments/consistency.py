@@ -127,6 +127,11 @@ def _devices(arguments: Arguments) -> Iterator[str]:
     for name in _GRAPHS_OF.get(arguments.device, ()):
         if getattr(arguments, name):
             yield f"{name} contradicts device {arguments.device}, which has no such graphs; leave one out"
+    if arguments.enable_deterministic_inference:
+        if arguments.device in ("cpu", "npu"):
+            yield f"enable_deterministic_inference contradicts device {arguments.device}, which has no such kernels"
+        if arguments.tensor_parallel_size > 1:
+            yield "enable_deterministic_inference needs tensor_parallel_size 1: GPUs add up in an order of their own"
     if arguments.npu_simulator is not None:
         try:
             parse_simulation(arguments.npu_simulator)

@@ -178,4 +178,12 @@ DEVICE_ARGUMENTS: tuple[Argument, ...] = (
         group="Devices and kernels",
         help="Run steps with prompts without a graph.",
     ),
+    Argument(
+        name="enable-deterministic-inference",
+        kind="flag",
+        default=False,
+        group="Devices and kernels",
+        help="On one GPU: answers are the same whatever is asked beside them, however prompts are cut, and whether "
+        "tokens are guessed ahead. Slower; quantized weights are dequantized.",
+    ),
 )

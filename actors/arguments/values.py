@@ -139,6 +139,7 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
     piecewise_cuda_graph_max_tokens: int | None = None
     enable_piecewise_cuda_graph: bool = False
     disable_piecewise_cuda_graph: bool = False
+    enable_deterministic_inference: bool = False
     quantization: (
         Literal["int8", "fp8", "unquant", "awq", "gptq", "auto-round", "compressed-tensors", "modelslim", "gguf"] | None
     ) = None

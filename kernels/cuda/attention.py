@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.cuda.decode import DecodeScratch, attend_decodes, split_count
+from kernels.cuda.invariant import attend_decodes_alone, attend_drafts_alone, attend_prompts_alone
 from kernels.cuda.launch import attempted, copying, has_gluon
 from kernels.cuda.narrow_cache import NarrowCache, scale_found, scale_queries
 from kernels.cuda.prefill import PrefillBlocks, attend_prefills, plan_prefills
@@ -122,9 +123,10 @@ def plan_guesses(
 
 
 def attention(
-    queries: Tensor, cache: Tensor | NarrowCache, plan: AttentionPlan, scale: float, scratch: DecodeScratch
+    queries: Tensor, cache: Tensor | NarrowCache, plan: AttentionPlan, scale: float, scratch: DecodeScratch | None
 ) -> Tensor:
-    """``queries`` [tokens, heads, dim] -> [tokens, heads * dim]."""
+    """``queries`` [tokens, heads, dim] -> [tokens, heads * dim]. ``scratch``: None: each query's result is the same
+    whatever else there is (``kernels.cuda.invariant``)."""
     if isinstance(cache, NarrowCache):
         if cache.fixed is None:
             return _attention(queries, cache.values, cache.scales, plan, scale, scratch).flatten(1)
@@ -214,10 +216,12 @@ def _attention(
     scales: Tensor | None,
     plan: AttentionPlan,
     scale: float,
-    scratch: DecodeScratch,
+    scratch: DecodeScratch | None,
 ) -> Tensor:
     tokens, heads, dim = queries.shape
     out = queries.new_empty((tokens, heads, dim))
+    if scratch is None:
+        return _attend_alone(queries, cache, scales, plan, scale, out)
     some = plan.decodes
     if some is not None:
         state = some.state
@@ -233,6 +237,19 @@ def _attention(
         specializes = _specializes(queries, cache, scales, plan.prefills, plan.window)
         if not specializes or attempted(_specialized(), queries, cache, plan.prefills, scale, out) is None:
             attend_prefills(queries, cache, plan.prefills, plan.window, scale, out, scales)
+    return out
+
+
+def _attend_alone(
+    queries: Tensor, cache: Tensor, scales: Tensor | None, plan: AttentionPlan, scale: float, out: Tensor
+) -> Tensor:
+    given, drafts = (queries, cache, scales), plan.drafts
+    if plan.decodes is not None:
+        attend_decodes_alone(*given, plan.decodes.state, plan.window, scale, out)
+    if drafts is not None:
+        attend_drafts_alone(*given, drafts.state, drafts.bits, drafts.tokens, plan.window, scale, out)
+    if plan.prefills is not None:
+        attend_prompts_alone(*given, plan.prefills, plan.window, scale, out)
     return out
 
 

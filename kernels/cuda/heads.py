@@ -155,16 +155,17 @@ def place_heads(
     cache: Tensor | NarrowCache,
     index: Tensor,
     parts: Tensor | None = None,
+    alone: bool = False,
 ) -> None:
     """``qkv`` [tokens, heads + 2 * kv_heads, dim], its queries changed in place; ``cos``, ``sin`` [tokens, 1, dim].
 
     ``weight`` [heads + kv_heads, dim]: of the norm of each head, or None. ``index`` int64 [tokens]: page * page_size +
     offset of each token. The first half of ``sin`` is negated. ``cache`` [pages, 2, kv_heads, page_size, dim], or
     a narrow one. ``parts`` float32 [parts, tokens, (heads + 2 * kv_heads) * dim], dense: what ``qkv`` is the sum of,
-    rounded, which is made then.
+    rounded, which is made then. ``alone``: each token by the same sums however many there are.
     """
     tokens, every, dim = qkv.shape
-    block = 1 if tokens <= 64 else 8
+    block = 1 if tokens <= 64 or alone else 8
     pdl = overlapping(qkv.device)
     values, scales, offsets, kept = cache, None, None, 0
     if isinstance(cache, NarrowCache):

@@ -61,6 +61,8 @@ class CudaPlatform(CudaLayers):
 
     collectives = "nccl"
     overlaps = True
+    invariant = False
+    """Whether a token's results do not depend on what else a step runs."""
     default_memory_fraction = 0.9
 
     def __init__(self, config: RunnerConfig) -> None:
@@ -207,7 +209,8 @@ class CudaPlatform(CudaLayers):
     ) -> Tensor:
         assert norm is None or isinstance(norm, CudaNorm)
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        place_heads(qkv, heads, (qkv.shape[1] - heads) // 2, weight, eps, cos, sin, cache, index)
+        kv_heads = (qkv.shape[1] - heads) // 2
+        place_heads(qkv, heads, kv_heads, weight, eps, cos, sin, cache, index, alone=self.invariant)
         return qkv[:, :heads]
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
@@ -286,7 +289,7 @@ class CudaPlatform(CudaLayers):
         return plan_attention(rows, window, self._kv_heads, self.put)
 
     def attention(self, queries: Tensor, cache: Tensor | NarrowCache, plan: AttentionPlan, scale: float) -> Tensor:
-        return attention(queries, cache, plan, scale, self._scratch)
+        return attention(queries, cache, plan, scale, None if self.invariant else self._scratch)
 
     def capture_decodes(
         self,

@@ -172,7 +172,11 @@ class Projections(ABC):
             [part.float() if isinstance(part, Tensor) else self.widen(part, torch.float32) for part in pieces]
         )
         self.widened_bytes += wide.nbytes - (0 if shared else sum(part.nbytes for part in pieces))
-        return lambda x: F.linear(x.float(), wide)
+        return self.linear_of_floats(wide)
+
+    def linear_of_floats(self, weight: Tensor) -> Linear:
+        """``[rows, inputs] -> float32 [rows, outputs]`` of a float32 ``weight``."""
+        return lambda x: F.linear(x.float(), weight)
 
     def _make_of_rounded(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
         """``make_quantized``, after what no device has a kernel for."""

@@ -10,6 +10,11 @@ __all__ = ["select_platform"]
 
 def select_platform(config: RunnerConfig) -> Platform:
     """The platform of ``config.device``: cpu, npu or cuda. Raises PlatformError where there is none."""
+    if config.invariant and config.device != "cuda":
+        raise PlatformError(
+            f"device {config.device} has no kernels for --enable-deterministic-inference: leave it out, or use "
+            "--device cuda"
+        )
     if config.device == "cpu":
         from kernels.platforms.cpu import CpuPlatform
 
@@ -27,11 +32,12 @@ def select_platform(config: RunnerConfig) -> Platform:
     if config.device == "cuda":
         try:
             from kernels.platforms.cuda import CudaPlatform
+            from kernels.platforms.cuda_invariant import InvariantCudaPlatform
         except (ImportError, RuntimeError) as error:
             raise PlatformError(
                 f"the CUDA kernels cannot be loaded ({error}); install a PyTorch built for CUDA, which brings triton, "
                 "or use --device cpu"
             ) from error
 
-        return CudaPlatform(config)
+        return InvariantCudaPlatform(config) if config.invariant else CudaPlatform(config)
     raise PlatformError(f"device {config.device!r} is not supported; use --device cpu, npu or cuda")

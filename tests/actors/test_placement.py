@@ -10,7 +10,11 @@ import pytest
 
 from actors import placement
 from actors.arguments import ArgumentError, Arguments
+from actors.configuration import runner_config
 from actors.placement import Placement, place
+from kernels.platforms.base import PlatformError
+from kernels.platforms.select import select_platform
+from kernels.step import RunnerConfig
 
 
 def arguments(**keywords: object) -> Arguments:
@@ -97,6 +101,19 @@ def test_the_simulator_is_a_device() -> None:
 def test_the_cpu_has_none_of_it(keywords: dict[str, object]) -> None:
     with pytest.raises(ArgumentError, match="contradicts device cpu"):
         arguments(device="cpu", **keywords)
+
+
+def test_only_one_gpu_has_kernels_that_no_other_row_changes() -> None:
+    for device in ("cpu", "npu"):
+        with pytest.raises(ArgumentError, match=f"enable_deterministic_inference contradicts device {device}"):
+            arguments(device=device, enable_deterministic_inference=True)
+    with pytest.raises(ArgumentError, match="enable_deterministic_inference needs tensor_parallel_size 1"):
+        arguments(device="cuda", enable_deterministic_inference=True, tensor_parallel_size=2)
+    config = runner_config(arguments(device="cuda", enable_deterministic_inference=True), Path(), 64, Placement("cuda"))
+    assert config.invariant
+    for device in ("cpu", "npu"):
+        with pytest.raises(PlatformError, match=f"device {device} has no kernels for --enable-deterministic-inference"):
+            select_platform(RunnerConfig(model_path="", device=device, invariant=True))
 
 
 def test_only_a_gpu_has_graphs_of_steps_with_prompts() -> None:

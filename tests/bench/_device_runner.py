@@ -165,14 +165,19 @@ def _launch_in_turn() -> None:
 
 
 def measure(
-    name: str, directory: Path, points: Sequence[str], profiles: Path | None, done: Callable[[list[Row]], None]
+    name: str,
+    directory: Path,
+    points: Sequence[str],
+    profiles: Path | None,
+    done: Callable[[list[Row]], None],
+    invariant: bool = False,
 ) -> None:
-    """``done`` is given each row as it is there."""
+    """``done`` is given each row as it is there. ``invariant``: as ``RunnerConfig`` says."""
     path = write_model(name, directory)
     if profiles is not None:
         _launch_in_turn()
     begun = time.perf_counter()
-    runner, info = load(path)
+    runner, info = load(path, invariant=invariant)
     Requests(runner, info, 1, 128, 1).run()
     took = time.perf_counter() - begun
     print(f"{name}: loaded in {took:.1f} s ({info.load_seconds}), {info.num_pages} pages, graphs {info.graph_rows}")

@@ -11,8 +11,9 @@ Options: ``--only NAME[,NAME...]`` of checks, decode, offline, prefill, engine, 
 ``--only products`` times the products of few tokens, every way there is to make them, ``--only chain`` those of a
 layer as they follow one another, and ``--only prompts`` the attention of prompts; ``--only speculative`` says what
 guessing tokens ahead costs and gains (``device_speculative``); ``--profile DIR`` writes tables of the device's time by
-kernel. In parts: ``--tests WORD`` checks only files and tests with the word in their names, and ``--keep FILE`` adds
-rows to those that an earlier part left there, so that the table holds all.
+kernel. ``--deterministic`` measures decode, offline and prefill with kernels whose results depend on no other rows
+(``--enable-deterministic-inference``). In parts: ``--tests WORD`` checks only files and tests with the word in their
+names, and ``--keep FILE`` adds rows to those that an earlier part left there, so that the table holds all.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--model", default="8b,0.6b", help="shapes, separated by commas")
     parser.add_argument("--tests", default="", help="checks only files and tests with this in their names")
     parser.add_argument("--profile", type=Path, help="directory for tables of the device's time by kernel")
+    parser.add_argument("--deterministic", action="store_true", help="with --enable-deterministic-inference")
     parser.add_argument("--keep", type=Path, help="file of rows: those there are printed, too")
     given = parser.parse_args(arguments)
     points = given.only.split(",")
@@ -93,7 +95,7 @@ def main(arguments: list[str]) -> None:
             chain(given.model.split(","))
         for name in given.model.split(","):
             if {"decode", "offline", "prefill"} & set(points) or given.profile is not None:
-                measure(name, directory, points, given.profile, done)
+                measure(name, directory, points, given.profile, done, given.deterministic)
             if "speculative" in points:
                 speculative(write_model(name, directory), SHAPES[name], directory)
             if "engine" in points:

@@ -13,8 +13,9 @@ both are started anew for each algorithm, the other one first each time; the ran
 pairs' own. ``--algorithms NONE`` has a second engine that does not guess either: what it differs by is chance.
 
 ``--hostile`` takes prompts of random tokens that are continued at a high temperature, where hardly a guess can be
-right; ``--adaptive`` adds --speculative-adaptive to each algorithm. Other arguments of the engine that guesses follow
-after ``--``.
+right; ``--adaptive`` adds --speculative-adaptive to each algorithm. ``--both=ARGUMENT`` is an argument of both engines:
+with ``--both=--enable-deterministic-inference`` no answer may differ on a GPU. Other arguments of the engine that
+guesses follow after ``--``.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ def _arguments(words: Sequence[str]) -> Arguments:
 
 
 async def _compare(algorithm: str, args: argparse.Namespace) -> None:
-    common = ["--device", args.device]
+    common = ["--device", args.device, *args.both]
     words = common
     if algorithm != NONE:
         adaptive = ["--speculative-adaptive"] if args.adaptive else []
@@ -205,6 +206,7 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--adaptive", action="store_true", help="adds --speculative-adaptive")
     parser.add_argument("--device", default="cpu", help="that runs the model")
+    parser.add_argument("--both", action="append", default=[], metavar="ARGUMENT", help="of both engines")
     cut = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:cut])
     args.rest = argv[cut + 1 :]

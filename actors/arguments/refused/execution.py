@@ -134,9 +134,8 @@ EXECUTION: tuple[Refusal, ...] = (
     *family("Runtime", "binding to NUMA nodes is not built yet", "use numactl", lists=("numa-node",)),
     *family(
         "Runtime",
-        "kernels whose results are the same in every batch are not built yet",
-        "leave it out; sampling noise itself does not depend on the batch",
-        flags=("enable-deterministic-inference",),
+        "results that equal those of a trainer are not built yet",
+        "leave it out; --enable-deterministic-inference makes answers the same in every batch",
         values={"rl-on-policy-target": None},
     ),
 )

@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 import torch
 import triton
+from triton.runtime.jit import JITFunction
 
 from kernels.speculative.settings import SpeculativeSettings
 from tests.bench.device_speculative import Decoding, write_draft
@@ -82,3 +83,22 @@ def test_guesses_are_captured(topk, nodes, monkeypatch, tmp_path, drive):
     assert Counter(told)["guesses"] > 0
     assert Counter(told)["guessed"] > 0
     assert "_few" in {kernel.kernel for kernel in found}
+
+
+@pytest.mark.parametrize("guesses", [False, True], ids=["plain", "guesses"])
+def test_invariant_steps_have_no_kernels_for_some_numbers_of_tokens(guesses, monkeypatch, tmp_path, drive):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    draft = write_draft(CONFIG, tmp_path)
+    settings = SpeculativeSettings("EAGLE3", str(draft), 3, 4, 16, load_format="dummy", fixed_acceptance=3.0)
+    kernels = set()
+    with compiling(monkeypatch, 90):
+        run = JITFunction.run
+        monkeypatch.setattr(
+            JITFunction, "run", lambda self, *args, **given: (kernels.add(self.__name__), run(self, *args, **given))[1]
+        )
+        driver, _ = drive(invariant=True, speculation=settings if guesses else None, max_step_tokens=2048)
+        driver.admit(1, range(1, 40))
+        driver.step([(1, 39)])
+        driver.step([(1, 1)])
+    assert {"_product", "_alone", "_norm", "_place_heads"} <= kernels
+    assert not {"_vector", "_bulk", "_decode", "_prefill", "_project", "_few", "_drafts", "_narrow"} & kernels

@@ -18,6 +18,7 @@ from kernels.cuda.decode import DecodeScratch
 from kernels.cuda.grouped import GroupedLinear, WideWeight
 from kernels.cuda.growing import CudaGrowing
 from kernels.cuda.heads import Placing, place_heads
+from kernels.cuda.invariant import InvariantLinear
 from kernels.cuda.linear import CudaLinear
 from kernels.cuda.moving import move_accepted, move_caches
 from kernels.cuda.norms import Before, CudaNorm, enter_both, norm_both
@@ -210,9 +211,18 @@ def groups(dtype):
             linear(empty(tokens, 4096, dtype=dtype))
 
 
-def attend(dtype, heads, kv_heads, dim, page_size, windows=(0,)):
+def invariant(dtype):
+    for outputs, inputs, gated in ((6144, 4096, False), (28672, 4096, True), (4096, 14336, False)):
+        linear = InvariantLinear(empty(outputs, inputs, dtype=dtype), empty(outputs, dtype=dtype), gated)
+        for tokens in (1, 64, 2048):
+            linear(empty(tokens, inputs, dtype=dtype))
+    attend(dtype, *LLAMA, 64, scratch=False)
+
+
+def attend(dtype, heads, kv_heads, dim, page_size, windows=(0,), scratch=True):
     """Decodes, drafts as chains and as trees, and prompts."""
-    cache, scratch, pages = empty(99, 2, kv_heads, page_size, dim, dtype=dtype), DecodeScratch(torch.device("meta")), 9
+    cache, pages = empty(99, 2, kv_heads, page_size, dim, dtype=dtype), 9
+    scratch = DecodeScratch(torch.device("meta")) if scratch else None
     held = pages * page_size
     for window in windows:
         for counts in ([1], [1] * 200, [120], [held]):
@@ -234,6 +244,7 @@ SHORT = {
     "products": products,
     "few tokens": few_tokens,
     "skinny": skinny_products,
+    "invariant": invariant,
 }
 LONG = {
     "singles": singles,
@@ -242,7 +253,7 @@ LONG = {
     "groups": groups,
     "small": lambda dtype: attend(dtype, *SMALL, 16, (100,)),
 }
-SPILLED = {"_prefill": 512, "_drafts": 512, "_single": 128}
+SPILLED = {"_alone": 64, "_prefill": 512, "_drafts": 512, "_single": 128}
 """Bytes that some kernels write for want of registers, on some devices or with some sizes of pages: known, and little
 beside what they read."""
 
