@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Final
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -26,9 +27,47 @@ __all__ = ["InvariantLinear", "attend_decodes_alone", "attend_drafts_alone", "at
 _LINES: Final = 64
 """Of a tile of queries, times the heads that share a key head: as many for a decode as for a prompt, since the matrix
 unit is used in another way for fewer."""
+_FEW: Final = 16
+"""Tokens that the matrix unit takes at once, at least."""
+_PART = tl.constexpr(2048)
+"""Inputs whose sum is taken by itself."""
+_ADDED: Final = 512  # outputs of a program that adds up parts
 _DECODES = tl.constexpr(0)
 _DRAFTS = tl.constexpr(1)
 _PROMPTS = tl.constexpr(2)
+
+
+@triton.jit
+def _sum(
+    x,
+    weight,
+    row,
+    token,
+    tokens,
+    stride,
+    outputs,
+    first,
+    inputs: tl.constexpr,
+    rows: tl.constexpr,
+    columns: tl.constexpr,
+    block: tl.constexpr,
+    precision: tl.constexpr,
+    stages: tl.constexpr,
+):
+    """Over the ``_PART`` inputs from ``first`` on: float32 [rows, columns]."""
+    at = tl.arange(0, block)
+    total = tl.zeros([rows, columns], tl.float32)
+    for begin in tl.range(first, min(first + _PART, inputs), block, num_stages=stages):
+        inside = begin + at < inputs
+        w = tl.load(
+            weight + row[:, None].to(tl.int64) * inputs + (begin + at)[None, :],
+            mask=(row < outputs)[:, None] & inside[None, :],
+            other=0.0,
+        )
+        there = (token < tokens)[:, None] & inside[None, :]
+        value = tl.load(x + token[:, None] * stride + (begin + at)[None, :], mask=there, other=0.0)
+        total = tl.dot(w, tl.trans(value), total, input_precision=precision)
+    return total
 
 
 @triton.jit(do_not_specialize=["tokens", "stride"])
@@ -45,29 +84,73 @@ def _product(
     columns: tl.constexpr,
     block: tl.constexpr,
     biased: tl.constexpr,
+    left: tl.constexpr,
     precision: tl.constexpr,
     stages: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """``rows`` outputs of ``columns`` tokens."""
+    """``rows`` outputs of ``columns`` tokens. ``left``: of one part of the inputs, which goes to ``out`` float32
+    [parts, tokens, outputs]."""
     row = tl.program_id(0) * rows + tl.arange(0, rows)
     token = (tl.program_id(1) * columns + tl.arange(0, columns)).to(tl.int64)
-    at = tl.arange(0, block)
-    own = weight + row[:, None].to(tl.int64) * inputs
     if pdl:
         gdc_launch_dependents()
         gdc_wait()
-    total = tl.zeros([rows, columns], tl.float32)
-    for begin in tl.range(0, inputs, block, num_stages=stages):
-        inside = begin + at < inputs
-        w = tl.load(own + (begin + at)[None, :], mask=(row < outputs)[:, None] & inside[None, :], other=0.0)
-        there = (token < tokens)[:, None] & inside[None, :]
-        value = tl.load(x + token[:, None] * stride + (begin + at)[None, :], mask=there, other=0.0)
-        total = tl.dot(w, tl.trans(value), total, input_precision=precision)
+    mask = (row < outputs)[:, None] & (token < tokens)[None, :]
+    if left:
+        part = tl.program_id(2)
+        total = _sum(
+            x,
+            weight,
+            row,
+            token,
+            tokens,
+            stride,
+            outputs,
+            part * _PART,
+            inputs,
+            rows,
+            columns,
+            block,
+            precision,
+            stages,
+        )
+        to = out + (part * tokens + token)[None, :] * outputs + row[:, None]
+        tl.store(to, total, mask=mask)
+    else:
+        total = tl.zeros([rows, columns], tl.float32)
+        for first in tl.range(0, inputs, _PART):
+            total += _sum(
+                x, weight, row, token, tokens, stride, outputs, first, inputs, rows, columns, block, precision, stages
+            )
+        if biased:
+            total += tl.load(bias + row, mask=row < outputs, other=0.0).to(tl.float32)[:, None]
+        tl.store(out + token[None, :] * outputs + row[:, None], total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _add_up(
+    parts,
+    bias,
+    out,
+    tokens,
+    outputs,
+    count: tl.constexpr,
+    block: tl.constexpr,
+    biased: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    at = tl.program_id(0) * block + tl.arange(0, block)
+    token = tl.program_id(1).to(tl.int64)
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
+    total = tl.zeros([block], tl.float32)
+    for part in tl.static_range(count):
+        total += tl.load(parts + (part * tokens + token) * outputs + at, mask=at < outputs, other=0.0)
     if biased:
-        total += tl.load(bias + row, mask=row < outputs, other=0.0).to(tl.float32)[:, None]
-    to = out + token[None, :] * outputs + row[:, None]
-    tl.store(to, total.to(out.dtype.element_ty), mask=(row < outputs)[:, None] & (token < tokens)[None, :])
+        total += tl.load(bias + at, mask=at < outputs, other=0.0).to(tl.float32)
+    tl.store(out + token * outputs + at, total.to(out.dtype.element_ty), mask=at < outputs)
 
 
 def _cut(x: Tensor) -> tuple[int, int, int, int, int]:
@@ -75,15 +158,16 @@ def _cut(x: Tensor) -> tuple[int, int, int, int, int]:
     if x.element_size() == 4:
         return 32, 16, 32, 4, 2
     stages = 4 if roomy(x.device) else 2
-    if len(x) <= 16:
-        return 64, 16, 128, 4, stages
-    if len(x) <= 256:
+    if len(x) <= _FEW:
+        return 64, _FEW, 128, 4, stages
+    if len(x) <= 256 or not roomy(x.device):
         return 64, 64, 64, 4, stages
     return 128, 128, 64, 8, stages
 
 
 class InvariantLinear:
-    """``x @ weight.T + bias`` with the weight as it is, [outputs, inputs]; sums in float32, in the order of the inputs.
+    """``x @ weight.T + bias`` with the weight as it is, [outputs, inputs]. Sums are float32, taken in the order of the
+    inputs over ``_PART`` of these and then over such parts: of few tokens each part is a program's.
 
     ``gated``: ``silu(x @ gate.T) * (x @ up.T)``, the weight [2 * outputs, inputs] being gate | up, each with its bias.
     """
@@ -98,12 +182,15 @@ class InvariantLinear:
         outputs, inputs = self.weight.shape
         out = x.new_empty((len(x), outputs))
         rows, columns, block, warps, stages = _cut(x)
+        parts = triton.cdiv(inputs, _PART.value) if columns == _FEW and x.element_size() == 2 else 1
+        left = x.new_empty((parts, len(x), outputs), dtype=torch.float32) if parts > 1 else out
+        bias, biased = self.weight if self.bias is None else self.bias, self.bias is not None
         pdl = overlapping(x.device)
-        _product[(triton.cdiv(outputs, rows), triton.cdiv(len(x), columns))](
+        _product[(triton.cdiv(outputs, rows), triton.cdiv(len(x), columns), parts)](
             x,
             self.weight,
-            self.weight if self.bias is None else self.bias,
-            out,
+            bias,
+            left,
             len(x),
             x.stride(0),
             outputs,
@@ -111,13 +198,17 @@ class InvariantLinear:
             rows,
             columns,
             block,
-            self.bias is not None,
+            biased,
+            parts > 1,
             "ieee",
             stages,
             pdl,
             num_warps=warps,
             launch_pdl=pdl,
         )
+        if parts > 1:
+            grid = triton.cdiv(outputs, _ADDED), len(x)
+            _add_up[grid](left, bias, out, len(x), outputs, parts, _ADDED, biased, pdl, num_warps=4, launch_pdl=pdl)
         return swiglu(out) if self._gated else out
 
 
