@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,8 +12,10 @@ from tests.tiny_model import make_tiny_model
 
 
 def pytest_configure() -> None:
-    if "PYTEST_XDIST_WORKER" in os.environ:  # there are as many of them as cores; torch is not imported yet
+    if "PYTEST_XDIST_WORKER" in os.environ:  # there are as many of them as cores
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+        if "torch" in sys.modules:  # by a conftest.py of the files that were named; it has read the variable
+            sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 @pytest.fixture(scope="session")

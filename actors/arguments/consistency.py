@@ -132,6 +132,9 @@ def _devices(arguments: Arguments) -> Iterator[str]:
             yield f"enable_deterministic_inference contradicts device {arguments.device}, which has no such kernels"
         if arguments.tensor_parallel_size > 1:
             yield "enable_deterministic_inference needs tensor_parallel_size 1: GPUs add up in an order of their own"
+        for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
+            if getattr(arguments, name) < 1:
+                yield f"{name} below 1 contradicts enable_deterministic_inference: guesses then change answers"
     if arguments.npu_simulator is not None:
         try:
             parse_simulation(arguments.npu_simulator)

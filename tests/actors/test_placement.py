@@ -109,6 +109,11 @@ def test_only_one_gpu_has_kernels_that_no_other_row_changes() -> None:
             arguments(device=device, enable_deterministic_inference=True)
     with pytest.raises(ArgumentError, match="enable_deterministic_inference needs tensor_parallel_size 1"):
         arguments(device="cuda", enable_deterministic_inference=True, tensor_parallel_size=2)
+    for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
+        lenient = {"speculative_algorithm": "NGRAM", name: 0.9}
+        arguments(device="cuda", **lenient)
+        with pytest.raises(ArgumentError, match=f"{name} below 1 contradicts enable_deterministic_inference"):
+            arguments(device="cuda", enable_deterministic_inference=True, **lenient)
     config = runner_config(arguments(device="cuda", enable_deterministic_inference=True), Path(), 64, Placement("cuda"))
     assert config.invariant
     for device in ("cpu", "npu"):
