@@ -114,6 +114,9 @@ def test_only_one_gpu_has_kernels_that_no_other_row_changes() -> None:
         arguments(device="cuda", **lenient)
         with pytest.raises(ArgumentError, match=f"{name} below 1 contradicts enable_deterministic_inference"):
             arguments(device="cuda", enable_deterministic_inference=True, **lenient)
+    with pytest.raises(ArgumentError, match="enable_deterministic_inference: the device that is here, npu, has no"):
+        place(arguments(enable_deterministic_inference=True), {"TROUPE_NPU_SIMULATOR": "A2"})
+    assert place(arguments(device="cuda", enable_deterministic_inference=True), {}) == Placement("cuda")
     config = runner_config(arguments(device="cuda", enable_deterministic_inference=True), Path(), 64, Placement("cuda"))
     assert config.invariant
     for device in ("cpu", "npu"):
