@@ -19,12 +19,14 @@ import kernels.cuda.prompts
 import kernels.cuda.steps
 import kernels.loading
 import kernels.platforms.cuda
+import kernels.platforms.cuda_invariant
 from kernels.cuda.choosing import Choices
 from kernels.cuda.decode import DecodeScratch
 from kernels.cuda.grouped import WideWeight
 from kernels.cuda.launch import looking_ahead
 from kernels.platforms.base import Memory
 from kernels.platforms.cuda import CudaPlatform
+from kernels.platforms.cuda_invariant import InvariantCudaPlatform
 from kernels.step import RunnerConfig
 
 __all__ = ["install"]
@@ -95,6 +97,10 @@ class _Absent(CudaPlatform):
         return 0
 
 
+class _AbsentInvariant(InvariantCudaPlatform, _Absent):
+    """Invariant where the other is only absent."""
+
+
 def install(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Let cuda be this platform. -> what is captured and replayed from then on."""
     told: list[str] = []
@@ -125,6 +131,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(kernels.cuda.prompts, "launches_last", launches_last)
     monkeypatch.setattr(kernels.platforms.cuda, "capture_guesses", capture_guesses)
     monkeypatch.setattr(kernels.platforms.cuda, "CudaPlatform", _Absent)
+    monkeypatch.setattr(kernels.platforms.cuda_invariant, "InvariantCudaPlatform", _AbsentInvariant)
     monkeypatch.setattr(kernels.loading, "_check_finite", lambda name, floats: None)  # there are no numbers
     monkeypatch.setattr(torch, "Generator", Generator)
     return told

@@ -85,20 +85,40 @@ def test_guesses_are_captured(topk, nodes, monkeypatch, tmp_path, drive):
     assert "_few" in {kernel.kernel for kernel in found}
 
 
-@pytest.mark.parametrize("guesses", [False, True], ids=["plain", "guesses"])
-def test_invariant_steps_have_no_kernels_for_some_numbers_of_tokens(guesses, monkeypatch, tmp_path, drive):
+_ALIKE = {"_alone", "_angles", "_look_up", "_norm", "_place_heads", "_product", "_swiglu"}
+"""Kernels of a model that treat a token alike whatever else there is."""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"fp32_head": True}, {"quantization": "int8"}, {"kv_cache_dtype": "int8"}, {"guesses": True}],
+    ids=lambda options: " ".join(options) or "plain",
+)
+def test_invariant_steps_have_no_kernels_for_some_numbers_of_tokens(options, monkeypatch, tmp_path, drive):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    draft = write_draft(CONFIG, tmp_path)
-    settings = SpeculativeSettings("EAGLE3", str(draft), 3, 4, 16, load_format="dummy", fixed_acceptance=3.0)
-    kernels = set()
+    options = dict(options)
+    if options.pop("guesses", False):
+        draft = write_draft(CONFIG, tmp_path)
+        options["speculation"] = SpeculativeSettings(
+            "EAGLE3", str(draft), 3, 4, 16, load_format="dummy", fixed_acceptance=3.0
+        )
+    kernels, tokens_of_heads = set(), set()
     with compiling(monkeypatch, 90):
         run = JITFunction.run
-        monkeypatch.setattr(
-            JITFunction, "run", lambda self, *args, **given: (kernels.add(self.__name__), run(self, *args, **given))[1]
-        )
-        driver, _ = drive(invariant=True, speculation=settings if guesses else None, max_step_tokens=2048)
-        driver.admit(1, range(1, 40))
-        driver.step([(1, 39)])
+
+        def note(self, *arguments, **given):
+            kernels.add(self.__name__)
+            if self.__name__ == "_place_heads":
+                tokens_of_heads.add(dict(zip(self.arg_names, arguments, strict=False))["block"])
+            return run(self, *arguments, **given)
+
+        monkeypatch.setattr(JITFunction, "run", note)
+        driver, _ = drive(invariant=True, max_step_tokens=2048, **options)
+        driver.admit(1, range(1, 100))
+        driver.step([(1, 99)])
         driver.step([(1, 1)])
-    assert {"_product", "_alone", "_norm", "_place_heads"} <= kernels
+    if "speculation" not in options:
+        assert kernels == _ALIKE | {"_enter", "_leave", "_parts", "_whole"}
+    assert kernels >= _ALIKE
     assert not {"_vector", "_bulk", "_decode", "_prefill", "_project", "_few", "_drafts", "_narrow"} & kernels
+    assert tokens_of_heads == {1}
