@@ -10,10 +10,14 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
+from kernels.layers.experts import ExpertsInTurn, ExpertWeights
+from kernels.platforms.base import PlatformError
+from kernels.platforms.select import select_platform
 from kernels.speculative.settings import SpeculativeSettings
+from kernels.step import RunnerConfig
 from tests.bench.device_speculative import Decoding, write_draft
 from tests.kernels.cuda.absent import install
-from tests.kernels.cuda.compiled import SHARED, compiling
+from tests.kernels.cuda.compiled import SHARED, compiling, empty
 
 pytestmark = [
     pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted, not compiled"),
@@ -122,3 +126,16 @@ def test_invariant_steps_have_no_kernels_for_some_numbers_of_tokens(options, mon
     assert kernels >= _ALIKE
     assert not {"_vector", "_bulk", "_decode", "_prefill", "_project", "_few", "_drafts", "_narrow"} & kernels
     assert tokens_of_heads == {1}
+
+
+def test_an_invariant_platform_runs_experts_one_by_one_and_is_of_one_gpu(monkeypatch):
+    install(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    experts = [ExpertWeights(empty(128, 64), None, empty(64, 64), None) for _ in range(4)]
+    for invariant in (False, True):
+        platform = select_platform(RunnerConfig(model_path="", device="cuda", invariant=invariant))
+        made = platform.make_experts(empty(4, 64), None, experts, 2, True)
+        assert isinstance(made, ExpertsInTurn) == invariant
+        assert platform.captures != invariant
+    with pytest.raises(PlatformError, match=r"several GPUs.*--enable-deterministic-inference with one GPU"):
+        select_platform(RunnerConfig(model_path="", device="cuda", invariant=True, tp_size=2))

@@ -54,6 +54,7 @@ def test_a_tokens_product_is_the_same_among_any_others(device, gated, outputs, i
         near(whole, expected)
         for first, count in ((0, 1), (299, 1), (5, 3), (17, 40), (30, 200)):
             same(linear(x[first : first + count]), whole[first : first + count])
+        assert linear(x[:0]).shape == (0, whole.shape[1])
         wider = torch.cat((x, x), 1)
         same(linear(wider[:7, :inputs]), whole[:7])
 
