@@ -52,7 +52,7 @@ class Answer:
     ``outcome`` int64 [rows verified, 2 ..] says first, which is less than 0 in a row that is not finite; the second is
     the level that was to be reached. ``verified_rows`` int64 [rows verified], ``guesses`` int64 of each.
     ``likeliest`` int32 [sampled]: in place of ``sampled``, tokens, and -1 in a row that is not finite; they are wanted
-    of the rows that ``sampling`` bool [sampled] says.
+    of the rows that ``sampling`` bool [sampled] says. ``arrives``: in place of fetching them, if there is such a way.
     ``chunk_rows`` int64 [chunks]: rows that sampled nothing; ``chunks_broken`` bool [chunks]: which are not finite.
     """
 
@@ -65,6 +65,7 @@ class Answer:
     chunk_rows: npt.NDArray[np.int64] | None = None
     chunks_broken: Tensor | None = None
     likeliest: Tensor | None = None
+    arrives: Callable[[], list[Tensor]] | None = None
     sampling: Bools | None = None
     places: npt.NDArray[np.int64] | None = None
     outcome: Tensor | None = None

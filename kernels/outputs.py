@@ -52,6 +52,7 @@ class StepOutputs:
         state.computed[step.slots] += step.counts
         state.grew(step.slots[grows])
         answer.likeliest, answer.sampled_rows, answer.sampling = found.likeliest, step.rows, grows
+        answer.arrives = found.arrives
         return True
 
     def rest(self, step: StepRows, found: StepFound, answer: Answer) -> None:

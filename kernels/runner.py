@@ -238,7 +238,7 @@ class ModelRunner:
         self, number: int, answer: Answer, writes: StepWrites | None, begun: float, prepared: float
     ) -> RunningStep:
         # A graph's own output is overwritten by its next replay; what verifying leaves is not.
-        fetched = self._platform.fetch(answer.tensors(), lasting=answer.outcome is not None)
+        fetched = answer.arrives or self._platform.fetch(answer.tensors(), lasting=answer.outcome is not None)
         thread = threading.get_ident()
 
         def finish() -> StepResult:

@@ -1,4 +1,4 @@
-"""Whole steps of decodes in CUDA graphs: a small copy goes in, one graph runs, one small copy comes out.
+"""Whole steps of decodes in CUDA graphs: a small copy goes in, one graph runs and brings its tokens to the host.
 
 What a step brings are numbers of rows: slots, lengths, pages. The graph finds their tokens in the table by slot, runs
 the model and its output layer, and writes the likeliest tokens back to the table, where the next step finds them. Rows
@@ -20,6 +20,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.batch import ForwardBatch
+from kernels.cuda.arrivals import ArrivalRing
 from kernels.cuda.attention import AttentionPlan, DecodeRows
 from kernels.cuda.decode import split_count
 from kernels.cuda.graphs import Put, capture_each
@@ -42,15 +43,17 @@ def _enter(
     tokens,
     positions,
     index,
+    place,
     rows,
     state_stride,
     table_stride,
     header: tl.constexpr,
     page_size: tl.constexpr,
+    places: tl.constexpr,
     block: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """Each row's last token, its position, and its place in the cache."""
+    """Each row's last token, its position, and its place in the cache; and the step's place in the ring."""
     row = tl.program_id(0) * block + tl.arange(0, block)
     there = row < rows
     own = state + row.to(tl.int64) * state_stride
@@ -63,22 +66,29 @@ def _enter(
     tl.store(tokens + row, tl.load(table + slot * table_stride + position, mask=there, other=0), mask=there)
     tl.store(positions + row, position.to(tl.int64), mask=there)
     tl.store(index + row, page * page_size + position % page_size, mask=there)
+    if tl.program_id(0) == 0:
+        tl.store(place, (tl.load(place) + 1) % places)
 
 
-@triton.jit(do_not_specialize=["state_stride", "table_stride"])
+@triton.jit(do_not_specialize=["state_stride", "table_stride", "ring_stride"])
 def _leave(
     state,
     table,
     values,
     ids,
     found,
+    ring,
+    place,
     parts,
     state_stride,
     table_stride,
+    ring_stride,
     block: tl.constexpr,
+    brings: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """The next token of a row that grows to the table, and counted; that of another to row 0."""
+    """The next token of a row that grows to the table, and counted; that of another to row 0. ``brings``: to the ring
+    as well."""
     row = tl.program_id(0).to(tl.int64)
     own = state + row * state_stride
     if pdl:
@@ -88,14 +98,26 @@ def _leave(
     grows = tl.load(own + 1)
     slot = (tl.load(own) * grows).to(tl.int64)
     length = tl.load(own + 2)
+    told = tl.where(fails, -1, token)
+    if brings:
+        tl.store(ring + tl.load(place).to(tl.int64) * ring_stride + row, told)
     tl.store(table + slot * table_stride + length, token)
-    tl.store(found + row, tl.where(fails, -1, token))
+    tl.store(found + row, told)
     tl.store(own + 2, length + grows)
 
 
-def enter(state: Tensor, table: Tensor, page_size: int, tokens: Tensor, positions: Tensor, index: Tensor) -> None:
+def enter(
+    state: Tensor,
+    table: Tensor,
+    page_size: int,
+    tokens: Tensor,
+    positions: Tensor,
+    index: Tensor,
+    arrivals: ArrivalRing,
+) -> None:
     """``state`` int32 [rows, 3 + columns]; ``table`` int32 [slots, positions]. ``tokens`` int32, ``positions`` and
-    ``index`` int64 [rows] are written: see ``ForwardBatch``.
+    ``index`` int64 [rows] are written: see ``ForwardBatch``. The step's place of ``arrivals`` is the next one from here
+    on.
     """
     rows, pdl = len(state), overlapping(state.device)
     _enter[(triton.cdiv(rows, _BLOCK),)](
@@ -104,11 +126,13 @@ def enter(state: Tensor, table: Tensor, page_size: int, tokens: Tensor, position
         tokens,
         positions,
         index,
+        arrivals.place,
         rows,
         state.stride(0),
         table.stride(0),
         _HEADER,
         page_size,
+        len(arrivals.memory),
         _BLOCK,
         pdl,
         num_warps=2,
@@ -116,10 +140,12 @@ def enter(state: Tensor, table: Tensor, page_size: int, tokens: Tensor, position
     )
 
 
-def leave(state: Tensor, table: Tensor, logits: Tensor, kept: Tensor, found: Tensor) -> None:
+def leave(
+    state: Tensor, table: Tensor, logits: Tensor, kept: Tensor, found: Tensor, arrivals: ArrivalRing | None = None
+) -> None:
     """The likeliest tokens of ``logits`` [rows, vocab] to ``found`` int32 [rows], -1 where ``likeliest`` says that a
-    row fails, and to the table; the logits to ``kept``, as large and dense. A row that grows has a token more in
-    ``state`` then.
+    row fails, to the step's place of ``arrivals``, and to the table; the logits to ``kept``, as large and dense. A row
+    that grows has a token more in ``state`` then.
     """
     values, ids = find_largest(logits.contiguous(), kept)
     (rows, parts), pdl = values.shape, overlapping(state.device)
@@ -129,10 +155,14 @@ def leave(state: Tensor, table: Tensor, logits: Tensor, kept: Tensor, found: Ten
         values,
         ids,
         found,
+        found if arrivals is None else arrivals.memory,
+        found if arrivals is None else arrivals.place,
         parts,
         state.stride(0),
         table.stride(0),
+        0 if arrivals is None else arrivals.memory.stride(0),
         triton.next_power_of_2(parts),
+        arrivals is not None,
         pdl,
         num_warps=1,
         launch_pdl=pdl,
@@ -171,9 +201,11 @@ class StepGraphs:
         self._tokens = torch.zeros(rows, dtype=torch.int32, device=device)
         self._positions, self._index = torch.zeros((2, rows), dtype=torch.int64, device=device)
         self._logits: Tensor | None = None
+        self._arrivals = ArrivalRing(rows, device)
         captured = capture_each(sorted(sizes, reverse=True), self._run, device, lambda could: could)
         self._steps = {size: _Step(replay, found) for size, (replay, found) in captured.items()}
         self.sizes = sorted(self._steps)
+        self._arrivals.begin()
 
     def run(self, given: StepTokens) -> StepFound | None:
         """What the step gives; None when no graph fits it."""
@@ -186,10 +218,11 @@ class StepGraphs:
         state[:count, 0], state[:count, 1], state[:count, 2] = given.slots, given.grows, given.lengths
         state[:count, _HEADER:] = given.pages
         self._bring(state)
+        self._arrivals.clear()
         step = self._steps[size]
         step.replay()
-        found = step.found
-        return StepFound(found.hidden[:count], found.logits[:count], found.likeliest[:count])
+        arrives, found = self._arrivals.follow(count), step.found
+        return StepFound(found.hidden[:count], found.logits[:count], found.likeliest[:count], arrives)
 
     def _bring(self, state: npt.NDArray[np.int32]) -> None:
         """``state`` to the device, unless it is what the step before has left there: most steps are of the rows of the
@@ -204,7 +237,7 @@ class StepGraphs:
     def _run(self, size: int) -> StepFound:
         state, context = self._state[:size], (self._state.shape[1] - _HEADER) * self._page_size
         tokens, positions, index = self._tokens[:size], self._positions[:size], self._index[:size]
-        enter(state, self._table, self._page_size, tokens, positions, index)
+        enter(state, self._table, self._page_size, tokens, positions, index, self._arrivals)
         decodes = DecodeRows(state[:, 2:], split_count(size, self._kv_heads, context))
         plans = {window: AttentionPlan(decodes, None, window) for window in self._windows}
         hidden, logits = self._forward(ForwardBatch(tokens, positions, index, plans), None)
@@ -213,5 +246,5 @@ class StepGraphs:
             self._logits = logits.new_empty(logits.shape)
         # In a place that all graphs share: what each keeps of its own, no other can use.
         kept = self._logits[:size]
-        leave(state, self._table, logits, kept, found)
+        leave(state, self._table, logits, kept, found, self._arrivals)
         return StepFound(hidden, kept, found)

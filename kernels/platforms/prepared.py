@@ -66,12 +66,13 @@ StepForward = Callable[[ForwardBatch, Tensor | None], tuple[Tensor, Tensor]]
 class StepFound:
     """``hidden`` [tokens, hidden] of a step and ``logits`` [rows, vocab] of each row's last token. ``likeliest`` int32
     [rows]: the likeliest next token of each, or -1 where its logits are not to be used; rows that grow have it, or 0,
-    in the table of tokens.
+    in the table of tokens. ``arrives``: waits for a copy of ``likeliest`` that the step brings to the host itself.
     """
 
     hidden: Tensor
     logits: Tensor
     likeliest: Tensor
+    arrives: Callable[[], list[Tensor]] | None = None
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ class Preparing(CpuPlatform):
     prepared = 0
     chunks = 0
     told_to_grow = 0
+    brings = False
 
     def capture_pass(self, *args, **options):
         return None
@@ -47,7 +48,9 @@ class Preparing(CpuPlatform):
             likeliest = logits.argmax(-1).masked_fill(broken, 0).to(torch.int32)
             grows = torch.from_numpy(given.grows)
             table[slots[grows], lengths[grows]] = likeliest[grows]
-            return StepFound(hidden, logits, likeliest.masked_fill(broken, -1))
+            likeliest.masked_fill_(broken, -1)
+            arrives = (lambda: [likeliest]) if self.brings else None
+            return StepFound(hidden, logits, torch.full_like(likeliest, -1) if self.brings else likeliest, arrives)
 
         def prompts(given):
             if given.counts.sum() > 150:
@@ -97,6 +100,14 @@ def test_mixed_traffic_is_the_same(name, prepared, drive, prompts, reference):
     assert traffic(driver, prompts) == traffic(drive(path, **OPTIONS), prompts)
     assert platform.prepared > 0
     assert platform.chunks > 3
+
+
+def test_tokens_that_a_step_brings_itself_are_not_fetched(prepared, drive, prompts, reference):
+    path = reference("llama2").path
+    driver, platform = prepared(path, **OPTIONS)
+    platform.brings = True
+    assert traffic(driver, prompts) == traffic(drive(path, **OPTIONS), prompts)
+    assert platform.prepared > 0
 
 
 def test_rows_that_are_sampled_or_scored_are_the_same(prepared, drive, prompts, reference):

@@ -12,6 +12,7 @@ from kernels.cuda import bulk, narrow, single, skinny
 from kernels.cuda.accepting import accept, bring
 from kernels.cuda.activation import swiglu
 from kernels.cuda.angles import angles
+from kernels.cuda.arrivals import ArrivalRing
 from kernels.cuda.attention import attention, plan_attention, plan_guesses
 from kernels.cuda.candidates import candidates
 from kernels.cuda.decode import DecodeScratch
@@ -62,8 +63,10 @@ def smalls(dtype):
     likeliest(empty(5, 151936, dtype=dtype))
     state, table = empty(5, 3 + 129, dtype=torch.int32), empty(65, 8196, dtype=torch.int32)
     tokens, positions = empty(5, dtype=torch.int32), empty(5, dtype=torch.int64)
-    enter(state, table, 64, tokens, positions, positions)
-    leave(state, table, empty(5, 151936, dtype=dtype), empty(5, 151936, dtype=dtype), tokens)
+    ring, logits = ArrivalRing(5, tokens.device), empty(5, 151936, dtype=dtype)
+    enter(state, table, 64, tokens, positions, positions, ring)
+    for arrivals in (None, ring):
+        leave(state, table, logits, logits, tokens, arrivals)
     for heads, kv_heads, dim in (LLAMA, SMALL):
         own = Placing(
             heads, *empty(2, 1, 1, dim, dtype=dtype), empty(99, 2, kv_heads, 64, dim, dtype=dtype), positions[:1]

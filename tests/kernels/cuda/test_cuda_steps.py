@@ -130,6 +130,37 @@ def test_a_step_of_the_same_rows_brings_nothing(made):
     assert brought == [4, 4, 4, 4]
 
 
+def test_tokens_arrive_whenever_they_are_read(device, monkeypatch):
+    if device.type == "cpu":
+        monkeypatch.setattr(steps, "capture_each", again)
+
+    def forward(batch, _):
+        logits = torch.zeros(len(batch.positions), VOCAB, device=device)
+        logits.scatter_(1, ((5 * batch.token_ids + batch.positions) % VOCAB)[:, None], 1.0)
+        logits[:, 3] += torch.where(batch.positions == 41, torch.nan, 0.0)
+        return logits, logits
+
+    table = torch.arange(6 * PAGE * COLUMNS, dtype=torch.int32).to(device).view(6, -1) % VOCAB
+    graphs = StepGraphs(
+        forward, table, [0], [2, 4], HEADS, COLUMNS, PAGE, True, lambda array: torch.from_numpy(array.copy()).to(device)
+    )
+    pages = np.ones((4, COLUMNS), dtype=np.int32)
+    slots, grows = np.array([5, 2, 1, 3]), np.array([True, True, False, True])
+    late, wanted = [], []
+    for step in range(30):
+        count = 1 + step % 4
+        found = graphs.run(StepTokens(slots[:count], 20 + step + slots[:count], grows[:count], pages[:count]))
+        wanted.append(found.likeliest.tolist())
+        if step % 5:
+            late.append((step, found.arrives))
+        if step % 3 == 0:
+            assert [tokens.tolist() for tokens in found.arrives()] == wanted[-1:]
+    for step, arrives in late:
+        assert [tokens.tolist() for tokens in arrives()] == [wanted[step]]
+    assert any(-1 in tokens for tokens in wanted)
+    assert len(set(map(tuple, wanted))) > 20
+
+
 def test_a_step_that_no_graph_fits(made):
     graphs = made[0]
     slots = np.array([1, 2, 3, 4, 5])
