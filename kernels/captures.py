@@ -42,8 +42,15 @@ class Passes:
 
     def capture_decodes(self, rows: int, tokens: int = 1, tree: bool = False) -> Decodes | None:
         """As ``Platform.capture_decodes`` says."""
+        model, greedy = self._model, self._platform.greedy
+
+        def head(result: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            assert greedy is not None
+            logits = model.logits(model.split(result)[0])
+            return logits, *greedy(logits)
+
         return self._platform.capture_decodes(
-            lambda batch: self._model.forward(batch, self._caches),
+            lambda batch: model.forward(batch, self._caches),
             self._windows,
             rows,
             self._slots.pages.shape[1],
@@ -51,6 +58,7 @@ class Passes:
             tokens,
             tree,
             prompts=self._config.max_step_tokens,
+            head=head if tokens > 1 and greedy is not None and self._config.tp_size == 1 else None,
         )
 
     def capture_steps(self, rows: int) -> Steps | None:

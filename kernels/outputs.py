@@ -11,9 +11,9 @@ from torch import Tensor
 from kernels.answers import Answer, PromptScores
 from kernels.models.decoder import Decoder
 from kernels.platforms.base import Platform
-from kernels.platforms.prepared import StepFound
+from kernels.platforms.prepared import PassFound, StepFound
 from kernels.rows import StepRows
-from kernels.sampling import Sampler
+from kernels.sampling import Sampled, Sampler
 from kernels.slots import SlotTable
 from kernels.speculative.samples import Samples, Verified
 from kernels.speculative.speculator import Speculator
@@ -62,14 +62,14 @@ class StepOutputs:
         self._test_chunks(step, found.hidden, answer)
         self._sample(step, found.hidden, answer, found.logits)
 
-    def read(self, step: StepRows, result: Tensor, cache_index: Tensor, answer: Answer) -> None:
-        """``result``: what the model returned; ``cache_index`` int64 [tokens]: where keys and values were put."""
-        hidden, features = self._model.split(result)
+    def read(self, step: StepRows, found: PassFound, answer: Answer) -> None:
+        """``found``: what the model returned, where keys and values were put, and what its head made, if it was run."""
+        hidden, features = self._model.split(found.result)
         self._slots.computed[step.slots] += step.certain()
         self._score_prompts(step, hidden, answer)
         self._test_chunks(step, hidden, answer)
         if self._speculator is not None:
-            self._sample_verified(self._speculator, step, hidden, features, cache_index, answer)
+            self._sample_verified(self._speculator, step, hidden, features, found, answer)
         else:
             self._sample(step, hidden, answer)
 
@@ -125,7 +125,13 @@ class StepOutputs:
         answer.sampled, answer.sampled_rows = sampled, step.rows[reached]
 
     def _sample_verified(
-        self, speculator: Speculator, step: StepRows, hidden: Tensor, features: Tensor, index: Tensor, answer: Answer
+        self,
+        speculator: Speculator,
+        step: StepRows,
+        hidden: Tensor,
+        features: Tensor,
+        found: PassFound,
+        answer: Answer,
     ) -> None:
         """The same with guesses: what was sampled after each says which of them are right."""
         reached = step.starts + step.counts == self._slots.known[step.slots]
@@ -135,9 +141,13 @@ class StepOutputs:
             self._sample(step, hidden, answer)
         else:
             samples = Samples.of(step, self._slots.known)
-            chosen = hidden if len(samples.tokens) == len(hidden) else hidden[self._platform.put(samples.tokens)]
-            verified = speculator.sample(step, samples, self._model.logits(chosen))
-            speculator.verifier.move(step, index, verified.outcome, self._caches)
+            if found.head is not None and len(samples.tokens) == len(hidden):
+                logits, *greedy = found.head
+                verified = speculator.sample(step, samples, logits, Sampled(*greedy))
+            else:
+                chosen = hidden if len(samples.tokens) == len(hidden) else hidden[self._platform.put(samples.tokens)]
+                verified = speculator.sample(step, samples, self._model.logits(chosen))
+            speculator.verifier.move(step, found.index, verified.outcome, self._caches)
             answer.sampled, answer.sampled_rows = verified.sampled, step.rows[verified.rows]
             answer.places, answer.outcome = verified.places, verified.outcome
             answer.verified_rows = step.rows[step.verifying]

@@ -22,7 +22,7 @@ from kernels.host_steps import HostSteps, of_no_use
 from kernels.loaded_model import Phases, load_model, open_model
 from kernels.parallel.group import Group, join_group
 from kernels.platforms.base import Fetched
-from kernels.platforms.prepared import Steps
+from kernels.platforms.prepared import PassFound, Steps
 from kernels.platforms.rows import AttentionRows, PromptTokens, StepTokens
 from kernels.platforms.select import select_platform
 from kernels.rows import StepRows
@@ -178,18 +178,17 @@ class ModelRunner:
             forward = self._forward_batch(step, writes.pages)
             self._unsettled.begin(writes)
             prepared = time.perf_counter()
-            hidden, index = self._forward(step, forward, answer), forward.cache_index
+            found = PassFound(self._forward(step, forward, answer), forward.cache_index, None)
         else:
-            hidden, index = found
             self._unsettled.begin(writes)
             answer.graph_rows = len(step.slots)
-        self._outputs.read(step, hidden, index, answer)
+        self._outputs.read(step, found, answer)
         running = self._running(batch.number, answer, writes, begun, prepared)
         if self._speculator is not None:
             self._speculator.ahead()
         return running
 
-    def _verify(self, step: StepRows, pages: Ints) -> tuple[Tensor, Tensor] | None:
+    def _verify(self, step: StepRows, pages: Ints) -> PassFound | None:
         """What ``Decodes.verify`` gives, where every row of the step verifies a whole tree; None where it does not."""
         prepared, drafts = self._captured.verifies, step.drafts
         if drafts is None or prepared is None or prepared.verify is None or step.verifies < len(step.rows):

@@ -45,13 +45,14 @@ def _accept(
     levels: tl.constexpr = depth + 1
     row = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, block)
-    if pdl:
-        gdc_launch_dependents()
-        gdc_wait()
+    # The host's own memory: no kernel writes to it, and a read takes long.
     slot = tl.load(rows + row * 4)
     start = tl.load(rows + row * 4 + 1)
     count = tl.load(rows + row * 4 + 2)
     first = tl.load(rows + row * 4 + 3)
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
     number = tl.arange(0, 4)
     asked = tl.where(number == 0, slot, tl.where(number == 1, start, tl.where(number == 2, count, first)))
     tl.store(kept_rows + row * 4 + number, asked)

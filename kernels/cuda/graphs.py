@@ -26,6 +26,7 @@ from kernels.cuda.decode import split_count
 from kernels.cuda.launch import looking_ahead
 from kernels.cuda.staging import stage
 from kernels.cuda.verify import HEADER
+from kernels.platforms.prepared import PassFound, PassHead
 from kernels.platforms.rows import AttentionRows
 from kernels.speculative.tree import DraftTree, chain_bits
 
@@ -34,6 +35,7 @@ __all__ = ["DecodeGraphs", "Kind", "Put", "capture_each", "capture_guesses", "la
 _log = logging.getLogger("troupe.kernels.cuda")
 
 _TRIES = 2
+_HEADED_ROWS = 4
 _BOUND = 0.7  # of a step's time, spent on launching
 
 Put = Callable[[npt.NDArray[np.generic]], Tensor]
@@ -65,7 +67,8 @@ class DecodeGraphs:
     All tensors of a batch are views of the leading rows of the same buffers. ``columns``: pages a sequence may have.
     ``padded``: whether a step may use a graph of more rows than it has. ``agree``: whether all ranks of the model could
     do what this one could: a graph that one of them lacks is used by none. ``tree``, ``states``: as
-    ``Platform.capture_decodes`` says. ``show``: as ``Platform.show``, if that is another way than ``put``.
+    ``Platform.capture_decodes`` says, and ``head`` too. ``show``: as ``Platform.show``, if that is another way than
+    ``put``.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class DecodeGraphs:
         tree: bool = False,
         states: Tensor | None = None,
         show: Put | None = None,
+        head: PassHead | None = None,
     ) -> None:
         rows, header = max(sizes), 1 if tokens == 1 and not tree else HEADER
         most = rows * tokens
@@ -105,6 +109,11 @@ class DecodeGraphs:
         self._bits = torch.ones((rows, tokens), dtype=torch.int64, device=device)
         self._graphs = capture_each(sorted(sizes, reverse=True), lambda size: forward(self._batch(size)), device, agree)
         self.sizes = sorted(self._graphs)
+        self._headed: dict[int, tuple[Callable[[], None], tuple[Tensor, tuple[Tensor, Tensor, Tensor]]]] = {}
+        # Of few rows: others hardly wait for what is launched behind a graph, and their logits take memory.
+        few = [size for size in reversed(self.sizes) if size <= _HEADED_ROWS]
+        if head is not None and few:
+            self._headed = capture_each(few, lambda size: _headed(forward(self._batch(size)), head), device, agree)
 
     def run(self, batch: ForwardBatch, plan: AttentionPlan) -> Tensor | None:
         """What ``forward`` gives for the batch, whose rows all decode or are drafts; None when no graph fits.
@@ -152,9 +161,7 @@ class DecodeGraphs:
         replay()
         return hidden[:whole] if places is None else hidden.index_select(0, places)
 
-    def verify(
-        self, starts: npt.NDArray[np.int64], pages: npt.NDArray[np.int32], tree: DraftTree
-    ) -> tuple[Tensor, Tensor] | None:
+    def verify(self, starts: npt.NDArray[np.int64], pages: npt.NDArray[np.int32], tree: DraftTree) -> PassFound | None:
         """As ``Decodes.verify`` says: ``run`` of trees of as many nodes as a row may have."""
         count, tokens = len(starts), self._tokens
         size = next((size for size in self.sizes if size >= count), 0)
@@ -176,9 +183,14 @@ class DecodeGraphs:
             self._bits,
             self._page_size,
         )
+        whole = count * tokens
+        if size in self._headed:
+            replay, (hidden, (logits, likeliest, broken)) = self._headed[size]
+            replay()
+            return PassFound(hidden[:whole], index[:whole], (logits[:whole], likeliest[:whole], broken[:whole]))
         replay, hidden = self._graphs[size]
         replay()
-        return hidden[: count * tokens], index[: count * tokens]
+        return PassFound(hidden[:whole], index[:whole], None)
 
     def _places(self, rows: AttentionRows) -> Tensor:
         """Where the batch's tokens stand among those of rows that all have as many."""
@@ -224,6 +236,10 @@ class DecodeGraphs:
             plans={window: AttentionPlan(decodes, None, window, drafts) for window in self._windows},
             states=None if self._states is None else self._states[:tokens],
         )
+
+
+def _headed(result: Tensor, head: PassHead) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    return result, head(result)
 
 
 def capture_each(

@@ -21,7 +21,7 @@ from torch import Tensor
 from kernels.batch import ForwardBatch
 from kernels.platforms.heads import ProjectedHeads
 from kernels.platforms.operators import Acceptance, Candidates, Cut, Draw, Greedy, Norm
-from kernels.platforms.prepared import Decodes, HostPass, StepForward, Steps
+from kernels.platforms.prepared import Decodes, HostPass, PassHead, StepForward, Steps
 from kernels.platforms.projections import BehindNorm, Projections
 from kernels.platforms.rows import AttentionRows
 from kernels.quantization.cache import SCALE, LayerScales, narrow
@@ -140,6 +140,7 @@ class Platform(Projections):
         tree: bool = False,
         states: Tensor | None = None,
         prompts: int = 0,
+        head: PassHead | None = None,
     ) -> Decodes | None:
         """Prepare ``forward`` for steps of up to ``max_rows`` rows of decodes, or of drafts of up to ``tokens`` each,
         where the device gains by it.
@@ -147,8 +148,9 @@ class Platform(Projections):
         ``tree``: whether drafts may be trees. ``states`` [any, width]: such as the batches have, when they have them.
         ``prompts``: tokens of a step that are worth preparing for where the device takes chunks of prompts as well.
         ``windows``: those of the batches' plans. ``columns``: pages a sequence may have. Page 0 is written to.
-        ``agree``: whether all ranks that run the model together could do what this one could, or could not; to be asked
-        after each one that is prepared, because a step that is prepared on some ranks only would hang.
+        ``head``: what ``Decodes.verify`` makes of the result as well, where it gains by it. ``agree``: whether all
+        ranks that run the model together could do what this one could, or could not; to be asked after each one that
+        is prepared, because a step that is prepared on some ranks only would hang.
         """
         return None
 

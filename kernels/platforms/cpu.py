@@ -34,7 +34,7 @@ from kernels.cpu.steady import CpuPass
 from kernels.layers.experts import ExpertsInTurn, ExpertWeights
 from kernels.platforms.base import Memory, Platform, PlatformError
 from kernels.platforms.operators import Draws, Linear, Lookup, Norm
-from kernels.platforms.prepared import Decodes, HostPass
+from kernels.platforms.prepared import Decodes, HostPass, PassHead
 from kernels.platforms.rows import AttentionRows
 from kernels.quantization.cache import LayerScales
 from kernels.quantization.gguf_weight import GgufWeight
@@ -377,6 +377,7 @@ class CpuPlatform(Platform):
         tree: bool = False,
         states: Tensor | None = None,
         prompts: int = 0,
+        head: PassHead | None = None,
     ) -> Decodes | None:
         """Record them as a program of native operators, for drafts of any kind and chunks of prompts. Ranks that run a
         model together have collectives between their operators, which no program has."""

@@ -34,7 +34,7 @@ from kernels.graph_sizes import graph_sizes
 from kernels.platforms.base import Fetched, Memory, PlatformError
 from kernels.platforms.cuda_layers import CudaLayers
 from kernels.platforms.operators import Acceptance, Norm
-from kernels.platforms.prepared import Decodes, StepForward, StepFound, Steps
+from kernels.platforms.prepared import Decodes, PassHead, StepForward, StepFound, Steps
 from kernels.platforms.rows import AttentionRows, PromptTokens
 from kernels.quantization.cache import LayerScales, narrow
 from kernels.speculative.growing import Accepted, Growing, GrowthShape
@@ -302,6 +302,7 @@ class CudaPlatform(CudaLayers):
         tree: bool = False,
         states: Tensor | None = None,
         prompts: int = 0,
+        head: PassHead | None = None,
     ) -> Decodes | None:
         config = self._config
         if config.disable_graphs or not self.captures:
@@ -324,6 +325,7 @@ class CudaPlatform(CudaLayers):
             tree,
             states,
             self.show,
+            head,
         )
         if not graphs.sizes:
             return None

@@ -43,7 +43,7 @@ from kernels.npu.tree_attention import TreePart, plan_trees, tree_attention
 from kernels.npu.weight_only import NpuWeightOnlyLinear, fits_weight_only
 from kernels.platforms.base import Fetched, Memory, Platform, PlatformError
 from kernels.platforms.operators import Linear, Norm
-from kernels.platforms.prepared import Decodes
+from kernels.platforms.prepared import Decodes, PassHead
 from kernels.platforms.projections import BehindNorm
 from kernels.platforms.rows import AttentionRows
 from kernels.quantization.cache import LayerScales
@@ -339,6 +339,7 @@ class NpuPlatform(Platform):
         tree: bool = False,
         states: Tensor | None = None,
         prompts: int = 0,
+        head: PassHead | None = None,
     ) -> Decodes | None:
         config = self._config
         backend = self._decode if tokens == 1 else self._verify

@@ -25,6 +25,8 @@ __all__ = [
     "Guessing",
     "HostPass",
     "ObserveTokens",
+    "PassFound",
+    "PassHead",
     "ReachEnds",
     "StepForward",
     "StepFound",
@@ -36,7 +38,20 @@ __all__ = [
 Longs = npt.NDArray[np.int64]
 
 
-Verify = Callable[[npt.NDArray[np.int64], npt.NDArray[np.int32], DraftTree], tuple[Tensor, Tensor] | None]
+PassHead = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+"""From the result of a pass to the logits of its tokens [tokens, vocab], and what ``Greedy`` finds in them."""
+
+
+class PassFound(NamedTuple):
+    """The ``result`` of a pass that verifies, where its keys and values were put, int64 [tokens], and what its head
+    made, if that was prepared. Overwritten by the next call."""
+
+    result: Tensor
+    index: Tensor
+    head: tuple[Tensor, Tensor, Tensor] | None
+
+
+Verify = Callable[[npt.NDArray[np.int64], npt.NDArray[np.int32], DraftTree], PassFound | None]
 
 
 @dataclass(frozen=True)
@@ -48,8 +63,8 @@ class Decodes:
     fit as well, up to so many tokens of each.
 
     ``verify``: of rows that all verify a tree, with no batch made of it: from the roots' positions int64 [rows], their
-    pages int32 [rows, columns] and the trees, what ``run`` gives, and where keys and values were put, int64 [tokens];
-    None, as that, also of trees of fewer nodes. It is None where there is no such way.
+    pages int32 [rows, columns] and the trees; None, as ``run``, also of trees of fewer nodes. It is None where there is
+    no such way.
     """
 
     rows: tuple[int, ...]

@@ -325,9 +325,9 @@ class Speculator:
 
     # -- after the model ----------------------------------------------------------------------------------------------
 
-    def sample(self, step: StepRows, samples: Samples, logits: Tensor) -> Verified:
+    def sample(self, step: StepRows, samples: Samples, logits: Tensor, likeliest: Sampled | None = None) -> Verified:
         """What ``Verifier.sample`` finds."""
-        verified, tokens = self.verifier.sample(step, samples, logits)
+        verified, tokens = self.verifier.sample(step, samples, logits, likeliest)
         self._found = verified.outcome, tokens
         return verified
 

@@ -70,8 +70,11 @@ class Verifier:
             return nodes.reshape(-1)
         return nodes.reshape(-1).index_select(0, self._platform.put(_places(counts, width)))
 
-    def sample(self, step: StepRows, samples: Samples, logits: Tensor) -> tuple[Verified, Tensor]:
-        """Sample after every node, and walk. ``logits`` [samples, vocab]. The tokens are known to the slots' table.
+    def sample(
+        self, step: StepRows, samples: Samples, logits: Tensor, likeliest: Sampled | None = None
+    ) -> tuple[Verified, Tensor]:
+        """Sample after every node, and walk. ``logits`` [samples, vocab], and their ``likeliest`` tokens if these were
+        found. The tokens are known to the slots' table.
 
         Also what follows each node passed, int64 [verified rows, levels].
         """
@@ -82,7 +85,7 @@ class Verifier:
         depth, forced = min(self._depth, tree.tokens.shape[1] - 1), self._forced()
         greedy, sampled, self._accepted = self._platform.greedy, None, None
         if greedy is not None and step.verifies == len(step.rows) and self._sampler.plain(tuple(slots)):
-            sampled = Sampled(*greedy(logits))
+            sampled = likeliest or Sampled(*greedy(logits))
             found = self._accept(step, sampled, depth, forced)
             if found is not None:
                 return found

@@ -14,6 +14,7 @@ from kernels.cuda.attention import AttentionPlan, attention, plan_attention
 from kernels.cuda.decode import DecodeScratch
 from kernels.cuda.graphs import DecodeGraphs
 from kernels.cuda.verify import draft_splits
+from kernels.speculative.tree import chain
 from tests.kernels.verifying import made
 
 
@@ -104,6 +105,53 @@ def test_a_graph_says_that_its_rows_are_known_before_it_begins(monkeypatch):
         forward, [0], [2], 2, 30, 16, torch.device("cpu"), True, lambda could: could, torch.from_numpy, TOKENS, True
     )
     assert [plan.early for plan in plans] == [True]
+
+
+def rerun(sizes, run, *_):
+    """As ``capture_each`` where there are no graphs."""
+    found = {}
+    for size in sizes:
+        held = run(size)
+
+        def replay(size=size, held=held):
+            for here, there in zip(_leaves(held), _leaves(run(size)), strict=True):
+                here.copy_(there)
+
+        found[size] = replay, held
+    return found
+
+
+def _leaves(held):
+    return [held] if isinstance(held, torch.Tensor) else [leaf for part in held for leaf in _leaves(part)]
+
+
+def test_a_pass_of_few_rows_has_what_its_head_makes(device, monkeypatch):
+    if device.type == "cpu":
+        monkeypatch.setattr(kernels.cuda.graphs, "capture_each", rerun)
+    weight = torch.randn(2, 33).to(device)
+
+    def forward(batch):
+        return torch.stack((batch.token_ids.float(), batch.positions.float()), 1)
+
+    def head(result):
+        logits = result @ weight
+        return logits, logits.argmax(1), logits[:, 0] > 0
+
+    graphs = DecodeGraphs(
+        forward, [0], [2, 4, 6], 2, 30, 16, device, True, lambda could: could,
+        lambda array: torch.from_numpy(array).to(device), TOKENS, True, head=head,
+    )  # fmt: skip
+    for count in (1, 3, 4, 5, 2):
+        tokens, starts = torch.randint(99, (count, TOKENS)), np.arange(count) + 20
+        found = graphs.verify(starts, np.ones((count, 3), dtype=np.int32), chain(tokens.to(device)))
+        at = torch.from_numpy(starts)[:, None] + torch.arange(TOKENS)
+        wanted = torch.stack((tokens.flatten().float(), at.flatten().float()), 1)
+        assert torch.equal(found.result.cpu(), wanted)
+        assert found.index.tolist() == (16 + at % 16).flatten().tolist()
+        assert (found.head is None) == (count > 4)
+        if found.head is not None:
+            for made, right in zip(found.head, head(found.result), strict=True):
+                torch.testing.assert_close(made, right)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
