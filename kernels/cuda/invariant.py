@@ -70,7 +70,7 @@ def _sum(
     return total
 
 
-@triton.jit(do_not_specialize=["tokens", "stride"])
+@triton.jit(do_not_specialize=["tokens"])
 def _product(
     x,
     weight,

@@ -261,6 +261,16 @@ SPILLED = {"_alone": 64, "_prefill": 512, "_drafts": 512, "_single": 128}
 beside what they read."""
 
 
+def test_products_of_any_company_load_both_factors_ahead(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    tiles, stages = {1: (64, 16, 128), 64: (64, 64, 64), 2048: (128, 128, 64)}, 4
+    with compiling(monkeypatch, 90) as found:
+        for tokens in tiles:
+            InvariantLinear(empty(4096, 4096), None)(empty(tokens, 4096))
+    expected = [stages * (rows + columns) * block * BF16.itemsize for rows, columns, block in tiles.values()]
+    assert [kernel.shared for kernel in found if kernel.kernel == "_product"] == expected
+
+
 @pytest.mark.parametrize(
     ("case", "capability"),
     [(name, capability) for name in SHORT for capability in SHARED]
