@@ -23,7 +23,6 @@ def _norm(
     out,
     eps,
     stride,
-    out_stride,
     width: tl.constexpr,
     block: tl.constexpr,
     adds: tl.constexpr,
@@ -44,7 +43,7 @@ def _norm(
         tl.store(residual + row * width + at, value, mask=here)
     wide = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide) / width + eps)
-    tl.store(out + row * out_stride + at, (wide * scale * gamma).to(value.dtype), mask=here)
+    tl.store(out + row * width + at, (wide * scale * gamma).to(value.dtype), mask=here)
 
 
 @triton.jit
@@ -172,13 +171,9 @@ class CudaNorm:
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         return self._launch(x, residual, adds=True), residual
 
-    def into(self, x: Tensor | None, residual: Tensor, out: Tensor) -> None:
-        """Of the sum of ``x``, if there is any, and ``residual``, to ``out`` [tokens, dim], dense within its rows."""
-        self._launch(residual if x is None else x, residual, adds=x is not None, out=out)
-
-    def _launch(self, x: Tensor, residual: Tensor, adds: bool, out: Tensor | None = None) -> Tensor:
+    def _launch(self, x: Tensor, residual: Tensor, adds: bool) -> Tensor:
         rows, width = x.shape
-        out = torch.empty_like(residual) if out is None else out
+        out = torch.empty_like(residual)
         block = triton.next_power_of_2(width)
         pdl = overlapping(x.device)
         _norm[(rows,)](
@@ -188,7 +183,6 @@ class CudaNorm:
             out,
             self.eps,
             x.stride(0),
-            out.stride(0),
             width,
             block,
             adds,

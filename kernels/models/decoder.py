@@ -246,9 +246,10 @@ class Decoder:
             if wide is not None and index in captures:
                 begin = hidden * (1 + captures.index(index))
                 platform.add_unadded(x, residual, wide[:, begin : begin + hidden])
+        last, _ = norm_of_sum(self.norm, x, residual)
         if wide is None:
-            return norm_of_sum(self.norm, x, residual)[0]
-        platform.norm_into(self.norm, x, residual, wide[:, :hidden])
+            return last
+        platform.add_rows(last, None, wide[:, :hidden])
         return wide
 
     def split(self, result: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ from kernels.layers.stacked_experts import refusal
 from kernels.parallel.layers import VocabularyEmbedding
 from kernels.platforms.base import Platform
 from kernels.platforms.heads import ProjectedHeads
-from kernels.platforms.operators import Linear, Norm, Unadded
+from kernels.platforms.operators import Linear, Norm
 from kernels.platforms.projections import BehindNorm, IntoStream
 from kernels.quantization.weights import Fp8Weight, GroupedWeight, Int8Weight, Projection, QuantizedWeight
 
@@ -99,11 +99,6 @@ class CudaLayers(Platform):
         if x.ndim == 2 and all(rows.stride(1) == 1 for rows in (x, out, x if y is None else y)):
             return add_rows(x, y, out)
         super().add_rows(x, y, out)
-
-    def norm_into(self, norm: Norm, x: Unadded, residual: Tensor, out: Tensor) -> None:
-        if isinstance(norm, CudaNorm) and norm.weight.ndim == 1 and out.stride(1) == 1:
-            return norm.into(x if isinstance(x, Tensor) else None, residual, out)
-        super().norm_into(norm, x, residual, out)
 
     def enter_both(
         self,

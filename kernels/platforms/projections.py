@@ -327,10 +327,6 @@ class Projections(ABC):
         """``add_rows`` of what is left to add to a residual stream."""
         self.add_rows(residual, x if isinstance(x, Tensor) else None, out)
 
-    def norm_into(self, norm: Norm, x: Unadded, residual: Tensor, out: Tensor) -> None:
-        """What ``norm_of_sum`` gives to ``out``, as of ``add_rows``. May overwrite both inputs."""
-        self.add_rows(norm_of_sum(norm, x, residual)[0], None, out)
-
     def add_weighted(self, x: Tensor, y: Tensor, logits: Tensor) -> Tensor:
         """``x + sigmoid(logits) * y`` of [tokens, hidden] and ``logits`` [tokens, 1]. May overwrite ``x``."""
         return torch.addcmul(x, y, logits.sigmoid())

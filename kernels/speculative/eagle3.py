@@ -19,7 +19,6 @@ from torch import Tensor
 from kernels.batch import ForwardBatch
 from kernels.load_error import LoadError
 from kernels.models.config import ConfigError, ModelConfig
-from kernels.platforms.operators import Begun
 from kernels.speculative.checkpoint import DraftCheckpoint, DraftWeights, layer_shapes, need_same_hidden_size
 from kernels.speculative.drafter import DrafterContext
 from kernels.speculative.heads import HeadDrafter, HeadLayer, HeadModel, open_checkpoint
@@ -74,9 +73,6 @@ class Eagle3Model(HeadModel):
         self.state_norm = self.norm(f"{prefix}.hidden_norm.weight")
         self.layer = HeadLayer(weights, prefix, context)
         self.last_norm = self.norm("norm.weight")
-        self.layer.mlp.down.following = self.last_norm
-        self.behind = context.platform.make_behind_norm(self.last_norm, self.ends.head.linear)
-        self._begun: tuple[Tensor, Begun] | None = None  # the last states, and what began their norm
 
     def start(self, features: Tensor) -> Tensor:
         return self.fc(features)
@@ -87,15 +83,10 @@ class Eagle3Model(HeadModel):
             self.ends.embed, self.token_norm, states, self.state_norm, self.rotary, batch
         )
         x, residual = self.layer(x, states, cos, sin, cache, batch)
-        states = self.platform.sum_of(x, residual)
-        self._begun = (states, x) if isinstance(x, Begun) else None
-        return states
+        return self.platform.sum_of(x, residual)
 
     def logits(self, states: Tensor) -> Tensor:
-        begun = self._begun
-        if begun is None or begun[0] is not states:
-            return self.ends.head(self.last_norm(states))
-        return self.ends.head.group.all_gather(self.behind.add(begun[1], states)[0])
+        return self.ends.head(self.last_norm(states))
 
 
 def _target_ids(checkpoint: DraftCheckpoint, size: int, vocab: int, device: torch.device) -> Tensor | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.cuda.norms import CudaNorm
 from kernels.cuda.rows import add_rows, look_up
 from kernels.platforms.cuda import CudaPlatform
 
@@ -45,18 +44,3 @@ def test_a_platform_has_them_made_by_kernels(device, monkeypatch):
     monkeypatch.undo()
     assert torch.allclose(out, total)
     assert torch.equal(found, rows)
-
-
-@pytest.mark.parametrize("adds", [False, True])
-def test_a_norm_is_made_where_it_is_wanted(device, monkeypatch, adds):
-    platform = CudaPlatform.__new__(CudaPlatform)
-    norm = CudaNorm(torch.rand(300, device=device).half(), 1e-5)
-    x, residual = torch.randn(2, 3, 300, device=device).half()
-    total = residual.clone()
-    wanted = norm.add(x, total)[0] if adds else norm(residual)
-    wide = torch.full((3, 900), 7.0, device=device).half()
-    monkeypatch.setattr(CudaPlatform, "add_rows", None)  # no copy
-    platform.norm_into(norm, x if adds else None, residual, wide[:, 300:600])
-    assert torch.equal(wide[:, 300:600], wanted)
-    assert bool((wide[:, :300] == 7).all() & (wide[:, 600:] == 7).all())
-    assert torch.equal(residual, total)
