@@ -110,7 +110,7 @@ def test_invariant_steps_have_no_kernels_for_some_numbers_of_tokens(options, mon
             "EAGLE3", str(draft), 3, 4, 16, load_format="dummy", fixed_acceptance=3.0
         )
     kernels, tokens_of_heads = set(), set()
-    with compiling(monkeypatch, 90):
+    with compiling(monkeypatch, 90), monkeypatch.context() as patch:
         run = JITFunction.run
 
         def note(self, *arguments, **given):
@@ -119,7 +119,7 @@ def test_invariant_steps_have_no_kernels_for_some_numbers_of_tokens(options, mon
                 tokens_of_heads.add(dict(zip(self.arg_names, arguments, strict=False))["block"])
             return run(self, *arguments, **given)
 
-        monkeypatch.setattr(JITFunction, "run", note)
+        patch.setattr(JITFunction, "run", note)
         driver, _ = drive(invariant=True, max_step_tokens=2048, **options)
         driver.admit(1, range(1, 100))
         driver.step([(1, 99)])
