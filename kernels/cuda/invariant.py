@@ -371,7 +371,7 @@ def _attend(
         32 if wide else 64,
         bits is not None,
         "ieee" if wide else "tf32",
-        2,
+        2 if roomy(queries.device) else 1,
         scales is not None,
         pdl,
         num_warps=8 if wide else 4,
