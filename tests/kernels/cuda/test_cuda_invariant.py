@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import kernels.cuda.invariant
 from actors.engine import Engine
 from actors.requests import Chat, SamplingParams
 from app.arguments import load_arguments
@@ -57,6 +58,29 @@ def test_a_tokens_product_is_the_same_among_any_others(device, gated, outputs, i
         assert linear(x[:0]).shape == (0, whole.shape[1])
         wider = torch.cat((x, x), 1)
         same(linear(wider[:7, :inputs]), whole[:7])
+
+
+class Counted:
+    """A kernel, and the grids that it was launched with."""
+
+    def __init__(self, kernel):
+        self.kernel, self.grids = kernel, []
+
+    def __getitem__(self, grid):
+        self.grids.append(grid)
+        return self.kernel[grid]
+
+
+def test_products_of_few_tokens_are_cut_along_their_inputs(device, monkeypatch):
+    """Else so few programs read a weight that a decode takes twice as long."""
+    product, add_up = (Counted(getattr(kernels.cuda.invariant, name)) for name in ("_product", "_add_up"))
+    monkeypatch.setattr(kernels.cuda.invariant, "_product", product)
+    monkeypatch.setattr(kernels.cuda.invariant, "_add_up", add_up)
+    linear = InvariantLinear(torch.ones(64, 4176, device=device, dtype=torch.float16), None)
+    for tokens in (1, 16, 17):
+        linear(torch.ones(tokens, 4176, device=device, dtype=torch.float16))
+    assert [grid[2] for grid in product.grids] == [3, 3, 1]
+    assert [grid[1] for grid in add_up.grids] == [1, 16]
 
 
 @pytest.mark.parametrize("window", [0, 40])
