@@ -1,7 +1,8 @@
 """Attention of one new token a row over its pages, the sequence split over several blocks (flash decoding).
 
-Each program reads a stretch of one key head's keys and values once, for all query heads that share it. When a row's
-sequence is split, every part leaves its sum, maximum and normaliser (online softmax: Milakov and Gimelshein,
+Each program reads a stretch of one key head's keys and values once, for all query heads that share it. Where there are
+few rows, stretches are so long that all programs that have one run at once; the others end as they begin. When a
+row's sequence is split, every part leaves its sum, maximum and normaliser (online softmax: Milakov and Gimelshein,
 arXiv 1805.02867); the part that ends last puts them together, so that no second kernel is needed (Dao et al.,
 "Flash-Decoding", 2023).
 """
@@ -14,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.cuda.launch import overlapping
+from kernels.cuda.launch import multiprocessors, overlapping
 
 __all__ = ["DecodeScratch", "attend_decodes", "split_count"]
 
@@ -22,6 +23,11 @@ _PROGRAMS = 1056  # that fill the device: 8 on each of 132 multiprocessors
 _MOST_SPLITS = 64
 _TOGETHER = 4096  # numbers of parts that a program adds up at a time
 _LONG = 32768  # tokens that one program should not be left alone with
+_FEW = 8  # rows
+_HELD, _ALONE = 3, 2
+"""Programs of a few rows, and of one, that a multiprocessor runs at once, beside those of the next kernel. Where some
+begin when others have ended, long rows take longer. More are launched, though: short rows are quicker where
+the next kernel comes up behind programs that have nothing to do."""
 _SECTOR = 32  # bytes of memory that a cache holds or not
 
 
@@ -116,7 +122,7 @@ def _attend(
 
 
 @triton.jit(
-    do_not_specialize=["page_stride", "length_stride", "splits"],  # they vary from step to step
+    do_not_specialize=["page_stride", "length_stride", "splits", "held"],  # they vary from step to step
     do_not_specialize_on_alignment=["pages", "lengths"],  # that steps in graphs and others differ in
 )
 def _decode(
@@ -135,6 +141,7 @@ def _decode(
     page_stride,
     length_stride,
     splits,
+    held,
     heads: tl.constexpr,
     kv_heads: tl.constexpr,
     dim: tl.constexpr,
@@ -147,8 +154,12 @@ def _decode(
     together: tl.constexpr,
     scaled: tl.constexpr,
     early: tl.constexpr,
+    few: tl.constexpr,
     pdl: tl.constexpr,
 ):
+    """``held``: programs that run at once, to which the blocks of ``few`` rows at most are shared out; 0: there may be
+    more rows. The rest is as ``attend_decodes`` says.
+    """
     group: tl.constexpr = heads // kv_heads
     like: tl.constexpr = queries.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
@@ -169,6 +180,16 @@ def _decode(
     first_block = first // block
     blocks = (length + block - 1) // block - first_block
     share = (blocks + splits - 1) // splits
+    if few > 0:
+        every = blocks
+        if few > 1:
+            of = tl.arange(0, few)
+            theirs = tl.load(lengths + of * length_stride, mask=of < tl.num_programs(0), other=0)
+            every = (theirs + block - 1) // block
+            if window > 0:
+                every -= tl.maximum(theirs - window, 0) // block
+            every = tl.sum(every, 0)
+        share = tl.maximum(share, (every * kv_heads + held - 1) // held)
     used = (blocks + share - 1) // share
     if split < used:
         top = tl.full([group_block], -float("inf"), tl.float32)
@@ -304,6 +325,7 @@ def attend_decodes(
         pages.stride(0),
         lengths.stride(0),
         splits,
+        (_ALONE if rows == 1 else _HELD) * multiprocessors(queries.device),
         heads,
         kv_heads,
         dim,
@@ -317,6 +339,7 @@ def attend_decodes(
         scales is not None,
         # Where a sector holds parts of two tokens, that of the newest would be in the cache as it was before.
         rows == 1 and dim * cache.element_size() % _SECTOR == 0,
+        1 if rows == 1 else _FEW if rows <= _FEW else 0,
         pdl,
         num_warps=4,
         launch_pdl=pdl,

@@ -72,6 +72,33 @@ def test_what_the_kernel_in_front_writes_is_read_behind_it(
     assert (out.double() - right).norm() <= 2e-3 * right.norm()
 
 
+@pytest.mark.parametrize(
+    ("lengths", "window", "parts"),
+    [
+        ([800], 0, [3]),  # 13 blocks of keys by 6 programs, of which each head has 3
+        ([800], 300, [3]),
+        ([800], 120, [3]),
+        ([800, 64, 1], 0, [4, 1, 1]),  # 15 blocks by 9 programs, none of which has more than 4
+        ([64, 800, 700], 120, [1, 2, 1]),  # six blocks by 9 programs
+        ([800] * 9, 0, [7] * 9),  # many rows: as many parts as there is room for make equal ones of two blocks
+    ],
+)
+def test_rows_have_no_more_parts_than_run_at_once(lengths, window, parts, monkeypatch):
+    """Programs that have none leave nothing in their places."""
+    torch.manual_seed(3)
+    monkeypatch.setattr(decode, "multiprocessors", lambda _: 3)
+    rows = len(lengths)
+    cache, queries = torch.randn(1 + rows * 13, 2, 2, 64, 32).half(), torch.randn(rows, 4, 32).half()
+    pages, counts = 1 + torch.randperm(rows * 13).view(rows, -1).int(), torch.tensor(lengths, dtype=torch.int32)
+    out, scratch = torch.empty_like(queries), DecodeScratch(cache.device)
+    stats = scratch.room(rows, 4, 2, 32, 8)[1].fill_(torch.nan)
+    decode.attend_decodes(queries, cache, pages, counts, window, 0.2, 8, scratch, out)
+    right = wanted(queries, cache, pages, counts, window, 0.2)
+    assert (out.double() - right).norm() <= 2e-3 * right.norm()
+    there = ~stats[: 2 * rows * 4 * 8].view(rows, 4, 8, 2).isnan()
+    assert there.all(3).sum(2).tolist() == [[0 if count == 1 else count] * 4 for count in parts]
+
+
 @pytest.mark.parametrize("window", [0, 9])
 @pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
 def test_drafts_read_early_what_was_there_before_the_step(trees, window, monkeypatch):
