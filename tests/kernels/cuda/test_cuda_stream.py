@@ -50,6 +50,20 @@ def test_a_product_adds_to_the_stream(device, dtype, biased, outputs, inputs):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("outputs", "inputs"), [(38, 4096), (3, 2560)])
+def test_a_product_of_whole_rows_adds_to_the_stream(device, dtype, biased, outputs, inputs):
+    linear = made(device, dtype, outputs, inputs, biased)
+    x, residual = tokens(device, dtype, inputs, outputs)
+    assert products._cut(inputs, False, False, True)[1] >= inputs > products._cut(inputs, False, False, False)[1]
+    _, stream = CudaIntoStream(linear)(x, residual)
+    bias = None if linear.bias is None else linear.bias.double()
+    wanted = torch.nn.functional.linear(x.double(), linear.weight.double(), bias) + residual.double()
+    assert stream.shape == (1, outputs)
+    assert (stream.double() - wanted).norm() <= (2e-6 if dtype == torch.float32 else 1e-3) * wanted.norm()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_a_product_norms_the_stream(device, dtype, biased, gated, outputs, inputs):
