@@ -25,7 +25,7 @@ _MOST = 1024
 _EVEN = (128, 512)
 """Between so many rows of fewer than 4 queries to a key head, programs of a row each are as even, and were quicker."""
 _TILES = 32
-_SHORT = 8192 + 64
+_SHORT = 8192 + 256
 """With more tiles of drafts, or in longer sequences, what each tile reads again of the other tiles' keys and values
 takes longer than the second kernel that it saves. In a graph the length is the most that a row may have."""
 

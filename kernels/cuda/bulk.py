@@ -59,7 +59,7 @@ _FEW = 48  # programs that are too few
 _LONG = 8  # stages that a part has at least, ...
 _SHORT = 4  # ... or where programs are too few
 _DEEP = 12  # stages of a program that are worth all of a multiprocessor's room
-_EVEN: Final = {1: (120, range(16, 1 << 20), 11), 3: (360, range(8, 16), 3)}
+_EVEN: Final = {1: (120, range(16, 1 << 20), 11), 3: (360, range(8, 17), 3)}
 """Of up to 16 tokens, not gated: one program of a multiprocessor, or three, where there are at least so many in all,
 whose stages are so many, with so many under way; measured."""
 

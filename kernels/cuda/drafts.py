@@ -47,7 +47,7 @@ class Cut(NamedTuple):
 
     lines: int = 16
     splits: int = 8
-    least: int = 6
+    least: int = 3
     together: int = 3
     stages: int = 3
 
@@ -55,10 +55,10 @@ class Cut(NamedTuple):
 def few_cut(rows: int, tokens: int, heads_each: int, kv_heads: int, early: bool) -> Cut:
     """For rows of up to so many ``tokens``. ``heads_each``: query heads a key head, at most as many as ``lines``.
 
-    Where nothing is ``early`` more blocks are under way: what is asked for in the second round is waited for longer
-    than for the room that the next kernel's weights have less. Measured.
+    Where nothing is ``early`` more blocks are under way, and parts are longer: what is asked for in the second round is
+    waited for longer than for the room that the next kernel's weights have less. Measured.
     """
-    cut = Cut() if early else Cut(stages=6)
+    cut = Cut() if early else Cut(least=6, stages=6)
     tiles = rows * triton.cdiv(tokens, min(tokens, cut.lines // heads_each)) * kv_heads
     return cut._replace(splits=1 << max(1, _PROGRAMS // tiles).bit_length() - 1)
 
