@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.cuda.launch import multiprocessors, overlapping
 
-__all__ = ["DecodeScratch", "attend_decodes", "split_count"]
+__all__ = ["LAUNCHED", "DecodeScratch", "attend_decodes", "split_count"]
 
 _PROGRAMS = 1056  # that fill the device: 8 on each of 132 multiprocessors
 _MOST_SPLITS = 64
@@ -29,6 +29,8 @@ _HELD, _ALONE = 3, 2
 begin when others have ended, long rows take longer. More are launched, though: short rows are quicker where
 the next kernel comes up behind programs that have nothing to do."""
 _SECTOR = 32  # bytes of memory that a cache holds or not
+LAUNCHED = 4096
+"""Tokens that a graph of decodes is launched for at least, which is for the same reason."""
 
 
 def split_count(rows: int, kv_heads: int, context: int) -> int:

@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.batch import ForwardBatch
 from kernels.cuda.arrivals import ArrivalRing
 from kernels.cuda.attention import AttentionPlan, DecodeRows
-from kernels.cuda.decode import split_count
+from kernels.cuda.decode import LAUNCHED, split_count
 from kernels.cuda.graphs import Put, capture_each
 from kernels.cuda.launch import overlapping
 from kernels.cuda.sampling import best_of, find_largest
@@ -238,7 +238,7 @@ class StepGraphs:
         state, context = self._state[:size], (self._state.shape[1] - _HEADER) * self._page_size
         tokens, positions, index = self._tokens[:size], self._positions[:size], self._index[:size]
         enter(state, self._table, self._page_size, tokens, positions, index, self._arrivals)
-        decodes = DecodeRows(state[:, 2:], split_count(size, self._kv_heads, context))
+        decodes = DecodeRows(state[:, 2:], split_count(size, self._kv_heads, max(context, LAUNCHED)))
         plans = {window: AttentionPlan(decodes, None, window) for window in self._windows}
         hidden, logits = self._forward(ForwardBatch(tokens, positions, index, plans), None)
         found = torch.empty(size, dtype=torch.int32, device=state.device)

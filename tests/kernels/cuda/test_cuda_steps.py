@@ -8,7 +8,7 @@ import torch
 
 from kernels.cuda import steps
 from kernels.cuda.attention import attention
-from kernels.cuda.decode import DecodeScratch
+from kernels.cuda.decode import DecodeScratch, split_count
 from kernels.cuda.steps import StepGraphs
 from kernels.platforms.rows import StepTokens
 
@@ -159,6 +159,22 @@ def test_tokens_arrive_whenever_they_are_read(device, monkeypatch):
         assert [tokens.tolist() for tokens in arrives()] == [wanted[step]]
     assert any(-1 in tokens for tokens in wanted)
     assert len(set(map(tuple, wanted))) > 20
+
+
+def test_steps_of_short_contexts_are_launched_as_those_of_longer_ones(device, monkeypatch):
+    if device.type == "cpu":
+        monkeypatch.setattr(steps, "capture_each", again)
+    parts = []
+
+    def forward(batch, _):
+        parts.append(batch.plans[0].decodes.splits)
+        logits = torch.zeros(len(batch.positions), VOCAB, device=device)
+        return logits, logits
+
+    table = torch.zeros((6, PAGE * COLUMNS), dtype=torch.int32, device=device)
+    StepGraphs(forward, table, [0], [1], HEADS, COLUMNS, PAGE, True, lambda array: torch.from_numpy(array).to(device))
+    assert set(parts) == {split_count(1, HEADS, 4096)}
+    assert parts[0] > split_count(1, HEADS, PAGE * COLUMNS)
 
 
 def test_a_step_that_no_graph_fits(made):
