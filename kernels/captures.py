@@ -11,10 +11,12 @@ from kernels.batch import ForwardBatch
 from kernels.host_target import HostTarget
 from kernels.models.decoder import Decoder
 from kernels.platforms.base import Platform
-from kernels.platforms.prepared import Decodes, Steps
+from kernels.platforms.operators import Acceptance
+from kernels.platforms.prepared import Decodes, PassHead, Steps
 from kernels.prompt_ends import PromptEnds
 from kernels.slots import SlotTable
 from kernels.speculative.steady import SteadyChains
+from kernels.speculative.tree import DraftTree
 from kernels.steady import SteadyDecodes
 from kernels.step import RunnerConfig
 
@@ -40,15 +42,27 @@ class Passes:
         self._config, self._platform, self._agree = config, platform, agree
         self._model, self._caches, self._slots, self._windows = model, caches, slots, sorted(windows)
 
-    def capture_decodes(self, rows: int, tokens: int = 1, tree: bool = False) -> Decodes | None:
-        """As ``Platform.capture_decodes`` says."""
-        model, greedy = self._model, self._platform.greedy
+    def capture_decodes(self, rows: int, tokens: int = 1, tree: bool = False, depth: int = 0) -> Decodes | None:
+        """As ``Platform.capture_decodes`` says. ``depth``: the longest path of what is verified."""
+        model, platform, table, greedy = self._model, self._platform, self._slots.tokens, self._platform.greedy
+        speculation, head = self._config.speculation, None
 
-        def head(result: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        def find(result: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             assert greedy is not None
             logits = model.logits(model.split(result)[0])
             return logits, *greedy(logits)
 
+        def accept(given: DraftTree, rows: Tensor, index: Tensor, sampled: Tensor, broken: Tensor) -> Acceptance:
+            found = platform.accept(given, rows, sampled, broken, min(depth, tokens - 1), forced, table)
+            assert found is not None
+            if tree:
+                platform.move_accepted(self._caches, index, found.rows, found.outcome)
+            return found
+
+        if speculation is not None and tokens > 1 and greedy is not None and self._config.tp_size == 1:
+            forced = int(speculation.fixed_acceptance)
+            known = platform.accepts and forced == speculation.fixed_acceptance
+            head = PassHead(find, accept if known else None, lambda result: model.split(result)[1])
         return self._platform.capture_decodes(
             lambda batch: model.forward(batch, self._caches),
             self._windows,
@@ -58,7 +72,7 @@ class Passes:
             tokens,
             tree,
             prompts=self._config.max_step_tokens,
-            head=head if tokens > 1 and greedy is not None and self._config.tp_size == 1 else None,
+            head=head,
         )
 
     def capture_steps(self, rows: int) -> Steps | None:
@@ -121,8 +135,8 @@ class CapturedSteps:
             self.unseen_steady, self.unseen_ends = self._unseen(rows)
         drafter = speculator.drafter
         rows = min(rows, config.max_step_tokens // drafter.most_nodes)
-        self.verifies = passes.capture_decodes(rows, drafter.most_nodes, drafter.branches)
-        drafter.capture(self._agree)
+        self.verifies = passes.capture_decodes(rows, drafter.most_nodes, drafter.branches, drafter.depth)
+        drafter.capture(self._agree, self.verifies.ends if self.verifies is not None else {})
         speculator.verifier.prepare(drafter.most_nodes, caches)
         self.target = target = HostTarget.make(platform, model, caches, windows, rows * drafter.most_nodes)
         if target is None:

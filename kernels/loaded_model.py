@@ -243,7 +243,7 @@ def _step_memory(
         else:
             captured.capture_decodes(rows)
             rows = min(rows, longest // drafter.most_nodes)
-            captured.capture_decodes(rows, drafter.most_nodes, drafter.branches)
+            captured.capture_decodes(rows, drafter.most_nodes, drafter.branches, drafter.depth)
 
     if group.size == 1:  # ranks would wait for one another in passes that only some of them can make
         platform.compile_ahead(passes)

@@ -139,6 +139,8 @@ class StepOutputs:
         verified: Verified | None = None
         if step.drafts is None:
             self._sample(step, hidden, answer)
+        elif found.accepted is not None:
+            verified = speculator.accepted(found)
         else:
             samples = Samples.of(step, self._slots.known)
             if found.head is not None and len(samples.tokens) == len(hidden):
@@ -148,8 +150,9 @@ class StepOutputs:
                 chosen = hidden if len(samples.tokens) == len(hidden) else hidden[self._platform.put(samples.tokens)]
                 verified = speculator.sample(step, samples, self._model.logits(chosen))
             speculator.verifier.move(step, found.index, verified.outcome, self._caches)
+        if verified is not None:
             answer.sampled, answer.sampled_rows = verified.sampled, step.rows[verified.rows]
             answer.places, answer.outcome = verified.places, verified.outcome
             answer.verified_rows = step.rows[step.verifying]
             answer.guesses = step.counts[step.verifying] - 1
-        speculator.ran(step, reached, features, answer.sampled, verified)
+        answer.arrives = speculator.ran(step, reached, features, answer.sampled, verified)

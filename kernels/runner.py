@@ -178,7 +178,7 @@ class ModelRunner:
             forward = self._forward_batch(step, writes.pages)
             self._unsettled.begin(writes)
             prepared = time.perf_counter()
-            found = PassFound(self._forward(step, forward, answer), forward.cache_index, None)
+            found = PassFound(self._forward(step, forward, answer), forward.cache_index)
         else:
             self._unsettled.begin(writes)
             answer.graph_rows = len(step.slots)
@@ -195,7 +195,12 @@ class ModelRunner:
             return None
         if (step.counts < drafts.tree.tokens.shape[1]).any():
             return None
-        return prepared.verify(step.starts, pages, drafts.tree)
+        slots, speculator = None, self._speculator
+        if speculator is not None and prepared.ends and speculator.accepts(step):
+            # Guesses behind it may take places on pages that it does not touch itself.
+            last = (int(step.starts.max()) + speculator.drafter.reach()) // self._config.page_size
+            slots, pages = step.slots, self._slots.pages[step.slots, : max(pages.shape[1], last + 1)]
+        return prepared.verify(step.starts, pages, drafts.tree, slots)
 
     def _forward(self, step: StepRows, batch: ForwardBatch, answer: Answer) -> Tensor:
         """What the model makes of the step, by steps that were prepared where one fits."""

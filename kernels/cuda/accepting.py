@@ -19,7 +19,7 @@ __all__ = ["accept", "bring"]
 _COPIED = 2048
 
 
-@triton.jit(do_not_specialize=["nodes_stride", "parents_stride", "table_stride"])
+@triton.jit(do_not_specialize=["nodes_stride", "parents_stride", "table_stride", "found_stride"])
 def _accept(
     rows,
     sampled,
@@ -29,36 +29,41 @@ def _accept(
     depths,
     bits,
     table,
-    outcome,
-    tokens,
+    found,
     unsound,
     kept_rows,
     nodes_stride,
     parents_stride,
     table_stride,
+    found_stride,
     block: tl.constexpr,
     depth: tl.constexpr,
     forced: tl.constexpr,
+    shown: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """One row. ``forced``: the path to the first of the deepest nodes that the walk may reach, right or wrong."""
+    """One row. ``forced``: the path to the first of the deepest nodes that the walk may reach, right or wrong.
+    ``shown``: whether ``rows`` are in the host's own memory: no kernel writes to it, and a read takes long."""
     levels: tl.constexpr = depth + 1
     row = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, block)
-    # The host's own memory: no kernel writes to it, and a read takes long.
+    if pdl:
+        gdc_launch_dependents()
+        if not shown:
+            gdc_wait()
     slot = tl.load(rows + row * 4)
     start = tl.load(rows + row * 4 + 1)
     count = tl.load(rows + row * 4 + 2)
     first = tl.load(rows + row * 4 + 3)
-    if pdl:
-        gdc_launch_dependents()
-        gdc_wait()
-    number = tl.arange(0, 4)
-    asked = tl.where(number == 0, slot, tl.where(number == 1, start, tl.where(number == 2, count, first)))
-    tl.store(kept_rows + row * 4 + number, asked)
+    if shown:
+        if pdl:
+            gdc_wait()
+        number = tl.arange(0, 4)
+        asked = tl.where(number == 0, slot, tl.where(number == 1, start, tl.where(number == 2, count, first)))
+        tl.store(kept_rows + row * 4 + number, asked)
     run = node < count
     own = row * parents_stride + node
-    token = tl.load(nodes + row * nodes_stride + node, mask=run, other=-1)
+    token = tl.load(nodes + row * nodes_stride + node, mask=run, other=-1).to(tl.int64)
     parent = tl.load(parents + own, mask=run, other=-1).to(tl.int32)
     below = tl.load(depths + own, mask=run, other=0).to(tl.int32)
     after = tl.load(sampled + first + node, mask=run, other=0)
@@ -73,14 +78,15 @@ def _accept(
     accepted = tl.full([], 1, tl.int32)
     wrong = tl.full([], 0, tl.int32)
     going = tl.full([], 1, tl.int32)
-    found = outcome + row * (2 + levels)
+    outcome = found + row * found_stride
+    tokens = outcome + 2 + levels
     for level in tl.static_range(0, levels):
         here = node == at
         said = tl.sum(tl.where(here, after, 0), 0)
         failed = tl.max(tl.where(here, fails, 0), 0)
         wrong = tl.where(going > 0, tl.maximum(wrong, failed), wrong)
-        tl.store(found + 2 + level, at.to(tl.int64))
-        tl.store(unsound + row * levels + level, failed.to(tl.int8))
+        tl.store(outcome + 2 + level, at.to(tl.int64))
+        tl.store(unsound + row * found_stride * 8 + level, failed.to(tl.int8))
         if level < depth:
             right = (parent == at) & run & (node > 0)
             if not forced:
@@ -92,10 +98,10 @@ def _accept(
             if forced:  # what was passed is what was accepted
                 passed = tl.sum(tl.where(node == at, token, 0), 0)
                 said = tl.where(going > 0, passed, said)
-        tl.store(tokens + row * levels + level, said)
+        tl.store(tokens + level, said)
         tl.store(table + slot * table_stride + start + 1 + level, said.to(tl.int32))
-    tl.store(found, tl.where(wrong > 0, -accepted, accepted).to(tl.int64))
-    tl.store(found + 1, reach.to(tl.int64))
+    tl.store(outcome, tl.where(wrong > 0, -accepted, accepted).to(tl.int64))
+    tl.store(outcome + 1, reach.to(tl.int64))
 
 
 def accept(
@@ -105,10 +111,9 @@ def accept(
     count, width = tree.tokens.shape
     depth = min(depth, forced - 1) if forced else depth
     levels, device = depth + 1, sampled.device
-    outcome = torch.empty((count, 2 + levels), dtype=torch.int64, device=device)
-    tokens = torch.empty((count, levels), dtype=torch.int64, device=device)
-    unsound = torch.empty(count * levels, dtype=torch.int8, device=device)
-    kept = torch.empty((count, 4), dtype=torch.int64, device=device)
+    found = torch.empty((count, Acceptance.width(levels)), dtype=torch.int64, device=device)
+    shown = rows.device.type == "cpu"
+    kept = torch.empty((count, 4), dtype=torch.int64, device=device) if shown else rows
     parents, depths, bits = tree.parents, tree.depths, tree.bits
     if not parents.stride() == depths.stride() == bits.stride() or parents.stride(1) != 1:
         parents, depths, bits = (each.contiguous() for each in (parents, depths, bits))
@@ -123,26 +128,31 @@ def accept(
         depths,
         bits,
         table,
-        outcome,
-        tokens,
-        unsound,
+        found,
+        found[:, 2 + 2 * levels :].view(torch.int8),
         kept,
         nodes.stride(0),
         parents.stride(0),
         table.stride(0),
+        found.stride(0),
         triton.next_power_of_2(width),
         depth,
         forced > 0,
+        shown,
         pdl,
         num_warps=1,
         launch_pdl=pdl,
     )
-    return Acceptance(outcome, tokens, unsound.view(torch.bool), kept)
+    return Acceptance(found, levels, kept)
 
 
-@triton.jit(do_not_specialize=["rows", "given_stride", "host_stride", "outcome_stride", "tokens_stride", "held"])
+_STRIDES = ["given_stride", "pages_stride", "host_stride", "outcome_stride", "tokens_stride"]
+
+
+@triton.jit(do_not_specialize=["rows", "held", "given_pages", *_STRIDES])
 def _bring(
     given,
+    pages,
     outcome,
     tokens,
     features,
@@ -152,7 +162,9 @@ def _bring(
     kept_features,
     rows,
     held,
+    given_pages,
     given_stride,
+    pages_stride,
     host_stride,
     outcome_stride,
     tokens_stride,
@@ -174,7 +186,7 @@ def _bring(
         gdc_wait()
     inside = there & (level < held)
     node = tl.load(outcome + row * outcome_stride + 2 + level, mask=inside, other=0)
-    place = tl.load(given + row * given_stride + columns, mask=there, other=0) + node
+    place = tl.load(given + row * given_stride + 3, mask=there, other=0) + node
     if there:
         at = part * copied + tl.arange(0, copied)
         feature = tl.load(features + place * features_stride + at, mask=at < wide, other=0.0)
@@ -185,14 +197,18 @@ def _bring(
         tl.store(kept_outcome + row * (levels + 2) + number, some, mask=number < levels + 2)
         some = tl.load(tokens + row * tokens_stride + number, mask=there & (number < held), other=0)
         tl.store(kept_tokens + row * levels + number, some, mask=there & (number < held))
+        own = host + row * host_stride
+        tl.store(own, tl.load(given + row * given_stride + 1))
+        tl.store(own + 1, tl.load(given + row * given_stride))
         for begin in range(0, columns, block):
             column = begin + tl.arange(0, block)
-            page = tl.load(given + row * given_stride + column, mask=column < columns, other=0)
-            tl.store(host + row * host_stride + column, page, mask=column < columns)
+            page = tl.load(pages + row * pages_stride + column, mask=column < given_pages, other=0)
+            tl.store(own + 2 + column, page.to(tl.int64), mask=column < columns)
 
 
 def bring(
     given: Tensor,
+    pages: Tensor,
     outcome: Tensor,
     tokens: Tensor,
     features: Tensor,
@@ -203,10 +219,11 @@ def bring(
 ) -> None:
     """As ``Platform.bring_accepted`` says."""
     rows, size = len(outcome), len(given)
-    columns, levels, wide = host.shape[1], kept_tokens.shape[1], features.shape[1]
+    columns, levels, wide = host.shape[1] - 2, kept_tokens.shape[1], features.shape[1]
     pdl = overlapping(outcome.device)
     _bring[(size, levels, triton.cdiv(wide, _COPIED))](
         given,
+        pages,
         outcome,
         tokens,
         features,
@@ -216,7 +233,9 @@ def bring(
         kept_features,
         rows,
         tokens.shape[1],
+        min(columns, pages.shape[1]),
         given.stride(0),
+        pages.stride(0),
         host.stride(0),
         outcome.stride(0),
         tokens.stride(0),

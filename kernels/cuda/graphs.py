@@ -24,9 +24,9 @@ from kernels.cuda.ahead import of_each_kind
 from kernels.cuda.attention import AttentionPlan, DecodeRows, DraftRows
 from kernels.cuda.decode import split_count
 from kernels.cuda.launch import looking_ahead
-from kernels.cuda.staging import stage
+from kernels.cuda.staging import Staged, stage
 from kernels.cuda.verify import HEADER
-from kernels.platforms.prepared import PassFound, PassHead
+from kernels.platforms.prepared import PassEnd, PassFound, PassHead
 from kernels.platforms.rows import AttentionRows
 from kernels.speculative.tree import DraftTree, chain_bits
 
@@ -107,13 +107,37 @@ class DecodeGraphs:
             self._nothing[:, 1] = tokens
         self._state[:, : header + 1] = self._nothing
         self._bits = torch.ones((rows, tokens), dtype=torch.int64, device=device)
+        asked, depths = torch.zeros((rows, 4), dtype=torch.int64, device=device), torch.zeros_like(self._bits)
+        asked[:, 2] = 1  # a root alone, of nobody
+        nodes = DraftTree(self._token_ids.view_as(self._bits), torch.full_like(depths, -1), depths, self._bits)
+        self._staged = Staged(self._token_ids, self._positions, self._cache_index, self._state, asked, nodes)
         self._graphs = capture_each(sorted(sizes, reverse=True), lambda size: forward(self._batch(size)), device, agree)
         self.sizes = sorted(self._graphs)
-        self._headed: dict[int, tuple[Callable[[], None], tuple[Tensor, tuple[Tensor, Tensor, Tensor]]]] = {}
+        self._forward, self._head = forward, head
+        self._headed: dict[int, tuple[Callable[[], None], PassFound]] = {}
         # Of few rows: others hardly wait for what is launched behind a graph, and their logits take memory.
         few = [size for size in reversed(self.sizes) if size <= _HEADED_ROWS]
         if head is not None and few:
-            self._headed = capture_each(few, lambda size: _headed(forward(self._batch(size)), head), device, agree)
+            self._headed = capture_each(few, self._run_headed, device, agree)
+        for _, found in self._headed.values():
+            if found.accepted is not None:  # what is captured behind runs before any pass has
+                found.accepted.packed.zero_()
+
+    @property
+    def ends(self) -> dict[int, PassEnd]:
+        """As ``Decodes.ends`` says."""
+        if self._head is None or self._head.features is None:
+            return {}
+        return {
+            size: PassEnd(
+                self._staged.rows[:size],
+                self._state[:size, HEADER:],
+                found.accepted,
+                self._head.features(found.result),
+            )
+            for size, (_, found) in self._headed.items()
+            if found.accepted is not None
+        }
 
     def run(self, batch: ForwardBatch, plan: AttentionPlan) -> Tensor | None:
         """What ``forward`` gives for the batch, whose rows all decode or are drafts; None when no graph fits.
@@ -161,7 +185,13 @@ class DecodeGraphs:
         replay()
         return hidden[:whole] if places is None else hidden.index_select(0, places)
 
-    def verify(self, starts: npt.NDArray[np.int64], pages: npt.NDArray[np.int32], tree: DraftTree) -> PassFound | None:
+    def verify(
+        self,
+        starts: npt.NDArray[np.int64],
+        pages: npt.NDArray[np.int32],
+        tree: DraftTree,
+        slots: npt.NDArray[np.int64] | None = None,
+    ) -> PassFound | None:
         """As ``Decodes.verify`` says: ``run`` of trees of as many nodes as a row may have."""
         count, tokens = len(starts), self._tokens
         size = next((size for size in self.sizes if size >= count), 0)
@@ -169,28 +199,37 @@ class DecodeGraphs:
             return None
         if self._header == 1 or not (self._tree or tree.linear):
             return None
-        state = np.zeros((size, HEADER + pages.shape[1]), dtype=np.int32)
+        given = np.zeros((size, 1 + HEADER + pages.shape[1]), dtype=np.int32)
+        if slots is not None:
+            given[:count, 0] = slots
+        state = given[:, 1:]
         state[:, 0], state[:, 1], state[:, 3] = np.arange(size) * tokens, tokens, 1
         state[:count, 2], state[:count, 3], state[:count, HEADER:] = starts, starts + tokens, pages
-        index = self._cache_index[: size * tokens]
-        stage(
-            self._show(state),
-            tree,
-            self._token_ids,
-            self._positions,
-            index,
-            self._state,
-            self._bits,
-            self._page_size,
-        )
-        whole = count * tokens
-        if size in self._headed:
-            replay, (hidden, (logits, likeliest, broken)) = self._headed[size]
+        stage(self._show(given), tree, self._staged, self._page_size)
+        whole, index = count * tokens, self._cache_index
+        accepts = self._head is not None and self._head.accept is not None
+        if size in self._headed and (slots is not None or not accepts):
+            replay, found = self._headed[size]
             replay()
-            return PassFound(hidden[:whole], index[:whole], (logits[:whole], likeliest[:whole], broken[:whole]))
+            if found.accepted is not None:
+                return PassFound(found.result[:whole], index[:whole], None, found.accepted.of(count), size)
+            assert found.head is not None
+            logits, likeliest, broken = found.head
+            head = logits[:whole], likeliest[:whole], broken[:whole]
+            return PassFound(found.result[:whole], index[:whole], head)
         replay, hidden = self._graphs[size]
         replay()
-        return PassFound(hidden[:whole], index[:whole], None)
+        return PassFound(hidden[:whole], index[:whole])
+
+    def _run_headed(self, size: int) -> PassFound:
+        assert self._head is not None
+        result = self._forward(self._batch(size))
+        head, index = self._head.find(result), self._cache_index[: size * self._tokens]
+        if self._head.accept is None:
+            return PassFound(result, index, head)
+        rows, whole = self._staged.rows[:size], self._staged.tree
+        tree = DraftTree(whole.tokens[:size], whole.parents[:size], whole.depths[:size], whole.bits[:size])
+        return PassFound(result, index, None, self._head.accept(tree, rows, index, head[1], head[2]), size)
 
     def _places(self, rows: AttentionRows) -> Tensor:
         """Where the batch's tokens stand among those of rows that all have as many."""
@@ -236,10 +275,6 @@ class DecodeGraphs:
             plans={window: AttentionPlan(decodes, None, window, drafts) for window in self._windows},
             states=None if self._states is None else self._states[:tokens],
         )
-
-
-def _headed(result: Tensor, head: PassHead) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    return result, head(result)
 
 
 def capture_each(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -11,19 +13,23 @@ from kernels.cuda.launch import overlapping
 from kernels.cuda.verify import HEADER
 from kernels.speculative.tree import DraftTree
 
-__all__ = ["stage"]
+__all__ = ["Staged", "stage"]
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "state_stride", "nodes_stride", "depths_stride", "bits_stride"])
 def _stage(
     given,
     nodes,
+    parents,
     depths,
     bits,
     token_ids,
     positions,
     index,
     state,
+    asked,
+    parent_of,
+    depth_of,
     seen,
     rows,
     columns,
@@ -43,7 +49,8 @@ def _stage(
     if pdl:
         gdc_launch_dependents()
         gdc_wait()
-    own = given + row * columns
+    slot = tl.load(given + row * (1 + columns))
+    own = given + row * (1 + columns) + 1
     start = tl.load(own + header - 1) - tokens  # of a row that there is: its tokens in the cache, less these
     inside = node < tokens
     there = inside & (row < rows)
@@ -57,44 +64,62 @@ def _stage(
     tl.store(index + place, tl.where(there, page * page_size + at % page_size, place % page_size), mask=inside)
     path = tl.load(bits + row * bits_stride + node, mask=there, other=1)
     tl.store(seen + place, path, mask=inside)
+    tl.store(parent_of + place, tl.load(parents + row * depths_stride + node, mask=there, other=-1), mask=inside)
+    tl.store(depth_of + place, depth, mask=inside)
+    tl.store(asked + row * 4, slot.to(tl.int64))
+    tl.store(asked + row * 4 + 1, tl.where(row < rows, start, 0).to(tl.int64))
+    tl.store(asked + row * 4 + 2, tl.where(row < rows, tokens, 1).to(tl.int64))
+    tl.store(asked + row * 4 + 3, (row * tokens).to(tl.int64))
     for begin in range(0, columns, block):
         column = begin + tl.arange(0, block)
         number = tl.load(own + column, mask=column < columns, other=0)
         tl.store(state + row * state_stride + column, number, mask=column < columns)
 
 
-def stage(
-    given: Tensor,
-    tree: DraftTree,
-    token_ids: Tensor,
-    positions: Tensor,
-    index: Tensor,
-    state: Tensor,
-    seen: Tensor,
-    page_size: int,
-) -> None:
-    """``given`` int32 [size, HEADER + columns], as ``DraftRows.state``, of which the first rows are the ``tree``'s; it
-    goes to the leading columns of ``state``. Written as a ``ForwardBatch`` has them: ``token_ids`` int32, ``positions``
-    and ``index`` int64 [size * tokens], and ``seen`` int64 [size, tokens], what each node sees.
+class Staged(NamedTuple):
+    """What a graph of drafts reads, of ``size`` rows. As a ``ForwardBatch`` has them, ``token_ids`` int32,
+    ``positions`` and ``index`` int64 [size * tokens]; ``state`` int32 [size, HEADER + columns or more], as
+    ``DraftRows`` has it; ``rows`` int64 [size, 4], as ``Platform.accept`` wants them, a row that there is not as its
+    root alone, of nobody. ``tree``: the nodes' tokens are ``token_ids``.
     """
-    size, columns = given.shape
-    tokens = seen.shape[1]
-    pdl = overlapping(token_ids.device)
+
+    token_ids: Tensor
+    positions: Tensor
+    index: Tensor
+    state: Tensor
+    rows: Tensor
+    tree: DraftTree
+
+
+def stage(given: Tensor, tree: DraftTree, to: Staged, page_size: int) -> None:
+    """``given`` int32 [size, 1 + HEADER + columns]: the slots, and the leading columns of ``to.state``; the first rows
+    are the ``tree``'s.
+    """
+    size, columns = given.shape[0], given.shape[1] - 1
+    tokens = to.tree.bits.shape[1]
+    parents, depths = tree.parents, tree.depths
+    if parents.stride() != depths.stride():
+        parents, depths = parents.contiguous(), depths.contiguous()
+    pdl = overlapping(to.token_ids.device)
     _stage[(size,)](
         given,
         tree.tokens,
-        tree.depths,
+        parents,
+        depths,
         tree.bits,
-        token_ids,
-        positions,
-        index,
-        state,
-        seen,
+        to.token_ids,
+        to.positions,
+        to.index,
+        to.state,
+        to.rows,
+        to.tree.parents,
+        to.tree.depths,
+        to.tree.bits,
         len(tree.tokens),
         columns,
-        state.stride(0),
+        to.state.stride(0),
         tree.tokens.stride(0),
-        tree.depths.stride(0),
+        depths.stride(0),
         tree.bits.stride(0),
         tokens,
         triton.next_power_of_2(tokens),

@@ -63,6 +63,7 @@ class Platform(Projections):
 
     ``verified_tokens``: of the decodes of a step and their guesses together, so many that more are not worth what they
     take; 0: that is not known. ``verifies_apart``: whether guesses are worth verifying in steps of decodes alone.
+    ``accepts``: whether it has an ``accept`` of its own.
 
     ``cache_dtype``: what caches are made in from now on; None: the model's. ``scale_dtype``: of a token's scale in one
     of 8 bits.
@@ -80,6 +81,7 @@ class Platform(Projections):
     candidates: Candidates | None = None
     verified_tokens: int = 0
     verifies_apart: bool = False
+    accepts: bool = False
     cache_dtype: torch.dtype | None = None
     scale_dtype: torch.dtype = SCALE
 
@@ -96,8 +98,8 @@ class Platform(Projections):
         return self.put(array)
 
     def fetch(self, tensors: Sequence[Tensor], lasting: bool = False) -> Fetched:
-        """Start to copy results to the host. What it returns may be called by another thread, once. ``lasting``:
-        nothing writes to them again, so that what is issued from now on need not wait for the copies."""
+        """Start to copy results to the host. What it returns may be called by other threads, and again. ``lasting``:
+        nothing writes to them before that, so that what is issued from now on need not wait for the copies."""
         found = list(tensors)
         return lambda: found
 
@@ -193,6 +195,7 @@ class Platform(Projections):
     def bring_accepted(
         self,
         given: Tensor,
+        pages: Tensor,
         outcome: Tensor,
         tokens: Tensor,
         features: Tensor,
@@ -204,8 +207,10 @@ class Platform(Projections):
         """In one kernel to where a pass that guesses ahead finds it, what rows accepted: ``outcome`` [rows, 2 + n],
         ``tokens`` [rows, n] and, of ``features``, those of the nodes passed. False where the platform has none.
 
-        ``given`` int64 [size, columns + 1], size >= rows, goes to ``host`` [size, columns]; its last column is the
-        row's first place in ``features``. ``kept_outcome`` [.., 2 + levels] is 0 where nothing is given.
+        ``given`` int64 [size, 4], size >= rows, as the rows of ``accept``: the slot, the root's position, a number that
+        does not count, and the row's first place in ``features``; ``pages`` int [size, n]. Roots, slots and pages go to
+        ``host`` int64 [size, 2 + columns], 0 where there is no page. ``kept_outcome`` [.., 2 + levels] is 0 where
+        nothing is given.
         """
         return False
 

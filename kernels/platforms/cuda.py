@@ -61,6 +61,7 @@ class CudaPlatform(CudaLayers):
 
     collectives = "nccl"
     overlaps = True
+    accepts = True
     invariant = False
     """Whether a token's results do not depend on what else a step runs."""
     default_memory_fraction = 0.9
@@ -253,6 +254,7 @@ class CudaPlatform(CudaLayers):
     def bring_accepted(
         self,
         given: Tensor,
+        pages: Tensor,
         outcome: Tensor,
         tokens: Tensor,
         features: Tensor,
@@ -261,7 +263,7 @@ class CudaPlatform(CudaLayers):
         kept_tokens: Tensor,
         kept_features: Tensor,
     ) -> bool:
-        bring(given, outcome, tokens, features, host, kept_outcome, kept_tokens, kept_features)
+        bring(given, pages, outcome, tokens, features, host, kept_outcome, kept_tokens, kept_features)
         return True
 
     def _pointers(self, caches: Sequence[Tensor]) -> Tensor:
@@ -331,9 +333,13 @@ class CudaPlatform(CudaLayers):
             return None
         if tokens > 1 and states is None:  # so that no step waits for its kernel to be made; it writes to the dump page
             nothing = chain(torch.zeros((1, tokens), dtype=torch.int64, device=self.device))
-            graphs.verify(np.zeros(1, dtype=np.int64), np.zeros((1, 1), dtype=np.int32), nothing)
+            dump = np.zeros((1, -(-tokens // config.page_size)), dtype=np.int32)
+            graphs.verify(np.zeros(1, dtype=np.int64), dump, nothing)
         return Decodes(
-            tuple(graphs.sizes), lambda batch: graphs.run(batch, next(iter(batch.plans.values()))), verify=graphs.verify
+            tuple(graphs.sizes),
+            lambda batch: graphs.run(batch, next(iter(batch.plans.values()))),
+            verify=graphs.verify,
+            ends=graphs.ends,
         )
 
     def capture_steps(

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 __all__ = [
@@ -68,14 +69,40 @@ not of such logits, or not yet.
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What ``Platform.accept`` found: ``outcome`` int64 [rows, 2 + levels] as ``Verified.outcome``, the ``tokens``
-    int64 [rows, levels] after each node passed, and which of these are ``broken``, bool [rows * levels]; and the
+    """What ``Platform.accept`` found, ``packed`` int64 [rows, n] so that one copy brings it to the host, and the
     ``rows`` int64 [rows, 4] that were asked for, in the device's own memory."""
 
-    outcome: Tensor
-    tokens: Tensor
-    broken: Tensor
+    packed: Tensor
+    levels: int
     rows: Tensor
+
+    @staticmethod
+    def width(levels: int) -> int:
+        """Of ``packed``."""
+        return 2 + 2 * levels + -(-levels // 8)
+
+    @property
+    def outcome(self) -> Tensor:
+        """int64 [rows, 2 + levels], as ``Verified.outcome``."""
+        return self.packed[:, : 2 + self.levels]
+
+    @property
+    def tokens(self) -> Tensor:
+        """int64 [rows, levels]: after each node passed."""
+        return self.packed[:, 2 + self.levels : 2 + 2 * self.levels]
+
+    @property
+    def broken(self) -> Tensor:
+        """bool [rows, levels]: whether what was sampled there is not to be used."""
+        return self.packed[:, 2 + 2 * self.levels :].view(torch.bool)[:, : self.levels]
+
+    def of(self, count: int) -> Acceptance:
+        """Of the first ``count`` rows."""
+        return Acceptance(self.packed[:count], self.levels, self.rows[:count])
+
+    def here(self, packed: Tensor) -> Acceptance:
+        """The same with ``packed`` on the host."""
+        return Acceptance(packed, self.levels, self.rows)
 
 
 class Norm(Protocol):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from kernels.batch import ForwardBatch
-from kernels.platforms.operators import Draws
+from kernels.platforms.operators import Acceptance, Draws
 from kernels.platforms.rows import DecodeTokens, PromptTokens, StepTokens, TokenTable
 from kernels.speculative.tree import DraftTree
 
@@ -25,6 +25,7 @@ __all__ = [
     "Guessing",
     "HostPass",
     "ObserveTokens",
+    "PassEnd",
     "PassFound",
     "PassHead",
     "ReachEnds",
@@ -38,20 +39,45 @@ __all__ = [
 Longs = npt.NDArray[np.int64]
 
 
-PassHead = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
-"""From the result of a pass to the logits of its tokens [tokens, vocab], and what ``Greedy`` finds in them."""
+@dataclass(frozen=True)
+class PassHead:
+    """What a pass of few rows that verify may end with.
+
+    ``find``: from its result to the logits of its tokens [tokens, vocab], and what ``Greedy`` finds in them.
+    ``accept``: from the trees, the rows as ``Platform.accept`` wants them, where the nodes' keys and values were put,
+    int64 [tokens], and what ``Greedy`` found, to what is accepted, whose keys and values are at their places then. None
+    where that is not known before. ``features``: the part of the result that a draft is made from.
+    """
+
+    find: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+    accept: Callable[[DraftTree, Tensor, Tensor, Tensor, Tensor], Acceptance] | None = None
+    features: Callable[[Tensor], Tensor] | None = None
+
+
+class PassEnd(NamedTuple):
+    """What a pass of so many rows that accepts leaves, in places that are always the same: the ``rows`` as
+    ``Platform.accept`` wants them, their ``pages`` int32 [rows, columns], what was ``accepted``, and the ``features``
+    [tokens, n]."""
+
+    rows: Tensor
+    pages: Tensor
+    accepted: Acceptance
+    features: Tensor
 
 
 class PassFound(NamedTuple):
-    """The ``result`` of a pass that verifies, where its keys and values were put, int64 [tokens], and what its head
-    made, if that was prepared. Overwritten by the next call."""
+    """The ``result`` of a pass that verifies, where its keys and values were put, int64 [tokens], and, if that was
+    prepared, what its head made or else what was ``accepted``, and of which of ``Decodes.ends``. Overwritten by the
+    next call."""
 
     result: Tensor
     index: Tensor
-    head: tuple[Tensor, Tensor, Tensor] | None
+    head: tuple[Tensor, Tensor, Tensor] | None = None
+    accepted: Acceptance | None = None
+    end: int = 0
 
 
-Verify = Callable[[npt.NDArray[np.int64], npt.NDArray[np.int32], DraftTree], PassFound | None]
+Verify = Callable[[Longs, npt.NDArray[np.int32], DraftTree, Longs | None], PassFound | None]
 
 
 @dataclass(frozen=True)
@@ -63,14 +89,16 @@ class Decodes:
     fit as well, up to so many tokens of each.
 
     ``verify``: of rows that all verify a tree, with no batch made of it: from the roots' positions int64 [rows], their
-    pages int32 [rows, columns] and the trees; None, as ``run``, also of trees of fewer nodes. It is None where there is
-    no such way.
+    pages int32 [rows, columns] and the trees; None, as ``run``, also of trees of fewer nodes. Of rows that all are
+    greedy, and want nothing else, the slots int64 [rows] are told: what is right may be accepted then. It is None where
+    there is no such way. ``ends``: by the number of rows, of passes that accept.
     """
 
     rows: tuple[int, ...]
     run: Callable[[ForwardBatch], Tensor | None]
     prompts: int = 0
     verify: Verify | None = None
+    ends: Mapping[int, PassEnd] = field(default_factory=dict)
 
 
 StepForward = Callable[[ForwardBatch, Tensor | None], tuple[Tensor, Tensor]]

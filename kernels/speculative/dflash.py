@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from kernels.layers.rotary import RotaryEmbedding
 from kernels.models.config import ConfigError, ModelConfig
 from kernels.models.decoder import DecoderLayer
 from kernels.platforms.operators import Unadded
-from kernels.platforms.prepared import Decodes
+from kernels.platforms.prepared import Decodes, PassEnd
 from kernels.platforms.projections import norm_of_sum
 from kernels.platforms.rows import AttentionRows
 from kernels.slots import SlotTable
@@ -172,7 +172,7 @@ class DflashDrafter(Drafter):
         )
         return self._caches
 
-    def capture(self, agree: Callable[[bool], bool]) -> None:
+    def capture(self, agree: Callable[[bool], bool], ends: Mapping[int, PassEnd]) -> None:
         context, block = self._context, self._block
         columns = -(-(context.context + block) // context.config.page_size) + 1
         self._blocks = context.platform.capture_decodes(

@@ -13,7 +13,7 @@ position should be a function of the tokens up to it (and, of the newest, the ne
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from kernels.models.config import ModelConfig
 from kernels.models.decoder import Decoder
 from kernels.parallel.group import Group
 from kernels.platforms.base import Platform
+from kernels.platforms.prepared import PassEnd
 from kernels.sampling import Noise
 from kernels.slots import SlotTable
 from kernels.speculative.host_drafts import HostDrafts
@@ -143,8 +144,9 @@ class Drafter(ABC):
         """Make the draft's own caches, of the target's number of pages; returned to be cleaned with the target's."""
         return []
 
-    def capture(self, agree: Callable[[bool], bool]) -> None:
-        """Prepare passes beforehand, where the platform gains by it (``Platform.capture_decodes``)."""
+    def capture(self, agree: Callable[[bool], bool], ends: Mapping[int, PassEnd]) -> None:
+        """Prepare passes beforehand, where the platform gains by it (``Platform.capture_decodes``). ``ends``: of the
+        target's passes that accept, behind which it may draft."""
         return None
 
     def host_drafts(self, state: SlotTable, rows: int) -> HostDrafts | None:
@@ -183,6 +185,10 @@ class Drafter(ABC):
         The arguments are those of ``ahead.AheadPasses.run``. The trees have all levels and nodes. None: so many rows
         are not prepared, and nothing was done.
         """
+        return None
+
+    def draft_behind(self, end: int, rows: int) -> DraftTree | None:
+        """The same of the first ``rows`` rows of what the pass that leaves ``ends[end]`` has just accepted."""
         return None
 
     def observed_ahead(self, slots: Longs, lengths: Longs) -> None:

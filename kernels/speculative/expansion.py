@@ -7,7 +7,7 @@ alone; nothing is ever moved (EAGLE-2, Li et al., arXiv 2406.16858).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.batch import ForwardBatch
 from kernels.models.config import ConfigError, ModelConfig
-from kernels.platforms.prepared import Decodes
+from kernels.platforms.prepared import Decodes, PassEnd
 from kernels.platforms.rows import AttentionRows
 from kernels.slots import SlotTable
 from kernels.speculative.ahead import AheadModel, AheadPasses
@@ -128,11 +128,16 @@ class Expansion:
             )
 
     def prepare_ahead(
-        self, model: AheadModel, states: Tensor, features: int, agree: Callable[[bool], bool]
+        self,
+        model: AheadModel,
+        states: Tensor,
+        features: int,
+        agree: Callable[[bool], bool],
+        ends: Mapping[int, PassEnd],
     ) -> AheadPasses | None:
         """Passes that observe and draft in one go (``ahead``); None where the platform prepares none.
 
-        ``states``: of the slots' last tokens. ``features``: their width.
+        ``states``: of the slots' last tokens. ``features``: their width. ``ends``: as ``Drafter.capture`` says.
         """
         context = self._context
         page_size, rows = context.config.page_size, context.config.max_slots - 1
@@ -148,7 +153,7 @@ class Expansion:
                 self.steps, self.topk, self.nodes, self._first, page_size, tuple(self._windows), self._model.ids
             ),
         )
-        passes.capture(rows, agree)
+        passes.capture(rows, agree, ends)
         return passes if passes.size(1) else None
 
     def host_chains(

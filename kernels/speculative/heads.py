@@ -8,7 +8,7 @@ own output in place of the feature.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from kernels.parallel.group import Group
 from kernels.parallel.layers import VocabularyEmbedding, VocabularyHead
 from kernels.platforms.base import Platform
 from kernels.platforms.operators import Norm, Unadded
+from kernels.platforms.prepared import PassEnd
 from kernels.platforms.projections import BehindNorm
 from kernels.slots import SlotTable
 from kernels.speculative.ahead import AheadPasses
@@ -162,11 +163,11 @@ class HeadDrafter(Drafter):
     def make_caches(self, pages: int) -> list[Any]:
         return self._expansion.make_caches(pages)
 
-    def capture(self, agree: Callable[[bool], bool]) -> None:
+    def capture(self, agree: Callable[[bool], bool], ends: Mapping[int, PassEnd]) -> None:
         self._expansion.capture(agree)
         target = self._context.target
         features = target.hidden_size * max(1, len(target.captures))
-        self._ahead = self._expansion.prepare_ahead(self._model, self._states, features, agree)
+        self._ahead = self._expansion.prepare_ahead(self._model, self._states, features, agree, ends)
 
     def reach(self) -> int:
         return 0 if self._ahead is None else self._ahead.reach
@@ -177,6 +178,9 @@ class HeadDrafter(Drafter):
         if self._ahead is None or not self._ahead.size(len(roots)):
             return None
         return self._ahead.run(roots, slots, pages, outcome, tokens, features, places)
+
+    def draft_behind(self, end: int, rows: int) -> DraftTree | None:
+        return None if self._ahead is None else self._ahead.follow(end, rows)
 
     def observed_ahead(self, slots: Longs, lengths: Longs) -> None:
         self._observed[slots] = lengths

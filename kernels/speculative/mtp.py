@@ -14,7 +14,7 @@ the target's own checkpoint or in one of their own:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch import Tensor
 from kernels.batch import ForwardBatch
 from kernels.load_error import LoadError
 from kernels.models.config import ConfigError, ModelConfig
+from kernels.platforms.prepared import PassEnd
 from kernels.platforms.projections import norm_of_sum
 from kernels.slots import SlotTable
 from kernels.speculative.checkpoint import DraftCheckpoint, DraftWeights, layer_shapes, need_same_hidden_size
@@ -157,8 +158,8 @@ class MtpDrafter(Drafter):
     def draft(self, rows: DraftRows) -> Drafts:
         return self._drafter.draft(rows)
 
-    def capture(self, agree: Callable[[bool], bool]) -> None:
-        self._drafter.capture(agree)
+    def capture(self, agree: Callable[[bool], bool], ends: Mapping[int, PassEnd]) -> None:
+        self._drafter.capture(agree, ends)
 
     def host_drafts(self, state: SlotTable, rows: int) -> HostDrafts | None:
         return self._drafter.host_drafts(state, rows)
@@ -177,6 +178,9 @@ class MtpDrafter(Drafter):
         places: npt.NDArray[np.int64],
     ) -> DraftTree | None:
         return self._drafter.draft_ahead(roots, slots, pages, outcome, tokens, features, places)
+
+    def draft_behind(self, end: int, rows: int) -> DraftTree | None:
+        return self._drafter.draft_behind(end, rows)
 
     def observed_ahead(self, slots: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> None:
         self._drafter.observed_ahead(slots, lengths)

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kernels.platforms.operators import Acceptance
 from kernels.rows import StepRows
 from kernels.sampling import Sampled
 from kernels.speculative.verify import Walk
@@ -65,13 +66,14 @@ class Verified:
     ``sampled``: entries of every row that samples, one after the other: one, or in a row that verified one for each
     level that could be accepted. ``rows`` int64 [entries]: the step's rows; ``places`` int64 [entries]: the level.
     ``outcome`` int64 [verified rows, 2 + depth + 1], on the device: entries that count (minus that where the row is not
-    finite), levels that could have been accepted, and the nodes passed.
+    finite), levels that could have been accepted, and the nodes passed. ``accepted``: where all that is part of one.
     """
 
     sampled: Sampled
     rows: Longs
     places: Longs
     outcome: Tensor
+    accepted: Acceptance | None = None
 
     @classmethod
     def of(
@@ -157,3 +159,8 @@ class Verified:
         levels = outcome.shape[1] - 2
         index = np.arange(len(outcome) * levels)
         return cls(chosen, index // levels, index % levels, outcome)
+
+    @classmethod
+    def by_platform(cls, found: Acceptance) -> Verified:
+        """Where every row verified, and the platform accepted: entries are [rows, levels]."""
+        return replace(cls.whole(Sampled(found.tokens, found.broken), found.outcome), accepted=found)

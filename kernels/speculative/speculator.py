@@ -14,7 +14,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.platforms.base import Platform
+from kernels.platforms.base import Fetched, Platform
+from kernels.platforms.operators import Acceptance
+from kernels.platforms.prepared import PassFound
 from kernels.prompt_ends import Reached
 from kernels.rows import StepRows, ragged
 from kernels.sampling import Sampled, Sampler
@@ -67,6 +69,8 @@ class Speculator:
         self._waits = False  # whether the next such step may see it itself
         self._reached: tuple[Reached, Ints] | None = None  # the same of a step that ran prompts to their ends
         self._found: tuple[Tensor, Tensor] | None = None  # the last step's outcome, and what follows each node passed
+        self._end = 0  # of a pass that left these; 0: none did
+        self._arrives: Fetched | None = None  # what such a pass left last
         self._grown: _Grown | None = None
         self.calm = False
         """Whether before more of the decodes that were run last nothing is to be settled, nor to be seen after them."""
@@ -316,10 +320,10 @@ class Speculator:
         if (step.starts + reach >= state.page_count[step.slots] * state.page_size).any():
             return
         columns = int(step.starts.max() + reach) // state.page_size + 1
-        outcome, tokens = found
-        tree = self.drafter.draft_ahead(
-            step.starts, step.slots, state.pages[step.slots, :columns], outcome, tokens, run.features, step.offsets
-        )
+        tree = self.drafter.draft_behind(self._end, len(step.slots)) if self._end else None
+        if tree is None:
+            pages = state.pages[step.slots, :columns]
+            tree = self.drafter.draft_ahead(step.starts, step.slots, pages, *found, run.features, step.offsets)
         if tree is not None:
             self._grown = _Grown(run, tree)
 
@@ -328,8 +332,23 @@ class Speculator:
     def sample(self, step: StepRows, samples: Samples, logits: Tensor, likeliest: Sampled | None = None) -> Verified:
         """What ``Verifier.sample`` finds."""
         verified, tokens = self.verifier.sample(step, samples, logits, likeliest)
-        self._found = verified.outcome, tokens
+        self._found, self._end = (verified.outcome, tokens), 0
         return verified
+
+    def accepts(self, step: StepRows) -> bool:
+        """Whether a pass that verifies ``step`` may accept what is right by itself. Waits until what the one before has
+        left is on the host."""
+        if not self._sampler.plain(tuple(step.slots.tolist())):
+            return False
+        if self._arrives is not None:
+            self._arrives()
+        return True
+
+    def accepted(self, found: PassFound) -> Verified:
+        """The same of a pass that did."""
+        assert found.accepted is not None
+        self._found, self._end = (found.accepted.outcome, found.accepted.tokens), found.end
+        return Verified.by_platform(found.accepted)
 
     def ran(
         self,
@@ -338,18 +357,22 @@ class Speculator:
         features: Tensor | None,
         sampled: Sampled | None,
         verified: Verified | None,
-    ) -> None:
-        """A step was given to the device; it is observed before the next one."""
+    ) -> Fetched | None:
+        """A step was given to the device; it is observed before the next one. -> what brings the outcome, the tokens
+        and which are broken, if one copy does."""
+        arrives = None
+        if verified is not None and verified.accepted is not None:
+            arrives = self._bring(verified.accepted)
         if self.unseen:
-            return
+            return arrives
         outcome = tokens = None
         rows = np.flatnonzero(reached)
         places = np.zeros(len(rows), dtype=np.int64)
         if verified is not None:
-            outcome = self._platform.fetch([verified.outcome], lasting=True)
+            outcome = arrives or self._platform.fetch([verified.outcome], lasting=True)
             rows, places, sampled = verified.rows, verified.places, verified.sampled
         if self.drafter.needs_host_tokens and not self._observer.keeps and sampled is not None:
-            tokens = self._platform.fetch([sampled.tokens])
+            tokens = self._platform.fetch([sampled.tokens]) if arrives is None else lambda: arrives()[1:]
         self._last = Run(
             step,
             self._slots.generation[step.slots],
@@ -360,6 +383,17 @@ class Speculator:
             rows,
             places,
         )
+        return arrives
+
+    def _bring(self, accepted: Acceptance) -> Fetched:
+        # Nothing but the next pass that accepts writes to it, and ``accepts`` waits before.
+        self._arrives = fetched = self._platform.fetch([accepted.packed], lasting=True)
+
+        def arrives() -> list[Tensor]:
+            here = accepted.here(fetched()[0])
+            return [here.outcome, here.tokens.reshape(-1), here.broken.reshape(-1)]
+
+        return arrives
 
 
 def _rows_of(tree: DraftTree, rows: Tensor) -> DraftTree:

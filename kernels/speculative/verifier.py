@@ -130,8 +130,7 @@ class Verifier:
         if found is None:
             return None
         self._accepted = found.rows
-        chosen = Sampled(found.tokens.reshape(-1), found.broken)
-        return Verified.whole(chosen, found.outcome), found.tokens
+        return Verified.by_platform(found), found.tokens
 
     def _histories(self, step: StepRows, samples: Samples, longest: int) -> tuple[Tensor, Tensor]:
         """A table with the tokens before each sample, those of its path among them, and the samples' rows in it."""

@@ -83,7 +83,8 @@ def test_guesses_are_captured(topk, nodes, monkeypatch, tmp_path, drive):
         driver, told = drive(speculation=settings, max_step_tokens=2048)
         decoding = Decoding(driver.runner, driver.info, 2)
         # Nothing but kernels of a row or two stands between the graphs.
-        for part, name in ((driver.runner._model, "logits"), (driver.runner._platform, "greedy")):
+        own = [(driver.runner._platform, name) for name in ("greedy", "accept", "move_accepted", "bring_accepted")]
+        for part, name in ((driver.runner._model, "logits"), *own):
             monkeypatch.setattr(part, name, lambda *_: pytest.fail("logits are made again"))
         for _ in range(3):
             decoding.runner.start(decoding._batch(1, drafts=True)).result()

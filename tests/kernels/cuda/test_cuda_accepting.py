@@ -31,11 +31,12 @@ def random_tree(rows, nodes, generator):
     return tree_of(tokens, parents)
 
 
+@pytest.mark.parametrize("shown", [True, False], ids=["shown", "there"])
 @pytest.mark.parametrize("forced", [0, 1, 3])
 @pytest.mark.parametrize(
     ("linear", "nodes", "depth"), [(True, 4, 3), (False, 16, 3), (False, 11, 10), (False, 64, 5), (False, 2, 1)]
 )
-def test_the_same_is_accepted(linear, nodes, depth, forced, device):
+def test_the_same_is_accepted(linear, nodes, depth, forced, shown, device):
     generator = torch.Generator().manual_seed(nodes)
     rows = 5
     tree = chain(torch.randint(0, 3, (rows, nodes), generator=generator)) if linear else None
@@ -58,15 +59,22 @@ def test_the_same_is_accepted(linear, nodes, depth, forced, device):
     verified = Verified.of(step, Samples.of(step, state.known), said, expected, torch.from_numpy)
 
     numbers = np.stack((step.slots, step.starts, step.counts, step.offsets), 1)
-    own = torch.from_numpy(numbers).to(device)
+    own = torch.from_numpy(numbers).pin_memory() if shown and device.type == "cuda" else torch.from_numpy(numbers)
+    own = own if shown else own.to(device)
     table = torch.full((9, 80), -1, dtype=torch.int32, device=device)
     there = DraftTree(*(getattr(tree, name).to(device) for name in ("tokens", "parents", "depths", "bits")))
     found = accept(there, own, sampled.to(device), broken.to(device), depth, forced, table)
     assert torch.equal(found.outcome.cpu(), verified.outcome)
     assert torch.equal(found.tokens.cpu(), expected.tokens)
-    assert torch.equal(found.broken.cpu(), verified.sampled.broken)
-    assert torch.equal(found.rows, own)  # which may lie in the host's memory
-    own.fill_(-1)
+    assert torch.equal(found.broken.reshape(-1).cpu(), verified.sampled.broken)
+    assert torch.equal(found.rows.cpu(), own.cpu())
+    if shown:
+        own.fill_(-1)
+    part = found.of(2)
+    here = part.here(part.packed.cpu())
+    assert torch.equal(here.outcome, verified.outcome[:2])
+    assert torch.equal(here.tokens, expected.tokens[:2])
+    assert torch.equal(here.broken.reshape(-1), verified.sampled.broken[: 2 * here.levels])
     wanted = torch.full((9, 80), -1, dtype=torch.int32)
     levels = expected.tokens.shape[1]
     for row in range(rows):
@@ -99,26 +107,31 @@ def _table(starts, slots):
     return Slots()
 
 
-def test_what_is_drafted_from_is_brought(device):
+@pytest.mark.parametrize(("known", "dtype"), [(300, torch.int64), (280, torch.int32), (310, torch.int32)])
+def test_what_is_drafted_from_is_brought(known, dtype, device):
     generator = torch.Generator().manual_seed(3)
     rows, size, columns, levels, held, wide = 3, 4, 300, 5, 3, 2500
-    given = torch.randint(0, 99, (size, columns + 1), generator=generator)
-    given[:, columns] = torch.tensor([0, 7, 14, 0])
+    given = torch.randint(0, 99, (size, 4), generator=generator)
+    given[:, 3] = torch.tensor([0, 7, 14, 0])
+    pages = torch.randint(0, 99, (size, known + 5), generator=generator, dtype=dtype)[:, 5:]
     outcome = torch.cat((torch.tensor([[3, 4], [-2, 4], [1, 4]]), torch.randint(0, 7, (rows, held))), 1)
     tokens = torch.randint(0, 99, (rows, held), generator=generator)
     features = torch.randn(21, 2 * wide, generator=generator)[:, wide:]
-    host = torch.zeros((size, columns), dtype=torch.int64, device=device)
+    host = torch.full((size, 2 + columns), 9, device=device)
     kept_outcome = torch.full((size, 2 + levels), 9, device=device)
     kept_tokens = torch.full((size, levels), 9, device=device)
     kept_features = torch.zeros((size * levels, wide), device=device)
     bring(
-        given.to(device), outcome.to(device), tokens.to(device), features.to(device), host, kept_outcome, kept_tokens,
-        kept_features,
+        given.to(device), pages.to(device), outcome.to(device), tokens.to(device), features.to(device), host,
+        kept_outcome, kept_tokens, kept_features,
     )  # fmt: skip
-    assert torch.equal(host.cpu(), given[:, :columns])
+    there = min(known, columns)
+    assert torch.equal(host[:, :2].cpu(), given[:, [1, 0]])
+    assert torch.equal(host[:, 2 : 2 + there].cpu(), pages[:, :there].long())
+    assert not host[:, 2 + there :].any()
     wanted = torch.zeros((size, 2 + levels), dtype=torch.int64)
     wanted[:rows, : 2 + held] = outcome
     assert torch.equal(kept_outcome.cpu(), wanted)
     assert torch.equal(kept_tokens[:rows, :held].cpu(), tokens)
-    at = wanted[:rows, 2:] + given[:rows, columns:]
+    at = wanted[:rows, 2:] + given[:rows, 3:]
     assert torch.equal(kept_features[: rows * levels].cpu(), features[at.reshape(-1)])

@@ -29,7 +29,7 @@ from kernels.cuda.quantized import EightBitLinear
 from kernels.cuda.rows import add_rows, look_up
 from kernels.cuda.sampling import likeliest
 from kernels.cuda.skinny import Form, Tiles
-from kernels.cuda.staging import stage
+from kernels.cuda.staging import Staged, stage
 from kernels.cuda.steps import enter, leave
 from kernels.cuda.verify import HEADER
 from kernels.platforms.rows import AttentionRows
@@ -110,10 +110,11 @@ def guesses(dtype):
         accept(tree, numbers, sampled, sampled.bool(), steps, 3, table)
         caches = [empty(9, 2, 8, 64, 128, dtype=dtype) for _ in range(2)]
         move_accepted(caches, sampled, numbers, found.outcome, lambda parts: empty(2, dtype=torch.int64))
-        brought = empty(rows, 3 + 129, dtype=torch.int64)
-        bring(brought, found.outcome, found.tokens, features, host, outcome, given.tokens, features)
         columns = empty(rows, HEADER + 129, dtype=torch.int32)
-        stage(columns, tree, sampled.int(), sampled, sampled, columns, tree.bits, 64)
+        for pages in (columns[:, HEADER:], host):
+            bring(numbers, pages, found.outcome, found.tokens, features, host, outcome, given.tokens, features)
+        staged = Staged(sampled.int(), sampled, sampled, columns, numbers, tree)
+        stage(empty(rows, 1 + HEADER + 129, dtype=torch.int32), tree, staged, 64)
         growing = CudaGrowing(shape, given)
         growing.observe()
         states = growing.start(empty(rows * (steps + 1), 4096, dtype=dtype))

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.cuda.staging import stage
+from kernels.cuda.staging import Staged, stage
 from kernels.cuda.verify import HEADER
 from kernels.speculative.tree import DraftTree, chain, tree_of
 from kernels.staging import Staging, fetch
@@ -27,15 +27,19 @@ def test_trees_are_placed(linear, size, device):
     tree = chain(ids) if linear else tree_of(ids, torch.tensor([[-1, 0, 0, 1, 1, 3], [-1, 0, 1, 2, 0, 4]]))
     starts = torch.tensor([30, 7])
     pages = torch.randint(1, 50, (rows, given_columns), generator=generator)
-    given = torch.zeros((size, HEADER + given_columns), dtype=torch.int32)
+    whole = torch.zeros((size, 1 + HEADER + given_columns), dtype=torch.int32)
+    whole[:rows, 0] = torch.tensor([8, 5])
+    given = whole[:, 1:]
     given[:, 0], given[:, 1], given[:, 3] = torch.arange(size) * tokens, tokens, 1
     given[:rows, 2], given[:rows, 3], given[:rows, HEADER:] = starts, starts + tokens, pages
     token_ids = torch.full((9 * tokens,), -1, dtype=torch.int32, device=device)
     positions, index = torch.full((2, 9 * tokens), -1, device=device)
     state = torch.full((9, HEADER + COLUMNS), -1, dtype=torch.int32, device=device)
-    seen = torch.full((9, tokens), -1, device=device)
+    seen, parents, depths = torch.full((3, 9, tokens), -7, device=device)
+    asked = torch.full((9, 4), -1, device=device)
     there = DraftTree(*(getattr(tree, name).to(device) for name in ("tokens", "parents", "depths", "bits")))
-    stage(given.to(device), there, token_ids, positions, index[: size * tokens], state, seen, PAGE)
+    to = Staged(token_ids, positions, index, state, asked, DraftTree(token_ids.view(9, tokens), parents, depths, seen))
+    stage(whole.to(device), there, to, PAGE)
     count = rows * tokens
     assert token_ids.tolist() == [*ids.flatten().tolist(), *[-1] * (9 * tokens - count)]
     assert torch.equal(positions[:count].cpu(), (starts[:, None] + tree.depths).flatten())
@@ -47,6 +51,12 @@ def test_trees_are_placed(linear, size, device):
     assert (state[size:] == -1).all()
     assert torch.equal(seen[:rows].cpu(), tree.bits)
     assert (seen[rows:size] == 1).all()
+    assert torch.equal(parents[:rows].cpu(), tree.parents)
+    assert torch.equal(depths[:rows].cpu(), tree.depths)
+    assert (parents[rows:size] == -1).all()
+    assert not depths[rows:size].any()
+    nobody = [[0, 0, 1, row * tokens] for row in range(rows, size)]
+    assert asked[:size].tolist() == [[8, 30, tokens, 0], [5, 7, tokens, tokens], *nobody]
 
 
 @triton.jit

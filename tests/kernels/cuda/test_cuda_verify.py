@@ -10,11 +10,14 @@ import torch
 
 import kernels.cuda.graphs
 from kernels.batch import ForwardBatch
+from kernels.cuda.accepting import accept
 from kernels.cuda.attention import AttentionPlan, attention, plan_attention
 from kernels.cuda.decode import DecodeScratch
 from kernels.cuda.graphs import DecodeGraphs
 from kernels.cuda.verify import draft_splits
-from kernels.speculative.tree import chain
+from kernels.platforms.operators import Acceptance
+from kernels.platforms.prepared import PassHead
+from kernels.speculative.tree import DraftTree, chain, tree_of
 from tests.kernels.verifying import made
 
 
@@ -122,6 +125,10 @@ def rerun(sizes, run, *_):
 
 
 def _leaves(held):
+    if isinstance(held, Acceptance):
+        return [held.packed, held.rows]
+    if held is None or isinstance(held, int):
+        return []
     return [held] if isinstance(held, torch.Tensor) else [leaf for part in held for leaf in _leaves(part)]
 
 
@@ -139,7 +146,7 @@ def test_a_pass_of_few_rows_has_what_its_head_makes(device, monkeypatch):
 
     graphs = DecodeGraphs(
         forward, [0], [2, 4, 6], 2, 30, 16, device, True, lambda could: could,
-        lambda array: torch.from_numpy(array).to(device), TOKENS, True, head=head,
+        lambda array: torch.from_numpy(array).to(device), TOKENS, True, head=PassHead(head),
     )  # fmt: skip
     for count in (1, 3, 4, 5, 2):
         tokens, starts = torch.randint(99, (count, TOKENS)), np.arange(count) + 20
@@ -152,6 +159,70 @@ def test_a_pass_of_few_rows_has_what_its_head_makes(device, monkeypatch):
         if found.head is not None:
             for made, right in zip(found.head, head(found.result), strict=True):
                 torch.testing.assert_close(made, right)
+
+
+def test_a_pass_of_few_greedy_rows_accepts_by_itself(device, monkeypatch):
+    if device.type == "cpu":
+        monkeypatch.setattr(kernels.cuda.graphs, "capture_each", rerun)
+    table = torch.zeros((9, 60), dtype=torch.int32, device=device)
+    moved = []
+
+    def forward(batch):
+        return torch.stack((batch.token_ids.float(), batch.positions.float()), 1)
+
+    def find(result):  # the next token is the one after, but for one that is of no use
+        tokens = result[:, 0].long()
+        return result, tokens + 1, tokens == 40
+
+    def take(tree, rows, index, sampled, broken):
+        moved.append(index)
+        return accept(tree, rows, sampled, broken, 2, 0, table)
+
+    graphs = DecodeGraphs(
+        forward, [0], [2, 4, 6], 2, 30, 16, device, True, lambda could: could,
+        lambda array: torch.from_numpy(array).to(device), 4, True,
+        head=PassHead(find, take, lambda result: result[:, 1:]),
+    )  # fmt: skip
+    assert sorted(graphs.ends) == [2, 4]
+    assert not any(end.accepted.packed.any() for end in graphs.ends.values())  # what is behind may read that first
+    tokens = torch.tensor([[11, 12, 12, 13], [21, 30, 22, 23], [31, 9, 9, 9], [39, 40, 5, 41], [1, 2, 3, 4]])
+    tree = tree_of(
+        tokens.to(device),
+        torch.tensor([[-1, 0, 0, 2], [-1, 0, 0, 2], [-1, 0, 1, 2], [-1, 0, 0, 1], [-1, 0, 1, 2]]).to(device),
+    )
+    starts, slots = np.array([20, 7, 0, 33, 2]), np.array([3, 8, 1, 5, 2])
+    outcome = [[2, 2, 0, 1, 1], [3, 2, 0, 2, 3], [1, 3, 0, 0, 0], [-3, 2, 0, 1, 3]]
+    said = [[12, 13, 13], [22, 23, 24], [32, 32, 32], [40, 41, 42]]
+    for count in (4, 1, 3, 2):
+        table.zero_()
+        some = DraftTree(tree.tokens[:count], tree.parents[:count], tree.depths[:count], tree.bits[:count])
+        pages = np.arange(1, 3 * count + 1, dtype=np.int32).reshape(count, 3)
+        found = graphs.verify(starts[:count], pages, some, slots[:count])
+        size = found.end
+        assert size == (2 if count < 3 else 4)
+        assert found.head is None
+        assert found.accepted.outcome.tolist() == outcome[:count]
+        assert found.accepted.tokens.tolist() == said[:count]
+        assert found.accepted.broken.tolist() == [[False, row == 3, False] for row in range(count)]
+        for row in range(count):
+            start = int(starts[row]) + 1
+            assert table[slots[row], start : start + 3].tolist() == said[row]
+        assert int((table[1:] != 0).sum()) == 3 * count  # and of rows that there are not, in nobody's
+        end = graphs.ends[size]
+        assert end.rows[:count, :2].tolist() == np.stack((slots[:count], starts[:count]), 1).tolist()
+        assert end.pages[:count, :3].tolist() == pages.tolist()
+        assert end.accepted.outcome[:count].tolist() == outcome[:count]
+        assert torch.equal(end.features[: 4 * count], found.result[:, 1:])
+        assert (end.accepted.outcome[count:, 0] == 1).all()
+    assert len(moved) > 0
+    other = graphs.verify(
+        starts[:3],
+        pages[[0, 0, 0]],
+        DraftTree(*(part[:3] for part in (tree.tokens, tree.parents, tree.depths, tree.bits))),
+    )
+    assert (other.accepted, other.head, other.end) == (None, None, 0)  # nobody said that they are greedy
+    whole = graphs.verify(starts, pages[[0] * 5], tree, slots)
+    assert (whole.accepted, whole.head) == (None, None)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

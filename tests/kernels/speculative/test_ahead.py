@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from kernels.platforms.cpu import CpuPlatform
+from kernels.speculative.ahead import AheadPasses
 from kernels.speculative.settings import SpeculativeSettings
 from kernels.speculative.speculator import Speculator, _rows_of
 from kernels.speculative.tree import chain
 from kernels.step import SlotSampling
+from tests.kernels.speculative.accepting import accepting
 from tests.kernels.speculative.layouts import make_layout
 from tests.kernels.speculative.test_drafts_in_a_runner import ASKED, LENGTH, drafts_of
 from tests.kernels.speculative.test_lossless_runner import truth
@@ -68,18 +70,69 @@ def test_the_same_is_drafted(name, topk, nodes, samplings, drive, tmp_path, monk
         assert len(made) < len(expected) // 2
 
 
-def guessing(driver, said, samplings):
-    """Three requests at a time, guessing all they can; what each step accepted, by request."""
-    waiting, running, told = list(range(len(said))), {}, [[] for _ in said]
+UNLIKE = [GREEDY[0], SlotSampling(temperature=0.0, drafts=0), GREEDY[0], MIXED[2], GREEDY[0]]
+
+
+@pytest.mark.parametrize("samplings", [GREEDY, UNLIKE], ids=["greedy", "unlike"])
+@pytest.mark.parametrize(
+    ("name", "topk", "nodes", "most", "forced"),
+    [("eagle3", 3, 10, 3, 0), ("eagle3", 3, 10, 5, 3), ("eagle3", 1, 5, 3, 2), ("mimo", 1, 5, 5, 0)],
+)
+def test_what_is_drafted_behind_a_pass_that_accepts(
+    name, topk, nodes, most, forced, samplings, drive, tmp_path, monkeypatch
+):
+    _, algorithm, target, draft, _, _ = make_layout(name, tmp_path)
+    settings = SpeculativeSettings(
+        algorithm, str(draft or ""), num_steps=4, topk=topk, num_draft_tokens=nodes, fixed_acceptance=forced
+    )
+    said = truth(drive, target, ASKED, samplings, LENGTH)[0] if not forced else None
+    trees = verified_trees(monkeypatch)
+    told = guessing(drive(target, speculation=settings), said, samplings, most)
+    expected = trees.copy()
+    trees.clear()
+    captures(monkeypatch)
+    accepting(monkeypatch)
+    behind, alone, follow, run = [], [], AheadPasses.follow, AheadPasses.run
+    monkeypatch.setattr(AheadPasses, "follow", lambda *given: behind.append(given[2]) or follow(*given))
+    monkeypatch.setattr(AheadPasses, "run", lambda *given: alone.append(len(given[1])) or run(*given))
+    assert guessing(drive(target, speculation=settings), said, samplings, most) == told
+    assert trees == expected
+    assert set(alone) <= {5}  # more rows than there are such passes for
+    if samplings is GREEDY:
+        assert len(behind) >= 10
+        assert len(alone) > 5 or most < 5
+
+
+def verified_trees(monkeypatch):
+    """What is verified from now on: what is known of each row, and its nodes and their parents."""
+    found, draft = [], Speculator.draft
+
+    def spy(self, step, most, levels):
+        step = draft(self, step, most, levels)
+        if step.drafts is not None:
+            tree, state = step.drafts.tree, self._slots
+            for row, (slot, count) in enumerate(zip(step.slots[step.verifying], step.drafts.nodes, strict=True)):
+                known = state.tokens[slot, : state.known[slot]].tolist()
+                found.append((known, tree.tokens[row, :count].tolist(), tree.parents[row, :count].tolist()))
+        return step
+
+    monkeypatch.setattr(Speculator, "draft", spy)
+    return found
+
+
+def guessing(driver, said, samplings, most=3):
+    """So many requests at a time, three of them in each third step, guessing all they can; what each step accepted, by
+    request."""
+    waiting, running, told = list(range(len(ASKED))), {}, [[] for _ in ASKED]
     while waiting or running:
-        while waiting and len(running) < 3:
-            number, slot = waiting.pop(0), next(slot for slot in (3, 1, 2) if slot not in running)
+        while waiting and len(running) < most:
+            number, slot = waiting.pop(0), next(slot for slot in (3, 1, 2, 5, 4) if slot not in running)
             running[slot] = number
             driver.admit(slot, ASKED[number], sampling=samplings[number])
             for _ in range(12):  # room for guesses behind guesses
                 driver.pages[slot].append(driver.free.pop())
                 driver._granted.append((slot, driver.pages[slot][-1]))
-        rows = [(slot, driver.pending(slot)) for slot in running]
+        rows = [(slot, driver.pending(slot)) for slot in running][: most if driver.number % 3 else 3]
         result = driver.step(rows, {slot: driver.info.speculative_nodes - 1 for slot, count in rows if count == 1})
         assert not result.failed
         counts = np.frombuffer(result.accepted, np.int32).tolist()
@@ -88,7 +141,7 @@ def guessing(driver, said, samplings):
                 told[running[slot]].append(accepted)
         for slot, number in list(running.items()):
             if len(driver.tokens[slot]) >= LENGTH:
-                assert driver.tokens[slot][:LENGTH] == said[number]
+                assert said is None or driver.tokens[slot][:LENGTH] == said[number]
                 driver.release(slot)
                 del running[slot]
     return told

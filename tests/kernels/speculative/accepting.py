@@ -1,0 +1,101 @@
+"""A platform whose passes that verify accept by themselves, in plain torch."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kernels.batch import ForwardBatch
+from kernels.platforms.cpu import CpuPlatform
+from kernels.platforms.operators import Acceptance
+from kernels.platforms.prepared import Decodes, PassEnd, PassFound
+from kernels.platforms.rows import AttentionRows
+from kernels.speculative.tree import DraftTree
+from kernels.speculative.verify import walk
+
+NOWHERE = 1 << 20  # a page that there is not
+SIZES = (2, 4)
+
+
+class AcceptingPasses:
+    """Run as they are called; what they read and leave stands where it stood, as a graph's does."""
+
+    def __init__(self, platform, forward, windows, columns, tokens, head):
+        self.platform, self.forward, self.windows, self.tokens, self.head = platform, forward, windows, tokens, head
+        self.rows, self.pages = torch.zeros((4, 4), dtype=torch.int64), torch.zeros((4, columns), dtype=torch.int32)
+        self.rows[:, 2], self.rows[:, 3] = 1, torch.arange(4) * tokens  # roots alone, of nobody
+        self.held = {size: self.run(size, *self.nodes(size)) for size in SIZES}
+        self.ends = {
+            size: PassEnd(self.rows[:size], self.pages[:size], found, head.features(result))
+            for size, (result, _, found) in self.held.items()
+        }
+
+    def nodes(self, size):
+        nodes = torch.zeros((4, size, self.tokens), dtype=torch.int64)
+        nodes[1], nodes[3] = -1, 1
+        return nodes
+
+    def verify(self, starts, pages, tree, slots=None):
+        count, tokens = len(starts), self.tokens
+        size = min((size for size in SIZES if size >= count), default=0)
+        if slots is None or not size or tree.tokens.shape[1] != tokens:
+            return None
+        self.rows[:, :3] = torch.tensor([0, 0, 1])
+        self.rows[:count, :3] = torch.from_numpy(np.stack((slots, starts, np.full(count, tokens)), 1))
+        self.pages.fill_(NOWHERE)[:, : pages.shape[1]] = 0
+        self.pages[:count, : pages.shape[1]] = torch.from_numpy(pages)
+        given = self.nodes(size)
+        for held, new in zip(given, (tree.tokens, tree.parents, tree.depths, tree.bits), strict=True):
+            held[:count] = new
+        result, index, found = self.held[size]
+        new = self.run(size, *given)
+        result.copy_(new[0]), index.copy_(new[1]), found.packed.copy_(new[2].packed)
+        return PassFound(result[: count * tokens], index[: count * tokens], None, found.of(count), size)
+
+    def run(self, size, ids, parents, depths, bits):
+        page, starts = self.platform._planner.page_size, self.rows[:size, 1]
+        at = starts[:, None] + torch.arange(self.tokens)
+        index = (self.pages[:size].long().gather(1, at // page) * page + at % page).reshape(-1)
+        counts = np.full(size, self.tokens)
+        rows = AttentionRows(starts.numpy().copy(), counts, self.pages[:size].numpy(), 0, size, bits)
+        plans = {window: self.platform.plan_attention(rows, window) for window in self.windows}
+        positions = (starts[:, None] + depths).reshape(-1)
+        result = self.forward(ForwardBatch(ids.reshape(-1), positions, index, plans))
+        tree = DraftTree(ids, parents, depths, bits)
+        return result, index, self.head.accept(tree, self.rows[:size], index, *self.head.find(result)[1:])
+
+
+def accept(self, tree, rows, sampled, broken, depth, forced, table):
+    slots, starts, counts, first = rows.T
+    node = torch.arange(tree.tokens.shape[1])
+    places = (first[:, None] + node).clamp(max=len(sampled) - 1)
+    found = walk(tree, counts, sampled[places], depth, None, forced)
+    levels = torch.arange(found.path.shape[1])
+    accepted = Acceptance(torch.zeros((len(rows), Acceptance.width(len(levels))), dtype=torch.int64), len(levels), rows)
+    accepted.outcome[:, 0], accepted.outcome[:, 2:] = found.counts, found.path
+    accepted.outcome[:, 1] = torch.where(node < counts[:, None], tree.depths, 0).amax(1)
+    accepted.tokens.copy_(found.tokens)
+    table[slots[:, None], starts[:, None] + 1 + levels] = found.tokens.int()
+    return accepted
+
+
+def move_accepted(self, caches, index, rows, outcome):
+    levels, first = torch.arange(outcome.shape[1] - 2), rows[:, 3:]
+    inside = levels < outcome[:, :1]
+    source, target = (index[first + torch.where(inside, nodes, 0)].reshape(-1) for nodes in (outcome[:, 2:], levels))
+    self.move_caches(caches, source, target, len(levels))
+    return True
+
+
+def capture_decodes(self, forward, windows, rows, columns, agree, tokens=1, tree=False, states=None, *, head=None, **_):
+    if head is None or head.accept is None:
+        return None
+    passes = AcceptingPasses(self, forward, windows, columns, tokens, head)
+    return Decodes(SIZES, lambda batch: None, verify=passes.verify, ends=passes.ends)
+
+
+def accepting(monkeypatch):
+    """Where no token is broken."""
+    monkeypatch.setattr(CpuPlatform, "accepts", True)
+    for made in (accept, move_accepted, capture_decodes):
+        monkeypatch.setattr(CpuPlatform, made.__name__, made)
