@@ -4,10 +4,12 @@
 
 Milliseconds of a decode step at 1, 8 and 32 rows (contexts of 128 tokens and longer), prompt tokens a second of
 prefill chunks, and the bytes of weights that a decode step reads a second, beside what this machine's memory gives in
-the same run to one thread and to all. ``tiny`` and ``0.6b`` are Qwen3 shapes with made-up weights, ``moe`` is one of
-Qwen3-MoE whose tokens take 4 of 32 experts; ``understudy`` is the model in the box. ``--against``: another checkout of
-Troupe, measured in turns with this one; the ratio is old time over new. ``--clock cpu`` counts processor time of all
-threads, which neighbours on a shared machine disturb less.
+the same run to one thread and to all. Where weights come from memory, so do keys and values: what a step reads of both
+is set against what memory gives in the same round, whose reading goes up and down by the minute; medians count.
+``tiny`` and ``0.6b`` are Qwen3 shapes with made-up weights, ``moe`` is one of Qwen3-MoE whose tokens take 4 of 32
+experts; ``understudy`` is the model in the box. ``--against``: another checkout of Troupe, measured in turns with this
+one; the ratio is old time over new. ``--clock cpu`` counts processor time of all threads, which neighbours on a shared
+machine disturb less.
 """
 
 from __future__ import annotations
@@ -152,21 +154,33 @@ class _Steps:
         return 1e3 * self._run([tokens], tokens, release=True)
 
 
-def _bandwidth(threads: int, size: int) -> float:
-    """Bytes a second of reading ``size`` bytes that lie in memory, in large pages, the best of several times."""
-    import torch
+class _Memory:
+    """``size`` bytes in memory, in large pages, that threads read."""
 
-    torch.set_num_threads(threads)
-    pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    memory = torch.frombuffer(pages, dtype=torch.int32).fill_(1)
-    best = 1e9
-    for _ in range(max(4, (1 << 31) // size)):
-        begun = time.perf_counter()
-        memory.amax()
-        best = min(best, time.perf_counter() - begun)
-    return size / best
+    def __init__(self, threads: int, size: int = 1 << 30) -> None:
+        import torch
+
+        torch.set_num_threads(threads)
+        pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        self._memory, self._size = torch.frombuffer(pages, dtype=torch.int32).fill_(1), size
+
+    def rate(self) -> float:
+        """Bytes a second, the best of several times."""
+        best = 1e9
+        for _ in range(4):
+            begun = time.perf_counter()
+            self._memory.amax()
+            best = min(best, time.perf_counter() - begun)
+        return self._size / best
+
+
+def _read(name: str, rows: int, steps: int) -> float:
+    """Bytes of keys and values that a decode step reads."""
+    sizes = SHAPES[name]
+    token = sizes["num_hidden_layers"] * 2 * sizes["num_key_value_heads"] * sizes["head_dim"] * 2
+    return token * rows * (PROMPT + (steps + 1) / 2)
 
 
 def _child(path: str, load_format: str, threads: int, clock: str) -> None:
@@ -195,8 +209,7 @@ def _models(names: list[str], directory: Path) -> list[tuple[str, str, str]]:
     return found
 
 
-def _measure(name: str, path: str, load_format: str, arguments: argparse.Namespace, memory: float) -> None:
-    """``memory``: bytes a second that all threads read."""
+def _measure(name: str, path: str, load_format: str, arguments: argparse.Namespace, memory: _Memory) -> None:
     from tests.bench._checkout import Checkout  # which another checkout may not have
 
     roots = [ROOT] if arguments.against is None else [ROOT, arguments.against.resolve()]
@@ -204,18 +217,23 @@ def _measure(name: str, path: str, load_format: str, arguments: argparse.Namespa
     points = [("decode", rows) for rows in arguments.rows] + [("prefill", tokens) for tokens in arguments.prefill]
     for what, size in points:
         times: list[list[float]] = [[] for _ in sides]
+        sparse = "num_experts" in SHAPES.get(name, {})  # a step reads some of its weights
+        by_bytes = what == "decode" and not sparse
+        from_memory = by_bytes and name in SHAPES and sides[0].weight_bytes > _CACHED
+        rates: list[float] = []
         for turn in range(arguments.rounds):
             for side in (range(len(sides)), reversed(range(len(sides))))[turn % 2]:
                 times[side].append(sides[side].ask(what, size, arguments.steps))
+            rates += [memory.rate()] if from_memory else []
         new = statistics.median(times[0])
-        sparse = "num_experts" in SHAPES.get(name, {})  # a step reads some of its weights
-        by_bytes = what == "decode" and not sparse
         rate = sides[0].weight_bytes / new / 1e6 if by_bytes else size / new * 1e3
         ratios = [old / now for now, old in zip(times[0], times[-1], strict=True)]
         against = f" {statistics.median(times[1]):.2f} | {statistics.median(ratios):.2f} |" if len(sides) > 1 else ""
         unit = "GB/s" if by_bytes else "tokens/s"
-        if by_bytes and sides[0].weight_bytes > _CACHED:
-            unit += f", {1e11 * rate / memory:.0f} % of memory's"
+        if from_memory:
+            read = sides[0].weight_bytes + _read(name, size, arguments.steps)
+            shares = [1e5 * read / taken / held for taken, held in zip(times[0], rates, strict=True)]
+            unit += f", {statistics.median(shares):.0f} % of memory's"
         print(f"| {name} | {what} {size} | {new:.2f} | {rate:.{1 if by_bytes else 0}f} {unit} |{against}")
     for side in sides:
         side.close()
@@ -239,10 +257,9 @@ def main(argv: list[str] | None = None) -> int:
         "--clock", choices=("wall", "cpu"), default="wall", help="wall: elapsed time; cpu: processor time"
     )
     arguments = parser.parse_args(argv)
-    memory = 0.0
     for threads in (1, os.cpu_count() or 1):
-        memory = _bandwidth(threads, 1 << 30)
-        print(f"memory, {threads} threads: {memory / 1e9:.1f} GB/s")
+        memory = _Memory(threads)
+        print(f"memory, {threads} threads: {memory.rate() / 1e9:.1f} GB/s")
     ratio = " old ms | old/new |" if arguments.against else ""
     print(f"| model | point | ms | |{ratio}\n|---|---|---|---|{'---|---|' if ratio else ''}")
     with tempfile.TemporaryDirectory() as directory:
