@@ -15,6 +15,7 @@ from kernels.platforms.operators import Acceptance
 from kernels.platforms.prepared import Decodes, PassHead, Steps
 from kernels.prompt_ends import PromptEnds
 from kernels.slots import SlotTable
+from kernels.speculative.following import Following
 from kernels.speculative.steady import SteadyChains
 from kernels.speculative.tree import DraftTree
 from kernels.steady import SteadyDecodes
@@ -94,7 +95,8 @@ class CapturedSteps:
     ``steady`` and ``chains``: all of such a step, where the device is the host; ``ends``: of one that runs prompts to
     their ends. ``unseen_steady`` and ``unseen_ends``: the same of steps that nothing is kept of for a draft.
     ``steps``: all of a step, whatever is sampled then; there are no ``decodes`` beside them.
-    ``target``: what ``steady`` and ``chains`` both run where there are guesses.
+    ``target``: what ``steady`` and ``chains`` both run where there are guesses. ``following``: runs steps in which all
+    verify before those before them are settled.
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
@@ -108,6 +110,7 @@ class CapturedSteps:
         self.unseen_ends: PromptEnds | None = None
         self.steps: Steps | None = None
         self.target: HostTarget | None = None
+        self.following: Following | None = None
         self.capture()
 
     @property
@@ -122,7 +125,7 @@ class CapturedSteps:
         config, platform, model, caches = loaded.config, loaded.platform, loaded.model, loaded.caches
         windows, speculator = sorted(loaded.windows), loaded.speculator
         rows = config.max_slots - 1
-        self.verifies = self.chains = self.target = None
+        self.verifies = self.chains = self.target = self.following = None
         self.steady, self.ends = self.unseen_steady, self.unseen_ends = None, None
         passes = Passes(config, platform, model, caches, loaded.slots, windows, self._agree)
         self.steps = passes.capture_steps(rows) if speculator is None and loaded.group.size == 1 else None
@@ -138,6 +141,8 @@ class CapturedSteps:
         self.verifies = passes.capture_decodes(rows, drafter.most_nodes, drafter.branches, drafter.depth)
         drafter.capture(self._agree, self.verifies.ends if self.verifies is not None else {})
         speculator.verifier.prepare(drafter.most_nodes, caches)
+        if self.verifies is not None and self.verifies.ends and loaded.group.size == 1:
+            self.following = Following(speculator, platform, loaded.slots, self.verifies)
         self.target = target = HostTarget.make(platform, model, caches, windows, rows * drafter.most_nodes)
         if target is None:
             return

@@ -15,6 +15,7 @@ from kernels.platforms.prepared import PassFound, StepFound
 from kernels.rows import StepRows
 from kernels.sampling import Sampled, Sampler
 from kernels.slots import SlotTable
+from kernels.speculative.following import Followed
 from kernels.speculative.samples import Samples, Verified
 from kernels.speculative.speculator import Speculator
 
@@ -140,7 +141,7 @@ class StepOutputs:
         if step.drafts is None:
             self._sample(step, hidden, answer)
         elif found.accepted is not None:
-            verified = speculator.accepted(found)
+            verified = speculator.trees.accepted(found)
         else:
             samples = Samples.of(step, self._slots.known)
             if found.head is not None and len(samples.tokens) == len(hidden):
@@ -151,8 +152,21 @@ class StepOutputs:
                 verified = speculator.sample(step, samples, self._model.logits(chosen))
             speculator.verifier.move(step, found.index, verified.outcome, self._caches)
         if verified is not None:
-            answer.sampled, answer.sampled_rows = verified.sampled, step.rows[verified.rows]
-            answer.places, answer.outcome = verified.places, verified.outcome
-            answer.verified_rows = step.rows[step.verifying]
-            answer.guesses = step.counts[step.verifying] - 1
+            self._tell(step, verified, answer)
         answer.arrives = speculator.ran(step, reached, features, answer.sampled, verified)
+
+    def followed(self, step: StepRows, followed: Followed, answer: Answer) -> None:
+        """The same of a step that was given to the device before the one before it was settled."""
+        assert self._speculator is not None
+        verified, features = followed.verified, self._model.split(followed.found.result)[1]
+        self._tell(step, verified, answer)
+        reached = np.ones(len(step.slots), dtype=bool)
+        answer.arrives = self._speculator.ran(step, reached, features, answer.sampled, verified)
+        self._speculator.trees.followed(self._speculator.last, followed.found.end, followed.behind)
+
+    @staticmethod
+    def _tell(step: StepRows, verified: Verified, answer: Answer) -> None:
+        answer.sampled, answer.sampled_rows = verified.sampled, step.rows[verified.rows]
+        answer.places, answer.outcome = verified.places, verified.outcome
+        answer.verified_rows = step.rows[step.verifying]
+        answer.guesses = step.counts[step.verifying] - 1

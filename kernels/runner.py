@@ -26,6 +26,7 @@ from kernels.platforms.prepared import PassFound, Steps
 from kernels.platforms.rows import AttentionRows, PromptTokens, StepTokens
 from kernels.platforms.select import select_platform
 from kernels.rows import StepRows
+from kernels.speculative.following import Following
 from kernels.speculative.speculator import Speculator
 from kernels.speculative.steady import SteadyChains
 from kernels.step import ModelInfo, RowError, RunnerConfig, StepBatch, StepResult, StepTiming
@@ -114,7 +115,32 @@ class ModelRunner:
                 return result
             chains = None
         with self._device_errors():
+            following = self._captured.following
+            if following is not None and granted is None and following.may(batch):
+                result, granted = self._follow(following, batch, begun)
+                if result is not None:
+                    return result
             return self._start(batch, begun, granted, chains)
+
+    @torch.inference_mode()
+    def _follow(
+        self, following: Following, batch: StepBatch, begun: float
+    ) -> tuple[RunningStep | None, list[RowError]]:
+        """Give the step to the device before the one before it is settled; None where that is not for it. Also what was
+        wrong with its grants."""
+        self._bind_thread()
+        self._tenants.settle()
+        answer = Answer(_ints(batch.slots), _ints(batch.generations))
+        self._tenants.update(batch, answer.failed, None)
+        followed = following.issue(batch)
+        if followed is None:
+            return None, answer.failed
+        self._unsettled.begin(followed.writes)
+        prepared = time.perf_counter()
+        step = following.settle(followed)
+        answer.graph_rows = len(step.slots)
+        self._outputs.followed(step, followed, answer)
+        return self._running(batch.number, answer, followed.writes, begun, prepared), []
 
     @torch.inference_mode()
     def _again(self, chains: SteadyChains, batch: StepBatch, begun: float) -> RunningStep | None:
@@ -196,7 +222,7 @@ class ModelRunner:
         if (step.counts < drafts.tree.tokens.shape[1]).any():
             return None
         slots, speculator = None, self._speculator
-        if speculator is not None and prepared.ends and speculator.accepts(step):
+        if speculator is not None and prepared.ends and speculator.trees.accepts(step.slots):
             # Guesses behind it may take places on pages that it does not touch itself.
             last = (int(step.starts.max()) + speculator.drafter.reach()) // self._config.page_size
             slots, pages = step.slots, self._slots.pages[step.slots, : max(pages.shape[1], last + 1)]

@@ -187,29 +187,36 @@ class DecodeGraphs:
 
     def verify(
         self,
-        starts: npt.NDArray[np.int64],
+        starts: npt.NDArray[np.int64] | None,
         pages: npt.NDArray[np.int32],
         tree: DraftTree,
         slots: npt.NDArray[np.int64] | None = None,
     ) -> PassFound | None:
         """As ``Decodes.verify`` says: ``run`` of trees of as many nodes as a row may have."""
-        count, tokens = len(starts), self._tokens
+        count, tokens = len(pages), self._tokens
         size = next((size for size in self.sizes if size >= count), 0)
         if not size or (size > count and not self._padded) or tree.tokens.shape[1] != tokens:
             return None
         if self._header == 1 or not (self._tree or tree.linear):
             return None
+        headed, before = self._headed.get(size), None
+        if starts is None:
+            if slots is None or headed is None or headed[1].accepted is None:
+                return None
+            before = headed[1].accepted.packed
         given = np.zeros((size, 1 + HEADER + pages.shape[1]), dtype=np.int32)
         if slots is not None:
             given[:count, 0] = slots
         state = given[:, 1:]
         state[:, 0], state[:, 1], state[:, 3] = np.arange(size) * tokens, tokens, 1
-        state[:count, 2], state[:count, 3], state[:count, HEADER:] = starts, starts + tokens, pages
-        stage(self._show(given), tree, self._staged, self._page_size)
+        state[:count, HEADER:] = pages
+        if starts is not None:
+            state[:count, 2], state[:count, 3] = starts, starts + tokens
+        stage(self._show(given), tree, self._staged, self._page_size, before)
         whole, index = count * tokens, self._cache_index
         accepts = self._head is not None and self._head.accept is not None
-        if size in self._headed and (slots is not None or not accepts):
-            replay, found = self._headed[size]
+        if headed is not None and (slots is not None or not accepts):
+            replay, found = headed
             replay()
             if found.accepted is not None:
                 return PassFound(found.result[:whole], index[:whole], None, found.accepted.of(count), size)

@@ -16,7 +16,10 @@ from kernels.speculative.tree import DraftTree
 __all__ = ["Staged", "stage"]
 
 
-@triton.jit(do_not_specialize=["rows", "columns", "state_stride", "nodes_stride", "depths_stride", "bits_stride"])
+_STRIDES = ["state_stride", "nodes_stride", "depths_stride", "bits_stride", "before_stride"]
+
+
+@triton.jit(do_not_specialize=["follows", "rows", "columns", *_STRIDES])
 def _stage(
     given,
     nodes,
@@ -31,12 +34,15 @@ def _stage(
     parent_of,
     depth_of,
     seen,
+    before,
+    follows,
     rows,
     columns,
     state_stride,
     nodes_stride,
     depths_stride,
     bits_stride,
+    before_stride,
     tokens: tl.constexpr,
     tokens_block: tl.constexpr,
     page_size: tl.constexpr,
@@ -52,6 +58,10 @@ def _stage(
     slot = tl.load(given + row * (1 + columns))
     own = given + row * (1 + columns) + 1
     start = tl.load(own + header - 1) - tokens  # of a row that there is: its tokens in the cache, less these
+    if follows & (row < rows):
+        accepted = tl.abs(tl.load(before + row * before_stride))
+        start = (tl.load(asked + row * 4 + 1) + accepted).to(tl.int32)
+        tl.debug_barrier()  # the same place is written to below
     inside = node < tokens
     there = inside & (row < rows)
     token = tl.load(nodes + row * nodes_stride + node, mask=there, other=0)
@@ -73,6 +83,8 @@ def _stage(
     for begin in range(0, columns, block):
         column = begin + tl.arange(0, block)
         number = tl.load(own + column, mask=column < columns, other=0)
+        if follows & (row < rows):
+            number = tl.where(column == header - 2, start, tl.where(column == header - 1, start + tokens, number))
         tl.store(state + row * state_stride + column, number, mask=column < columns)
 
 
@@ -91,9 +103,12 @@ class Staged(NamedTuple):
     tree: DraftTree
 
 
-def stage(given: Tensor, tree: DraftTree, to: Staged, page_size: int) -> None:
+def stage(given: Tensor, tree: DraftTree, to: Staged, page_size: int, before: Tensor | None = None) -> None:
     """``given`` int32 [size, 1 + HEADER + columns]: the slots, and the leading columns of ``to.state``; the first rows
     are the ``tree``'s.
+
+    ``before`` int64 [size, ..]: as ``Acceptance.packed``, of the pass that ``to`` was written for last. The trees'
+    roots are where what it accepted ends, and what ``given`` says of starts and ends is not read.
     """
     size, columns = given.shape[0], given.shape[1] - 1
     tokens = to.tree.bits.shape[1]
@@ -115,12 +130,15 @@ def stage(given: Tensor, tree: DraftTree, to: Staged, page_size: int) -> None:
         to.tree.parents,
         to.tree.depths,
         to.tree.bits,
+        to.rows if before is None else before,
+        int(before is not None),
         len(tree.tokens),
         columns,
         to.state.stride(0),
         tree.tokens.stride(0),
         depths.stride(0),
         tree.bits.stride(0),
+        0 if before is None else before.stride(0),
         tokens,
         triton.next_power_of_2(tokens),
         page_size,

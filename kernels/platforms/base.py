@@ -103,6 +103,10 @@ class Platform(Projections):
         found = list(tensors)
         return lambda: found
 
+    def after_copies(self) -> None:
+        """What is issued from now on waits until all that ``fetch`` was asked for is copied: it may write to that."""
+        return None
+
     @abstractmethod
     def memory(self) -> Memory:
         """The device's memory, as it stands now."""

@@ -123,6 +123,10 @@ class CudaPlatform(CudaLayers):
             self._beside = torch.cuda.Stream(self.device)
         return fetch(tensors, self._beside if lasting else None)
 
+    def after_copies(self) -> None:
+        if self._beside is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._beside)
+
     def memory(self) -> Memory:
         return device_memory(self.device)
 

@@ -77,7 +77,7 @@ class PassFound(NamedTuple):
     end: int = 0
 
 
-Verify = Callable[[Longs, npt.NDArray[np.int32], DraftTree, Longs | None], PassFound | None]
+Verify = Callable[[Longs | None, npt.NDArray[np.int32], DraftTree, Longs | None], PassFound | None]
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,9 @@ class Decodes:
 
     ``verify``: of rows that all verify a tree, with no batch made of it: from the roots' positions int64 [rows], their
     pages int32 [rows, columns] and the trees; None, as ``run``, also of trees of fewer nodes. Of rows that all are
-    greedy, and want nothing else, the slots int64 [rows] are told: what is right may be accepted then. It is None where
-    there is no such way. ``ends``: by the number of rows, of passes that accept.
+    greedy, and want nothing else, the slots int64 [rows] are told: what is right may be accepted then. No positions are
+    told if the pass that accepted last was of the very rows: the roots are where what it accepted ends, and the host
+    need not know. It is None where there is no such way. ``ends``: by the number of rows, of passes that accept.
     """
 
     rows: tuple[int, ...]

@@ -2,12 +2,10 @@
 
 Lengths are the host's, and how many guesses a step accepts is known to the device first. So a step that verified some
 is settled before the next one is prepared: the host then knows every length again, and the drafter observes what was
-computed, before slots change hands.
+computed, before slots change hands. But where nothing changes hands the next one may run ahead of that (``following``).
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -15,18 +13,16 @@ import torch
 from torch import Tensor
 
 from kernels.platforms.base import Fetched, Platform
-from kernels.platforms.operators import Acceptance
-from kernels.platforms.prepared import PassFound
 from kernels.prompt_ends import Reached
 from kernels.rows import StepRows, ragged
 from kernels.sampling import Sampled, Sampler
 from kernels.slots import SlotTable
 from kernels.speculative.drafter import Drafter, DraftRows, Drafts
+from kernels.speculative.grown import GrownTrees, rows_of
 from kernels.speculative.host_drafts import Raw, SeenHere, raw
 from kernels.speculative.observing import Observer, Run
 from kernels.speculative.samples import Samples, Verified
 from kernels.speculative.settings import SpeculativeSettings
-from kernels.speculative.tree import DraftTree
 from kernels.speculative.verifier import Verifier
 from kernels.step import Admission
 
@@ -34,15 +30,6 @@ __all__ = ["Speculator"]
 
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
-
-
-@dataclass(eq=False)
-class _Grown:
-    """Trees drafted behind ``run``, one for each of its rows. ``roots``: their positions, once the host knows them."""
-
-    run: Run
-    tree: DraftTree
-    roots: Longs | None = None
 
 
 class Speculator:
@@ -64,19 +51,15 @@ class Speculator:
         self.verifier = Verifier(settings, platform, sampler, slots, drafter.depth)
         self._wants = np.zeros(len(slots.known), dtype=bool)
         self._observer = Observer(drafter, platform, slots)
+        self.trees = GrownTrees(drafter, settings, platform, sampler, slots)
         self._last: Run | None = None
         self._chained: tuple[SeenHere, Ints] | None = None  # what a step of chains accepted, with its generations
         self._waits = False  # whether the next such step may see it itself
         self._reached: tuple[Reached, Ints] | None = None  # the same of a step that ran prompts to their ends
-        self._found: tuple[Tensor, Tensor] | None = None  # the last step's outcome, and what follows each node passed
-        self._end = 0  # of a pass that left these; 0: none did
-        self._arrives: Fetched | None = None  # what such a pass left last
-        self._grown: _Grown | None = None
         self.calm = False
         """Whether before more of the decodes that were run last nothing is to be settled, nor to be seen after them."""
         self.unseen = False
         """Whether nothing is kept of the step that runs."""
-        self._whole = True  # whether the last trees had all levels
 
     @property
     def exact(self) -> bool:
@@ -90,6 +73,11 @@ class Speculator:
     @property
     def observer(self) -> Observer:
         return self._observer
+
+    @property
+    def last(self) -> Run | None:
+        """The step that is not settled."""
+        return self._last
 
     def quiet(self, unseen: bool) -> bool:
         """Whether before more of the decodes that were run last nothing is to be done; ``unseen``: as in ``settle``."""
@@ -208,10 +196,7 @@ class Speculator:
             return
         # Of a request that does not speculate prompts are observed all the same: others may share them.
         rows = np.flatnonzero(sound & (self._wants[step.slots] | (step.counts > 1)))
-        grown = self._grown
-        if grown is not None and grown.run is run:
-            grown.roots = step.starts + counts
-            self.drafter.observed_ahead(step.slots[rows], grown.roots[rows])
+        if self.trees.settled(run, step.starts + counts, rows):
             self._observer.flush()
             return
         if len(rows):
@@ -245,7 +230,8 @@ class Speculator:
         run, self._last = self._last, None
         if run is not None:
             self._count(run)
-        self._chained = self._reached = self._grown = None
+        self._chained = self._reached = None
+        self.trees.drop()
         self._observer.drop()
 
     def draft(self, step: StepRows, most: Longs, levels: int) -> StepRows:
@@ -266,8 +252,7 @@ class Speculator:
         slots, roots, limits = slots[chosen], step.starts[chosen], limits[chosen]
         put = self._platform.put
         columns = int((roots + limits).max()) // state.page_size + 1
-        self._whole = not levels or levels >= self._settings.num_steps
-        drafts = self._ready(slots, roots, limits) or self.drafter.draft(
+        drafts = self.trees.ready(slots, roots, limits, levels) or self.drafter.draft(
             DraftRows(
                 slots=slots,
                 roots=roots,
@@ -286,69 +271,20 @@ class Speculator:
         if not len(verifying):
             return step
         if len(verifying) < len(chosen):
-            drafts = Drafts(_rows_of(drafts.tree, put(verifying)), drafts.nodes[verifying])
+            drafts = Drafts(rows_of(drafts.tree, put(verifying)), drafts.nodes[verifying])
         return step.with_drafts(chosen[verifying], drafts)
 
-    def _ready(self, slots: Longs, roots: Longs, limits: Longs) -> Drafts | None:
-        """What was drafted ahead, where it is for these rows."""
-        grown = self._grown
-        if grown is None or grown.roots is None or not self._whole:
-            return None
-        run, tree = grown.run, grown.tree
-        held = {slot: row for row, slot in enumerate(run.step.slots.tolist())}
-        at = np.array([held.get(slot, -1) for slot in slots.tolist()])
-        if (at < 0).any() or (grown.roots[at] != roots).any():
-            return None
-        if (run.generations[at] != self._slots.generation[slots]).any():
-            return None
-        if len(at) < len(held) or (at[1:] < at[:-1]).any():
-            tree = _rows_of(tree, self._platform.put(at))
-        return Drafts(tree, np.minimum(limits + 1, tree.tokens.shape[1]))
-
     def ahead(self) -> None:
-        """Let the drafter go on behind the step that was just given to the device: the next one finds its guesses
-        made. Where requests only decode, are greedy and all verify; the others draft when the host knows more.
-        """
-        run, found, state = self._last, self._found, self._slots
-        self._found = self._grown = None
-        reach = self.drafter.reach()
-        if run is None or found is None or not reach or not self._whole or run.features is None:
-            return
-        step = run.step
-        if step.verifies < len(step.rows) or self._sampler.noise(step.slots.tolist()) is not None:
-            return
-        if (step.starts + reach >= state.page_count[step.slots] * state.page_size).any():
-            return
-        columns = int(step.starts.max() + reach) // state.page_size + 1
-        tree = self.drafter.draft_behind(self._end, len(step.slots)) if self._end else None
-        if tree is None:
-            pages = state.pages[step.slots, :columns]
-            tree = self.drafter.draft_ahead(step.starts, step.slots, pages, *found, run.features, step.offsets)
-        if tree is not None:
-            self._grown = _Grown(run, tree)
+        """Let the drafter go on behind the step that was just given to the device, where it can."""
+        self.trees.grow(self._last)
 
     # -- after the model ----------------------------------------------------------------------------------------------
 
     def sample(self, step: StepRows, samples: Samples, logits: Tensor, likeliest: Sampled | None = None) -> Verified:
         """What ``Verifier.sample`` finds."""
         verified, tokens = self.verifier.sample(step, samples, logits, likeliest)
-        self._found, self._end = (verified.outcome, tokens), 0
+        self.trees.found(verified.outcome, tokens)
         return verified
-
-    def accepts(self, step: StepRows) -> bool:
-        """Whether a pass that verifies ``step`` may accept what is right by itself. Waits until what the one before has
-        left is on the host."""
-        if not self._sampler.plain(tuple(step.slots.tolist())):
-            return False
-        if self._arrives is not None:
-            self._arrives()
-        return True
-
-    def accepted(self, found: PassFound) -> Verified:
-        """The same of a pass that did."""
-        assert found.accepted is not None
-        self._found, self._end = (found.accepted.outcome, found.accepted.tokens), found.end
-        return Verified.by_platform(found.accepted)
 
     def ran(
         self,
@@ -362,7 +298,7 @@ class Speculator:
         and which are broken, if one copy does."""
         arrives = None
         if verified is not None and verified.accepted is not None:
-            arrives = self._bring(verified.accepted)
+            arrives = self.trees.arrival(verified.accepted)
         if self.unseen:
             return arrives
         outcome = tokens = None
@@ -384,23 +320,3 @@ class Speculator:
             places,
         )
         return arrives
-
-    def _bring(self, accepted: Acceptance) -> Fetched:
-        # Nothing but the next pass that accepts writes to it, and ``accepts`` waits before.
-        self._arrives = fetched = self._platform.fetch([accepted.packed], lasting=True)
-
-        def arrives() -> list[Tensor]:
-            here = accepted.here(fetched()[0])
-            return [here.outcome, here.tokens.reshape(-1), here.broken.reshape(-1)]
-
-        return arrives
-
-
-def _rows_of(tree: DraftTree, rows: Tensor) -> DraftTree:
-    return DraftTree(
-        tree.tokens.index_select(0, rows),
-        tree.parents.index_select(0, rows),
-        tree.depths.index_select(0, rows),
-        tree.bits.index_select(0, rows),
-        tree.linear,
-    )

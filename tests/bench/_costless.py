@@ -82,6 +82,8 @@ class CostlessRunner:
 class CostlessStep:
     """A step that is done at a given moment (``time.monotonic``)."""
 
+    rest = None  # nothing is left to do behind it
+
     def __init__(self, result: StepResult, at: float) -> None:
         self._result = result
         self._at = at

@@ -71,7 +71,7 @@ class _Absent(CudaPlatform):
         self._begins: dict[tuple[int, ...], Tensor] = {}
         self._scratch, self._wide = DecodeScratch(META), WideWeight(META)
         self._choices: Any = _EveryWay()
-        self._step_bytes = 0
+        self._step_bytes, self._beside = 0, None
 
     def bind_thread(self) -> None:
         return None

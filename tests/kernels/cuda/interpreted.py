@@ -44,7 +44,7 @@ class _Interpreted(CudaPlatform):
         self._begins: dict[tuple[int, ...], Tensor] = {}
         self._scratch, self._wide = DecodeScratch(CPU), WideWeight(CPU)
         self._choices: Any = _First()
-        self._step_bytes = 0
+        self._step_bytes, self._beside = 0, None
 
     def bind_thread(self) -> None:
         return None

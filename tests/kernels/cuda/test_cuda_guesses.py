@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kernels.speculative.ahead import AheadPasses
+from kernels.speculative.following import Following
+from kernels.speculative.grown import GrownTrees
 from kernels.speculative.settings import SpeculativeSettings
-from kernels.speculative.speculator import Speculator
 from kernels.step import SlotSampling
 from tests.kernels.cuda.interpreted import install
 from tests.kernels.speculative.layouts import make_layout
@@ -24,9 +25,10 @@ def test_cycles_are_lossless(name, topk, nodes, device, drive, tmp_path, monkeyp
     said, _ = truth(drive, target, asked, [GREEDY] * 2, LENGTH)
     if device.type == "cpu":
         install(monkeypatch)
-    behind, accepted, follow, own = [], [], AheadPasses.follow, Speculator.accepted
+    behind, accepted, early, follow, own, issue = [], [], [], AheadPasses.follow, GrownTrees.accepted, Following.issue
+    monkeypatch.setattr(Following, "issue", lambda *given: early.append(issue(*given)) or early[-1])
     monkeypatch.setattr(AheadPasses, "follow", lambda *given: behind.append(given[2]) or follow(*given))
-    monkeypatch.setattr(Speculator, "accepted", lambda *given: accepted.append(given[1].end) or own(*given))
+    monkeypatch.setattr(GrownTrees, "accepted", lambda *given: accepted.append(given[1].end) or own(*given))
     settings = SpeculativeSettings(algorithm, str(draft or ""), num_steps=3, topk=topk, num_draft_tokens=nodes)
     options = {"max_slots": 4, "max_step_tokens": 64, "graph_rows": (1, 2), "page_size": 16, "context_length": 64}
     driver, found = drive(target, device="cuda", speculation=settings, **options), {}
@@ -46,3 +48,4 @@ def test_cycles_are_lossless(name, topk, nodes, device, drive, tmp_path, monkeyp
     assert [found[1], found[2]] == said
     assert set(accepted) == {1, 2}
     assert set(behind) == {1, 2}
+    assert len([followed for followed in early if followed is not None]) > 3

@@ -18,45 +18,77 @@ PAGE, COLUMNS = 16, 7
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
+class Trees:
+    """Two trees of six nodes each, and where a graph of up to nine rows finds what it reads."""
+
+    tokens, rows, columns = 6, 2, 5
+
+    def __init__(self, linear, size, device):
+        generator = torch.Generator().manual_seed(size)
+        self.size, self.ids = size, torch.randint(0, 99, (2, 6), generator=generator)
+        parents = torch.tensor([[-1, 0, 0, 1, 1, 3], [-1, 0, 1, 2, 0, 4]])
+        self.tree = chain(self.ids) if linear else tree_of(self.ids, parents)
+        self.pages = torch.randint(1, 50, (2, self.columns), generator=generator)
+        token_ids = torch.full((9 * 6,), -1, dtype=torch.int32, device=device)
+        positions, index = torch.full((2, 9 * 6), -1, device=device)
+        state = torch.full((9, HEADER + COLUMNS), -1, dtype=torch.int32, device=device)
+        seen, parents, depths = torch.full((3, 9, 6), -7, device=device)
+        nodes = DraftTree(token_ids.view(9, 6), parents, depths, seen)
+        self.to = Staged(token_ids, positions, index, state, torch.full((9, 4), -1, device=device), nodes)
+        self.device = device
+
+    def stage(self, starts, before=None):
+        """``starts``: told with the pages, if any."""
+        whole = torch.zeros((self.size, 1 + HEADER + self.columns), dtype=torch.int32)
+        whole[:2, 0] = torch.tensor([8, 5])
+        given = whole[:, 1:]
+        given[:, 0], given[:, 1], given[:, 3] = torch.arange(self.size) * 6, 6, 1
+        given[:2, HEADER:] = self.pages
+        if starts is not None:
+            given[:2, 2], given[:2, 3] = starts, starts + 6
+        names = ("tokens", "parents", "depths", "bits")
+        there = DraftTree(*(getattr(self.tree, name).to(self.device) for name in names))
+        stage(whole.to(self.device), there, self.to, PAGE, before)
+        return given
+
+    def check(self, starts, given):
+        to, size, count = self.to, self.size, 12
+        assert to.token_ids.tolist() == [*self.ids.flatten().tolist(), *[-1] * (9 * 6 - count)]
+        assert torch.equal(to.positions[:count].cpu(), (starts[:, None] + self.tree.depths).flatten())
+        at = starts[:, None] + torch.arange(6)
+        expected = self.pages.gather(1, at // PAGE) * PAGE + at % PAGE
+        assert torch.equal(to.index[:count].cpu(), expected.flatten())
+        assert to.index[count : size * 6].tolist() == [place % PAGE for place in range(count, size * 6)]
+        assert torch.equal(to.state[:size, : HEADER + self.columns].cpu(), given)
+        assert (to.state[size:] == -1).all()
+        assert torch.equal(to.tree.bits[:2].cpu(), self.tree.bits)
+        assert (to.tree.bits[2:size] == 1).all()
+        assert torch.equal(to.tree.parents[:2].cpu(), self.tree.parents)
+        assert torch.equal(to.tree.depths[:2].cpu(), self.tree.depths)
+        assert (to.tree.parents[2:size] == -1).all()
+        assert not to.tree.depths[2:size].any()
+        nobody = [[0, 0, 1, row * 6] for row in range(2, size)]
+        there = [[8, int(starts[0]), 6, 0], [5, int(starts[1]), 6, 6]]
+        assert to.rows[:size].tolist() == [*there, *nobody]
+
+
 @pytest.mark.parametrize("linear", [False, True])
 @pytest.mark.parametrize("size", [2, 4])
 def test_trees_are_placed(linear, size, device):
-    generator = torch.Generator().manual_seed(size)
-    rows, tokens, given_columns = 2, 6, 5
-    ids = torch.randint(0, 99, (rows, tokens), generator=generator)
-    tree = chain(ids) if linear else tree_of(ids, torch.tensor([[-1, 0, 0, 1, 1, 3], [-1, 0, 1, 2, 0, 4]]))
-    starts = torch.tensor([30, 7])
-    pages = torch.randint(1, 50, (rows, given_columns), generator=generator)
-    whole = torch.zeros((size, 1 + HEADER + given_columns), dtype=torch.int32)
-    whole[:rows, 0] = torch.tensor([8, 5])
-    given = whole[:, 1:]
-    given[:, 0], given[:, 1], given[:, 3] = torch.arange(size) * tokens, tokens, 1
-    given[:rows, 2], given[:rows, 3], given[:rows, HEADER:] = starts, starts + tokens, pages
-    token_ids = torch.full((9 * tokens,), -1, dtype=torch.int32, device=device)
-    positions, index = torch.full((2, 9 * tokens), -1, device=device)
-    state = torch.full((9, HEADER + COLUMNS), -1, dtype=torch.int32, device=device)
-    seen, parents, depths = torch.full((3, 9, tokens), -7, device=device)
-    asked = torch.full((9, 4), -1, device=device)
-    there = DraftTree(*(getattr(tree, name).to(device) for name in ("tokens", "parents", "depths", "bits")))
-    to = Staged(token_ids, positions, index, state, asked, DraftTree(token_ids.view(9, tokens), parents, depths, seen))
-    stage(whole.to(device), there, to, PAGE)
-    count = rows * tokens
-    assert token_ids.tolist() == [*ids.flatten().tolist(), *[-1] * (9 * tokens - count)]
-    assert torch.equal(positions[:count].cpu(), (starts[:, None] + tree.depths).flatten())
-    at = starts[:, None] + torch.arange(tokens)
-    expected = pages.gather(1, at // PAGE) * PAGE + at % PAGE
-    assert torch.equal(index[:count].cpu(), expected.flatten())
-    assert index[count : size * tokens].tolist() == [place % PAGE for place in range(count, size * tokens)]
-    assert torch.equal(state[:size, : HEADER + given_columns].cpu(), given)
-    assert (state[size:] == -1).all()
-    assert torch.equal(seen[:rows].cpu(), tree.bits)
-    assert (seen[rows:size] == 1).all()
-    assert torch.equal(parents[:rows].cpu(), tree.parents)
-    assert torch.equal(depths[:rows].cpu(), tree.depths)
-    assert (parents[rows:size] == -1).all()
-    assert not depths[rows:size].any()
-    nobody = [[0, 0, 1, row * tokens] for row in range(rows, size)]
-    assert asked[:size].tolist() == [[8, 30, tokens, 0], [5, 7, tokens, tokens], *nobody]
+    trees, starts = Trees(linear, size, device), torch.tensor([30, 7])
+    trees.check(starts, trees.stage(starts))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_trees_are_placed_behind_what_was_accepted(size, device):
+    trees, starts = Trees(False, size, device), torch.tensor([30, 7])
+    trees.stage(starts)
+    before = torch.full((size, 9), 77, device=device)
+    for accepted in ([3, -1], [1, 4], [5, 2]):  # less than 0: the row is not finite
+        before[:2, 0] = torch.tensor(accepted)
+        given, starts = trees.stage(None, before), starts + torch.tensor(accepted).abs()
+        given[:2, 2], given[:2, 3] = starts, starts + 6
+        trees.check(starts, given)
 
 
 @triton.jit

@@ -36,10 +36,12 @@ class AcceptingPasses:
         return nodes
 
     def verify(self, starts, pages, tree, slots=None):
-        count, tokens = len(starts), self.tokens
+        count, tokens = len(pages), self.tokens
         size = min((size for size in SIZES if size >= count), default=0)
         if slots is None or not size or tree.tokens.shape[1] != tokens:
             return None
+        if starts is None:
+            starts = (self.rows[:count, 1] + self.held[size][2].packed[:count, 0].abs()).numpy()
         self.rows[:, :3] = torch.tensor([0, 0, 1])
         self.rows[:count, :3] = torch.from_numpy(np.stack((slots, starts, np.full(count, tokens)), 1))
         self.pages.fill_(NOWHERE)[:, : pages.shape[1]] = 0
@@ -94,8 +96,13 @@ def capture_decodes(self, forward, windows, rows, columns, agree, tokens=1, tree
     return Decodes(SIZES, lambda batch: None, verify=passes.verify, ends=passes.ends)
 
 
+def fetch(self, tensors, lasting=False):
+    found = [tensor.clone() for tensor in tensors]
+    return lambda: found
+
+
 def accepting(monkeypatch):
     """Where no token is broken."""
     monkeypatch.setattr(CpuPlatform, "accepts", True)
-    for made in (accept, move_accepted, capture_decodes):
+    for made in (accept, move_accepted, capture_decodes, fetch):
         monkeypatch.setattr(CpuPlatform, made.__name__, made)

@@ -8,8 +8,10 @@ import torch
 
 from kernels.platforms.cpu import CpuPlatform
 from kernels.speculative.ahead import AheadPasses
+from kernels.speculative.following import Following
+from kernels.speculative.grown import GrownTrees, rows_of
 from kernels.speculative.settings import SpeculativeSettings
-from kernels.speculative.speculator import Speculator, _rows_of
+from kernels.speculative.speculator import Speculator
 from kernels.speculative.tree import chain
 from kernels.step import SlotSampling
 from tests.kernels.speculative.accepting import accepting
@@ -25,15 +27,15 @@ MIXED = [SlotSampling(temperature=0.0)] * 2 + [SlotSampling(temperature=0.9, see
 def ready(monkeypatch):
     """The rows that found their guesses made, a list for each step."""
     found = []
-    own = Speculator._ready
+    own = GrownTrees.ready
 
-    def spy(self, slots, roots, limits):
-        drafts = own(self, slots, roots, limits)
+    def spy(self, slots, roots, limits, levels):
+        drafts = own(self, slots, roots, limits, levels)
         if drafts is not None:
             found.append(len(slots))
         return drafts
 
-    monkeypatch.setattr(Speculator, "_ready", spy)
+    monkeypatch.setattr(GrownTrees, "ready", spy)
     return found
 
 
@@ -105,18 +107,33 @@ def test_what_is_drafted_behind_a_pass_that_accepts(
 
 def verified_trees(monkeypatch):
     """What is verified from now on: what is known of each row, and its nodes and their parents."""
-    found, draft = [], Speculator.draft
+    found, draft, issue = [], Speculator.draft, Following.issue
+
+    def seen(table, tree, slots, known, counts):
+        return [
+            (table[slot, :length].tolist(), tree.tokens[row, :count].tolist(), tree.parents[row, :count].tolist())
+            for row, (slot, length, count) in enumerate(zip(slots, known, counts, strict=True))
+        ]
 
     def spy(self, step, most, levels):
         step = draft(self, step, most, levels)
         if step.drafts is not None:
-            tree, state = step.drafts.tree, self._slots
-            for row, (slot, count) in enumerate(zip(step.slots[step.verifying], step.drafts.nodes, strict=True)):
-                known = state.tokens[slot, : state.known[slot]].tolist()
-                found.append((known, tree.tokens[row, :count].tolist(), tree.parents[row, :count].tolist()))
+            slots, state = step.slots[step.verifying], self._slots
+            found.extend(seen(state.tokens, step.drafts.tree, slots, state.known[slots], step.drafts.nodes))
         return step
 
+    def spy_behind(self, batch):
+        grown, trees = self._speculator.trees._grown, []
+        if grown is not None:
+            slots, tree = grown.run.step.slots, grown.tree
+            known = grown.run.step.starts + grown.run.outcome()[0][:, 0].abs().numpy() + 1
+            trees = seen(self._slots.tokens, tree, slots, known, [tree.tokens.shape[1]] * len(slots))
+        followed = issue(self, batch)
+        found.extend(trees if followed is not None else ())
+        return followed
+
     monkeypatch.setattr(Speculator, "draft", spy)
+    monkeypatch.setattr(Following, "issue", spy_behind)
     return found
 
 
@@ -147,6 +164,6 @@ def guessing(driver, said, samplings, most=3):
     return told
 
 
-def test_rows_of_trees_are_picked():
+def testrows_of_trees_are_picked():
     tree = chain(torch.arange(12).view(3, 4))
-    assert _rows_of(tree, torch.tensor([2, 0])).tokens.tolist() == [[8, 9, 10, 11], [0, 1, 2, 3]]
+    assert rows_of(tree, torch.tensor([2, 0])).tokens.tolist() == [[8, 9, 10, 11], [0, 1, 2, 3]]
