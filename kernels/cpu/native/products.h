@@ -132,11 +132,12 @@ void finish(const P& p, const Pending<typename P::Sum>& of, int64_t begin, int64
     }
 }
 
-// Products of up to 32 rows with one block. `before`: what is finished meanwhile, by vectors beside the tiles. `ahead`: what weight is
-// waited for: `fetched` from memory, or made.
+// Products of up to 32 rows with one block. `before`: what is finished meanwhile, by vectors beside the tiles. `ahead`: what
+// weight is waited for: `fetched` from memory, or made. `then`: what is fetched behind the block by this thread, which counts
+// for up to 16 rows.
 template <class P, class A>
 void multiply_block(const P& p, const char* weight, int64_t row, int64_t rows, typename P::Sum* sums,
-                    const Pending<typename P::Sum>& before, A& ahead) {
+                    const Pending<typename P::Sum>& before, A& ahead, const char* then = nullptr) {
     const char* x = p.x + row * p.stride_x;
     if (rows > TILE) {
         configure(TILE, static_cast<int>(rows - TILE));
@@ -172,9 +173,13 @@ void multiply_block(const P& p, const char* weight, int64_t row, int64_t rows, t
         const bool brief = p.lines < 24;
         for (int64_t line = 0; line < p.lines; line++, weight += LINES) {
             if (A::fetched && brief) {
-                for (int64_t i = 0; i < LINES; i += LINE) _mm_prefetch(weight + 4 * LINES + i, _MM_HINT_T0);
+                const int64_t beyond = line + 4 - p.lines;
+                const char* next = beyond < 0 ? weight + 4 * LINES : then + beyond * LINES;
+                for (int64_t i = 0; i < LINES; i += LINE) _mm_prefetch(next + i, _MM_HINT_T0);
             } else if (A::fetched) {
-                for (int64_t i = 0; i < LINES; i += LINE) _mm_prefetch(weight + LINES / 2 + i, _MM_HINT_T2);
+                for (int64_t i = 0; i < LINES / 2; i += LINE) _mm_prefetch(weight + LINES / 2 + i, _MM_HINT_T2);
+                const char* next = line + 1 < p.lines ? weight + LINES : then;
+                for (int64_t i = 0; i < LINES / 2; i += LINE) _mm_prefetch(next + i, _MM_HINT_T2);
             }
             _tile_loadd(4, x + line * LINE, p.stride_x);
             _tile_loadd(6, weight, LINE);
@@ -190,6 +195,7 @@ void multiply_block(const P& p, const char* weight, int64_t row, int64_t rows, t
 template <class P>
 void multiply_few(void* context, int64_t chunk, int) {
     const P& p = *static_cast<const P*>(context);
+    const int64_t threads = static_cast<int64_t>(p.panels->size());
     const int64_t all = blocks(p.wide()), first = chunk * p.chunk, end = std::min(first + p.chunk, all);
     const int64_t each = (WIDE + blocks(p.rows) - 1) / blocks(p.rows);
     alignas(64) typename P::Sum sums[2][2][WIDE * WIDE];
@@ -197,14 +203,17 @@ void multiply_few(void* context, int64_t chunk, int) {
     int turn = 0;
     for (int64_t block = first; block < end; block++) {
         const int64_t output = block * WIDE;
+        const int64_t later = block + 1 < end ? block + 1 : first + threads * p.chunk;  // threads take turns, as a rule
+        const char* then = p.block((later < all ? later : block) * WIDE);
         Ahead ahead = {p.block(output + (p.gated ? p.wide() : WIDE)), each};
         for (int64_t row = 0; row < p.rows; row += WIDE, turn ^= 1) {
             const int64_t rows = std::min(WIDE, p.rows - row);
-            multiply_block(p, p.block(output), row, rows, sums[turn][0], pending, ahead);
+            multiply_block(p, p.block(output), row, rows, sums[turn][0], pending, ahead,
+                           p.gated ? p.block(output + p.wide()) : then);
             pending = {sums[turn][0], nullptr, row, rows, output};
             if (!p.gated) continue;
             Ahead next = {p.block(output + WIDE) + (ahead.from - p.block(output + p.wide())), each};
-            multiply_block(p, p.block(output + p.wide()), row, rows, sums[turn][1], {}, next);
+            multiply_block(p, p.block(output + p.wide()), row, rows, sums[turn][1], {}, next, then);
             pending = {sums[turn][1], sums[turn][0], row, rows, output};
         }
     }
