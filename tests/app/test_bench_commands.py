@@ -33,3 +33,15 @@ def test_help_tells_all(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert f"python -m tests.bench {name}" in told
     assert (module.__doc__ or "").strip() in told or name == "understudy"
     assert [action.dest for action in parsers[0]._actions if not action.help] == []
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.001])
+def test_steps_that_cost_nothing_are_what_a_worker_takes_them_for(delay: float) -> None:
+    from kernels.answers import RunningStep
+    from kernels.step import RunnerConfig, StepBatch, StepResult
+    from tests.bench._costless import CostlessRunner
+
+    real = RunningStep(lambda: StepResult(number=1, accepted=b"", tokens=b""), True)
+    step = CostlessRunner(RunnerConfig(model_path=""), delay).start(StepBatch(1, b"", b"", b""))
+    assert step.done == (not delay)
+    assert [name for name in dir(real) if not name.startswith("_") and not hasattr(step, name)] == []
