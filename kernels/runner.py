@@ -135,12 +135,13 @@ class ModelRunner:
         followed = following.issue(batch)
         if followed is None:
             return None, answer.failed
-        self._unsettled.begin(followed.writes)
         prepared = time.perf_counter()
         step = following.settle(followed)
+        writes = self._writes(step)  # not sooner: of pages that the step before has filled, it writes to none
+        self._unsettled.begin(writes)
         answer.graph_rows = len(step.slots)
         self._outputs.followed(step, followed, answer)
-        return self._running(batch.number, answer, followed.writes, begun, prepared), []
+        return self._running(batch.number, answer, writes, begun, prepared), []
 
     @torch.inference_mode()
     def _again(self, chains: SteadyChains, batch: StepBatch, begun: float) -> RunningStep | None:

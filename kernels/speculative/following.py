@@ -22,7 +22,6 @@ from kernels.speculative.samples import Verified
 from kernels.speculative.speculator import Speculator
 from kernels.speculative.tree import DraftTree
 from kernels.step import StepBatch
-from kernels.unsettled import StepWrites
 
 __all__ = ["Followed", "Following"]
 
@@ -31,14 +30,14 @@ Longs = npt.NDArray[np.int64]
 
 
 class Followed(NamedTuple):
-    """A pass that was given to the device: what it ``found``, ``verified`` that way; the trees that it verifies, and
-    those drafted behind it; where it ``writes`` at most."""
+    """A pass of ``slots`` int64 [rows] that was given to the device: what it ``found``, and the same as ``verified``;
+    the trees that it verifies, one of each row (``tree``), and those that were drafted ``behind`` it, if any were."""
 
+    slots: Longs
     found: PassFound
     verified: Verified
     tree: DraftTree
     behind: DraftTree | None
-    writes: StepWrites
 
 
 class Following:
@@ -66,12 +65,12 @@ class Following:
             return None
         run, tree = held
         width, reach = tree.tokens.shape[1], speculator.drafter.reach()
-        begins: Longs = run.step.starts + 1
-        starts: Longs = run.step.starts + min(speculator.drafter.depth, width - 1) + 1
+        guesses = min(speculator.drafter.depth, width - 1)  # that the run accepts, at most
+        starts: Longs = run.step.starts + guesses + 1
         ends = starts + max(width, reach + 1)
         if (most < width - 1).any() or (ends > state.page_count[at] * state.page_size).any():
             return None
-        if (starts + 1 >= state.longest).any() or (state.left(at) <= starts - begins + 2).any():
+        if (starts + 1 >= state.longest).any() or (state.left(at) <= guesses + 2).any():
             return None
         pages = state.pages[at, : int(ends.max() - 1) // state.page_size + 1]
         self._platform.after_copies()
@@ -80,15 +79,13 @@ class Following:
             return None
         verified = speculator.trees.accepted(found)
         behind = speculator.drafter.draft_behind(found.end, len(at))
-        written = (starts + width - 1) // state.page_size
-        writes = StepWrites(at, state.generation[at], begins // state.page_size, written, pages)
-        return Followed(found, verified, tree, behind, writes)
+        return Followed(at, found, verified, tree, behind)
 
     def settle(self, followed: Followed) -> StepRows:
         """Wait for what was accepted before. -> the rows of the pass that was issued behind it, whose places are known
         now."""
         self._speculator.settle(True, False)
-        slots = followed.writes.slots
+        slots = followed.slots
         rows, ones = np.arange(len(slots)), np.ones(len(slots), dtype=np.int64)
         nodes = ones * followed.tree.tokens.shape[1]
         return StepRows(rows, slots, ones, self._slots).with_drafts(rows, Drafts(followed.tree, nodes))

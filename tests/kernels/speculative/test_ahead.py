@@ -164,6 +164,6 @@ def guessing(driver, said, samplings, most=3):
     return told
 
 
-def testrows_of_trees_are_picked():
+def test_rows_of_trees_are_picked():
     tree = chain(torch.arange(12).view(3, 4))
     assert rows_of(tree, torch.tensor([2, 0])).tokens.tolist() == [[8, 9, 10, 11], [0, 1, 2, 3]]

@@ -25,9 +25,14 @@ STEPS, ROOM = 4, 6
 PAGE = 16
 
 
-def vary(self, tree, rows, sampled, broken, depth, forced, table):
+def vary(self, *given):
     """What is accepted, right or wrong, goes by where the first row stands: 1 to 5 tokens."""
-    found, count = accept(self, tree, rows, sampled, broken, depth, 0, table), 1 + int(rows[0, 1]) * 7 // 3 % 5
+    return take(self, 1 + int(given[1][0, 1]) * 7 // 3 % 5, *given)
+
+
+def take(self, count, tree, rows, sampled, broken, depth, forced, table):
+    """So many tokens are accepted, right or wrong."""
+    found = accept(self, tree, rows, sampled, broken, depth, 0, table)
     made = accept(self, tree, rows, sampled, broken, depth, count, table)
     found.outcome[:, 0], found.outcome[:, 2 : 2 + count] = made.outcome[:, 0], made.outcome[:, 2:]
     found.tokens[:, :count] = made.tokens
@@ -134,11 +139,8 @@ def tandem(drive, layout, monkeypatch):
             assert (left - (STEPS + 1) > 1).all()
             followed.append(ints(batch.slots))
             held, pages = passes[-1]
-            starts, writes = held.rows[: len(found.writes.slots), 1].numpy(), found.writes
-            last, reach = starts + held.tokens - 1, self._speculator.drafter.reach()
-            assert (writes.first <= starts // PAGE).all()
-            assert (writes.last >= last // PAGE).all()
-            assert (writes.first >= starts // PAGE - 1).all()
+            starts, reach = held.rows[: len(found.slots), 1].numpy(), self._speculator.drafter.reach()
+            last = starts + held.tokens - 1
             for row, end in enumerate(np.maximum(last, starts + reach).tolist()):
                 assert (pages[row, : end // PAGE + 1] > 0).all()
         return found
@@ -328,6 +330,39 @@ def test_a_row_that_is_not_finite_leaves(tandem, monkeypatch):
     followed, early = both(tandem, play)
     assert followed == [[1, 2]] * 4 + [[2]] * 2
     assert [[error[:2] for error in failed] for *_, failed in early.told].count([(1, 1)]) == 3
+
+
+def test_pages_that_others_may_read_are_not_cleaned(tandem, monkeypatch):
+    """A row that is not finite wrote to no page that the one before it has filled, and others may share that."""
+    starts, cleaned, clean = [], [], CpuPlatform.clear_pages
+
+    def broken(self, *given):
+        found = take(self, 3, *given)
+        starts.append(int(given[1][0, 1]))
+        if starts[-1] == 17:
+            found.packed[0, 0] *= -1
+            found.broken[0, 0] = True
+        return found
+
+    def seen(self, caches, pages):
+        cleaned.append(pages)
+        clean(self, caches, pages)
+
+    def play(made):
+        monkeypatch.setattr(CpuPlatform, "accept", broken)
+        made.admit(*requests(1, 2))
+        pages = made.runner._slots.pages[1].tolist()
+        starts.clear(), cleaned.clear()
+        made.decode((1, 1), (2, 1), count=7)
+        made.decode((2, 1), count=2)
+        made.wait()
+        assert starts[:6] == [5, 8, 11, 14, 17, 20]
+        assert pages[1] in cleaned[0]
+        assert all(pages[0] not in each for each in cleaned)
+
+    monkeypatch.setattr(CpuPlatform, "clear_pages", seen)
+    followed, _ = both(tandem, play)
+    assert followed[:5] == [[1, 2]] * 5
 
 
 def test_pages_that_cannot_be_granted_are_told(tandem):
