@@ -49,7 +49,9 @@ class Following:
     def may(self, batch: StepBatch) -> bool:
         """Whether it may be such a step, as far as can be told at a glance: nothing but decodes that guess and grants
         is in it."""
-        if not batch.drafts or len(batch.drafts) != len(batch.slots) or batch.admitted or batch.released:
+        if not batch.drafts or batch.admitted or batch.released:
+            return False
+        if not len(batch.drafts) == len(batch.slots) == len(batch.generations):
             return False
         return bool(batch.counts == np.ones(len(batch.slots) // 4, dtype=np.int32).tobytes())
 

@@ -70,7 +70,7 @@ class GrownTrees:
         """What a pass left that did, which is brought to the host."""
         assert found.accepted is not None
         self._found, self._end = (found.accepted.outcome, found.accepted.tokens), found.end
-        # Nothing but the next pass that accepts writes to it, and that waits, or ``accepts`` does before.
+        # Only the next pass that accepts overwrites it: on the device it waits (``after_copies``), or ``accepts`` did.
         self._arrives = self._platform.fetch([found.accepted.packed], lasting=True)
         return Verified.by_platform(found.accepted)
 
@@ -115,7 +115,7 @@ class GrownTrees:
         grown, state = self._grown, self._slots
         if grown is None or grown.roots is not None or not grown.end or 0 < levels < self._steps:
             return None
-        if not np.array_equal(slots, grown.run.step.slots) or len(generations) != len(slots):
+        if not np.array_equal(slots, grown.run.step.slots):
             return None
         there = state.active[slots] & (state.generation[slots] == generations)
         return (grown.run, grown.tree) if there.all() else None

@@ -11,8 +11,10 @@ import triton.language as tl
 
 from kernels.cuda.staging import Staged, stage
 from kernels.cuda.verify import HEADER
+from kernels.platforms.cuda import CudaPlatform
 from kernels.speculative.tree import DraftTree, chain, tree_of
 from kernels.staging import Staging, fetch
+from kernels.step import RunnerConfig
 
 PAGE, COLUMNS = 16, 7
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -126,3 +128,16 @@ def test_nothing_waits_for_results_that_are_copied_beside():
     assert not beside.query()
     assert (wait()[0] == 7).all()
     assert (other == 8).all()
+
+
+@needs_gpu
+def test_what_is_issued_after_copies_may_write_to_what_was_copied():
+    platform, tensor = CudaPlatform(RunnerConfig(model_path="", device="cuda")), torch.full((1000,), 7, device="cuda")
+    assert (platform.fetch([tensor], lasting=True)()[0] == 7).all()  # there is a stream for them now
+    with torch.cuda.stream(platform._beside):
+        torch.cuda._sleep(1 << 30)
+    wait = platform.fetch([tensor], lasting=True)
+    platform.after_copies()
+    tensor.fill_(8)
+    assert not torch.cuda.current_stream().query()
+    assert (wait()[0] == 7).all()

@@ -45,7 +45,7 @@ class Tandem:
     def __init__(self, driver, most=0):
         self.driver, self.runner, self.most = driver, driver.runner, most or driver.info.speculative_nodes - 1
         self.running, self.number, self.told, self.tokens = deque(), 0, [], {}
-        self.refused = 0
+        self.refused = 0, {}
         self.grants, self.leaving = [], []
 
     def _admission(self, slot, generation, prompt, sampling, count, target=0):
@@ -85,10 +85,9 @@ class Tandem:
             levels=levels,
         )
         self.grants, self.leaving = [], []
-        if self.refused == self.number:
-            for part in ({"generations": batch.generations[:4]}, {"drafts": pack([*drafts, 1])}):
-                with pytest.raises(ValueError, match="one entry"):
-                    self.runner.start(msgspec.structs.replace(batch, **part))
+        if self.refused[0] == self.number:
+            with pytest.raises(ValueError, match="one entry"):
+                self.runner.start(msgspec.structs.replace(batch, **self.refused[1]))
         self.running.append((rows, self.runner.start(batch)))
         while len(self.running) > 1:
             self._take()
@@ -111,9 +110,11 @@ class Tandem:
 
 
 @pytest.fixture
-def layout(tmp_path):
+def layout(tmp_path, request):
+    """``request.param``: other than ``STEPS`` levels."""
     _, algorithm, target, draft, _, _ = make_layout("eagle3", tmp_path)
-    return target, SpeculativeSettings(algorithm, str(draft), num_steps=STEPS, topk=3, num_draft_tokens=10)
+    steps = getattr(request, "param", STEPS)
+    return target, SpeculativeSettings(algorithm, str(draft), num_steps=steps, topk=3, num_draft_tokens=10)
 
 
 @pytest.fixture
@@ -136,7 +137,7 @@ def tandem(drive, layout, monkeypatch):
         left = self._slots.left(np.frombuffer(batch.slots, np.int32).astype(np.int64))
         found = issue(self, batch)
         if found is not None:
-            assert (left - (STEPS + 1) > 1).all()
+            assert (left - (self._speculator.drafter.depth + 1) > 1).all()
             followed.append(ints(batch.slots))
             held, pages = passes[-1]
             starts, reach = held.rows[: len(found.slots), 1].numpy(), self._speculator.drafter.reach()
@@ -263,6 +264,23 @@ def test_pages_are_short(tandem):
     assert 0 < len(followed) < 15
 
 
+@pytest.mark.parametrize(
+    ("layout", "length", "more", "follows"),
+    [(4, 12, 40, 1), (4, 13, 40, 0), (2, 19, 40, 1), (2, 20, 40, 0), (4, 5, 8, 1), (4, 5, 7, 0)],
+    indirect=["layout"],
+)
+def test_whatever_is_accepted_is_thought_of(length, more, follows, tandem):
+    """Of the first pass: a token more than there are levels. The second takes ten places, and what is guessed behind it
+    14 or 6 behind its first, of 32. A sequence that may have one token more has no use for guesses."""
+    for made in tandem(True):
+        made.admit((1, 1, ASKED[1][:length], GREEDY, 2), target=length + more)
+        made.decode((1, 1), count=2)
+        made.wait()
+        drafter = made.runner._speculator.drafter
+        assert drafter.reach() == {4: 14, 2: 6}[drafter.depth]
+        assert tandem.followed == [[1]] * follows
+
+
 def test_sequences_end(tandem):
     def play(made):
         for generation, length in enumerate(range(15, 30), 1):
@@ -297,15 +315,22 @@ def test_fewer_guesses_than_a_tree_has_are_not_followed(tandem):
     assert followed == [[1]] * 2
 
 
-def test_a_step_that_is_refused_changes_nothing(tandem):
+@pytest.mark.parametrize("part", ["generations", "counts", "drafts"])
+def test_a_step_that_is_refused_changes_nothing(part, tandem):
+    """But what was wrong with its guesses is found once it has its pages, and the one before it is settled."""
+    late = part == "drafts"
+
     def play(made):
         made.admit(*requests(1, 2))
-        made.refused = made.number + 4
-        made.decode((1, 1), (2, 1), count=7)
+        made.decode((1, 1), (2, 1), count=3)
+        made.refused = made.number + 1, {part: pack([1] * (3 if late else 1))}
+        made.grants = [] if late else [(slot, made.driver.free.pop()) for slot in (1, 2)]
+        made.decode((1, 1), (2, 1), count=4)
         made.wait()
+        assert made.runner._slots.page_count[1:3].tolist() == [ROOM + (not late)] * 2
 
     followed, _ = both(tandem, play)
-    assert followed == [[1, 2]] * 5
+    assert followed == [[1, 2]] * (5 if late else 6)
 
 
 def test_a_row_that_is_not_finite_leaves(tandem, monkeypatch):
@@ -344,23 +369,18 @@ def test_pages_that_others_may_read_are_not_cleaned(tandem, monkeypatch):
             found.broken[0, 0] = True
         return found
 
-    def seen(self, caches, pages):
-        cleaned.append(pages)
-        clean(self, caches, pages)
-
     def play(made):
         monkeypatch.setattr(CpuPlatform, "accept", broken)
         made.admit(*requests(1, 2))
         pages = made.runner._slots.pages[1].tolist()
         starts.clear(), cleaned.clear()
         made.decode((1, 1), (2, 1), count=7)
-        made.decode((2, 1), count=2)
         made.wait()
         assert starts[:6] == [5, 8, 11, 14, 17, 20]
         assert pages[1] in cleaned[0]
         assert all(pages[0] not in each for each in cleaned)
 
-    monkeypatch.setattr(CpuPlatform, "clear_pages", seen)
+    monkeypatch.setattr(CpuPlatform, "clear_pages", lambda *given: cleaned.append(given[2]) or clean(*given))
     followed, _ = both(tandem, play)
     assert followed[:5] == [[1, 2]] * 5
 
