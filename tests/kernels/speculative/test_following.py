@@ -106,7 +106,7 @@ class Tandem:
             told.append(new)
         assert next(tokens, None) is None
         failed = sorted((error.slot, error.generation, error.message) for error in result.failed)
-        self.told.append((told, ints(result.drafted), ints(result.depths), failed))
+        self.told.append((told, ints(result.drafted), ints(result.depths), result.timing.graph_rows, failed))
 
 
 @pytest.fixture
