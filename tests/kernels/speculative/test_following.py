@@ -323,7 +323,7 @@ def test_a_step_that_is_refused_changes_nothing(part, tandem):
     def play(made):
         made.admit(*requests(1, 2))
         made.decode((1, 1), (2, 1), count=3)
-        made.refused = made.number + 1, {part: pack([1] * (3 if late else 1))}
+        made.refused = made.number + 1, {part: pack([9, 9, 9] if late else [1])}
         made.grants = [] if late else [(slot, made.driver.free.pop()) for slot in (1, 2)]
         made.decode((1, 1), (2, 1), count=4)
         made.wait()
