@@ -9,6 +9,8 @@ from actors.runtime.message import Envelope, Lane
 
 __all__ = ["Mailbox"]
 
+_DATA_A_REPLY = 8  # messages taken before the next reply, at most
+
 
 class _Queue:
     """One bounded lane and the senders that wait for room in it, first come first served.
@@ -42,17 +44,19 @@ class _Queue:
 class Mailbox:
     """Bounded, two lanes, and a lane for replies that never blocks and is never refused.
 
-    Control is taken first, then replies, then data. The mailbox outlives the incarnations of its actor: what arrives
-    between two of them waits here.
+    Control is taken first, then replies, then data. But between two replies some data are taken where there are any: an
+    actor that asks again at each reply, and is answered before it looks, would hear of nothing else. The mailbox
+    outlives the incarnations of its actor: what arrives between two of them waits here.
     """
 
-    __slots__ = ("_control", "_data", "_on_work", "_replies", "name")
+    __slots__ = ("_control", "_data", "_due", "_on_work", "_replies", "name")
 
     def __init__(self, name: str, capacity: int, control_capacity: int) -> None:
         self.name = name
         self._data = _Queue(capacity)
         self._control = _Queue(control_capacity)
         self._replies: deque[Envelope] = deque()
+        self._due = 0  # of data, before the next reply
         self._on_work: Callable[[], None] | None = None
 
     def offer(self, envelope: Envelope) -> None:
@@ -95,11 +99,13 @@ class Mailbox:
         """Take the next message out; None when there is none."""
         queue = self._control
         if not queue.entries:
-            if self._replies:
-                return self._replies.popleft()
             queue = self._data
+            if self._replies and (self._due <= 0 or not queue.entries):
+                self._due = _DATA_A_REPLY
+                return self._replies.popleft()
             if not queue.entries:
                 return None
+            self._due -= 1
         envelope = queue.entries.popleft()
         if queue.waiting:
             queue.admit_waiting()
