@@ -81,8 +81,8 @@ class Passes:
         model, caches = self._model, self._caches
 
         def forward(batch: ForwardBatch, last: Tensor | None) -> tuple[Tensor, Tensor]:
-            hidden = model.split(model.forward(batch, caches))[0]
-            return hidden, model.logits(hidden if last is None else hidden.index_select(0, last))
+            hidden = model.split(model.forward(batch, caches, wanted=last))[0]
+            return hidden, model.logits(hidden)
 
         columns = self._slots.pages.shape[1]
         return self._platform.capture_steps(forward, self._slots.tokens, self._windows, rows, columns)

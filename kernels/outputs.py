@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -56,6 +57,11 @@ class StepOutputs:
         answer.arrives = found.arrives
         return True
 
+    def scores(self, step: StepRows) -> bool:
+        """Whether a row wants something of its prompt's tokens, and not of its last alone."""
+        state, slots = self._slots, step.slots
+        return bool(((state.prompt_logprobs[slots] >= 0) & (step.starts + 1 < state.prompt_length[slots])).any())
+
     def rest(self, step: StepRows, found: StepFound, answer: Answer) -> None:
         """What rows of a prepared step want beside: see ``read``."""
         self._slots.computed[step.slots] += step.counts
@@ -64,7 +70,8 @@ class StepOutputs:
         self._sample(step, found.hidden, answer, found.logits)
 
     def read(self, step: StepRows, found: PassFound, answer: Answer) -> None:
-        """``found``: what the model returned, where keys and values were put, and what its head made, if it was run."""
+        """``found``: what the model returned, of all tokens or of each row's last, where keys and values were put, and
+        what its head made, if it was run."""
         hidden, features = self._model.split(found.result)
         self._slots.computed[step.slots] += step.certain()
         self._score_prompts(step, hidden, answer)
@@ -97,7 +104,7 @@ class StepOutputs:
         """
         short = np.flatnonzero(step.starts + step.counts < self._slots.known[step.slots])
         if len(short):
-            last = hidden.index_select(0, self._platform.put(step.offsets[short] + step.counts[short] - 1))
+            last = hidden.index_select(0, self._platform.put(self._places(step, hidden)[short]))
             answer.chunk_rows, answer.chunks_broken = step.rows[short], ~last.isfinite().all(-1)
 
     def _sample(self, step: StepRows, hidden: Tensor, answer: Answer, logits: Tensor | None = None) -> None:
@@ -109,8 +116,7 @@ class StepOutputs:
             return
         slots = step.slots[reached]
         lengths = state.known[slots]
-        last = step.offsets[reached] + step.counts[reached] - 1
-        chosen, wanted = (hidden, last) if logits is None else (logits, reached)
+        chosen, wanted = (hidden, self._places(step, hidden)[reached]) if logits is None else (logits, reached)
         if len(wanted) < len(chosen):
             chosen = chosen.index_select(0, self._platform.put(wanted))
         at_slots, at = self._platform.put(slots), self._platform.put(lengths)
@@ -124,6 +130,11 @@ class StepOutputs:
         )
         state.append(slots, at_slots, at, sampled.tokens)
         answer.sampled, answer.sampled_rows = sampled, step.rows[reached]
+
+    @staticmethod
+    def _places(step: StepRows, hidden: Tensor) -> npt.NDArray[np.int64]:
+        """Where the last token of each row is in ``hidden``, of all tokens or of these alone."""
+        return step.last if len(hidden) > len(step.rows) else np.arange(len(step.rows))
 
     def _sample_verified(
         self,

@@ -61,6 +61,11 @@ class StepRows:
         first = self.decodes
         return slice(first, first + int(verified.sum()))
 
+    @property
+    def last(self) -> Longs:
+        """Each row's last token, its place in the batch."""
+        return self.offsets + self.counts - 1
+
     def certain(self) -> Longs:
         """Tokens of each row that are computed whatever is accepted; those of rows that verify are settled later."""
         if not self.verifies:

@@ -238,7 +238,14 @@ class ModelRunner:
             if hidden is not None:
                 answer.graph_rows = len(step.slots)
                 return hidden
-        return self._model.forward(batch, self._caches)
+        return self._model.forward(batch, self._caches, wanted=self._wanted(step))
+
+    def _wanted(self, step: StepRows) -> Tensor | None:
+        """The last token of each row, where nothing is read off the others; None where something is, or there are no
+        others."""
+        if self._speculator is not None or step.decodes == len(step.slots) or self._outputs.scores(step):
+            return None
+        return self._put(step.last)
 
     def _run_step(
         self, steps: Steps, step: StepRows, batch: StepBatch, writes: StepWrites, answer: Answer, begun: float
@@ -248,7 +255,7 @@ class ModelRunner:
         grows, found = ends == self._slots.known[step.slots], None
         if step.decodes == len(step.slots):
             found = steps.run(StepTokens(step.slots, ends, grows, writes.pages))
-        elif steps.prompts is not None:
+        elif steps.prompts is not None and not self._outputs.scores(step):
             found = steps.prompts(PromptTokens(step.slots, step.starts, step.counts, grows, writes.pages, step.decodes))
         if found is None:
             return None

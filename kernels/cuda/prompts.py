@@ -124,13 +124,13 @@ class PromptGraphs:
         self._state = torch.zeros((1 + rows, width), dtype=torch.int32, device=device)
         self._state[:, 2] = self._state[:, _HEADER - 1] = 1  # a token in the cache
         self._numbers = {size: put(self._fill(_NOTHING, size)) for size in sizes}
-        self._most = max((size[0] for size in sizes), default=0), rows
+        self._most = rows
         self._kept: tuple[Tensor, Tensor] | None = None
         begun = time.perf_counter()
-        self._prompts = self._most[0]  # tokens of prompts in a step, at most
+        self._prompts = max((size[0] for size in sizes), default=0)  # tokens of prompts in a step, at most
         if paying and not looking_ahead():
             self._prompts, sizes = self._paying(sizes)
-            self._most = max((size[0] for size in sizes), default=0), max((size[1] for size in sizes), default=0)
+            self._most = max((size[1] for size in sizes), default=0)
             self._kept = None  # of the sizes that are left, instead
         captured = capture_each(
             sorted(sizes, reverse=True),
@@ -165,7 +165,7 @@ class PromptGraphs:
         self._state[1 : 1 + size[1], : state.shape[1]].copy_(new[len(numbers) :].view(state.shape))
         replay, found = self._graphs[size]
         replay()
-        return StepFound(found.hidden[:tokens], found.logits[:count], found.likeliest[:count])
+        return StepFound(found.hidden[:count], found.logits[:count], found.likeliest[:count])
 
     def _fill(self, given: PromptTokens, size: Size) -> npt.NDArray[np.int32]:
         """The numbers of ``size``."""
@@ -220,10 +220,9 @@ class PromptGraphs:
         hidden, logits = self._forward(ForwardBatch(self._table[slots, positions], positions, index, plans), last)
         found = torch.empty(rows, dtype=torch.int32, device=state.device)
         if self._kept is None:
-            most, all_rows = self._most
-            self._kept = hidden.new_empty(most, hidden.shape[1]), logits.new_empty(all_rows, logits.shape[1])
+            self._kept = hidden.new_empty(self._most, hidden.shape[1]), logits.new_empty(self._most, logits.shape[1])
         # In places that all graphs share: what each keeps of its own, no other can use.
-        kept = StepFound(self._kept[0][:tokens], self._kept[1][:rows], found)
+        kept = StepFound(self._kept[0][:rows], self._kept[1][:rows], found)
         leave(state, self._table, logits, kept.logits, found)
         kept.hidden.copy_(hidden)
         return kept

@@ -127,11 +127,15 @@ class Attention:
         """What makes the heads: ``projection``, of ``qkv``, and all that follows up to attention."""
         return self.platform.make_heads(projection, self.heads, self.kv_heads, self.dim, self.head_norms)
 
-    def find(self, queries: Tensor, residual: Tensor, cache: Any, batch: ForwardBatch) -> tuple[Unadded, Tensor]:
+    def find(
+        self, queries: Tensor, residual: Tensor, cache: Any, batch: ForwardBatch, wanted: Tensor | None = None
+    ) -> tuple[Unadded, Tensor]:
         """What the placed ``queries`` [tokens, heads, dim] find, behind the last projection, into the ``residual``
-        stream: as ``IntoStream``."""
-        plan = batch.plans[self.window]
-        return self.output(self.platform.attention(queries, cache, plan, self.scale), residual)
+        stream: as ``IntoStream``. ``wanted`` int64 [rows]: of these tokens alone."""
+        found = self.platform.attention(queries, cache, batch.plans[self.window], self.scale)
+        if wanted is not None:
+            found, residual = found.index_select(0, wanted), residual.index_select(0, wanted)
+        return self.output(found, residual)
 
 
 class FeedForward:
@@ -183,11 +187,18 @@ class DecoderLayer:
             self.mlp.down.following = norm
 
     def __call__(
-        self, x: Unadded, residual: Tensor, cos: Tensor, sin: Tensor, cache: Any, batch: ForwardBatch
+        self,
+        x: Unadded,
+        residual: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: Any,
+        batch: ForwardBatch,
+        wanted: Tensor | None = None,
     ) -> tuple[Unadded, Tensor]:
-        """``x``: what the layer before has not yet added to ``residual``."""
+        """``x``: what the layer before has not yet added to ``residual``. ``wanted``: as ``Attention.find``."""
         queries, residual = self.heads(x, residual, cos, sin, cache, batch.cache_index)
-        return self.mlp.add(*self.attention.find(queries, residual, cache, batch))
+        return self.mlp.add(*self.attention.find(queries, residual, cache, batch, wanted))
 
 
 class Decoder:
@@ -228,21 +239,27 @@ class Decoder:
             head = platform.make_float_head(weight, False) if fp32_head else platform.make_projection(weight, None)
         self.head = VocabularyHead(group, head)
 
-    def forward(self, batch: ForwardBatch, caches: Sequence[Any], capture: bool = True) -> Tensor:
+    def forward(
+        self, batch: ForwardBatch, caches: Sequence[Any], capture: bool = True, wanted: Tensor | None = None
+    ) -> Tensor:
         """Run a step's tokens; their keys and values go to ``caches`` (one a layer). -> [tokens, hidden], normed.
 
         With captures [tokens, hidden * (1 + captures)], for ``split``: one tensor, so that a captured graph or a
         program gives it as it gives the other. ``capture``: whether they are wanted at all.
+
+        ``wanted`` int64 [rows]: nothing is captured, and the result is that of these tokens, [rows, hidden]: behind the
+        last layer's keys and values the others are of no more use.
         """
         cos, sin = self.rotary(batch.positions)
         residual = self.embeddings(batch.token_ids)
-        hidden, captures, platform = self.hidden_size, self.captures if capture else (), self.platform
+        captures = self.captures if capture and wanted is None else ()
+        hidden, platform, last_layer = self.hidden_size, self.platform, self.layers[-1]
         wide: Tensor | None = None
         if captures:
             wide = platform.empty_rows(len(residual), hidden * (1 + len(captures)), residual.dtype)
         x: Unadded = None
         for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
-            x, residual = layer(x, residual, cos, sin, cache, batch)
+            x, residual = layer(x, residual, cos, sin, cache, batch, wanted if layer is last_layer else None)
             if wide is not None and index in captures:
                 begin = hidden * (1 + captures.index(index))
                 platform.add_unadded(x, residual, wide[:, begin : begin + hidden])

@@ -103,14 +103,14 @@ class Decodes:
 
 
 StepForward = Callable[[ForwardBatch, Tensor | None], tuple[Tensor, Tensor]]
-"""From a batch to hidden states [tokens, hidden] and the logits of its tokens ``last`` int64 [rows], or of all."""
+"""From a batch to hidden states [rows, hidden] and logits of its tokens ``last`` int64 [rows], or of all."""
 
 
 @dataclass(frozen=True)
 class StepFound:
-    """``hidden`` [tokens, hidden] of a step and ``logits`` [rows, vocab] of each row's last token. ``likeliest`` int32
-    [rows]: the likeliest next token of each, or -1 where its logits are not to be used; rows that grow have it, or 0,
-    in the table of tokens. ``arrives``: waits for a copy of ``likeliest`` that the step brings to the host itself.
+    """``hidden`` [rows, hidden] and ``logits`` [rows, vocab] of each row's last token. ``likeliest`` int32 [rows]: the
+    likeliest next token of each, or -1 where its logits are not to be used; rows that grow have it, or 0, in the table
+    of tokens. ``arrives``: waits for a copy of ``likeliest`` that the step brings to the host itself.
     """
 
     hidden: Tensor
@@ -124,7 +124,7 @@ class Steps:
     """Whole steps of decodes that were prepared beforehand. ``rows``: the numbers of rows they were prepared for.
 
     ``run``: None when none that was prepared fits. What it gives is overwritten by the next call. ``prompts``: the same
-    of steps with chunks of prompts; None where there are none.
+    of steps with chunks of prompts whose tokens are not scored; None where there are none.
     """
 
     rows: tuple[int, ...]
