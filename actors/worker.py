@@ -46,6 +46,7 @@ class Worker(Actor[WorkerProtocol]):
         self._runner: ModelRunner | None = None
         self._epoch: int | None = None  # of the life of the group that this one has loaded for
         self._rested = 0.0, 0.0  # when what a step with guesses left to do was begun and done
+        self._answered = 0.0  # when the last step was
 
     @classmethod
     def prepare(cls, config: WorkerConfig) -> None:
@@ -128,18 +129,19 @@ class Worker(Actor[WorkerProtocol]):
     def _finish(
         self, step: RunningStep, traces: tuple[TracedRow, ...], sent: float, begun: float, waited: float
     ) -> StepResult:
-        """``waited``: seconds for what the step before left to do, a part of what steps with guesses take, unless there
-        was nothing to run."""
+        """``waited``: seconds for what a step with guesses left to do.
+
+        What a step takes is told from the answer before it, if it was here by then: that is what it keeps others from,
+        all that is around the model with it.
+        """
         result, rank = step.result(), self._config.runner.tp_rank
         if rank:  # every rank has the same tokens, and who asks needs them once
             result = StepResult(result.number, accepted=b"", tokens=b"")
-        whole = result.timing.whole
-        timing = msgspec.structs.replace(
-            result.timing,
-            queued=max(0.0, begun - sent),
-            whole=whole + waited if whole else 0.0,
-            seen=result.timing.seen + waited if whole else 0.0,
-        )
+        now = time.monotonic()
+        since, self._answered = max(sent, self._answered), now
+        timing = msgspec.structs.replace(result.timing, queued=max(0.0, begun - sent))
+        if timing.whole:
+            timing = msgspec.structs.replace(timing, whole=now - since, seen=timing.seen + waited)
         result = msgspec.structs.replace(result, timing=timing)
         if not traces:
             return result

@@ -96,10 +96,10 @@ class StepBatch(msgspec.Struct, frozen=True, array_like=True):
 
 class StepTiming(msgspec.Struct, frozen=True, array_like=True):
     """Seconds. ``queued``: from its sending to its start; ``prepare``: building inputs; ``run``: model and
-    sampling; ``draft``: of ``prepare``, observing and drafting; ``whole``: from start, or from the end of the step
-    before if that was later, to end, and while it waited for what a step with guesses left to do once it was answered.
+    sampling; ``draft``: of ``prepare``, observing and drafting; ``whole``: from its sending, or from the answer before
+    it if that was later, to its answer (a runner by itself tells from start and from the end of the step before).
     ``seen``: of ``whole``, for showing a draft what the steps before had left; told of decodes without guesses, by a
-    runner whose device is the host.
+    runner whose device is the host, and of steps that waited for what one with guesses left to do.
 
     ``graph_rows``: rows that ran in a captured graph.
     """

@@ -119,14 +119,16 @@ class Guessing:
                 steps.timed(flight.adapted, 0, 0, result.timing.whole, 0, result.timing.seen)
             return
         drafted, accepted, depths = (
-            np.frombuffer(part, dtype=np.int32) for part in (result.drafted, result.accepted, result.depths)
+            np.frombuffer(part, dtype=np.int32).tolist() for part in (result.drafted, result.accepted, result.depths)
         )
-        for row in np.flatnonzero(depths).tolist():
-            sequence = flight.sequences[row]
-            if sequence.track is not None and accepted[row]:
-                steps.judged(sequence.track, int(accepted[row]) - 1, int(depths[row]))
-        right = int((accepted - 1).clip(min=0)[depths > 0].sum())
-        levels, nodes = int(depths.max()), int(drafted.sum())
+        right = 0
+        for sequence, depth, tokens in zip(flight.sequences, depths, accepted, strict=True):
+            if not depth:
+                continue
+            right += max(tokens - 1, 0)
+            if sequence.track is not None and tokens:
+                steps.judged(sequence.track, tokens - 1, depth)
+        levels, nodes = max(depths), sum(drafted)
         if not alone:
             steps.untimed(flight.adapted, levels, nodes, right)
         elif nodes:

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from operator import mul
 from typing import Annotated
 
 import msgspec
-import numpy as np
 
 from kernels.speculative.budget import Budget
 from kernels.speculative.sleep import LATER, Sleep
@@ -30,6 +31,8 @@ PRIOR, SURE = 0.6, 4
 """A guess's chance of being accepted before any was judged, which counts as so many that were."""
 LEAST_GAIN = 1.06
 """Guessing must promise this much over plain decoding: promises are noisy, and plain decoding keeps its word."""
+STAYING = 1.0
+"""The same where a plan was followed just now: to stop and to begin again costs more than a guess or two in vain."""
 HOPEFUL = 0.9
 """The same of probes that are worth some of what guesses have brought before."""
 SETTLED = 4
@@ -87,7 +90,8 @@ class AdaptiveSteps:
 
     def __init__(self, nodes: Sequence[int], config: AdaptiveConfig | None = None) -> None:
         self._config = config or AdaptiveConfig()
-        self._nodes = np.asarray(nodes, dtype=np.int64)
+        self._nodes = list(nodes)
+        self._steps_of = [after - before for before, after in pairwise(nodes)]  # guesses of each level
         most = len(nodes) - 1
         chosen = {level for level in self._config.candidate_steps if level <= most}
         self._levels = sorted(chosen - {0}) if self._config.candidate_steps else list(range(1, most + 1))
@@ -101,6 +105,7 @@ class AdaptiveSteps:
         self._owed = False  # whether requests, also new ones, are probed once the draft is awake
         self._steps = 0
         self._guessing = 0  # steps with guesses since the last without
+        self._planned = -LATEST  # the last step whose guesses were neither a trial nor a probe
         self._idle: StepCost | None = None  # where no row guessed, and nothing was learnt of any since
         self._rest = SOONEST  # steps between two in which such a batch is thought over
         self._slept = 0  # steps that rested and are not counted yet where they pay in
@@ -108,6 +113,7 @@ class AdaptiveSteps:
         self._size: StepCost | None = None  # of the last step
         self._lasted = 0  # steps of that size before it
         self._plan: tuple[StepCost, list[Track], list[int]] | None = None  # made in a step before this one
+        self._disturbed = False  # whether the last step that was answered ran prompts
         self._served = 0  # steps, by this plan
 
     def track(self) -> Track:
@@ -183,6 +189,7 @@ class AdaptiveSteps:
             self._plan = held
             self._served += 1
             self._guessing += 1
+            self._planned = self._steps
             return held[2]
         if self._idle is cost and self._steps % self._rest:
             return [0] * rows
@@ -199,7 +206,10 @@ class AdaptiveSteps:
             some = self._levels[0 if cost.trials % 2 else deep - 1]
             chosen = [some if track.hits[0] > FORLORN else 0 for track in tracks]
         else:
-            chosen = self._best(cost, tracks, LEAST_GAIN) if may else [0] * rows
+            stays = self._steps - self._planned <= 2  # a plain step between tells what it costs
+            chosen = self._best(cost, tracks, STAYING if stays else LEAST_GAIN) if may else [0] * rows
+            if any(chosen):
+                self._planned = self._steps
         for row, track in enumerate(tracks):
             if chosen[row]:
                 track.interval = SOONEST
@@ -262,6 +272,10 @@ class AdaptiveSteps:
         ``nodes`` guesses were verified in all, of which ``accepted`` were right. ``seen``: of a step without guesses,
         seconds that went into showing the draft what those before it left.
         """
+        if self._disturbed:
+            self._disturbed = False
+            self.untimed(rows, levels, nodes, accepted)
+            return
         self._wake()
         if not rows or seconds <= 0:
             return
@@ -326,7 +340,9 @@ class AdaptiveSteps:
         return found
 
     def interrupted(self) -> None:
-        """Prompts were run, which the draft will see before it guesses again."""
+        """Prompts were run, which the draft will see before it guesses again. The step behind them tells nothing of
+        others: it takes longer than those in the middle of an answer, with guesses and without."""
+        self._disturbed = True
         for cost in self._costs.values():
             cost.paused = True
 
@@ -335,31 +351,28 @@ class AdaptiveSteps:
         if not (self._levels and cost.plain):
             return LIKELY
         first = self._levels[0]
-        pays = LEAST_GAIN * cost.expected(first, rows * int(self._nodes[first])) / cost.plain - 1
+        pays = LEAST_GAIN * cost.expected(first, rows * self._nodes[first]) / cost.plain - 1
         return min(max(pays, LIKELY), CERTAIN)
 
     def _best(self, cost: StepCost, tracks: Sequence[Track], gain: float) -> list[int]:
         """The plan of the most tokens a second; plain decoding where it is not ``gain`` times better."""
-        rows = len(tracks)
-        chances = np.cumprod(np.array([track.hits for track in tracks]), axis=1)  # that so many guesses are accepted
-        steps = np.diff(self._nodes)
-        rate = rows / cost.plain
-        best = np.zeros(rows, dtype=np.int64)
-        least = rate * gain
+        rows, steps, rate = len(tracks), self._steps_of, len(tracks) / cost.plain
+        chances = [list(accumulate(track.hits, mul)) for track in tracks]  # that so many guesses are accepted
+        expected = [list(accumulate(each, initial=0.0)) for each in chances]  # tokens of so many levels
+        best, least = [0] * rows, rate * gain
         tried = bisect_right(self._levels, cost.deepest)
         for most in self._levels[: max(1, 2 * tried)]:  # few at first, whose cost says that of more
             # A level is worth it while it promises more than its seconds would yield elsewhere.
-            worth = chances[:, :most] >= cost.per_node * steps[:most] * rate
-            levels = np.where(worth.all(1), most, worth.argmin(1))
+            worth = [cost.per_node * rate * nodes for nodes in steps[:most]]
+            levels = [next((n for n in range(most) if each[n] < worth[n]), most) for each in chances]
             if self._config.candidate_steps:
-                levels = np.array([max((0, *(n for n in self._levels if n <= level))) for level in levels.tolist()])
-            taken = np.arange(most) < levels[:, None]
-            tokens = rows + float((chances[:, :most] * taken).sum())
-            seconds = cost.expected(int(levels.max()), int(self._nodes[levels].sum()))
+                levels = [max((0, *(n for n in self._levels if n <= level))) for level in levels]
+            tokens = rows + sum([each[level] for each, level in zip(expected, levels, strict=True)])
+            seconds = cost.expected(max(levels), sum([self._nodes[level] for level in levels]))
             if tokens / seconds > least:
                 best, least = levels, tokens / seconds
                 rate = least
-        return [int(level) for level in best]
+        return best
 
 
 def _until(steps: float) -> int:

@@ -142,6 +142,11 @@ class Observer:
         self.flush()
         self._see(seen, generations, np.ones(len(seen.slots), dtype=bool))
 
+    def show_later(self, seen: SeenHere, generations: Ints) -> None:
+        """The same where nothing is drafted next: it is seen with the decodes that follow, if there is room."""
+        if self._unseen is None or not self._unseen.accepted(seen, generations):
+            self.show(seen, generations)
+
     def keep(self) -> None:
         """What was added last is seen later, unless it is a lot, or there is much of it."""
         last = self._backlog[-1] if self._backlog else None

@@ -179,7 +179,10 @@ class Speculator:
         later = not drafts and not released
         chained, self._chained = self._chained, None
         if chained is not None:
-            self._observer.show(*chained)
+            if later:
+                self._observer.show_later(*chained)
+            else:
+                self._observer.show(*chained)
         self._see_ends()
         run, self._last = self._last, None
         if run is None:

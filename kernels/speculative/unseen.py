@@ -85,6 +85,20 @@ class Unseen:
         self._steps += 1
         return self._steps + 1 < self._most and end < self._full
 
+    def accepted(self, seen: SeenHere, generations: Ints) -> bool:
+        """What a step with guesses accepted of each slot. -> whether there was room for it, and is for two more steps;
+        without that nothing is kept of it."""
+        most, count = int(seen.counts.max()), len(seen.places)
+        if self._steps + most + 1 >= self._most or self._kept + count >= self._full:
+            return False
+        slots, positions = np.repeat(seen.slots, seen.counts), ragged(seen.starts, seen.counts)
+        begin, self._kept = self._kept, self._kept + count
+        self._stretches.append(_Stretch(slots, np.repeat(generations, seen.counts), positions, begin, 1))
+        if seen.features is not None and self._width:
+            self._features[begin : self._kept] = seen.features[seen.places]
+        self._steps += most
+        return True
+
     @property
     def empty(self) -> bool:
         """Whether nothing is kept."""

@@ -20,11 +20,18 @@ from kernels.step import StepBatch, StepResult, StepTiming
 
 class Device:
     """A runner whose steps end when they are told to. ``done``: as on a CPU, where nothing is left to wait for.
-    ``drafted`` and ``rest``: what each has guessed, and leaves to do; ``whole``: seconds of each."""
+    ``drafted`` and ``rest``: what each has guessed, and leaves to do; ``whole``: what it tells of its time, and
+    ``runs`` is called while it runs."""
 
     def __init__(
-        self, done: bool, drafted: bytes = b"", rest: Callable[[], None] | None = None, whole: float = 0.0
+        self,
+        done: bool,
+        drafted: bytes = b"",
+        rest: Callable[[], None] | None = None,
+        whole: float = 0.0,
+        runs: Callable[[], None] | None = None,
     ) -> None:
+        self.runs = runs
         self.done, self.drafted, self.rest, self.timing = done, drafted, rest, StepTiming(whole=whole)
         self.started: list[int] = []
         self.may_end = threading.Event()
@@ -36,6 +43,8 @@ class Device:
 
         def finish() -> StepResult:
             assert self.done or self.may_end.wait(60)
+            if self.runs is not None:
+                self.runs()
             return StepResult(number=batch.number, accepted=b"", tokens=b"", drafted=self.drafted, timing=self.timing)
 
         return RunningStep(finish, self.done, self.rest)
@@ -87,19 +96,39 @@ def test_what_a_step_leaves_to_do_comes_after_its_answer_and_is_part_of_what_gue
 ) -> None:
     """As far as the next step, sent meanwhile or before, waits for it; once. What runs nothing takes no time."""
     clock = [10.0]
+
+    def passes(seconds: float) -> None:
+        clock[0] += seconds
+
     monkeypatch.setattr("actors.worker.time", SimpleNamespace(monotonic=lambda: clock[0]))
-    worker = worker_on(Device(True, drafted, lambda: clock.append(clock.pop() + 2.0), whole), monkeypatch)
     for sent, waited in ((-1.0, 2.0), (1.5, 0.5), (3.0, 0.0)):
-        begun = clock[0]
-        first = worker.step(step(1), begun)
+        device = Device(True, drafted, lambda: passes(2.0), whole, lambda: passes(1.0))
+        worker = worker_on(device, monkeypatch)
+        first = worker.step(step(1), clock[0])
         assert isinstance(first, Answered)
-        assert (first.answer.number, clock[0]) == (1, begun)
+        begun = clock[0]
         first.then()
-        for number, expected in ((2, waited if drafted and whole else 0.0), (3, 0.0)):
-            answer = worker.step(step(number), begun + sent)
-            assert isinstance(answer, Answered)
-            assert answer.answer.timing.whole == whole + expected
-            assert answer.answer.timing.seen == expected
+        assert clock[0] == begun + 2.0
+        clock[0] = max(clock[0], begun + sent)
+        answer = worker.step(step(2), begun + sent)
+        assert isinstance(answer, Answered)
+        assert answer.answer.timing.whole == (1.0 + waited if whole else 0.0)
+        assert answer.answer.timing.seen == (waited if drafted and whole else 0.0)
+
+
+def test_a_step_takes_what_it_keeps_others_from_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the answer before it, if it was there by then: also what is around the model."""
+    clock = [10.0]
+    monkeypatch.setattr("actors.worker.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    worker = worker_on(Device(True, whole=0.5), monkeypatch)
+    worker.step(step(1), 9.0)
+    told = []
+    for sent, now in ((9.5, 12.0), (13.0, 14.0), (12.5, 15.0)):
+        clock[0] = now
+        answer = worker.step(step(2), sent)
+        assert isinstance(answer, StepResult)
+        told.append(answer.timing.whole)
+    assert told == [2.0, 1.0, 1.0]
 
 
 def test_a_step_of_an_earlier_life_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,8 +235,10 @@ def test_steps_among_prompts_are_charged_though_none_is_measured(monkeypatch):
         if number > 8:
             stage.submit(spec(100 + number, range(3), max_tokens=1))
         stage.step()
-    assert len(charged) == 3
-    assert all(rows == 1 and nodes == levels == accepted > 0 for rows, levels, nodes, accepted in charged)
+    behind, *among = charged
+    assert behind == (1, 0, 0, 0)  # the request's own prompt
+    assert len(among) == 3
+    assert all(rows == 1 and nodes == levels == accepted > 0 for rows, levels, nodes, accepted in among)
 
 
 def test_a_draft_that_finds_nothing_is_seldom_asked():
@@ -258,15 +260,17 @@ def test_a_draft_that_finds_nothing_is_seldom_asked():
 
 def test_the_worker_keeps_nothing_for_a_draft_that_does_not_guess():
     """Of decodes as of prompts that come meanwhile; and of none beside guesses, nor right before them."""
-    stage = Guessing(adaptive="{}", accepts=lambda most: 0, seconds=lambda *_: 0.01, pages=400, context_length=1500)
+    room = {"pages": 400, "context_length": 1500}
+    stage = Guessing(adaptive="{}", accepts=lambda _: 0, seconds=lambda _, deepest: 0.01 + 0.002 * deepest, **room)
     stage.submit(spec(1, range(5), max_tokens=700))
-    found, prompts = [], []
+    found, prompts, more = [], [], True
     while (batch := stage.step()) is not None:
         found.append((any(unpack(batch.drafts)), batch.unseen))
         if batch.admitted:
             prompts.append(batch.unseen)
-        if len(found) == 300:
+        if more and len(found) > 200 and all(unseen for _, unseen in found[-20:]):
             stage.submit(spec(2, range(9), max_tokens=40))
+            more = False
     assert prompts == [False, True]
     assert 0.4 * len(found) < sum(unseen for _, unseen in found) < len(found)
     late = [number for number, (guessed, _) in enumerate(found) if guessed and number > 200]

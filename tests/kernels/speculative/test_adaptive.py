@@ -235,12 +235,17 @@ def test_drafts_in_vain_are_paid_for_and_are_no_plain_steps() -> None:
 
 def test_a_plain_step_that_was_held_to_be_dear_is_soon_known_better() -> None:
     """The machine was slow while plain steps were timed: guesses seem cheap beside them, and few plain ones follow."""
-    policy = chain()
-    world = World(policy, [0.5], node=0.3)
-    world.run(300)
-    for _ in range(40):
-        policy.timed(1, 0, 0, 2.2 * PLAIN, 0)
-    assert world.run(300) * PLAIN > 0.97
+    found = []
+    for seed in range(8):
+        policy = chain()
+        world = World(policy, [0.5], node=0.3)
+        world.random.seed(seed)
+        world.run(300)
+        for _ in range(40):
+            policy.timed(1, 0, 0, 2.2 * PLAIN, 0)
+        world.run(40)
+        found.append(world.run(200) * PLAIN)
+    assert sum(found) / len(found) > 0.97
 
 
 def test_a_plain_step_that_was_held_to_be_dear_is_known_better_though_each_sees_to_what_guesses_left() -> None:
@@ -348,11 +353,10 @@ def test_what_a_draft_sees_after_a_pause_is_lost_and_no_part_of_what_guesses_cos
 
     usual = PLAIN + 3 * (LEVEL + NODE)
     held, lost = guessed(usual)
-    for pause in (lambda: policy.timed(1, 0, 0, PLAIN, 0), policy.interrupted):
-        pause()
-        expected, more = guessed(1.6 * usual)
-        assert expected <= held
-        assert more > lost + 0.5 * usual
+    policy.timed(1, 0, 0, PLAIN, 0)
+    expected, more = guessed(1.6 * usual)
+    assert expected <= held
+    assert more > lost + 0.5 * usual
     expected, more = guessed(1.6 * usual)  # without one it is believed to be the machine's, in part
     assert expected > held
     assert more < lost + 0.4 * usual
@@ -389,3 +393,48 @@ def test_deep_drafts_are_come_to_by_twice_the_depth_that_was_tried() -> None:
     depths = [max(levels) for levels in world.levels if any(levels)]
     assert max(depths) == 16
     assert all(depth <= 2 * max(depths[:number]) for number, depth in enumerate(depths) if number)
+
+
+def test_the_step_behind_a_prompt_tells_nothing_of_others() -> None:
+    """It takes longer, with guesses and without; also what is lost by it is what such a step usually loses."""
+    policy = chain()
+    World(policy, [0.9]).run(100)
+    cost = policy._cost(1)
+
+    def learnt() -> list[float]:
+        return [cost.plain, cost.load, cost.expected(3, 3)]
+
+    before = learnt()
+    policy.interrupted()
+    policy.timed(1, 0, 0, 3 * PLAIN, 0)
+    assert learnt() == before
+    policy.interrupted()
+    cost.credit = 10.0
+    policy.timed(1, 3, 3, 3 * PLAIN, 1)
+    assert learnt() == before
+    assert cost.credit == pytest.approx(12.0 - cost.expected(3, 3) / cost.plain)
+    policy.timed(1, 0, 0, PLAIN, 0)
+    policy.timed(1, 0, 0, 3 * PLAIN, 0)
+    assert learnt() != before
+
+
+def test_guesses_that_hardly_pay_go_on_and_are_not_begun() -> None:
+    """To stop and to begin again costs more than it brings."""
+    policy = chain(1)
+    world = World(policy, [0.9])
+    world.run(100)
+    cost, (track,) = policy._cost(1), world.tracks
+    cost.plain, cost.start, cost.per_level, cost.per_node = 1.0, 0.0, 0.16, 0.04  # 1.2 a step with a guess
+    track.hits[0] = 0.24  # which promises 1.24 tokens
+    policy._budget.passed(1.0, 1000)
+    cost.credit = 10.0
+    assert policy.choose(world.tracks) == [1]
+    policy._planned, policy._plan = -1000, None
+    policy._steps += 1  # none in which it is probed
+    assert policy.choose(world.tracks) == [0]
+    track.hits[0] = 0.3
+    policy._idle = None
+    assert policy.choose(world.tracks) == [1]
+    track.hits[0] = 0.19
+    policy._plan = None
+    assert policy.choose(world.tracks) == [0]
