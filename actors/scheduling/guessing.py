@@ -26,6 +26,7 @@ class Guessing:
         self._tokens: int = info.speculative_tokens
         self.apart: bool = info.speculative_apart
         self._chains = info.speculative_nodes == info.speculative_depth + 1
+        self._prompts = 0  # the number of the last step that ran some
         self._steps: AdaptiveSteps | None = None
         if adaptive is not None and self._depth:
             self._steps = AdaptiveSteps(self._nodes, msgspec.json.decode(adaptive, type=AdaptiveConfig))
@@ -105,11 +106,14 @@ class Guessing:
         steps = self._steps
         if steps is None:
             return
+        # The step behind a prompt takes longer than those in the middle of answers, with guesses and without.
+        behind = flight.number == self._prompts + 1
         if flight.decodes < len(flight.samples):
+            self._prompts = flight.number
             steps.interrupted()
         if not flight.adapted:
             return
-        alone = flight.counts[-1] == 1 and len(flight.samples) == flight.decodes
+        alone = flight.counts[-1] == 1 and len(flight.samples) == flight.decodes and not behind
         if not result.drafted:
             if not alone:
                 steps.untimed(flight.adapted, 0, 0, 0)

@@ -91,7 +91,7 @@ class AdaptiveSteps:
     def __init__(self, nodes: Sequence[int], config: AdaptiveConfig | None = None) -> None:
         self._config = config or AdaptiveConfig()
         self._nodes = list(nodes)
-        self._steps_of = [after - before for before, after in pairwise(nodes)]  # guesses of each level
+        self._widths = [after - before for before, after in pairwise(nodes)]  # guesses of each level
         most = len(nodes) - 1
         chosen = {level for level in self._config.candidate_steps if level <= most}
         self._levels = sorted(chosen - {0}) if self._config.candidate_steps else list(range(1, most + 1))
@@ -113,7 +113,6 @@ class AdaptiveSteps:
         self._size: StepCost | None = None  # of the last step
         self._lasted = 0  # steps of that size before it
         self._plan: tuple[StepCost, list[Track], list[int]] | None = None  # made in a step before this one
-        self._disturbed = False  # whether the last step that was answered ran prompts
         self._served = 0  # steps, by this plan
 
     def track(self) -> Track:
@@ -272,10 +271,6 @@ class AdaptiveSteps:
         ``nodes`` guesses were verified in all, of which ``accepted`` were right. ``seen``: of a step without guesses,
         seconds that went into showing the draft what those before it left.
         """
-        if self._disturbed:
-            self._disturbed = False
-            self.untimed(rows, levels, nodes, accepted)
-            return
         self._wake()
         if not rows or seconds <= 0:
             return
@@ -295,7 +290,7 @@ class AdaptiveSteps:
             self._gain(cost, 1 + accepted / rows, taken, seconds if paused else min(seconds, STALLED * expected))
 
     def untimed(self, rows: int, levels: int, nodes: int, accepted: int) -> None:
-        """A step of ``rows`` decodes among prompts: its guesses cost what such guesses do."""
+        """A step of ``rows`` decodes among prompts, or right behind some: its guesses cost what such guesses do."""
         self._wake()
         if not rows:
             return
@@ -340,9 +335,7 @@ class AdaptiveSteps:
         return found
 
     def interrupted(self) -> None:
-        """Prompts were run, which the draft will see before it guesses again. The step behind them tells nothing of
-        others: it takes longer than those in the middle of an answer, with guesses and without."""
-        self._disturbed = True
+        """Prompts were run, which the draft will see before it guesses again."""
         for cost in self._costs.values():
             cost.paused = True
 
@@ -356,14 +349,14 @@ class AdaptiveSteps:
 
     def _best(self, cost: StepCost, tracks: Sequence[Track], gain: float) -> list[int]:
         """The plan of the most tokens a second; plain decoding where it is not ``gain`` times better."""
-        rows, steps, rate = len(tracks), self._steps_of, len(tracks) / cost.plain
+        rows, rate = len(tracks), len(tracks) / cost.plain
         chances = [list(accumulate(track.hits, mul)) for track in tracks]  # that so many guesses are accepted
         expected = [list(accumulate(each, initial=0.0)) for each in chances]  # tokens of so many levels
         best, least = [0] * rows, rate * gain
         tried = bisect_right(self._levels, cost.deepest)
         for most in self._levels[: max(1, 2 * tried)]:  # few at first, whose cost says that of more
             # A level is worth it while it promises more than its seconds would yield elsewhere.
-            worth = [cost.per_node * rate * nodes for nodes in steps[:most]]
+            worth = [cost.per_node * rate * nodes for nodes in self._widths[:most]]
             levels = [next((n for n in range(most) if each[n] < worth[n]), most) for each in chances]
             if self._config.candidate_steps:
                 levels = [max((0, *(n for n in self._levels if n <= level))) for level in levels]

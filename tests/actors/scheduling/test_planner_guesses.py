@@ -226,7 +226,7 @@ def test_guesses_stop_where_they_do_not_pay_and_come_back():
     assert stage.tokens(1) == says(range(5), len(stage.tokens(1)))
 
 
-def test_steps_among_prompts_are_charged_though_none_is_measured(monkeypatch):
+def test_steps_among_prompts_and_right_behind_them_are_charged_and_not_measured(monkeypatch):
     charged = []
     monkeypatch.setattr(AdaptiveSteps, "untimed", lambda _, *step: charged.append(step))
     stage = Guessing(adaptive="{}", seconds=lambda drafted, deepest: 0.01 + 0.001 * deepest)

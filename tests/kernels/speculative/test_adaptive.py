@@ -395,29 +395,6 @@ def test_deep_drafts_are_come_to_by_twice_the_depth_that_was_tried() -> None:
     assert all(depth <= 2 * max(depths[:number]) for number, depth in enumerate(depths) if number)
 
 
-def test_the_step_behind_a_prompt_tells_nothing_of_others() -> None:
-    """It takes longer, with guesses and without; also what is lost by it is what such a step usually loses."""
-    policy = chain()
-    World(policy, [0.9]).run(100)
-    cost = policy._cost(1)
-
-    def learnt() -> list[float]:
-        return [cost.plain, cost.load, cost.expected(3, 3)]
-
-    before = learnt()
-    policy.interrupted()
-    policy.timed(1, 0, 0, 3 * PLAIN, 0)
-    assert learnt() == before
-    policy.interrupted()
-    cost.credit = 10.0
-    policy.timed(1, 3, 3, 3 * PLAIN, 1)
-    assert learnt() == before
-    assert cost.credit == pytest.approx(12.0 - cost.expected(3, 3) / cost.plain)
-    policy.timed(1, 0, 0, PLAIN, 0)
-    policy.timed(1, 0, 0, 3 * PLAIN, 0)
-    assert learnt() != before
-
-
 def test_guesses_that_hardly_pay_go_on_and_are_not_begun() -> None:
     """To stop and to begin again costs more than it brings."""
     policy = chain(1)
