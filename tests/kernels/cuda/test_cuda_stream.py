@@ -63,6 +63,17 @@ def test_a_product_of_whole_rows_adds_to_the_stream(device, dtype, biased, outpu
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_a_product_of_many_tokens_adds_to_the_stream(device, dtype):
+    linear = made(device, dtype, 64, 48, False)
+    x, residual = tokens(device, dtype, 48, 64, count=products._SUMMED)
+    wanted = x.double() @ linear.weight.double().T + residual.double()
+    unadded, stream = CudaIntoStream(linear)(x, residual)
+    assert unadded is None
+    assert stream is residual  # whose place its sum takes
+    assert (stream.double() - wanted).norm() <= (2e-6 if dtype == torch.float32 else 1e-3) * wanted.norm()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
@@ -83,13 +94,24 @@ def test_a_product_norms_the_stream(device, dtype, biased, gated, outputs, input
 
 
 def test_what_is_left_to_kernels_of_their_own(device):
-    """Several tokens, a stream of another dtype or of columns apart, and inputs that are left to cuBLAS."""
+    """Several tokens, a stream of another dtype or of columns apart, and inputs that are left to cuBLAS; of many tokens
+    those with a bias as well."""
+    many = products._SUMMED
     linear, uneven = (made(device, torch.float16, 64, inputs, False) for inputs in (128, 120))
     for layer, x, residual in (
         (linear, *tokens(device, torch.float16, 128, 64, count=65)),
         (linear, *tokens(device, torch.float16, 128), *tokens(device, torch.float32, 64)),
         (linear, *tokens(device, torch.float16, 128), tokens(device, torch.float16, 128)[0][:, ::2]),
         (uneven, *tokens(device, torch.float16, 120, 64)),
+        (linear, *tokens(device, torch.float16, 128, 64, count=many - 1)),
+        (made(device, torch.float16, 64, 128, True), *tokens(device, torch.float16, 128, 64, count=many)),
+        (
+            linear,
+            *(
+                one[:, :width]
+                for one, width in zip(tokens(device, torch.float16, 128, 96, count=many), (128, 64), strict=True)
+            ),
+        ),
     ):
         unadded, stream = CudaIntoStream(layer)(x, residual)
         assert torch.equal(unadded, layer(x))
