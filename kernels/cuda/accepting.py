@@ -135,7 +135,7 @@ def accept(
         parents.stride(0),
         table.stride(0),
         found.stride(0),
-        triton.next_power_of_2(width),
+        triton.next_power_of_2(max(width, depth + 1)),  # trees that were cut short need no kernel of their own
         depth,
         forced > 0,
         shown,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+import triton
 from torch import Tensor
 
 from kernels.cuda.decode import DecodeScratch, attend_decodes, split_count
@@ -51,7 +52,8 @@ class DraftRows:
     ``bits`` int64 [rows, tokens]: what each query sees from the row's root on; None: all up to its own token.
     ``context``: the most tokens a row may have in the cache, which says how sequences are cut. ``early``: whether
     ``state`` and ``bits`` are there before the step's first kernel, and so are the keys and values of all tokens but
-    the row's own: ``kernels.cuda.drafts`` reads them before the kernels in front have ended.
+    the row's own: ``kernels.cuda.drafts`` reads them before the kernels in front have ended. ``end``: tokens of the
+    step behind which there are only prompts'; 0: there are none.
     """
 
     state: Tensor
@@ -59,6 +61,7 @@ class DraftRows:
     tokens: int
     context: int
     early: bool = False
+    end: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,8 @@ def _plan_drafts(rows: AttentionRows, put: Put) -> DraftRows:
     state[:, 2] = rows.starts[some] if rows.tree is None or rows.roots is None else rows.roots
     state[:, 3] = lengths
     state[:, HEADER:] = rows.pages[some]
-    return DraftRows(put(state), rows.tree, int(counts.max()), int(lengths.max()))
+    tokens = triton.next_power_of_2(int(counts.max()))  # each number of tokens would have a kernel of its own
+    return DraftRows(put(state), rows.tree, tokens, int(lengths.max()), end=rows.decodes + int(counts.sum()))
 
 
 def plan_guesses(
@@ -263,6 +267,7 @@ def _attend_drafts(
     scratch: DecodeScratch,
     out: Tensor,
 ) -> None:
+    queries = queries[: drafts.end or None]  # there is room for sums of each
     given = queries, cache, drafts.state, drafts.bits, drafts.tokens, window, scale
     if _is_few(queries, cache, scales, drafts) and attempted(_few(), *given, scratch, out, drafts.early) is not None:
         return

@@ -160,7 +160,7 @@ def _stretch(
     return total, top, norm
 
 
-@triton.jit(do_not_specialize=["state_stride", "bits_stride", "blocks"])
+@triton.jit(do_not_specialize=["state_stride", "bits_stride", "blocks", "splits"])
 def _drafts(
     queries,
     cache,
@@ -185,7 +185,7 @@ def _drafts(
     lines: tl.constexpr,
     page_size: tl.constexpr,
     block: tl.constexpr,
-    splits: tl.constexpr,
+    splits,
     tree: tl.constexpr,
     precision: tl.constexpr,
     stages: tl.constexpr,

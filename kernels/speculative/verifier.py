@@ -37,7 +37,8 @@ class Verifier:
         self._emitted = 0.0  # of settings.fixed_acceptance, what was rounded away so far
 
     def prepare(self, nodes: int, caches: Sequence[object]) -> None:
-        """Have the kernels of the platform made that the first step with trees of so many nodes would wait for."""
+        """Have the kernels of the platform made that the first step with trees of so many nodes would wait for.
+        ``caches``: in which what is accepted may have to be moved."""
         device, table = self._platform.device, self._slots.tokens
         tree = chain(torch.zeros((1, nodes), dtype=torch.int64, device=device))
         sampled, broken = (torch.zeros(nodes, dtype=dtype, device=device) for dtype in (torch.int64, torch.bool))
@@ -86,7 +87,8 @@ class Verifier:
         greedy, sampled, self._accepted = self._platform.greedy, None, None
         if greedy is not None and step.verifies == len(step.rows) and self._sampler.plain(tuple(slots)):
             sampled = likeliest or Sampled(*greedy(logits))
-            found = self._accept(step, sampled, depth, forced)
+            # Whatever the trees are: a platform may make a kernel for each depth.
+            found = self._accept(step, sampled, self._depth, forced)
             if found is not None:
                 return found
         at_slots, at = put(samples.slots), put(samples.lengths)

@@ -34,7 +34,8 @@ def random_tree(rows, nodes, generator):
 @pytest.mark.parametrize("shown", [True, False], ids=["shown", "there"])
 @pytest.mark.parametrize("forced", [0, 1, 3])
 @pytest.mark.parametrize(
-    ("linear", "nodes", "depth"), [(True, 4, 3), (False, 16, 3), (False, 11, 10), (False, 64, 5), (False, 2, 1)]
+    ("linear", "nodes", "depth"),
+    [(True, 4, 3), (False, 16, 3), (False, 11, 10), (False, 64, 5), (False, 2, 1), (False, 3, 9)],
 )
 def test_the_same_is_accepted(linear, nodes, depth, forced, shown, device):
     generator = torch.Generator().manual_seed(nodes)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import kernels.cuda.attention
 import kernels.cuda.graphs
 from kernels.batch import ForwardBatch
 from kernels.cuda.accepting import accept
@@ -17,6 +18,7 @@ from kernels.cuda.graphs import DecodeGraphs
 from kernels.cuda.verify import draft_splits
 from kernels.platforms.operators import Acceptance
 from kernels.platforms.prepared import PassHead
+from kernels.platforms.rows import AttentionRows
 from kernels.speculative.tree import DraftTree, chain, tree_of
 from tests.kernels.verifying import made
 
@@ -89,6 +91,19 @@ def test_blocks_of_queries_count_as_rows_when_sequences_are_split():
     assert draft_splits(4, 16, 4, 8, 8192) == 8
     assert draft_splits(16, 64, 4, 8, 8192) == 1
     assert draft_splits(16, 64, 4, 8, 131072) == 4  # one long sequence among many is not left to one program
+
+
+@pytest.mark.parametrize(("verified", "tokens"), [(5, 8), (8, 8), (9, 16)])
+def test_beside_a_prompt_drafts_take_room_for_themselves_and_few_kernels(verified, tokens, monkeypatch):
+    asked = []
+    for name in ("attend_decodes", "attend_prefills"):
+        monkeypatch.setattr(kernels.cuda.attention, name, lambda *_: None)
+    monkeypatch.setattr(kernels.cuda.attention, "attend_drafts", lambda *given: asked.append((len(given[0]), given[4])))
+    rows = AttentionRows(np.array([9, 30, 0]), np.array([1, verified, 40]), np.zeros((3, 3), dtype=np.int32), 1, 1)
+    queries, cache = torch.zeros(1 + verified + 40, 4, 16), torch.zeros(4, 2, 2, 16, 16)
+    plan = plan_attention(rows, 0, 2, torch.from_numpy)
+    attention(queries, cache, plan, 1.0, DecodeScratch(queries.device))
+    assert asked == [(1 + verified, tokens)]
 
 
 TOKENS = 5
