@@ -140,7 +140,7 @@ class CapturedSteps:
         rows = min(rows, config.max_step_tokens // drafter.most_nodes)
         self.verifies = passes.capture_decodes(rows, drafter.most_nodes, drafter.branches, drafter.depth)
         drafter.capture(self._agree, self.verifies.ends if self.verifies is not None else {})
-        speculator.verifier.prepare(drafter.most_nodes, caches)
+        speculator.verifier.prepare(drafter.most_nodes, caches if drafter.branches else [])
         if self.verifies is not None and self.verifies.ends and loaded.group.size == 1:
             self.following = Following(speculator, platform, loaded.slots, self.verifies)
         self.target = target = HostTarget.make(platform, model, caches, windows, rows * drafter.most_nodes)

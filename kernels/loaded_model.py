@@ -31,6 +31,7 @@ from kernels.sizing import cache_pages, context_length
 from kernels.slots import SlotTable
 from kernels.speculative.backend import draft_platform
 from kernels.speculative.drafter import Drafter, DrafterContext
+from kernels.speculative.looking_ahead import look_ahead
 from kernels.speculative.select import captured_layers, make_drafter
 from kernels.speculative.speculator import Speculator
 from kernels.step import ModelInfo, RunnerConfig
@@ -164,10 +165,11 @@ def load_model(
         )
     )
     context = min(opened.context, (pages - 1) * config.page_size)
+    # The model's come last: a platform plans by the heads of those that were made last.
+    draft_caches: list[Any] = drafter.make_caches(pages) if drafter is not None else []
     caches: list[Any] = platform.make_cache(
         part.layers, pages, config.page_size, part.kv_heads, part.head_dim, dtype, scales
     )
-    draft_caches: list[Any] = drafter.make_caches(pages) if drafter is not None else []
     slots = SlotTable(platform, config.max_slots, context, config.page_size, pages, part.vocab_size, guesses)
     speculator: Speculator | None = None
     if drafter is not None and speculation is not None:
@@ -217,6 +219,7 @@ def _step_memory(
     other steps are compiled before, where that takes long."""
     part, longest = opened.part, config.max_step_tokens
     pages, guesses = -(-longest // config.page_size), drafter.most_nodes - 1 if drafter is not None else 0
+    draft_caches = drafter.make_caches(1) if drafter is not None and platform.compiles else []
     caches = platform.make_cache(
         part.layers, pages, config.page_size, part.kv_heads, part.head_dim, opened.dtype, opened.cache.scales
     )
@@ -243,8 +246,11 @@ def _step_memory(
         else:
             captured.capture_decodes(rows)
             rows = min(rows, longest // drafter.most_nodes)
-            captured.capture_decodes(rows, drafter.most_nodes, drafter.branches, drafter.depth)
+            verifies = captured.capture_decodes(rows, drafter.most_nodes, drafter.branches, drafter.depth)
+            drafter.capture(lambda could: could, verifies.ends if verifies is not None else {})
+            look_ahead(config, platform, some, part, opened.dtype, own, drafter, make_slots())
 
     if group.size == 1:  # ranks would wait for one another in passes that only some of them can make
         platform.compile_ahead(passes)
+    draft_caches.clear()  # the drafter holds this very list
     return platform.step_memory(largest)

@@ -27,6 +27,7 @@ from kernels.platforms.rows import AttentionRows, PromptTokens, StepTokens
 from kernels.platforms.select import select_platform
 from kernels.rows import StepRows
 from kernels.speculative.following import Following
+from kernels.speculative.rehearsal import rehearse
 from kernels.speculative.speculator import Speculator
 from kernels.speculative.steady import SteadyChains
 from kernels.step import ModelInfo, RowError, RunnerConfig, StepBatch, StepResult, StepTiming
@@ -82,6 +83,9 @@ class ModelRunner:
         self._captured = CapturedSteps(loaded)
         self._host = HostSteps(self._captured, self._speculator, self._rest)
         self._tenants = Tenants(loaded, self._captured, self._unsettled)
+        if self._speculator is not None and platform.compiles:
+            drafter = self._speculator.drafter
+            rehearse(self.start, loaded.info, drafter, config.max_slots, config.max_step_tokens)
         clock.end("warmup")
         self._progress("warmup", 1.0)
         return msgspec.structs.replace(loaded.info, load_seconds=clock.seconds, graph_rows=self._captured.rows)

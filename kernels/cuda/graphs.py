@@ -388,8 +388,11 @@ def launches_last(run: Callable[[], object], device: torch.device) -> bool:
 
 def capture_guesses(run: Callable[[], None], pool: Any, device: torch.device) -> tuple[Any, Callable[[], None] | None]:
     """``run`` as a graph in the memory ``pool`` (None: a new one). -> the pool, and what replays it; None where it
-    cannot be captured, and the log says so.
+    cannot be captured, and the log says so. While looking ahead ``run`` itself.
     """
+    if looking_ahead():
+        run()
+        return pool, run
     if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
         return pool, None
     graph = torch.cuda.CUDAGraph()

@@ -57,9 +57,10 @@ class Platform(Projections):
     ``collectives``: the backend of torch.distributed for its tensors.
 
     ``overlaps``: whether work goes on after the call that issued it, so that a step is worth preparing while another
-    runs. ``signed_sines``: whether ``rotary`` wants the sines of the first half negated. ``cut``: the device's own
-    kernel for top-k and top-p, where it has one. ``greedy``: its own for rows that want the likeliest token,
-    ``candidates`` for those of a draft that want some of the likeliest.
+    runs. ``compiles``: whether kernels are made when they are first launched, and that takes long. ``signed_sines``:
+    whether ``rotary`` wants the sines of the first half negated. ``cut``: the device's own kernel for top-k and top-p,
+    where it has one. ``greedy``: its own for rows that want the likeliest token, ``candidates`` for those of a draft
+    that want some of the likeliest.
 
     ``verified_tokens``: of the decodes of a step and their guesses together, so many that more are not worth what they
     take; 0: that is not known. ``verifies_apart``: whether guesses are worth verifying in steps of decodes alone.
@@ -74,6 +75,7 @@ class Platform(Projections):
     default_memory_fraction: float
     default_cache_tokens: int = 0
     overlaps: bool = False
+    compiles: bool = False
     signed_sines: bool = True
     cut: Cut | None = None
     greedy: Greedy | None = None

@@ -61,6 +61,7 @@ class CudaPlatform(CudaLayers):
 
     collectives = "nccl"
     overlaps = True
+    compiles = True
     accepts = True
     invariant = False
     """Whether a token's results do not depend on what else a step runs."""

@@ -83,8 +83,12 @@ class _Absent(CudaPlatform):
         return self.put(array)
 
     def fetch(self, tensors: Sequence[Tensor], lasting: bool = False) -> Callable[[], list[Tensor]]:
-        kinds = [(tensor.shape, tensor.dtype) for tensor in tensors]
-        return lambda: [torch.zeros(shape, dtype=dtype) for shape, dtype in kinds]
+        """Numbers that there are not are zeros; but rows that verified (``Verified.outcome``) accepted their roots."""
+        found = [torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
+        for tensor in found:
+            if tensor.dtype == torch.int64 and tensor.dim() == 2:
+                tensor[:, 0] = 1
+        return lambda: found
 
     def memory(self) -> Memory:
         return Memory(1 << 40, 1 << 40)
@@ -114,12 +118,15 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         assert not looking_ahead()  # there is nothing to measure
         return True
 
-    def capture_guesses(run: Callable[[], None], pool: Any, _: object) -> tuple[Any, Callable[[], None]]:
+    def capture_guesses(run: Callable[[], None], pool: Any, _: object) -> tuple[Any, Callable[[], None] | None]:
+        if looking_ahead():
+            return own_capture_guesses(run, pool, META)
         run()
         told.append("guesses")
         return pool, lambda: told.append("guessed")
 
     own_capture_each, own = kernels.cuda.graphs.capture_each, torch.Generator
+    own_capture_guesses = kernels.cuda.graphs.capture_guesses
 
     class Generator:  # of a device that has none
         def __new__(cls, device: object = None) -> Any:

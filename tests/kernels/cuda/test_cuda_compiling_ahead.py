@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import Executor, Future
 from types import SimpleNamespace
 
@@ -15,7 +16,9 @@ from kernels import loaded_model
 from kernels.cuda.ahead import compile_ahead, of_each_kind
 from kernels.cuda.launch import looking_ahead
 from kernels.speculative.settings import SpeculativeSettings
+from kernels.step import SlotSampling
 from tests.bench.device_speculative import write_draft
+from tests.kernels.conftest import GREEDY
 from tests.kernels.cuda import absent
 from tests.kernels.cuda.compiled import compiling, empty
 from tests.kernels.cuda.test_cuda_absent import CONFIG, drive
@@ -163,9 +166,64 @@ def test_steps_launch_nothing_that_was_not_compiled_ahead(ahead, made, drive):
 
 @pytest.mark.long
 def test_what_verifies_guesses_is_compiled_ahead(ahead, made, tmp_path, drive):
-    draft = write_draft(CONFIG, tmp_path)
+    draft = write_draft(CONFIG | {"num_key_value_heads": 4}, tmp_path)
     settings = SpeculativeSettings("EAGLE3", str(draft), 3, 1, 4, load_format="dummy")
-    drive(speculation=settings, max_step_tokens=2048)
+    driver, _ = drive(speculation=settings, max_step_tokens=2048)
+    assert driver.runner._platform._kv_heads == 2  # sequences are divided as the model's are, not as the draft's
     found = {(name, early) for name, early, _ in made}
     assert {("_few", True), ("_stage", True)} <= found
     assert ("_stage", False) not in found
+    assert not {name for name, early in found if not early} & {"_accept", "_bring", "_enter", "_start", "choose_level"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("algorithm", "steps", "topk", "nodes", "last"),
+    [
+        ("EAGLE3", 3, 4, 16, {"_candidates"}),
+        ("EAGLE3", 5, 1, 6, {"_whole"}),
+        ("STANDALONE", 3, 1, 4, {"_angles", "_place_heads", "_project"}),
+        ("NGRAM", 1, 1, 12, set()),
+    ],
+)
+def test_requests_that_guess_wait_for_no_compiler(algorithm, steps, topk, nodes, last, ahead, made, tmp_path, drive):
+    draft = write_draft(CONFIG, tmp_path)
+    if algorithm == "STANDALONE":
+        (draft / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 1}))
+    path = "" if algorithm == "NGRAM" else str(draft)
+    settings = SpeculativeSettings(algorithm, path, steps, topk, nodes, load_format="dummy")
+    driver, _ = drive(speculation=settings, max_step_tokens=512, max_slots=17, graph_rows=(1, 2, 4, 8, 16))
+    late = {name for name, early, _ in made if not early}
+    assert last <= late <= last | {"_bulk"}  # the others were compiled side by side
+    loaded = len(made)
+    admitted = set()
+
+    def admit(slots, prompt, sampling=GREEDY):
+        for slot in slots:
+            if slot in admitted:
+                driver.release(slot)
+            admitted.add(slot)
+            driver.admit(slot, [1, 2, 3, 4] * (prompt // 4), sampling=sampling)
+
+    def step(slots, guesses, others=(), count=1):
+        drafts = dict.fromkeys(slots, guesses) if guesses else None
+        result = driver.step([*((slot, 1) for slot in slots), *((slot, count) for slot in others)], drafts)
+        assert not result.failed
+
+    for rows, prompt in ((1, 28), (2, 28), (3, 28), (4, 28), (8, 300), (16, 28)):
+        slots = range(1, rows + 1)
+        admit(slots, prompt)
+        for begin in range(0, rows, 512 // prompt):
+            step((), 0, slots[begin : begin + 512 // prompt], prompt)
+        for guesses in (nodes - 1, nodes - 1, 1, 2, nodes - 2, 0, nodes - 1):
+            step(slots, guesses)
+        step(slots[1:], nodes - 1, slots[:1])
+        for guesses in (nodes - 1, 1):
+            admit([16], 200)
+            step(slots[:8], guesses, [16], 200)
+    for sampling in (SlotSampling(temperature=0.7, top_p=0.9), SlotSampling(temperature=0.0, repetition_penalty=1.3)):
+        admit((1, 2), 28, sampling)
+        step((), 0, (1, 2), 28)
+        for guesses in (nodes - 1, 1):
+            step((1, 2), guesses)
+    assert made[loaded:] == []
