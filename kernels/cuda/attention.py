@@ -273,4 +273,4 @@ def _attend_drafts(
         return
     heads, kv_heads = queries.shape[1], cache.shape[2]
     splits = draft_splits(len(drafts.state), drafts.tokens, heads // kv_heads, kv_heads, drafts.context)
-    attend_drafts(*given, splits, scratch, out, scales, drafts.early)
+    attend_drafts(*given, splits, scratch, out, scales, drafts.early, drafts.end > 0)

@@ -185,6 +185,7 @@ def _drafts(
     lines: tl.constexpr,
     page_size: tl.constexpr,
     block: tl.constexpr,
+    fixed: tl.constexpr,
     splits,
     tree: tl.constexpr,
     precision: tl.constexpr,
@@ -193,6 +194,10 @@ def _drafts(
     early: tl.constexpr,
     pdl: tl.constexpr,
 ):
+    """``fixed``: ``splits``, where there is a kernel for each number of them; 0: where there is one for all."""
+    parts = splits
+    if fixed > 0:
+        parts = fixed
     group: tl.constexpr = heads // kv_heads
     row = tl.program_id(0) // blocks
     query_block = tl.program_id(0) % blocks
@@ -222,7 +227,7 @@ def _drafts(
         first = tl.maximum(root + 1 - window, 0)
     first_block = first // block
     every = (length + block - 1) // block - first_block
-    share = (every + splits - 1) // splits
+    share = (every + parts - 1) // parts
     used = (every + share - 1) // share
     if (split < used) & (query_block * each < count):
         table = own + header
@@ -252,7 +257,7 @@ def _drafts(
         if used == 1:
             tl.store(result, (total / norm[:, None]).to(out.dtype.element_ty), mask=mask)
         else:
-            part = (place * heads + head) * splits
+            part = (place * heads + head) * parts
             tl.store(partial + (part + split)[:, None] * dim + at[None, :], total, mask=mask)
             tl.store(stats + (part + split) * 2, top, mask=there)
             tl.store(stats + (part + split) * 2 + 1, norm, mask=there)
@@ -322,6 +327,7 @@ def attend_drafts(
     out: Tensor,
     scales: Tensor | None = None,
     early: bool = False,
+    varies: bool = False,
 ) -> None:
     """``queries`` [tokens of the step, heads, dim], of which those of the rows are answered, into ``out``, dense.
 
@@ -329,7 +335,8 @@ def attend_drafts(
     ``bits`` int64 [rows, at least so many]: what each query sees from the row's root on (``DraftTree.bits``); None: all
     up to its own token, the rows' first ones being their roots.
     ``cache`` and ``scales``: as ``attend_decodes``. ``window``: tokens a query sees along its path, 0 for all.
-    ``early``: whether ``state`` and ``bits`` are there before the step's first kernel.
+    ``early``: whether ``state`` and ``bits`` are there before the step's first kernel. ``varies``: whether the next
+    step may have other ``splits``.
     """
     rows = len(state)
     total, heads, dim = queries.shape
@@ -365,6 +372,7 @@ def attend_drafts(
         _lines(group, tokens),
         page_size,
         block,
+        0 if varies else splits,  # quicker by up to a fortieth
         splits,
         bits is not None,
         "ieee" if wide else "tf32",

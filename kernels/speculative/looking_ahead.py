@@ -28,7 +28,7 @@ __all__ = ["look_ahead"]
 _PROMPT = 16
 _OBSERVED = (1, 7, _PROMPT, 64)
 _SIZES = (2, 4, 8, 16, 32, 64)  # tokens of a row, or up to so many
-_ROWS = (1, 2, 4, 8, 16)
+_ROWS = (1, 2, 8, 16)
 _LENGTHS = (64, 128, 256, 512, 1024, 2048)
 
 Longs = npt.NDArray[np.int64]

@@ -20,7 +20,7 @@ __all__ = ["rehearse"]
 
 _ROWS = (1, 2, 4, 8, 16)
 _SHORT = 16  # tokens of a prompt, where they do not matter
-_PROMPTS = (3, 7, 64)  # and where they do: the longest that there is room for comes last
+_PROMPTS = (7, 64)  # and where they do: the longest that there is room for comes last
 _BESIDE = 4  # rows of a step with a prompt
 _STEPS = 8  # of a request behind its prompt, at most
 _NOBODY = -1  # a generation that no request has
