@@ -106,21 +106,20 @@ class Guessing:
         steps = self._steps
         if steps is None:
             return
-        # The step behind a prompt takes longer than those in the middle of answers, with guesses and without.
         behind = flight.number == self._prompts + 1
         if flight.decodes < len(flight.samples):
             self._prompts = flight.number
             steps.interrupted()
         if not flight.adapted:
             return
-        alone = flight.counts[-1] == 1 and len(flight.samples) == flight.decodes and not behind
+        alone = flight.counts[-1] == 1 and len(flight.samples) == flight.decodes
         if not result.drafted:
             if not alone:
                 steps.untimed(flight.adapted, 0, 0, 0)
             elif flight.ahead:
                 steps.vain(flight.adapted, result.timing.whole)
             else:
-                steps.timed(flight.adapted, 0, 0, result.timing.whole, 0, result.timing.seen)
+                steps.timed(flight.adapted, 0, 0, result.timing.whole, 0, result.timing.seen, behind)
             return
         drafted, accepted, depths = (
             np.frombuffer(part, dtype=np.int32).tolist() for part in (result.drafted, result.accepted, result.depths)

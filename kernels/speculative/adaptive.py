@@ -105,7 +105,7 @@ class AdaptiveSteps:
         self._owed = False  # whether requests, also new ones, are probed once the draft is awake
         self._steps = 0
         self._guessing = 0  # steps with guesses since the last without
-        self._planned = -LATEST  # the last step whose guesses were neither a trial nor a probe
+        self._planned: tuple[StepCost | None, int] = (None, 0)  # the last step that guessed by a plan, and its size
         self._idle: StepCost | None = None  # where no row guessed, and nothing was learnt of any since
         self._rest = SOONEST  # steps between two in which such a batch is thought over
         self._slept = 0  # steps that rested and are not counted yet where they pay in
@@ -188,7 +188,7 @@ class AdaptiveSteps:
             self._plan = held
             self._served += 1
             self._guessing += 1
-            self._planned = self._steps
+            self._planned = cost, self._steps
             return held[2]
         if self._idle is cost and self._steps % self._rest:
             return [0] * rows
@@ -205,10 +205,10 @@ class AdaptiveSteps:
             some = self._levels[0 if cost.trials % 2 else deep - 1]
             chosen = [some if track.hits[0] > FORLORN else 0 for track in tracks]
         else:
-            stays = self._steps - self._planned <= 2  # a plain step between tells what it costs
+            size, step = self._planned
+            stays = size is cost and self._steps - step <= 2  # a plain step between tells what it costs
             chosen = self._best(cost, tracks, STAYING if stays else LEAST_GAIN) if may else [0] * rows
-            if any(chosen):
-                self._planned = self._steps
+        planned = any(chosen) and not trial
         for row, track in enumerate(tracks):
             if chosen[row]:
                 track.interval = SOONEST
@@ -229,6 +229,8 @@ class AdaptiveSteps:
                 return [0] * rows
             self._sleep.guessed(self._steps)
             cost.trials += trial
+            if planned:
+                self._planned = cost, self._steps
         self._guessing = self._guessing + 1 if any(chosen) else 0
         self._idle = None if any(chosen) else cost
         if all(chosen) and not (trial or probed) and cost.guesses >= KNOWN:
@@ -266,15 +268,22 @@ class AdaptiveSteps:
             for level in range(levels, len(hits)):
                 hits[level] += weight / 4 * (last - hits[level])
 
-    def timed(self, rows: int, levels: int, nodes: int, seconds: float, accepted: int, seen: float = 0.0) -> None:
+    def timed(
+        self, rows: int, levels: int, nodes: int, seconds: float, accepted: int, seen: float = 0.0, behind: bool = False
+    ) -> None:
         """A step of ``rows`` decodes and nothing else took ``seconds``: the deepest draft had ``levels``, and
         ``nodes`` guesses were verified in all, of which ``accepted`` were right. ``seen``: of a step without guesses,
-        seconds that went into showing the draft what those before it left.
+        seconds that went into showing the draft what those before it left. ``behind``: of such a step, whether it ran
+        right behind prompts; it takes longer than those in the middle of answers, and tells little of them.
         """
         self._wake()
         if not rows or seconds <= 0:
             return
         cost = self._cost(rows)
+        if behind and cost.seen >= TRIALS:
+            cost.seen, cost.paused = cost.seen + 1, True
+            self._pass(cost)
+            return
         # After a pause the draft sees what was left for later: that is no part of what guesses cost, and still lost.
         paused = cost.paused
         surprise = (2 if paused else 1) * SURPRISE
@@ -290,7 +299,7 @@ class AdaptiveSteps:
             self._gain(cost, 1 + accepted / rows, taken, seconds if paused else min(seconds, STALLED * expected))
 
     def untimed(self, rows: int, levels: int, nodes: int, accepted: int) -> None:
-        """A step of ``rows`` decodes among prompts, or right behind some: its guesses cost what such guesses do."""
+        """A step of ``rows`` decodes among prompts: its guesses cost what such guesses do."""
         self._wake()
         if not rows:
             return

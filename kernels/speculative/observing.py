@@ -144,7 +144,8 @@ class Observer:
 
     def show_later(self, seen: SeenHere, generations: Ints) -> None:
         """The same where nothing is drafted next: it is seen with the decodes that follow, if there is room."""
-        if self._unseen is None or not self._unseen.accepted(seen, generations):
+        assert self._unseen is not None
+        if not self._unseen.accepted(seen, generations):
             self.show(seen, generations)
 
     def keep(self) -> None:

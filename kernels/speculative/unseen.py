@@ -94,7 +94,7 @@ class Unseen:
         slots, positions = np.repeat(seen.slots, seen.counts), ragged(seen.starts, seen.counts)
         begin, self._kept = self._kept, self._kept + count
         self._stretches.append(_Stretch(slots, np.repeat(generations, seen.counts), positions, begin, 1))
-        if seen.features is not None and self._width:
+        if seen.features is not None:
             self._features[begin : self._kept] = seen.features[seen.places]
         self._steps += most
         return True

@@ -226,7 +226,7 @@ def test_guesses_stop_where_they_do_not_pay_and_come_back():
     assert stage.tokens(1) == says(range(5), len(stage.tokens(1)))
 
 
-def test_steps_among_prompts_and_right_behind_them_are_charged_and_not_measured(monkeypatch):
+def test_steps_among_prompts_are_charged_though_none_is_measured(monkeypatch):
     charged = []
     monkeypatch.setattr(AdaptiveSteps, "untimed", lambda _, *step: charged.append(step))
     stage = Guessing(adaptive="{}", seconds=lambda drafted, deepest: 0.01 + 0.001 * deepest)
@@ -235,10 +235,42 @@ def test_steps_among_prompts_and_right_behind_them_are_charged_and_not_measured(
         if number > 8:
             stage.submit(spec(100 + number, range(3), max_tokens=1))
         stage.step()
-    behind, *among = charged
-    assert behind == (1, 0, 0, 0)  # the request's own prompt
-    assert len(among) == 3
-    assert all(rows == 1 and nodes == levels == accepted > 0 for rows, levels, nodes, accepted in among)
+    assert len(charged) == 3
+    assert all(rows == 1 and nodes == levels == accepted > 0 for rows, levels, nodes, accepted in charged)
+
+
+def test_the_policy_is_told_which_steps_run_right_behind_a_prompt(monkeypatch):
+    told, timed = [], AdaptiveSteps.timed
+
+    def spy(steps, *step):
+        told.append((step[2], *step[6:]))
+        timed(steps, *step)
+
+    monkeypatch.setattr(AdaptiveSteps, "timed", spy)
+    stage = Guessing(adaptive="{}", seconds=lambda *_: 0.01, accepts=lambda most: 0, pages=400, context_length=1500)
+    stage.submit(spec(1, range(5), max_tokens=60))
+    stage.play()
+    assert told[0] == (0, True)
+    assert (0, False) in told
+    assert told.count((0, True)) == 1
+    told.clear()
+    stage.submit(spec(2, range(5), max_tokens=60))
+    stage.play()
+    assert told[0][1:] in [(True,), ()]
+    assert (0, True) not in told[1:]
+
+
+def test_requests_that_keep_coming_keep_no_other_from_guessing():
+    """Every plain step is then behind a prompt."""
+    stage = Guessing(adaptive="{}", seconds=lambda drafted, deepest: 0.01 + 0.001 * deepest, pages=400)
+    stage.submit(spec(1, range(5), max_tokens=80))
+    guessed = 0
+    for number in range(60):
+        if number % 2:
+            stage.submit(spec(100 + number, range(3), max_tokens=1))
+        batch = stage.step()
+        guessed += batch is not None and any(unpack(batch.drafts))
+    assert guessed > 5
 
 
 def test_a_draft_that_finds_nothing_is_seldom_asked():
@@ -315,7 +347,7 @@ def test_what_a_plain_step_showed_the_draft_is_told_apart(monkeypatch):
     stage.runner.run = lambda batch: msgspec.structs.replace(run(batch), timing=timing)
     stage.submit(spec(1, range(5), max_tokens=40))
     stage.play()
-    assert (0, (0.01, 0, 0.004)) in told
+    assert (0, (0.01, 0, 0.004, False)) in told
     assert stage.tokens(1) == says(range(5), 40)
 
 

@@ -395,23 +395,52 @@ def test_deep_drafts_are_come_to_by_twice_the_depth_that_was_tried() -> None:
     assert all(depth <= 2 * max(depths[:number]) for number, depth in enumerate(depths) if number)
 
 
+def test_a_plain_step_right_behind_a_prompt_tells_nothing_of_others() -> None:
+    """It takes longer; but for the first there are. What others are measured by does not wait for it either."""
+    policy = chain()
+    for _ in range(3):
+        policy.timed(1, 0, 0, 2 * PLAIN, 0, 0.0, True)
+    cost = policy._cost(1)
+    assert cost.plain == pytest.approx(2 * PLAIN)
+    World(policy, [0.9]).run(100)
+
+    def learnt() -> list[float]:
+        return [cost.plain, cost.load, cost.expected(3, 3)]
+
+    before = learnt()
+    assert cost.plain == pytest.approx(PLAIN, rel=0.01)
+    policy.interrupted()
+    policy.timed(1, 0, 0, 3 * PLAIN, 0, 0.0, True)
+    assert learnt() == before
+    policy.timed(1, 0, 0, 3 * PLAIN, 0)
+    assert learnt() != before
+
+
 def test_guesses_that_hardly_pay_go_on_and_are_not_begun() -> None:
-    """To stop and to begin again costs more than it brings."""
+    """To stop and to begin again costs more than it brings. Of one batch size: another begins for itself."""
     policy = chain(1)
     world = World(policy, [0.9])
     world.run(100)
     cost, (track,) = policy._cost(1), world.tracks
     cost.plain, cost.start, cost.per_level, cost.per_node = 1.0, 0.0, 0.16, 0.04  # 1.2 a step with a guess
-    track.hits[0] = 0.24  # which promises 1.24 tokens
     policy._budget.passed(1.0, 1000)
     cost.credit = 10.0
-    assert policy.choose(world.tracks) == [1]
-    policy._planned, policy._plan = -1000, None
-    policy._steps += 1  # none in which it is probed
-    assert policy.choose(world.tracks) == [0]
-    track.hits[0] = 0.3
-    policy._idle = None
-    assert policy.choose(world.tracks) == [1]
-    track.hits[0] = 0.19
-    policy._plan = None
-    assert policy.choose(world.tracks) == [0]
+
+    def next_step(chance: float) -> list[int]:
+        track.hits[0], policy._plan, policy._idle = chance, None, None  # nothing is left of other plans
+        track.interval = 512
+        return policy.choose(world.tracks)
+
+    policy._planned = None, 0
+    assert next_step(0.24) == [0]  # which promises 1.24 tokens
+    assert next_step(0.3) == [1]
+    assert next_step(0.24) == [1]
+    assert policy._plan is not None
+    assert policy.choose(world.tracks) == [1]  # by the same plan
+    policy._steps += 1
+    assert next_step(0.24) == [1]
+    assert next_step(0.19) == [0]
+    policy._steps += 2
+    assert next_step(0.24) == [0]
+    policy._planned = policy._cost(2), policy._steps
+    assert next_step(0.24) == [0]

@@ -117,3 +117,5 @@ def test_what_does_not_fit_is_not_kept(drive):
     found = kept.take()
     assert (found.slots.tolist(), found.starts.tolist(), found.counts.tolist()) == ([1], [7], [3])
     assert (found.features[found.places] == features[[0, 2, 4]]).all()
+    kept._full, kept._most = 100, 8
+    assert [kept.accepted(seen(3), generations) for _ in range(3)] == [True, True, False]
