@@ -281,7 +281,7 @@ class AdaptiveSteps:
             return
         cost = self._cost(rows)
         if behind and cost.seen >= TRIALS:
-            cost.seen, cost.paused = cost.seen + 1, True
+            cost.seen += 1
             self._pass(cost)
             return
         # After a pause the draft sees what was left for later: that is no part of what guesses cost, and still lost.
