@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kernels.step import Admission, ModelInfo, RunnerConfig, SlotSampling, StepBatch
+from tests.bench._device_memory import read_rate
 from tests.bench._device_profile import profiled
 from tests.bench._device_rows import CONTEXT, OFFLINE, PAGE_SIZE, STEP_TOKENS, Row, write_model
 
@@ -174,12 +175,14 @@ def measure(
 ) -> None:
     """``done`` is given each row as it is there. ``invariant``: as ``RunnerConfig`` says."""
     path = write_model(name, directory)
+    rate = read_rate()
     if profiles is not None:
         _launch_in_turn()
     begun = time.perf_counter()
     runner, info = load(path, invariant=invariant)
     Requests(runner, info, 1, 128, 1).run()
     took = time.perf_counter() - begun
+    print(f"{name}: {rate / 1e12:.2f} TB/s of memory are read here at most")
     print(f"{name}: loaded in {took:.1f} s ({info.load_seconds}), {info.num_pages} pages, graphs {info.graph_rows}")
     Requests(runner, info, 64, 512, 16).run()  # compiles what is compiled at first use
 
