@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kernels.step import Admission, ModelInfo, RunnerConfig, SlotSampling, StepBatch
-from tests.bench._device_memory import read_rate
 from tests.bench._device_profile import profiled
 from tests.bench._device_rows import CONTEXT, OFFLINE, PAGE_SIZE, STEP_TOKENS, Row, write_model
 
@@ -175,6 +174,8 @@ def measure(
 ) -> None:
     """``done`` is given each row as it is there. ``invariant``: as ``RunnerConfig`` says."""
     path = write_model(name, directory)
+    from tests.bench._device_memory import read_rate  # with Triton, which only a GPU's machine has
+
     rate = read_rate()
     if profiles is not None:
         _launch_in_turn()
