@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from kernels.speculative.adaptive import STREAK, AdaptiveConfig, AdaptiveSteps, Track
+from kernels.speculative.step_cost import TRIALS
 from tests.kernels.speculative.worlds import LEVEL, NODE, PLAIN, World, chain
 
 
@@ -444,3 +445,12 @@ def test_guesses_that_hardly_pay_go_on_and_are_not_begun() -> None:
     assert next_step(0.24) == [0]
     policy._planned = policy._cost(2), policy._steps
     assert next_step(0.24) == [0]
+
+
+def test_what_is_tried_is_no_plan_to_stay_with() -> None:
+    policy = chain()
+    world = World(policy, [0.9])
+    while policy._cost(1).trials < TRIALS:
+        world.step()
+    assert any(map(any, world.levels))
+    assert policy._planned == (None, 0)
