@@ -167,6 +167,12 @@ class Scheduler(Actor[SchedulerProtocol]):
         if verdict is None:
             verdict = self._planner.worker_died(self._steps_in_hand(self._fell_at(epoch)))
             self._verdicts = {epoch: verdict}
+            if suspects := len(self._journal.suspects):
+                _log.warning(
+                    "The worker's death may be due to any of %d sequences: they run again in parts, apart from others, "
+                    "until the cause is known",
+                    suspects,
+                )
         return verdict
 
     def _fell_at(self, epoch: int) -> float:
