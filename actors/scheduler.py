@@ -167,11 +167,10 @@ class Scheduler(Actor[SchedulerProtocol]):
         if verdict is None:
             verdict = self._planner.worker_died(self._steps_in_hand(self._fell_at(epoch)))
             self._verdicts = {epoch: verdict}
-            if suspects := len(self._journal.suspects):
+            if not verdict.counts:
                 _log.warning(
-                    "The worker's death may be due to any of %d sequences: they run again in parts, apart from others, "
-                    "until the cause is known",
-                    suspects,
+                    "The worker died again of a step with suspects; %d are left, and run apart from other sequences",
+                    len(self._journal.suspects),
                 )
         return verdict
 
