@@ -182,7 +182,7 @@ class Engine:
                 self._system = system
                 self._reporting.start(system)
                 system.on_event(self._deaths.on_event)
-                soft, hard = self.arguments.soft_watchdog_timeout, self.arguments.watchdog_timeout
+                soft, hard = self.arguments.stall_seconds, self.arguments.watchdog_timeout
                 system.start_task(Watchdog(system, soft=soft, hard=hard).run, "troupe-watchdog")
                 try:
                     await self._serve(system)

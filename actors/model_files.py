@@ -14,7 +14,7 @@ from actors.gguf_tokenizer import tokenizer_settings
 from kernels.gguf.description import describe, generation_defaults
 from kernels.gguf.header import GgufError, GgufHeader, read_header
 
-__all__ = ["ModelFiles", "ModelPathError", "resolve_model_path"]
+__all__ = ["ModelFiles", "ModelPathError", "resolve_model_file", "resolve_model_path"]
 
 _WEIGHT_PATTERNS = ["*.safetensors", "*.safetensors.index.json"]
 _OTHER_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt", "tokenizer*"]
@@ -39,6 +39,10 @@ def resolve_model_path(
     downloads: call it in a thread.
     """
     path = Path(model).expanduser()
+    if revision is not None and path.exists():
+        raise ModelPathError(
+            f"{argument} {model} is here, and {_revision_of(argument)} is for repositories of the hub. Leave it out."
+        )
     if path.is_dir():
         return path.resolve()
     if path.is_file():
@@ -69,6 +73,32 @@ def resolve_model_path(
             "and give the directory."
         ) from error
     return Path(found)
+
+
+def _revision_of(argument: str) -> str:
+    return argument.removesuffix("-path") + "-revision" if "draft" in argument else "--revision"
+
+
+def resolve_model_file(name: str, *, download_dir: str | None = None, argument: str) -> Path:
+    """A file that is here, or one of a hub repository: ``owner/name/file``. Raises :class:`ModelPathError`. Blocks."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path.resolve()
+    parts = name.split("/")
+    if path.is_absolute() or name.startswith(".") or len(parts) < 3 or not all(parts):
+        raise ModelPathError(
+            f"{argument} {name} is no file here. Give the path of a file, or owner/name/file of one on the hub."
+        )
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download("/".join(parts[:2]), "/".join(parts[2:]), cache_dir=download_dir))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise ModelPathError(
+            f"{argument} {name} is neither a file here nor one of a repository that can be downloaded "
+            f"({type(error).__name__}). Check the name, the network and HF_TOKEN, or give the path of a file."
+        ) from error
 
 
 def _header(file: Path) -> GgufHeader:

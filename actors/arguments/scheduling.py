@@ -177,10 +177,10 @@ SCHEDULING_ARGUMENTS: tuple[Argument, ...] = (
         name="radix-eviction-policy",
         kind="str",
         default="lru",
-        choices=("lru",),
-        unbuilt_choices={"lfu": "this eviction policy is not built yet; use lru"},
+        choices=("lru", "lfu"),
         group="Memory and scheduling",
-        help="Which unused prefix leaves a full cache first: the least recently used.",
+        help="Which unused prefix leaves a full cache first: the least recently used (lru), or the one that the fewest "
+        "requests have used, the least recently used of those (lfu).",
     ),
     Argument(
         name="disable-overlap-schedule",

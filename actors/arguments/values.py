@@ -106,7 +106,7 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
     abort_on_priority_when_disabled: bool = False
     schedule_conservativeness: float = 1.0
     disable_radix_cache: bool = False
-    radix_eviction_policy: Literal["lru"] = "lru"
+    radix_eviction_policy: Literal["lru", "lfu"] = "lru"
     disable_overlap_schedule: bool = False
 
     enable_dynamic_batch_tokenizer: bool = False
@@ -122,7 +122,7 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
     base_gpu_id: int = 0
     gpu_id_step: int = 1
     watchdog_timeout: float = 300.0
-    soft_watchdog_timeout: float = 60.0
+    soft_watchdog_timeout: float | None = None
     standby_worker: bool = True
     tensor_parallel_size: int = 1
     dist_init_addr: str | None = None
@@ -210,6 +210,12 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
         """The keys of clients, each once."""
         keys = (key.strip() for key in (self.api_key or "").split(","))
         return tuple(dict.fromkeys(key for key in keys if key))
+
+    @property
+    def stall_seconds(self) -> float:
+        """``soft_watchdog_timeout``, or what suits the other watchdog."""
+        given = self.soft_watchdog_timeout
+        return min(60.0, self.watchdog_timeout / 5) if given is None else given
 
     def describe(self) -> dict[str, Any]:
         """Every value by field name, as JSON-ready types, the keys of the API hidden: for ``/server_info`` and logs."""
