@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -10,7 +9,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from actors.arguments import Arguments
-from actors.arguments.consistency import without_effect
 from actors.cache_manager import CacheManager
 from actors.configuration import planner_config, runner_config
 from actors.detokenizer import Detokenizer
@@ -40,8 +38,6 @@ if TYPE_CHECKING:
     from telemetry.tracing import Tracing
 
 __all__ = ["Company"]
-
-_log = logging.getLogger("troupe.engine")
 
 _WORKER_LOAD_TIMEOUT = 1800.0
 """Seconds a worker may take to load its model; large ones come from slow disks."""
@@ -120,12 +116,6 @@ class Company:
                 )
 
         placement = place(arguments, os.environ)
-        if arguments.device == "auto" and (names := without_effect(arguments, placement.device)):
-            _log.warning(
-                "Without effect on device %s, which --device auto found: %s. Leave them out, or choose another --device.",
-                placement.device,
-                ", ".join(names),
-            )
         runner = runner_config(
             arguments, self._model.files.path, self._context_length, placement, self._model.speculation
         )

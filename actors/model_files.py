@@ -19,6 +19,18 @@ __all__ = ["ModelFiles", "ModelPathError", "resolve_model_file", "resolve_model_
 _WEIGHT_PATTERNS = ["*.safetensors", "*.safetensors.index.json"]
 _OTHER_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt", "tokenizer*"]
 
+_CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_LLAMA_3 = (
+    "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message.role }}<|end_header_id|>\n\n"
+    "{{ message.content | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+_TEMPLATES = {"chatml": _CHATML, "llama-3-instruct": _LLAMA_3}
+"""Built in, for models that bring none; by SGLang's names. Each is the format that its models were trained in."""
+
 
 class ModelPathError(ValueError):
     """The model cannot be found or read; the message says what to do."""
@@ -177,7 +189,8 @@ class ModelFiles:
         return tuple(int(v) for v in value) if isinstance(value, list) else (int(value),)
 
     def chat_template(self, override: str | None) -> str | None:
-        """The template's text: ``override`` (a file, or the name of one of the model's), the model's, or None."""
+        """The template's text: ``override`` (a file, the name of one of the model's or of ours, or Jinja text), the
+        model's, or None."""
         named: dict[str, str] = {}
         template = self.tokenizer_config.get("chat_template")
         if isinstance(template, list):
@@ -192,8 +205,15 @@ class ModelFiles:
             return template if isinstance(template, str) else None
         if override in named:
             return named[override]
+        if "{%" in override or "{{" in override:
+            return override
         path = Path(override).expanduser()
         if path.is_file():
             return path.read_text(encoding="utf-8")
-        known = f"one of {', '.join(sorted(named))}, or " if named else ""
-        raise ModelPathError(f"--chat-template {override} not found. Give {known}the path of a Jinja file.")
+        if override in _TEMPLATES:
+            return _TEMPLATES[override]
+        raise ModelPathError(
+            f"--chat-template {override[:200]} is no file, and no template of that name is built in. Leave it out for "
+            f"the model's own template, or give one of {', '.join(sorted({*named, *_TEMPLATES}))}, the path of a Jinja "
+            "file, or Jinja text."
+        )

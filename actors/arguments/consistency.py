@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from actors.arguments.argument import Argument
 from actors.arguments.devices import DEVICE_ARGUMENTS
 from actors.arguments.errors import ArgumentError
+from actors.arguments.speculative import SPECULATIVE_ARGUMENTS
 from actors.arguments.speculative_rules import speculative_problems
 from kernels.npu.simulator.spec import SpecError
 from kernels.npu.simulator.spec import parse as parse_simulation
@@ -136,16 +137,13 @@ _EFFECTLESS = {
 """What has no effect on a device. Turning off graphs that a device does not have is no mistake."""
 
 
-def without_effect(arguments: Arguments, device: str) -> list[str]:
-    """What was given and does nothing on ``device`` (cpu, npu or cuda)."""
-    defaults = {argument.field: argument.default for argument in DEVICE_ARGUMENTS}
-    found = [name for name in _EFFECTLESS[device] if getattr(arguments, name) != defaults.get(name)]
+def without_effect(arguments: Arguments, device: str) -> dict[str, object]:
+    """What was given and does nothing on ``device`` (cpu, npu or cuda), each with its default."""
+    names = [*_EFFECTLESS[device]]
     if device != "npu":
-        if arguments.speculative_attention_mode == "decode":
-            found.append("speculative_attention_mode decode")
-        if arguments.sampling_backend == "ascend":
-            found.append("sampling_backend ascend")
-    return found
+        names += ["speculative_attention_mode", *(["sampling_backend"] * (arguments.sampling_backend == "ascend"))]
+    defaults = {argument.field: argument.default for argument in DEVICE_ARGUMENTS + SPECULATIVE_ARGUMENTS}
+    return {name: defaults[name] for name in names if getattr(arguments, name) != defaults[name]}
 
 
 def _devices(arguments: Arguments) -> Iterator[str]:

@@ -35,8 +35,15 @@ MODEL_ARGUMENTS: tuple[Argument, ...] = (
         kind="str",
         default="auto",
         choices=("auto", "slow"),
+        unbuilt_choices={
+            "hf": "say auto, or slow for the files beside tokenizer.json",
+            "mistral": "tokenizers of mistral-common are not read; use auto, with a tokenizer.json",
+            "custom": "no code from a model repository is ever run here; use auto",
+        },
         group="Model and tokenizer",
-        help="auto reads tokenizer.json with the fast tokenizer; slow uses the Python tokenizer of transformers.",
+        help="auto reads tokenizer.json; slow leaves it unread and makes the tokenizer of the model's other files, such "
+        "as vocab.json and merges.txt or tokenizer.model, by transformers (which takes seconds): for a model whose "
+        "tokenizer.json is wrong. Without a tokenizer.json auto does the same.",
     ),
     Argument(
         name="tokenizer-worker-num",

@@ -140,8 +140,9 @@ SERVING_ARGUMENTS: tuple[Argument, ...] = (
         default=None,
         default_text="the model's own",
         group="API",
-        metavar="FILE",
-        help="File with the Jinja chat template to use.",
+        metavar="TEMPLATE",
+        help="The chat template to use: a Jinja file, Jinja text, the name of one of the model's own, or chatml or "
+        "llama-3-instruct, which are built in.",
     ),
     Argument(
         name="trust-request-chat-template",

@@ -184,11 +184,12 @@ async def test_what_does_nothing_on_the_device_that_was_found_is_warned_of(
 ) -> None:
     monkeypatch.setattr("actors.placement.find_spec", lambda name: None)
     monkeypatch.delenv("TROUPE_NPU_SIMULATOR", raising=False)
-    async with engine(tiny_model, attention_backend="ascend", cuda_graph_max_bs=8, base_gpu_id=1):
-        pass
+    drafting = {"speculative_algorithm": "NGRAM", "speculative_attention_mode": "decode"}
+    async with engine(tiny_model, attention_backend="ascend", cuda_graph_max_bs=8, base_gpu_id=1, **drafting) as e:
+        assert (await whole(e.generate([5], GREEDY))).token_ids
     [warning] = [record for record in caplog.records if "--device auto found" in record.getMessage()]
     assert "on device cpu" in warning.getMessage()
-    assert "attention_backend, base_gpu_id, cuda_graph_max_bs." in warning.getMessage()
+    assert "attention_backend, base_gpu_id, cuda_graph_max_bs, speculative_attention_mode." in warning.getMessage()
 
 
 async def test_request_timeout(tiny_model: Path) -> None:
