@@ -25,9 +25,7 @@ __all__ = ["CacheManager"]
 class CacheManager(Actor[CacheProtocol]):
     """A thin shell around :class:`PrefixCache`. It knows page ids and token ids, never a tensor."""
 
-    def __init__(
-        self, vitals: Vitals, *, use_radix_cache: bool = True, policy: Literal["lru", "lfu"] = "lru"
-    ) -> None:
+    def __init__(self, vitals: Vitals, *, use_radix_cache: bool = True, policy: Literal["lru", "lfu"] = "lru") -> None:
         self._use_radix_cache = use_radix_cache
         self._policy = policy
         self._made: PrefixCache | None = None

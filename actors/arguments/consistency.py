@@ -210,7 +210,7 @@ def _shapes(arguments: Arguments) -> Iterator[str]:
         yield f"fastapi_root_path must begin with a slash and not end with one, such as /llm, not {root!r}"
     if arguments.model_loader_extra_config:
         names = ", ".join(sorted(arguments.model_loader_extra_config))
-        yield f"model_loader_extra_config: the safetensors loader has no option {names}; leave it out"
+        yield f"model_loader_extra_config: the loader has no option {names}; leave it out"
 
 
 def _metrics(arguments: Arguments) -> Iterator[str]:

@@ -41,8 +41,8 @@ MODEL_ARGUMENTS: tuple[Argument, ...] = (
             "custom": "no code from a model repository is ever run here; use auto",
         },
         group="Model and tokenizer",
-        help="auto reads tokenizer.json; slow leaves it unread and makes the tokenizer of the model's other files, such "
-        "as vocab.json and merges.txt or tokenizer.model, by transformers (which takes seconds): for a model whose "
+        help="auto reads tokenizer.json. slow leaves it unread: transformers makes the tokenizer of the model's other "
+        "files, such as vocab.json and merges.txt or tokenizer.model, which takes seconds; for a model whose "
         "tokenizer.json is wrong. Without a tokenizer.json auto does the same.",
     ),
     Argument(
@@ -70,7 +70,7 @@ MODEL_ARGUMENTS: tuple[Argument, ...] = (
         unbuilt_choices={
             "pt": _FORMATS,
             "npcache": _FORMATS,
-            "bitsandbytes": "this quantization is not built yet; serve unquantized safetensors",
+            "bitsandbytes": "this quantization is not built; serve weights in floats, or with --quantization int8",
             "sharded_state": _FORMATS,
         },
         group="Model and tokenizer",
@@ -83,7 +83,7 @@ MODEL_ARGUMENTS: tuple[Argument, ...] = (
         default={},
         group="Model and tokenizer",
         metavar="JSON",
-        help="Options of the loader as a JSON object. The safetensors loader has none, so only {} is accepted.",
+        help="Options of the loader as a JSON object. The engine's loaders have none, so only {} is accepted.",
     ),
     Argument(
         name="context-length",
@@ -147,6 +147,7 @@ MODEL_ARGUMENTS: tuple[Argument, ...] = (
     ),
     Argument(
         name="preferred-sampling-params",
+        aliases=("override-generation-config",),
         kind="json",
         default={},
         group="Model and tokenizer",

@@ -184,6 +184,8 @@ SCHEDULING_ARGUMENTS: tuple[Argument, ...] = (
     ),
     Argument(
         name="disable-overlap-schedule",
+        aliases=("disable-async-output-proc",),
+        opposites=("async-scheduling",),
         kind="flag",
         default=False,
         group="Memory and scheduling",
@@ -244,6 +246,7 @@ SCHEDULING_ARGUMENTS: tuple[Argument, ...] = (
     ),
     Argument(
         name="random-seed",
+        aliases=("seed",),
         kind="int",
         default=None,
         default_text="drawn at the start",

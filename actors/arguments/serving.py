@@ -163,6 +163,7 @@ SERVING_ARGUMENTS: tuple[Argument, ...] = (
     ),
     Argument(
         name="enable-cache-report",
+        aliases=("enable-prompt-tokens-details",),
         kind="flag",
         default=False,
         group="API",
@@ -170,9 +171,11 @@ SERVING_ARGUMENTS: tuple[Argument, ...] = (
     ),
     Argument(
         name="sampling-defaults",
+        aliases=("generation-config",),
         kind="str",
         default="model",
         choices=("model", "openai"),
+        synonyms={"auto": "model", "vllm": "openai"},
         group="API",
         help="Sampling of requests that leave it out: model reads generation_config.json, openai takes the OpenAI "
         "API's (temperature 1, top_p 1).",

@@ -8,7 +8,9 @@ __all__ = ["SPECULATIVE_ARGUMENTS"]
 
 _GROUP: Group = "Speculative decoding"
 _NOT_HERE = "this algorithm is not built; use EAGLE, EAGLE3, MTP, DFLASH, STANDALONE or NGRAM"
-_OTHER_DEVICES = "this backend is for devices that are not built yet; leave it out"
+_OTHER_DEVICES = (
+    "kernels of attention are chosen between on NPUs only, by ascend and torch_native; a GPU has its own; leave it out"
+)
 
 SPECULATIVE_ARGUMENTS: tuple[Argument, ...] = (
     Argument(

@@ -46,8 +46,9 @@ class _Open:
 class PrefixCache:
     """Pages ``1 .. num_pages - 1`` of ``page_size`` tokens, lent to sequences and shared by prefix.
 
-    ``policy``: what is evicted first (:class:`RadixTree`). ``enabled=False`` shares nothing. Errors are ValueError (a sequence is not known, or known already) and
-    CacheCorrupted: both are defects of the caller, who owns the sequences' numbers and knows what is available.
+    ``policy``: what is evicted first (:class:`RadixTree`). ``enabled=False`` shares nothing. Errors are ValueError (a
+    sequence is not known, or known already) and CacheCorrupted: both are defects of the caller, who owns the
+    sequences' numbers and knows what is available.
     """
 
     def __init__(

@@ -1,11 +1,11 @@
 """FR-Spec's token maps: the target's most frequent tokens, the only ones that a draft's head then has.
 
 A head over a quarter of the vocabulary costs a quarter, and misses few of the tokens that are worth guessing (Zhao et
-al., arXiv 2502.14856). A map is a list of token ids, in any order: a JSON list, a safetensors file with one tensor, or a list or a tensor
-that torch.save has written (.pt), the form in which FR-Spec's authors publish them.
+al., arXiv 2502.14856). A map is a list of token ids, in any order: a JSON list, a safetensors file with one tensor, or
+a list or a tensor that torch.save has written (.pt), the form in which FR-Spec's authors publish them.
 
 A .pt file is a pickle, whose reader may be tricked into running code. It is therefore read with ``weights_only``, and
-in a process that can do little else and is killed when it takes too long.
+in a process of its own, which has bounds on time and memory and can write no file.
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ with os.fdopen(out, "w") as file:
 def _unpickle(path: Path) -> Any:
     """What a .pt file holds, as JSON values. Raises LoadError."""
     if path.stat().st_size > _MOST_BYTES:
-        raise LoadError(f"the token map {path} has more than {_MOST_BYTES >> 20} MiB, and no list of tokens has so many")
+        raise LoadError(
+            f"the token map {path} has more than {_MOST_BYTES >> 20} MiB, and no list of tokens has so many"
+        )
     try:
         with path.open("rb") as file:
             done = subprocess.run(

@@ -58,18 +58,17 @@ def test_a_built_in_template_is_chosen_by_its_name(tiny_model: Path) -> None:
 
     assert text("chatml") == "<|im_start|>user\n hi<|im_end|>\n<|im_start|>assistant\n"
     assert text("llama-3-instruct", bos_token="<b>") == (
-        "<b><|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+        "<b><|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
     )
     assert text("{{ messages[0].content }}!") == " hi!"
-    with pytest.raises(ModelPathError, match="gemma-it is no file, .* one of chatml, llama-3-instruct, the path"):
+    with pytest.raises(ModelPathError, match=r"gemma-it is no file, .* one of chatml, llama-3-instruct, the path"):
         TextCodec(ModelFiles(tiny_model), chat_template="gemma-it")
 
 
 def test_a_slow_tokenizer_is_made_of_the_other_files(tmp_path: Path) -> None:
     """Its tokenizer.json and its other files say different things."""
     make_tiny_model(tmp_path)
-    with pytest.raises(ModelPathError, match="tokenizer-mode slow .* has none of them"):
+    with pytest.raises(ModelPathError, match=r"tokenizer-mode slow .* has none of them"):
         TextCodec(ModelFiles(tmp_path), mode="slow")
     made = json.loads((tmp_path / "tokenizer.json").read_text())
     (tmp_path / "vocab.json").write_text(json.dumps(made["model"]["vocab"]))

@@ -139,8 +139,8 @@ MODELS: tuple[Refusal, ...] = (
     ),
     *family(
         "Weight loading",
-        "loaders other than the engine's own safetensors reader are not built yet",
-        "put the weights into the model directory as safetensors",
+        "weights are read by the engine's own readers of safetensors and GGUF",
+        "leave it out and give the weights as safetensors or as a .gguf file",
         flags=(
             "checkpoint-engine-wait-weights-before-ready",
             "weight-loader-disable-mmap",

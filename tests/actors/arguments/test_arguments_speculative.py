@@ -156,7 +156,7 @@ def test_an_object_put_straight_into_the_values_is_not_lost_in_silence() -> None
         ),
         (
             {"speculative_algorithm": "EAGLE", "device": "cpu", "speculative_attention_mode": "decode"},
-            "speculative_attention_mode decode contradicts device cpu",
+            "speculative_attention_mode contradicts device cpu",
         ),
         (
             {"speculative_algorithm": "EAGLE", "device": "cuda", "speculative_draft_attention_backend": "ascend"},

@@ -80,6 +80,7 @@ def test_an_unbuilt_feature_is_refused_with_reason_and_remedy() -> None:
     assert "this device is not built yet; use npu, cuda or cpu" in problem(device="xpu")
     assert "bf16 weights with --quantization int8" in problem(quantization="nvfp4")
     assert "leave the flag out for ModelSlim's checkpoints" in problem(quantization="mxfp8")
+    assert "collectives are the device's own" in problem(enable_nccl_nvls=True)
     assert "a checkpoint of AWQ or GPTQ says itself what it is" in problem(quantization="awq_marlin")
 
 

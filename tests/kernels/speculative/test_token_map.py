@@ -87,7 +87,12 @@ def test_a_map_is_unpickled_in_another_process(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "told"),
-    [("none.json", "does not exist"), ("map.txt", "must be a .json"), ("map.pt", "cannot be read as a list"), ("map.json", "cannot be read")],
+    [
+        ("none.json", "does not exist"),
+        ("map.txt", "must be a .json"),
+        ("map.pt", "cannot be read as a list"),
+        ("map.json", "cannot be read"),
+    ],
 )
 def test_files_that_are_none(name, told, tmp_path):
     for broken in ("map.txt", "map.json", "map.pt"):
