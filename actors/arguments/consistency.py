@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from actors.arguments.argument import Argument
-from actors.arguments.devices import DEVICE_ARGUMENTS
 from actors.arguments.errors import ArgumentError
-from actors.arguments.speculative import SPECULATIVE_ARGUMENTS
 from actors.arguments.speculative_rules import speculative_problems
+from actors.arguments.table import ARGUMENTS
 from kernels.npu.simulator.spec import SpecError
 from kernels.npu.simulator.spec import parse as parse_simulation
 from telemetry.metric_options import token_buckets
@@ -131,8 +130,8 @@ _EFFECTLESS = {
         *("npu_simulator", *_ATTENTION, "base_gpu_id", "gpu_id_step"),
         *("cuda_graph_bs", "cuda_graph_max_bs", "disable_cuda_graph_padding", *_OF_PROMPTS),
     ),
-    "cuda": ("npu_simulator", *_ATTENTION),
-    "npu": _OF_PROMPTS,
+    "cuda": ("npu_simulator", *_ATTENTION, "cpu_threads"),
+    "npu": (*_OF_PROMPTS, "cpu_threads"),
 }
 """What has no effect on a device. Turning off graphs that a device does not have is no mistake."""
 
@@ -142,7 +141,7 @@ def without_effect(arguments: Arguments, device: str) -> dict[str, object]:
     names = [*_EFFECTLESS[device]]
     if device != "npu":
         names += ["speculative_attention_mode", *(["sampling_backend"] * (arguments.sampling_backend == "ascend"))]
-    defaults = {argument.field: argument.default for argument in DEVICE_ARGUMENTS + SPECULATIVE_ARGUMENTS}
+    defaults = {argument.field: argument.default for argument in ARGUMENTS}
     return {name: defaults[name] for name in names if getattr(arguments, name) != defaults[name]}
 
 
@@ -208,9 +207,6 @@ def _shapes(arguments: Arguments) -> Iterator[str]:
     root = arguments.fastapi_root_path
     if root and (not root.startswith("/") or root.endswith("/")):
         yield f"fastapi_root_path must begin with a slash and not end with one, such as /llm, not {root!r}"
-    if arguments.model_loader_extra_config:
-        names = ", ".join(sorted(arguments.model_loader_extra_config))
-        yield f"model_loader_extra_config: the loader has no option {names}; leave it out"
 
 
 def _metrics(arguments: Arguments) -> Iterator[str]:

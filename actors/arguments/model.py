@@ -78,14 +78,6 @@ MODEL_ARGUMENTS: tuple[Argument, ...] = (
         "dummy fills the weights with seeded noise, for tests of speed.",
     ),
     Argument(
-        name="model-loader-extra-config",
-        kind="json",
-        default={},
-        group="Model and tokenizer",
-        metavar="JSON",
-        help="Options of the loader as a JSON object. The engine's loaders have none, so only {} is accepted.",
-    ),
-    Argument(
         name="context-length",
         aliases=("max-model-len",),
         kind="int",
@@ -113,19 +105,6 @@ MODEL_ARGUMENTS: tuple[Argument, ...] = (
         group="Model and tokenizer",
         metavar="DIR",
         help="Where models from the hub are kept.",
-    ),
-    Argument(
-        name="model-impl",
-        kind="str",
-        default="auto",
-        choices=("auto", "troupe"),
-        unbuilt_choices={
-            "sglang": "this engine has its own models; use auto",
-            "vllm": "this engine has its own models; use auto",
-            "transformers": "running a transformers model is not built; use auto with a supported architecture",
-        },
-        group="Model and tokenizer",
-        help="Whose model code runs; auto and troupe are the engine's own.",
     ),
     Argument(
         name="dtype",

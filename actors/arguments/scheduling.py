@@ -196,7 +196,8 @@ SCHEDULING_ARGUMENTS: tuple[Argument, ...] = (
         kind="flag",
         default=False,
         group="Tokenizer batching",
-        help="Encode the prompts of requests that arrive together in one call.",
+        help="Let each prompt wait a moment for others, so that those of requests that arrive together are encoded on "
+        "one trip to the tokenizer's thread.",
     ),
     Argument(
         name="dynamic-batch-tokenizer-batch-size",
@@ -224,7 +225,8 @@ SCHEDULING_ARGUMENTS: tuple[Argument, ...] = (
         kind="flag",
         default=True,
         group="Tokenizer batching",
-        help="Encode the prompts of one request, when it has several, in one call.",
+        help="Prompts of more than 1024 characters that wait for the tokenizer, such as the several of one request, go "
+        "to its thread together; without it one after the other.",
     ),
     Argument(
         name="allow-auto-truncate",

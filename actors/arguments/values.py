@@ -27,11 +27,9 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer_worker_num: int = 1
     skip_tokenizer_init: bool = False
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
-    model_loader_extra_config: dict[str, Any] = {}
     context_length: int | None = None
     revision: str | None = None
     download_dir: str | None = None
-    model_impl: Literal["auto", "troupe"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     json_model_override_args: dict[str, Any] = {}
     preferred_sampling_params: dict[str, Any] = {}

@@ -179,6 +179,23 @@ async def test_the_eviction_policy_decides_which_prefix_stays(tiny_model: Path, 
         assert ((await whole(e.generate(often, one))).usage.cached_tokens > 0) is kept
 
 
+@pytest.mark.parametrize("together", [True, False])
+async def test_prompts_that_wait_are_encoded_together_unless_told_not_to(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, together: bool
+) -> None:
+    made: list[Tokenizer] = []
+
+    class Told(Tokenizer):
+        def __init__(self, codec: TextCodec, **options: Any) -> None:
+            super().__init__(codec, **options)
+            made.append(self)
+
+    monkeypatch.setattr("actors.company.Tokenizer", Told)
+    async with engine(tiny_model, enable_tokenizer_batch_encode=together) as e:
+        await asyncio.gather(*(e.tokenize(f"{number} fox " * 300) for number in range(20)))
+        assert (made[0].trips < 20) is together
+
+
 async def test_what_does_nothing_on_the_device_that_was_found_is_warned_of(
     tiny_model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -137,6 +137,19 @@ MODELS: tuple[Refusal, ...] = (
             "ds-sparse-decode-threshold": 4096,
         },
     ),
+    Refusal(
+        name="model-impl",
+        accepts=("auto", "troupe"),
+        group="Model and tokenizer",
+        reason="models run on the engine's own code",
+        remedy="leave it out or give auto",
+    ),
+    *family(
+        "Weight loading",
+        "the engine's loaders have no options",
+        "leave it out or give {}",
+        values={"model-loader-extra-config": "{}"},
+    ),
     *family(
         "Weight loading",
         "weights are read by the engine's own readers of safetensors and GGUF",

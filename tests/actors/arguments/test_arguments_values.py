@@ -94,6 +94,8 @@ def test_a_value_that_changes_nothing_is_accepted() -> None:
         "enable_mixed_chunk": True,
         "hicache_ratio": 2,
         "encoder_urls": [],
+        "model_impl": "auto",
+        "model_loader_extra_config": {},
         "speculative_algorithm": None,
     }
     assert Arguments.from_keywords(**keywords) == Arguments()
@@ -143,7 +145,8 @@ def test_special_values_outside_the_bounds() -> None:
         ({"warmups": "generate,nothing"}, "generate, long-prompt or batch"),
         ({"fastapi_root_path": "llm"}, "begin with a slash"),
         ({"fastapi_root_path": "/llm/"}, "begin with a slash"),
-        ({"model_loader_extra_config": {"x": 1}}, "has no option x"),
+        ({"model_loader_extra_config": {"x": 1}}, "loaders have no options"),
+        ({"model_impl": "transformers"}, "models run on the engine's own code"),
         ({"preferred_sampling_params": {"max_tokens": 3}}, "max_tokens has no preferred value"),
         ({"preferred_sampling_params": {"top_p": 0}}, "top_p must be a number above 0 up to 1, not 0"),
         ({"preferred_sampling_params": {"top_k": 1.5}}, "top_k must be an integer"),
