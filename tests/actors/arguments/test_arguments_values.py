@@ -177,7 +177,6 @@ def test_wrong_values(keywords: dict[str, object], said: str) -> None:
         ({"radix_eviction_policy": "lfu", "disable_radix_cache": True}, "eviction_policy needs the prefix cache"),
         ({"gpu_id_step": 2}, "gpu_id_step needs tensor_parallel_size"),
         ({"cuda_graph_max_bs": 8, "enforce_eager": True}, "cuda_graph_max_bs contradicts disable_cuda_graph"),
-        ({"trace_level": 2}, "trace_level needs enable_trace"),
         (
             {"tokenizer_metrics_custom_labels_header": "x-team"},
             "custom_labels_header needs tokenizer_metrics_allowed_custom_labels",
