@@ -140,8 +140,9 @@ SERVING_ARGUMENTS: tuple[Argument, ...] = (
         default=None,
         default_text="the model's own",
         group="API",
-        metavar="FILE",
-        help="File with the Jinja chat template to use.",
+        metavar="TEMPLATE",
+        help="The chat template to use: a Jinja file, Jinja text, the name of one of the model's own, or chatml or "
+        "llama-3-instruct, which are built in.",
     ),
     Argument(
         name="trust-request-chat-template",
@@ -162,6 +163,7 @@ SERVING_ARGUMENTS: tuple[Argument, ...] = (
     ),
     Argument(
         name="enable-cache-report",
+        aliases=("enable-prompt-tokens-details",),
         kind="flag",
         default=False,
         group="API",
@@ -169,9 +171,11 @@ SERVING_ARGUMENTS: tuple[Argument, ...] = (
     ),
     Argument(
         name="sampling-defaults",
+        aliases=("generation-config",),
         kind="str",
         default="model",
         choices=("model", "openai"),
+        synonyms={"auto": "model", "vllm": "openai"},
         group="API",
         help="Sampling of requests that leave it out: model reads generation_config.json, openai takes the OpenAI "
         "API's (temperature 1, top_p 1).",
