@@ -72,6 +72,9 @@ def _needs(arguments: Arguments) -> Iterator[str]:
     """A value that has no effect without another, or against it."""
     if arguments.api_key is not None and not arguments.api_keys:
         yield "api_key holds no key, and the server would be open to all; leave it out if that is meant"
+    for field in ("api_key", "admin_api_key"):
+        if getattr(arguments, f"{field}_file") is not None and getattr(arguments, field) is None:
+            yield f"{field}_file is read by Arguments.from_keywords and on the command line; make the arguments there"
     if not arguments.enable_priority_scheduling:
         if arguments.schedule_low_priority_values_first:
             yield "schedule_low_priority_values_first needs enable_priority_scheduling"
