@@ -132,7 +132,13 @@ class Intake:
         admission = timeline.open_hop("admission")
         if admission is not None:
             timeline.finish(admission, now, choices=params.n, priority=priority)
-        buffer = StreamBuffer(timeline, params.n, interval=self._arguments.stream_interval, turnstile=self._readers)
+        buffer = StreamBuffer(
+            timeline,
+            params.n,
+            interval=self._arguments.stream_interval,
+            turnstile=self._readers,
+            shares_prompt_logprobs=params.n > 1 and params.prompt_logprobs is not None,
+        )
         self._requests[buffer.request_id] = _Request(
             buffer=buffer,
             timeline=timeline,
@@ -254,11 +260,15 @@ class Intake:
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         eos_ids = () if params.ignore_eos else self._model.eos_ids
         stop_ids = tuple(dict.fromkeys((*eos_ids, *params.stop_token_ids)))
+        # The first choice scores the prompt for all; the others wait for its pages in the prefix cache.
+        unscored = msgspec.structs.replace(params, prompt_logprobs=None)
         specs = tuple(
             SequenceSpec(
                 sequence=next(self._numbers),
                 prompt=packed,
-                sampling=slot_sampling(params, index=index, seed=seed, stop_ids=stop_ids, bad_words=bad_words),
+                sampling=slot_sampling(
+                    unscored if index else params, index=index, seed=seed, stop_ids=stop_ids, bad_words=bad_words
+                ),
                 max_tokens=max_tokens,
                 min_tokens=params.min_tokens,
                 stop_ids=stop_ids,

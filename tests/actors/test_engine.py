@@ -156,6 +156,17 @@ async def test_logprobs_and_prompt_logprobs(engine: Engine) -> None:
     assert all(s.logprob is not None and s.logprob <= 0 for s in result.prompt_logprobs[1:])
 
 
+async def test_a_prompt_of_several_choices_is_scored_once_for_all(engine: Engine) -> None:
+    ids = await engine.tokenize("one two three four five six seven eight nine ten " * 4)
+    params = SamplingParams(temperature=1, seed=1, max_tokens=4, ignore_eos=True, n=3, prompt_logprobs=1)
+    first, *others = (await collect(engine.generate(ids, params, cache_salt="scored once"))).values()
+    assert first.prompt_logprobs is not None
+    assert [score.token_id for score in first.prompt_logprobs] == ids
+    for other in others:
+        assert other.prompt_logprobs == first.prompt_logprobs
+        assert other.usage.cached_tokens > 0  # its pages are the first choice's
+
+
 async def test_chat_is_rendered(engine: Engine) -> None:
     chat = Chat(messages=[{"role": "user", "content": "hi"}])
     rendered = await engine.render(chat)
