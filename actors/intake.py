@@ -331,12 +331,16 @@ class Intake:
             with contextlib.suppress(MailboxFull):
                 self._company.scheduler.offer(Abort(sequences=tuple(sequences)))
 
-    def abort(self, request_id: str | None, *, all_: bool) -> int:
-        """Abort the requests of this id (the engine's own, or the caller's label), or all; how many there were."""
+    def abort(self, request_id: str | None, *, all_: bool, tenant: str | None = None) -> int:
+        """Abort the requests of this id (the engine's own, or the caller's label), or all; how many there were.
+
+        With a ``tenant`` only those of that one.
+        """
         chosen = [
             request
             for request in self._requests.values()
-            if all_ or (request_id is not None and request_id in (request.buffer.request_id, request.label))
+            if (tenant is None or tenant == request.ticket.tenant)
+            and (all_ or (request_id is not None and request_id in (request.buffer.request_id, request.label)))
         ]
         now = time.monotonic()
         for request in chosen:

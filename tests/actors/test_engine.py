@@ -216,6 +216,18 @@ async def test_aborts_at_every_stage_free_everything(engine: Engine) -> None:
     assert engine.describe()["requests"] == {"live": 0, "sequences": 0, "refused": 0}
 
 
+async def test_abort_of_a_tenant_leaves_the_others_alone(engine: Engine) -> None:
+    long = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+    stream = engine.generate("Once", long, request_id="job-1", tenant="key-1")
+    reader = asyncio.create_task(collect(stream))
+    await until(lambda: stream._buffer.output_tokens, "it does not run")
+    assert await engine.abort("job-1", tenant="key-2") == 0
+    assert await engine.abort("job-1", tenant="key-1") == 1
+    with pytest.raises(RequestAborted):
+        await reader
+    await rest(engine)
+
+
 async def test_abort_by_label_is_exact(engine: Engine) -> None:
     long = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
     stream = engine.generate("Once", long, request_id="job-1")
