@@ -41,9 +41,10 @@ async def stage(service: Service, exchange: Exchange, body: None) -> Response:
 
 
 async def stage_request(service: Service, exchange: Exchange, name: str) -> Response:
-    """One live or recent request, hop by hop, by the stage's handle or by the id its client was given; of one's own key.
+    """One live or recent request of one's own key, hop by hop, by the stage's handle or by the id its client was given.
 
-    The admin key sees everyone's."""
+    The admin key sees everyone's.
+    """
     waterfall = service.stage.requests.waterfall(name, exchange.tenant)
     if waterfall is None:
         raise ApiError(

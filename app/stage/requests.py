@@ -39,7 +39,7 @@ class RequestViews:
         self._shown: dict[str, dict[str, tuple[object, ...]]] = {}  # by tenant
 
     def all(self, now: float, tenant: str = "") -> list[RequestView]:
-        """What ``tenant`` may see now: live requests in the order of their arrival, then ended ones, the latest first."""
+        """What ``tenant`` may see: live requests in the order of their arrival, then ended ones, the latest first."""
         return [self._view(timeline) for timeline in self._on_stage(now, tenant)]
 
     def changed(self, now: float, tenant: str = "") -> list[RequestView]:
