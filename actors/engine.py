@@ -314,9 +314,11 @@ class Engine:
 
     # -- text
 
-    async def tokenize(self, prompt: str | Chat, *, add_special_tokens: bool = True) -> list[int]:
+    async def tokenize(self, prompt: str | Chat, *, add_special_tokens: bool = True, tenant: str = "") -> list[int]:
         """Token ids of a text or a conversation."""
-        return await self._require_intake().encoding.encode(prompt, add_special_tokens=add_special_tokens)
+        return await self._require_intake().encoding.encode(
+            prompt, add_special_tokens=add_special_tokens, tenant=tenant
+        )
 
     async def render(self, chat: Chat) -> str:
         """A conversation as the text that the model gets."""

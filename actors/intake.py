@@ -219,7 +219,10 @@ class Intake:
         if self._company.faults is not None:
             await self._company.faults.strike_async("admission")
         params, prompt, encoding = request.params, request.prompt, self.encoding
-        ids = await encoding.tokenize(prompt, request.timeline) if isinstance(prompt, (str, Chat)) else list(prompt)
+        if isinstance(prompt, (str, Chat)):
+            ids = await encoding.tokenize(prompt, request.timeline, request.ticket.tenant)
+        else:
+            ids = list(prompt)
         bad_words = [ids for word in params.bad_words for ids in await encoding.spellings(word)]
         self._wanted(buffer)
         ids, max_tokens = self._measure(ids, params)

@@ -215,7 +215,7 @@ class FakeEngine:
         self.open.add(stream)
         return stream
 
-    async def tokenize(self, prompt: str | Chat, *, add_special_tokens: bool = True) -> list[int]:
+    async def tokenize(self, prompt: str | Chat, *, add_special_tokens: bool = True, tenant: str = "") -> list[int]:
         if isinstance(prompt, Chat):
             prompt = "".join(f"{message['role']}: {message['content']}\n" for message in prompt.messages)
         return [ord(character) for character in prompt]
