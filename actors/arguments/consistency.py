@@ -91,6 +91,8 @@ def _needs(arguments: Arguments) -> Iterator[str]:
         for name in ("oltp_traces_endpoint", "otlp_traces_protocol", "trace_sample_ratio"):
             if getattr(arguments, name) is not None:
                 yield f"{name} needs enable_trace"
+        if arguments.ignore_client_traceparent:
+            yield "ignore_client_traceparent needs enable_trace; a tracer_provider samples by itself"
     if not arguments.enable_dynamic_batch_tokenizer:
         if arguments.dynamic_batch_tokenizer_batch_size != 32:
             yield "dynamic_batch_tokenizer_batch_size needs enable_dynamic_batch_tokenizer"

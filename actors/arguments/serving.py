@@ -228,7 +228,8 @@ SERVING_ARGUMENTS: tuple[Argument, ...] = (
         kind="flag",
         default=False,
         group="API",
-        help="Chunks of /generate streams hold only the new text; otherwise all text so far.",
+        help="Events of /generate streams hold only what is new. Otherwise they repeat the answer so far, and events "
+        "of a long answer become rarer. Entries of the prompt come with the first event in both.",
     ),
     Argument(
         name="config",

@@ -73,6 +73,7 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
     oltp_traces_endpoint: str | None = None
     otlp_traces_protocol: Literal["grpc", "http/protobuf"] | None = None
     trace_sample_ratio: float | None = None
+    ignore_client_traceparent: bool = False
     trace_level: int = 1
 
     enable_metrics: bool = True
