@@ -277,6 +277,7 @@ class Engine:
                 operation="chat" if isinstance(prompt, Chat) else "text_completion",
                 model=self.model_name,
                 label=request_id,
+                tenant=tenant,
                 traceparent=current_traceparent.get(),
             )
         try:
@@ -307,15 +308,20 @@ class Engine:
         if self._loop is not None and asyncio.get_running_loop() is not self._loop:
             raise RuntimeError("This engine lives in another event loop. Call it from the loop it was started in.")
 
-    async def abort(self, request_id: str | None = None, *, all: bool = False) -> int:
-        """Abort the requests of this id (the engine's, or the callers' label, both exactly), or all; how many."""
-        return 0 if self.intake is None else self.intake.abort(request_id, all_=all)
+    async def abort(self, request_id: str | None = None, *, all: bool = False, tenant: str | None = None) -> int:
+        """Abort the requests of this id (the engine's, or the callers' label, both exactly), or all; how many.
+
+        With a ``tenant`` only those of that one.
+        """
+        return 0 if self.intake is None else self.intake.abort(request_id, all_=all, tenant=tenant)
 
     # -- text
 
-    async def tokenize(self, prompt: str | Chat, *, add_special_tokens: bool = True) -> list[int]:
+    async def tokenize(self, prompt: str | Chat, *, add_special_tokens: bool = True, tenant: str = "") -> list[int]:
         """Token ids of a text or a conversation."""
-        return await self._require_intake().encoding.encode(prompt, add_special_tokens=add_special_tokens)
+        return await self._require_intake().encoding.encode(
+            prompt, add_special_tokens=add_special_tokens, tenant=tenant
+        )
 
     async def render(self, chat: Chat) -> str:
         """A conversation as the text that the model gets."""

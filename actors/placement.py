@@ -58,8 +58,10 @@ class Placement(msgspec.Struct, frozen=True):
         """
         # Without it, importing torch imports torch_npu wherever that is installed, which fails where CANN is not.
         added: dict[str, str] = worker_environment(environ) | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-        if arguments.tensor_parallel_size > 1 and "GLOO_SOCKET_IFNAME" not in environ:
-            added["GLOO_SOCKET_IFNAME"] = _LOOPBACK  # else gloo listens where the host's name points to
+        if arguments.tensor_parallel_size > 1:
+            # Else they listen where the host's name points to, or on its first interface. All ranks are on this host.
+            names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if self.device == "cuda" else ("GLOO_SOCKET_IFNAME",)
+            added |= {name: _LOOPBACK for name in names if name not in environ}
         if self.device == "cpu":
             return added
         variable, devices = _VISIBLE[self.device], _PLURALS[self.device]

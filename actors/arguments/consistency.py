@@ -81,6 +81,9 @@ def _needs(arguments: Arguments) -> Iterator[str]:
     """A value that has no effect without another, or against it."""
     if arguments.api_key is not None and not arguments.api_keys:
         yield "api_key holds no key, and the server would be open to all; leave it out if that is meant"
+    for field in ("api_key", "admin_api_key"):
+        if getattr(arguments, f"{field}_file") is not None and getattr(arguments, field) is None:
+            yield f"{field}_file is read by Arguments.from_keywords and on the command line; make the arguments there"
     if not arguments.enable_priority_scheduling:
         if arguments.schedule_low_priority_values_first:
             yield "schedule_low_priority_values_first needs enable_priority_scheduling"
@@ -97,6 +100,8 @@ def _needs(arguments: Arguments) -> Iterator[str]:
         for name in ("oltp_traces_endpoint", "otlp_traces_protocol", "trace_sample_ratio"):
             if getattr(arguments, name) is not None:
                 yield f"{name} needs enable_trace"
+        if arguments.ignore_client_traceparent:
+            yield "ignore_client_traceparent needs enable_trace; a tracer_provider samples by itself"
     if not arguments.enable_dynamic_batch_tokenizer:
         if arguments.dynamic_batch_tokenizer_batch_size != 32:
             yield "dynamic_batch_tokenizer_batch_size needs enable_dynamic_batch_tokenizer"

@@ -105,7 +105,17 @@ SERVING_ARGUMENTS: tuple[Argument, ...] = (
         group="API",
         metavar="KEYS",
         help="Clients must send this key, or one of several separated by commas: Authorization: Bearer KEY. Several "
-        "keys get equal shares of the engine when there is more work than it can do.",
+        "keys get equal shares of the engine when there is more work than it can do. The list of processes shows it: "
+        "prefer --api-key-file.",
+    ),
+    Argument(
+        name="api-key-file",
+        kind="str",
+        default=None,
+        default_text="the environment variable TROUPE_API_KEY, else none",
+        group="API",
+        metavar="FILE",
+        help="File with the keys of --api-key, one a line.",
     ),
     Argument(
         name="admin-api-key",
@@ -116,6 +126,15 @@ SERVING_ARGUMENTS: tuple[Argument, ...] = (
         group="API",
         metavar="KEY",
         help="The key of administrative endpoints (/flush_cache, aborting others' requests).",
+    ),
+    Argument(
+        name="admin-api-key-file",
+        kind="str",
+        default=None,
+        default_text="the environment variable TROUPE_ADMIN_API_KEY, else none",
+        group="API",
+        metavar="FILE",
+        help="File with the key of --admin-api-key.",
     ),
     Argument(
         name="served-model-name",
@@ -209,7 +228,8 @@ SERVING_ARGUMENTS: tuple[Argument, ...] = (
         kind="flag",
         default=False,
         group="API",
-        help="Chunks of /generate streams hold only the new text; otherwise all text so far.",
+        help="Events of /generate streams hold only what is new. Otherwise they repeat the answer so far, and events "
+        "of a long answer become rarer. Entries of the prompt come with the first event in both.",
     ),
     Argument(
         name="config",

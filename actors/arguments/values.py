@@ -8,6 +8,7 @@ import msgspec
 
 from actors.arguments.consistency import contradictions
 from actors.arguments.errors import ArgumentError
+from actors.arguments.keys import with_keys
 from actors.arguments.resolving import Given, resolve
 from actors.arguments.table import ARGUMENTS
 
@@ -45,7 +46,9 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
     request_timeout: float | None = None
 
     api_key: str | None = None
+    api_key_file: str | None = None
     admin_api_key: str | None = None
+    admin_api_key_file: str | None = None
     served_model_name: str | None = None
     weight_version: str = "default"
     chat_template: str | None = None
@@ -70,6 +73,7 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
     oltp_traces_endpoint: str | None = None
     otlp_traces_protocol: Literal["grpc", "http/protobuf"] | None = None
     trace_sample_ratio: float | None = None
+    ignore_client_traceparent: bool = False
     trace_level: int = 1
 
     enable_metrics: bool = True
@@ -198,7 +202,7 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
         layer = [Given(name=name, value=value, spelling=name) for name, value in keywords.items()]
         if keywords.get("config") is not None:
             raise ArgumentError("config: a file is read by the command line only; give its arguments as keywords")
-        return cls(**resolve([layer]))
+        return cls(**with_keys(resolve([layer]), {}))
 
     @property
     def model_name(self) -> str:

@@ -164,6 +164,7 @@ def test_workers_meet_on_the_loopback_interface() -> None:
         assert "GLOO_SOCKET_IFNAME" not in Placement(device).environment(arguments(), 0, {}, 300.0)
         chosen = {"GLOO_SOCKET_IFNAME": "eth0"}
         assert "GLOO_SOCKET_IFNAME" not in Placement(device).environment(arguments(tp=2), 0, chosen, 300.0)
+    assert Placement("cuda").environment(arguments(tp=2), 1, {}, 300.0)["NCCL_SOCKET_IFNAME"].startswith("lo")
 
 
 @pytest.mark.parametrize("address", ["29500", "host", "host:0", "host:port", ":1"])
