@@ -81,16 +81,6 @@ def place(arguments: Arguments, environ: Mapping[str, str]) -> Placement:
     Raises ArgumentError when the environment's simulator cannot be understood, or the device that is there cannot do
     what is asked for.
     """
-    found = _place(arguments, environ)
-    if arguments.enable_deterministic_inference and found.device != "cuda":
-        raise ArgumentError(
-            f"enable_deterministic_inference: the device that is here, {found.device}, has no kernels for it; leave it "
-            "out, or use a GPU (device cuda)"
-        )
-    return found
-
-
-def _place(arguments: Arguments, environ: Mapping[str, str]) -> Placement:
     if arguments.device in ("cpu", "cuda"):
         return Placement(arguments.device)
     simulator = arguments.npu_simulator or environ.get(SIMULATOR_VARIABLE, "").strip()

@@ -107,6 +107,13 @@ _GRAPHS_OF = {
 }
 """What asks for graphs that a device does not have."""
 
+_OWN_ATTENTION = (
+    "attention_backend",
+    "prefill_attention_backend",
+    "decode_attention_backend",
+    "speculative_draft_attention_backend",
+)
+
 
 def _devices(arguments: Arguments) -> Iterator[str]:
     if arguments.device in ("cpu", "cuda"):
@@ -128,10 +135,11 @@ def _devices(arguments: Arguments) -> Iterator[str]:
         if getattr(arguments, name):
             yield f"{name} contradicts device {arguments.device}, which has no such graphs; leave one out"
     if arguments.enable_deterministic_inference:
-        if arguments.device in ("cpu", "npu"):
-            yield f"enable_deterministic_inference contradicts device {arguments.device}, which has no such kernels"
+        for name in _OWN_ATTENTION:
+            if getattr(arguments, name):
+                yield f"{name} contradicts enable_deterministic_inference, which has one attention; leave one out"
         if arguments.tensor_parallel_size > 1:
-            yield "enable_deterministic_inference needs tensor_parallel_size 1: GPUs add up in an order of their own"
+            yield "enable_deterministic_inference needs tensor_parallel_size 1: ranks add up in an order of their own"
         for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
             if getattr(arguments, name) < 1:
                 yield f"{name} below 1 contradicts enable_deterministic_inference: guesses then change answers"
