@@ -67,10 +67,10 @@ def move_tokens(cache: Tensor | NarrowPages, source: Tensor, target: Tensor) -> 
 
 
 def gather_tokens(cache: Tensor | NarrowPages, places: Tensor) -> Tensor:
-    """What ``places`` int64 [n] hold: float32 [n, 2, kv_heads, dim]."""
+    """What ``places`` int64 [n] hold: [n, 2, kv_heads, dim], float32 where the cache has 8 bits."""
     if isinstance(cache, NarrowPages):
         return cache.widened_tokens(places)
-    return cache.view(-1, *cache.shape[2:]).index_select(0, places).float()
+    return cache.view(-1, *cache.shape[2:]).index_select(0, places)
 
 
 def attend(

@@ -26,11 +26,11 @@ _KEYS: Final = 128
 """Positions of a block."""
 _LINES: Final = 16
 """Lines of a product are a multiple of so many. A line is a query of one head."""
-_NUMBERS: Final = 1 << 25
+_NUMBERS: Final = 1 << 22
 """Keys, values and scores that are held at once, about; a unit's at least."""
 
 Read = Callable[[Tensor], Tensor]
-"""Places in the cache int64 [n] -> their keys and values float32 [n, 2, kv_heads, dim]."""
+"""Places in the cache int64 [n] -> their keys and values [n, 2, kv_heads, dim], floats of any size."""
 Put = Callable[[npt.NDArray[np.int64] | npt.NDArray[np.bool_]], Tensor]
 """How an array gets to the device."""
 
@@ -224,7 +224,8 @@ def _attend(queries: Tensor, kv_heads: int, read: Read, group: _Group, most: int
     units = len(apart)
     asked = queries.new_zeros((units, kv_heads, lines, dim))
     asked[:, :, :used] = apart.reshape(units, kv_heads, used, dim)
-    both = read(group.places).view(-1, _KEYS, 2, kv_heads, dim).permute(2, 0, 3, 1, 4).contiguous()
+    kept = read(group.places).view(-1, _KEYS, 2, kv_heads, dim).permute(2, 0, 3, 1, 4)
+    both = queries.new_empty(kept.shape).copy_(kept)
     keys, values = both[0].transpose(2, 3), both[1]
 
     scores = queries.new_empty((len(group.pairs), kv_heads, lines, _KEYS))

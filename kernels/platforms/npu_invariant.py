@@ -98,7 +98,7 @@ class InvariantNpuPlatform(NpuPlatform):
     def attention(self, queries: Tensor, cache: LayerCache, plan: InvariantPlan, scale: float) -> Tensor:
         def read(places: Tensor) -> Tensor:
             parts = (part.view(-1, *part.shape[2:]).index_select(0, places) for part in (cache.keys, cache.values))
-            return torch.stack(tuple(parts), 1).float()
+            return torch.stack(tuple(parts), 1)
 
         return attend(queries, cache.keys.shape[2], read, plan, scale)
 
