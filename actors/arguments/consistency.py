@@ -153,16 +153,25 @@ def without_effect(arguments: Arguments, device: str) -> dict[str, object]:
     return {name: _DEFAULTS[name] for name in names if getattr(arguments, name) != _DEFAULTS[name]}
 
 
+_OWN_ATTENTION = (
+    "attention_backend",
+    "prefill_attention_backend",
+    "decode_attention_backend",
+    "speculative_draft_attention_backend",
+)
+
+
 def _devices(arguments: Arguments) -> Iterator[str]:
     device = arguments.device
     if device != "auto":  # else who wrote the arguments may mean several machines, and gets a warning
         for name in without_effect(arguments, device):
             yield f"{name} contradicts device {device}, on which it has no effect; leave it out"
     if arguments.enable_deterministic_inference:
-        if arguments.device in ("cpu", "npu"):
-            yield f"enable_deterministic_inference contradicts device {arguments.device}, which has no such kernels"
+        for name in _OWN_ATTENTION:
+            if getattr(arguments, name):
+                yield f"{name} contradicts enable_deterministic_inference, which has one attention; leave one out"
         if arguments.tensor_parallel_size > 1:
-            yield "enable_deterministic_inference needs tensor_parallel_size 1: GPUs add up in an order of their own"
+            yield "enable_deterministic_inference needs tensor_parallel_size 1: ranks add up in an order of their own"
         for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
             if getattr(arguments, name) < 1:
                 yield f"{name} below 1 contradicts enable_deterministic_inference: guesses then change answers"
