@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import secrets
 import time
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ from actors.intake import Intake, Prompt
 from actors.journal import Journal
 from actors.life import Life
 from actors.outcomes import finish, first
+from actors.placement import heeded, place
 from actors.protocol import Flush
 from actors.reporting import Reporting
 from actors.requests import Chat, EngineDraining, EngineFailed, SamplingParams
@@ -182,7 +184,7 @@ class Engine:
                 self._system = system
                 self._reporting.start(system)
                 system.on_event(self._deaths.on_event)
-                soft, hard = self.arguments.soft_watchdog_timeout, self.arguments.watchdog_timeout
+                soft, hard = self.arguments.stall_seconds, self.arguments.watchdog_timeout
                 system.start_task(Watchdog(system, soft=soft, hard=hard).run, "troupe-watchdog")
                 try:
                     await self._serve(system)
@@ -219,13 +221,14 @@ class Engine:
 
     async def _set_up(self, system: ActorSystem) -> None:
         self.life.progress("model files", 0.0)
-        model = await open_model(self.arguments)
+        arguments = heeded(self.arguments, place(self.arguments, os.environ))
+        model = await open_model(arguments)
         self._model = model
         if model.speculation is not None:
             self.metrics.steps.speculation.algorithm = model.speculation.algorithm
         company = Company(
             system,
-            self.arguments,
+            arguments,
             model,
             journal=Journal(),
             vitals=self.vitals,

@@ -82,7 +82,7 @@ class Worker(Actor[WorkerProtocol]):
         progress("import", 0.0)
         config = msgspec.structs.replace(self._config.runner, rendezvous=message.rendezvous)
         limit = self._config.load_timeout
-        late = RuntimeError(f"the model was not loaded within {limit:g} s")
+        late = RuntimeError(f"the model was not loaded within {limit:g} s: raise --model-load-timeout if it goes on")
         timer = threading.Timer(limit, self._loop.call_soon_threadsafe, (self.context.crash, late))
         timer.daemon = True
         timer.start()
@@ -111,8 +111,7 @@ class Worker(Actor[WorkerProtocol]):
         (first, last), self._rested = self._rested, (0.0, 0.0)
         waited = max(0.0, last - max(first, sent))
         if self._faults is not None:
-            prefills = any(memoryview(batch.counts).cast("i")[row] > 1 for row in range(len(batch.counts) // 4))
-            self._faults.strike("prefill" if prefills or batch.admitted else "decode")
+            self._faults.strike_step(batch)
         step = self._runner.start(batch)
         if step.done:
             result = self._finish(step, batch.traces, sent, begun, waited)

@@ -100,7 +100,7 @@ class RequestTimeline(msgspec.Struct, eq=False, weakref=True):
     tenant: str = ""  # whose it is, where several share the engine
     traceparent: str | None = None  # of the work that brought the request; the request's own while it is traced
     request: dict[str, Value] = {}
-    probe: bool = False  # a health check's
+    probe: bool = False  # the server's own: of a health check or the warm-up. Neither measured nor logged
     hops: list[Hop] = []
     marks: list[Mark] = []
     prompt_tokens: int = 0

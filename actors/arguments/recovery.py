@@ -22,14 +22,36 @@ RECOVERY_ARGUMENTS: tuple[Argument, ...] = (
     Argument(
         name="soft-watchdog-timeout",
         kind="float",
-        default=60.0,
+        default=None,
+        default_text="60, or a fifth of --watchdog-timeout if that is less",
         minimum=0.0,
         maximum=86400.0,
         above=True,
         group="Runtime",
         metavar="SECONDS",
         help="An actor that works on one message for so long is reported in the log, with where it stands. Nothing "
-        "else happens to it.",
+        "else happens to it. Less than --watchdog-timeout.",
+    ),
+    Argument(
+        name="model-load-timeout",
+        kind="float",
+        default=1800.0,
+        minimum=0.0,
+        maximum=86400.0,
+        above=True,
+        group="Runtime",
+        metavar="SECONDS",
+        help="A worker that has not loaded the model by then ends: the first start fails, a later one is repeated.",
+    ),
+    Argument(
+        name="max-worker-restarts",
+        kind="int",
+        default=6,
+        minimum=0,
+        maximum=10_000,
+        group="Runtime",
+        help="How often within 300 s the workers are replaced; the next death ends the engine. A death that narrows "
+        "down which request caused an earlier one does not count.",
     ),
     Argument(
         name="standby-worker",
