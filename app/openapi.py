@@ -32,6 +32,15 @@ operations need the admin key, do not exist on a server that has an API key but 
 on loopback addresses only."""
 
 
+_IGNORED = {
+    "x-ignored-fields": {
+        "description": "The fields of the body that have no effect, where there are any.",
+        "required": False,
+        "schema": {"type": "string"},
+    }
+}
+
+
 async def openapi(service: Service, exchange: Exchange, body: None) -> Response:
     """OpenAPI 3.1."""
     arguments = service.arguments
@@ -86,6 +95,7 @@ def _operation(
         "responses": {
             "200": {
                 "description": "The answer.",
+                **({"headers": _IGNORED} if route.body is not None else {}),
                 "content": {kind: {"schema": answer} if kind == "application/json" else {} for kind in route.media},
             },
             "default": {"description": "An error.", "content": errors},

@@ -67,6 +67,7 @@ TokenIds = Annotated[list[TokenId], Meta(max_length=4_194_304)]
 Text = str
 """Bounded by the body, and by what fits the model's context."""
 Name = Annotated[str, Meta(max_length=512)]
+ToolName = Annotated[Name, Meta(extra_json_schema={"pattern": rf"^[a-zA-Z0-9_-]{{1,{LIMITS.tool_name_chars}}}$"})]
 Label = Annotated[str, Meta(max_length=LIMITS.request_id_chars)]
 Salt = Annotated[str, Meta(max_length=LIMITS.cache_salt_chars)]
 OwnTemplate = Annotated[str, Meta(max_length=LIMITS.template_chars)]
@@ -177,7 +178,7 @@ class ContentPart(msgspec.Struct, kw_only=True):
 
 
 class ToolCallFunction(msgspec.Struct, kw_only=True):
-    name: Name
+    name: ToolName
     arguments: Text | dict[str, Any] = ""
 
 
@@ -203,7 +204,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 
 
 class ToolFunction(msgspec.Struct, kw_only=True, omit_defaults=True):
-    name: Name
+    name: ToolName
     description: Text | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

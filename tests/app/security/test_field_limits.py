@@ -131,7 +131,12 @@ CONVERSATION: dict[str, list[Any]] = {
         (message(tool_call_id=OVER_NAME), "messages[0].tool_call_id", {}),
     ],
     "messages[].tool_calls": [
-        (message(tool_calls=[{"function": {"name": "f"}}] * (LIMITS.tools + 1)), "messages[0].tool_calls", {})
+        (
+            called(function={"name": "f", "arguments": '"' + "x" * LIMITS.tools_bytes + '"'}),
+            "messages[].tool_calls",
+            {},
+        ),
+        (message(tool_calls=[{"function": {"name": "f"}}] * (LIMITS.tools + 1)), "messages[0].tool_calls", {}),
     ],
     "messages[].tool_calls[].id": [(called(id=OVER_NAME), "messages[0].tool_calls[0].id", {})],
     "messages[].tool_calls[].type": [
@@ -152,7 +157,7 @@ CONVERSATION: dict[str, list[Any]] = {
             {},
         ),
     ],
-    "tools": [tool() * (LIMITS.tools + 1), 5],
+    "tools": [tool() * (LIMITS.tools + 1), tool(description="x" * (LIMITS.tools_bytes // 16)) * 16, 5],
     "tools[].type": [
         ([{"type": OVER_NAME, "function": {"name": "f"}}], "tools[0].type", {}),
         ([{"type": "other", "function": {"name": "f"}}], "tools[0].type", {}),
