@@ -134,11 +134,9 @@ _ATTENTION = (
     "decode_attention_backend",
     "speculative_draft_attention_backend",
 )
+_GRAPHS = ("cuda_graph_bs", "cuda_graph_max_bs", "disable_cuda_graph_padding")
 _EFFECTLESS = {
-    "cpu": (
-        *("npu_simulator", *_ATTENTION, "base_gpu_id", "gpu_id_step"),
-        *("cuda_graph_bs", "cuda_graph_max_bs", "disable_cuda_graph_padding", *_OF_PROMPTS),
-    ),
+    "cpu": ("npu_simulator", *_ATTENTION, "base_gpu_id", "gpu_id_step", *_GRAPHS, *_OF_PROMPTS),
     "cuda": ("npu_simulator", *_ATTENTION, "cpu_threads"),
     "npu": (*_OF_PROMPTS, "cpu_threads"),
 }
@@ -153,23 +151,15 @@ def without_effect(arguments: Arguments, device: str) -> dict[str, object]:
     return {name: _DEFAULTS[name] for name in names if getattr(arguments, name) != _DEFAULTS[name]}
 
 
-_OWN_ATTENTION = (
-    "attention_backend",
-    "prefill_attention_backend",
-    "decode_attention_backend",
-    "speculative_draft_attention_backend",
-)
-
-
 def _devices(arguments: Arguments) -> Iterator[str]:
     device = arguments.device
     if device != "auto":  # else who wrote the arguments may mean several machines, and gets a warning
         for name in without_effect(arguments, device):
             yield f"{name} contradicts device {device}, on which it has no effect; leave it out"
     if arguments.enable_deterministic_inference:
-        for name in _OWN_ATTENTION:
+        for name in (*_ATTENTION, *(_GRAPHS if device == "npu" else ())):
             if getattr(arguments, name):
-                yield f"{name} contradicts enable_deterministic_inference, which has one attention; leave one out"
+                yield f"{name} contradicts enable_deterministic_inference, where it has no effect; leave one out"
         if arguments.tensor_parallel_size > 1:
             yield "enable_deterministic_inference needs tensor_parallel_size 1: ranks add up in an order of their own"
         for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):

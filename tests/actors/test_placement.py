@@ -120,6 +120,8 @@ def test_deterministic_inference_takes_one_device_of_any_kind() -> None:
             arguments(device="cuda", enable_deterministic_inference=True, **lenient)
     with pytest.raises(ArgumentError, match="attention_backend contradicts enable_deterministic_inference"):
         arguments(device="npu", enable_deterministic_inference=True, attention_backend="ascend")
+    with pytest.raises(ArgumentError, match="cuda_graph_max_bs contradicts enable_deterministic_inference"):
+        arguments(device="npu", enable_deterministic_inference=True, cuda_graph_max_bs=8)
     for device in ("cpu", "npu", "cuda"):
         given = arguments(device=device, enable_deterministic_inference=True)
         assert runner_config(given, Path(), 64, Placement(device)).invariant

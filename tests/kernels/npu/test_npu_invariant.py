@@ -8,8 +8,10 @@ import torch
 
 from kernels.platforms.base import PlatformError
 from kernels.platforms.select import select_platform
+from kernels.speculative.settings import SpeculativeSettings
 from kernels.step import RunnerConfig, SlotSampling
-from tests.kernels.conftest import VOCAB
+from tests.kernels.conftest import VOCAB, ints
+from tests.kernels.speculative.layouts import make_layout
 from tests.kernels.verifying import made
 
 NPU = torch.device("npu:0")
@@ -78,3 +80,31 @@ def test_a_token_on_an_npu_is_the_same_in_any_company(family, options, reference
             found[slot].append(one.tobytes())
     for slot, prompt in enumerate(prompts, 1):
         assert (driver.tokens[slot][len(prompt) :], found[slot]) == alone[slot - 1]
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "NGRAM"])
+def test_draft_tokens_on_an_npu_change_no_bit(algorithm, drive, tmp_path):
+    """By trees of a draft, and by n-grams of a prompt that repeats itself."""
+    _, _, target, draft, _, _ = make_layout("eagle3", tmp_path)
+    prompt, sampling, given = (
+        [5, 6, 7, 8] * 6,
+        SlotSampling(temperature=0.7, seed=3, logprobs=2),
+        OPTIONS | {"max_slots": 3},
+    )
+    plain = drive(target, dtype="bfloat16", **given)
+    plain.admit(1, prompt, sampling=sampling)
+    bits = [plain.step([(1, plain.pending(1))]).logprobs for _ in range(8)]
+    tree = algorithm == "EAGLE3"
+    settings = SpeculativeSettings(
+        algorithm, str(draft) if tree else "", num_steps=3, topk=3 if tree else 1, num_draft_tokens=6
+    )
+    driver = drive(target, dtype="bfloat16", speculation=settings, **given)
+    driver.admit(1, prompt, sampling=sampling)
+    found, drafted = [driver.step([(1, len(prompt))]).logprobs], 0
+    while len(driver.tokens[1]) < len(plain.tokens[1]):
+        result = driver.step([(1, 1)], {1: 5})
+        found.append(result.logprobs)
+        drafted += sum(ints(result.drafted))
+    assert driver.tokens[1][: len(plain.tokens[1])] == plain.tokens[1]
+    assert b"".join(found)[: 4 * len(bits)] == b"".join(bits)
+    assert drafted
