@@ -10,6 +10,8 @@ from pathlib import Path
 import msgspec
 
 from actors.arguments import ArgumentError, Arguments
+from kernels.cpu.isa import VARIABLE as ISA_VARIABLE
+from kernels.cpu.isa import IsaError, chosen_isa, isa_environment
 from kernels.environment import worker_environment
 from kernels.npu.simulator.spec import SpecError
 from kernels.npu.simulator.spec import parse as parse_simulation
@@ -57,7 +59,8 @@ class Placement(msgspec.Struct, frozen=True):
         if arguments.tensor_parallel_size > 1 and "GLOO_SOCKET_IFNAME" not in environ:
             added["GLOO_SOCKET_IFNAME"] = _LOOPBACK  # else gloo listens where the host's name points to
         if self.device == "cpu":
-            return added
+            limits: dict[str, str] = isa_environment({**environ, **_isa_variable(arguments)})
+            return added | limits
         variable, devices = _VISIBLE[self.device], _PLURALS[self.device]
         index = arguments.base_gpu_id + rank * arguments.gpu_id_step
         visible = [part.strip() for part in environ.get(variable, "").split(",") if part.strip()]
@@ -87,7 +90,19 @@ def place(arguments: Arguments, environ: Mapping[str, str]) -> Placement:
             f"enable_deterministic_inference: the device that is here, {found.device}, has no kernels for it; leave it "
             "out, or use a GPU (device cuda)"
         )
+    if found.device == "cpu":
+        try:
+            chosen_isa({**environ, **_isa_variable(arguments)})
+        except IsaError as error:
+            raise ArgumentError(f"{ISA_VARIABLE if arguments.cpu_isa is None else 'cpu_isa'}: {error}") from None
+    elif arguments.cpu_isa is not None:
+        raise ArgumentError(f"cpu_isa: the device that is here is {found.device}; leave it out, or use device cpu")
     return found
+
+
+def _isa_variable(arguments: Arguments) -> dict[str, str]:
+    """The variable as the argument sets it; empty where the environment decides."""
+    return {} if arguments.cpu_isa is None else {ISA_VARIABLE: arguments.cpu_isa}
 
 
 def _place(arguments: Arguments, environ: Mapping[str, str]) -> Placement:

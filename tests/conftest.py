@@ -1,7 +1,13 @@
 from __future__ import annotations
 
-import logging
+# isort: off
 import os
+
+from kernels.cpu.isa import isa_environment
+
+os.environ.update(isa_environment(os.environ))  # before torch, which reads its limits once
+# isort: on
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -124,6 +124,8 @@ def _devices(arguments: Arguments) -> Iterator[str]:
                 yield f"{name} contradicts device {arguments.device}; leave one out"
         if arguments.sampling_backend == "ascend":
             yield f"sampling_backend ascend contradicts device {arguments.device}; leave one out"
+    if arguments.device in ("npu", "cuda") and arguments.cpu_isa is not None:
+        yield f"cpu_isa contradicts device {arguments.device}; leave one out"
     for name in _GRAPHS_OF.get(arguments.device, ()):
         if getattr(arguments, name):
             yield f"{name} contradicts device {arguments.device}, which has no such graphs; leave one out"

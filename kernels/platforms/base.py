@@ -66,6 +66,8 @@ class Platform(Projections):
     take; 0: that is not known. ``verifies_apart``: whether guesses are worth verifying in steps of decodes alone.
     ``accepts``: whether it has an ``accept`` of its own.
 
+    ``cpu_isa``: the instruction set that its operators may use, on a CPU; "" elsewhere.
+
     ``cache_dtype``: what caches are made in from now on; None: the model's. ``scale_dtype``: of a token's scale in one
     of 8 bits.
     """
@@ -84,6 +86,7 @@ class Platform(Projections):
     verified_tokens: int = 0
     verifies_apart: bool = False
     accepts: bool = False
+    cpu_isa: str = ""
     cache_dtype: torch.dtype | None = None
     scale_dtype: torch.dtype = SCALE
 

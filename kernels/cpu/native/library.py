@@ -17,7 +17,10 @@ import weakref
 from pathlib import Path
 from typing import NamedTuple
 
+from kernels.cpu.isa import CpuIsa
+
 __all__ = [
+    "NEEDED_ISA",
     "Awaited",
     "BuildError",
     "Chain",
@@ -51,6 +54,7 @@ class Source(NamedTuple):
 
 FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC", "-pthread", "-march=sapphirerapids", "-fno-math-errno")
 COMPILERS = ("g++", "clang++", "c++")
+NEEDED_ISA = CpuIsa.AMX
 OPERATORS = Source(HERE / "program.cpp", FLAGS, "cpu")
 
 
