@@ -192,6 +192,7 @@ class CpuPlatform(Platform):
         if isinstance(weight, Int8Weight) and weight.activation is not None:
             linear = CpuInt8Linear(weight, bias, self._native)
             self._linears.add(linear)
+            self.widened_bytes += linear.extra_bytes
             return linear
         found = weight.grouped() if isinstance(weight, Int8Weight) else weight
         if isinstance(found, GroupedWeight):
