@@ -54,8 +54,7 @@ class Placement(msgspec.Struct, frozen=True):
         collective gives up earlier, so that its own error is what gets reported.
         Raises ArgumentError for a device that the environment hides.
         """
-        # Without it, importing torch imports torch_npu wherever that is installed, which fails where CANN is not.
-        added: dict[str, str] = worker_environment(environ) | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+        added: dict[str, str] = worker_environment(environ)
         if arguments.tensor_parallel_size > 1 and "GLOO_SOCKET_IFNAME" not in environ:
             added["GLOO_SOCKET_IFNAME"] = _LOOPBACK  # else gloo listens where the host's name points to
         if self.device == "cpu":

@@ -12,6 +12,7 @@ from actors.gguf_tokenizer import GgufTokenizerError, build_tokenizer
 from actors.model_files import ModelFiles, ModelPathError
 from actors.requests import InvalidRequest
 from actors.token_pieces import TokenPieces
+from actors.tokenizer_conversion import ConversionError, convert_tokenizer
 from kernels.gguf.header import GgufError, read_header
 
 __all__ = ["TextCodec", "is_request_scoped", "load_tokenizer"]
@@ -49,18 +50,15 @@ def load_tokenizer(path: Path, mode: str) -> Tokenizer:
             return Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
             raise ModelPathError(f"{file} cannot be read as a tokenizer: {error}") from error
-    # Slow to import, so only where it is needed: models that ship no tokenizer.json.
+    # Slow, so only where it is needed: models that ship no tokenizer.json.
     try:
-        from transformers import AutoTokenizer
-
-        loaded: Any = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+        backend = convert_tokenizer(path)
+    except (OSError, ConversionError) as error:
         raise ModelPathError(
-            f"{path} has no tokenizer that can be loaded ({type(error).__name__}: {error}). "
+            f"{path} has no tokenizer that can be loaded ({error}). "
             "Give --tokenizer-path a directory with tokenizer.json, or --skip-tokenizer-init and send token ids."
         ) from error
-    backend = getattr(loaded, "backend_tokenizer", None)
-    if not isinstance(backend, Tokenizer):
+    if backend is None:
         raise ModelPathError(
             f"The tokenizer in {path} has no fast form. Convert it to tokenizer.json and give it as --tokenizer-path."
         )

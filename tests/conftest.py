@@ -4,8 +4,9 @@ from __future__ import annotations
 import os
 
 from kernels.cpu.isa import isa_environment
+from kernels.environment import NO_AUTOLOAD
 
-os.environ.update(isa_environment(os.environ))  # before torch, which reads its limits once
+os.environ.update(NO_AUTOLOAD | isa_environment(os.environ))  # before torch, which reads both once
 # isort: on
 import logging
 import sys
