@@ -48,6 +48,8 @@ _MAX_TIMEOUT = 86400.0
 _READERS_A_TURN = 32
 """Streams that are woken in one turn of the loop: each may cost its reader a write to a socket."""
 
+_MAX_TOKENS = 2**31
+
 _CHOICES_PER_CONTEXT = 16
 """One request's choices together may ask for this many contexts of tokens."""
 
@@ -128,11 +130,19 @@ class Intake:
         now = time.monotonic()
         timeout = self._arguments.request_timeout if timeout is None else timeout
         deadline = None if timeout is None else now + timeout
-        ticket = self.door.enter(params.n, _estimate(prompt) * params.n, now, tenant)
+        ticket = self.door.enter(
+            params.n, _ticket_tokens(_estimate(prompt), params.max_tokens or 0, params), now, tenant
+        )
         admission = timeline.open_hop("admission")
         if admission is not None:
             timeline.finish(admission, now, choices=params.n, priority=priority)
-        buffer = StreamBuffer(timeline, params.n, interval=self._arguments.stream_interval, turnstile=self._readers)
+        buffer = StreamBuffer(
+            timeline,
+            params.n,
+            interval=self._arguments.stream_interval,
+            turnstile=self._readers,
+            shares_prompt_logprobs=params.n > 1 and params.prompt_logprobs is not None,
+        )
         self._requests[buffer.request_id] = _Request(
             buffer=buffer,
             timeline=timeline,
@@ -213,11 +223,14 @@ class Intake:
         if self._company.faults is not None:
             await self._company.faults.strike_async("admission")
         params, prompt, encoding = request.params, request.prompt, self.encoding
-        ids = await encoding.tokenize(prompt, request.timeline) if isinstance(prompt, (str, Chat)) else list(prompt)
+        if isinstance(prompt, (str, Chat)):
+            ids = await encoding.tokenize(prompt, request.timeline, request.ticket.tenant)
+        else:
+            ids = list(prompt)
         bad_words = [ids for word in params.bad_words for ids in await encoding.spellings(word)]
         self._wanted(buffer)
         ids, max_tokens = self._measure(ids, params)
-        self.door.correct(request.ticket, len(ids) * params.n)
+        self.door.correct(request.ticket, _ticket_tokens(len(ids), max_tokens, params))
         request.prompt_tokens = request.timeline.prompt_tokens = len(ids)
         specs = self._write_down(request, ids, max_tokens, tuple(bad_words))
         await self._company.scheduler.tell(Submit(sequences=specs))
@@ -240,11 +253,16 @@ class Intake:
         if self._arguments.allow_auto_truncate:
             if len(ids) >= context:
                 ids = ids[: context - min(max_tokens or 1, context - 1)]
-            return ids, min(max_tokens or context, context - len(ids))
-        room = context - len(ids)
-        if room < 1 or (max_tokens is not None and max_tokens > room):
-            raise self._model.too_long(len(ids), max_tokens)
-        return ids, max_tokens or room
+            room = context - len(ids)
+            max_tokens = min(max_tokens, room) if max_tokens is not None else None
+        else:
+            room = context - len(ids)
+            if room < 1 or (max_tokens is not None and max_tokens > room):
+                raise self._model.too_long(len(ids), max_tokens)
+        if max_tokens is None:
+            max_tokens = min(room, _most_scored_tokens(len(ids), params))
+        _check_logprobs(len(ids), max_tokens, params)
+        return ids, max_tokens
 
     def _write_down(
         self, request: _Request, ids: list[int], max_tokens: int, bad_words: tuple[tuple[int, ...], ...]
@@ -254,11 +272,15 @@ class Intake:
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         eos_ids = () if params.ignore_eos else self._model.eos_ids
         stop_ids = tuple(dict.fromkeys((*eos_ids, *params.stop_token_ids)))
+        # The first choice scores the prompt for all; the others wait for its pages in the prefix cache.
+        unscored = msgspec.structs.replace(params, prompt_logprobs=None)
         specs = tuple(
             SequenceSpec(
                 sequence=next(self._numbers),
                 prompt=packed,
-                sampling=slot_sampling(params, index=index, seed=seed, stop_ids=stop_ids, bad_words=bad_words),
+                sampling=slot_sampling(
+                    unscored if index else params, index=index, seed=seed, stop_ids=stop_ids, bad_words=bad_words
+                ),
                 max_tokens=max_tokens,
                 min_tokens=params.min_tokens,
                 stop_ids=stop_ids,
@@ -321,12 +343,16 @@ class Intake:
             with contextlib.suppress(MailboxFull):
                 self._company.scheduler.offer(Abort(sequences=tuple(sequences)))
 
-    def abort(self, request_id: str | None, *, all_: bool) -> int:
-        """Abort the requests of this id (the engine's own, or the caller's label), or all; how many there were."""
+    def abort(self, request_id: str | None, *, all_: bool, tenant: str | None = None) -> int:
+        """Abort the requests of this id (the engine's own, or the caller's label), or all; how many there were.
+
+        With a ``tenant`` only those of that one.
+        """
         chosen = [
             request
             for request in self._requests.values()
-            if all_ or (request_id is not None and request_id in (request.buffer.request_id, request.label))
+            if (tenant is None or tenant == request.ticket.tenant)
+            and (all_ or (request_id is not None and request_id in (request.buffer.request_id, request.label)))
         ]
         now = time.monotonic()
         for request in chosen:
@@ -387,6 +413,46 @@ def _salt(cache_salt: str | None) -> bytes:
         raise InvalidRequest(
             "cache_salt holds half a surrogate pair, which no text contains. Send UTF-8.", param="cache_salt"
         ) from None
+
+
+def _logprob_entries(prompt_tokens: int, max_tokens: int, params: SamplingParams) -> int:
+    """The log-probabilities that a request may be answered with, all choices and alternatives together."""
+    entries = 0
+    if params.prompt_logprobs is not None:
+        entries += prompt_tokens * (1 + params.prompt_logprobs)
+    if params.logprobs is not None:
+        entries += max_tokens * (1 + params.logprobs)
+    return params.n * entries
+
+
+def _most_scored_tokens(prompt_tokens: int, params: SamplingParams) -> int:
+    """The most output tokens of a choice whose log-probabilities may all be answered; at least one."""
+    if params.logprobs is None:
+        return _MAX_TOKENS
+    left = LIMITS.logprob_entries - _logprob_entries(prompt_tokens, 0, params)
+    return max(left // (params.n * (1 + params.logprobs)), 1)
+
+
+def _check_logprobs(prompt_tokens: int, max_tokens: int, params: SamplingParams) -> None:
+    """Raise InvalidRequest for more log-probabilities than one answer may have."""
+    entries = _logprob_entries(prompt_tokens, max_tokens, params)
+    if entries > LIMITS.logprob_entries:
+        of_prompt = _logprob_entries(prompt_tokens, 0, params)
+        field = "prompt_logprobs" if 2 * of_prompt > entries else "logprobs"
+        raise InvalidRequest(
+            f"{field}: {prompt_tokens} prompt tokens and up to {max_tokens} output tokens, times {params.n} choices "
+            f"and their alternatives, are {entries} log-probabilities; at most {LIMITS.logprob_entries} are answered. "
+            "Ask for fewer alternatives, tokens or choices.",
+            param=field,
+            code="too_many_logprobs",
+        )
+
+
+def _ticket_tokens(prompt_tokens: int, max_tokens: int, params: SamplingParams) -> int:
+    """What a ticket counts: the prompt for each choice, and log-probabilities, as many of which count as a token as a
+    token may have alternatives."""
+    entries = min(_logprob_entries(prompt_tokens, max_tokens, params), LIMITS.logprob_entries)
+    return params.n * prompt_tokens + -(-entries // LIMITS.logprobs)
 
 
 def _estimate(prompt: Prompt) -> int:

@@ -16,18 +16,18 @@ PARALLELISM_ARGUMENTS: tuple[Argument, ...] = (
         maximum=64,
         group="Devices and kernels",
         metavar="N",
-        help="Devices that run the model together, a worker process each: N NPUs, or on the CPU N processes that share "
-        "its cores. N must divide the model's attention heads, its inner dimension and its vocabulary.",
+        help="Devices that run the model together, a worker process each: N NPUs or GPUs, or on the CPU N processes "
+        "that share its cores. N must divide the model's attention heads, its inner dimension and its vocabulary.",
     ),
     Argument(
         name="dist-init-addr",
         aliases=("nccl-init-addr",),
         kind="str",
         default=None,
-        default_text="a free port of 127.0.0.1, another one after each restart",
+        default_text="a file in a private folder",
         group="Devices and kernels",
         metavar="HOST:PORT",
-        help="Where the workers of one model find each other. The host is an address of this machine; nothing "
-        "listens on another.",
+        help="Address where the workers of one model find each other, one of this machine. Anyone who reaches the port "
+        "may disturb them: torch asks for no password. Without it no port is opened for this.",
     ),
 )
