@@ -12,6 +12,8 @@ import msgspec
 
 from actors.arguments import ArgumentError, Arguments
 from actors.arguments.consistency import without_effect
+from kernels.cpu.isa import VARIABLE as ISA_VARIABLE
+from kernels.cpu.isa import IsaError, chosen_isa, isa_environment
 from kernels.environment import worker_environment
 from kernels.npu.simulator.spec import SpecError
 from kernels.npu.simulator.spec import parse as parse_simulation
@@ -56,14 +58,14 @@ class Placement(msgspec.Struct, frozen=True):
         collective gives up earlier, so that its own error is what gets reported.
         Raises ArgumentError for a device that the environment hides.
         """
-        # Without it, importing torch imports torch_npu wherever that is installed, which fails where CANN is not.
-        added: dict[str, str] = worker_environment(environ) | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+        added: dict[str, str] = worker_environment(environ)
         if arguments.tensor_parallel_size > 1:
             # Else they listen where the host's name points to, or on its first interface. All ranks are on this host.
             names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if self.device == "cuda" else ("GLOO_SOCKET_IFNAME",)
             added |= {name: _LOOPBACK for name in names if name not in environ}
         if self.device == "cpu":
-            return added
+            limits: dict[str, str] = isa_environment({**environ, **_isa_variable(arguments)})
+            return added | limits
         variable, devices = _VISIBLE[self.device], _PLURALS[self.device]
         index = arguments.base_gpu_id + rank * arguments.gpu_id_step
         visible = [part.strip() for part in environ.get(variable, "").split(",") if part.strip()]
@@ -79,6 +81,11 @@ class Placement(msgspec.Struct, frozen=True):
         if not self.simulator:
             defaults["PYTORCH_NPU_ALLOC_CONF"] = "expandable_segments:True"
         return added | {name: value for name, value in defaults.items() if name not in environ}
+
+
+def _isa_variable(arguments: Arguments) -> dict[str, str]:
+    """The variable as the argument sets it; empty where the environment decides."""
+    return {} if arguments.cpu_isa is None else {ISA_VARIABLE: arguments.cpu_isa}
 
 
 def heeded(arguments: Arguments, placement: Placement) -> Arguments:
@@ -102,6 +109,16 @@ def place(arguments: Arguments, environ: Mapping[str, str]) -> Placement:
     Raises ArgumentError when the environment's simulator cannot be understood, or the device that is there cannot do
     what is asked for.
     """
+    found = _place(arguments, environ)
+    if found.device == "cpu":
+        try:
+            chosen_isa({**environ, **_isa_variable(arguments)})
+        except IsaError as error:
+            raise ArgumentError(f"{ISA_VARIABLE if arguments.cpu_isa is None else 'cpu_isa'}: {error}") from None
+    return found
+
+
+def _place(arguments: Arguments, environ: Mapping[str, str]) -> Placement:
     if arguments.device in ("cpu", "cuda"):
         return Placement(arguments.device)
     simulator = arguments.npu_simulator or environ.get(SIMULATOR_VARIABLE, "").strip()

@@ -13,6 +13,7 @@ from actors.gguf_tokenizer import GgufTokenizerError, build_tokenizer
 from actors.model_files import ModelFiles, ModelPathError
 from actors.requests import InvalidRequest
 from actors.token_pieces import TokenPieces
+from actors.tokenizer_conversion import ConversionError, convert_tokenizer
 from kernels.gguf.header import GgufError, read_header
 
 __all__ = ["TextCodec", "is_request_scoped", "load_tokenizer"]
@@ -74,18 +75,15 @@ def _other_tokenizer(path: Path) -> Tokenizer:
 
 def _converted(path: Path, *, named: Path | None = None) -> Tokenizer:
     """What transformers makes of a directory; errors name ``named`` instead of ``path``."""
-    # Slow to import, so only where it is needed: models that ship no tokenizer.json.
+    # Slow, so only where it is needed: models that ship no tokenizer.json.
     try:
-        from transformers import AutoTokenizer
-
-        loaded: Any = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+        backend = convert_tokenizer(path)
+    except (OSError, ConversionError) as error:
         raise ModelPathError(
-            f"{named or path} has no tokenizer that can be loaded ({type(error).__name__}: {error}). "
+            f"{named or path} has no tokenizer that can be loaded ({error}). "
             "Give --tokenizer-path a directory with tokenizer.json, or --skip-tokenizer-init and send token ids."
         ) from error
-    backend = getattr(loaded, "backend_tokenizer", None)
-    if not isinstance(backend, Tokenizer):
+    if backend is None:
         raise ModelPathError(
             f"The tokenizer in {named or path} has no fast form. Convert it to tokenizer.json and give it as "
             "--tokenizer-path."

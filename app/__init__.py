@@ -32,11 +32,14 @@ def _application() -> Troupe:
 async def asgi(scope: Any, receive: Any, send: Any) -> None:
     """The ASGI application. Wrong arguments fail the server's start with a message that names them."""
     if scope["type"] == "lifespan":
-        from actors.arguments import ArgumentError
-
         try:
             _application()
-        except ArgumentError as error:
+        except (ImportError, ValueError) as error:  # a package in the place of ours, wrong arguments
+            if not isinstance(error, ImportError):
+                from actors.arguments import ArgumentError
+
+                if not isinstance(error, ArgumentError):
+                    raise
             await receive()
             await send({"type": "lifespan.startup.failed", "message": str(error)})
             return

@@ -189,6 +189,7 @@ def load_model(
         architecture=part.architecture,
         dtype=str(dtype).removeprefix("torch."),
         device=platform.name,
+        cpu_isa=platform.cpu_isa,
         vocab_size=part.vocab_size,
         context_length=context,
         layers=part.layers,

@@ -212,3 +212,4 @@ class ModelInfo(msgspec.Struct, frozen=True):
     draft_weight_bytes: int = 0
     cache_dtype: str = ""
     cache_token_bytes: int = 0  # of one token's keys and values over all layers, their scales among them
+    cpu_isa: str = ""  # the instruction set that a CPU's operators may use

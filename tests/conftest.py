@@ -1,7 +1,14 @@
 from __future__ import annotations
 
-import logging
+# isort: off
 import os
+
+from kernels.cpu.isa import isa_environment
+from kernels.environment import NO_AUTOLOAD
+
+os.environ.update(NO_AUTOLOAD | isa_environment(os.environ))  # before torch, which reads both once
+# isort: on
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -15,22 +15,33 @@ import httpx
 from app.understudy import MODEL_DIR
 from tests.gguf_writer import write_gguf
 
-__all__ = ["QUANTIZE", "SERVER", "serve", "write_as"]
+__all__ = ["QUANTIZE", "SERVER", "MissingTool", "serve", "write_as"]
 
 SERVER, QUANTIZE = shutil.which("llama-server"), shutil.which("llama-quantize")
+
+
+class MissingTool(RuntimeError):
+    """A program or library of llama.cpp is needed and not found."""
+
+
 PATIENCE = 240
 """Seconds until a server that is not ready is a failure."""
 
 
 def write_as(kind: str, directory: Path) -> Path:
-    """The model in the box as a file of ``kind``: of one type by the gguf package, of a mixture by llama-quantize."""
+    """The model in the box as a file of ``kind``: of one type by the gguf package, of a mixture by llama-quantize.
+
+    Raises MissingTool.
+    """
     made = directory / f"box.{kind}.gguf"
     if not kind.startswith("I") and "_K" not in kind:
         return write_gguf(MODEL_DIR, made, kind)
+    if QUANTIZE is None:
+        raise MissingTool(f"llama-quantize makes files of {kind}; put llama.cpp's on the PATH")
     whole = directory / "box.gguf"
     if not whole.is_file():
         write_gguf(MODEL_DIR, whole)
-    subprocess.run([str(QUANTIZE), whole, made, kind, "1"], check=True, capture_output=True)
+    subprocess.run([QUANTIZE, whole, made, kind, "1"], check=True, capture_output=True)
     return made
 
 

@@ -10,6 +10,8 @@ import os
 import shutil
 import sys
 
+from kernels.environment import hide_broken_npu
+
 __all__ = ["REASON", "SPEC"]
 
 SPEC = os.environ.get("TROUPE_NPU_SIMULATOR") or "A2"
@@ -18,7 +20,6 @@ REASON = ""
 if importlib.util.find_spec("torch_npu") is None:
     REASON = "torch_npu is not installed: pip install -e '.[npu-sim]'"
 elif shutil.which("gcc") is None or shutil.which("nm") is None:
-    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # else a plain import of torch fails beside torch_npu
     REASON = "the NPU simulator needs gcc and nm (binutils)"
 else:
     from kernels.npu.simulator.activate import activate, active
@@ -27,3 +28,5 @@ else:
         REASON = "torch was imported before the simulator: run tests/kernels/npu in a process of its own"
     else:
         activate(SPEC)
+if REASON:
+    hide_broken_npu()

@@ -137,8 +137,8 @@ _ATTENTION = (
 _GRAPHS = ("cuda_graph_bs", "cuda_graph_max_bs", "disable_cuda_graph_padding")
 _EFFECTLESS = {
     "cpu": ("npu_simulator", *_ATTENTION, "base_gpu_id", "gpu_id_step", *_GRAPHS, *_OF_PROMPTS),
-    "cuda": ("npu_simulator", *_ATTENTION, "cpu_threads"),
-    "npu": (*_OF_PROMPTS, "cpu_threads"),
+    "cuda": ("npu_simulator", *_ATTENTION, "cpu_threads", "cpu_isa"),
+    "npu": (*_OF_PROMPTS, "cpu_threads", "cpu_isa"),
 }
 """What has no effect on a device. Turning off graphs that a device does not have is no mistake."""
 

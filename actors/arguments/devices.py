@@ -29,6 +29,17 @@ DEVICE_ARGUMENTS: tuple[Argument, ...] = (
         "simulated, else an NVIDIA GPU when triton is installed and one is there, else the CPU.",
     ),
     Argument(
+        name="cpu-isa",
+        kind="str",
+        default=None,
+        default_text="what the environment variable TROUPE_CPU_ISA says, else auto",
+        choices=("auto", "amx", "avx512", "avx2", "torch"),
+        group="Devices and kernels",
+        help="The instruction set that the CPU's operators may use, oneDNN's and ATen's among them: auto is all that "
+        "the processor has; avx512 leaves AMX unused, avx2 AVX-512 as well; torch runs PyTorch's operators alone, with "
+        "all that the processor has. More than the processor has is refused.",
+    ),
+    Argument(
         name="base-gpu-id",
         kind="int",
         default=0,

@@ -121,6 +121,7 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
     random_seed: int | None = None
 
     device: Literal["auto", "cpu", "npu", "cuda"] = "auto"
+    cpu_isa: Literal["auto", "amx", "avx512", "avx2", "torch"] | None = None
     base_gpu_id: int = 0
     gpu_id_step: int = 1
     watchdog_timeout: float = 300.0

@@ -14,6 +14,7 @@ from typing import Any
 
 from app.understudy import MODEL_DIR
 from app.understudy.examination import Question, listed_rightly, questions
+from kernels.environment import hide_broken_npu
 
 __all__ = ["Reply", "main", "score", "with_server", "with_transformers"]
 
@@ -34,6 +35,7 @@ Answerer = Callable[[Sequence[Question]], list[Reply]]
 
 def with_transformers(directory: Path, device: str = "cpu", batch: int = 64, sample: bool = False) -> Answerer:
     """An answerer with transformers' own model class in bfloat16: greedy, or with the generation defaults."""
+    hide_broken_npu()
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

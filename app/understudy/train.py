@@ -12,6 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from kernels.environment import NO_AUTOLOAD
+
+os.environ.update(NO_AUTOLOAD)
+# isort: split
 import numpy as np
 import torch
 from safetensors.torch import save_file

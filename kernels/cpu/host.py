@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kernels.platforms.base import Memory
 
-__all__ = ["has_tiles", "host_memory", "usable_cores"]
+__all__ = ["host_memory", "usable_cores"]
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -21,15 +21,6 @@ def usable_cores() -> int:
     cores = {_siblings(cpu) for cpu in cpus}
     quota = _cpu_quota()
     return max(1, len(cores) if quota is None else min(len(cores), int(quota)))
-
-
-def has_tiles() -> bool:
-    """Whether the processor multiplies bf16 matrices by itself (AMX), and has the vectors that go with it."""
-    try:
-        flags = set(Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split())
-    except OSError:
-        return False
-    return {"amx_bf16", "avx512_bf16", "avx512_fp16"} <= flags
 
 
 def host_memory() -> Memory:

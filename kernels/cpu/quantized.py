@@ -29,6 +29,11 @@ class CpuInt8Linear:
         if native is not None:
             self.adopt(native)
 
+    @property
+    def extra_bytes(self) -> int:
+        """Taken beside the weight's own, until there are native products."""
+        return 0 if self._plain is None else self._plain.extra_bytes
+
     def __call__(self, x: Tensor) -> Tensor:
         if self.native is not None:
             if self._packed is not None:

@@ -67,6 +67,8 @@ class Platform(Projections):
     ``accepts``: whether it has an ``accept`` of its own. ``samples_apart``: whether each row is sampled by itself, so
     that the others cannot change the last bits of its scores.
 
+    ``cpu_isa``: the instruction set that its operators may use, on a CPU; "" elsewhere.
+
     ``cache_dtype``: what caches are made in from now on; None: the model's. ``scale_dtype``: of a token's scale in one
     of 8 bits.
     """
@@ -86,6 +88,7 @@ class Platform(Projections):
     verifies_apart: bool = False
     accepts: bool = False
     samples_apart: bool = False
+    cpu_isa: str = ""
     cache_dtype: torch.dtype | None = None
     scale_dtype: torch.dtype = SCALE
 

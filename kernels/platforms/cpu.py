@@ -1,5 +1,5 @@
-"""The CPU platform: native operators for bf16 where the processor has AMX; else plain torch operators, bf16 through
-oneDNN, and fp32."""
+"""The CPU platform: native operators for bf16 where the processor has AMX and the user does not limit it to less; else
+plain torch operators, bf16 through oneDNN, and fp32."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from kernels.blocks import likeliest
 from kernels.cpu.attention import AttentionPlan, AttentionPlanner, with_short
 from kernels.cpu.caches import attend, clear_pages, make_caches, make_narrow_caches, move_tokens, write_tokens
 from kernels.cpu.experts import CpuExperts
-from kernels.cpu.host import has_tiles, host_memory, usable_cores
+from kernels.cpu.host import host_memory, usable_cores
+from kernels.cpu.isa import IsaError, chosen_isa, processor_isa
 from kernels.cpu.linear import CpuLinear, TiedLinear, bf16_is_fast
 from kernels.cpu.narrow_cache import NarrowPages, NarrowPlan
-from kernels.cpu.native.library import Awaited, built, open_library, start_build
+from kernels.cpu.native.library import NEEDED_ISA, Awaited, built, open_library, start_build
 from kernels.cpu.native_blocks import NativeBlocks
 from kernels.cpu.native_fp8 import NativeFp8
 from kernels.cpu.native_grouped import NativeGrouped
@@ -70,6 +71,11 @@ class CpuPlatform(Platform):
 
     def __init__(self, threads: int = 0, ranks: int = 1) -> None:
         self.device = torch.device("cpu")
+        try:
+            self.isa = chosen_isa()
+        except IsaError as error:
+            raise PlatformError(f"TROUPE_CPU_ISA: {error}") from None
+        self.cpu_isa = str(self.isa)
         self.threads = threads or max(1, (usable_cores() - 1) // ranks)
         self._ranks = ranks
         self._planner: AttentionPlanner | None = None
@@ -98,12 +104,12 @@ class CpuPlatform(Platform):
 
     def _find_native(self) -> None:
         """Take the native operators, or have them compiled for later."""
-        if self._native is not None or not bf16_is_fast():
+        if self._native is not None or self.isa < NEEDED_ISA or not bf16_is_fast():
             return
         library = open_library()
         if library is not None:
             self._native = Native(library, self._native_threads)
-        elif built() is None and has_tiles():
+        elif built() is None:
             self._building = start_build()
 
     def renew(self) -> bool:
@@ -186,6 +192,7 @@ class CpuPlatform(Platform):
         if isinstance(weight, Int8Weight) and weight.activation is not None:
             linear = CpuInt8Linear(weight, bias, self._native)
             self._linears.add(linear)
+            self.widened_bytes += linear.extra_bytes
             return linear
         found = weight.grouped() if isinstance(weight, Int8Weight) else weight
         if isinstance(found, GroupedWeight):
@@ -198,7 +205,9 @@ class CpuPlatform(Platform):
             return super().make_quantized(weight, bias)
         native = self._wait_for_native()
         if native is None:
-            reason = "there are no native products, which need AMX and a C++ compiler"
+            reason = f"there are no native products, which need {str(NEEDED_ISA).upper()} and a C++ compiler"
+            if self.isa < NEEDED_ISA <= processor_isa():
+                reason = f"--cpu-isa {self.isa} switches the native products off"
             return self.make_dequantized(weight, bias, reason)
         packed: CpuGroupedLinear | CpuBlocksLinear
         if isinstance(found, GroupedWeight | Fp8Weight):

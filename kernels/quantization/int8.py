@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
 from kernels.quantization.weights import Int8Weight, StaticActivation
 
-__all__ = ["Int8Linear", "round_tokens"]
+__all__ = ["Int8Linear", "exact_products", "round_tokens"]
 
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -27,18 +29,51 @@ def round_tokens(x: Tensor, weight: Int8Weight) -> tuple[Tensor, Tensor]:
     return (wide / scales).round_().clamp_(-127, 127).to(torch.int8), scales
 
 
+@cache
+def _sums_are_exact() -> bool:
+    """Whether torch._int_mm adds up whole numbers of 8 bits exactly here.
+
+    Processors without VNNI (before Cascade Lake and Zen 4) add two products in 16 bits, which saturate.
+    """
+    most = torch.full((32, 64), 127, dtype=torch.int8)
+    return bool((torch._int_mm(most, most.t()) == 127 * 127 * 64).all())
+
+
+def exact_products(whole: Tensor, values: Tensor) -> Tensor:
+    """int8 [tokens, inputs] by int8 [inputs, outputs] -> int32 [tokens, outputs], on every processor."""
+    return _products(whole, values, None if _sums_are_exact() else _halves(values))
+
+
+def _halves(values: Tensor) -> tuple[Tensor, Tensor]:
+    """``values`` int8 as ``16 * high + low``, of 4 bits each: their products do not saturate."""
+    return values >> 4, values & 15
+
+
+def _products(whole: Tensor, values: Tensor, halves: tuple[Tensor, Tensor] | None) -> Tensor:
+    if halves is None:
+        return torch._int_mm(whole, values)
+    high, low = halves
+    return torch._int_mm(whole, high).mul_(16).add_(torch._int_mm(whole, low))
+
+
 class Int8Linear:
-    """``x @ weight.T + bias`` of whole numbers, by torch._int_mm, whose sums are exact."""
+    """``x @ weight.T + bias`` of whole numbers, by torch._int_mm. Where that would saturate, each weight is also kept
+    as two of 4 bits.
+
+    ``extra_bytes``: taken beside the weight's own.
+    """
 
     def __init__(self, weight: Int8Weight, bias: Tensor | None) -> None:
         self.weight = weight
         self.bias = bias
         self._values = weight.values.t()
+        self._halves = None if _sums_are_exact() else _halves(self._values)
+        self.extra_bytes = 0 if self._halves is None else sum(half.nbytes for half in self._halves)
 
     def __call__(self, x: Tensor) -> Tensor:
         weight = self.weight
         whole, scales = round_tokens(x, weight)
-        sums = torch._int_mm(whole, self._values)
+        sums = _products(whole, self._values, self._halves)
         if weight.correction is not None:
             sums = sums + weight.correction
         out = sums.float().mul_(scales * weight.scales)

@@ -12,6 +12,8 @@ from actors import placement
 from actors.arguments import ArgumentError, Arguments
 from actors.configuration import runner_config
 from actors.placement import Placement, heeded, place
+from kernels.cpu import isa
+from kernels.cpu.isa import CpuIsa
 from kernels.platforms.base import PlatformError
 from kernels.platforms.cpu_invariant import InvariantCpuPlatform
 from kernels.platforms.select import select_platform
@@ -192,3 +194,30 @@ def test_placing_imports_no_torch() -> None:
 
 def test_pages_are_larger_on_an_accelerator() -> None:
     assert [Placement(device).page_size for device in ("cpu", "cuda", "npu")] == [16, 64, 128]
+
+
+def test_the_instruction_set_reaches_a_cpu_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isa, "processor_isa", lambda: CpuIsa.AVX512)
+    given = arguments(device="cpu", cpu_isa="avx2")
+    assert place(given, {"TROUPE_CPU_ISA": "torch"}) == Placement("cpu")
+    added = Placement("cpu").environment(given, 0, {"TROUPE_CPU_ISA": "torch"}, 300.0)
+    assert (added["TROUPE_CPU_ISA"], added["ONEDNN_MAX_CPU_ISA"]) == ("avx2", "AVX2")
+    assert "TROUPE_CPU_ISA" not in Placement("cpu").environment(arguments(), 0, {}, 300.0)
+    inherited = Placement("cpu").environment(arguments(), 0, {"TROUPE_CPU_ISA": "avx2"}, 300.0)
+    assert inherited["ATEN_CPU_CAPABILITY"] == "avx2"
+    unlimited = Placement("cpu").environment(arguments(cpu_isa="auto"), 0, {"TROUPE_CPU_ISA": "avx2"}, 300.0)
+    assert unlimited["TROUPE_CPU_ISA"] == "auto"
+    assert "ONEDNN_MAX_CPU_ISA" not in unlimited
+
+
+def test_more_than_the_processor_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isa, "processor_isa", lambda: CpuIsa.AVX2)
+    with pytest.raises(ArgumentError, match="cpu_isa: this processor has no amx; use avx2 or less"):
+        place(arguments(cpu_isa="amx"), {})
+    with pytest.raises(ArgumentError, match="TROUPE_CPU_ISA: 'neon' is no instruction set"):
+        place(arguments(), {"TROUPE_CPU_ISA": "neon"})
+    elsewhere = arguments(cpu_isa="torch")
+    assert heeded(elsewhere, place(elsewhere, {"TROUPE_NPU_SIMULATOR": "A2"})).cpu_isa is None
+    for device in ("npu", "cuda"):
+        with pytest.raises(ArgumentError, match=f"cpu_isa contradicts device {device}"):
+            arguments(device=device, cpu_isa="torch")

@@ -7,9 +7,12 @@ import tests.simulated_npu  # noqa: F401 - where torch_npu is installed, NPUs co
 # isort: split
 import argparse
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
+from tests import llama_server
+from tests.bench import _needs, quantization
 from tests.bench.__main__ import names
 
 
@@ -33,6 +36,40 @@ def test_help_tells_all(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert f"python -m tests.bench {name}" in told
     assert (module.__doc__ or "").strip() in told or name == "understudy"
     assert [action.dest for action in parsers[0]._actions if not action.help] == []
+
+
+def test_checkpoints_whose_tools_are_missing_are_named_and_skipped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(llama_server, "QUANTIZE", None)
+    monkeypatch.setattr("tests.bench._ggml.LIBRARY", "libno-such-library.so")
+    box = quantization._written(["gguf-q4_k_m", "gguf-iq3_s", "gguf-q8"], tmp_path, quantization.MODEL_DIR)
+    assert list(box) == ["gguf-q8"]
+    told = capsys.readouterr().out
+    assert "gguf-q4_k_m is skipped: llama-quantize makes files of Q4_K_M" in told
+    assert "gguf-iq3_s is skipped: libno-such-library.so" in told
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "told"),
+    [
+        ("device", [], "an NVIDIA GPU"),
+        ("quantization", ["--device", "cuda"], "an NVIDIA GPU"),
+        ("npu_operators", [], "torch_npu is needed"),
+        ("npu_check", [], "torch_npu is needed"),
+        ("products", [], "native operators are needed here, which need the instruction set amx"),
+        ("gguf_answers", [], "llama-server must be on the PATH"),
+    ],
+)
+def test_a_benchmark_names_what_it_needs(
+    name: str, words: list[str], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(_needs.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("TROUPE_CPU_ISA", "torch")
+    monkeypatch.setattr("tests.bench.gguf_answers.SERVER", None)
+    with pytest.raises(SystemExit, match=told):
+        import_module(f"tests.bench.{name}").main(words)
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.001])

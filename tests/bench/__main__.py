@@ -1,9 +1,13 @@
 """`python -m tests.bench NAME [arguments]` runs the benchmark tests/bench/NAME.py."""
 
 import importlib
+import os
 import re
 import sys
 from pathlib import Path
+
+from kernels.cpu.isa import isa_environment
+from kernels.environment import NO_AUTOLOAD
 
 __all__ = ["names"]
 
@@ -18,6 +22,7 @@ def names() -> list[str]:
 def main() -> None:
     if len(sys.argv) < 2 or sys.argv[1] not in names():
         sys.exit(f"usage: python -m tests.bench NAME [arguments], where NAME is one of: {', '.join(names())}")
+    os.environ.update(NO_AUTOLOAD | isa_environment(os.environ))  # before torch, which reads both once
     importlib.import_module(f"tests.bench.{sys.argv[1]}").main(sys.argv[2:])
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from app.understudy import MODEL_DIR
+from kernels.environment import hide_broken_npu
 from kernels.gguf.blocks import KINDS
 
 __all__ = ["CHECKPOINTS", "EXPERTS", "limit_of", "made_up_gguf", "write"]
@@ -101,6 +102,7 @@ def _modelslim(kind: str, group: int = 0, others: str = "") -> Write:
 
 def _calibration() -> tuple[Any, list[int]]:
     """The model in the box, and tokens of documents that are neither trained on nor asked about."""
+    hide_broken_npu()
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -159,8 +161,9 @@ def _gguf(kind: str) -> Write:
 
 def _ggml(kind: str) -> Write:
     def make(source: Path, target: Path) -> Path:
-        from tests.bench._ggml import write_by_ggml
+        from tests.bench._ggml import need_library, write_by_ggml
 
+        need_library()  # before the importance is computed, which takes minutes
         return write_by_ggml(kind, target.parent / f"box.{kind}.gguf", _importance())
 
     return make
@@ -313,5 +316,8 @@ def limit_of(name: str) -> float | None:
 
 
 def write(name: str, target: Path, source: Path = MODEL_DIR) -> Path:
-    """The checkpoint ``name`` of ``CHECKPOINTS``, made of ``source``, at ``target`` or beside it."""
+    """The checkpoint ``name`` of ``CHECKPOINTS``, made of ``source``, at ``target`` or beside it.
+
+    Raises MissingTool.
+    """
     return CHECKPOINTS[name](source, target)

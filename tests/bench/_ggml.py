@@ -16,12 +16,23 @@ from safetensors.torch import load_file
 from app.understudy import MODEL_DIR
 from kernels.models.names import is_projection
 from tests.gguf_writer import write_gguf
+from tests.llama_server import MissingTool
 
-__all__ = ["write_by_ggml"]
+__all__ = ["need_library", "write_by_ggml"]
 
 LIBRARY = "libggml-base.so"
 TABLE, REST = "Q6_K", "IQ4_NL"
 """The types of the table of tokens, and, as in llama.cpp, of rows that are no whole number of blocks."""
+
+
+def need_library() -> None:
+    """Raises MissingTool where llama.cpp's library cannot be loaded."""
+    try:
+        ctypes.CDLL(LIBRARY)
+    except OSError as error:
+        raise MissingTool(
+            f"{LIBRARY} of llama.cpp makes I-quants; put its folder into LD_LIBRARY_PATH ({error})"
+        ) from None
 
 
 def write_by_ggml(kind: str, file: Path, importance: Mapping[str, Any]) -> Path:

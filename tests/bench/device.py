@@ -30,6 +30,7 @@ from pathlib import Path
 from tests.bench._device_rows import HEADER, SHAPES, Row, write_model
 from tests.bench._device_runner import measure
 from tests.bench._device_server import engine, online, start
+from tests.bench._needs import need_gpu
 from tests.bench._options import command_line
 from tests.bench.device_chain import chain
 from tests.bench.device_products import products
@@ -70,6 +71,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--deterministic", action="store_true", help="with --enable-deterministic-inference")
     parser.add_argument("--keep", type=Path, help="file of rows: those there are printed, too")
     given = parser.parse_args(arguments)
+    need_gpu()
     points = given.only.split(",")
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("troupe.kernels.cuda").setLevel(logging.INFO)  # which products were chosen

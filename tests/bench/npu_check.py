@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 
 from kernels.step import Admission, RunnerConfig, SlotSampling, StepBatch
+from tests.bench._needs import need_npu
 from tests.bench._npu_models import models
 from tests.bench._options import command_line
 
@@ -59,12 +60,11 @@ class Row:
 def main(argv: list[str]) -> None:
     command_line(__name__, __doc__).parse_args(argv)
     simulated = os.environ.get("TROUPE_NPU_SIMULATOR", "")
+    need_npu(bool(simulated))
     if simulated:
         from kernels.npu.simulator.activate import activate
 
         activate(simulated)
-    else:
-        os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     wrong = 0
     with tempfile.TemporaryDirectory() as scratch:
         for what, found, fine in _all(Path(scratch)):

@@ -17,6 +17,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from kernels.step import SlotSampling
+from tests.bench._needs import need_npu
 from tests.bench._npu_models import models
 from tests.bench._options import command_line
 
@@ -54,6 +55,7 @@ def main(argv: list[str]) -> None:
     parser = command_line(__name__, __doc__)
     parser.add_argument("generation", nargs="?", choices=GENERATIONS, help="print what is called on this one, as JSON")
     given = parser.parse_args(argv)
+    need_npu(simulated=True)
     if given.generation is not None:
         print(json.dumps(called(given.generation)))
         return

@@ -124,6 +124,9 @@ def main(argv: list[str] | None = None) -> int:
         "--clock", choices=("wall", "cpu"), default="wall", help="wall: elapsed time; cpu: processor time"
     )
     arguments = parser.parse_args(argv)
+    from tests.bench._needs import need_native_operators  # which another checkout may not have
+
+    need_native_operators()
     ratio = " old ms | old/new |" if arguments.against else ""
     print(f"| weight | inputs x outputs | rows | ms | TFLOP/s | GB/s |{ratio}\n|{'---|' * (8 if ratio else 6)}")
     for kind in arguments.kinds:

@@ -34,9 +34,11 @@ from typing import Any
 from app.understudy import MODEL_DIR
 from tests.bench._checkpoints import CHECKPOINTS, EXPERTS, limit_of, made_up_gguf, write
 from tests.bench._experts import write_experts
+from tests.bench._needs import need_gpu
 from tests.bench._options import command_line
 from tests.bench._quantized_model import ONLINE, Process, answer
 from tests.bench.cpu import SHAPES, described
+from tests.llama_server import MissingTool
 
 __all__ = ["main"]
 
@@ -138,13 +140,15 @@ def main(argv: list[str] | None = None) -> int:
         logging.getLogger("troupe.kernels.cuda").setLevel(logging.INFO)  # which products were chosen
         answer(json.loads(given.child))
         return 0
+    if given.device == "cuda":
+        need_gpu()
     schemes = [FLOATS, *given.schemes]
     layouts = (EXPERTS if given.experts else list(CHECKPOINTS)) if given.checkpoints == ["all"] else given.checkpoints
     if given.experts and not set(layouts) <= set(EXPERTS):
         parser.error(f"--experts: no model of experts is written as {', '.join(sorted(set(layouts) - set(EXPERTS)))}")
     with tempfile.TemporaryDirectory() as directory:
         source = write_experts(Path(directory) / "experts") if given.experts else MODEL_DIR
-        box = {name: write(name, Path(directory) / name, source) for name in layouts}
+        box = _written(layouts, Path(directory), source)
         box |= {path.name: path for path in given.made}
         if not given.skip_accuracy:
             own = [scheme for scheme in schemes if scheme not in MADE_UP | FILES]
@@ -165,6 +169,17 @@ def main(argv: list[str] | None = None) -> int:
             _cache_scores(given.caches, given.device)
         _cache_speed(given)
     return 0
+
+
+def _written(layouts: list[str], directory: Path, source: Path) -> dict[str, Path]:
+    """The checkpoints by name, without those whose tools are missing, which are named."""
+    box = {}
+    for name in layouts:
+        try:
+            box[name] = write(name, directory / name, source)
+        except MissingTool as error:
+            print(f"{name} is skipped: {error}", flush=True)
+    return box
 
 
 def _scores(schemes: list[str], box: dict[str, Path], device: str, chunk: int) -> None:

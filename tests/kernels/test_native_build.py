@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from kernels.cpu.isa import CpuIsa
 from kernels.cpu.native import library
 from tests.kernels.native import needs_native
 
@@ -32,7 +33,7 @@ def test_who_comes_second_waits_for_the_build_of_the_first(monkeypatch, tmp_path
 
 def test_nothing_is_compiled_where_it_cannot_run(tiny_model, drive, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("kernels.platforms.cpu.has_tiles", lambda: False)
+    monkeypatch.setenv("TROUPE_CPU_ISA", str(CpuIsa(library.NEEDED_ISA - 1)))
     drive(tiny_model, dtype="bfloat16")
     assert not (tmp_path / "troupe").exists()
 

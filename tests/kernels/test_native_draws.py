@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.cpu.host import has_tiles
 from kernels.noise import clocks, keys_at
 from kernels.platforms.cpu import CpuPlatform
 from kernels.platforms.operators import DRAWS
 from kernels.sampling import Sampler
 from kernels.step import SlotSampling
+from tests.kernels.native import needs_native
 
-pytestmark = pytest.mark.skipif(not has_tiles(), reason="this processor has no native operators")
+pytestmark = needs_native
 
 ROWS = 48
 KINDS = {

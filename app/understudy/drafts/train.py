@@ -14,6 +14,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from kernels.environment import NO_AUTOLOAD
+
+os.environ.update(NO_AUTOLOAD)
+# isort: split
 import torch
 
 from app.understudy import MODEL_DIR

@@ -17,9 +17,11 @@ import weakref
 from pathlib import Path
 from typing import NamedTuple
 
+from kernels.cpu.isa import CpuIsa
 from kernels.native_cache import is_trusted, make_private, native_cache
 
 __all__ = [
+    "NEEDED_ISA",
     "Awaited",
     "BuildError",
     "Chain",
@@ -53,6 +55,7 @@ class Source(NamedTuple):
 
 FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC", "-pthread", "-march=sapphirerapids", "-fno-math-errno")
 COMPILERS = ("g++", "clang++", "c++")
+NEEDED_ISA = CpuIsa.AMX
 OPERATORS = Source(HERE / "program.cpp", FLAGS, "cpu")
 
 

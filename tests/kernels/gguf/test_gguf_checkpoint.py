@@ -19,6 +19,7 @@ from kernels.parallel.partition import Part
 from kernels.quantization.recognise import recognise
 from kernels.quantization.weights import GroupedWeight
 from tests.gguf_writer import kind_of, write_gguf
+from tests.kernels.native import needs_native
 from tests.tiny_model import make_tiny_model
 
 
@@ -217,6 +218,12 @@ def test_experts_stay_quantized(kind, reference, drive, tmp_path):
     assert scheme.tensors("model.layers.2.mlp.gate", (7, 64)) is None
     found = greedy(drive, file, list(range(5, 17)))
     assert found == greedy(drive, floats(model.path, tmp_path / "floats", file), list(range(5, 17)))
+
+
+@needs_native
+@pytest.mark.parametrize("kind", ["Q8_0", "Q5_1"])
+def test_quantized_experts_take_less_memory_than_floats(kind, reference, drive, tmp_path):
+    file = write_gguf(reference("parallel-moe").path, tmp_path / "model.gguf", kind)
     kept, made_floats = (drive(file, dtype="bfloat16", quantization=flag).info.weight_bytes for flag in ("", "unquant"))
     assert kept < 0.9 * made_floats  # rows are filled up to 128 inputs
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from kernels.cpu.narrow_cache import NarrowPages
-from kernels.cpu.native.library import build
 from kernels.platforms.base import PlatformError
 from kernels.platforms.cpu import CpuPlatform
 from kernels.platforms.rows import AttentionRows
 from kernels.quantization.cache import CACHE_DTYPES, LayerScales, round_fixed, round_tokens, widen
 from kernels.speculative.settings import SpeculativeSettings
 from kernels.step import SlotSampling
+from tests.kernels.native import require_native
 from tests.kernels.parallel.ranks import run_ranks
 from tests.kernels.quantization.guarded_cache import CASES
 from tests.kernels.verifying import made
@@ -43,13 +43,8 @@ def generator():
 def platform(request):
     found = CpuPlatform(threads=1)
     if request.param == "native":
-        try:
-            build()
-        except Exception as error:
-            pytest.skip(f"no native operators: {error}")
+        require_native()
         found.dtype("bfloat16", None)
-        if found._native is None:
-            pytest.skip("no AMX")
     return found
 
 
@@ -237,13 +232,8 @@ def test_native_operators_round_as_torch_does(name, fixed, generator):
         found.cache_dtype = CACHE_DTYPES[name]
         both.append(found)
     native = both[1]
-    try:
-        build()
-    except Exception as error:
-        pytest.skip(f"no native operators: {error}")
+    require_native()
     native.dtype("bfloat16", None)
-    if native._native is None:
-        pytest.skip("no AMX")
     kv_heads, dim = 3, 64
     layers = None
     if fixed:
@@ -279,15 +269,10 @@ def test_native_attention_reads_what_torch_widens(name, scales, generator):
     dtype = CACHE_DTYPES[name]
     if scales == "offsets" and name != "int8":
         pytest.skip("floats have no offsets")
-    try:
-        build()
-    except Exception as error:
-        pytest.skip(f"no native operators: {error}")
+    require_native()
     for heads, kv_heads, dim in ((6, 2, 64), (3, 3, 96), (20, 1, 32)):
         native, plain = CpuPlatform(threads=2), CpuPlatform(threads=1)
         native.dtype("bfloat16", None)
-        if native._native is None:
-            pytest.skip("no AMX")
         native.cache_dtype = dtype
         fixed = None
         if scales != "tokens":
@@ -320,14 +305,9 @@ def test_native_attention_reads_what_torch_widens(name, scales, generator):
 
 def test_native_attention_reads_nothing_behind_a_cache():
     """Where columns do not fill a vector's lanes, by a program that would die of it."""
-    try:
-        build()
-    except Exception as error:
-        pytest.skip(f"no native operators: {error}")
+    require_native()
     native = CpuPlatform(threads=1)
     native.dtype("bfloat16", None)
-    if native._native is None:
-        pytest.skip("no AMX")
     command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.quantization.guarded_cache"]
     done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, check=False)
     said = done.stdout.splitlines()
@@ -340,10 +320,7 @@ def test_programs_say_what_steps_say(name, drive, prompts, monkeypatch):
     """Decodes in recorded programs, and each operator by itself; greedy and sampled, a window's too."""
     from app.understudy import MODEL_DIR
 
-    try:
-        build()
-    except Exception as error:
-        pytest.skip(f"no native operators: {error}")
+    require_native()
     said, recorded = [], []
     record = CpuPlatform._record
 
@@ -354,8 +331,6 @@ def test_programs_say_what_steps_say(name, drive, prompts, monkeypatch):
     monkeypatch.setattr(CpuPlatform, "_record", watched)
     for _ in range(2):
         driver = drive(MODEL_DIR, dtype="bfloat16", kv_cache_dtype=name, max_slots=5)
-        if driver.runner._platform._native is None:
-            pytest.skip("no AMX")
         for slot, prompt in enumerate(prompts(70, 20, 33), start=1):
             sampling = SlotSampling(temperature=0.0) if slot < 3 else SlotSampling(temperature=0.8, seed=5)
             driver.admit(slot, prompt, sampling=sampling)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from kernels.parallel.partition import Part
-from kernels.quantization.int8 import Int8Linear
+from kernels.quantization import int8
+from kernels.quantization.int8 import Int8Linear, exact_products
 from kernels.quantization.weights import (
     Fp8Weight,
     GroupedWeight,
@@ -125,3 +129,31 @@ def test_products_with_a_scale_found_before():
     shifted = Int8Weight(values, scales, StaticActivation(step, offset), correction + 500)
     torch.testing.assert_close(shifted.constant(), 500 * step * scales, rtol=1e-3, atol=1e-4)
     assert weight.part(Part(0, 0, 4)).constant().shape == (4,)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_sums_of_whole_numbers_are_exact_however_they_are_made(exact, monkeypatch):
+    if not exact:
+        monkeypatch.setattr(int8, "_sums_are_exact", lambda: False)
+    whole = torch.randint(-128, 128, (17, 96), dtype=torch.int8)
+    values = torch.randint(-128, 128, (96, 40), dtype=torch.int8)
+    assert exact_products(whole, values).equal((whole.long() @ values.long()).int())
+    weight = Int8Weight(torch.full((8, 64), 127, dtype=torch.int8), torch.ones(8))
+    linear = Int8Linear(weight, None)
+    assert linear(torch.full((3, 64), 127.0)).equal(torch.full((3, 8), 127.0 * 127 * 64))
+    if not exact:
+        assert linear.extra_bytes == 2 * weight.values.nbytes
+
+
+@pytest.mark.parametrize("isa", ["AVX2", "AVX512_CORE", "DEFAULT"])
+def test_int8_products_are_exact_on_a_processor_without_vnni(isa):
+    """oneDNN reads its limit once, so in a process of its own."""
+    program = (
+        "import torch; from kernels.quantization.int8 import exact_products as f\n"
+        "for rows in (1, 3, 32):\n"
+        "    x, y = torch.full((rows, 64), 127, dtype=torch.int8), torch.full((64, 48), -127, dtype=torch.int8)\n"
+        "    assert (f(x, y) == -127 * 127 * 64).all(), rows\n"
+    )
+    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": isa}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

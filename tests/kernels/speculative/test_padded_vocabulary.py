@@ -17,6 +17,7 @@ from app.understudy.drafts import DRAFTS
 from kernels.models.config import ConfigError
 from kernels.speculative.settings import SpeculativeSettings, same_tokens
 from kernels.speculative.vocabulary import Padded
+from tests.kernels.native import needs_native
 
 VOCAB = 4096
 
@@ -67,7 +68,7 @@ def test_it_guesses_as_with_tables_of_the_same_size(rows, tied, dtype, draft, dr
     assert sum(found[0][1]) > 18, "12 of them were not guessed"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=needs_native)])
 def test_ids_that_the_draft_has_not_are_no_harm(dtype, draft, drive):
     prompt = [1, 300, VOCAB - 1, 301, VOCAB - 2]
     settings = SpeculativeSettings("STANDALONE", draft_model_path=draft(VOCAB - 16, True))

@@ -9,6 +9,7 @@ from app.understudy import MODEL_DIR
 from app.understudy.drafts import draft_path
 from kernels.speculative.settings import SpeculativeSettings
 from kernels.step import SlotSampling
+from tests.kernels.native import needs_native
 from tests.kernels.speculative.test_lossless_runner import truth
 
 PROMPT = [(7 * place) % 3000 + 300 for place in range(21)]
@@ -24,7 +25,7 @@ def poison(driver, slot):
                 cache[page, first:] = float("nan")
 
 
-@pytest.mark.parametrize("dtype", ["auto", "float32"])
+@pytest.mark.parametrize("dtype", [pytest.param("auto", marks=needs_native), "float32"])
 @pytest.mark.parametrize("topk", [1, 2])
 @pytest.mark.parametrize("sampling", [SlotSampling(temperature=0.0), SlotSampling(temperature=0.7, seed=5)])
 def test_places_of_rejected_guesses_are_not_read(dtype, topk, sampling, drive):

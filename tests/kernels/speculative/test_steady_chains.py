@@ -15,6 +15,7 @@ from kernels.speculative import unseen
 from kernels.speculative.settings import SpeculativeSettings
 from kernels.step import SlotSampling
 from tests.kernels.conftest import ints
+from tests.kernels.native import EXACT_DTYPE
 from tests.kernels.speculative.oracles import run_mixed
 from tests.kernels.speculative.test_lossless_runner import truth
 
@@ -29,7 +30,7 @@ MIXED = [
     SlotSampling(temperature=0.8, seed=10),
 ]
 LENGTH = 110
-OPTIONS = {"dtype": "auto", "page_size": 16}
+OPTIONS = {"dtype": EXACT_DTYPE, "page_size": 16}
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from kernels.speculative.settings import AdaptiveSettings
 from kernels.speculative.sleep import SHOWN
 from kernels.step import SlotSampling
 from tests.kernels.conftest import ints
+from tests.kernels.native import needs_native
 from tests.kernels.speculative.test_lossless_runner import truth
 from tests.kernels.speculative.test_steady_chains import ASKED, GREEDY, OPTIONS, drafting, guess_on, guessing
 
@@ -81,7 +82,13 @@ def test_passes_without_captured_layers_are_prepared_where_steps_may_be_unseen(m
     assert prepared.count(False) == passes
 
 
-@pytest.mark.parametrize("options", [OPTIONS, {"dtype": "float32", "page_size": 16}], ids=["native", "general"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(OPTIONS, marks=needs_native, id="native"),
+        pytest.param(OPTIONS | {"dtype": "float32"}, id="general"),
+    ],
+)
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "NGRAM"])
 def test_unseen_steps_may_begin_and_end_at_any_time(algorithm, options, drive):
     """Right behind guesses, prompts and each other; beside a request that is never to guess."""

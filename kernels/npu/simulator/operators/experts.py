@@ -10,6 +10,7 @@ from torch import Tensor
 from kernels.npu.simulator.constraints import contiguous, dtypes, require
 from kernels.npu.simulator.operators.microscaling import E4M3, mx_product, mx_rules
 from kernels.npu.simulator.operators.reference import reference
+from kernels.quantization.int8 import exact_products
 
 __all__: list[str] = []
 
@@ -189,7 +190,7 @@ def npu_grouped_matmul(x: list[Tensor], weight: list[Tensor], **options: Any) ->
         if not count:
             continue
         if whole:
-            sums = torch._int_mm(one[here], other[expert]).float() * options["scale"][0][expert].float()
+            sums = exact_products(one[here], other[expert]).float() * options["scale"][0][expert].float()
             out[here] = (sums * options["per_token_scale"][0][here, None]).to(dtype)
         elif eighths:
             factors, powers = options["scale"][0][expert], options["per_token_scale"][0][here]

@@ -8,6 +8,7 @@ from torch import Tensor
 from kernels.npu.simulator.constraints import contiguous, dtypes, require
 from kernels.npu.simulator.operators.microscaling import E4M3, mx_product, mx_rules
 from kernels.npu.simulator.operators.reference import reference
+from kernels.quantization.int8 import exact_products
 
 __all__: list[str] = []
 
@@ -149,7 +150,7 @@ def npu_quant_matmul(
     if x1.dtype == E4M3:
         assert pertoken_scale is not None
         return mx_product(x1, pertoken_scale, x2, scale).to(_OUT[output_dtype])
-    sums = torch._int_mm(x1, x2)
+    sums = exact_products(x1, x2)
     if bias is not None and bias.dtype == torch.int32:
         sums = sums + bias
     out = sums.float() * scale.float()
