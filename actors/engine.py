@@ -30,6 +30,7 @@ from actors.faults import FaultPlan
 from actors.intake import Intake, Prompt
 from actors.journal import Journal
 from actors.life import Life
+from actors.model_files import model_names
 from actors.outcomes import finish, first
 from actors.protocol import Flush
 from actors.reporting import Reporting
@@ -87,7 +88,8 @@ class Engine:
             raise ArgumentError(["model_path: give a model directory or a hub id, as in Engine(model=...)"])
         check_tracing(arguments, tracer_provider)
         self.arguments = arguments
-        self.model_name = arguments.model_name
+        self.model_names = model_names(arguments)
+        self.model_name = self.model_names[0]
         self._owns_registry = registry is None
         self.registry = registry or CollectorRegistry()
         self.metrics = EngineMetrics(

@@ -10,13 +10,15 @@ from typing import Any
 
 import msgspec
 
+from actors.arguments import Arguments
 from actors.gguf_tokenizer import tokenizer_settings
 from kernels.gguf.description import describe, generation_defaults
-from kernels.gguf.header import GgufError, GgufHeader, read_header
+from kernels.gguf.header import GgufError, GgufHeader, read_header, read_text
 
-__all__ = ["ModelFiles", "ModelPathError", "resolve_model_path"]
+__all__ = ["ModelFiles", "ModelPathError", "model_names", "resolve_model_path"]
 
 _WEIGHT_PATTERNS = ["*.safetensors", "*.safetensors.index.json"]
+_LONGEST_NAME = 256  # characters
 _OTHER_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt", "tokenizer*"]
 
 
@@ -69,6 +71,22 @@ def resolve_model_path(
             "and give the directory."
         ) from error
     return Path(found)
+
+
+def model_names(arguments: Arguments) -> tuple[str, ...]:
+    """The names of the model in the API: those of --served-model-name, else the model's path as it was given.
+
+    A GGUF file is known by its general.name, else by the file's name. What is wrong with the file is told when the
+    model is opened.
+    """
+    path = Path(arguments.model_path or "").expanduser()
+    if arguments.served_model_name or path.suffix.lower() != ".gguf":
+        return arguments.model_names
+    try:
+        name = (read_text(path, "general.name") or "").strip()
+    except GgufError:
+        name = ""
+    return (name if name.isprintable() and 0 < len(name) <= _LONGEST_NAME else path.stem,)
 
 
 def _header(file: Path) -> GgufHeader:

@@ -117,6 +117,7 @@ class FakeStream:
                     else None,
                     prompt_token_ids=tuple(ids) if step == 0 else None,
                     finish_reason=reason,
+                    matched_stop=self.engine.matched_stop if last else None,
                     usage=Usage(
                         prompt_tokens=len(ids),
                         completion_tokens=step + 1,
@@ -146,9 +147,10 @@ class FakeEngine:
 
     def __init__(self, arguments: Arguments | None = None) -> None:
         self.arguments = arguments or Arguments(
-            model_path="/models/fake", served_model_name="fake", skip_server_warmup=True
+            model_path="/models/fake", served_model_name=("fake",), skip_server_warmup=True
         )
-        self.model_name = self.arguments.model_name
+        self.model_names = self.arguments.model_names
+        self.model_name = self.model_names[0]
         self.model_info = None
         self.context_length = 4096
         self.vocab_size = 0x110000
@@ -165,6 +167,7 @@ class FakeEngine:
         self.start_error: str | None = None
         self.answer = list(ANSWER)
         self.acceptance: Acceptance | None = None
+        self.matched_stop: str | int | None = None
         self.step_seconds = 0.0
         self.gate: asyncio.Event | None = None
         self.gate_at = 0
@@ -286,7 +289,7 @@ def make_application() -> Callable[..., Troupe]:
 
     def make(**keywords: Any) -> Troupe:
         arguments = Arguments(
-            **{"model_path": "/models/fake", "served_model_name": "fake", "skip_server_warmup": True, **keywords}
+            **{"model_path": "/models/fake", "served_model_name": ("fake",), "skip_server_warmup": True, **keywords}
         )
         return create_app(arguments, FakeEngine(arguments))
 
