@@ -58,6 +58,12 @@ class Keyring:
             return self._tenants[self._demand(headers, self._user + self._admin)]
         return ""
 
+    def guards(self, level: Level) -> bool:
+        """Whether a request needs a key for ``level``, or finds nothing there."""
+        if level is Level.PUBLIC:
+            return False
+        return bool(self._admin or self._user) if level is Level.ADMIN else bool(self._user)
+
     def _demand(self, headers: Iterable[tuple[bytes, bytes]], keys: tuple[bytes, ...]) -> int:
         """The place of the key that was given."""
         given = _given_keys(headers)
