@@ -233,6 +233,7 @@ class Engine:
             vitals=self.vitals,
             on_progress=self.life.progress,
             on_ready=self._on_ready,
+            on_refused=lambda reason, permanent: self.life.give_up(reason, permanent=permanent),
             tracing=self.tracing,
             faults=self._faults,
             early=self._early,
@@ -352,6 +353,12 @@ class Engine:
     @property
     def vocab_size(self) -> int:
         return self._model.vocab_size if self._model is not None else 0
+
+    @property
+    def chats(self) -> bool:
+        """Whether the model has a chat template; False before the model's files are read."""
+        codec = None if self._model is None else self._model.codec
+        return codec is not None and codec.template is not None
 
     @property
     def generation_defaults(self) -> dict[str, Any]:

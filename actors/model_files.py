@@ -15,7 +15,7 @@ from actors.gguf_tokenizer import tokenizer_settings
 from kernels.gguf.description import describe, generation_defaults
 from kernels.gguf.header import GgufError, GgufHeader, read_header, read_text
 
-__all__ = ["ModelFiles", "ModelPathError", "model_names", "resolve_model_path"]
+__all__ = ["ModelDownloadError", "ModelFiles", "ModelPathError", "model_names", "resolve_model_path"]
 
 _WEIGHT_PATTERNS = ["*.safetensors", "*.safetensors.index.json"]
 _LONGEST_NAME = 256  # characters
@@ -24,6 +24,13 @@ _OTHER_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt", "tokenizer*"]
 
 class ModelPathError(ValueError):
     """The model cannot be found or read; the message says what to do."""
+
+
+class ModelDownloadError(ModelPathError):
+    """The hub did not answer; a later start may find it."""
+
+
+_HEALING_STATUSES = (408, 429)
 
 
 def resolve_model_path(
@@ -65,12 +72,22 @@ def resolve_model_path(
             allow_patterns=_OTHER_PATTERNS + (_WEIGHT_PATTERNS if weights else []),
         )
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        raise ModelPathError(
+        kind = ModelDownloadError if _may_heal(error) else ModelPathError
+        raise kind(
             f"{argument} {model} is neither a directory here nor a repository that can be downloaded "
             f"({type(error).__name__}). Check the name, --revision, the network and HF_TOKEN, or download it first "
             "and give the directory."
         ) from error
     return Path(found)
+
+
+def _may_heal(error: Exception) -> bool:
+    """Whether the hub may answer later. It says 401, 403 or 404 of repositories that are not there or not ours."""
+    response = getattr(error, "response", None)
+    if response is not None:
+        status = int(response.status_code)
+        return status >= 500 or status in _HEALING_STATUSES
+    return not isinstance(error, ValueError)
 
 
 def model_names(arguments: Arguments) -> tuple[str, ...]:

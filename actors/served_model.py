@@ -76,7 +76,9 @@ class ServedModel:
         path = resolve_model_path(a.model_path, revision=a.revision, download_dir=a.download_dir)
         tokenizer_path: Path | None = None
         if a.tokenizer_path is not None:
-            tokenizer_path = resolve_model_path(a.tokenizer_path, download_dir=a.download_dir, weights=False)
+            tokenizer_path = resolve_model_path(
+                a.tokenizer_path, download_dir=a.download_dir, weights=False, argument="--tokenizer-path"
+            )
         self.files = ModelFiles(path, overrides=a.json_model_override_args, tokenizer_path=tokenizer_path)
         self.speculation = speculation(a, self.files)
         self.codec: TextCodec | None = None

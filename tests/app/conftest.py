@@ -154,6 +154,7 @@ class FakeEngine:
         self.model_info = None
         self.context_length = 4096
         self.vocab_size = 0x110000
+        self.chats = True
         self.generation_defaults: dict[str, Any] = {}
         self.registry = CollectorRegistry()
         self.timelines = Timelines()
@@ -165,6 +166,7 @@ class FakeEngine:
         self.metrics = EngineMetrics(self.registry, self.model_name, dict)
         self.status = EngineStatus(phase="ready", progress=1.0, stage="ready")
         self.start_error: str | None = None
+        self.permanent = False
         self.answer = list(ANSWER)
         self.acceptance: Acceptance | None = None
         self.matched_stop: str | int | None = None
@@ -188,7 +190,9 @@ class FakeEngine:
 
     async def start(self, *, wait: bool = True) -> None:
         if self.start_error is not None:
-            self.status = EngineStatus(phase="failed", progress=0.1, stage="weights", error=self.start_error)
+            self.status = EngineStatus(
+                phase="failed", progress=0.1, stage="weights", error=self.start_error, permanent=self.permanent
+            )
 
     async def aclose(self) -> None:
         self.closed = True
