@@ -237,14 +237,15 @@ class Intake:
         if not ids:
             raise InvalidRequest("The prompt is empty: it has no tokens. Send some text.", param="prompt")
         context, max_tokens = self._model.context_length, params.max_tokens
+        default = max(params.default_max_tokens or context, params.min_tokens)
         if self._arguments.allow_auto_truncate:
             if len(ids) >= context:
                 ids = ids[: context - min(max_tokens or 1, context - 1)]
-            return ids, min(max_tokens or context, context - len(ids))
+            return ids, min(max_tokens or default, context - len(ids))
         room = context - len(ids)
         if room < 1 or (max_tokens is not None and max_tokens > room):
             raise self._model.too_long(len(ids), max_tokens)
-        return ids, max_tokens or room
+        return ids, max_tokens or min(default, room)
 
     def _write_down(
         self, request: _Request, ids: list[int], max_tokens: int, bad_words: tuple[tuple[int, ...], ...]

@@ -80,7 +80,7 @@ class Callers:
         what = "Admin routes do not answer pages" if admin else "The server does not answer pages"
         return ApiError(
             403,
-            f"{what} of {shown!a}. Start it with --allowed-origins and the origin of the page to allow this.",
+            f"{what} of {shown!a}. Start the server with --allowed-origins and this origin to allow it.",
             kind="permission_error",
             code="cross_site",
         )

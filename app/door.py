@@ -111,6 +111,7 @@ class Door:
         try:
             refusal = self._refusal(scope, route, exchange)
             if refusal is not None:
+                exchange.outcome = refusal.code or ""
                 await exchange.answer(refusal)
             else:
                 await self._inner(scope, body.receive, exchange.send)
