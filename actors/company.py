@@ -39,10 +39,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Company"]
 
-_WORKER_LOAD_TIMEOUT = 1800.0
-"""Seconds a worker may take to load its model; large ones come from slow disks."""
-
-
 _LEAST_SILENCE = 10.0
 """Seconds. A worker's event loop beats every second, but a machine may be slow."""
 
@@ -127,7 +123,7 @@ class Company:
             address=arguments.dist_init_addr,
             configure=lambda rank: WorkerConfig(
                 runner=msgspec.structs.replace(runner, tp_rank=rank),
-                load_timeout=_WORKER_LOAD_TIMEOUT,
+                load_timeout=arguments.model_load_timeout,
                 faults=self._fault_plan,
             ),
             on_progress=self._on_progress,
@@ -140,6 +136,8 @@ class Company:
             lambda rank: placement.environment(arguments, rank, os.environ, arguments.watchdog_timeout),
             standby=arguments.standby_worker,
             silence=max(arguments.watchdog_timeout, _LEAST_SILENCE),
+            max_restarts=arguments.max_worker_restarts,
+            counts=self._vitals.last_death_counts,
         )
         self.worker, *self.peers = group.workers
         self.rendering = await Rendering.start(

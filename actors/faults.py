@@ -8,7 +8,8 @@ Only a program that embeds the engine can give it a plan. No argument, environme
 here; an engine without a plan has no injector, and each point costs it one comparison with None.
 
 A plan is a directory with a file a fault, because it has to reach the engine's child processes while they run. Whoever
-meets a fault first takes its file away and lets it happen: it happens once, whatever is restarted because of it.
+meets a fault first takes its file away and lets it happen: it happens once, whatever is restarted because of it. A
+fault with a ``mark`` stays, and happens in each step with a request that is marked: such a request is harmful.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from types import TracebackType
 from typing import Literal, get_args
 
 import msgspec
+
+from kernels.step import StepBatch
 
 __all__ = ["Fault", "FaultInjector", "FaultPlan", "InjectedFault", "Kind", "Stage"]
 
@@ -47,13 +50,16 @@ class InjectedFault(RuntimeError):
 
 class Fault(msgspec.Struct, frozen=True):
     """``nth``: how often one process passes the stage, from now on, until it happens. ``seconds``: of ``slow``.
-    ``operator``: of ``device``, as in TROUPE_NPU_FAULT, counted from when it happens: ``lost@3``, ``hang@1@hccl``."""
+    ``operator``: of ``device``, as in TROUPE_NPU_FAULT, counted from when it happens: ``lost@3``, ``hang@1@hccl``.
+    ``mark``: a token id. The fault happens whenever a request with this token in its prompt prefills, or decodes, as
+    ``stage`` says."""
 
     stage: Stage
     kind: Kind
     nth: int = 1
     seconds: float = 0.5
     operator: str = "aicore@1"
+    mark: int | None = None
 
 
 class FaultPlan:
@@ -74,6 +80,8 @@ class FaultPlan:
         """Let it happen from now on. Raises ValueError for a stage or a kind that there is not."""
         if fault.stage not in get_args(Stage) or fault.kind not in get_args(Kind) or fault.nth < 1:
             raise ValueError(f"{fault} is no fault: see Stage and Kind for what there is; nth counts from 1")
+        if fault.mark is not None and fault.stage not in ("prefill", "decode"):
+            raise ValueError(f"{fault} has a mark: its stage must be prefill or decode")
         name = f"{next(self._numbers):06}"
         # Renamed when it is complete: an injector may look at any time.
         draft = Path(self.path, name)
@@ -108,10 +116,26 @@ class FaultInjector:
         self._path = path
         self._victim = victim
         self._passed: dict[str, int] = {}  # by file
+        self._prompts: dict[int, frozenset[int]] = {}  # tokens, by slot
+
+    def strike_step(self, batch: StepBatch) -> None:
+        """Pass the stage of a worker's step."""
+        for admission in batch.admitted:
+            self._prompts[admission.slot] = frozenset(memoryview(admission.tokens).cast("i")[: admission.prompt_length])
+        admitted = {admission.slot for admission in batch.admitted}
+        slots, counts = memoryview(batch.slots).cast("i"), memoryview(batch.counts).cast("i")
+        prefills = {slot for slot, count in zip(slots, counts, strict=True) if count > 1} | admitted
+        rows: dict[Stage, set[int]] = {"prefill": prefills, "decode": set(slots) - prefills}
+        for stage, members in rows.items():
+            self._strike(self._due(stage, frozenset().union(*(self._prompts.get(slot, ()) for slot in members))))
+        self.strike("prefill" if prefills else "decode")
 
     def strike(self, stage: Stage) -> None:
         """Pass a stage, outside an event loop or where the loop is to suffer too."""
-        for fault in self._due(stage):
+        self._strike(self._due(stage))
+
+    def _strike(self, faults: list[Fault]) -> None:
+        for fault in faults:
             if fault.kind in ("hang", "slow"):
                 time.sleep(_FOREVER if fault.kind == "hang" else fault.seconds)
             else:
@@ -125,7 +149,8 @@ class FaultInjector:
             else:
                 self._happen(fault)
 
-    def _due(self, stage: Stage) -> list[Fault]:
+    def _due(self, stage: Stage, prompts: frozenset[int] | None = None) -> list[Fault]:
+        """What happens now: the faults without a mark or, with ``prompts``, those with a mark among these tokens."""
         due: list[Fault] = []
         for name in sorted(os.listdir(self._path)):
             if not name.endswith(f".{stage}"):
@@ -135,7 +160,14 @@ class FaultInjector:
                 fault = msgspec.msgpack.decode(Path(path).read_bytes(), type=Fault)
             except FileNotFoundError:
                 continue  # another process has met it
+            if (fault.mark is None) is not (prompts is None):
+                continue
+            if prompts is not None and fault.mark not in prompts:
+                continue
             self._passed[name] = self._passed.get(name, 0) + 1
+            if fault.mark is not None:
+                due.append(fault)
+                continue
             if self._passed[name] >= fault.nth and _take(path):
                 due.append(fault)
         return due

@@ -15,6 +15,7 @@ import numpy as np
 
 from actors.protocol import SequenceSpec
 from actors.requests import Acceptance, Delta, FinishReason, SamplingParams, TokenLogprob, Usage
+from actors.scheduling.suspects import Suspects
 from actors.streams import StreamBuffer
 from telemetry.timeline import Hop, RequestTimeline
 
@@ -36,7 +37,7 @@ class JournalEntry(msgspec.Struct, eq=False, weakref=True):
     cached_tokens: int = 0
     acceptance: Acceptance | None = None
     prompt_sent: bool = False
-    worker_deaths: int = 0  # with this sequence in the batch
+    worker_deaths: int = 0  # with this sequence in a step
     preemptions: int = 0
     decoding: Hop | None = None  # the decode that goes on
     decoded_from: int = 0  # output tokens when the sequence came onto the device
@@ -65,9 +66,13 @@ class JournalEntry(msgspec.Struct, eq=False, weakref=True):
 
 
 class Journal:
-    """Entries by sequence. An entry is there from acceptance to its end, and its end is told exactly once."""
+    """Entries by sequence. An entry is there from acceptance to its end, and its end is told exactly once.
+
+    ``suspects``: of the deaths of the worker.
+    """
 
     def __init__(self) -> None:
+        self.suspects = Suspects()
         self._entries: dict[int, JournalEntry] = {}
 
     def __contains__(self, sequence: int) -> bool:
@@ -141,16 +146,12 @@ class Journal:
         if entry is not None:
             _closed(entry)
 
-    def worker_died(self, sequences: Iterable[int]) -> list[int]:
-        """A worker died with these in its batch; those of them that were in a batch at such a death before."""
-        culprits = []
+    def worker_died(self, sequences: Iterable[int]) -> None:
+        """A worker died with these sequences in the steps that it had."""
         for sequence in sequences:
             entry = self._entries.get(sequence)
             if entry is not None:
                 entry.worker_deaths += 1
-                if entry.worker_deaths > 1:
-                    culprits.append(sequence)
-        return culprits
 
 
 def _came(entry: JournalEntry) -> None:

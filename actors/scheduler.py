@@ -36,6 +36,7 @@ from actors.protocol import (
 from actors.runtime import Actor, ActorDied, ActorRef, ChildCrash, current_traceparent, handles
 from actors.scheduling.config import PlannerConfig
 from actors.scheduling.planner import CacheReply, Planner, StepPlan
+from actors.scheduling.suspects import Verdict
 from actors.vitals import Vitals
 from kernels.step import ModelInfo, StepBatch, StepResult
 from telemetry.step_metrics import StepShape
@@ -51,8 +52,8 @@ _log = logging.getLogger("troupe.scheduler")
 _CACHE_TIMEOUT = 30.0
 
 _SET_APART = (
-    "The model's worker died twice while it ran this request, so it is not run again. "
-    "Send it again later; if it fails again, report it."
+    "The model's worker died while it ran this request, and died again when it ran this request apart from all others, "
+    "so the request is not run a third time. Change the request, or send it again later; if it fails again, report it."
 )
 
 
@@ -77,7 +78,7 @@ class Scheduler(Actor[SchedulerProtocol]):
         tracing: Tracing | None = None,
         faults: FaultInjector | None = None,
     ) -> None:
-        self._planner = Planner(config)
+        self._planner = Planner(config, journal.suspects)
         self._journal = journal
         self._chronicle = Chronicle(journal, worker.name, tracing)
         self._cache = cache
@@ -89,10 +90,12 @@ class Scheduler(Actor[SchedulerProtocol]):
         self._faults = faults
         self._epoch: int | None = None
         self._sent: dict[int, float] = {}  # when, of the steps to this epoch's worker that it has not answered
+        self._verdicts: dict[int, Verdict] = {}  # on the deaths of workers, by epoch
 
     async def started(self) -> None:
         self._vitals.forget_steps()
         self._vitals.read_batch = self._in_hand
+        self._vitals.judge = self._judge
         if self.context.incarnation > 0:
             # What the last life sent must be in the journal before the journal is read.
             await self._detokenizer.ask(Fence(), timeout=_CACHE_TIMEOUT)
@@ -149,19 +152,43 @@ class Scheduler(Actor[SchedulerProtocol]):
     def _worker_lost(self, epoch: int, reason: str) -> list[Emission]:
         """A life of the worker is over. Returns the sequences that are not run again, ended."""
         now = self.context.clock.monotonic()
-        died_at = self._vitals.died_at(epoch)  # None where it hangs: then it ends now
-        at = now if died_at is None else min(died_at, now)
-        suspects = self._in_hand(at)
-        self._chronicle.worker_died(self._planner.running(), suspects, at, now, reason)
-        culprits = self._journal.worker_died(suspects)
-        self._chronicle.set_apart(culprits, now)
+        at = self._fell_at(epoch)
+        lost = self._in_hand(at)
+        self._chronicle.worker_died(self._planner.running(), lost, at, now, reason)
+        self._journal.worker_died(lost)
+        condemned = self._judge(epoch).condemned
+        self._chronicle.set_apart(condemned, now)
         ended = Ended("error", message=_SET_APART)
-        return [msgspec.structs.replace(word, ended=ended) for word in self._planner.abort(culprits)]
+        return [msgspec.structs.replace(word, ended=ended) for word in self._planner.abort(condemned)]
+
+    def _judge(self, epoch: int) -> Verdict:
+        """What the death of the worker's life ``epoch`` proves. Judged once, by the first that asks."""
+        verdict = self._verdicts.get(epoch)
+        if verdict is None:
+            verdict = self._planner.worker_died(self._steps_in_hand(self._fell_at(epoch)))
+            self._verdicts = {epoch: verdict}
+            if suspects := len(self._journal.suspects):
+                _log.warning(
+                    "The worker's death may be due to any of %d sequences: they run again in parts, apart from others, "
+                    "until the cause is known",
+                    suspects,
+                )
+        return verdict
+
+    def _fell_at(self, epoch: int) -> float:
+        """When the life ended, as far as is known: one that hangs ends now."""
+        now = self.context.clock.monotonic()
+        died_at = self._vitals.died_at(epoch)
+        return now if died_at is None else min(died_at, now)
+
+    def _steps_in_hand(self, at: float) -> list[int]:
+        """Steps that the worker was sent by ``at`` and has not answered. What it is sent between its death and the news
+        of it waits for its next life, which refuses it."""
+        return [number for number, sent in self._sent.items() if sent <= at]
 
     def _in_hand(self, at: float) -> tuple[int, ...]:
-        """Sequences in steps that the worker was sent by ``at`` and has not answered. What it is sent between its death
-        and the news of it waits for its next life, which refuses it."""
-        return self._planner.sequences_in_flight([number for number, sent in self._sent.items() if sent <= at])
+        """The sequences in :meth:`_steps_in_hand`."""
+        return tuple(self._planner.in_steps(self._steps_in_hand(at)))
 
     @handles
     async def step_done(self, message: StepDone) -> None:

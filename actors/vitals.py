@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 from actors.protocol import CacheUsage, SchedulerLoad
+from actors.scheduling.suspects import Verdict
 from kernels.step import ModelInfo, StepResult
 from telemetry.step_metrics import StepMetrics, StepShape
 
@@ -21,7 +22,10 @@ class Vitals:
         self.read_cache: Callable[[], CacheUsage] | None = None  # set by the cache manager
         # Set by the scheduler: the sequences in steps that the worker had at this time.
         self.read_batch: Callable[[float], tuple[int, ...]] | None = None
+        # Set by the scheduler: what the death of the worker's life with this epoch proves.
+        self.judge: Callable[[int], Verdict] | None = None
         self._deaths: dict[int, float] = {}  # of workers that had loaded: when, by epoch
+        self._last_death: int | None = None  # the epoch of the last life that ended; None if it had not loaded
         self._loaded = 0.0  # when the scheduler last said what it has
         self._counted = counted or StepMetrics()
         self._sent: deque[StepShape] = deque()  # the steps without an answer
@@ -67,10 +71,17 @@ class Vitals:
 
     def worker_lost(self, at: float) -> None:
         """The worker's life ended, which was first known ``at``; its steps will not be answered."""
+        self._last_death = None if self.worker is None else self.worker[1]
         if self.worker is not None:
             self._deaths[self.worker[1]] = at
         self.worker = None
         self.forget_steps()
+
+    def last_death_counts(self) -> bool:
+        """Whether the worker's last death counts towards the restart intensity."""
+        if self.judge is None or self._last_death is None:
+            return True
+        return self.judge(self._last_death).counts
 
     def died_at(self, epoch: int) -> float | None:
         """When the worker's life ``epoch`` ended; None while it goes on."""

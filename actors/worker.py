@@ -122,8 +122,7 @@ class Worker(Actor[WorkerProtocol]):
         (first, last), self._rested = self._rested, (0.0, 0.0)
         waited = max(0.0, last - max(first, sent))
         if self._faults is not None:
-            prefills = any(memoryview(batch.counts).cast("i")[row] > 1 for row in range(len(batch.counts) // 4))
-            self._faults.strike("prefill" if prefills or batch.admitted else "decode")
+            self._faults.strike_step(batch)
         step = self._runner.start(batch)
         if step.done:
             result = self._finish(step, batch.traces, sent, begun, waited)

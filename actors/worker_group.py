@@ -60,11 +60,18 @@ class WorkerGroup:
         self._held: socket.socket | None = None
 
     async def spawn(
-        self, environment: Callable[[int], Mapping[str, str]], *, standby: bool, silence: float | None = None
+        self,
+        environment: Callable[[int], Mapping[str, str]],
+        *,
+        standby: bool,
+        silence: float | None = None,
+        max_restarts: int = 6,
+        counts: Callable[[], bool] = lambda: True,
     ) -> None:
         """Start a process for each rank and return; ``environment``: what to add to that of a rank. With ``standby``
         each has a prepared process beside it for the next life. One that runs and is silent for ``silence`` seconds is
-        replaced, whatever it was doing: it may be stopped while it loads, when nobody waits for a step."""
+        replaced, whatever it was doing: it may be stopped while it loads, when nobody waits for a step.
+        ``max_restarts``: within 300 s, of deaths that count by ``counts``."""
         self._system.on_event(self._on_event)
         for rank in range(self._size):
             worker = await self._system.spawn_process(
@@ -77,9 +84,10 @@ class WorkerGroup:
                 events_type=LoadProgress | LoadRefused | WorkerLoaded,
                 supervision=Supervision(
                     strategy=Strategy.RESTART_GROUP,
-                    max_restarts=6,
+                    max_restarts=max_restarts,
                     within=300.0,
                     backoff=Backoff(first=0.02),  # streams wait for it: the first restarts come at once
+                    counts=counts,
                 ),
                 group="workers",
                 standby=standby,

@@ -148,7 +148,7 @@ _RUNTIME = (
     _histogram("troupe_loop_lag_seconds", "How much later than asked the event loop wakes a sleeper."),
     _histogram("troupe_recovery_seconds", "From the death of an actor to its next life.", "actor"),
     _counter("troupe_requests_resumed_total", "Sequences that went on after a worker's death or a preemption."),
-    _counter("troupe_requests_set_apart_total", "Requests not run again after two deaths of their worker."),
+    _counter("troupe_requests_set_apart_total", "Requests not run again because their worker kept dying of them."),
     _histogram("troupe_stream_gap_seconds", "From a worker's death to the next token of a sequence it ran."),
 )
 

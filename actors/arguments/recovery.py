@@ -32,6 +32,27 @@ RECOVERY_ARGUMENTS: tuple[Argument, ...] = (
         "else happens to it.",
     ),
     Argument(
+        name="model-load-timeout",
+        kind="float",
+        default=1800.0,
+        minimum=0.0,
+        maximum=86400.0,
+        above=True,
+        group="Runtime",
+        metavar="SECONDS",
+        help="A worker that has not loaded the model by then ends: the first start fails, a later one is repeated.",
+    ),
+    Argument(
+        name="max-worker-restarts",
+        kind="int",
+        default=6,
+        minimum=0,
+        maximum=10_000,
+        group="Runtime",
+        help="How often within 300 s the workers are replaced; the next death ends the engine. A death that narrows "
+        "down which request caused an earlier one does not count.",
+    ),
+    Argument(
         name="standby-worker",
         kind="flag",
         default=True,

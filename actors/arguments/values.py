@@ -128,6 +128,8 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
     gpu_id_step: int = 1
     watchdog_timeout: float = 300.0
     soft_watchdog_timeout: float = 60.0
+    model_load_timeout: float = 1800.0
+    max_worker_restarts: int = 6
     standby_worker: bool = True
     tensor_parallel_size: int = 1
     dist_init_addr: str | None = None

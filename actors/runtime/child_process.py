@@ -74,6 +74,13 @@ class ChildProcess:
         self.thread_link.rebind(on_frame, lambda error: None if error is None else on_lost(error))
         self.link.write(incarnation.to_bytes(8, "little"))
 
+    def abandon(self, on_exit: Callable[[], None]) -> None:
+        """Kill it and hear no more of it but its exit."""
+        self.on_exit = on_exit
+        for link in (self.link, self.thread_link):
+            link.rebind(lambda kind, correlation, body: None, _ignore)
+        self.kill()
+
     def close(self) -> None:
         """Close both links. May be called again."""
         self.link.close()

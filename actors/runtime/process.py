@@ -24,6 +24,10 @@ __all__ = ["ProcessIncarnation"]
 _KILL_AFTER = 1.0
 """Seconds between the end of a child's link and SIGKILL."""
 
+_STANDBY_PATIENCE = 10.0
+"""Seconds that a standby may take to start, its imports mostly done, before a new process takes its place: it may have
+been stopped while it waited."""
+
 _HEADROOM = 512
 """Bytes of a frame that are not the message: header, deadline, trace context."""
 
@@ -84,7 +88,13 @@ class ProcessIncarnation(Incarnation):
     async def _live(self) -> None:
         if self._stopping or self.cause is not None:
             return
-        self._begin()
+        if self._begin_standby():
+            with within(self.cell.system.clock, _STANDBY_PATIENCE):
+                await self._until(lambda: self._ready or self._gone or self._stopping)
+            if not (self._ready or self._gone or self._stopping):
+                await self._give_up_standby()
+        else:
+            self._begin(launch(self.cell, self._plan, self._blank()))
         with within(self.cell.system.clock, self._plan.start_timeout):
             await self._until(lambda: self._ready or self._gone or self._stopping)
         if self._gone or self._stopping:
@@ -108,12 +118,35 @@ class ProcessIncarnation(Incarnation):
             self._change = anyio.Event()
             await self._change.wait()
 
-    def _begin(self) -> None:
+    def _begin_standby(self) -> bool:
+        """Let the standby be this life, if there is one that lives."""
         child = None if self._standby is None else self._standby.take()
         if child is None or child.exited or child.link.closed:
-            child = launch(self.cell, self._plan, self._blank())
+            return False
+        self._begin(child)
+        return True
+
+    def _begin(self, child: ChildProcess) -> None:
         self._child, self._link, self.pid = child, child.link, child.pid
         child.begin(self.number, self._on_frame, self._on_lost, self._on_exit)
+
+    async def _give_up_standby(self) -> None:
+        """End a standby that does not start, and start a new process."""
+        child = self._child
+        assert child is not None
+        self.cell.system.logger.warning(
+            "the standby of actor %s did not start within %g s: a new process takes its place",
+            self.cell.name,
+            _STANDBY_PATIENCE,
+        )
+        child.abandon(self._change_now)
+        with anyio.CancelScope(shield=True):
+            await self._until(lambda: child.exited)
+        child.close()
+        self._begin(launch(self.cell, self._plan, self._blank()))
+
+    def _change_now(self) -> None:
+        self._change.set()
 
     def _on_exit(self) -> None:
         self._fall()

@@ -6,6 +6,7 @@ The restart intensity is OTP's (supervisor, `intensity` and `period`); RESTART_G
 import enum
 import random
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -42,21 +43,29 @@ class Backoff:
 
 @dataclass(frozen=True)
 class Supervision:
-    """How an actor is supervised: at most `max_restarts` within `within` seconds, past which the crash escalates."""
+    """How an actor is supervised: at most `max_restarts` within `within` seconds, past which the crash escalates.
+
+    `counts` is asked at each crash, at once, whether it counts towards them.
+    """
 
     strategy: Strategy = Strategy.RESTART_ONE
     max_restarts: int = 5
     within: float = 60.0
     backoff: Backoff = field(default_factory=Backoff)
+    counts: Callable[[], bool] = lambda: True
 
     @property
     def restarts_group(self) -> bool:
         return self.strategy is Strategy.RESTART_GROUP
 
-    def admit(self, history: deque[float], now: float, rng: random.Random) -> float | None:
-        """Record a restart at `now`; seconds to wait before it, or None when there were too many already."""
+    def admit(self, history: deque[float], now: float, rng: random.Random, *, counts: bool = True) -> float | None:
+        """Record a restart at `now`; seconds to wait before it, or None when there were too many already.
+
+        One that does not count is admitted and not recorded."""
         while history and history[0] <= now - self.within:
             history.popleft()
+        if not counts and self.strategy is not Strategy.ESCALATE:
+            return self.backoff.delay(0, rng)
         if self.strategy is Strategy.ESCALATE or len(history) >= self.max_restarts:
             return None
         history.append(now)
@@ -73,7 +82,7 @@ class Unit:
     def __init__(self, system: "ActorSystem", members: "list[Cell]") -> None:
         self._system = system
         self.members = members  # in order of spawn
-        self._fallen: dict[Cell, BaseException] = {}
+        self._fallen: dict[Cell, tuple[BaseException, bool]] = {}  # why, and whether it counts
         self._restarts: deque[float] = deque()
         self._job: anyio.CancelScope | None = None
         self._round: anyio.CancelScope | None = None
@@ -81,7 +90,7 @@ class Unit:
 
     def fell(self, cell: "Cell", cause: BaseException) -> None:
         """Take up a crash."""
-        self._fallen[cell] = cause
+        self._fallen[cell] = (cause, cell.supervision.counts())
         if self._round is not None:
             self._round.cancel()  # starting the others is in vain
         if not self.busy:
@@ -117,9 +126,9 @@ class Unit:
     async def _restart(self, job: anyio.CancelScope) -> None:
         system = self._system
         together = len(self.members) > 1
-        leader, cause = next(iter(self._fallen.items()))
+        leader, (cause, counts) = next(iter(self._fallen.items()))
         history = self._restarts if together else leader.restarts
-        delay = leader.supervision.admit(history, system.clock.monotonic(), system.random)
+        delay = leader.supervision.admit(history, system.clock.monotonic(), system.random, counts=counts)
         if delay is None:
             self._fallen.clear()
             system.escalate(leader, cause)
@@ -142,7 +151,7 @@ class Unit:
                     except (Exception, SystemExit) as error:
                         if member.stopping or member.closed:
                             continue  # it was on its way out: the others go on without it
-                        self._fallen[member] = error
+                        self._fallen[member] = (error, member.supervision.counts())
                         break
         finally:
             self._round = None

@@ -19,6 +19,7 @@ from actors.scheduling.policy import Policy
 from actors.scheduling.roster import Move, Roster
 from actors.scheduling.scores import PromptScores, StepScores, join
 from actors.scheduling.sequence import Sequence, Status
+from actors.scheduling.suspects import Cohort, Rerun, Suspects, Verdict
 from kernels.step import ModelInfo, StepBatch, StepResult
 
 __all__ = ["CacheMessage", "CacheReply", "Planner", "StepPlan"]
@@ -49,10 +50,14 @@ class Planner:
     tokens that a step in flight samples is known: the next one is planned as if it were one, with pages for the most.
     Steps run strictly in order, which is why pages and slots can be given to others while a row is still in flight:
     whoever gets them runs, and writes, later.
+
+    While there are ``suspects`` of a worker's death, steps are of suspects and of others in turns, one in flight.
     """
 
-    def __init__(self, config: PlannerConfig) -> None:
+    def __init__(self, config: PlannerConfig, suspects: Suspects | None = None) -> None:
         self._config = config
+        self._suspects = Suspects() if suspects is None else suspects
+        self._suspects_next = True  # whether the next step is of suspects, if there are any
         shares = FairShare()
         self._policy = Policy(config, shares)
         self._roster = Roster(config, shares)
@@ -84,16 +89,29 @@ class Planner:
     @property
     def can_send(self) -> bool:
         """Whether the worker may be given another step."""
-        return self.ready and len(self._flights) < (2 if self._config.overlap else 1)
+        return self.ready and len(self._flights) < (2 if self._config.overlap and not self._suspects else 1)
 
     def is_known(self, sequence: int) -> bool:
         """Whether the sequence waits or runs."""
         return sequence in self._roster.sequences
 
-    def sequences_in_flight(self, steps: Container[int]) -> tuple[int, ...]:
-        """Sequences with a row in one of these steps that has no answer yet: the suspects when a worker dies."""
-        flights = [flight for flight in self._flights if flight.number in steps]
-        return tuple({s.id for flight in flights for s in flight.sequences if s.status is Status.RUNNING})
+    def in_steps(self, steps: Container[int]) -> dict[int, Rerun]:
+        """Sequences with a row in one of these steps that has no answer yet, and what would repeat it."""
+        found: dict[int, Rerun] = {}
+        for flight in self._flights:
+            if flight.number not in steps:
+                continue
+            for row, sequence in enumerate(flight.sequences):
+                if sequence.status is not Status.FINISHED:
+                    earlier = found.get(sequence.id)
+                    decode = row < flight.decodes or (earlier is not None and earlier.decode)
+                    found[sequence.id] = Rerun(sequence.scheduled or sequence.length, decode)
+        return found
+
+    def worker_died(self, steps: Container[int]) -> Verdict:
+        """The worker died and has not answered these steps. The caller aborts the condemned sequences."""
+        self._suspects.retain(self._roster.sequences)
+        return self._suspects.died(self.in_steps(steps))
 
     def running(self) -> tuple[int, ...]:
         """Sequences with a place on the device."""
@@ -200,13 +218,28 @@ class Planner:
         """The next step, or None when there is nothing to do now. Drive it to its end before any other call."""
         if not self.can_send:
             return None
-        draft, grants = yield from self._planning.fill(now, idle=not self._flights)
+        for cohort in self._cohorts():
+            draft, grants = yield from self._planning.fill(now, idle=not self._flights, cohort=cohort)
+            if draft.emissions or not draft.empty:
+                break
         if draft.empty:
             return StepPlan(None, draft.emissions) if draft.emissions else None
+        if cohort is not None:
+            self._suspects_next = cohort.excluded
         self._number += 1
         batch = draft.batch(self._number, grants, self._roster.running, self._roster.slots.released())
         self._flights.append(draft.flight(self._number))
         return StepPlan(batch, draft.emissions, draft.chunks(), draft.decodes)
+
+    def _cohorts(self) -> tuple[Cohort | None, ...]:
+        """What the next step may run, the first choice first."""
+        if self._suspects:
+            self._suspects.retain(self._roster.sequences)
+        if not self._suspects:
+            return (None,)
+        self._roster.may_admit = True  # another cohort than before may find room
+        suspects, others = self._suspects.cohorts(self._roster.running)
+        return (suspects, others) if self._suspects_next else (others, suspects)
 
     def finish_step(self, result: StepResult, now: float) -> list[Emission]:
         """What a step's answer means for its sequences. Answers to forgotten steps are ignored.
@@ -254,6 +287,10 @@ class Planner:
                 self._roster.filled_page(sequence)
             if samples:
                 emissions.append(self._emit(sequence, tokens[at], None if scores is None else scores.at(at)))
+        if self._suspects:
+            for row, (sequence, serial) in enumerate(zip(flight.sequences, flight.serials, strict=True)):
+                if sequence.serial == serial:
+                    self._suspects.ran(sequence.id, sequence.computed, decode=row < flight.decodes)
         return emissions
 
     def _accept(

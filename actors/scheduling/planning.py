@@ -14,6 +14,7 @@ from actors.scheduling.guessing import Guessing
 from actors.scheduling.policy import Policy
 from actors.scheduling.roster import Roster
 from actors.scheduling.sequence import Sequence
+from actors.scheduling.suspects import Cohort
 
 __all__ = ["CacheMessage", "CacheReply", "StepPlanning", "too_large"]
 
@@ -47,6 +48,7 @@ class StepPlanning:
         self._steps = 0
         self._blocked = (-1, 0)  # the sequence that did not fit, and the pages it needs
         self._guessing: Guessing | None = None
+        self._cohort: Cohort | None = None  # of the draft in hand
 
     def new_worker(self, total_pages: int, guessing: Guessing | None) -> None:
         """The cache is empty, of this size. ``guessing``: of a worker that makes guesses."""
@@ -54,15 +56,19 @@ class StepPlanning:
         self._guessing = guessing
         self._blocked = (-1, 0)
 
-    def fill(self, now: float, *, idle: bool) -> Generator[CacheMessage, CacheReply, tuple[Draft, tuple[Grant, ...]]]:
-        """The next draft and the pages for it. ``idle``: nothing is in flight, so that waiting for it will not help."""
+    def fill(
+        self, now: float, *, idle: bool, cohort: Cohort | None = None
+    ) -> Generator[CacheMessage, CacheReply, tuple[Draft, tuple[Grant, ...]]]:
+        """The next draft and the pages for it. ``idle``: nothing is in flight, so that waiting for it will not help.
+        ``cohort``: the only sequences that it may run; None: all."""
         config, roster = self._config, self._roster
+        self._cohort = cohort
         draft = Draft(config.step_tokens, config.prefill_max_requests or config.max_running, config.tail_tokens)
         first = yield from self._make_room(draft)
         yield from self._plan_decodes(draft)
         draft.limit_prefills(config.max_prefill_tokens)
         yield from self._plan_prefills(draft)
-        if idle and draft.empty and roster.running:
+        if idle and draft.empty and roster.running and (cohort is None or self._is_last(cohort)):
             self._end_last(draft)
         if self._may_join(draft) and (roster.may_admit or not roster.running):
             yield from self._admit(draft, first, now)
@@ -99,7 +105,7 @@ class StepPlanning:
         """A token for every sequence whose next input is known, to the device at least."""
         rows: list[Sequence] = []
         growers: list[Sequence] = []
-        for sequence in self._roster.running.values():
+        for sequence in self._of_cohort(self._roster.running.values()):
             scheduled = sequence.scheduled
             if sequence.known - scheduled == 1 and sequence.known < sequence.target:
                 rows.append(sequence)
@@ -168,7 +174,7 @@ class StepPlanning:
 
     def _plan_prefills(self, draft: Draft) -> Planning:
         """The next chunks of running prefills, in the order of their admission."""
-        for sequence in list(self._roster.prefilling.values()):
+        for sequence in list(self._of_cohort(self._roster.prefilling.values())):
             if draft.budget <= 0 or draft.prefill_rows <= 0:
                 break
             rest = sequence.known - sequence.scheduled
@@ -194,6 +200,16 @@ class StepPlanning:
         else:
             self._roster.prefilling.pop(sequence.id, None)
 
+    def _of_cohort(self, sequences: Iterable[Sequence]) -> Iterable[Sequence]:
+        """Those that the draft in hand may run."""
+        cohort = self._cohort
+        return sequences if cohort is None else [sequence for sequence in sequences if cohort.takes(sequence.id)]
+
+    def _is_last(self, cohort: Cohort) -> bool:
+        """Whether one sequence runs, and it is of the cohort: others may go on in the next step."""
+        running = self._roster.running
+        return len(running) == 1 and cohort.takes(next(iter(running)))
+
     def _end_last(self, draft: Draft) -> None:
         """Nothing is in flight, and nothing can go on. All that run have got on since they were admitted, so that those
         beside the strongest have been preempted for it; and the whole cache is too small for that one."""
@@ -204,6 +220,8 @@ class StepPlanning:
     def _make_room(self, draft: Draft) -> Generator[CacheMessage, CacheReply, Sequence | None]:
         """A waiting sequence of much higher priority takes the place of weak ones. Returns it, to be admitted first."""
         roster = self._roster
+        if self._cohort is not None:
+            return None  # no priority is worth the place of a sequence that is cleared, or condemned, soon
         pressing = self._policy.pressing(roster.waiting, roster.running.values())
         if pressing is None:
             return None
@@ -241,11 +259,12 @@ class StepPlanning:
 
     def _may_join(self, draft: Draft) -> bool:
         """Whether the step has a place for one more admission."""
+        reserved = 0 if self._cohort is None else self._cohort.reserved
         return (
             draft.budget > 0
             and draft.prefill_rows > 0
-            and len(self._roster.running) < self._config.max_running
-            and self._roster.slots.free > 0
+            and len(self._roster.running) + reserved < self._config.max_running
+            and self._roster.slots.free > reserved
             and len(self._roster.waiting) > 0
         )
 
@@ -256,7 +275,7 @@ class StepPlanning:
         order = yield from self._order(first, now)
         reserve = self._growth.pages(roster.running.values(), size)
         held = 0
-        for sequence in order:
+        for sequence in self._of_cohort(order):
             if not self._may_join(draft) or held >= _MOST_HELD:
                 break
             if roster.siblings.computes_for(sequence):

@@ -17,6 +17,7 @@ import pytest_asyncio
 
 from actors.cache_manager import CacheManager
 from actors.engine import Engine
+from actors.faults import Fault, FaultPlan
 from actors.incremental_text import IncrementalText
 from actors.protocol import FlushCache
 from actors.requests import (
@@ -106,18 +107,48 @@ async def test_a_worker_that_does_not_answer_is_replaced(tiny_model: Path) -> No
         await rest(engine)
 
 
-async def test_a_request_in_the_batch_at_two_deaths_is_set_apart(tiny_model: Path) -> None:
+@pytest.mark.parametrize("stage", ["prefill", "decode"])
+async def test_a_harmful_request_ends_and_no_other_does(tiny_model: Path, stage: Any) -> None:
+    others = ["The lazy dog", "Once upon a time", [1, 2, 3, 4], list(range(10, 60)), [8] * 9]
+    with FaultPlan(Fault(stage, "kill", mark=7)) as plan:
+        async with small_engine(tiny_model, faults=plan) as engine:
+            expected = [await text_of(engine, prompt, LONG) for prompt in others]
+            streams = [engine.generate(prompt, LONG) for prompt in [*others, [7] * 20]]
+            ends = await asyncio.gather(*[read_out(stream) for stream in streams], return_exceptions=True)
+            assert isinstance(ends[-1], RequestFailed)
+            assert "apart from all others" in str(ends[-1])
+            assert [end.text for end in ends[:-1] if isinstance(end, Delta)] == expected
+            assert len(await text_of(engine, "The lazy dog")) > 0
+            await rest(engine)
+
+
+async def test_kills_from_outside_end_no_request(tiny_model: Path) -> None:
+    """One request, killed in a step more often than it takes to condemn a harmful one."""
     async with small_engine(tiny_model) as engine:
-        suspect = engine.generate("Once upon a time", LONG)
-        await suspect.ready()
-        for _ in range(2):
-            await until(lambda: engine.vitals.oldest_step_sent is not None, "no step was sent")
+        expected = await text_of(engine, "Once upon a time", LONG)
+        stream = engine.generate("Once upon a time", LONG)
+        reader = asyncio.create_task(read_out(stream))
+        await stream.ready()
+        for _ in range(5):
+            before = engine.vitals.output_tokens
+            await until(lambda before=before: engine.vitals.output_tokens > before + 20, "it does not decode")
             os.kill(await halt_in_a_step(engine), signal.SIGKILL)
             await until(lambda: engine.vitals.worker is None, "it lives")
-        with pytest.raises(RequestFailed, match="twice"):
-            await read_out(suspect)
-        assert len(await text_of(engine, "The lazy dog")) > 0
+        assert (await reader).text == expected
         await rest(engine)
+
+
+async def test_more_deaths_than_the_restarts_allowed_end_the_engine(tiny_model: Path) -> None:
+    async with small_engine(tiny_model, max_worker_restarts=1) as engine:
+        stream = engine.generate("Once upon a time", LONG)
+        reader = asyncio.create_task(read_out(stream))
+        for _ in range(2):
+            before = engine.vitals.output_tokens
+            await until(lambda before=before: engine.vitals.output_tokens > before + 20, "it does not decode")
+            os.kill(await halt_in_a_step(engine), signal.SIGKILL)
+            await until(lambda: engine.vitals.worker is None, "it lives")
+        with pytest.raises(EngineFailed, match="worker-0"):
+            await reader
 
 
 # -- the tokenizer

@@ -16,7 +16,7 @@ import pytest_asyncio
 
 from actors.faults import Fault
 from actors.protocol import LoadProgress
-from actors.requests import Chat, EngineFailed, RequestFailed, SamplingParams
+from actors.requests import Chat, EngineFailed, SamplingParams
 from actors.runtime import Message
 from tests.actors.breaking import Reading, Rig, breakable
 from tests.waiting import PATIENCE, until
@@ -77,36 +77,21 @@ async def all_whole(rig: Rig, readings: list[Reading], expected: Expected) -> No
 
 @pytest.mark.parametrize("seed", range(8))
 async def test_a_storm_loses_and_alters_nothing(rig: Rig, expected: Expected, seed: int) -> None:
-    """Requests that two workers died of may be set apart; nobody else, and nothing that was sent is wrong."""
     rng = random.Random(seed)
-    deaths = 0
     readings, tasks = await live(rig)
     for _ in range(rng.randint(2, 4)):
         what = rng.choice(["kill", "exception", "corrupt", "duplicate", "late", "scheduler", "cache", "detokenizer"])
         if what in ("kill", "exception"):
             rig.plan.add(Fault(rng.choice(["decode", "prefill"]), what, nth=rng.randint(1, 20)))  # type: ignore[arg-type]
-            deaths += 1
         elif what in ("corrupt", "duplicate", "late"):
             rig.wire.arm("worker-0", what, seconds=0.2)
-            deaths += what == "corrupt"
         else:
             crash(rig, what)
         await asyncio.sleep(rng.choice([0.0, 0.02, 0.3]))
     await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE)
     rig.plan.clear()
     rig.wire._armed.clear()
-    for reading, (tokens, texts) in zip(readings, expected, strict=True):
-        for index, seen in reading.tokens.items():
-            assert seen == tokens[index][: len(seen)]
-            assert texts[index].startswith(reading.texts[index])
-        if reading.error is None:
-            assert (reading.tokens, reading.texts) == (tokens, texts)
-        else:
-            assert deaths >= 2
-            assert isinstance(reading.error, RequestFailed)
-            assert "twice" in str(reading.error)
-    await rig.rest()
-    rig.forgive()
+    await all_whole(rig, readings, expected)
 
 
 # -- at the same moment

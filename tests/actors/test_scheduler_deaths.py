@@ -32,6 +32,7 @@ from actors.requests import SamplingParams
 from actors.runtime import Actor, ActorRef, ActorSystem, ChildCrash, Deferred, handles
 from actors.scheduler import Scheduler
 from actors.scheduling import PlannerConfig
+from actors.scheduling.suspects import Rerun
 from actors.scheduling.testing import model_info
 from actors.streams import StreamBuffer
 from actors.vitals import Vitals
@@ -255,7 +256,8 @@ async def test_who_is_not_run_again_hears_of_it_though_the_cache_is_silent(heard
     known = asyncio.Event()
     async with rigged(lambda vitals: Slow(vitals, known)) as rig:
         entry = await rig.submit()
-        entry.worker_deaths = 1
+        for _ in range(2):
+            rig.journal.suspects.died({entry.sequence: Rerun(8, decode=False)})
         step = await rig.sent(0)
         rig.vitals.worker_lost(rig.now())
         if heard == "by the next life":
@@ -264,5 +266,5 @@ async def test_who_is_not_run_again_hears_of_it_though_the_cache_is_silent(heard
         await until(lambda: rig.told, "it was not told")
         (ended,) = [word.ended for word in rig.told]
         assert ended is not None
-        assert (ended.reason, "died twice" in ended.message) == ("error", True)
+        assert (ended.reason, "apart from all others" in ended.message) == ("error", True)
         known.set()

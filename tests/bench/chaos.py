@@ -2,12 +2,19 @@
 
     python -m tests.bench chaos                          # the model in the box, 64 live streams, 3 rounds of each fault
     python -m tests.bench chaos --streams 16 --rounds 1 --faults kill,hang
+    python -m tests.bench chaos --streams 256 --rounds 1 --faults harmful-1-prefill,harmful-3-decode
+    python -m tests.bench chaos --tokens 1000 --rounds 1 --faults kills
+    python -m tests.bench chaos --npu-simulator A2 --streams 16 --tokens 64 --rounds 1 --faults kills,harmful-2-decode
 
 Every round starts the same greedy streams, waits until all of them decode, and breaks one thing. A stream is *lost*
 when it ends in any way but complete, and *altered* when its tokens are not those of the undisturbed run, one by one and
 in order: a token that is missing, repeated or different counts. The gap is the longest time between two deltas of a
 stream around the fault, from the last before to the first after. The model runs in float32 unless ``--dtype`` says
 otherwise: a resumed stream's tokens are computed in one prefill, and in bfloat16 a near tie may fall the other way.
+
+``kills`` kills the worker 8 times at random moments. ``harmful-N-prefill`` and ``-decode`` start N more streams; the
+worker dies whenever it prefills, or decodes, one of these. They must end with an error; the others are counted as
+above. Deaths are those of actors in all rounds.
 """
 
 from __future__ import annotations
@@ -26,14 +33,17 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from actors.engine import Engine
+from actors.faults import Fault, FaultPlan
 from actors.requests import SamplingParams
 from actors.runtime import Event, EventKind
 from app.understudy import MODEL_DIR
 from kernels.step import ModelInfo
 from tests.bench._options import command_line
 from tests.bench.serving import percentile
+from tests.waiting import until
 
 _WATCHDOG = 10.0
+_MARK = 9  # a token that no prompt holds but those of harmful requests
 
 
 @dataclass
@@ -54,6 +64,7 @@ class Row:
     live: int = 0
     lost: int = 0
     altered: int = 0
+    deaths: int = 0
     gaps: list[float] = field(default_factory=list)
     restarts: list[float] = field(default_factory=list)
     recoveries: list[list[float]] = field(default_factory=list)  # seconds of each of _PARTS
@@ -65,13 +76,15 @@ _PARTS = ("death noticed", "next process runs", "model loaded", "first token")
 class Chaos:
     """One engine, and what is done to it."""
 
-    def __init__(self, engine: Engine, streams: int, tokens: int, seed: int) -> None:
+    def __init__(self, engine: Engine, plan: FaultPlan, streams: int, tokens: int, seed: int) -> None:
         self.engine = engine
+        self._plan = plan
+        self._rng = random.Random(seed + 1)
         self._tokens = tokens
         rng = random.Random(seed)
         vocabulary = engine.vocab_size
         self._prompts = [[rng.randrange(10, vocabulary) for _ in range(32)] for _ in range(streams)]
-        self._expected: list[list[int]] = []
+        self.expected: list[list[int]] = []
         self._died: list[float] = []
         self._restarted: list[float] = []
         self._loaded: list[float] = []
@@ -82,7 +95,7 @@ class Chaos:
         self._told_ready, engine._company._on_ready = engine._company._on_ready, self._on_loaded
 
     def _on_event(self, event: Event) -> None:
-        if event.kind is EventKind.DIED:
+        if event.kind is EventKind.DIED and event.actor != "renderer-0":
             self._died.append(time.monotonic())
         elif event.kind is EventKind.RESTARTED:
             self._restarted.append(time.monotonic())
@@ -106,14 +119,17 @@ class Chaos:
             stream.error = f"{type(error).__name__}: {error}"
             self._decoding.set()
 
-    async def _run(self, fault: Callable[[], Awaitable[None]] | None) -> tuple[list[Stream], float, int]:
-        streams = [Stream() for _ in self._prompts]
+    async def _run(
+        self, fault: Callable[[], Awaitable[None]] | None, harmful: int = 0
+    ) -> tuple[list[Stream], float, int]:
+        """The streams, the harmful ones last, the time of the fault and how many were live then."""
+        prompts = self._prompts + [[*prompt[:-1], _MARK] for prompt in self._prompts[:harmful]]
+        streams = [Stream() for _ in prompts]
         self._decoding, self._behind = asyncio.Event(), len(streams)
         readers = [
-            asyncio.create_task(self._read(prompt, stream))
-            for prompt, stream in zip(self._prompts, streams, strict=True)
+            asyncio.create_task(self._read(prompt, stream)) for prompt, stream in zip(prompts, streams, strict=True)
         ]
-        at, live = time.monotonic(), 0
+        at, live = time.monotonic(), len(self._prompts)
         if fault is not None:
             await self._decoding.wait()
             live = sum(not reader.done() for reader in readers)
@@ -128,16 +144,20 @@ class Chaos:
         for stream in streams:
             if stream.error or len(stream.tokens) != self._tokens:
                 raise SystemExit(f"the undisturbed run failed: {stream.error or 'tokens are missing'}")
-        self._expected = [stream.tokens for stream in streams]
+        self.expected = [stream.tokens for stream in streams]
 
-    async def round(self, row: Row, fault: Callable[[], Awaitable[None]]) -> None:
+    async def round(self, row: Row, fault: Callable[[], Awaitable[None]] | None, harmful: int = 0) -> None:
         await self.engine.flush_cache()
         for moments in (self._died, self._restarted, self._loaded):
             moments.clear()
-        streams, at, live = await self._run(fault)
+        streams, at, live = await self._run(fault, harmful)
         row.injected += 1
         row.live += live
-        for stream, expected in zip(streams, self._expected, strict=True):
+        row.deaths += len(self._died)
+        streams, marked = streams[: len(self._prompts)], streams[len(self._prompts) :]
+        if not all(stream.error for stream in marked):
+            raise SystemExit("a harmful request did not end with an error")
+        for stream, expected in zip(streams, self.expected, strict=True):
             if stream.error or len(stream.tokens) < len(expected):
                 row.lost += 1
                 print(f"  lost: {stream.error or f'{len(stream.tokens)} tokens'}", file=sys.stderr)
@@ -153,10 +173,16 @@ class Chaos:
     # -- the faults
 
     def _worker(self) -> int:
-        return int(self.engine.describe()["workers"][0]["pid"])
+        return int(self.engine.describe()["workers"][0]["pid"] or 0)
 
     async def kill(self) -> None:
         os.kill(self._worker(), signal.SIGKILL)
+
+    async def kills(self) -> None:
+        for _ in range(_KILLS):
+            await asyncio.sleep(self._rng.uniform(0.0, 2.0))
+            await until(self._worker, "no worker runs")
+            os.kill(self._worker(), signal.SIGKILL)
 
     async def hang(self) -> None:
         os.kill(self._worker(), signal.SIGSTOP)
@@ -178,6 +204,8 @@ class Chaos:
         await self._crash("detokenizer")
 
 
+_KILLS = 8
+
 _FAULTS = {
     "kill": "worker killed (SIGKILL)",
     "abort": "worker aborts (SIGABRT)",
@@ -185,40 +213,58 @@ _FAULTS = {
     "scheduler": "exception in the scheduler",
     "cache": "exception in the cache manager",
     "detokenizer": "exception in the detokenizer",
+    "kills": f"worker killed {_KILLS} times at random moments",
+} | {
+    f"harmful-{count}-{stage}": f"{count} harmful in their {stage}"
+    for stage in ("prefill", "decode")
+    for count in (1, 2, 3)
 }
+_DEFAULT = "kill,abort,hang,scheduler,cache,detokenizer"
 
 
 async def measure(arguments: argparse.Namespace) -> list[Row]:
     """An engine for each fault: one whose worker dies too often gives up, as it should."""
     rows = []
+    expected: list[list[int]] = []
     for name in arguments.faults.split(","):
         row = Row(_FAULTS[name])
-        async with Engine(
-            model=arguments.model,
-            dtype=arguments.dtype,
-            max_running_requests=max(64, arguments.streams),
-            watchdog_timeout=_WATCHDOG,
-            random_seed=0,
-        ) as engine:
-            chaos = Chaos(engine, arguments.streams, arguments.tokens, seed=7)
-            await chaos.learn()
-            for _ in range(arguments.rounds):
-                await asyncio.sleep(arguments.rest)  # the next standby gets ready, and restarts do not add up
-                await chaos.round(row, getattr(chaos, name))
+        harmful, stage = (int(name.split("-")[1]), name.split("-")[2]) if name.startswith("harmful") else (0, "")
+        with FaultPlan() as plan:
+            async with Engine(
+                model=arguments.model,
+                dtype=arguments.dtype,
+                max_running_requests=max(64, arguments.streams + harmful),
+                max_worker_restarts=6 if name != "kills" else _KILLS * arguments.rounds,
+                watchdog_timeout=_WATCHDOG if not arguments.npu_simulator else 10 * _WATCHDOG,
+                random_seed=0,
+                npu_simulator=arguments.npu_simulator,
+                faults=plan,
+            ) as engine:
+                chaos = Chaos(engine, plan, arguments.streams, arguments.tokens, seed=7)
+                chaos.expected = expected
+                if not expected:
+                    await chaos.learn()
+                    expected = chaos.expected
+                for _ in range(arguments.rounds):
+                    await asyncio.sleep(arguments.rest)  # the next standby gets ready, and restarts do not add up
+                    if harmful:
+                        plan.add(Fault(stage, "kill", mark=_MARK))  # type: ignore[arg-type]
+                    await chaos.round(row, None if harmful else getattr(chaos, name), harmful)
+                    plan.clear()
         rows.append(row)
     return rows
 
 
 def table(rows: list[Row]) -> str:
     lines = [
-        "| fault | injected | live streams | resumed | lost | altered | restart (s) | gap p50 (s) | gap p99 (s) |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| fault | rounds | live streams | resumed | lost | altered | deaths | restart (s) | gap p50 (s) | p99 (s) |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
         restart = f"{statistics.median(row.restarts):.2f}" if row.restarts else "-"
         lines.append(
             f"| {row.fault} | {row.injected} | {row.live} | {row.live - row.lost} | {row.lost} | {row.altered} "
-            f"| {restart} | {percentile(row.gaps, 0.5):.2f} | {percentile(row.gaps, 0.99):.2f} |"
+            f"| {row.deaths} | {restart} | {percentile(row.gaps, 0.5):.2f} | {percentile(row.gaps, 0.99):.2f} |"
         )
     return "\n".join(lines)
 
@@ -240,7 +286,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--tokens", type=int, default=256, help="of each stream")
     parser.add_argument("--rounds", type=int, default=3, help="of each fault")
     parser.add_argument("--rest", type=float, default=6.0, help="seconds between rounds")
-    parser.add_argument("--faults", default=",".join(_FAULTS), help=f"of: {', '.join(_FAULTS)}")
+    parser.add_argument("--npu-simulator", default=None, help="simulated NPUs to run on, as in --npu-simulator A2")
+    parser.add_argument("--faults", default=_DEFAULT, help=f"of: {', '.join(_FAULTS)}")
     arguments = parser.parse_args(argv)
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {arguments.dtype}, ", end="")
     print(f"{arguments.streams} streams of {arguments.tokens} tokens")

@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 
 from actors.engine import Engine
+from actors.faults import Fault, FaultPlan
 from actors.requests import (
     Chat,
     InvalidRequest,
@@ -201,17 +202,18 @@ async def test_a_killed_worker_is_seen_in_what_it_ran(tiny_model: Path) -> None:
 
 
 async def test_a_request_that_is_set_apart_says_so(tiny_model: Path) -> None:
-    async with small_engine(tiny_model) as engine:
-        stream = engine.generate([5] * 40, LONG)
-        timeline = recorded(engine, stream)
-        reader = asyncio.create_task(read_out(stream))
-        for life in (0, 1):
-            await until(lambda life=life: len(hops(timeline, "decode")) > life, "no decode")
-            os.kill(await engines.halt_in_a_step(engine), signal.SIGKILL)
-        with pytest.raises(RequestFailed):
-            await reader
+    with FaultPlan() as plan:
+        async with small_engine(tiny_model, faults=plan) as engine:
+            stream = engine.generate([5] * 40, LONG)
+            timeline = recorded(engine, stream)
+            reader = asyncio.create_task(read_out(stream))
+            await until(lambda: hops(timeline, "decode"), "no decode")
+            plan.add(Fault("decode", "kill", mark=5))
+            with pytest.raises(RequestFailed):
+                await reader
     check_whole(timeline)
-    assert marks(timeline) == ["first_token", "worker_died", "resumed", "worker_died", "set_apart"]
+    died = ["worker_died", "resumed"]
+    assert marks(timeline) == ["first_token", *died, *died, "worker_died", "set_apart"]
     assert timeline.outcome is not None
     assert (timeline.outcome.error_type, timeline.outcome.finish_reasons) == ("RequestFailed", ("error",))
 

@@ -158,7 +158,7 @@ _FAULTS = Row(
         ),
         TimeSeries(
             "Requests after a death",
-            "Sequences that went on, and requests set apart because their worker died twice with them.",
+            "Sequences that went on, and requests set apart because their worker kept dying of them.",
             (
                 Query(f"sum({events('troupe_requests_resumed_total')})", "resumed"),
                 Query(f"sum({events('troupe_requests_set_apart_total')})", "set apart"),

@@ -166,7 +166,7 @@ _TROUBLE = Row(
         TimeSeries(
             "Requests in trouble",
             "Since the point before: refused at the door (429); failed after the first token; clients that hung up; "
-            "preempted for want of pages; set apart after two deaths of their worker.",
+            "preempted for want of pages; set apart because their worker kept dying of them.",
             (
                 Query(f"sum({events('troupe_admission_rejections_total')})", "refused"),
                 Query(f"sum({events('troupe_stream_errors_total')})", "stream broken"),

@@ -108,3 +108,19 @@ async def test_without_it_no_second_child_is_started(system: ActorSystem) -> Non
     assert ref._cell.standby is None
     await asyncio.sleep(0.05)  # five times as long as a standby waits
     assert len(set(psutil.Process().children()) - before) == 1
+
+
+async def test_a_frozen_standby_is_replaced_when_its_turn_comes(
+    system: ActorSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.runtime.process._STANDBY_PATIENCE", 0.2)
+    ref = await spawn(system)
+    first = await living_pid(ref)
+    await until(lambda: standby_of(ref).pid is not None)
+    frozen = standby_of(ref).pid
+    assert frozen is not None
+    os.kill(frozen, signal.SIGSTOP)
+    os.kill(first, signal.SIGKILL)
+    await until(lambda: system.describe()[0].incarnation == 1)
+    assert await living_pid(ref) not in (first, frozen)
+    assert not psutil.pid_exists(frozen)

@@ -186,13 +186,13 @@ def test_a_new_worker_gets_everything_again_and_old_answers_are_ignored():
         stage.step()
     stage.plan()
     sent = [batch.number for batch in stage.sent]
-    assert set(stage.planner.sequences_in_flight(sent)) == {0, 1}
-    assert stage.planner.sequences_in_flight([]) == ()
+    assert set(stage.planner.in_steps(sent)) == {0, 1}
+    assert stage.planner.in_steps([]) == {}
     stale = stage.runner.run(stage.sent[0])
     told = {i: list(stage.tokens(i)) for i in range(3)}
     stage.lose_worker()
     assert stage.planner.in_flight == 0
-    assert stage.planner.sequences_in_flight(sent) == ()
+    assert stage.planner.in_steps(sent) == {}
     assert stage.planner.finish_step(stale, 0.0) == []
     assert {i: stage.tokens(i) for i in range(3)} == told
     stage.play()
