@@ -129,7 +129,7 @@ class ServedModel:
             )
         return InvalidRequest(
             f"max_tokens {max_tokens} does not fit behind {length} prompt tokens; this model's maximum context length "
-            f"is {self.context_length} tokens. Ask for at most {room}, or leave it out for what fits.",
+            f"is {self.context_length} tokens. Ask for at most {room} tokens, or leave it out for what fits.",
             param="max_tokens",
             code="context_length_exceeded",
         )

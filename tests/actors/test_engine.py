@@ -443,7 +443,7 @@ async def test_an_answer_without_a_number_is_as_long_as_the_context_allows(engin
 
 async def test_a_number_that_does_not_fit_is_refused_by_the_name_it_was_sent_with(engine: Engine) -> None:
     prompt = [5] * (engine.context_length - 3)
-    with pytest.raises(InvalidRequest, match=r"^max_tokens 4 does not fit .* at most 3,") as refused:
+    with pytest.raises(InvalidRequest, match=r"^max_tokens 4 does not fit .* at most 3 tokens,") as refused:
         await engine.generate(prompt, SamplingParams(max_tokens=4)).ready()
     assert (refused.value.param, refused.value.code) == ("max_tokens", "context_length_exceeded")
     with pytest.raises(InvalidRequest, match="The prompt has") as refused:
