@@ -94,7 +94,7 @@ class Scheduler(Actor[SchedulerProtocol]):
 
     async def started(self) -> None:
         self._vitals.forget_steps()
-        self._vitals.read_batch = self._in_hand
+        self._vitals.read_batch = self._batch_at
         self._vitals.judge = self._judge
         if self.context.incarnation > 0:
             # What the last life sent must be in the journal before the journal is read.
@@ -167,13 +167,19 @@ class Scheduler(Actor[SchedulerProtocol]):
         if verdict is None:
             verdict = self._planner.worker_died(self._steps_in_hand(self._fell_at(epoch)))
             self._verdicts = {epoch: verdict}
-            if suspects := len(self._journal.suspects):
+            if not verdict.counts:
                 _log.warning(
-                    "The worker's death may be due to any of %d sequences: they run again in parts, apart from others, "
-                    "until the cause is known",
-                    suspects,
+                    "The worker died again of a step with suspects; %d are left, and run apart from other sequences",
+                    len(self._journal.suspects),
                 )
         return verdict
+
+    def _batch_at(self, at: float) -> tuple[int, ...]:
+        """The sequences in the steps of a worker that died ``at``; none if it had not loaded."""
+        died = None if self._epoch is None else self._vitals.died_at(self._epoch)
+        if self._epoch is None or (died is not None and died < at):
+            return ()
+        return self._in_hand(at)
 
     def _fell_at(self, epoch: int) -> float:
         """When the life ended, as far as is known: one that hangs ends now."""

@@ -268,3 +268,31 @@ async def test_who_is_not_run_again_hears_of_it_though_the_cache_is_silent(heard
         assert ended is not None
         assert (ended.reason, "apart from all others" in ended.message) == ("error", True)
         known.set()
+
+
+async def test_a_worker_that_dies_while_it_loads_had_no_batch() -> None:
+    async with rigged() as rig:
+        await rig.submit()
+        await rig.sent(0)
+        died = await rig.later()
+        rig.vitals.worker_lost(died)
+        assert rig.vitals.read_batch is not None
+        assert rig.vitals.read_batch(died) == (1,)
+        assert rig.vitals.read_batch(died + 1.0) == ()
+
+
+async def test_only_a_death_that_narrows_the_suspects_down_does_not_count() -> None:
+    async with rigged() as rig:
+        await rig.submit()
+        step = await rig.sent(0)
+        counted = []
+        for epoch in (0, 1):
+            rig.vitals.worker_lost(rig.now())
+            counted.append(rig.vitals.last_death_counts())
+            step.set_exception(ChildCrash("killed"))
+            rig.ready(epoch + 1)
+            step = await rig.sent(epoch + 1)
+        rig.vitals.worker_lost(rig.now())
+        rig.vitals.worker_lost(rig.now())  # one that had not loaded
+        counted.append(rig.vitals.last_death_counts())
+        assert counted == [True, False, True]

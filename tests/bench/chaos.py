@@ -180,9 +180,11 @@ class Chaos:
 
     async def kills(self) -> None:
         for _ in range(_KILLS):
-            await asyncio.sleep(self._rng.uniform(0.0, 2.0))
-            await until(self._worker, "no worker runs")
-            os.kill(self._worker(), signal.SIGKILL)
+            await until(lambda: self.engine.vitals.worker is not None, "no worker has loaded")
+            await asyncio.sleep(self._rng.uniform(0.0, 3.0))
+            if worker := self._worker():
+                os.kill(worker, signal.SIGKILL)
+                await until(lambda worker=worker: self._worker() != worker, "it lives")
 
     async def hang(self) -> None:
         os.kill(self._worker(), signal.SIGSTOP)
