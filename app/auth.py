@@ -59,10 +59,11 @@ class Keyring:
         return ""
 
     def guards(self, level: Level) -> bool:
-        """Whether a request needs a key for ``level``, or finds nothing there."""
-        if level is Level.PUBLIC:
-            return False
-        return bool(self._admin or self._user) if level is Level.ADMIN else bool(self._user)
+        """Whether nothing of this server can be learned or done on ``level`` without a key.
+
+        What is public tells nothing of the server, and what the page's files lead to needs the key of a user.
+        """
+        return bool(self._user or (level is Level.ADMIN and self._admin))
 
     def _demand(self, headers: Iterable[tuple[bytes, bytes]], keys: tuple[bytes, ...]) -> int:
         """The place of the key that was given."""

@@ -195,7 +195,7 @@ def _item(
         start=start if logprobs else None,
         params=SamplingParams(
             max_tokens=sampling.max_new_tokens,
-            default_max_tokens=_NEW_TOKENS,
+            default_max_tokens=_NEW_TOKENS if sampling.max_new_tokens is None else None,
             min_tokens=sampling.min_new_tokens or 0,
             temperature=sampling.temperature,
             top_p=sampling.top_p,

@@ -88,7 +88,8 @@ def completion_params(body: CompletionRequest) -> SamplingParams:
             raise invalid("max_tokens: 0 makes sense only with echo; ask for at least 1.", param="max_tokens")
         max_tokens = 1
     params = _params(body, max_tokens=max_tokens, logprobs=body.logprobs)
-    params = msgspec.structs.replace(params, default_max_tokens=_COMPLETION_TOKENS)
+    if max_tokens is None:
+        params = msgspec.structs.replace(params, default_max_tokens=_COMPLETION_TOKENS)
     if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
         params = msgspec.structs.replace(params, prompt_logprobs=body.logprobs)
     if body.stream and body.prompt_logprobs is not None:

@@ -111,7 +111,9 @@ async def test_allowed_hosts_are_accepted_and_wildcards_cover_what_is_below(clie
 
 async def test_with_a_key_every_host_is_accepted_unless_hosts_are_given(client):
     headers = {"Host": "proxy.example", "x-api-key": "user-key"}
-    assert (await (await client(api_key="user-key")).get("/v1/models", headers=headers)).status_code == 200
+    behind_proxy = await client(api_key="user-key")
+    for path in ("/v1/models", "/", "/page/main.js"):
+        assert (await behind_proxy.get(path, headers=headers)).status_code == 200
     strict = await client(api_key="user-key", allowed_hosts=("llm.example",))
     assert (await strict.get("/v1/models", headers=headers)).status_code == 403
     admin_only = await client(admin_api_key="admin-key")  # whose user routes are open
