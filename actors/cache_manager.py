@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from actors.caching.prefix_cache import PrefixCache
 from actors.protocol import (
     CacheProtocol,
@@ -23,8 +25,9 @@ __all__ = ["CacheManager"]
 class CacheManager(Actor[CacheProtocol]):
     """A thin shell around :class:`PrefixCache`. It knows page ids and token ids, never a tensor."""
 
-    def __init__(self, vitals: Vitals, *, use_radix_cache: bool = True) -> None:
+    def __init__(self, vitals: Vitals, *, use_radix_cache: bool = True, policy: Literal["lru", "lfu"] = "lru") -> None:
         self._use_radix_cache = use_radix_cache
+        self._policy = policy
         self._made: PrefixCache | None = None
         vitals.read_cache = self._read_usage
 
@@ -39,7 +42,9 @@ class CacheManager(Actor[CacheProtocol]):
 
     @handles
     def reset(self, message: ResetCache) -> None:
-        self._made = PrefixCache(message.num_pages, message.page_size, enabled=self._use_radix_cache)
+        self._made = PrefixCache(
+            message.num_pages, message.page_size, policy=self._policy, enabled=self._use_radix_cache
+        )
 
     @handles
     def open(self, message: OpenSequence) -> Lease:

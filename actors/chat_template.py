@@ -29,13 +29,21 @@ _MAX_OUTPUT_CHARS = 12 << 20
 
 _MAX_SOURCE_CHARS = 1 << 20
 
+_MAX_REFUSAL_CHARS = 512
+"""Of what a template says when it refuses: it becomes an error's message, and a template may compute any length."""
+
 
 class _TemplateRefused(Exception):
     """The template called raise_exception: the conversation does not fit it."""
 
 
 def _raise_exception(message: object) -> None:
-    raise _TemplateRefused(str(message))
+    text = message if isinstance(message, str) else type(message).__name__
+    raise _TemplateRefused(_short(text))
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _MAX_REFUSAL_CHARS else f"{text[:_MAX_REFUSAL_CHARS]} ..."
 
 
 def _strftime_now(format_: str) -> str:
@@ -86,7 +94,9 @@ def check_template(source: str) -> None:
     try:
         _environment().parse(source)
     except jinja2.TemplateSyntaxError as error:
-        raise ValueError(f"The chat template does not compile: line {error.lineno}: {error.message}") from error
+        raise ValueError(
+            f"The chat template does not compile: line {error.lineno}: {_short(error.message or '')}"
+        ) from error
     except RecursionError as error:
         raise ValueError("The chat template does not compile: it is nested too deep.") from error
 

@@ -149,7 +149,11 @@ class Company:
             faults=self._fault_plan,
         )
         self.cache = await system.spawn(
-            lambda: CacheManager(self._vitals, use_radix_cache=not arguments.disable_radix_cache),
+            lambda: CacheManager(
+                self._vitals,
+                use_radix_cache=not arguments.disable_radix_cache,
+                policy=arguments.radix_eviction_policy,
+            ),
             name="cache",
             group="scheduling",
             supervision=together,

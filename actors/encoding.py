@@ -31,7 +31,7 @@ class Encoding:
         self._company = company
         self._turns = itertools.count()
 
-    async def tokenize(self, prompt: str | Chat, timeline: RequestTimeline) -> list[int]:
+    async def tokenize(self, prompt: str | Chat, timeline: RequestTimeline, tenant: str) -> list[int]:
         """Token ids of a request's prompt; what :meth:`ask` raises, and InvalidRequest for what cannot fit.
 
         The hop of a conversation has the time of its rendering too, and its characters are the rendered text's.
@@ -39,7 +39,7 @@ class Encoding:
         began = rendered = time.monotonic()
         hop = timeline.begin("tokenize", began, characters=characters(prompt))
         if isinstance(prompt, Chat):
-            text = await self._text_of(prompt)
+            text = await self._text_of(prompt, tenant)
             rendered = time.monotonic()
             hop.attributes |= {"characters": len(text), "render": rendered - began}
             reply = await self.ask(Encode(prompt=text, add_special_tokens=False))
@@ -49,10 +49,10 @@ class Encoding:
         timeline.finish(hop, now, tokens=len(reply.token_ids), wait=max(now - rendered - reply.seconds, 0.0))
         return reply.token_ids
 
-    async def encode(self, prompt: str | Chat, *, add_special_tokens: bool = True) -> list[int]:
+    async def encode(self, prompt: str | Chat, *, add_special_tokens: bool = True, tenant: str = "") -> list[int]:
         """Token ids of a text, or of a conversation (whose template brings its own special tokens)."""
         if isinstance(prompt, Chat):
-            prompt, add_special_tokens = await self._text_of(prompt), False
+            prompt, add_special_tokens = await self._text_of(prompt, tenant), False
         return (await self.ask(Encode(prompt=prompt, add_special_tokens=add_special_tokens))).token_ids
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -69,13 +69,13 @@ class Encoding:
             self._model.check_ids(ids)
         return ids
 
-    async def render(self, chat: Chat) -> str:
-        """A conversation as text."""
+    async def render(self, chat: Chat, tenant: str = "") -> str:
+        """A conversation as text. Tenants take turns at the renderers."""
         self._model.require_codec()
-        return await self._company.rendering.render(chat)
+        return await self._company.rendering.render(chat, tenant)
 
-    async def _text_of(self, chat: Chat) -> str:
-        text = await self.render(chat)
+    async def _text_of(self, chat: Chat, tenant: str) -> str:
+        text = await self.render(chat, tenant)
         self.check_characters(len(text))
         return text
 

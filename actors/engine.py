@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import secrets
 import time
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ from actors.journal import Journal
 from actors.life import Life
 from actors.model_files import model_names
 from actors.outcomes import finish, first
+from actors.placement import heeded, place
 from actors.protocol import Flush
 from actors.reporting import Reporting
 from actors.requests import Chat, EngineDraining, EngineFailed, SamplingParams
@@ -184,7 +186,7 @@ class Engine:
                 self._system = system
                 self._reporting.start(system)
                 system.on_event(self._deaths.on_event)
-                soft, hard = self.arguments.soft_watchdog_timeout, self.arguments.watchdog_timeout
+                soft, hard = self.arguments.stall_seconds, self.arguments.watchdog_timeout
                 system.start_task(Watchdog(system, soft=soft, hard=hard).run, "troupe-watchdog")
                 try:
                     await self._serve(system)
@@ -221,13 +223,14 @@ class Engine:
 
     async def _set_up(self, system: ActorSystem) -> None:
         self.life.progress("model files", 0.0)
-        model = await open_model(self.arguments)
+        arguments = heeded(self.arguments, place(self.arguments, os.environ))
+        model = await open_model(arguments)
         self._model = model
         if model.speculation is not None:
             self.metrics.steps.speculation.algorithm = model.speculation.algorithm
         company = Company(
             system,
-            self.arguments,
+            arguments,
             model,
             journal=Journal(),
             vitals=self.vitals,
@@ -277,6 +280,7 @@ class Engine:
                 operation="chat" if isinstance(prompt, Chat) else "text_completion",
                 model=self.model_name,
                 label=request_id,
+                tenant=tenant,
                 traceparent=current_traceparent.get(),
             )
         try:
@@ -307,15 +311,20 @@ class Engine:
         if self._loop is not None and asyncio.get_running_loop() is not self._loop:
             raise RuntimeError("This engine lives in another event loop. Call it from the loop it was started in.")
 
-    async def abort(self, request_id: str | None = None, *, all: bool = False) -> int:
-        """Abort the requests of this id (the engine's, or the callers' label, both exactly), or all; how many."""
-        return 0 if self.intake is None else self.intake.abort(request_id, all_=all)
+    async def abort(self, request_id: str | None = None, *, all: bool = False, tenant: str | None = None) -> int:
+        """Abort the requests of this id (the engine's, or the callers' label, both exactly), or all; how many.
+
+        With a ``tenant`` only those of that one.
+        """
+        return 0 if self.intake is None else self.intake.abort(request_id, all_=all, tenant=tenant)
 
     # -- text
 
-    async def tokenize(self, prompt: str | Chat, *, add_special_tokens: bool = True) -> list[int]:
+    async def tokenize(self, prompt: str | Chat, *, add_special_tokens: bool = True, tenant: str = "") -> list[int]:
         """Token ids of a text or a conversation."""
-        return await self._require_intake().encoding.encode(prompt, add_special_tokens=add_special_tokens)
+        return await self._require_intake().encoding.encode(
+            prompt, add_special_tokens=add_special_tokens, tenant=tenant
+        )
 
     async def render(self, chat: Chat) -> str:
         """A conversation as the text that the model gets."""

@@ -16,6 +16,10 @@ from tokenizers.models import BPE
 __all__ = ["GgufTokenizerError", "build_tokenizer", "tokenizer_settings"]
 
 _REMEDY = "give --tokenizer-path a directory with the model's tokenizer.json"
+_MERGES_PER_TOKEN = 32
+"""The most pairs that make tokens, on average: the vocabularies of Llama 2 and Gemma have two or three a token."""
+_MAX_TOKEN_CHARS = 1024
+"""Of a token that pairs are looked for in, which takes time by the square of its length."""
 _UNKNOWN, _CONTROL, _USER = 2, 3, 4
 _KEEPING = ("<unk>", "<s>", "<|endoftext|>")
 """Of Phi-3's own tokens those behind which a space stays."""
@@ -142,11 +146,22 @@ def _sentence_pieces(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenize
     index = {token: place for place, token in enumerate(tokens)}
     kinds = _kinds(metadata, tokens)
     plain = {token for token, kind in zip(tokens, kinds, strict=True) if kind not in (_UNKNOWN, _CONTROL)}
+    room = _MERGES_PER_TOKEN * len(tokens)
     found: list[tuple[float, int, tuple[str, str]]] = []
     for token in plain:
+        if len(token) > _MAX_TOKEN_CHARS:
+            raise GgufTokenizerError(
+                f"the GGUF file's vocabulary has a token of {len(token)} characters; at most {_MAX_TOKEN_CHARS} are "
+                f"read: {_REMEDY}"
+            )
         pairs = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
         place = index[token]
         found.extend((-scores[place], place, pair) for pair in pairs if pair[0] in plain and pair[1] in plain)
+        if len(found) > room:
+            raise GgufTokenizerError(
+                f"the tokens of the GGUF file's vocabulary make more than {room} pairs, {_MERGES_PER_TOKEN} for each; "
+                f"a model's own makes two or three: {_REMEDY}"
+            )
     found.sort()
     unknown = next((token for token, kind in zip(tokens, kinds, strict=True) if kind == _UNKNOWN), None)
     merges = [pair for _, _, pair in found]

@@ -132,7 +132,13 @@ class Intake:
         admission = timeline.open_hop("admission")
         if admission is not None:
             timeline.finish(admission, now, choices=params.n, priority=priority)
-        buffer = StreamBuffer(timeline, params.n, interval=self._arguments.stream_interval, turnstile=self._readers)
+        buffer = StreamBuffer(
+            timeline,
+            params.n,
+            interval=self._arguments.stream_interval,
+            turnstile=self._readers,
+            shares_prompt_logprobs=params.n > 1 and params.prompt_logprobs is not None,
+        )
         self._requests[buffer.request_id] = _Request(
             buffer=buffer,
             timeline=timeline,
@@ -213,7 +219,10 @@ class Intake:
         if self._company.faults is not None:
             await self._company.faults.strike_async("admission")
         params, prompt, encoding = request.params, request.prompt, self.encoding
-        ids = await encoding.tokenize(prompt, request.timeline) if isinstance(prompt, (str, Chat)) else list(prompt)
+        if isinstance(prompt, (str, Chat)):
+            ids = await encoding.tokenize(prompt, request.timeline, request.ticket.tenant)
+        else:
+            ids = list(prompt)
         bad_words = [ids for word in params.bad_words for ids in await encoding.spellings(word)]
         self._wanted(buffer)
         ids, max_tokens = self._measure(ids, params)
@@ -255,11 +264,15 @@ class Intake:
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         eos_ids = () if params.ignore_eos else self._model.eos_ids
         stop_ids = tuple(dict.fromkeys((*eos_ids, *params.stop_token_ids)))
+        # The first choice scores the prompt for all; the others wait for its pages in the prefix cache.
+        unscored = msgspec.structs.replace(params, prompt_logprobs=None)
         specs = tuple(
             SequenceSpec(
                 sequence=next(self._numbers),
                 prompt=packed,
-                sampling=slot_sampling(params, index=index, seed=seed, stop_ids=stop_ids, bad_words=bad_words),
+                sampling=slot_sampling(
+                    unscored if index else params, index=index, seed=seed, stop_ids=stop_ids, bad_words=bad_words
+                ),
                 max_tokens=max_tokens,
                 min_tokens=params.min_tokens,
                 stop_ids=stop_ids,
@@ -322,12 +335,16 @@ class Intake:
             with contextlib.suppress(MailboxFull):
                 self._company.scheduler.offer(Abort(sequences=tuple(sequences)))
 
-    def abort(self, request_id: str | None, *, all_: bool) -> int:
-        """Abort the requests of this id (the engine's own, or the caller's label), or all; how many there were."""
+    def abort(self, request_id: str | None, *, all_: bool, tenant: str | None = None) -> int:
+        """Abort the requests of this id (the engine's own, or the caller's label), or all; how many there were.
+
+        With a ``tenant`` only those of that one.
+        """
         chosen = [
             request
             for request in self._requests.values()
-            if all_ or (request_id is not None and request_id in (request.buffer.request_id, request.label))
+            if (tenant is None or tenant == request.ticket.tenant)
+            and (all_ or (request_id is not None and request_id in (request.buffer.request_id, request.label)))
         ]
         now = time.monotonic()
         for request in chosen:

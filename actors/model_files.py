@@ -15,11 +15,30 @@ from actors.gguf_tokenizer import tokenizer_settings
 from kernels.gguf.description import describe, generation_defaults
 from kernels.gguf.header import GgufError, GgufHeader, read_header, read_text
 
-__all__ = ["ModelDownloadError", "ModelFiles", "ModelPathError", "model_names", "resolve_model_path"]
+__all__ = [
+    "ModelDownloadError",
+    "ModelFiles",
+    "ModelPathError",
+    "model_names",
+    "resolve_model_file",
+    "resolve_model_path",
+]
 
 _WEIGHT_PATTERNS = ["*.safetensors", "*.safetensors.index.json"]
 _LONGEST_NAME = 256  # characters
 _OTHER_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt", "tokenizer*"]
+
+_CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_LLAMA_3 = (
+    "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message.role }}<|end_header_id|>\n\n"
+    "{{ message.content | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+_TEMPLATES = {"chatml": _CHATML, "llama-3-instruct": _LLAMA_3}
+"""Built in, for models that bring none; by SGLang's names. Each is the format that its models were trained in."""
 
 
 class ModelPathError(ValueError):
@@ -48,6 +67,10 @@ def resolve_model_path(
     downloads: call it in a thread.
     """
     path = Path(model).expanduser()
+    if revision is not None and path.exists():
+        raise ModelPathError(
+            f"{argument} {model} is here, and {_revision_of(argument)} is for repositories of the hub. Leave it out."
+        )
     if path.is_dir():
         return path.resolve()
     if path.is_file():
@@ -79,6 +102,33 @@ def resolve_model_path(
             "and give the directory."
         ) from error
     return Path(found)
+
+
+def _revision_of(argument: str) -> str:
+    return argument.removesuffix("-path") + "-revision" if "draft" in argument else "--revision"
+
+
+def resolve_model_file(name: str, *, download_dir: str | None = None, argument: str) -> Path:
+    """A file that is here, or one of a hub repository: ``owner/name/file``. Raises :class:`ModelPathError`. Blocks."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path.resolve()
+    parts = name.split("/")
+    if path.is_absolute() or name.startswith(".") or len(parts) < 3 or not all(parts):
+        raise ModelPathError(
+            f"{argument} {name} is no file here. Give the path of a file, or owner/name/file of one on the hub."
+        )
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download("/".join(parts[:2]), "/".join(parts[2:]), cache_dir=download_dir))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        kind = ModelDownloadError if _may_heal(error) else ModelPathError
+        raise kind(
+            f"{argument} {name} is neither a file here nor one of a repository that can be downloaded "
+            f"({type(error).__name__}). Check the name, the network and HF_TOKEN, or give the path of a file."
+        ) from error
 
 
 def _may_heal(error: Exception) -> bool:
@@ -182,7 +232,8 @@ class ModelFiles:
         return tuple(int(v) for v in value) if isinstance(value, list) else (int(value),)
 
     def chat_template(self, override: str | None) -> str | None:
-        """The template's text: ``override`` (a file, or the name of one of the model's), the model's, or None."""
+        """The template's text: ``override`` (a file, the name of one of the model's or of ours, or Jinja text), the
+        model's, or None."""
         named: dict[str, str] = {}
         template = self.tokenizer_config.get("chat_template")
         if isinstance(template, list):
@@ -197,8 +248,15 @@ class ModelFiles:
             return template if isinstance(template, str) else None
         if override in named:
             return named[override]
+        if "{%" in override or "{{" in override:
+            return override
         path = Path(override).expanduser()
         if path.is_file():
             return path.read_text(encoding="utf-8")
-        known = f"one of {', '.join(sorted(named))}, or " if named else ""
-        raise ModelPathError(f"--chat-template {override} not found. Give {known}the path of a Jinja file.")
+        if override in _TEMPLATES:
+            return _TEMPLATES[override]
+        raise ModelPathError(
+            f"--chat-template {override[:200]} is no file, and no template of that name is built in. Leave it out for "
+            f"the model's own template, or give one of {', '.join(sorted({*named, *_TEMPLATES}))}, the path of a Jinja "
+            "file, or Jinja text."
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -10,11 +11,14 @@ from pathlib import Path
 import msgspec
 
 from actors.arguments import ArgumentError, Arguments
+from actors.arguments.consistency import without_effect
 from kernels.environment import worker_environment
 from kernels.npu.simulator.spec import SpecError
 from kernels.npu.simulator.spec import parse as parse_simulation
 
-__all__ = ["SIMULATOR_VARIABLE", "Placement", "place"]
+__all__ = ["SIMULATOR_VARIABLE", "Placement", "heeded", "place"]
+
+_log = logging.getLogger("troupe.engine")
 
 SIMULATOR_VARIABLE = "TROUPE_NPU_SIMULATOR"
 
@@ -54,8 +58,10 @@ class Placement(msgspec.Struct, frozen=True):
         """
         # Without it, importing torch imports torch_npu wherever that is installed, which fails where CANN is not.
         added: dict[str, str] = worker_environment(environ) | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-        if arguments.tensor_parallel_size > 1 and "GLOO_SOCKET_IFNAME" not in environ:
-            added["GLOO_SOCKET_IFNAME"] = _LOOPBACK  # else gloo listens where the host's name points to
+        if arguments.tensor_parallel_size > 1:
+            # Else they listen where the host's name points to, or on its first interface. All ranks are on this host.
+            names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if self.device == "cuda" else ("GLOO_SOCKET_IFNAME",)
+            added |= {name: _LOOPBACK for name in names if name not in environ}
         if self.device == "cpu":
             return added
         variable, devices = _VISIBLE[self.device], _PLURALS[self.device]
@@ -88,6 +94,21 @@ def place(arguments: Arguments, environ: Mapping[str, str]) -> Placement:
             "out, or use a GPU (device cuda)"
         )
     return found
+
+
+def heeded(arguments: Arguments, placement: Placement) -> Arguments:
+    """The arguments without those that do nothing on the device that ``--device auto`` found, of which it warns: who
+    wrote them may have meant another machine as well.
+    """
+    ignored = without_effect(arguments, placement.device)
+    if not ignored:
+        return arguments
+    _log.warning(
+        "Without effect on device %s, which --device auto found: %s. Leave them out, or choose another --device.",
+        placement.device,
+        ", ".join(ignored),
+    )
+    return msgspec.structs.replace(arguments, **ignored)
 
 
 def _place(arguments: Arguments, environ: Mapping[str, str]) -> Placement:

@@ -308,7 +308,7 @@ class WorkerProtocol:
 class Load(Message[WorkerProtocol, None], frozen=True):
     """Load the model, together with the other ranks of its group. A worker that is not the one meant leaves it alone.
 
-    ``incarnation``: of the worker. ``epoch``: of the group's life. ``rendezvous``: where its ranks meet, host:port.
+    ``incarnation``: of the worker. ``epoch``: of the group's life. ``rendezvous``: of the ranks, as in RunnerConfig.
     """
 
     timed: ClassVar[bool] = False  # it has a time of its own: WorkerConfig.load_timeout

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
+import asyncio
 from collections.abc import Sequence
 
 from actors.protocol import Render, RendererConfig, RendererProtocol
 from actors.renderer import TIME_IS_UP
 from actors.requests import LIMITS, Chat, EngineFailed, InvalidRequest, RequestFailed
 from actors.runtime import ActorDied, ActorRef, ActorSystem, AskTimeout, Backoff, ChildCrash, Strategy, Supervision
+from actors.turns import Turns
 
 __all__ = ["Rendering"]
 
@@ -26,14 +27,16 @@ _SILENCE = 60.0  # seconds without a heartbeat: it is stopped or swapped out, wh
 
 
 class Rendering:
-    """The renderers of one engine: those of the model's template, and one for templates that requests bring."""
+    """The renderers of one engine: those of the model's template, and one for templates that requests bring.
+
+    Tenants take turns: what one of them sends delays another by one rendering at most.
+    """
 
     def __init__(
         self, renderers: Sequence[ActorRef[RendererProtocol]], guests: ActorRef[RendererProtocol] | None
     ) -> None:
-        self._renderers = tuple(renderers)
-        self._guests = guests
-        self._turns = itertools.count()
+        self._renderers = Turns(renderers) if renderers else None
+        self._guests = Turns([guests]) if guests is not None else None
 
     @classmethod
     async def start(
@@ -76,13 +79,21 @@ class Rendering:
         renderers = [await spawn(f"renderer-{n}") for n in range(min(count, MOST_RENDERERS))] if template else []
         return cls(renderers, await spawn("renderer-guests") if guests else None)
 
-    async def render(self, chat: Chat) -> str:
+    async def render(self, chat: Chat, tenant: str = "") -> str:
         """The prompt's text.
 
         Raises InvalidRequest for what cannot be rendered, RequestFailed when the renderer died of something else twice
         or is too busy, EngineFailed when it has stopped.
         """
-        ref = self._renderer(chat)
+        too_late = f"The chat template was not rendered within {_PATIENCE:g} s. Try again."
+        try:
+            async with asyncio.timeout(_PATIENCE) as waiting, self._pool(chat).lend(tenant) as ref:
+                waiting.reschedule(None)
+                return await self._ask(ref, chat, too_late)
+        except TimeoutError as error:
+            raise RequestFailed(too_late) from error
+
+    async def _ask(self, ref: ActorRef[RendererProtocol], chat: Chat, too_late: str) -> str:
         try:
             try:
                 return await ref.ask(Render(chat=chat), timeout=_PATIENCE)
@@ -104,7 +115,7 @@ class Rendering:
                 raise EngineFailed("The engine was stopped.") from error
             raise RequestFailed("The chat template's process ended on this request.") from error
         except AskTimeout as error:
-            raise RequestFailed(f"The chat template was not rendered within {_PATIENCE:g} s. Try again.") from error
+            raise RequestFailed(too_late) from error
         except UnicodeEncodeError:
             raise InvalidRequest(
                 "messages hold half a surrogate pair, which no text contains. Send UTF-8.", param="messages"
@@ -114,7 +125,7 @@ class Rendering:
                 f"messages, tools and chat_template_kwargs must be plain JSON: {error}", param="messages"
             ) from None
 
-    def _renderer(self, chat: Chat) -> ActorRef[RendererProtocol]:
+    def _pool(self, chat: Chat) -> Turns[ActorRef[RendererProtocol]]:
         if chat.template is not None:
             if self._guests is None:
                 raise InvalidRequest(
@@ -129,13 +140,13 @@ class Rendering:
                     param="chat_template",
                 )
             return self._guests
-        if not self._renderers:
+        if self._renderers is None:
             raise InvalidRequest(
                 "This model has no chat template. Use /v1/completions, or start the server with --chat-template FILE.",
                 param="messages",
                 code="no_chat_template",
             )
-        return self._renderers[next(self._turns) % len(self._renderers)]
+        return self._renderers
 
 
 def _time_is_up(error: ActorDied) -> bool:

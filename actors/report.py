@@ -25,7 +25,7 @@ __all__ = ["describe", "health", "processes", "readings"]
 def health(engine: Engine) -> Health:
     """Whether work makes progress. Asks nobody: a probe must not wait in a mailbox."""
     status, vitals, actors = engine.status, engine.vitals, engine.actors()
-    now, limit = time.monotonic(), engine.arguments.soft_watchdog_timeout
+    now, limit = time.monotonic(), engine.arguments.stall_seconds
     idle, load = vitals.progress_age(now), vitals.scheduler
     slowest = max(actors, key=lambda actor: actor.message_age or 0.0, default=None)
     reason = ""

@@ -50,6 +50,7 @@ class Limits(msgspec.Struct, frozen=True):
     template_chars: int = 65536  # of a request's own chat template
     template_kwargs_bytes: int = 65536  # as JSON
     schema_bytes: int = 65536  # of one tool's parameters, as JSON
+    tools_bytes: int = 1 << 20  # of all tools, and of all tool calls in a conversation, as JSON
     text_requests: int = 64  # tokenizing, detokenizing and the like at a time, which take no ticket
     request_id_chars: int = 256
     draft_tokens: int = 64

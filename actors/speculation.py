@@ -10,7 +10,7 @@ import msgspec
 
 from actors.arguments import ArgumentError, Arguments
 from actors.arguments.speculative_rules import tree_size
-from actors.model_files import ModelFiles, resolve_model_path
+from actors.model_files import ModelFiles, resolve_model_file, resolve_model_path
 from kernels.speculative.settings import AdaptiveSettings, NgramSettings, SpeculativeSettings, same_tokens
 
 __all__ = ["speculation"]
@@ -57,7 +57,7 @@ def speculation(arguments: Arguments, files: ModelFiles) -> SpeculativeSettings 
         accept_threshold_acc=a.speculative_accept_threshold_acc,
         block_size=tokens if algorithm == "DFLASH" else 0,
         draft_window=window,
-        token_map=_file("speculative_token_map", a.speculative_token_map),
+        token_map=_token_map(a),
         capture_layers=a.eagle3_layers_to_capture or (),
         multi_layer=a.enable_multi_layer_eagle,
         ngram=NgramSettings(
@@ -178,6 +178,13 @@ def _layers(
             "enable_multi_layer_eagle takes one a step; lower it or leave the flag out"
         )
     return chosen
+
+
+def _token_map(a: Arguments) -> str:
+    name = a.speculative_token_map
+    if name is None:
+        return ""
+    return str(resolve_model_file(name, download_dir=a.download_dir, argument="--speculative-token-map"))
 
 
 def _file(name: str, path: str | None) -> str:

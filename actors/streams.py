@@ -9,6 +9,8 @@ import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 
+import msgspec
+
 from actors.faults import FaultInjector
 from actors.requests import Delta, RequestAborted, RequestTimeout, TokenLogprob
 from actors.turnstile import Turnstile
@@ -47,10 +49,18 @@ class StreamBuffer:
 
     Deltas of a choice that wait for a slow reader are handed out merged: the buffer holds no more than the request's
     own length. With a ``turnstile`` the readers of a large batch are not all woken in one turn of the loop.
+    ``shares_prompt_logprobs``: the first choice's prompt log-probabilities are those of every choice, and no delta is
+    shown before they are there.
     """
 
     def __init__(
-        self, timeline: RequestTimeline, choices: int, *, interval: int = 1, turnstile: Turnstile | None = None
+        self,
+        timeline: RequestTimeline,
+        choices: int,
+        *,
+        interval: int = 1,
+        turnstile: Turnstile | None = None,
+        shares_prompt_logprobs: bool = False,
     ) -> None:
         self.timeline = timeline
         self.request_id = timeline.request_id
@@ -66,12 +76,16 @@ class StreamBuffer:
         self._running = choices  # whose last delta has not come
         self._pending: dict[int, list[Delta]] = {}
         self._due: dict[int, None] = {}  # choices with enough to show, the longest waiting first
+        self._awaits_prompt_logprobs = shares_prompt_logprobs
+        self._prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # of the first choice, for the others
         self._waiter: asyncio.Future[None] | None = None
         self._woken = False  # whether the waiter stands at the turnstile
 
     def push(self, delta: Delta) -> None:
         """Add news of a choice. They are shown at its first token, then every ``interval`` tokens, and at its end."""
         index = delta.index
+        if self._prompt_logprobs is not None and delta.prompt_token_ids is not None:
+            delta = msgspec.structs.replace(delta, prompt_logprobs=self._prompt_logprobs)
         waiting = self._pending.setdefault(index, [])
         waiting.append(delta)
         if delta.token_ids:
@@ -81,7 +95,12 @@ class StreamBuffer:
         if delta.finish_reason is not None:
             self.finish_reasons[index] = delta.finish_reason
             self._running -= 1
-        if index not in self._due and (
+        if self._awaits_prompt_logprobs:
+            if delta.prompt_logprobs is None:
+                return
+            self._share(delta.prompt_logprobs)
+            self.wake()
+        elif index not in self._due and (
             delta.finish_reason is not None
             or delta.prompt_token_ids is not None
             or self._interval == 1
@@ -89,6 +108,13 @@ class StreamBuffer:
         ):
             self._due[index] = None
             self.wake()
+
+    def _share(self, found: tuple[TokenLogprob, ...]) -> None:
+        """The prompt was scored: every choice that waited for it may be shown."""
+        self._awaits_prompt_logprobs, self._prompt_logprobs = False, found
+        for index, (first, *_) in self._pending.items():
+            self._pending[index][0] = msgspec.structs.replace(first, prompt_logprobs=found)
+            self._due[index] = None
 
     def fail(self, error: Exception) -> None:
         """End with ``error``, after what is already there. The first end stays: nothing fails what is complete."""

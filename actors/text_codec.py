@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -21,6 +22,9 @@ LONG_TEXT = 16384
 process,
 that the library never ends."""
 
+_VOCABULARIES = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+"""Files that tokenizers of Python are made of; merges.txt and others come beside them."""
+
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -33,22 +37,43 @@ def is_request_scoped(error: BaseException) -> bool:
 
 
 def load_tokenizer(path: Path, mode: str) -> Tokenizer:
-    """The model's tokenizer: tokenizer.json as it is (``auto``), or converted by transformers (``slow``, or no such
-    file); where ``path`` is a GGUF file, the one that it holds.
+    """The model's tokenizer: tokenizer.json as it is (``auto``), or made by transformers of the model's other files
+    (``slow``, or no such file); where ``path`` is a GGUF file, the one that it holds.
 
     Raises :class:`ModelPathError` when there is none.
     """
+    if mode == "slow":
+        return _other_tokenizer(path)
     if path.is_file():
         try:
             return build_tokenizer(read_header(path).metadata)
         except (GgufError, GgufTokenizerError) as error:
             raise ModelPathError(f"{path}: {error}") from error
     file = path / "tokenizer.json"
-    if mode != "slow" and file.is_file():
+    if file.is_file():
         try:
             return Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
             raise ModelPathError(f"{file} cannot be read as a tokenizer: {error}") from error
+    return _converted(path)
+
+
+def _other_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer that the files beside tokenizer.json say."""
+    if path.is_file() or not any((path / name).is_file() for name in _VOCABULARIES):
+        raise ModelPathError(
+            f"--tokenizer-mode slow makes the tokenizer of {', '.join(_VOCABULARIES[:-1])} or {_VOCABULARIES[-1]}, and "
+            f"{path} has none of them. Leave it out."
+        )
+    with TemporaryDirectory(prefix="troupe-tokenizer-") as folder:  # transformers takes a tokenizer.json that it sees
+        for file in path.iterdir():
+            if file.is_file() and file.name != "tokenizer.json":
+                (Path(folder) / file.name).symlink_to(file.resolve())
+        return _converted(Path(folder), named=path)
+
+
+def _converted(path: Path, *, named: Path | None = None) -> Tokenizer:
+    """What transformers makes of a directory; errors name ``named`` instead of ``path``."""
     # Slow to import, so only where it is needed: models that ship no tokenizer.json.
     try:
         from transformers import AutoTokenizer
@@ -56,13 +81,14 @@ def load_tokenizer(path: Path, mode: str) -> Tokenizer:
         loaded: Any = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelPathError(
-            f"{path} has no tokenizer that can be loaded ({type(error).__name__}: {error}). "
+            f"{named or path} has no tokenizer that can be loaded ({type(error).__name__}: {error}). "
             "Give --tokenizer-path a directory with tokenizer.json, or --skip-tokenizer-init and send token ids."
         ) from error
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
         raise ModelPathError(
-            f"The tokenizer in {path} has no fast form. Convert it to tokenizer.json and give it as --tokenizer-path."
+            f"The tokenizer in {named or path} has no fast form. Convert it to tokenizer.json and give it as "
+            "--tokenizer-path."
         )
     return backend
 

@@ -48,4 +48,9 @@ def start_tracing(arguments: Arguments, provider: TracerProvider | None) -> Trac
             ratio=arguments.trace_sample_ratio,
         )
     )
-    return Tracing(export.provider, level=arguments.trace_level, export=export)
+    return Tracing(
+        export.provider,
+        level=arguments.trace_level,
+        export=export,
+        ignore_client_parent=arguments.ignore_client_traceparent,
+    )

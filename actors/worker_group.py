@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import socket
+import logging
+import tempfile
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from actors.early import EarlyWorkers
@@ -13,6 +15,8 @@ from actors.runtime import ActorRef, ActorSystem, Backoff, ChildCrash, Event, Ev
 from kernels.step import ModelInfo
 
 __all__ = ["WorkerGroup"]
+
+_log = logging.getLogger("troupe.engine")
 
 _START_TIMEOUT = 300.0
 """Seconds until a worker's process runs; its model is loaded after that."""
@@ -27,9 +31,9 @@ class WorkerGroup:
     another.
 
     ``early``: processes that the first life may begin with. ``configure``: the config of a rank. ``address``: a
-    rendezvous (host:port) for all lives; else each gets a free port of this host. ``on_loaded``: called when every rank
-    of a life has loaded, with what rank 0 says, and the epoch. ``on_refused``: called when the first life cannot load
-    the model, with the reason and whether it is permanent.
+    rendezvous (host:port) for all lives; else each gets a file in a folder that only this user may enter.
+    ``on_loaded``: called when every rank of a life has loaded, with what rank 0 says, and the epoch. ``on_refused``:
+    called when the first life cannot load the model, with the reason and whether it is permanent.
     """
 
     def __init__(
@@ -57,7 +61,7 @@ class WorkerGroup:
         self._running: dict[int, int] = {}  # rank -> incarnation of its process, of those since the last death
         self._progress: dict[int, float] = {}
         self._loaded: dict[int, ModelInfo] = {}
-        self._held: socket.socket | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     async def spawn(
         self,
@@ -73,6 +77,12 @@ class WorkerGroup:
         replaced, whatever it was doing: it may be stopped while it loads, when nobody waits for a step.
         ``max_restarts``: within 300 s, of deaths that count by ``counts``."""
         self._system.on_event(self._on_event)
+        if self._address is not None:
+            _log.warning(
+                "the workers meet at %s, where any user who reaches that port may disturb them; leave --dist-init-addr "
+                "out, and they meet in a private folder",
+                self._address,
+            )
         for rank in range(self._size):
             worker = await self._system.spawn_process(
                 WorkerProtocol,
@@ -137,7 +147,6 @@ class WorkerGroup:
         elif isinstance(message, WorkerLoaded) and message.epoch == self._epoch and rank in self._running:
             self._loaded[rank] = message.info
             if len(self._loaded) == self._size:
-                self._release()
                 self._on_loaded(self._loaded[0], self._epoch)
         elif isinstance(message, LoadRefused) and message.epoch == self._epoch and rank in self._running:
             if self._epoch == 0:
@@ -148,16 +157,12 @@ class WorkerGroup:
     # -- where the ranks of a life meet
 
     def _reserve(self) -> str:
-        """A free port of the loopback interface. It stays bound here, without listening, until the ranks have met:
-        nobody else is given it meanwhile, and rank 0 may listen there."""
+        """The path of a file that this life's ranks make, and use as long as they live."""
         self._release()
-        self._held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._held.bind(("127.0.0.1", 0))
-        host, port = self._held.getsockname()
-        return f"{host}:{port}"
+        self._folder = tempfile.TemporaryDirectory(prefix="troupe-ranks-", ignore_cleanup_errors=True)  # of mode 0700
+        return str(Path(self._folder.name).resolve() / "store")
 
     def _release(self) -> None:
-        if self._held is not None:
-            self._held.close()
-            self._held = None
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None

@@ -28,7 +28,8 @@ __all__ = [
 
 
 class AbortRequest(msgspec.Struct, kw_only=True):
-    """``rid``: an id given by the server or by the client, as a whole. ``abort_all`` needs the admin key."""
+    """``rid``: an id given by the server or by the client, as a whole. A key aborts its own requests, the admin key
+    everyone's. ``abort_all`` needs the admin key."""
 
     rid: Label | None = None
     abort_all: bool | None = None
@@ -50,7 +51,7 @@ async def abort_request(service: Service, exchange: Exchange, body: AbortRequest
         return json_response({"aborted": await service.engine.abort(all=True)})
     if not body.rid:
         raise invalid("rid: give the id of a request, or abort_all.", param="rid", code="missing_field")
-    return json_response({"aborted": await service.abort(body.rid)})
+    return json_response({"aborted": await service.abort(body.rid, exchange.tenant)})
 
 
 async def flush_cache(service: Service, exchange: Exchange, body: None) -> Response:

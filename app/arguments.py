@@ -13,6 +13,7 @@ from typing import Any
 
 from actors.arguments import ArgumentError, Arguments
 from actors.arguments.argument import Argument
+from actors.arguments.keys import with_keys
 from actors.arguments.resolving import Given, canonical, find, resolve
 from app.understudy import MODEL_DIR
 from app.understudy.drafts import draft_arguments
@@ -33,8 +34,8 @@ def load_arguments(argv: Sequence[str] | None = None, environ: Mapping[str, str]
     """The arguments of a server.
 
     ``argv`` are the words after ``troupe serve``, None when there is no command line (``hypercorn app:asgi``);
-    ``environ`` (the process's, when None) is looked up for TROUPE_ARGS only, whose value is split as a shell would.
-    Without a model, the one in the box is served. Raises ArgumentError with every problem found.
+    ``environ`` (the process's, when None) is looked up for TROUPE_ARGS, whose value is split as a shell would, and
+    for keys. Without a model, the one in the box is served. Raises ArgumentError with every problem found.
     """
     environ = os.environ if environ is None else environ
     problems: list[str] = []
@@ -53,7 +54,7 @@ def load_arguments(argv: Sequence[str] | None = None, environ: Mapping[str, str]
             problems.extend(error.problems)
     values: dict[str, Any] = {}
     try:
-        values = resolve(layers)
+        values = with_keys(resolve(layers), environ)
     except ArgumentError as error:
         problems.extend(error.problems)
     if argv is None:

@@ -9,7 +9,9 @@ from collections.abc import Iterable
 
 from app.errors import ApiError
 
-__all__ = ["Keyring", "Level"]
+__all__ = ["Keyring", "Level", "may_touch", "sees_all"]
+
+_ADMIN = "admin"
 
 
 class Level(enum.Enum):
@@ -32,9 +34,9 @@ class Keyring:
         self._user = tuple(key.encode() for key in user if key)
         self._admin = tuple(key.encode() for key in admin if key)
         # Whose a request is matters where several share the engine; a name tells nothing of the key.
-        several = len(self._user) > 1
+        several = len(self._user + self._admin) > 1
         self._tenants = [f"key-{number}" if several else "" for number in range(1, len(self._user) + 1)]
-        self._tenants += ["admin" if several else ""] * len(self._admin)
+        self._tenants += [_ADMIN if several else ""] * len(self._admin)
 
     def check(self, level: Level, headers: Iterable[tuple[bytes, bytes]], server: tuple[str, int | None] | None) -> str:
         """Whose key the headers carry, or "" where that makes no difference.
@@ -83,6 +85,16 @@ class Keyring:
                 headers={"WWW-Authenticate": "Bearer"},
             )
         return matched
+
+
+def may_touch(tenant: str, owner: str) -> bool:
+    """Whether the key of ``tenant`` may see and abort the requests of ``owner``'s: its own, and the admin key all."""
+    return sees_all(tenant) or tenant == owner
+
+
+def sees_all(tenant: str) -> bool:
+    """Whether this is the admin key's tenant, or the only one that there is."""
+    return tenant in ("", _ADMIN)
 
 
 def _given_keys(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:

@@ -110,6 +110,8 @@ class Door:
             )
         try:
             refusal = self._refusal(scope, route, exchange)
+            if exchange.timeline is not None:
+                exchange.timeline.tenant = exchange.tenant
             if refusal is not None:
                 exchange.outcome = refusal.code or ""
                 await exchange.answer(refusal)

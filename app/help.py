@@ -52,7 +52,7 @@ def _argument(argument: Argument, columns: int) -> list[str]:
     head = f"  --{argument.name}"
     if not argument.is_flag:
         head += f" {argument.metavar or '|'.join(argument.choices) or argument.kind.upper()}"
-    others = [f"--{name}" for name in argument.aliases]
+    others = [f"--{name}" if len(name) > 1 else f"-{name}" for name in argument.aliases]
     if opposites := argument.opposites or ((f"no-{argument.name}",) if argument.default is True else ()):
         others.append(f"the reverse: {', '.join(f'--{name}' for name in opposites)}")
     if others:

@@ -21,6 +21,15 @@ __all__ = ["GenerateAnswer", "generate"]
 
 _encode = msgspec.json.encode
 
+_REPEATED_FREELY = 2048
+"""Characters that every event of a choice may repeat."""
+
+_GROWTH = 1 / 16
+"""A longer answer is repeated when it has grown by this part of its size."""
+
+_ENTRY_SIZE = 24
+"""Characters of a log-probability with its token."""
+
 
 class GenerateAnswer(msgspec.Struct, kw_only=True):
     """One choice. ``meta_info`` tells how it ended, its token counts and, where asked for, log-probabilities."""
@@ -110,14 +119,16 @@ class _Answers:
         if item.logprobs:
             prompt = () if item.start is None else (choice.prompt_logprobs or ())[item.start :]
             scored = choice.logprobs[since:]
-            meta["input_token_logprobs"] = [
-                self._entry(entry, None if place == 0 else entry.logprob) for place, entry in enumerate(prompt)
-            ]
+            if choice.prompt_token_ids is not None:  # else an earlier event has told of the prompt
+                meta["input_token_logprobs"] = [
+                    self._entry(entry, None if place == 0 else entry.logprob) for place, entry in enumerate(prompt)
+                ]
+                if item.params.logprobs:
+                    meta["input_top_logprobs"] = [
+                        None if place == 0 else self._top(entry) for place, entry in enumerate(prompt)
+                    ]
             meta["output_token_logprobs"] = [self._entry(entry, entry.logprob) for entry in scored]
             if item.params.logprobs:
-                meta["input_top_logprobs"] = [
-                    None if place == 0 else self._top(entry) for place, entry in enumerate(prompt)
-                ]
                 meta["output_top_logprobs"] = [self._top(entry) for entry in scored]
         return meta
 
@@ -157,26 +168,39 @@ def _acceptance(found: Acceptance) -> dict[str, Any]:
 
 
 class _NativeChunks:
-    """Each event holds all of its choice so far; with ``disjoint`` only what is new."""
+    """Each event holds all of its choice so far; with ``disjoint`` only what is new. What belongs to the prompt comes
+    with the first event of a choice and never again.
+
+    An event that repeats is held back until its choice has grown by :data:`_GROWTH`, so that a stream is at most some
+    17 times as long as its last events, however long the answer is.
+    """
 
     def __init__(self, answers: _Answers, disjoint: bool) -> None:
         self._answers = answers
         self._disjoint = disjoint
         self._choices = [Collected() for _ in range(answers.count)]
+        self._sent = [_Sent() for _ in range(answers.count)]
 
     def chunk(self, delta: Delta) -> bytes:
-        choice = self._choices[delta.index]
-        since = len(choice.token_ids) if self._disjoint else 0
-        if self._disjoint:
-            choice.text.clear()
+        choice, sent = self._choices[delta.index], self._sent[delta.index]
         choice.add(delta)
-        return self._event(delta.index, since)
+        sent.fresh += len(delta.text) + len(delta.token_ids)
+        for entry in delta.logprobs or ():
+            sent.fresh += _ENTRY_SIZE * (1 + len(entry.top))
+        if delta.finish_reason is None and not self._disjoint and not sent.due:
+            return b""
+        return self._event(delta.index)
 
-    def _event(self, index: int, since: int) -> bytes:
-        choice = self._choices[index]
-        answer = self._answers.of(index, choice, choice.text, since)
+    def _event(self, index: int) -> bytes:
+        choice, sent = self._choices[index], self._sent[index]
+        answer = self._answers.of(index, choice, choice.text, sent.tokens if self._disjoint else 0)
         if self._answers.count > 1:
             answer.index = index
+        if self._disjoint:
+            choice.text.clear()
+        if choice.prompt_token_ids is not None:
+            choice.prompt_token_ids = choice.prompt_logprobs = None
+        sent.done(len(choice.token_ids))
         return b"data: " + _encode(answer) + b"\n\n"
 
     def end(self) -> bytes:
@@ -189,8 +213,28 @@ class _NativeChunks:
         for index, choice in enumerate(self._choices):
             if choice.finish_reason is None:
                 choice.finish_reason = "abort"
-                if self._disjoint:
-                    choice.text.clear()
-                events.append(self._event(index, len(choice.token_ids) if self._disjoint else 0))
+                events.append(self._event(index))
         self.end()
         return b"".join(events)
+
+
+class _Sent:
+    """How much of a choice its events have told. Sizes are characters of the answer, roughly."""
+
+    __slots__ = ("fresh", "size", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.size = 0
+        self.fresh = 0  # that no event has told yet
+
+    @property
+    def due(self) -> bool:
+        """Whether there is enough for an event that repeats the rest."""
+        return self.size < _REPEATED_FREELY or self.fresh >= _GROWTH * self.size
+
+    def done(self, tokens: int) -> None:
+        """An event has told everything."""
+        self.tokens = tokens
+        self.size += self.fresh
+        self.fresh = 0

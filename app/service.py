@@ -18,7 +18,7 @@ from actors.arguments import Arguments
 from actors.requests import LIMITS, Chat, InvalidRequest, QueueFull, SamplingParams
 from actors.status import EngineStatus
 from actors.streams import RequestStream
-from app.auth import Keyring
+from app.auth import Keyring, may_touch, sees_all
 from app.decoding import UnknownFields, decode, shallow_objects
 from app.errors import ApiError, invalid, shutting_down, to_api_error
 from app.exchange import Exchange, is_label
@@ -221,16 +221,19 @@ class Service:
         finally:
             self._text_door.leave(ticket, time.monotonic())
 
-    async def abort(self, name: str) -> int:
-        """Abort the requests of this id, given by the server or by the client; how many. Ids match as a whole."""
+    async def abort(self, name: str, tenant: str) -> int:
+        """Abort the requests of this id, given by the server or by the client; how many. Ids match as a whole.
+
+        Only requests that the key of ``tenant`` may touch: an id is no secret, and clients choose the same ones.
+        """
         ids = [
             stream_id
             for exchange in self.live
-            if name in (exchange.request_id, exchange.label)
+            if name in (exchange.request_id, exchange.label) and may_touch(tenant, exchange.tenant)
             for stream_id in exchange.stream_ids
         ]
-        if not ids:
-            return await self.engine.abort(name)
+        if not ids:  # of one prompt of a batch
+            return await self.engine.abort(name, tenant=None if sees_all(tenant) else tenant)
         return sum([await self.engine.abort(stream_id) for stream_id in ids])
 
     async def accepted(self, streams: Sequence[RequestStream], rename: Mapping[str, str] | None = None) -> None:

@@ -81,10 +81,10 @@ async def tokenize(service: Service, exchange: Exchange, body: TokenizeRequest) 
     if (body.prompt is None) == (body.messages is None):
         raise invalid("prompt: give either prompt or messages.", param="prompt")
     with service.text_request(exchange):
-        return json_response(await _tokenized(service, body))
+        return json_response(await _tokenized(service, exchange, body))
 
 
-async def _tokenized(service: Service, body: TokenizeRequest) -> TokenizeAnswer:
+async def _tokenized(service: Service, exchange: Exchange, body: TokenizeRequest) -> TokenizeAnswer:
     engine = service.engine
     if body.messages is not None:
         go_on = bool(body.continue_final_message)
@@ -96,7 +96,9 @@ async def _tokenized(service: Service, body: TokenizeRequest) -> TokenizeAnswer:
             continue_final_message=go_on,
             template=own_template(body.chat_template, service.arguments),
         )
-        encoded = [await engine.tokenize(chat, add_special_tokens=bool(body.add_special_tokens))]
+        encoded = [
+            await engine.tokenize(chat, add_special_tokens=bool(body.add_special_tokens), tenant=exchange.tenant)
+        ]
     else:
         assert body.prompt is not None
         texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt

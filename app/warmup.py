@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 from typing import TYPE_CHECKING
 
 from actors.configuration import chunk_size
@@ -22,7 +23,10 @@ _ANSWER = 4  # tokens
 
 
 async def warm_up(engine: Engine) -> None:
-    """Run ``--warmups``, and leave nothing of them in the prefix cache. A failure is logged; the server serves."""
+    """Run ``--warmups``, and leave nothing of them in the prefix cache or in the latency metrics.
+
+    A failure is logged; the server serves.
+    """
     arguments = engine.arguments
     room = engine.context_length - _ANSWER
     prompts: list[list[list[int]]] = []
@@ -33,12 +37,16 @@ async def warm_up(engine: Engine) -> None:
             prompts.append([_ids(engine, max(chunk_size(arguments, place(arguments, os.environ)), 8), room)])
         else:
             prompts.append([_ids(engine, 8 + number % 8, room) for number in range(arguments.max_running_requests)])
+    steps = engine.metrics.steps
+    steps.rehearsing = True
     try:
         for together in prompts:
             await asyncio.gather(*(_answer(engine, prompt) for prompt in together))
         await engine.flush_cache()
     except Exception:
         log.exception("the warm-up failed; the server is ready without it")
+    finally:
+        steps.rehearsing = False
 
 
 def _ids(engine: Engine, length: int, room: int) -> list[int]:
@@ -47,5 +55,8 @@ def _ids(engine: Engine, length: int, room: int) -> list[int]:
 
 async def _answer(engine: Engine, prompt: list[int]) -> None:
     params = SamplingParams(max_tokens=_ANSWER, temperature=0.0, ignore_eos=True)
-    async for _ in engine.generate(prompt, params, request_id="warm-up"):
+    timeline = engine.timelines.open(
+        f"warm-up-{secrets.token_hex(6)}", operation="text_completion", model=engine.model_name, probe=True
+    )
+    async for _ in engine.generate(prompt, params, request_id="warm-up", timeline=timeline):
         pass

@@ -50,6 +50,8 @@ class RequestFile:
         """Told at the end."""
 
     def ended(self, timeline: RequestTimeline) -> None:
+        if timeline.probe:
+            return
         if len(self._lines) >= _MOST_WAITING:
             self._lines.popleft()
             self._lost += 1

@@ -50,7 +50,8 @@ def _sequence_spans(timeline: RequestTimeline) -> dict[int, tuple[float | None, 
 
 
 class RequestMetrics:
-    """Listens to timelines (``telemetry.timeline.TimelineListener``).
+    """Listens to timelines (``telemetry.timeline.TimelineListener``), but to none of the server's own requests: their
+    prompts are of a few tokens, and the first of them wait for compilers.
 
     ``measured`` holds, by quantity, the tallies that each measurement goes into: others may add theirs, with buckets
     of their own. Seconds, or tokens.
@@ -128,12 +129,14 @@ class RequestMetrics:
         """Nothing is known of it yet."""
 
     def hop_ended(self, timeline: RequestTimeline, hop: Hop) -> None:
-        if hop.end is None:
+        if hop.end is None or timeline.probe:
             return
         if hop.name == "tokenize":
             self._add("tokenize", hop.end - hop.start)
 
     def marked(self, timeline: RequestTimeline, mark: Mark) -> None:
+        if timeline.probe:
+            return
         if mark.name == "first_token":
             if sum(other.name == "first_token" for other in timeline.marks) == 1:
                 self._first_token(timeline, mark.at)
@@ -155,7 +158,7 @@ class RequestMetrics:
 
     def ended(self, timeline: RequestTimeline) -> None:
         outcome, end = timeline.outcome, timeline.end
-        if outcome is None or end is None:
+        if outcome is None or end is None or timeline.probe:
             return
         labels, custom = self._labels(timeline)
         error = self._error_types(outcome.error_type)

@@ -61,7 +61,7 @@ class RequestTimes:
         """Told at the end."""
 
     def ended(self, timeline: RequestTimeline) -> None:
-        if _log.isEnabledFor(logging.INFO):
+        if _log.isEnabledFor(logging.INFO) and not timeline.probe:
             times = request_times(timeline).items()
             text = ", ".join(f"{name} {_shown(value)}" for name, value in times if value is not None)
             _log.info("Times of %s: %s", timeline.request_id, text, extra={"request_id": timeline.request_id})

@@ -53,6 +53,7 @@ class StepMetrics:
         self.inter_token: list[Tally] = []  # each with its own buckets
         self.log: StepLog | None = None
         self.tokens: list[Tally] = []  # of a step; the same
+        self.rehearsing = False  # while only the warm-up's steps run, whose times are nobody's
         self._answered: float | None = None
 
     def answered(
@@ -79,6 +80,9 @@ class StepMetrics:
         self.prepare_seconds += prepare
         self.run_seconds += run
         self.rows.add(rows)
+        if self.rehearsing:
+            self._answered = None
+            return
         self.seconds.add(now - shape.sent)
         for tally in self.tokens:
             tally.add(shape.decodes + shape.prefill_tokens)

@@ -97,9 +97,10 @@ class RequestTimeline(msgspec.Struct, eq=False, weakref=True):
     started: float
     started_unix: float  # the same moment in seconds since 1970
     label: str | None = None  # the caller's own id
+    tenant: str = ""  # whose it is, where several share the engine
     traceparent: str | None = None  # of the work that brought the request; the request's own while it is traced
     request: dict[str, Value] = {}
-    probe: bool = False  # a health check's
+    probe: bool = False  # the server's own: of a health check or the warm-up. Neither measured nor logged
     hops: list[Hop] = []
     marks: list[Mark] = []
     prompt_tokens: int = 0
@@ -192,6 +193,7 @@ class Timelines:
         operation: str,
         model: str,
         label: str | None = None,
+        tenant: str = "",
         traceparent: str | None = None,
         request: dict[str, Value] | None = None,
         probe: bool = False,
@@ -204,6 +206,7 @@ class Timelines:
             started=time.monotonic(),
             started_unix=time.time(),
             label=label,
+            tenant=tenant,
             traceparent=traceparent,
             request=request or {},
             probe=probe,

@@ -72,12 +72,21 @@ class _Step(msgspec.Struct, frozen=True, eq=False):
 class Tracing:
     """The traces of one engine: a listener of its timelines.
 
-    ``export`` is the engine's own way out, None with an embedding service's provider. Everything is called in the
-    engine's event loop.
+    ``export`` is the engine's own way out, None with an embedding service's provider. ``ignore_client_parent``: a
+    client's span is linked instead of being the parent, so that its sampling decision does not count. Everything is
+    called in the engine's event loop.
     """
 
-    def __init__(self, provider: TracerProvider, *, level: int = 1, export: TraceExport | None = None) -> None:
+    def __init__(
+        self,
+        provider: TracerProvider,
+        *,
+        level: int = 1,
+        export: TraceExport | None = None,
+        ignore_client_parent: bool = False,
+    ) -> None:
         self.level = level
+        self._ignore_client_parent = ignore_client_parent
         self._tracer = provider.get_tracer(_SCOPE)
         self._export = export
         self._scope = InstrumentationScope(_SCOPE)
@@ -121,15 +130,19 @@ class Tracing:
                 carrier[key] = (
                     f"{carrier[key]},{value.decode('latin-1')}" if key in carrier else value.decode("latin-1")
                 )
-        parent = otel_context.get_current()
-        if not get_current_span(parent).get_span_context().is_valid:  # else a service around us has read the headers
-            parent = _PROPAGATOR.extract(carrier, parent)
+        around = otel_context.get_current()  # valid where a service around us has read the headers
+        by_service = get_current_span(around).get_span_context().is_valid
+        client = around if by_service else _PROPAGATOR.extract(carrier, around)
+        ignored = self._ignore_client_parent and not by_service
         span = self._tracer.start_span(
             f"{method} {route}",
-            parent,
+            around if ignored else client,
             SpanKind.SERVER,
             {"http.request.method": method, "http.route": route, **attributes},
         )
+        linked = get_current_span(client).get_span_context()
+        if ignored and linked.is_valid:
+            span.add_link(linked)  # after the start: a sampler may read links
         return ServerSpan(span)
 
     # -- requests

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from actors.arguments.argument import Argument
 from actors.arguments.errors import ArgumentError
 from actors.arguments.speculative_rules import speculative_problems
+from actors.arguments.table import ARGUMENTS
 from kernels.npu.simulator.spec import SpecError
 from kernels.npu.simulator.spec import parse as parse_simulation
 from telemetry.metric_options import token_buckets
@@ -16,7 +17,7 @@ from telemetry.metric_options import token_buckets
 if TYPE_CHECKING:
     from actors.arguments.values import Arguments
 
-__all__ = ["contradictions"]
+__all__ = ["contradictions", "without_effect"]
 
 _LABEL = re.compile(r"(?!__)[A-Za-z_][A-Za-z0-9_]{0,63}")
 _TAKEN_LABELS = frozenset(
@@ -72,6 +73,9 @@ def _needs(arguments: Arguments) -> Iterator[str]:
     """A value that has no effect without another, or against it."""
     if arguments.api_key is not None and not arguments.api_keys:
         yield "api_key holds no key, and the server would be open to all; leave it out if that is meant"
+    for field in ("api_key", "admin_api_key"):
+        if getattr(arguments, f"{field}_file") is not None and getattr(arguments, field) is None:
+            yield f"{field}_file is read by Arguments.from_keywords and on the command line; make the arguments there"
     if not arguments.enable_priority_scheduling:
         if arguments.schedule_low_priority_values_first:
             yield "schedule_low_priority_values_first needs enable_priority_scheduling"
@@ -88,11 +92,28 @@ def _needs(arguments: Arguments) -> Iterator[str]:
         for name in ("oltp_traces_endpoint", "otlp_traces_protocol", "trace_sample_ratio"):
             if getattr(arguments, name) is not None:
                 yield f"{name} needs enable_trace"
+        if arguments.ignore_client_traceparent:
+            yield "ignore_client_traceparent needs enable_trace; a tracer_provider samples by itself"
     if not arguments.enable_dynamic_batch_tokenizer:
         if arguments.dynamic_batch_tokenizer_batch_size != 32:
             yield "dynamic_batch_tokenizer_batch_size needs enable_dynamic_batch_tokenizer"
         if arguments.dynamic_batch_tokenizer_batch_timeout != 0.002:
             yield "dynamic_batch_tokenizer_batch_timeout needs enable_dynamic_batch_tokenizer"
+    elif not arguments.enable_tokenizer_batch_encode:
+        yield "enable_dynamic_batch_tokenizer contradicts disable_tokenizer_batch_encode; leave one out"
+    if arguments.skip_server_warmup and arguments.warmups != ("generate",):
+        yield "warmups contradicts skip_server_warmup; leave one out"
+    soft = arguments.soft_watchdog_timeout
+    if soft is not None and soft >= arguments.watchdog_timeout:
+        yield (
+            f"soft_watchdog_timeout {soft:g} must be less than watchdog_timeout, {arguments.watchdog_timeout:g}: an "
+            "actor is killed then and no longer reported; lower it"
+        )
+    if arguments.disable_radix_cache:
+        if arguments.schedule_policy == "lpm":
+            yield "schedule_policy lpm needs the prefix cache; leave disable_radix_cache out, or use fcfs"
+        if arguments.radix_eviction_policy != "lru":
+            yield "radix_eviction_policy needs the prefix cache; leave disable_radix_cache out"
     if arguments.skip_tokenizer_init:
         texts = (arguments.tokenizer_path, arguments.chat_template, arguments.completion_template)
         if any(text is not None for text in texts):
@@ -125,32 +146,37 @@ def _callers(arguments: Arguments) -> Iterator[str]:
 
 
 _OF_PROMPTS = ("enable_piecewise_cuda_graph", "piecewise_cuda_graph_tokens", "piecewise_cuda_graph_max_tokens")
-_GRAPHS_OF = {
-    "cpu": ("cuda_graph_bs", "cuda_graph_max_bs", "disable_cuda_graph_padding", *_OF_PROMPTS),
-    "npu": _OF_PROMPTS,
+_ATTENTION = (
+    "attention_backend",
+    "prefill_attention_backend",
+    "decode_attention_backend",
+    "speculative_draft_attention_backend",
+)
+_EFFECTLESS = {
+    "cpu": (
+        *("npu_simulator", *_ATTENTION, "base_gpu_id", "gpu_id_step"),
+        *("cuda_graph_bs", "cuda_graph_max_bs", "disable_cuda_graph_padding", *_OF_PROMPTS),
+    ),
+    "cuda": ("npu_simulator", *_ATTENTION, "cpu_threads"),
+    "npu": (*_OF_PROMPTS, "cpu_threads"),
 }
-"""What asks for graphs that a device does not have."""
+"""What has no effect on a device. Turning off graphs that a device does not have is no mistake."""
+
+
+def without_effect(arguments: Arguments, device: str) -> dict[str, object]:
+    """What was given and does nothing on ``device`` (cpu, npu or cuda), each with its default."""
+    names = [*_EFFECTLESS[device]]
+    if device != "npu":
+        names += ["speculative_attention_mode", *(["sampling_backend"] * (arguments.sampling_backend == "ascend"))]
+    defaults = {argument.field: argument.default for argument in ARGUMENTS}
+    return {name: defaults[name] for name in names if getattr(arguments, name) != defaults[name]}
 
 
 def _devices(arguments: Arguments) -> Iterator[str]:
-    if arguments.device in ("cpu", "cuda"):
-        given = {
-            "npu_simulator": arguments.npu_simulator,
-            "attention_backend": arguments.attention_backend,
-            "prefill_attention_backend": arguments.prefill_attention_backend,
-            "decode_attention_backend": arguments.decode_attention_backend,
-            "speculative_draft_attention_backend": arguments.speculative_draft_attention_backend,
-            "speculative_attention_mode decode": arguments.speculative_attention_mode == "decode",
-            "base_gpu_id": arguments.base_gpu_id if arguments.device == "cpu" else 0,
-        }
-        for name, value in given.items():
-            if value:
-                yield f"{name} contradicts device {arguments.device}; leave one out"
-        if arguments.sampling_backend == "ascend":
-            yield f"sampling_backend ascend contradicts device {arguments.device}; leave one out"
-    for name in _GRAPHS_OF.get(arguments.device, ()):
-        if getattr(arguments, name):
-            yield f"{name} contradicts device {arguments.device}, which has no such graphs; leave one out"
+    device = arguments.device
+    if device != "auto":  # else who wrote the arguments may mean several machines, and gets a warning
+        for name in without_effect(arguments, device):
+            yield f"{name} contradicts device {device}, on which it has no effect; leave it out"
     if arguments.enable_deterministic_inference:
         if arguments.device in ("cpu", "npu"):
             yield f"enable_deterministic_inference contradicts device {arguments.device}, which has no such kernels"
@@ -170,10 +196,16 @@ def _devices(arguments: Arguments) -> Iterator[str]:
             yield f"dist_init_addr must be host:port, such as 127.0.0.1:29500, not {arguments.dist_init_addr!r}"
         if arguments.tensor_parallel_size == 1:
             yield "dist_init_addr needs tensor_parallel_size: one worker has nobody to find; leave it out"
+    if arguments.gpu_id_step != 1 and arguments.tensor_parallel_size == 1:
+        yield "gpu_id_step needs tensor_parallel_size: there is one device; use base_gpu_id to choose it"
     if arguments.cuda_graph_bs and arguments.cuda_graph_max_bs is not None:
         yield "cuda_graph_bs says all sizes; leave cuda_graph_max_bs out"
     if arguments.piecewise_cuda_graph_tokens and arguments.piecewise_cuda_graph_max_tokens is not None:
         yield "piecewise_cuda_graph_tokens says all sizes; leave piecewise_cuda_graph_max_tokens out"
+    if arguments.disable_cuda_graph:
+        for name in ("cuda_graph_bs", "cuda_graph_max_bs", "disable_cuda_graph_padding"):
+            if getattr(arguments, name):
+                yield f"{name} contradicts disable_cuda_graph; leave one out"
     for name in _OF_PROMPTS:
         for other in ("disable_piecewise_cuda_graph", "disable_cuda_graph", "disable_cuda_graph_padding"):
             if getattr(arguments, name) and getattr(arguments, other):
@@ -186,8 +218,8 @@ def _cache(arguments: Arguments) -> Iterator[str]:
     scaled = dtype in ("int8", "fp8_e4m3", "fp8_e5m2")
     if dtype in ("fp8_e4m3", "fp8_e5m2") and arguments.device == "npu":
         yield f"kv_cache_dtype {dtype}: NPUs have no operators for it; use int8"
-    if method == "per_token_head" and dtype == "bfloat16":
-        yield "kv_cache_quant_method per_token_head needs kv_cache_dtype int8, fp8_e4m3 or fp8_e5m2"
+    if method == "per_token_head" and not scaled:
+        yield "kv_cache_quant_method per_token_head needs kv_cache_dtype int8, fp8_e4m3 or fp8_e5m2; give one"
     if arguments.quantization_param_path is not None:
         if not scaled:
             yield "quantization_param_path needs kv_cache_dtype int8, fp8_e4m3 or fp8_e5m2: that of the file's scales"
@@ -202,9 +234,6 @@ def _shapes(arguments: Arguments) -> Iterator[str]:
     root = arguments.fastapi_root_path
     if root and (not root.startswith("/") or root.endswith("/")):
         yield f"fastapi_root_path must begin with a slash and not end with one, such as /llm, not {root!r}"
-    if arguments.model_loader_extra_config:
-        names = ", ".join(sorted(arguments.model_loader_extra_config))
-        yield f"model_loader_extra_config: the safetensors loader has no option {names}; leave it out"
 
 
 def _metrics(arguments: Arguments) -> Iterator[str]:
@@ -236,6 +265,8 @@ def _metrics(arguments: Arguments) -> Iterator[str]:
         if rule and not arguments.collect_tokens_histogram and "vllm" not in arguments.metrics_names:
             yield f"{name} needs collect_tokens_histogram"
     labels = arguments.tokenizer_metrics_allowed_custom_labels
+    if arguments.tokenizer_metrics_custom_labels_header != "x-custom-labels" and not labels:
+        yield "tokenizer_metrics_custom_labels_header needs tokenizer_metrics_allowed_custom_labels"
     if len(set(labels)) != len(labels) or len(labels) > _MOST_LABELS:
         yield f"tokenizer_metrics_allowed_custom_labels: give each once, and at most {_MOST_LABELS}"
     for label in labels:

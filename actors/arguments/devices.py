@@ -14,7 +14,7 @@ _ATTENTION_HELP = (
 )
 _OTHER_ATTENTION = dict.fromkeys(
     ("triton", "flashinfer", "fa3", "fa4", "flashmla", "cutlass_mla", "trtllm_mla", "trtllm_mha", "aiter", "wave"),
-    "this backend is for devices that are not built yet; leave it out",
+    "kernels of attention are chosen between on NPUs only, by ascend and torch_native; a GPU has its own; leave it out",
 )
 
 DEVICE_ARGUMENTS: tuple[Argument, ...] = (
@@ -95,7 +95,7 @@ DEVICE_ARGUMENTS: tuple[Argument, ...] = (
         default=None,
         default_text="chosen by the device",
         choices=("pytorch", "ascend"),
-        unbuilt_choices={"flashinfer": "this backend is for devices that are not built yet; leave it out"},
+        unbuilt_choices={"flashinfer": "a GPU has kernels of its own for it; leave it out"},
         group="Devices and kernels",
         help="Top-k and top-p in torch operators, or by the kernel that Atlas A2 and A3 have for them.",
     ),
@@ -109,7 +109,7 @@ DEVICE_ARGUMENTS: tuple[Argument, ...] = (
     ),
     Argument(
         name="cuda-graph-bs",
-        aliases=("cudagraph-capture-sizes",),
+        aliases=("cudagraph-capture-sizes", "cuda-graph-sizes"),
         kind="ints",
         default=None,
         default_text="1, 2, 4 and multiples of 8",

@@ -7,7 +7,7 @@ from actors.arguments.argument import Argument
 __all__ = ["LOG_ARGUMENTS"]
 
 _LEVELS = ("debug", "info", "warning", "error", "critical")
-_LEVEL_SYNONYMS = {"warn": "warning", "fatal": "critical"}
+_LEVEL_SYNONYMS = {"warn": "warning", "fatal": "critical", "trace": "debug"}
 _FORMATS = ("text", "json")
 
 LOG_ARGUMENTS: tuple[Argument, ...] = (
@@ -22,6 +22,7 @@ LOG_ARGUMENTS: tuple[Argument, ...] = (
     ),
     Argument(
         name="log-level-http",
+        aliases=("uvicorn-log-level",),
         kind="str",
         default=None,
         default_text="as --log-level",
@@ -40,7 +41,7 @@ LOG_ARGUMENTS: tuple[Argument, ...] = (
     ),
     Argument(
         name="access-log-exclude-prefixes",
-        aliases=("uvicorn-access-log-exclude-prefixes",),
+        aliases=("uvicorn-access-log-exclude-prefixes", "disable-access-log-for-endpoints"),
         kind="names",
         default=(),
         group="Logging",
@@ -50,6 +51,7 @@ LOG_ARGUMENTS: tuple[Argument, ...] = (
     Argument(
         name="log-requests",
         aliases=("enable-log-requests",),
+        opposites=("disable-log-requests",),
         kind="flag",
         default=False,
         group="Logging",

@@ -35,8 +35,15 @@ MODEL_ARGUMENTS: tuple[Argument, ...] = (
         kind="str",
         default="auto",
         choices=("auto", "slow"),
+        unbuilt_choices={
+            "hf": "say auto, or slow for the files beside tokenizer.json",
+            "mistral": "tokenizers of mistral-common are not read; use auto, with a tokenizer.json",
+            "custom": "no code from a model repository is ever run here; use auto",
+        },
         group="Model and tokenizer",
-        help="auto reads tokenizer.json with the fast tokenizer; slow uses the Python tokenizer of transformers.",
+        help="auto reads tokenizer.json. slow leaves it unread: transformers makes the tokenizer of the model's other "
+        "files, such as vocab.json and merges.txt or tokenizer.model, which takes seconds; for a model whose "
+        "tokenizer.json is wrong. Without a tokenizer.json auto does the same.",
     ),
     Argument(
         name="tokenizer-worker-num",
@@ -63,20 +70,12 @@ MODEL_ARGUMENTS: tuple[Argument, ...] = (
         unbuilt_choices={
             "pt": _FORMATS,
             "npcache": _FORMATS,
-            "bitsandbytes": "this quantization is not built yet; serve unquantized safetensors",
+            "bitsandbytes": "this quantization is not built; serve weights in floats, or with --quantization int8",
             "sharded_state": _FORMATS,
         },
         group="Model and tokenizer",
         help="auto reads *.safetensors of a directory, or a .gguf file; safetensors and gguf insist on one of them; "
         "dummy fills the weights with seeded noise, for tests of speed.",
-    ),
-    Argument(
-        name="model-loader-extra-config",
-        kind="json",
-        default={},
-        group="Model and tokenizer",
-        metavar="JSON",
-        help="Options of the loader as a JSON object. The safetensors loader has none, so only {} is accepted.",
     ),
     Argument(
         name="context-length",
@@ -108,19 +107,6 @@ MODEL_ARGUMENTS: tuple[Argument, ...] = (
         help="Where models from the hub are kept.",
     ),
     Argument(
-        name="model-impl",
-        kind="str",
-        default="auto",
-        choices=("auto", "troupe"),
-        unbuilt_choices={
-            "sglang": "this engine has its own models; use auto",
-            "vllm": "this engine has its own models; use auto",
-            "transformers": "running a transformers model is not built; use auto with a supported architecture",
-        },
-        group="Model and tokenizer",
-        help="Whose model code runs; auto and troupe are the engine's own.",
-    ),
-    Argument(
         name="dtype",
         kind="str",
         default="auto",
@@ -140,6 +126,7 @@ MODEL_ARGUMENTS: tuple[Argument, ...] = (
     ),
     Argument(
         name="preferred-sampling-params",
+        aliases=("override-generation-config",),
         kind="json",
         default={},
         group="Model and tokenizer",

@@ -24,10 +24,10 @@ PARALLELISM_ARGUMENTS: tuple[Argument, ...] = (
         aliases=("nccl-init-addr",),
         kind="str",
         default=None,
-        default_text="a free port of 127.0.0.1, another one after each restart",
+        default_text="a file in a private folder",
         group="Devices and kernels",
         metavar="HOST:PORT",
-        help="Where the workers of one model find each other. The host is an address of this machine; nothing "
-        "listens on another.",
+        help="Address where the workers of one model find each other, one of this machine. Anyone who reaches the port "
+        "may disturb them: torch asks for no password. Without it no port is opened for this.",
     ),
 )

@@ -10,22 +10,25 @@ __all__ = ["QUANTIZATION_ARGUMENTS"]
 
 _OTHER = "this method is not built; use bf16 weights with --quantization int8 or fp8"
 _KERNEL = "kernels are not chosen by name; leave the flag out: a checkpoint of AWQ or GPTQ says itself what it is"
-_MX = (
-    "weights are not rounded to it while they are loaded; leave the flag out for ModelSlim's checkpoints in it, or use "
-    "bf16 weights with --quantization int8 or fp8"
+_NARROW = (
+    "weights are not rounded to it while they are loaded; leave the flag out for ModelSlim's checkpoints in it and "
+    "compressed-tensors', or use bf16 weights with --quantization int8 or fp8"
 )
 
 _METHODS = ("int8", "fp8", "unquant", "awq", "gptq", "auto-round", "compressed-tensors", "modelslim", "gguf")
 _SYNONYMS = {"w8a8_int8": "int8", "w8a8_fp8": "fp8", "none": "unquant"}
 _UNBUILT = dict.fromkeys(
-    ("mxfp4", "nvfp4", "bitsandbytes", "marlin", "modelopt", "modelopt_fp8", "modelopt_fp4", "petit_nvfp4", "quark",
+    ("bitsandbytes", "marlin", "modelopt", "modelopt_fp8", "modelopt_fp4", "petit_nvfp4", "quark",
      "w4afp8", "qoq"),
     _OTHER,
-) | dict.fromkeys(("awq_marlin", "gptq_marlin", "moe_wna16"), _KERNEL) | {"mxfp8": _MX}  # fmt: skip
+) | dict.fromkeys(("awq_marlin", "gptq_marlin", "moe_wna16"), _KERNEL) | dict.fromkeys(
+    ("mxfp8", "mxfp4", "nvfp4"), _NARROW
+)  # fmt: skip
 _FOUR_BITS = "a cache of 4 bits is not built; use int8 or fp8_e4m3"
 
 _QUANTIZATION = Argument(
     name="quantization",
+    aliases=("q",),
     kind="str",
     default=None,
     default_text="what the checkpoint says",
@@ -84,6 +87,7 @@ QUANTIZATION_ARGUMENTS: tuple[Argument, ...] = (
     msgspec.structs.replace(
         _QUANTIZATION,
         name="speculative-draft-model-quantization",
+        aliases=(),
         default_text="what the draft's checkpoint says; one in floats follows --quantization int8 or fp8",
         group="Speculative decoding",
         help="As --quantization, of a draft model. unquant keeps its weights as floats when the model's are rounded.",

@@ -22,14 +22,15 @@ RECOVERY_ARGUMENTS: tuple[Argument, ...] = (
     Argument(
         name="soft-watchdog-timeout",
         kind="float",
-        default=60.0,
+        default=None,
+        default_text="60, or a fifth of --watchdog-timeout if that is less",
         minimum=0.0,
         maximum=86400.0,
         above=True,
         group="Runtime",
         metavar="SECONDS",
         help="An actor that works on one message for so long is reported in the log, with where it stands. Nothing "
-        "else happens to it.",
+        "else happens to it. Less than --watchdog-timeout.",
     ),
     Argument(
         name="model-load-timeout",

@@ -177,13 +177,15 @@ SCHEDULING_ARGUMENTS: tuple[Argument, ...] = (
         name="radix-eviction-policy",
         kind="str",
         default="lru",
-        choices=("lru",),
-        unbuilt_choices={"lfu": "this eviction policy is not built yet; use lru"},
+        choices=("lru", "lfu"),
         group="Memory and scheduling",
-        help="Which unused prefix leaves a full cache first: the least recently used.",
+        help="Which unused prefix leaves a full cache first: the least recently used (lru), or the one that the fewest "
+        "requests have used, the least recently used of those (lfu).",
     ),
     Argument(
         name="disable-overlap-schedule",
+        aliases=("disable-async-output-proc",),
+        opposites=("async-scheduling",),
         kind="flag",
         default=False,
         group="Memory and scheduling",
@@ -194,7 +196,8 @@ SCHEDULING_ARGUMENTS: tuple[Argument, ...] = (
         kind="flag",
         default=False,
         group="Tokenizer batching",
-        help="Encode the prompts of requests that arrive together in one call.",
+        help="Let each prompt wait a moment for others, so that those of requests that arrive together are encoded on "
+        "one trip to the tokenizer's thread.",
     ),
     Argument(
         name="dynamic-batch-tokenizer-batch-size",
@@ -222,7 +225,8 @@ SCHEDULING_ARGUMENTS: tuple[Argument, ...] = (
         kind="flag",
         default=True,
         group="Tokenizer batching",
-        help="Encode the prompts of one request, when it has several, in one call.",
+        help="Prompts of more than 1024 characters that wait for the tokenizer, such as the several of one request, go "
+        "to its thread together; without it one after the other.",
     ),
     Argument(
         name="allow-auto-truncate",
@@ -244,6 +248,7 @@ SCHEDULING_ARGUMENTS: tuple[Argument, ...] = (
     ),
     Argument(
         name="random-seed",
+        aliases=("seed",),
         kind="int",
         default=None,
         default_text="drawn at the start",

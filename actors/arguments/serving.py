@@ -149,7 +149,17 @@ SERVING_ARGUMENTS: tuple[Argument, ...] = (
         group="API",
         metavar="KEYS",
         help="Clients must send this key, or one of several separated by commas: Authorization: Bearer KEY. Several "
-        "keys get equal shares of the engine when there is more work than it can do.",
+        "keys get equal shares of the engine when there is more work than it can do. The list of processes shows it: "
+        "prefer --api-key-file.",
+    ),
+    Argument(
+        name="api-key-file",
+        kind="str",
+        default=None,
+        default_text="the environment variable TROUPE_API_KEY, else none",
+        group="API",
+        metavar="FILE",
+        help="File with the keys of --api-key, one a line.",
     ),
     Argument(
         name="admin-api-key",
@@ -160,6 +170,15 @@ SERVING_ARGUMENTS: tuple[Argument, ...] = (
         group="API",
         metavar="KEY",
         help="The key of administrative endpoints (/flush_cache, aborting others' requests).",
+    ),
+    Argument(
+        name="admin-api-key-file",
+        kind="str",
+        default=None,
+        default_text="the environment variable TROUPE_ADMIN_API_KEY, else none",
+        group="API",
+        metavar="FILE",
+        help="File with the key of --admin-api-key.",
     ),
     Argument(
         name="served-model-name",
@@ -185,8 +204,9 @@ SERVING_ARGUMENTS: tuple[Argument, ...] = (
         default=None,
         default_text="the model's own",
         group="API",
-        metavar="FILE",
-        help="File with the Jinja chat template to use.",
+        metavar="TEMPLATE",
+        help="The chat template to use: a Jinja file, Jinja text, the name of one of the model's own, or chatml or "
+        "llama-3-instruct, which are built in.",
     ),
     Argument(
         name="trust-request-chat-template",
@@ -207,6 +227,7 @@ SERVING_ARGUMENTS: tuple[Argument, ...] = (
     ),
     Argument(
         name="enable-cache-report",
+        aliases=("enable-prompt-tokens-details",),
         kind="flag",
         default=False,
         group="API",
@@ -214,9 +235,11 @@ SERVING_ARGUMENTS: tuple[Argument, ...] = (
     ),
     Argument(
         name="sampling-defaults",
+        aliases=("generation-config",),
         kind="str",
         default="model",
         choices=("model", "openai"),
+        synonyms={"auto": "model", "vllm": "openai"},
         group="API",
         help="Sampling of requests that leave it out: model reads generation_config.json, openai takes the OpenAI "
         "API's (temperature 1, top_p 1).",
@@ -250,7 +273,8 @@ SERVING_ARGUMENTS: tuple[Argument, ...] = (
         kind="flag",
         default=False,
         group="API",
-        help="Chunks of /generate streams hold only the new text; otherwise all text so far.",
+        help="Events of /generate streams hold only what is new. Otherwise they repeat the answer so far, and events "
+        "of a long answer become rarer. Entries of the prompt come with the first event in both.",
     ),
     Argument(
         name="config",

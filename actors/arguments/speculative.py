@@ -8,7 +8,9 @@ __all__ = ["SPECULATIVE_ARGUMENTS"]
 
 _GROUP: Group = "Speculative decoding"
 _NOT_HERE = "this algorithm is not built; use EAGLE, EAGLE3, MTP, DFLASH, STANDALONE or NGRAM"
-_OTHER_DEVICES = "this backend is for devices that are not built yet; leave it out"
+_OTHER_DEVICES = (
+    "kernels of attention are chosen between on NPUs only, by ascend and torch_native; a GPU has its own; leave it out"
+)
 
 SPECULATIVE_ARGUMENTS: tuple[Argument, ...] = (
     Argument(
@@ -157,8 +159,9 @@ SPECULATIVE_ARGUMENTS: tuple[Argument, ...] = (
         default_text="the whole vocabulary; for the drafts in the box the list that is there",
         group=_GROUP,
         metavar="FILE",
-        help="Token ids, the most frequent first, as a JSON list or the one tensor of a safetensors file: the draft's "
-        "output layer is cut down to them (FR-Spec). For EAGLE, MTP and STANDALONE; an EAGLE-3 head has its own list.",
+        help="Token ids, the most frequent first, as a JSON list, the one tensor of a safetensors file, or a list or "
+        "tensor saved by torch (.pt), here or on the hub (owner/name/file): the draft's output layer is cut down to "
+        "them (FR-Spec). For EAGLE, MTP and STANDALONE; an EAGLE-3 head has its own list.",
     ),
     Argument(
         name="speculative-attention-mode",
@@ -243,7 +246,7 @@ SPECULATIVE_ARGUMENTS: tuple[Argument, ...] = (
         maximum=63,
         group=_GROUP,
         metavar="N",
-        help="Followers of a token that a draft takes at least, after long matches and deep in the tree.",
+        help="Followers of a token that a draft takes at least, after long matches and deep in the tree. BFS only.",
     ),
     Argument(
         name="speculative-ngram-max-bfs-breadth",
@@ -253,7 +256,7 @@ SPECULATIVE_ARGUMENTS: tuple[Argument, ...] = (
         maximum=63,
         group=_GROUP,
         metavar="N",
-        help="Followers of a token that a draft takes at most, after short matches.",
+        help="Followers of a token that a draft takes at most; with BFS so many after the shortest matches.",
     ),
     Argument(
         name="speculative-ngram-match-type",

@@ -135,6 +135,11 @@ def _ngram(arguments: Arguments) -> Iterator[str]:
             f"speculative_ngram_min_match_window_size {shortest} must be at most "
             f"speculative_ngram_max_match_window_size, {longest}"
         )
+    if a.speculative_ngram_match_type == "PROB" and least != 1:
+        yield (
+            "speculative_ngram_min_bfs_breadth has no effect with speculative_ngram_match_type PROB, whose breadth is "
+            "speculative_ngram_max_bfs_breadth; leave it out"
+        )
     if least > most:
         yield f"speculative_ngram_min_bfs_breadth {least} must be at most speculative_ngram_max_bfs_breadth, {most}"
     if shortest >= a.speculative_ngram_max_trie_depth:

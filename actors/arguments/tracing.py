@@ -44,7 +44,16 @@ TRACING_ARGUMENTS: tuple[Argument, ...] = (
         maximum=1,
         group="Tracing",
         metavar="RATIO",
-        help="The part of the requests that are traced. A client that sends a traceparent has decided for its own.",
+        help="The part of the requests that are traced. A client that sends a traceparent has decided for its own, "
+        "unless --ignore-client-traceparent is set.",
+    ),
+    Argument(
+        name="ignore-client-traceparent",
+        kind="flag",
+        default=False,
+        group="Tracing",
+        help="Sample requests by --trace-sample-ratio whatever their traceparent says. A trace then begins here, with "
+        "a link to the client's span. Needs --enable-trace.",
     ),
     Argument(
         name="trace-level",

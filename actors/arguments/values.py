@@ -8,6 +8,7 @@ import msgspec
 
 from actors.arguments.consistency import contradictions
 from actors.arguments.errors import ArgumentError
+from actors.arguments.keys import with_keys
 from actors.arguments.resolving import Given, resolve
 from actors.arguments.table import ARGUMENTS
 
@@ -27,11 +28,9 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer_worker_num: int = 1
     skip_tokenizer_init: bool = False
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
-    model_loader_extra_config: dict[str, Any] = {}
     context_length: int | None = None
     revision: str | None = None
     download_dir: str | None = None
-    model_impl: Literal["auto", "troupe"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     json_model_override_args: dict[str, Any] = {}
     preferred_sampling_params: dict[str, Any] = {}
@@ -52,7 +51,9 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
     request_timeout: float | None = None
 
     api_key: str | None = None
+    api_key_file: str | None = None
     admin_api_key: str | None = None
+    admin_api_key_file: str | None = None
     served_model_name: tuple[str, ...] | None = None
     weight_version: str = "default"
     chat_template: str | None = None
@@ -77,6 +78,7 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
     oltp_traces_endpoint: str | None = None
     otlp_traces_protocol: Literal["grpc", "http/protobuf"] | None = None
     trace_sample_ratio: float | None = None
+    ignore_client_traceparent: bool = False
     trace_level: int = 1
 
     enable_metrics: bool = True
@@ -111,7 +113,7 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
     abort_on_priority_when_disabled: bool = False
     schedule_conservativeness: float = 1.0
     disable_radix_cache: bool = False
-    radix_eviction_policy: Literal["lru"] = "lru"
+    radix_eviction_policy: Literal["lru", "lfu"] = "lru"
     disable_overlap_schedule: bool = False
 
     enable_dynamic_batch_tokenizer: bool = False
@@ -127,7 +129,7 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
     base_gpu_id: int = 0
     gpu_id_step: int = 1
     watchdog_timeout: float = 300.0
-    soft_watchdog_timeout: float = 60.0
+    soft_watchdog_timeout: float | None = None
     model_load_timeout: float = 1800.0
     max_worker_restarts: int = 6
     standby_worker: bool = True
@@ -205,7 +207,7 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
         layer = [Given(name=name, value=value, spelling=name) for name, value in keywords.items()]
         if keywords.get("config") is not None:
             raise ArgumentError("config: a file is read by the command line only; give its arguments as keywords")
-        return cls(**resolve([layer]))
+        return cls(**with_keys(resolve([layer]), {}))
 
     @property
     def model_name(self) -> str:
@@ -224,6 +226,12 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
         """The keys of clients, each once."""
         keys = (key.strip() for key in (self.api_key or "").split(","))
         return tuple(dict.fromkeys(key for key in keys if key))
+
+    @property
+    def stall_seconds(self) -> float:
+        """``soft_watchdog_timeout``, or what suits the other watchdog."""
+        given = self.soft_watchdog_timeout
+        return min(60.0, self.watchdog_timeout / 5) if given is None else given
 
     def describe(self) -> dict[str, Any]:
         """Every value by field name, as JSON-ready types, the keys of the API hidden: for ``/server_info`` and logs."""

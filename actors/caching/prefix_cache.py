@@ -7,6 +7,8 @@ is free. Nothing is ever copied and no page of a running sequence is ever swappe
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 
 from actors.caching.page_pool import TREE, CacheCorrupted, PagePool
@@ -44,11 +46,15 @@ class _Open:
 class PrefixCache:
     """Pages ``1 .. num_pages - 1`` of ``page_size`` tokens, lent to sequences and shared by prefix.
 
-    ``enabled=False`` shares nothing. Errors are ValueError (a sequence is not known, or known already) and
-    CacheCorrupted: both are defects of the caller, who owns the sequences' numbers and knows what is available.
+    ``policy``: what is evicted first (:class:`RadixTree`). ``enabled=False`` shares nothing. Errors are ValueError (a
+    sequence is not known, or known already) and CacheCorrupted: both are defects of the caller, who owns the
+    sequences' numbers and knows what is available.
     """
 
-    def __init__(self, num_pages: int, page_size: int, *, enabled: bool = True) -> None:
+    def __init__(
+        self, num_pages: int, page_size: int, *, policy: Literal["lru", "lfu"] = "lru", enabled: bool = True
+    ) -> None:
+        self._policy = policy
         self._enabled = enabled
         self._queried = 0
         self._hits = 0
@@ -62,7 +68,7 @@ class PrefixCache:
         self._page_size = page_size
         self._page_bytes = page_size * _TOKEN_BYTES
         self._pool = PagePool(num_pages)
-        self._tree = RadixTree(page_size)
+        self._tree = RadixTree(page_size, policy=self._policy)
         self._open: dict[int, _Open] = {}
 
     @property

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
+from typing import Literal
 
 from actors.caching.page_pool import CacheCorrupted
 
@@ -20,9 +21,10 @@ _TOKEN_BYTES = 4
 
 
 class Node:
-    """A run of pages after its parent's. ``locks``: how many holders stand on it or below."""
+    """A run of pages after its parent's. ``locks``: how many holders stand on it or below; ``uses``: how many ever
+    did."""
 
-    __slots__ = ("children", "key", "locks", "pages", "parent", "used")
+    __slots__ = ("children", "key", "locks", "pages", "parent", "used", "uses")
 
     def __init__(self, key: bytes | bytearray, pages: list[int], parent: Node | None, locks: int, used: int) -> None:
         self.key = bytearray(key)  # int32 tokens of all pages; of a root, which has none, its salt
@@ -31,19 +33,23 @@ class Node:
         self.children: dict[bytes, Node] = {}
         self.locks = locks
         self.used = used  # logical time of last use
+        self.uses = 1
 
 
 class RadixTree:
     """Prefixes by salt. Tokens are packed int32, a page is ``page_size`` of them.
 
     A holder locks the node it stands on (and with it the path to the root); locked nodes are never evicted. All others
-    can be: ``evictable`` counts their pages and is kept as things change.
+    can be: ``evictable`` counts their pages and is kept as things change. ``policy`` says which goes first: the least
+    recently used (lru), or the least often used (lfu), the least recently used of equals.
     """
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, *, policy: Literal["lru", "lfu"] = "lru") -> None:
+        self._by_uses = policy == "lfu"
         self._page_bytes = page_size * _TOKEN_BYTES
         self._roots: dict[bytes, Node] = {}
-        self._heap: list[tuple[int, int, Node]] = []  # (used, tie-breaker, unlocked leaf); outdated entries are skipped
+        # (uses, used, tie-breaker, unlocked leaf); outdated entries are skipped
+        self._heap: list[tuple[int, int, int, Node]] = []
         self._clock = 0
         self._nodes = 0
         self.size = 0  # pages
@@ -113,6 +119,7 @@ class RadixTree:
             displaced += child.pages
             child.pages = pages[taken : taken + common]
             child.locks = 1
+            child.uses += 1
             self.evictable -= common
             taken += common
             node = child
@@ -169,15 +176,16 @@ class RadixTree:
                 self.evictable -= len(at.pages)
             at.locks += 1
             at.used = self._clock
+            at.uses += 1
             at = at.parent
 
     # -- eviction -----------------------------------------------------------------------------------------------------
 
     def evict(self, count: int) -> list[int]:
-        """Drop up to ``count`` pages nobody holds, ends of the least recently used prefixes first; return them."""
+        """Drop up to ``count`` pages nobody holds, ends of the prefixes that the policy names first; return them."""
         evicted: list[int] = []
         while len(evicted) < count and self._heap:
-            used, _, node = heapq.heappop(self._heap)
+            _, used, _, node = heapq.heappop(self._heap)
             if node.parent is None or node.locks or node.children or node.used != used:
                 continue
             short = count - len(evicted)
@@ -204,11 +212,11 @@ class RadixTree:
             del self._roots[bytes(node.key)]
             return
         if len(self._heap) > 2 * self._nodes + 64:
-            current = {id(e[2]): e for e in self._heap if e[2].used == e[0] and e[2].parent and not e[2].locks}
+            current = {id(e[3]): e for e in self._heap if e[3].used == e[1] and e[3].parent and not e[3].locks}
             self._heap = list(current.values())
             heapq.heapify(self._heap)
         self._clock += 1
-        heapq.heappush(self._heap, (node.used, self._clock, node))
+        heapq.heappush(self._heap, (node.uses if self._by_uses else 0, node.used, self._clock, node))
 
     # -- nodes --------------------------------------------------------------------------------------------------------
 
@@ -248,6 +256,7 @@ class RadixTree:
         if parent is None:
             raise CacheCorrupted("a root has no pages to split")
         upper = Node(node.key[: count * size], node.pages[:count], parent, node.locks, node.used)
+        upper.uses = node.uses
         parent.children[bytes(node.key[:size])] = upper
         del node.key[: count * size]
         del node.pages[:count]
@@ -288,7 +297,7 @@ class RadixTree:
                 locks[id(at)] = locks.get(id(at), 0) + 1
                 at = at.parent
         size = evictable = nodes = 0
-        offered = {id(node) for used, _, node in self._heap if node.used == used}
+        offered = {id(node) for _, used, _, node in self._heap if node.used == used}
         for node in self.walk():
             if node.parent is None:
                 if node.pages or not (node.locks or node.children):

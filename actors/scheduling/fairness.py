@@ -18,9 +18,10 @@ class FairShare:
     """Virtual token counters, after Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024).
 
     Every tenant has a counter of the tokens computed for it: those of a prompt when it is admitted, cached ones left
-    out, outputs as they come. The tenant with the lowest counter is next. Nobody is kept idle for it: a tenant alone
-    gets everything. Who comes back starts no lower than the lowest of those who are there, so that nobody saves up
-    idle time to starve the others with it later; and who has had more than the others has it still when it returns.
+    out, outputs as they come. A prompt token that is scored counts as an output token: both take a row of logits. The
+    tenant with the lowest counter is next. Nobody is kept idle for it: a tenant alone gets everything. Who comes back
+    starts no lower than the lowest of those who are there, so that nobody saves up idle time to starve the others with
+    it later; and who has had more than the others has it still when it returns.
     """
 
     def __init__(self) -> None:
@@ -59,7 +60,7 @@ class FairShare:
     def admit(self, sequence: Sequence, cached: int) -> None:
         """The sequence comes onto the device, which finds so many of its tokens in the cache."""
         sequence.charged = sequence.length
-        self._counters[sequence.tenant] += sequence.length - cached
+        self._counters[sequence.tenant] += _prompt_weight(sequence) * (sequence.length - cached)
 
     def settle(self, running: Iterable[Sequence]) -> None:
         """Charge what running sequences have put out since the last time."""
@@ -70,7 +71,7 @@ class FairShare:
     def interleave(self, waiting: Iterable[Sequence], running: Iterable[Sequence]) -> Iterator[Sequence]:
         """Waiting sequences in the order of fair shares, each tenant's own in the order given.
 
-        A sequence taken counts as its whole length until the counters say better. Between equals goes first who has
+        A sequence taken counts as its whole prompt until the counters say better. Between equals goes first who has
         fewer on the device.
         """
         self.settle(running)
@@ -85,7 +86,14 @@ class FairShare:
             queue = queues[name]
             sequence = queue[index]
             if index + 1 < len(queue):
-                heapq.heapreplace(heap, (count + sequence.length, held + 1, at, name, index + 1))
+                heapq.heapreplace(
+                    heap, (count + _prompt_weight(sequence) * sequence.length, held + 1, at, name, index + 1)
+                )
             else:
                 heapq.heappop(heap)
             yield sequence
+
+
+def _prompt_weight(sequence: Sequence) -> int:
+    """What a computed token counts while the sequence comes onto the device."""
+    return _OUTPUT_WEIGHT if sequence.scores_prompt else 1

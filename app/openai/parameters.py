@@ -194,7 +194,9 @@ def _tools(body: ChatRequest) -> list[dict[str, Any]] | None:
 
 def tools(given: list[Tool] | None) -> list[dict[str, Any]] | None:
     """Tools as templates expect them."""
-    return [_tool(tool, index) for index, tool in enumerate(given)] if given else None
+    rendered = [_tool(tool, index) for index, tool in enumerate(given)] if given else None
+    check_size(rendered, "tools", LIMITS.tools_bytes)
+    return rendered
 
 
 def _tool(tool: Tool, index: int) -> dict[str, Any]:
@@ -208,6 +210,9 @@ def _tool(tool: Tool, index: int) -> dict[str, Any]:
 
 
 def messages(given: list[ChatMessage]) -> list[dict[str, Any]]:
+    check_size(
+        [message.tool_calls for message in given if message.tool_calls], "messages[].tool_calls", LIMITS.tools_bytes
+    )
     return [_message(message, f"messages[{index}]") for index, message in enumerate(given)]
 
 

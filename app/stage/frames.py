@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from app.auth import sees_all
 from app.exchange import Exchange
-from app.stage.answers import ActorView, CacheView, Frame, LoadView, ModelView
+from app.stage.answers import ActorView, CacheView, Frame, LoadView, ModelView, RequestView
 from app.stage.graph import edges, role_of
 from app.stage.requests import RequestViews
 
@@ -39,7 +40,8 @@ class Stage:
         self.requests = RequestViews(service.engine.timelines)
         self._viewers: set[Exchange] = set()
         self._frame: Frame | None = None
-        self._encoded: dict[bool, bytes] = {}  # of the present frame: whole or what changed
+        self._encoded: dict[tuple[bool, str], bytes] = {}  # of the present frame: whole or what changed, by tenant
+        self._changed: dict[str, list[RequestView]] = {}  # with the present frame, by tenant
         self.drawn = 0
 
     @property
@@ -54,18 +56,25 @@ class Stage:
         self._viewers.add(exchange)
         return True
 
-    async def next(self, seen: int) -> tuple[int, bytes]:
-        """The next frame as JSON and its number, for a viewer whose last was ``seen`` (0: none)."""
+    async def next(self, seen: int, tenant: str = "") -> tuple[int, bytes]:
+        """The next frame as JSON and its number, for a viewer whose last was ``seen`` (0: none).
+
+        It holds the requests that ``tenant`` may see, and the load of all.
+        """
         frame = self._current()
         while frame.number == seen:  # timers may be a little early
             await asyncio.sleep(FRAME_SECONDS - time.monotonic() % FRAME_SECONDS + _MARGIN)
             frame = self._current()
         whole = not seen or seen != frame.number - 1
-        encoded = self._encoded.get(whole)
+        audience = "" if sees_all(tenant) else tenant
+        encoded = self._encoded.get((whole, audience))
         if encoded is None:
-            if whole:
-                frame = msgspec.structs.replace(frame, whole=True, requests=self.requests.all(frame.at))
-            encoded = self._encoded[whole] = _encode(frame)
+            changed = self._changed.get(audience)
+            if changed is None:  # once a frame, also where nobody gets it: the next frame's changes begin here
+                changed = self._changed[audience] = self.requests.changed(frame.at, audience)
+            shown = self.requests.all(frame.at, audience) if whole else changed
+            frame = msgspec.structs.replace(frame, whole=whole, requests=shown)
+            encoded = self._encoded[whole, audience] = _encode(frame)
         return frame.number, encoded
 
     def _current(self) -> Frame:
@@ -74,7 +83,7 @@ class Stage:
         if frame is None or int(frame.at / FRAME_SECONDS) != int(now / FRAME_SECONDS):
             self.drawn += 1
             frame = self._draw(self.drawn, now)
-            self._frame, self._encoded = frame, {}
+            self._frame, self._encoded, self._changed = frame, {}, {}
         return frame
 
     def _draw(self, number: int, now: float) -> Frame:
@@ -94,7 +103,7 @@ class Stage:
             actors=actors,
             edges=edges(engine.traffic.flows, steps=engine.vitals.steps, tokens=engine.vitals.output_tokens),
             live=len(engine.intake) if engine.intake is not None else 0,
-            requests=self.requests.changed(now),
+            requests=[],
         )
 
 

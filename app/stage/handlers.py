@@ -41,8 +41,11 @@ async def stage(service: Service, exchange: Exchange, body: None) -> Response:
 
 
 async def stage_request(service: Service, exchange: Exchange, name: str) -> Response:
-    """One live or recent request, hop by hop, by the stage's handle or by the id its client was given."""
-    waterfall = service.stage.requests.waterfall(name)
+    """One live or recent request of one's own key, hop by hop, by the stage's handle or by the id its client was given.
+
+    The admin key sees everyone's.
+    """
+    waterfall = service.stage.requests.waterfall(name, exchange.tenant)
     if waterfall is None:
         raise ApiError(
             404, "No live or recent request has this name; only the latest are kept.", code="request_not_found"
@@ -76,5 +79,5 @@ class _Frames(ResponseBody):
             self._left = -1
             return (interruption.event() if interruption is not None else b"") + DONE
         self._left -= 1
-        self._seen, frame = await self._stage.next(self._seen)
+        self._seen, frame = await self._stage.next(self._seen, self._exchange.tenant)
         return b"data: " + frame + b"\n\n"

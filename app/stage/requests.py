@@ -7,8 +7,9 @@ import itertools
 import re
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
+from app.auth import may_touch
 from app.stage.answers import HopView, MarkView, RequestView, Span, Waterfall
 from telemetry.timeline import RequestTimeline, Timelines, Value
 
@@ -35,45 +36,48 @@ class RequestViews:
     def __init__(self, timelines: Timelines) -> None:
         self._timelines = timelines
         self._secret = secrets.token_bytes(16)
-        self._handles: dict[str, str] = {}  # of the requests last shown, by their ids
-        self._shown: dict[str, tuple[object, ...]] = {}
+        self._shown: dict[str, dict[str, tuple[object, ...]]] = {}  # by tenant
 
-    def all(self, now: float) -> list[RequestView]:
-        """What is on the stage now: live requests in the order of their arrival, then ended ones, the latest first."""
-        return [self._view(timeline) for timeline in self._on_stage(now)]
+    def all(self, now: float, tenant: str = "") -> list[RequestView]:
+        """What ``tenant`` may see: live requests in the order of their arrival, then ended ones, the latest first."""
+        return [self._view(timeline) for timeline in self._on_stage(now, tenant)]
 
-    def changed(self, now: float) -> list[RequestView]:
-        """Those of :meth:`all` that differ from what the last call saw."""
-        shown, handles, views = {}, {}, []
-        for timeline in self._on_stage(now):
+    def changed(self, now: float, tenant: str = "") -> list[RequestView]:
+        """Those of :meth:`all` that differ from what the last call for ``tenant`` saw."""
+        before, shown, views = self._shown.get(tenant, {}), {}, []
+        for timeline in self._on_stage(now, tenant):
             key = timeline.request_id
-            handles[key] = self._handle(key)
             shown[key] = state = _state(timeline)
-            if self._shown.get(key) != state:
+            if before.get(key) != state:
                 views.append(self._view(timeline))
-        self._shown, self._handles = shown, handles
+        self._shown[tenant] = shown
         return views
 
-    def waterfall(self, name: str) -> Waterfall | None:
-        """One request in full, by the stage's handle or by the id that the server gave its client; None if unknown."""
+    def waterfall(self, name: str, tenant: str = "") -> Waterfall | None:
+        """One request in full, by the stage's handle or by the id that the server gave its client.
+
+        None if it is unknown, or none that ``tenant`` may see.
+        """
         timeline = self._timelines.find(name)
         if timeline is None:
             everyone = itertools.chain(self._timelines.live(), self._timelines.recent)
             timeline = next((found for found in everyone if self._handle(found.request_id) == name), None)
-        return None if timeline is None else self._in_full(timeline)
+        if timeline is None or not may_touch(tenant, timeline.tenant):
+            return None
+        return self._in_full(timeline)
 
-    def _on_stage(self, now: float) -> Iterator[RequestTimeline]:
-        yield from itertools.islice(self._timelines.live(), MOST_SHOWN)
-        for timeline in itertools.islice(reversed(self._timelines.recent), MOST_SHOWN):
+    def _on_stage(self, now: float, tenant: str) -> Iterator[RequestTimeline]:
+        def seen(timelines: Iterable[RequestTimeline]) -> Iterator[RequestTimeline]:
+            return itertools.islice((found for found in timelines if may_touch(tenant, found.tenant)), MOST_SHOWN)
+
+        yield from seen(self._timelines.live())
+        for timeline in seen(reversed(self._timelines.recent)):
             if timeline.end is None or now - timeline.end > SHOWN_SECONDS:
                 return
             yield timeline
 
     def _handle(self, request_id: str) -> str:
-        known = self._handles.get(request_id)
-        if known is None:
-            known = hashlib.blake2s(request_id.encode(), key=self._secret, digest_size=5).hexdigest()
-        return known
+        return hashlib.blake2s(request_id.encode(), key=self._secret, digest_size=5).hexdigest()
 
     def _view(self, timeline: RequestTimeline) -> RequestView:
         spans = [

@@ -1,7 +1,8 @@
 """The ranks that run one model together, and the collectives between them.
 
-Rank 0 opens a store on the address that all were told; the others come to it. Through the store the ranks find each
-other and agree on what each of them finds out for itself; tensors travel by the platform's own backend (hccl, gloo).
+All ranks open one store: a file in a folder that only this user may enter, or, where an address was given, a port that
+rank 0 listens on. Through the store the ranks find each other and agree on what each of them finds out for itself;
+tensors travel by the platform's own backend (hccl, nccl, gloo).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 from torch import Tensor
@@ -148,7 +150,19 @@ def _meet(store: dist.Store, rank: int, size: int) -> None:
             ) from error
 
 
-def _open_store(address: str, rank: int, size: int) -> dist.TCPStore:
+def _open_store(rendezvous: str, rank: int, size: int) -> dist.Store:
+    if not Path(rendezvous).is_absolute():
+        return _open_port(rendezvous, rank, size)
+    if not Path(rendezvous).parent.is_dir():  # torch would wait for it
+        raise GroupError(f"rank {rank} of {size} cannot open {rendezvous}: its folder was deleted; see TMPDIR")
+    try:
+        return dist.FileStore(rendezvous, size)
+    except (RuntimeError, OSError) as error:
+        raise GroupError(f"rank {rank} of {size} cannot open {rendezvous} ({error}); see TMPDIR") from error
+
+
+def _open_port(address: str, rank: int, size: int) -> dist.TCPStore:
+    """Whoever reaches the port may read and write the store: torch asks for no password."""
     host, _, port = address.rpartition(":")
     patience = timedelta(seconds=JOIN_SECONDS)
     try:

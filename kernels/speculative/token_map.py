@@ -1,13 +1,19 @@
 """FR-Spec's token maps: the target's most frequent tokens, the only ones that a draft's head then has.
 
 A head over a quarter of the vocabulary costs a quarter, and misses few of the tokens that are worth guessing (Zhao et
-al., arXiv 2502.14856). A map is a list of token ids, in any order: a JSON list, or a safetensors file with one tensor.
-Pickled maps (.pt) are refused as pickled checkpoints are.
+al., arXiv 2502.14856). A map is a list of token ids, in any order: a JSON list, a safetensors file with one tensor, or
+a list or a tensor that torch.save has written (.pt), the form in which FR-Spec's authors publish them.
+
+A .pt file is a pickle, whose reader may be tricked into running code. It is therefore read with ``weights_only``, and
+in a process of its own, which has bounds on time and memory and can write no file.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +28,10 @@ from kernels.models.decoder import Decoder
 from kernels.speculative.drafter import DrafterContext
 
 __all__ = ["head_rows", "read_token_map"]
+
+_MOST_BYTES = 64 << 20  # of a .pt file: eight million tokens
+_READER_BYTES = 2 << 30  # of memory that reading one may take
+_READER_SECONDS = 120.0
 
 
 def read_token_map(path: str | Path, vocab_size: int) -> Tensor:
@@ -66,12 +76,55 @@ def _read(path: Path) -> Any:
         told = (str(error).splitlines() or [repr(error)])[0]
         raise LoadError(f"the token map {path} cannot be read ({told}); make it a JSON list of ids") from error
     if path.suffix in (".pt", ".pth"):
+        return _unpickle(path)
+    raise LoadError(f"the token map {path} must be a .json, .safetensors or .pt file")
+
+
+_READER = """
+import json, os, resource, sys
+out = os.dup(1)
+os.dup2(2, 1)  # what else is printed is no answer
+import torch
+room = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() if sys.platform == "linux" else 0
+if room:
+    resource.setrlimit(resource.RLIMIT_AS, (room + {memory}, room + {memory}))
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+found = torch.load(sys.stdin.buffer, weights_only=True, map_location="cpu")
+found = found.tolist() if isinstance(found, torch.Tensor) else list(found)
+with os.fdopen(out, "w") as file:
+    json.dump(found, file)
+"""
+
+
+def _unpickle(path: Path) -> Any:
+    """What a .pt file holds, as JSON values. Raises LoadError."""
+    if path.stat().st_size > _MOST_BYTES:
         raise LoadError(
-            f"the token map {path} is pickled, which is not loaded because it can run code; if you trust it, "
-            "convert it: "
-            "json.dump(torch.load(path, weights_only=True).tolist(), open('token_map.json', 'w'))"
+            f"the token map {path} has more than {_MOST_BYTES >> 20} MiB, and no list of tokens has so many"
         )
-    raise LoadError(f"the token map {path} must be a .json or .safetensors file")
+    try:
+        with path.open("rb") as file:
+            done = subprocess.run(
+                [sys.executable, "-I", "-c", _READER.format(memory=_READER_BYTES)],
+                stdin=file,
+                capture_output=True,
+                timeout=_READER_SECONDS,
+                env={name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
+                | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"},
+                check=True,
+            )
+        return json.loads(done.stdout)
+    except subprocess.TimeoutExpired:
+        told = f"reading it took more than {_READER_SECONDS:g} s"
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.decode(errors="replace").strip().splitlines()
+        told = next((line for line in reversed(lines) if "Error" in line), f"its reader ended with {error.returncode}")
+    except (OSError, ValueError) as error:
+        told = str(error)
+    raise LoadError(
+        f"the token map {path} cannot be read as a list or a tensor of token ids that torch.save has written "
+        f"({told[:200]}); make it a JSON list of ids"
+    )
 
 
 def head_rows(

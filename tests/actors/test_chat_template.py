@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from actors.chat_template import ChatTemplate
+from actors.chat_template import ChatTemplate, check_template
 from actors.requests import Chat, InvalidRequest
 
 SIMPLE = (
@@ -39,6 +39,19 @@ def test_the_template_may_refuse() -> None:
     with pytest.raises(InvalidRequest, match="roles must alternate") as caught:
         template.render(chat("x"))
     assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize("refusal", ["'x' * 10000000", "['x' * 10000000]"])
+def test_a_refusal_of_any_length_becomes_a_short_message(refusal: str) -> None:
+    with pytest.raises(InvalidRequest, match="refuses these messages") as caught:
+        ChatTemplate(f"{{{{ raise_exception({refusal}) }}}}", {}).render(chat("x"))
+    assert len(str(caught.value)) < 600
+
+
+def test_a_syntax_error_with_a_long_name_becomes_a_short_message() -> None:
+    with pytest.raises(ValueError, match="does not compile") as caught:
+        check_template("{% " + "x" * 100_000 + " %}")
+    assert len(str(caught.value)) < 600
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,17 @@ async def test_logprobs_and_prompt_logprobs(engine: Engine) -> None:
     assert all(s.logprob is not None and s.logprob <= 0 for s in result.prompt_logprobs[1:])
 
 
+async def test_a_prompt_of_several_choices_is_scored_once_for_all(engine: Engine) -> None:
+    ids = await engine.tokenize("one two three four five six seven eight nine ten " * 4)
+    params = SamplingParams(temperature=1, seed=1, max_tokens=4, ignore_eos=True, n=3, prompt_logprobs=1)
+    first, *others = (await collect(engine.generate(ids, params, cache_salt="scored once"))).values()
+    assert first.prompt_logprobs is not None
+    assert [score.token_id for score in first.prompt_logprobs] == ids
+    for other in others:
+        assert other.prompt_logprobs == first.prompt_logprobs
+        assert other.usage.cached_tokens > 0  # its pages are the first choice's
+
+
 async def test_chat_is_rendered(engine: Engine) -> None:
     chat = Chat(messages=[{"role": "user", "content": "hi"}])
     rendered = await engine.render(chat)
@@ -203,6 +214,18 @@ async def test_aborts_at_every_stage_free_everything(engine: Engine) -> None:
         assert len(result[0].token_ids) == 400
     await rest(engine)
     assert engine.describe()["requests"] == {"live": 0, "sequences": 0, "refused": 0}
+
+
+async def test_abort_of_a_tenant_leaves_the_others_alone(engine: Engine) -> None:
+    long = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+    stream = engine.generate("Once", long, request_id="job-1", tenant="key-1")
+    reader = asyncio.create_task(collect(stream))
+    await until(lambda: stream._buffer.output_tokens, "it does not run")
+    assert await engine.abort("job-1", tenant="key-2") == 0
+    assert await engine.abort("job-1", tenant="key-1") == 1
+    with pytest.raises(RequestAborted):
+        await reader
+    await rest(engine)
 
 
 async def test_abort_by_label_is_exact(engine: Engine) -> None:

@@ -105,7 +105,6 @@ async def test_template_workers_interval_and_name(
         tiny_model,
         chat_template=str(template),
         tokenizer_worker_num=2,
-        enable_tokenizer_batch_encode=False,
         enable_dynamic_batch_tokenizer=True,
         dynamic_batch_tokenizer_batch_size=3,
         dynamic_batch_tokenizer_batch_timeout=0.004,
@@ -115,7 +114,7 @@ async def test_template_workers_interval_and_name(
     ) as e:
         assert await e.render(Chat(messages=[{"role": "user", "content": "hi"}])) == "mine hi"
         assert [a.name for a in e.health().actors if a.name.startswith("tokenizer")] == ["tokenizer-0", "tokenizer-1"]
-        assert made == [{"batch_size": 3, "batch_timeout": 0.004, "batch_encode": False}] * 2
+        assert made == [{"batch_size": 3, "batch_timeout": 0.004, "batch_encode": True}] * 2
         assert e.model_name == "my-model"
         sizes = [len(delta.token_ids) async for delta in e.generate("fox", GREEDY)]
         assert sum(sizes) == 12
@@ -167,6 +166,47 @@ async def test_overrides_dummy_weights_page_size_and_no_cache(tiny_model: Path) 
         for _ in range(2):
             result = await whole(e.generate([5] * 100, GREEDY))
             assert result.usage.cached_tokens == 0
+
+
+@pytest.mark.parametrize(("policy", "kept"), [("lru", False), ("lfu", True)])
+async def test_the_eviction_policy_decides_which_prefix_stays(tiny_model: Path, policy: str, kept: bool) -> None:
+    """One is asked for three times; three others once, later; then there is no room for all."""
+    one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    async with engine(tiny_model, max_total_tokens=256, page_size=16, radix_eviction_policy=policy) as e:
+        often, *once = ([token] * 65 for token in (5, 6, 7, 8, 9))
+        for prompt in (often, often, often, *once):
+            await whole(e.generate(prompt, one))
+        assert ((await whole(e.generate(often, one))).usage.cached_tokens > 0) is kept
+
+
+@pytest.mark.parametrize("together", [True, False])
+async def test_prompts_that_wait_are_encoded_together_unless_told_not_to(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, together: bool
+) -> None:
+    made: list[Tokenizer] = []
+
+    class Told(Tokenizer):
+        def __init__(self, codec: TextCodec, **options: Any) -> None:
+            super().__init__(codec, **options)
+            made.append(self)
+
+    monkeypatch.setattr("actors.company.Tokenizer", Told)
+    async with engine(tiny_model, enable_tokenizer_batch_encode=together) as e:
+        await asyncio.gather(*(e.tokenize(f"{number} fox " * 300) for number in range(20)))
+        assert (made[0].trips < 20) is together
+
+
+async def test_what_does_nothing_on_the_device_that_was_found_is_warned_of(
+    tiny_model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.placement.find_spec", lambda name: None)
+    monkeypatch.delenv("TROUPE_NPU_SIMULATOR", raising=False)
+    drafting = {"speculative_algorithm": "NGRAM", "speculative_attention_mode": "decode"}
+    async with engine(tiny_model, attention_backend="ascend", cuda_graph_max_bs=8, base_gpu_id=1, **drafting) as e:
+        assert (await whole(e.generate([5], GREEDY))).token_ids
+    [warning] = [record for record in caplog.records if "--device auto found" in record.getMessage()]
+    assert "on device cpu" in warning.getMessage()
+    assert "attention_backend, base_gpu_id, cuda_graph_max_bs, speculative_attention_mode." in warning.getMessage()
 
 
 async def test_request_timeout(tiny_model: Path) -> None:

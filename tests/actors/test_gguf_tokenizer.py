@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tracemalloc
 
 import pytest
 from tokenizers import Tokenizer
@@ -60,6 +61,29 @@ def test_the_patterns_cut_numbers_as_their_models_do():
     dbrx, qwen = (build_tokenizer(byte_level(**{"tokenizer.ggml.pre": pre})).pre_tokenizer for pre in ("dbrx", "qwen2"))
     assert [piece for piece, _ in dbrx.pre_tokenize_str("12345")] == ["123", "45"]
     assert [piece for piece, _ in qwen.pre_tokenize_str("12345")] == ["1", "2", "3", "4", "5"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason"),
+    [
+        (["a" * length for length in range(1, 1001)], "make more than 32032 pairs, 32 for each"),
+        (["a", "a" * 1025], "a token of 1025 characters; at most 1024 are read"),
+    ],
+)
+def test_a_vocabulary_whose_pairs_would_fill_the_memory_is_refused(tokens, reason):
+    tokens = ["<unk>", *tokens]
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [0.0] * len(tokens),
+    }
+    tracemalloc.start()
+    try:
+        with pytest.raises(GgufTokenizerError, match=reason):
+            build_tokenizer(metadata)
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_what_is_blank_behind_tokens_of_phi3_falls_away():

@@ -11,7 +11,7 @@ import pytest
 from actors import placement
 from actors.arguments import ArgumentError, Arguments
 from actors.configuration import runner_config
-from actors.placement import Placement, place
+from actors.placement import Placement, heeded, place
 from kernels.platforms.base import PlatformError
 from kernels.platforms.select import select_platform
 from kernels.step import RunnerConfig
@@ -61,7 +61,7 @@ def test_each_worker_sees_its_own_gpu() -> None:
     def visible(rank: int, environ: dict[str, str], **keywords: object) -> str:
         return gpu.environment(arguments(**keywords), rank, environ, 300.0)["CUDA_VISIBLE_DEVICES"]
 
-    assert visible(2, {}, base_gpu_id=1, gpu_id_step=3) == "7"
+    assert visible(2, {}, base_gpu_id=1, gpu_id_step=3, tensor_parallel_size=3) == "7"
     assert visible(1, {"CUDA_VISIBLE_DEVICES": "GPU-a, GPU-b,GPU-c"}, base_gpu_id=1) == "GPU-c"
     with pytest.raises(ArgumentError, match="shows 2 GPUs"):
         visible(0, {"CUDA_VISIBLE_DEVICES": "0,1"}, base_gpu_id=2)
@@ -101,6 +101,12 @@ def test_the_simulator_is_a_device() -> None:
 def test_the_cpu_has_none_of_it(keywords: dict[str, object]) -> None:
     with pytest.raises(ArgumentError, match="contradicts device cpu"):
         arguments(device="cpu", **keywords)
+    if "npu_simulator" not in keywords:  # for which auto finds the NPU
+        assert heeded(arguments(**keywords), place(arguments(**keywords), {})) == arguments()
+
+
+def test_graphs_that_a_device_has_not_may_be_turned_off() -> None:
+    assert arguments(device="cpu", disable_cuda_graph=True, disable_piecewise_cuda_graph=True).disable_cuda_graph
 
 
 def test_only_one_gpu_has_kernels_that_no_other_row_changes() -> None:
@@ -126,7 +132,7 @@ def test_only_one_gpu_has_kernels_that_no_other_row_changes() -> None:
 
 def test_only_a_gpu_has_graphs_of_steps_with_prompts() -> None:
     for given in ({"piecewise_cuda_graph_tokens": (64,)}, {"piecewise_cuda_graph_max_tokens": 64}):
-        with pytest.raises(ArgumentError, match="contradicts device npu, which has no such graphs"):
+        with pytest.raises(ArgumentError, match="contradicts device npu, on which it has no effect"):
             arguments(device="npu", **given)
         arguments(device="cuda", **given)
     arguments(device="npu", cuda_graph_bs=(1, 2), disable_piecewise_cuda_graph=True)
@@ -139,7 +145,7 @@ def test_each_worker_sees_its_own_npu() -> None:
         return npu.environment(arguments(**keywords), rank, environ, 300.0)["ASCEND_RT_VISIBLE_DEVICES"]
 
     assert visible(0, {}) == "0"
-    assert visible(2, {}, base_gpu_id=1, gpu_id_step=3) == "7"
+    assert visible(2, {}, base_gpu_id=1, gpu_id_step=3, tensor_parallel_size=3) == "7"
     assert visible(1, {"ASCEND_RT_VISIBLE_DEVICES": "4, 6,7"}, base_gpu_id=1) == "7"
     with pytest.raises(ArgumentError, match="shows 2 NPUs"):
         visible(0, {"ASCEND_RT_VISIBLE_DEVICES": "0,1"}, base_gpu_id=2)
@@ -158,6 +164,7 @@ def test_workers_meet_on_the_loopback_interface() -> None:
         assert "GLOO_SOCKET_IFNAME" not in Placement(device).environment(arguments(), 0, {}, 300.0)
         chosen = {"GLOO_SOCKET_IFNAME": "eth0"}
         assert "GLOO_SOCKET_IFNAME" not in Placement(device).environment(arguments(tp=2), 0, chosen, 300.0)
+    assert Placement("cuda").environment(arguments(tp=2), 1, {}, 300.0)["NCCL_SOCKET_IFNAME"].startswith("lo")
 
 
 @pytest.mark.parametrize("address", ["29500", "host", "host:0", "host:port", ":1"])

@@ -67,6 +67,22 @@ async def test_what_no_process_can_be_sent_is_refused(content: object) -> None:
         assert lives(system) == {"renderer-0": 0}
 
 
+async def test_a_tenants_conversation_passes_the_queue_of_another() -> None:
+    slow = "{% if messages[0].content == 'slow' %}{% for i in range(90000) %}{% endfor %}{% endif %}" + TEMPLATE
+    async with started(slow) as (rendering_, _):
+        ended = []
+
+        async def render(content: str, tenant: str) -> None:
+            await rendering_.render(chat(content), tenant)
+            ended.append(tenant)
+
+        flood = [asyncio.create_task(render("slow", "flood")) for _ in range(8)]
+        await asyncio.sleep(0)
+        await render("hi", "other")
+        await asyncio.gather(*flood)
+        assert ended.index("other") <= 1
+
+
 async def test_a_template_that_loops_is_stopped_and_only_its_request_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendering, "PROCESSOR_SECONDS", 0.4)
     looping = "{% if messages[0].content == 'loop' %}" + ENDLESS + "{% endif %}" + TEMPLATE

@@ -64,8 +64,16 @@ def test_what_is_not_said_is_chosen_as_by_the_tables(
 
 
 @pytest.mark.parametrize(("depth", "given", "tokens"), [(18, None, 12), (8, None, 8), (18, 20, 20)])
+@pytest.mark.parametrize(
+    "breadth",
+    [
+        {"speculative_ngram_max_bfs_breadth": 3, "speculative_ngram_min_bfs_breadth": 2},
+        {"speculative_ngram_max_bfs_breadth": 3, "speculative_ngram_match_type": "PROB"},
+    ],
+    ids=["BFS", "PROB"],
+)
 def test_ngram_verifies_as_many_as_it_stores_but_twelve(
-    tmp_path: Path, depth: int, given: int | None, tokens: int
+    tmp_path: Path, depth: int, given: int | None, tokens: int, breadth: dict[str, Any]
 ) -> None:
     found = settings(
         tmp_path,
@@ -74,16 +82,16 @@ def test_ngram_verifies_as_many_as_it_stores_but_twelve(
         speculative_algorithm="NGRAM",
         speculative_ngram_max_trie_depth=depth,
         speculative_num_draft_tokens=given,
-        speculative_ngram_min_bfs_breadth=2,
-        speculative_ngram_max_bfs_breadth=3,
-        speculative_ngram_match_type="PROB",
+        **breadth,
         speculative_ngram_min_match_window_size=4,
         speculative_ngram_max_match_window_size=5,
         speculative_ngram_capacity=5000,
     )
     assert found.num_draft_tokens == tokens
     ngram = found.ngram
-    assert (ngram.min_breadth, ngram.max_breadth, ngram.match_type, ngram.max_depth) == (2, 3, "PROB", depth)
+    match = breadth.get("speculative_ngram_match_type", "BFS")
+    least = breadth.get("speculative_ngram_min_bfs_breadth", 1)
+    assert (ngram.min_breadth, ngram.max_breadth, ngram.match_type, ngram.max_depth) == (least, 3, match, depth)
     assert (ngram.min_window, ngram.max_window, ngram.capacity) == (4, 5, 5000)
 
 
@@ -158,8 +166,27 @@ def test_files_are_found_and_read(tmp_path: Path) -> None:
     adaptive.write_text("[]")
     with pytest.raises(ArgumentError, match="does not hold a JSON object"):
         settings(tmp_path, QWEN, QWEN, speculative_adaptive_config=str(adaptive), **given)
-    with pytest.raises(ArgumentError, match="is no file here"):
+    with pytest.raises(ModelPathError, match="--speculative-token-map /nowhere is no file here"):
         settings(tmp_path, QWEN, QWEN, **(given | {"speculative_token_map": "/nowhere"}))
+
+
+def test_a_token_map_of_the_hub_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str, str | None]] = []
+
+    def download(repository: str, name: str, *, cache_dir: str | None) -> str:
+        asked.append((repository, name, cache_dir))
+        return str(tmp_path / "freq.pt")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    given = {"speculative_token_map": "owner/model/folder/freq.pt", "download_dir": "/models"}
+    found = settings(tmp_path, QWEN, QWEN, speculative_algorithm="EAGLE", **given)
+    assert found.token_map == str(tmp_path / "freq.pt")
+    assert asked == [("owner/model", "folder/freq.pt", "/models")]
+
+
+def test_a_revision_of_a_draft_that_is_here_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelPathError, match="--speculative-draft-model-revision is for repositories of the hub"):
+        settings(tmp_path, QWEN, QWEN, speculative_algorithm="EAGLE", speculative_draft_model_revision="main")
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,20 @@ class House:
         )
 
 
+async def test_choices_are_shown_when_the_first_has_scored_the_prompt() -> None:
+    scores = (TokenLogprob(token_id=1, token="", bytes_=b"", logprob=None),)
+    timeline = Timelines().open("r", operation="chat", model="m")
+    buffer = StreamBuffer(timeline, 3, shares_prompt_logprobs=True)
+    buffer.push(delta("ab", index=1, first=True))
+    buffer.push(delta("cd", index=1, finish="stop"))
+    assert buffer.take() is None
+    buffer.push(msgspec.structs.replace(delta("e", index=0, first=True), prompt_logprobs=scores))
+    buffer.push(delta("f", index=2, first=True))
+    shown = [buffer.take() for _ in range(3)]
+    assert sorted((d.index, d.text) for d in shown if d is not None) == [(0, "e"), (1, "abcd"), (2, "f")]
+    assert all(d is not None and d.prompt_logprobs == scores for d in shown)
+
+
 async def test_deltas_that_wait_are_merged_and_the_end_releases_once() -> None:
     house = House()
     buffer, stream = house.stream()

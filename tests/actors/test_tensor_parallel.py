@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import stat
+import tempfile
 from functools import partial
 from pathlib import Path
 
@@ -74,6 +76,25 @@ async def test_two_workers_say_what_one_says_and_are_replaced_together(tiny_mode
 
 
 @pytest.mark.long
+async def test_workers_meet_in_a_folder_that_only_their_user_enters(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    async with small_engine(tiny_model, tp=2) as engine:
+        before = pids(engine)
+        (folder,) = tmp_path.glob("troupe-ranks-*")
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert [path.name for path in folder.iterdir()] == ["store"]
+        first, second = map(listeners, before)
+        assert all(place.startswith("127.0.0.1:") for place in first + second)
+        assert len(first) == len(second)  # gloo's: rank 0 keeps no store for the others
+        await killed_in_a_stream(engine, 1, signal.SIGKILL)
+        (after,) = tmp_path.glob("troupe-ranks-*")
+        assert after != folder
+    assert not list(tmp_path.glob("troupe-ranks-*"))
+
+
+@pytest.mark.long
 async def test_two_workers_guess_alike(tiny_model: Path) -> None:
     """How many guesses are made follows measured times, which differ between ranks: all must make the same."""
     async with small_engine(
@@ -115,6 +136,7 @@ async def test_a_worker_that_hangs_ends_the_collective_of_the_other(
     with held_address() as address:
         await outlives_a_hung_rank(tiny_model, address)
     assert "rank 0 of 2: a collective failed" in caplog.text
+    assert "any user who reaches that port may disturb them" in caplog.text
 
 
 async def outlives_a_hung_rank(model: Path, address: str) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,45 @@ def test_chat_template_from_a_file_and_a_wrong_name(tiny_model: Path, tmp_path: 
     assert codec.template == "mine"
     with pytest.raises(ModelPathError, match="--chat-template"):
         TextCodec(ModelFiles(tiny_model), chat_template="no-such-template")
+
+
+def test_a_built_in_template_is_chosen_by_its_name(tiny_model: Path) -> None:
+    def text(name: str, **variables: str) -> str:
+        template = TextCodec(ModelFiles(tiny_model), chat_template=name).template
+        assert template is not None
+        return ChatTemplate(template, variables).render(Chat(messages=[{"role": "user", "content": " hi"}]))
+
+    assert text("chatml") == "<|im_start|>user\n hi<|im_end|>\n<|im_start|>assistant\n"
+    assert text("llama-3-instruct", bos_token="<b>") == (
+        "<b><|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+    )
+    assert text("{{ messages[0].content }}!") == " hi!"
+    with pytest.raises(ModelPathError, match=r"gemma-it is no file, .* one of chatml, llama-3-instruct, the path"):
+        TextCodec(ModelFiles(tiny_model), chat_template="gemma-it")
+
+
+def test_a_slow_tokenizer_is_made_of_the_other_files(tmp_path: Path) -> None:
+    """Its tokenizer.json and its other files say different things."""
+    make_tiny_model(tmp_path)
+    with pytest.raises(ModelPathError, match=r"tokenizer-mode slow .* has none of them"):
+        TextCodec(ModelFiles(tmp_path), mode="slow")
+    made = json.loads((tmp_path / "tokenizer.json").read_text())
+    (tmp_path / "vocab.json").write_text(json.dumps(made["model"]["vocab"]))
+    (tmp_path / "merges.txt").write_text("\n".join(" ".join(pair) for pair in made["model"]["merges"]))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    text = "The quick brown fox"
+    right = TextCodec(ModelFiles(tmp_path)).encode(text)
+    made["model"]["merges"] = []
+    (tmp_path / "tokenizer.json").write_text(json.dumps(made))
+    assert len(TextCodec(ModelFiles(tmp_path)).encode(text)) == len(text)
+    slow = TextCodec(ModelFiles(tmp_path), mode="slow")
+    assert slow.encode(text) == right
+    assert slow.decode(right) == text
+
+
+def test_a_revision_of_a_model_that_is_here_is_refused(tiny_model: Path) -> None:
+    with pytest.raises(ModelPathError, match="--revision is for repositories of the hub"):
+        resolve_model_path(str(tiny_model), revision="main")
 
 
 def test_overrides_and_generation_config(tiny_model: Path) -> None:

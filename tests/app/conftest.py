@@ -49,6 +49,7 @@ class FakeStream:
         self.prompt_tokens = 0
         self.prompt_end: tuple[int, ...] = ()
         self.timeline: RequestTimeline | None = None
+        self.tenant = ""
         self.aborted = asyncio.Event()
         self.over = asyncio.Event()
         self.ended = False
@@ -216,11 +217,12 @@ class FakeEngine:
         self.requests.append({"prompt": prompt, "params": params, "traceparent": trace, **keywords})
         stream = FakeStream(self, f"req-{len(self.streams)}", prompt, params, keywords.get("request_id"))
         stream.timeline = timeline
+        stream.tenant = keywords.get("tenant", "")
         self.streams.append(stream)
         self.open.add(stream)
         return stream
 
-    async def tokenize(self, prompt: str | Chat, *, add_special_tokens: bool = True) -> list[int]:
+    async def tokenize(self, prompt: str | Chat, *, add_special_tokens: bool = True, tenant: str = "") -> list[int]:
         if isinstance(prompt, Chat):
             prompt = "".join(f"{message['role']}: {message['content']}\n" for message in prompt.messages)
         return [ord(character) for character in prompt]
@@ -231,8 +233,12 @@ class FakeEngine:
     async def token_strings(self, ids: Sequence[int]) -> list[str]:
         return [chr(token) for token in ids]
 
-    async def abort(self, request_id: str | None = None, *, all: bool = False) -> int:
-        chosen = [s for s in self.open if not s.ended and (all or request_id in (s.request_id, s.label))]
+    async def abort(self, request_id: str | None = None, *, all: bool = False, tenant: str | None = None) -> int:
+        chosen = [
+            s
+            for s in self.open
+            if not s.ended and (all or request_id in (s.request_id, s.label)) and tenant in (None, s.tenant)
+        ]
         for stream in chosen:
             stream.aborted.set()
         return len(chosen)

@@ -105,6 +105,71 @@ def test_the_environment() -> None:
     assert "TROUPE_ARGS: No closing quotation" in problems("", "--model 'a")
 
 
+def test_keys_are_read_from_files_one_a_line(tmp_path: Path) -> None:
+    users, admin = tmp_path / "users", tmp_path / "admin"
+    users.write_text("\ufeff one \r\n\n two,three\n", encoding="utf-8")
+    admin.write_text("root\n")
+    arguments = load(f"--api-key-file {users} --admin-api-key-file {admin}")
+    assert arguments.api_keys == ("one", "two", "three")
+    assert arguments.admin_api_key == "root"
+    assert arguments.api_key_file == str(users)
+    assert arguments.describe()["api_key"] == "***"
+    assert "one" not in repr(arguments)
+    assert Arguments.from_keywords(api_key_file=users).api_keys == ("one", "two", "three")
+
+
+def test_keys_of_the_environment_give_way_to_arguments(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("of-file")
+    environ = {"TROUPE_API_KEY": " one, two ", "TROUPE_ADMIN_API_KEY": "root"}
+    arguments = load_arguments([], environ)
+    assert arguments.api_keys == ("one", "two")
+    assert arguments.admin_api_key == "root"
+    assert load_arguments(["--api-key", "given"], environ).api_keys == ("given",)
+    assert load_arguments(["--api-key-file", str(file)], environ).api_keys == ("of-file",)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b" \n,\n", "holds no key, so the server would be open to all"),
+        (b"a\x00b", "a key with a control character"),
+        (b"\xff\xfe", "is not text in UTF-8"),
+        (b"k\n" * 40_000, "is larger than 65536 bytes"),
+        (None, "cannot be read: No such file or directory"),
+    ],
+)
+def test_a_key_file_that_holds_none_is_refused(tmp_path: Path, content: bytes | None, reason: str) -> None:
+    file = tmp_path / "keys"
+    if content is not None:
+        file.write_bytes(content)
+    said = problems(f"--api-key-file {file}")
+    assert f"api_key_file: {file} " in said
+    assert reason in said
+
+
+def test_keys_that_leave_it_open_who_may_enter_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("one\ntwo")
+    assert "api_key and api_key_file are both given" in problems(f"--api-key k --api-key-file {file}")
+    assert "admin_api_key: there can be only one" in problems(f"--admin-api-key-file {file}")
+    with pytest.raises(ArgumentError, match="TROUPE_API_KEY holds no key"):
+        load_arguments([], {"TROUPE_API_KEY": ""})
+    with pytest.raises(ArgumentError, match=r"api_key_file is read by Arguments\.from_keywords"):
+        Arguments(api_key_file=str(file))
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o644])
+def test_a_key_file_that_every_user_may_read_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text("one")
+    file.chmod(mode)
+    assert load(f"--api-key-file {file}").api_keys == ("one",)
+    assert (f"every user of this machine may read {file}; chmod 600 it" in caplog.text) == (mode == 0o644)
+
+
 def test_without_a_command_line_hypercorn_decides_where_to_listen() -> None:
     assert "port: without a command line Hypercorn decides" in problems(None, "--port 9000")
     assert load("", "--port 9000").port == 9000

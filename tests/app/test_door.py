@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 import msgspec
@@ -119,6 +120,31 @@ async def test_aborting_all_needs_the_admin_key(make_application):
     user, _ = await call(application, "/abort_request", "POST", json=body, headers={"x-api-key": "user-key"})
     admin, _ = await call(application, "/abort_request", "POST", json=body, headers={"x-api-key": "admin-key"})
     assert (user.status_code, admin.status_code) == (401, 200)
+
+
+@pytest.mark.parametrize("keys", ["first,second", "first"])
+@pytest.mark.parametrize("batch", [False, True])
+async def test_a_key_aborts_its_own_requests_only(make_application, until, keys, batch):
+    application = make_application(api_key=keys, admin_api_key="admin-key")
+    engine = application.engine
+    engine.gate = asyncio.Event()
+    body = {"text": ["Hi", "Ho"] if batch else "Hi", "rid": "job"}
+    owner, stranger = ("admin-key", "first") if keys == "first" else ("first", "second")
+
+    async def post(path, key, body):
+        return await call(application, path, "POST", json=body, headers={"x-api-key": key})
+
+    async def abort(name, key):
+        _, data = await post("/abort_request", key, {"rid": name})
+        return msgspec.json.decode(data)["aborted"]
+
+    running = asyncio.create_task(post("/generate", owner, body))
+    await until(lambda: len(engine.streams) == 1 + batch)
+    names = ["job_1", engine.streams[0].request_id] if batch else ["job", engine.streams[0].request_id]
+    assert [await abort(name, stranger) for name in names] == [0, 0]
+    assert [await abort(names[0], owner)] == [1]
+    assert await abort(names[1], "admin-key") <= 1
+    assert (await running)[0].status_code == 200
 
 
 async def test_websockets_are_closed_before_they_open(make_application):

@@ -107,6 +107,36 @@ async def test_streams_are_cumulative(application):
     assert "index" not in received[0]
 
 
+@pytest.mark.parametrize("stream_output", [False, True])
+async def test_prompt_entries_come_with_the_first_event_only(make_application, stream_output):
+    fields = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 1, "return_prompt_token_ids": True}
+    _, data = await post(make_application(stream_output=stream_output), text="abc", stream=True, **fields)
+    first, *others = events(data)
+    assert [entry[1] for entry in first["meta_info"]["input_token_logprobs"]] == [97, 98, 99]
+    assert len(first["meta_info"]["input_top_logprobs"]) == 3
+    assert first["prompt_token_ids"] == [97, 98, 99]
+    for event in others:
+        assert not {"input_token_logprobs", "input_top_logprobs"} & event["meta_info"].keys()
+        assert "prompt_token_ids" not in event
+
+
+@pytest.mark.parametrize("fields", [{}, {"return_logprob": True, "top_logprobs_num": 20}], ids=["text", "logprobs"])
+async def test_cumulative_streams_grow_linearly_with_the_answer(application, engine, fields):
+    sizes = []
+    for tokens in (2000, 4000):
+        engine.answer = ["word "] * tokens
+        engine.step_seconds = 0
+        sampling = {"max_new_tokens": tokens}
+        _, data = await post(application, text="abc", stream=True, sampling_params=sampling, **fields)
+        *_, last = events(data)
+        assert last["text"] == "word " * tokens
+        assert len(last["output_ids"]) == tokens
+        if fields:
+            assert len(last["meta_info"]["output_token_logprobs"]) == tokens
+        sizes.append(len(data))
+    assert sizes[1] < 2.5 * sizes[0]
+
+
 async def test_streams_can_be_disjoint(make_application):
     _, data = await post(make_application(stream_output=True), text=["ab", "c"], stream=True)
     received = events(data)

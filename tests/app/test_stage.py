@@ -208,6 +208,39 @@ async def test_the_feed_wants_the_key(make_application):
     assert with_key.status_code == 200
 
 
+async def test_a_key_sees_its_own_requests_and_the_admin_key_all(make_application):
+    application = make_application(api_key="first,second", admin_api_key="admin-key")
+    client = application.test_client()
+    for key, prompt in (("first", "a"), ("first", "ab"), ("second", "abc")):
+        await client.post("/v1/completions", json={"prompt": prompt}, headers={"x-api-key": key})
+    seen = {}
+    for key in ("first", "second", "admin-key"):
+        headers = {"x-api-key": key}
+        response = await client.get("/stage?frames=1", headers=headers)
+        told = msgspec.json.decode((await response.get_data()).decode().split("\n\n")[0].removeprefix("data: "))
+        seen[key] = {request["handle"] for request in told["requests"]}
+    assert len(seen["first"]) == 2
+    assert len(seen["second"]) == 1
+    assert seen["admin-key"] == seen["first"] | seen["second"]
+    (handle,) = seen["second"]
+    for key, status in (("first", 404), ("second", 200), ("admin-key", 200)):
+        assert (await client.get(f"/stage/requests/{handle}", headers={"x-api-key": key})).status_code == status
+
+
+async def test_changes_of_a_frame_are_those_of_its_viewer(application, engine):
+    stage = application.service.stage
+    mine, others = request_of(engine, "mine", tenant="key-1"), request_of(engine, "others", tenant="key-2")
+    number, _ = await stage.next(0, "key-1")
+    await stage.next(0, "admin")
+    number, _ = await stage.next(number, "key-1")  # has seen nothing change yet
+    for timeline in (mine, others):
+        timeline.begin("queue", timeline.started, 0)
+    _, own = await stage.next(number, "key-1")
+    _, all_ = await stage.next(number, "admin")
+    assert not msgspec.json.decode(own)["whole"]
+    assert [len(msgspec.json.decode(data)["requests"]) for data in (own, all_)] == [1, 2]
+
+
 async def test_nothing_that_was_said_is_told(application, engine):
     timeline = request_of(engine, "chatcmpl-secret-id", label="secret-label", request={"gen_ai.request.seed": 7})
     timeline.request |= {"gen_ai.request.stop_sequences": ("secret-stop",), "gen_ai.request.user": "secret-user"}

@@ -17,6 +17,7 @@ from kernels.models.config import ModelConfig, RopeConfig
 from kernels.platforms.base import Memory
 from kernels.platforms.cpu import CpuPlatform
 from kernels.platforms.rows import AttentionRows
+from kernels.platforms.select import select_platform
 from kernels.sizing import CacheSizeError, cache_pages
 from kernels.step import RunnerConfig
 
@@ -218,3 +219,11 @@ def test_the_scale_of_attention_is_used(platform):
     rows = AttentionRows(np.array([1]), np.array([1]), np.array([[1]], dtype=np.int32), 1)
     found = platform.attention(torch.tensor([[[3.0, 0]]]), cache, platform.plan_attention(rows, 0), 2.0)
     assert math.isclose(float(found[0, 0]), 1 / (1 + math.exp(-6)), rel_tol=1e-5)
+
+
+def test_the_cpu_computes_with_as_many_threads_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    platform = select_platform(RunnerConfig(model_path="", device="cpu", threads=3))
+    platform.bind_thread()
+    assert asked == [3]

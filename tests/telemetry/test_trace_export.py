@@ -354,3 +354,34 @@ async def test_without_traces_nothing_of_opentelemetry_s_sdk_is_imported() -> No
         subprocess.run, [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2]
     )
     assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1.0])
+async def test_an_ignored_traceparent_is_linked_and_decides_nothing(ratio: float) -> None:
+    exporter = InMemorySpanExporter()
+    export = TraceExport(TraceOptions(ratio=ratio), exporter=exporter)
+    tracing = Tracing(export.provider, export=export, ignore_client_parent=True)
+    for flags in ("00", "01"):
+        headers = [(b"traceparent", (CALLER[:-2] + flags).encode())]
+        span = tracing.serve(headers, method="POST", route="/generate", attributes={})
+        assert span is not None
+        assert span.traceparent.split("-")[1] != CALLER.split("-")[1]
+        assert span.traceparent.endswith("-01" if ratio else "-00")
+        span.end(200, "")
+    await export.close(PATIENCE)
+    links = [link.context.span_id for span in exporter.get_finished_spans() for link in span.links]
+    assert links == [int(CALLER.split("-")[2], 16)] * (2 if ratio else 0)
+
+
+async def test_the_argument_says_whose_traceparent_decides(tiny_model: Path) -> None:
+    for ignored, ending in ((False, "-01"), (True, "-00")):
+        given = Arguments(
+            model_path=str(tiny_model), enable_trace=True, trace_sample_ratio=0.0, ignore_client_traceparent=ignored
+        )
+        tracing = start_tracing(given, None)
+        assert tracing is not None
+        span = tracing.serve([(b"traceparent", CALLER.encode())], method="POST", route="/generate", attributes={})
+        assert span is not None
+        span.end(200, "")
+        assert span.traceparent.endswith(ending)
+        await tracing.close()

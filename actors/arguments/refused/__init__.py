@@ -7,7 +7,8 @@ from actors.arguments.refused.execution import EXECUTION
 from actors.arguments.refused.models import MODELS
 from actors.arguments.refused.observability import OBSERVABILITY
 from actors.arguments.refused.parallelism import PARALLELISM
+from actors.arguments.refused.vllm import VLLM
 
 __all__ = ["REFUSALS"]
 
-REFUSALS: tuple[Refusal, ...] = MODELS + PARALLELISM + EXECUTION + OBSERVABILITY
+REFUSALS: tuple[Refusal, ...] = MODELS + PARALLELISM + EXECUTION + OBSERVABILITY + VLLM

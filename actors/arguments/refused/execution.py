@@ -19,8 +19,8 @@ EXECUTION: tuple[Refusal, ...] = (
     ),
     *family(
         "Kernels",
-        "choosing kernels by hand is not built yet",
-        "leave it out: the platform has one kernel for each operation",
+        "kernels are chosen by the device",
+        "leave it out; on an NPU --attention-backend chooses between two",
         flags=(
             "triton-attention-reduce-in-fp32",
             "flashinfer-mla-disable-ragged",

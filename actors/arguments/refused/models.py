@@ -137,10 +137,23 @@ MODELS: tuple[Refusal, ...] = (
             "ds-sparse-decode-threshold": 4096,
         },
     ),
+    Refusal(
+        name="model-impl",
+        accepts=("auto", "troupe"),
+        group="Model and tokenizer",
+        reason="models run on the engine's own code",
+        remedy="leave it out or give auto",
+    ),
     *family(
         "Weight loading",
-        "loaders other than the engine's own safetensors reader are not built yet",
-        "put the weights into the model directory as safetensors",
+        "the engine's loaders have no options",
+        "leave it out or give {}",
+        values={"model-loader-extra-config": "{}"},
+    ),
+    *family(
+        "Weight loading",
+        "weights are read by the engine's own readers of safetensors and GGUF",
+        "leave it out and give the weights as safetensors or as a .gguf file",
         flags=(
             "checkpoint-engine-wait-weights-before-ready",
             "weight-loader-disable-mmap",

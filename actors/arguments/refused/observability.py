@@ -15,8 +15,21 @@ OBSERVABILITY: tuple[Refusal, ...] = (
         _LOGS,
         "dumps after a crash are not built yet",
         _OUT,
-        flags=("crash-on-nan", "enable-nan-detection"),
         values={"crash-dump-folder": None},
+    ),
+    *family(
+        _LOGS,
+        "logits that are no numbers end the request that they belong to, and no other",
+        _OUT,
+        flags=("crash-on-nan",),
+    ),
+    Refusal(
+        name="enable-nan-detection",
+        is_flag=True,
+        accepts=(True, False),
+        group=_LOGS,
+        reason="logits that are no numbers always end the request that they belong to",
+        remedy="leave it out",
     ),
     Refusal(
         name="metrics-reporters",

@@ -66,7 +66,7 @@ PARALLELISM: tuple[Refusal, ...] = (
     ),
     *family(
         "Parallelism",
-        "experts are run one way on each device, and models that share some are not built yet",
+        "experts are run one way on each device, shared ones beside them",
         _OUT,
         flags=("enable-flashinfer-allreduce-fusion", "disable-shared-experts-fusion"),
         values={"moe-runner-backend moe-backend": "auto", "flashinfer-mxfp4-moe-precision": "default"},
@@ -78,20 +78,24 @@ PARALLELISM: tuple[Refusal, ...] = (
         values={
             "nnodes": 1,
             "node-rank": 0,
-            "nccl-port": None,
-            "dist-timeout": None,
         },
+    ),
+    *family("Parallelism", "workers meet at one address", "use --dist-init-addr", values={"nccl-port": None}),
+    *family(
+        "Parallelism",
+        "a collective that hangs ends within two thirds of the watchdog's time",
+        "use --watchdog-timeout",
+        values={"dist-timeout": None},
     ),
     *family(
         "Parallelism",
-        "collectives between devices are not built yet",
-        _OUT,
+        "collectives are the device's own (HCCL, NCCL, gloo), by torch.distributed",
+        "leave it out; kernels of collectives are not chosen",
         flags=(
             "enable-nccl-nvls",
             "enable-symm-mem",
             "enable-torch-symm-mem",
             "enable-mscclpp",
-            "disable-custom-all-reduce",
             "enable-p2p-check",
             "enable-allreduce-fusion",
             "enable-attn-tp-input-scattered",
@@ -99,6 +103,14 @@ PARALLELISM: tuple[Refusal, ...] = (
             "disable-flashinfer-cutlass-moe-fp4-allgather",
         ),
         values={"comm-fusion-max-num-tokens": None},
+    ),
+    Refusal(
+        name="disable-custom-all-reduce",
+        is_flag=True,
+        accepts=(True, False),
+        group="Parallelism",
+        reason="there is no custom all-reduce",
+        remedy="leave it out",
     ),
     *family(
         "Disaggregation",

@@ -17,6 +17,8 @@ import weakref
 from pathlib import Path
 from typing import NamedTuple
 
+from kernels.native_cache import is_trusted, make_private, native_cache
+
 __all__ = [
     "Awaited",
     "BuildError",
@@ -295,10 +297,10 @@ def open_library() -> Library | None:
 
 
 def built(source: Source = OPERATORS) -> Path | None:
-    """The compiled library, if it is there."""
+    """The compiled library, if it is there and no other user could have written it."""
     folder = _folder(source)
     path = folder and folder / NAME
-    return path if path is not None and path.is_file() else None
+    return path if path is not None and path.is_file() and is_trusted(path) else None
 
 
 def build() -> Path:
@@ -309,7 +311,8 @@ def build() -> Path:
     compiling = start_build()
     if compiling is None:
         raise BuildError(
-            f"no C++ compiler (install one of {', '.join(COMPILERS)}) or no folder to write to (see XDG_CACHE_HOME)"
+            f"no C++ compiler (install one of {', '.join(COMPILERS)}) or no folder that only this user may "
+            "write to (see XDG_CACHE_HOME)"
         )
     compiling.wait()
     found = built()
@@ -341,7 +344,7 @@ class Awaited:
 
 
 def start_build(source: Source = OPERATORS) -> subprocess.Popen[bytes] | Awaited | None:
-    """Start to compile the library beside other work; None without a compiler or a folder to write to.
+    """Start to compile the library beside other work; None without a compiler or a private folder.
 
     Whoever comes second waits for the first: on two cores every worker of many would compile for minutes.
     """
@@ -352,7 +355,9 @@ def start_build(source: Source = OPERATORS) -> subprocess.Popen[bytes] | Awaited
     if folder is None:
         return None
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private(folder)
+        if not is_trusted(folder):
+            return None
         lock = os.open(folder, os.O_RDONLY)
     except OSError:
         return None
@@ -378,7 +383,7 @@ def _compile(source: Source, compiler: str, folder: Path, lock: int) -> subproce
     descriptor, scratch = tempfile.mkstemp(dir=folder, prefix="building-")
     os.close(descriptor)
     # In a shell, so that nobody need wait for it: what is compiled stands at once under its name, whole.
-    script = 'nice "$@" && chmod 755 "$0" && mv -f "$0" "${0%/*}/' + NAME + '" || rm -f "$0"'
+    script = 'nice "$@" && chmod 700 "$0" && mv -f "$0" "${0%/*}/' + NAME + '" || rm -f "$0"'
     command = ("/bin/sh", "-c", script, scratch, compiler, *source.flags, "-o", scratch, str(source.main))
     null = subprocess.DEVNULL
     return subprocess.Popen(command, stdin=null, stdout=null, stderr=null, pass_fds=(lock,))
@@ -390,7 +395,6 @@ def _folder(source: Source = OPERATORS) -> Path | None:
     for part in sorted((*source.main.parent.glob("*.h"), *source.main.parent.glob("*.cpp"))):
         digest.update(part.read_bytes())
     try:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        return native_cache(source.cache) / digest.hexdigest()[:16]
     except RuntimeError:
         return None
-    return cache / "troupe" / source.cache / digest.hexdigest()[:16]

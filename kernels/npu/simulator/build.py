@@ -14,12 +14,13 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
-import os
 import re
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+
+from kernels.native_cache import UntrustedCache, check_trusted, make_private, native_cache
 
 __all__ = ["LIBRARIES", "BuildError", "cann_libraries"]
 
@@ -44,26 +45,38 @@ def cann_libraries() -> Path:
         digest.update(f"{name} {importlib.metadata.version(name)}\n".encode())
     for source in (HERE / "build.py", *sorted(HERE.glob("*.c"))):
         digest.update(source.read_bytes())
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "troupe" / "npu-simulator"
+    cache = native_cache("npu-simulator")
     folder = cache / digest.hexdigest()[:16]
     if folder.is_dir():
+        _demand_trusted(folder, *folder.iterdir())
         return folder
     for tool, part in (("gcc", "gcc"), ("nm", "binutils")):
         if shutil.which(tool) is None:
             raise BuildError(
                 f"the NPU simulator compiles a small library when it first runs and needs {tool}: install {part}"
             )
-    cache.mkdir(parents=True, exist_ok=True)
+    make_private(cache)
+    _demand_trusted(cache)
     with tempfile.TemporaryDirectory(dir=cache, prefix="building-") as scratch:
         made = Path(scratch) / "libraries"
-        made.mkdir()
+        made.mkdir(mode=0o700)
         compile_into(made, torch_npu)
+        for library in made.iterdir():
+            library.chmod(0o700)
         try:
             made.rename(folder)
         except OSError:  # another process was first
             if not folder.is_dir():
                 raise
     return folder
+
+
+def _demand_trusted(*paths: Path) -> None:
+    try:
+        for path in paths:
+            check_trusted(path)
+    except UntrustedCache as error:
+        raise BuildError(str(error)) from None
 
 
 def package(name: str) -> Path:

@@ -20,6 +20,7 @@ from actors.speculation import speculation
             "kv_cache_dtype fp8_e4m3: NPUs have no operators for it; use int8",
         ),
         ({"kv_cache_dtype": "bf16", "kv_cache_quant_method": "per_token_head"}, "per_token_head needs kv_cache_dtype"),
+        ({"kv_cache_quant_method": "per_token_head"}, "per_token_head needs kv_cache_dtype int8"),
         ({"quantization_param_path": "scales.json"}, "quantization_param_path needs kv_cache_dtype"),
         (
             {

@@ -137,6 +137,14 @@ def test_an_object_put_straight_into_the_values_is_not_lost_in_silence() -> None
             {"speculative_algorithm": "NGRAM", "speculative_ngram_min_match_window_size": 13},
             "max_match_window_size, 12",
         ),
+        (
+            {
+                "speculative_algorithm": "NGRAM",
+                "speculative_ngram_match_type": "PROB",
+                "speculative_ngram_min_bfs_breadth": 2,
+            },
+            "min_bfs_breadth has no effect with speculative_ngram_match_type PROB",
+        ),
         ({"speculative_algorithm": "NGRAM", "speculative_ngram_min_bfs_breadth": 11}, "max_bfs_breadth, 10"),
         (
             {
@@ -148,7 +156,7 @@ def test_an_object_put_straight_into_the_values_is_not_lost_in_silence() -> None
         ),
         (
             {"speculative_algorithm": "EAGLE", "device": "cpu", "speculative_attention_mode": "decode"},
-            "speculative_attention_mode decode contradicts device cpu",
+            "speculative_attention_mode contradicts device cpu",
         ),
         (
             {"speculative_algorithm": "EAGLE", "device": "cuda", "speculative_draft_attention_backend": "ascend"},

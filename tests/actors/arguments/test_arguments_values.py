@@ -78,9 +78,9 @@ def test_an_unbuilt_feature_is_refused_with_reason_and_remedy() -> None:
     assert "pipeline parallelism is not built yet" in problem(pp=2)
     assert "no code from a model repository" in problem(trust_remote_code=True)
     assert "this device is not built yet; use npu, cuda or cpu" in problem(device="xpu")
-    assert "lru" in problem(radix_eviction_policy="lfu")
     assert "bf16 weights with --quantization int8" in problem(quantization="nvfp4")
     assert "leave the flag out for ModelSlim's checkpoints" in problem(quantization="mxfp8")
+    assert "collectives are the device's own" in problem(enable_nccl_nvls=True)
     assert "a checkpoint of AWQ or GPTQ says itself what it is" in problem(quantization="awq_marlin")
 
 
@@ -94,6 +94,8 @@ def test_a_value_that_changes_nothing_is_accepted() -> None:
         "enable_mixed_chunk": True,
         "hicache_ratio": 2,
         "encoder_urls": [],
+        "model_impl": "auto",
+        "model_loader_extra_config": {},
         "speculative_algorithm": None,
     }
     assert Arguments.from_keywords(**keywords) == Arguments()
@@ -143,7 +145,8 @@ def test_special_values_outside_the_bounds() -> None:
         ({"warmups": "generate,nothing"}, "generate, long-prompt or batch"),
         ({"fastapi_root_path": "llm"}, "begin with a slash"),
         ({"fastapi_root_path": "/llm/"}, "begin with a slash"),
-        ({"model_loader_extra_config": {"x": 1}}, "has no option x"),
+        ({"model_loader_extra_config": {"x": 1}}, "loaders have no options"),
+        ({"model_impl": "transformers"}, "models run on the engine's own code"),
         ({"preferred_sampling_params": {"max_tokens": 3}}, "max_tokens has no preferred value"),
         ({"preferred_sampling_params": {"top_p": 0}}, "top_p must be a number above 0 up to 1, not 0"),
         ({"preferred_sampling_params": {"top_k": 1.5}}, "top_k must be an integer"),
@@ -163,6 +166,21 @@ def test_wrong_values(keywords: dict[str, object], said: str) -> None:
         ({"enable_priority_scheduling": True, "abort_on_priority_when_disabled": True}, "contradicts"),
         ({"dynamic_batch_tokenizer_batch_size": 4}, "needs enable_dynamic_batch_tokenizer"),
         ({"dynamic_batch_tokenizer_batch_timeout": 1}, "needs enable_dynamic_batch_tokenizer"),
+        (
+            {"enable_dynamic_batch_tokenizer": True, "disable_tokenizer_batch_encode": True},
+            "enable_dynamic_batch_tokenizer contradicts disable_tokenizer_batch_encode",
+        ),
+        ({"skip_server_warmup": True, "warmups": "batch"}, "warmups contradicts skip_server_warmup"),
+        ({"soft_watchdog_timeout": 300}, "soft_watchdog_timeout 300 must be less than watchdog_timeout, 300"),
+        ({"soft_watchdog_timeout": 9, "watchdog_timeout": 5}, "must be less than watchdog_timeout, 5"),
+        ({"schedule_policy": "lpm", "disable_radix_cache": True}, "lpm needs the prefix cache"),
+        ({"radix_eviction_policy": "lfu", "disable_radix_cache": True}, "eviction_policy needs the prefix cache"),
+        ({"gpu_id_step": 2}, "gpu_id_step needs tensor_parallel_size"),
+        ({"cuda_graph_max_bs": 8, "enforce_eager": True}, "cuda_graph_max_bs contradicts disable_cuda_graph"),
+        (
+            {"tokenizer_metrics_custom_labels_header": "x-team"},
+            "custom_labels_header needs tokenizer_metrics_allowed_custom_labels",
+        ),
         ({"skip_tokenizer_init": True, "chat_template": "x"}, "loads no tokenizer"),
         ({"max_total_tokens": 16, "page_size": 32}, "less than one page"),
         ({"page_size": 16, "block_size": 32}, "contradicts page_size"),
@@ -181,6 +199,12 @@ def test_wrong_values(keywords: dict[str, object], said: str) -> None:
 )
 def test_contradictions(keywords: dict[str, object], said: str) -> None:
     assert said in problem(**keywords)
+
+
+@pytest.mark.parametrize(("hard", "stall"), [(300.0, 60.0), (600.0, 60.0), (10.0, 2.0)])
+def test_a_stall_is_reported_before_its_actor_is_killed(hard: float, stall: float) -> None:
+    assert Arguments(watchdog_timeout=hard).stall_seconds == stall
+    assert Arguments(watchdog_timeout=hard, soft_watchdog_timeout=7.0).stall_seconds == 7.0
 
 
 def test_all_problems_are_told_at_once() -> None:

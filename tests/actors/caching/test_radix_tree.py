@@ -97,6 +97,33 @@ def test_the_least_recently_used_goes_first_and_from_its_end():
     tree.check([])
 
 
+def test_the_least_often_used_goes_first_however_old_the_others_are():
+    tree = RadixTree(2, policy="lfu")
+    leave(tree, "abc", [1, 2, 3])
+    for _ in range(2):
+        node, _ = tree.acquire(b"", tokens("abc"), 3)
+        tree.release(node)
+    leave(tree, "rst", [7, 8, 9])
+    leave(tree, "xyz", [4, 5, 6])
+    assert tree.evict(2) == [8, 9]  # the older of equals
+    assert tree.evict(4) == [7, 4, 5, 6]
+    assert tree.evict(1) == [3]
+    tree.check([])
+
+
+def test_both_parts_of_a_divided_prefix_have_been_used_as_often():
+    tree = RadixTree(2, policy="lfu")
+    leave(tree, "abcd", [1, 2, 3, 4])
+    for _ in range(2):
+        node, _ = tree.acquire(b"", tokens("abcd"), 4)
+        tree.release(node)
+    node, _ = tree.acquire(b"", tokens("ab"), 2)
+    tree.release(node)
+    leave(tree, "xyz", [5, 6, 7])
+    assert tree.evict(3) == [5, 6, 7]
+    tree.check([])
+
+
 def test_a_parent_goes_after_its_children():
     tree = RadixTree(2)
     leave(tree, "ab", [1, 2])

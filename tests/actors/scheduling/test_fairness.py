@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from actors.scheduling.fairness import FairShare
 from actors.scheduling.sequence import Sequence
+from kernels.step import SlotSampling
 from tests.actors.scheduling.stage import Stage, spec
 
 
@@ -85,6 +86,19 @@ def test_who_was_away_has_saved_up_nothing():
     assert shares.served("b") == shares.served("a") == 10 + 2 * 500
     shares.admit(b, 4)
     assert shares.served("b") == shares.served("a") + 6
+
+
+def test_scored_prompt_tokens_are_charged_as_output_tokens():
+    shares = FairShare()
+    plain, scored = (
+        Sequence(spec(number, [1] * 100, tenant=name, sampling=SlotSampling(prompt_logprobs=top)), 0)
+        for number, name, top in ((1, "plain", -1), (2, "scored", 0))
+    )
+    for sequence in (plain, scored):
+        shares.arrive(sequence.tenant, ())
+    for sequence in (plain, scored):
+        shares.admit(sequence, 0)
+    assert (shares.served("plain"), shares.served("scored")) == (100, 200)
 
 
 def test_who_has_had_more_cannot_forget_it_by_going_away_for_a_moment():

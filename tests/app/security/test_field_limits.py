@@ -118,7 +118,12 @@ CONVERSATION: dict[str, list[Any]] = {
     "messages[].refusal": [(message(refusal=5), "messages[0].refusal", {})],
     "messages[].tool_call_id": [(message(tool_call_id=OVER_NAME), "messages[0].tool_call_id", {})],
     "messages[].tool_calls": [
-        (message(tool_calls=[{"function": {"name": "f"}}] * (LIMITS.tools + 1)), "messages[0].tool_calls", {})
+        (
+            called(function={"name": "f", "arguments": '"' + "x" * LIMITS.tools_bytes + '"'}),
+            "messages[].tool_calls",
+            {},
+        ),
+        (message(tool_calls=[{"function": {"name": "f"}}] * (LIMITS.tools + 1)), "messages[0].tool_calls", {}),
     ],
     "messages[].tool_calls[].id": [(called(id=OVER_NAME), "messages[0].tool_calls[0].id", {})],
     "messages[].tool_calls[].type": [(called(type=OVER_NAME), "messages[0].tool_calls[0].type", {})],
@@ -133,7 +138,7 @@ CONVERSATION: dict[str, list[Any]] = {
             {},
         ),
     ],
-    "tools": [tool() * (LIMITS.tools + 1), 5],
+    "tools": [tool() * (LIMITS.tools + 1), tool(description="x" * (LIMITS.tools_bytes // 16)) * 16, 5],
     "tools[].type": [
         ([{"type": OVER_NAME, "function": {"name": "f"}}], "tools[0].type", {}),
         ([{"type": "other", "function": {"name": "f"}}], "tools[0].type", {}),

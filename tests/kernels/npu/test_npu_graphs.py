@@ -105,6 +105,10 @@ def test_more_rows_than_any_graph_run_without(reference, drive, prompts, replays
     assert not replays
 
 
+def test_the_largest_graph_is_as_large_as_asked_for(reference, drive):
+    assert drive(reference("qwen3").path, graph_max_rows=3, **OPTIONS).info.graph_rows == (1, 2, 3)
+
+
 def test_lengths_that_are_not_fed_give_a_wrong_answer(reference, drive, prompts, monkeypatch):
     """The graph knows the lengths of its capture, and nothing else, until it is fed others."""
     path, lengths = reference("qwen3").path, (3, 120, 129, 60)

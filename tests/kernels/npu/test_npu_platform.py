@@ -97,7 +97,7 @@ def reference_attention(queries, keys, values, last, window, scale):
     return torch.einsum("ht,thd->hd", weights, values).flatten()
 
 
-@pytest.mark.parametrize("backend", ["ascend", "torch_native", "split", "native-decodes"])
+@pytest.mark.parametrize("backend", ["ascend", "torch_native", "split", "native-decodes", "native-prefills"])
 @pytest.mark.parametrize("dim", [64, 128, 160])
 @pytest.mark.parametrize("window", [0, 7, 150])
 def test_paged_attention(window, dim, backend, generator):
@@ -105,6 +105,8 @@ def test_paged_attention(window, dim, backend, generator):
     options = {"attention_backend": backend} if backend in ("ascend", "torch_native") else {}
     if backend == "native-decodes":
         options = {"decode_attention_backend": "torch_native"}
+    elif backend == "native-prefills":
+        options = {"prefill_attention_backend": "torch_native"}
     platform = make(**options)
     platform.soc = Soc("A5", "Ascend950") if backend == "split" else Soc("A2", "Ascend910B3")
     page, kv_heads, heads = 128, 2, 6
@@ -126,7 +128,7 @@ def test_paged_attention(window, dim, backend, generator):
         queries.append(torch.randn(count, heads, dim, generator=generator).bfloat16())
     rows = AttentionRows(np.array(starts), np.array(counts), tables, decodes=4)
     plan = platform.plan_attention(rows, window)
-    assert len(plan.parts) == (2 if backend in ("split", "native-decodes") else 1)
+    assert len(plan.parts) == (2 if backend in ("split", "native-decodes", "native-prefills") else 1)
     found = platform.attention(torch.cat(queries).to(NPU), cache, plan, dim**-0.5).cpu()
     expected = [
         reference_attention(query, kv[:, :kv_heads], kv[:, kv_heads:], start + at, window, dim**-0.5)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
@@ -19,7 +20,6 @@ import msgspec
 from kernels.runner import ModelRunner
 from kernels.speculative.settings import SpeculativeSettings
 from kernels.step import RunnerConfig, SlotSampling
-from tests.addresses import held_address
 from tests.kernels.conftest import Driver, ints
 
 __all__ = ["run_ranks"]
@@ -34,7 +34,8 @@ def run_ranks(jobs: list[dict[str, Any]], size: int = 2) -> list[list[dict[str, 
     has ``length`` tokens.
     """
     with ExitStack() as stack:
-        given = [job | {"rendezvous": stack.enter_context(held_address())} for job in jobs]
+        folder = Path(stack.enter_context(TemporaryDirectory()))
+        given = [job | {"rendezvous": str(folder / f"store-{number}")} for number, job in enumerate(jobs)]
         ranks = []
         for rank in range(size):
             environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ASCEND_RT_VISIBLE_DEVICES": str(rank)}

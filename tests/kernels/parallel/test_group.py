@@ -43,3 +43,9 @@ def test_a_group_is_made_when_all_ranks_are_here(monkeypatch, comes):
         with pytest.raises(GroupError, match=r"rank 0 of 2: rank 1 did not come within 0.01 s"):
             join_group(CpuPlatform(threads=1), config)
     assert made == ([2] if comes else [])
+
+
+def test_a_store_whose_folder_is_gone_is_an_error_that_names_it(tmp_path):
+    config = RunnerConfig(model_path="", tp_rank=1, tp_size=2, rendezvous=str(tmp_path / "gone" / "store"))
+    with pytest.raises(GroupError, match=r"rank 1 of 2 cannot open .*/gone/store: its folder was deleted"):
+        join_group(CpuPlatform(threads=1), config)

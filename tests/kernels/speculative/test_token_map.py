@@ -55,24 +55,47 @@ def test_what_is_no_map(ids, told, tmp_path):
         read_token_map(tmp_path / "map.json", 18)
 
 
+@pytest.mark.parametrize("held", [IDS, tuple(IDS), torch.tensor(IDS), torch.tensor(IDS, dtype=torch.int32)], ids=type)
+def test_a_map_that_torch_has_saved_is_read(held, tmp_path):
+    torch.save(held, tmp_path / "map.pt")
+    found = read_token_map(tmp_path / "map.pt", 18)
+    assert found.dtype == torch.int64
+    assert found.tolist() == IDS
+
+
 class Explosive:
+    def __init__(self, mark):
+        self.mark = mark
+
     def __reduce__(self):
-        return print, ("unpickled",)
+        return open, (self.mark, "w")
 
 
-def test_nothing_is_unpickled(tmp_path, capsys):
-    torch.save([Explosive()], tmp_path / "map.pt")
-    with pytest.raises(LoadError, match=r"pickled.*convert it"):
+def test_a_map_that_runs_code_is_refused_and_runs_none(tmp_path):
+    mark = tmp_path / "mark"
+    torch.save([Explosive(str(mark))], tmp_path / "map.pt")
+    with pytest.raises(LoadError, match=r"cannot be read as a list .* make it a JSON list"):
         read_token_map(tmp_path / "map.pt", 18)
-    assert "unpickled" not in capsys.readouterr().out
+    assert not mark.exists()
+
+
+def test_a_map_is_unpickled_in_another_process(tmp_path, monkeypatch):
+    torch.save(IDS, tmp_path / "map.pt")
+    monkeypatch.setattr(torch, "load", None)
+    assert read_token_map(tmp_path / "map.pt", 18).tolist() == IDS
 
 
 @pytest.mark.parametrize(
     ("name", "told"),
-    [("none.json", "does not exist"), ("map.txt", "must be a .json"), ("map.json", "cannot be read")],
+    [
+        ("none.json", "does not exist"),
+        ("map.txt", "must be a .json"),
+        ("map.pt", "cannot be read as a list"),
+        ("map.json", "cannot be read"),
+    ],
 )
 def test_files_that_are_none(name, told, tmp_path):
-    for broken in ("map.txt", "map.json"):
+    for broken in ("map.txt", "map.json", "map.pt"):
         (tmp_path / broken).write_text("[1")
     with pytest.raises(LoadError, match=told):
         read_token_map(tmp_path / name, 18)

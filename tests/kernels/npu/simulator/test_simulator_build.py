@@ -46,6 +46,14 @@ def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         cann_libraries()
 
 
+def test_a_cache_that_others_may_write_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tmp_path.joinpath("troupe").mkdir()
+    tmp_path.joinpath("troupe").chmod(0o777)
+    with pytest.raises(BuildError, match="other users may write to it"):
+        cann_libraries()
+
+
 def test_activation_in_its_own_process() -> None:
     code = """
 from kernels.npu.simulator.activate import ActivationError, activate, active

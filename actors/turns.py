@@ -1,0 +1,59 @@
+"""Things that tenants use in turn, so that none waits behind all that another has sent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from typing import Generic, TypeVar
+
+__all__ = ["Turns"]
+
+T = TypeVar("T")
+
+
+class Turns(Generic[T]):
+    """A pool whose members are lent one user at a time. Among waiting tenants the one served longest ago is next.
+
+    A tenant's own requests are served in their order. No member stands idle while somebody waits.
+    """
+
+    def __init__(self, members: Iterable[T]) -> None:
+        self._free = list(members)
+        self._waiting: dict[str, deque[asyncio.Future[T]]] = {}
+        self._served: dict[str, int] = {}  # the number of each tenant's last turn
+        self._turn = 0
+
+    @asynccontextmanager
+    async def lend(self, tenant: str) -> AsyncIterator[T]:
+        """A member, when it is the tenant's turn."""
+        member = self._free.pop(0) if self._free else await self._wait(tenant)
+        self._turn += 1
+        self._served[tenant] = self._turn
+        try:
+            yield member
+        finally:
+            self._pass_on(member)
+
+    async def _wait(self, tenant: str) -> T:
+        turn: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append(turn)
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # it was lent in the same moment
+                self._pass_on(turn.result())
+            raise
+
+    def _pass_on(self, member: T) -> None:
+        while self._waiting:
+            tenant = min(self._waiting, key=lambda name: self._served.get(name, 0))
+            line = self._waiting[tenant]
+            turn = line.popleft()
+            if not line:
+                del self._waiting[tenant]
+            if not turn.done():
+                turn.set_result(member)
+                return
+        self._free.append(member)
