@@ -246,7 +246,7 @@ class Intake:
         if not ids:
             raise InvalidRequest("The prompt is empty: it has no tokens. Send some text.", param="prompt")
         context, max_tokens = self._model.context_length, params.max_tokens
-        default = max(params.default_max_tokens or context, params.min_tokens)
+        default = params.default_max_tokens or context
         if self._arguments.allow_auto_truncate:
             if len(ids) >= context:
                 ids = ids[: context - min(max_tokens or 1, context - 1)]

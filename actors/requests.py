@@ -69,7 +69,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     max_tokens: int | None = None  # None: default_max_tokens, or less where the context ends before
-    default_max_tokens: int | None = None  # an API's own limit, at least min_tokens; None: up to the context length
+    default_max_tokens: int | None = None  # an API's own limit; None: up to the context length
     min_tokens: int = 0
     temperature: float | None = None  # 0 is greedy
     top_p: float | None = None

@@ -183,6 +183,12 @@ def _check_lengths(params: SamplingParams) -> None:
             f"min_tokens ({params.min_tokens}) must be at most max_tokens ({params.max_tokens}). "
             "Lower min_tokens or raise max_tokens.",
         )
+    if params.max_tokens is None and params.min_tokens > (params.default_max_tokens or _INT32_MAX):
+        raise _invalid(
+            "min_tokens",
+            f"min_tokens ({params.min_tokens}) needs max_tokens beside it: without, at most "
+            f"{params.default_max_tokens} tokens are generated. Lower min_tokens or send max_tokens.",
+        )
 
 
 def _check_numbers(params: SamplingParams, limits: Limits) -> None:

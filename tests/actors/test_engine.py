@@ -458,7 +458,6 @@ async def test_an_answer_without_a_number_is_as_long_as_the_context_allows(engin
         (SamplingParams(temperature=0, ignore_eos=True), 3),
         (SamplingParams(temperature=0, ignore_eos=True, default_max_tokens=16), 3),
         (SamplingParams(temperature=0, ignore_eos=True, default_max_tokens=2), 2),
-        (SamplingParams(temperature=0, ignore_eos=True, default_max_tokens=1, min_tokens=2), 2),
     ):
         whole = (await collect(engine.generate(prompt, params)))[0]
         assert (len(whole.token_ids), whole.finish_reason) == (tokens, "length")
