@@ -22,7 +22,10 @@ def _share(bound: int, tenants: int) -> int:
 
 
 class Ticket:
-    """The right of one request to be in the house, with its prompt tokens. Give it back exactly once."""
+    """The right of one request to be in the house. ``tokens``: its prompt's, and what its log-probabilities count as.
+
+    Give it back exactly once.
+    """
 
     __slots__ = ("choices", "open", "tenant", "tokens")
 

@@ -48,6 +48,8 @@ _MAX_TIMEOUT = 86400.0
 _READERS_A_TURN = 32
 """Streams that are woken in one turn of the loop: each may cost its reader a write to a socket."""
 
+_MAX_TOKENS = 2**31
+
 _CHOICES_PER_CONTEXT = 16
 """One request's choices together may ask for this many contexts of tokens."""
 
@@ -128,7 +130,8 @@ class Intake:
         now = time.monotonic()
         timeout = self._arguments.request_timeout if timeout is None else timeout
         deadline = None if timeout is None else now + timeout
-        ticket = self.door.enter(params.n, _estimate(prompt) * params.n, now, tenant)
+        expected = params.max_tokens or params.default_max_tokens or 0
+        ticket = self.door.enter(params.n, _ticket_tokens(_estimate(prompt), expected, params), now, tenant)
         admission = timeline.open_hop("admission")
         if admission is not None:
             timeline.finish(admission, now, choices=params.n, priority=priority)
@@ -226,7 +229,7 @@ class Intake:
         bad_words = [ids for word in params.bad_words for ids in await encoding.spellings(word)]
         self._wanted(buffer)
         ids, max_tokens = self._measure(ids, params)
-        self.door.correct(request.ticket, len(ids) * params.n)
+        self.door.correct(request.ticket, _ticket_tokens(len(ids), max_tokens, params))
         request.prompt_tokens = request.timeline.prompt_tokens = len(ids)
         specs = self._write_down(request, ids, max_tokens, tuple(bad_words))
         await self._company.scheduler.tell(Submit(sequences=specs))
@@ -250,11 +253,16 @@ class Intake:
         if self._arguments.allow_auto_truncate:
             if len(ids) >= context:
                 ids = ids[: context - min(max_tokens or 1, context - 1)]
-            return ids, min(max_tokens or default, context - len(ids))
-        room = context - len(ids)
-        if room < 1 or (max_tokens is not None and max_tokens > room):
-            raise self._model.too_long(len(ids), max_tokens)
-        return ids, max_tokens or min(default, room)
+            room = context - len(ids)
+            max_tokens = min(max_tokens, room) if max_tokens is not None else None
+        else:
+            room = context - len(ids)
+            if room < 1 or (max_tokens is not None and max_tokens > room):
+                raise self._model.too_long(len(ids), max_tokens)
+        if max_tokens is None:
+            max_tokens = min(default, room, _most_scored_tokens(len(ids), params))
+        _check_logprobs(len(ids), max_tokens, params)
+        return ids, max_tokens
 
     def _write_down(
         self, request: _Request, ids: list[int], max_tokens: int, bad_words: tuple[tuple[int, ...], ...]
@@ -405,6 +413,46 @@ def _salt(cache_salt: str | None) -> bytes:
         raise InvalidRequest(
             "cache_salt holds half a surrogate pair, which no text contains. Send UTF-8.", param="cache_salt"
         ) from None
+
+
+def _logprob_entries(prompt_tokens: int, max_tokens: int, params: SamplingParams) -> int:
+    """The log-probabilities that a request may be answered with, all choices and alternatives together."""
+    entries = 0
+    if params.prompt_logprobs is not None:
+        entries += prompt_tokens * (1 + params.prompt_logprobs)
+    if params.logprobs is not None:
+        entries += max_tokens * (1 + params.logprobs)
+    return params.n * entries
+
+
+def _most_scored_tokens(prompt_tokens: int, params: SamplingParams) -> int:
+    """The most output tokens of a choice whose log-probabilities may all be answered; at least one."""
+    if params.logprobs is None:
+        return _MAX_TOKENS
+    left = LIMITS.logprob_entries - _logprob_entries(prompt_tokens, 0, params)
+    return max(left // (params.n * (1 + params.logprobs)), 1)
+
+
+def _check_logprobs(prompt_tokens: int, max_tokens: int, params: SamplingParams) -> None:
+    """Raise InvalidRequest for more log-probabilities than one answer may have."""
+    entries = _logprob_entries(prompt_tokens, max_tokens, params)
+    if entries > LIMITS.logprob_entries:
+        of_prompt = _logprob_entries(prompt_tokens, 0, params)
+        field = "prompt_logprobs" if 2 * of_prompt > entries else "logprobs"
+        raise InvalidRequest(
+            f"{field}: {prompt_tokens} prompt tokens and up to {max_tokens} output tokens, times {params.n} choices "
+            f"and their alternatives, are {entries} log-probabilities; at most {LIMITS.logprob_entries} are answered. "
+            "Ask for fewer alternatives, tokens or choices.",
+            param=field,
+            code="too_many_logprobs",
+        )
+
+
+def _ticket_tokens(prompt_tokens: int, max_tokens: int, params: SamplingParams) -> int:
+    """What a ticket counts: the prompt for each choice, and log-probabilities, as many of which count as a token as a
+    token may have alternatives."""
+    entries = min(_logprob_entries(prompt_tokens, max_tokens, params), LIMITS.logprob_entries)
+    return params.n * prompt_tokens + -(-entries // LIMITS.logprobs)
 
 
 def _estimate(prompt: Prompt) -> int:

@@ -81,21 +81,6 @@ class Placement(msgspec.Struct, frozen=True):
         return added | {name: value for name, value in defaults.items() if name not in environ}
 
 
-def place(arguments: Arguments, environ: Mapping[str, str]) -> Placement:
-    """The device that the arguments ask for, or the best that is there. Looks at files only: it must not import torch.
-
-    Raises ArgumentError when the environment's simulator cannot be understood, or the device that is there cannot do
-    what is asked for.
-    """
-    found = _place(arguments, environ)
-    if arguments.enable_deterministic_inference and found.device != "cuda":
-        raise ArgumentError(
-            f"enable_deterministic_inference: the device that is here, {found.device}, has no kernels for it; leave it "
-            "out, or use a GPU (device cuda)"
-        )
-    return found
-
-
 def heeded(arguments: Arguments, placement: Placement) -> Arguments:
     """The arguments without those that do nothing on the device that ``--device auto`` found, of which it warns: who
     wrote them may have meant another machine as well.
@@ -111,7 +96,12 @@ def heeded(arguments: Arguments, placement: Placement) -> Arguments:
     return msgspec.structs.replace(arguments, **ignored)
 
 
-def _place(arguments: Arguments, environ: Mapping[str, str]) -> Placement:
+def place(arguments: Arguments, environ: Mapping[str, str]) -> Placement:
+    """The device that the arguments ask for, or the best that is there. Looks at files only: it must not import torch.
+
+    Raises ArgumentError when the environment's simulator cannot be understood, or the device that is there cannot do
+    what is asked for.
+    """
     if arguments.device in ("cpu", "cuda"):
         return Placement(arguments.device)
     simulator = arguments.npu_simulator or environ.get(SIMULATOR_VARIABLE, "").strip()

@@ -41,6 +41,7 @@ class Limits(msgspec.Struct, frozen=True):
     bad_words: int = 128
     bad_words_tokens: int = 1024
     logprobs: int = 20
+    logprob_entries: int = 1 << 20  # of one answer: tokens times choices times (1 + alternatives)
     logit_bias: int = 1024
     allowed_token_ids: int = 65536
     prompts: int = 256

@@ -57,3 +57,4 @@ class Turns(Generic[T]):
                 turn.set_result(member)
                 return
         self._free.append(member)
+        self._served.clear()  # nobody waits: who was served before matters no more

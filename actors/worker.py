@@ -85,7 +85,7 @@ class Worker(Actor[WorkerProtocol]):
         progress("import", 0.0)
         config = msgspec.structs.replace(self._config.runner, rendezvous=message.rendezvous)
         limit = self._config.load_timeout
-        late = RuntimeError(f"the model was not loaded within {limit:g} s")
+        late = RuntimeError(f"the model was not loaded within {limit:g} s: raise --model-load-timeout if it goes on")
         timer = threading.Timer(limit, self._loop.call_soon_threadsafe, (self.context.crash, late))
         timer.daemon = True
         timer.start()

@@ -91,6 +91,7 @@ class _Answers:
         self._with_text = bool(body.return_text_in_logprobs)
         self._with_prompt = bool(body.return_prompt_token_ids)
         self._weight_version = service.arguments.weight_version
+        self._encoded: tuple[object, tuple[msgspec.Raw, msgspec.Raw]] | None = None  # of the last prompt told of
 
     def of(self, index: int, choice: Collected, text: Sequence[str], since: int = 0) -> GenerateAnswer:
         """``since``: the first output token that is told of (disjoint pieces of a stream)."""
@@ -120,17 +121,21 @@ class _Answers:
             prompt = () if item.start is None else (choice.prompt_logprobs or ())[item.start :]
             scored = choice.logprobs[since:]
             if choice.prompt_token_ids is not None:  # else an earlier event has told of the prompt
-                meta["input_token_logprobs"] = [
-                    self._entry(entry, None if place == 0 else entry.logprob) for place, entry in enumerate(prompt)
-                ]
+                if self._encoded is None or self._encoded[0] is not choice.prompt_logprobs:
+                    self._encoded = (choice.prompt_logprobs, self._of_prompt(prompt))
+                meta["input_token_logprobs"], tops = self._encoded[1]
                 if item.params.logprobs:
-                    meta["input_top_logprobs"] = [
-                        None if place == 0 else self._top(entry) for place, entry in enumerate(prompt)
-                    ]
+                    meta["input_top_logprobs"] = tops
             meta["output_token_logprobs"] = [self._entry(entry, entry.logprob) for entry in scored]
             if item.params.logprobs:
                 meta["output_top_logprobs"] = [self._top(entry) for entry in scored]
         return meta
+
+    def _of_prompt(self, prompt: Sequence[TokenLogprob]) -> tuple[msgspec.Raw, msgspec.Raw]:
+        """A prompt's log-probabilities and its alternatives', as JSON; all its choices have the same."""
+        own = [self._entry(entry, None if place == 0 else entry.logprob) for place, entry in enumerate(prompt)]
+        tops = [None if place == 0 else self._top(entry) for place, entry in enumerate(prompt)]
+        return msgspec.Raw(_encode(own)), msgspec.Raw(_encode(tops))
 
     def _finish(self, choice: Collected) -> dict[str, Any] | None:
         match choice.finish_reason:

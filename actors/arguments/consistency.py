@@ -56,6 +56,15 @@ _PREFERRED = {
 }
 
 
+_DEFAULTS = {argument.field: argument.default for argument in ARGUMENTS}
+_OF_TEXTS = (
+    *("tokenizer_path", "tokenizer_mode", "tokenizer_worker_num", "enable_dynamic_batch_tokenizer"),
+    *("enable_tokenizer_batch_encode", "chat_template", "trust_request_chat_template", "completion_template"),
+    "tool_call_parser",
+)
+"""What needs a tokenizer."""
+
+
 def contradictions(arguments: Arguments) -> list[str]:
     """A sentence for each pair of values that do not go together; none when all do."""
     return [
@@ -114,12 +123,9 @@ def _needs(arguments: Arguments) -> Iterator[str]:
             yield "schedule_policy lpm needs the prefix cache; leave disable_radix_cache out, or use fcfs"
         if arguments.radix_eviction_policy != "lru":
             yield "radix_eviction_policy needs the prefix cache; leave disable_radix_cache out"
-    if arguments.skip_tokenizer_init:
-        texts = (arguments.tokenizer_path, arguments.chat_template, arguments.completion_template)
-        if any(text is not None for text in texts):
-            yield "skip_tokenizer_init loads no tokenizer; leave out tokenizer_path, chat_template, completion_template"
-        if arguments.trust_request_chat_template:
-            yield "skip_tokenizer_init loads no tokenizer; leave out trust_request_chat_template"
+    texts = [name for name in _OF_TEXTS if getattr(arguments, name) != _DEFAULTS[name]]
+    if arguments.skip_tokenizer_init and texts:
+        yield f"skip_tokenizer_init loads no tokenizer; leave it out, or {', '.join(texts)}"
 
 
 _HOST_NAME = re.compile(r"\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?|[0-9A-Fa-f:.]+")
@@ -168,8 +174,15 @@ def without_effect(arguments: Arguments, device: str) -> dict[str, object]:
     names = [*_EFFECTLESS[device]]
     if device != "npu":
         names += ["speculative_attention_mode", *(["sampling_backend"] * (arguments.sampling_backend == "ascend"))]
-    defaults = {argument.field: argument.default for argument in ARGUMENTS}
-    return {name: defaults[name] for name in names if getattr(arguments, name) != defaults[name]}
+    return {name: _DEFAULTS[name] for name in names if getattr(arguments, name) != _DEFAULTS[name]}
+
+
+_OWN_ATTENTION = (
+    "attention_backend",
+    "prefill_attention_backend",
+    "decode_attention_backend",
+    "speculative_draft_attention_backend",
+)
 
 
 def _devices(arguments: Arguments) -> Iterator[str]:
@@ -178,10 +191,11 @@ def _devices(arguments: Arguments) -> Iterator[str]:
         for name in without_effect(arguments, device):
             yield f"{name} contradicts device {device}, on which it has no effect; leave it out"
     if arguments.enable_deterministic_inference:
-        if arguments.device in ("cpu", "npu"):
-            yield f"enable_deterministic_inference contradicts device {arguments.device}, which has no such kernels"
+        for name in _OWN_ATTENTION:
+            if getattr(arguments, name):
+                yield f"{name} contradicts enable_deterministic_inference, which has one attention; leave one out"
         if arguments.tensor_parallel_size > 1:
-            yield "enable_deterministic_inference needs tensor_parallel_size 1: GPUs add up in an order of their own"
+            yield "enable_deterministic_inference needs tensor_parallel_size 1: ranks add up in an order of their own"
         for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
             if getattr(arguments, name) < 1:
                 yield f"{name} below 1 contradicts enable_deterministic_inference: guesses then change answers"

@@ -16,8 +16,8 @@ PARALLELISM_ARGUMENTS: tuple[Argument, ...] = (
         maximum=64,
         group="Devices and kernels",
         metavar="N",
-        help="Devices that run the model together, a worker process each: N NPUs, or on the CPU N processes that share "
-        "its cores. N must divide the model's attention heads, its inner dimension and its vocabulary.",
+        help="Devices that run the model together, a worker process each: N NPUs or GPUs, or on the CPU N processes "
+        "that share its cores. N must divide the model's attention heads, its inner dimension and its vocabulary.",
     ),
     Argument(
         name="dist-init-addr",

@@ -38,7 +38,7 @@ SCHEDULING_ARGUMENTS: tuple[Argument, ...] = (
         aliases=("block-size",),
         kind="int",
         default=None,
-        default_text="16, and 128 on an NPU",
+        default_text="16, 128 on an NPU, 64 on a GPU",
         minimum=1,
         maximum=1024,
         group="Memory and scheduling",
@@ -76,7 +76,8 @@ SCHEDULING_ARGUMENTS: tuple[Argument, ...] = (
         maximum=1_099_511_627_776,
         group="Memory and scheduling",
         metavar="TOKENS",
-        help="The most prompt tokens that wait; a request that would exceed it is refused with status 429.",
+        help="The most prompt tokens that wait; a request that would exceed it is refused with status 429. 20 "
+        "log-probabilities that a request may be answered with count as a token.",
     ),
     Argument(
         name="prefill-max-requests",

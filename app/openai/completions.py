@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import msgspec
 from quart import Response
@@ -116,8 +117,9 @@ def _answer(
         model=service.check_model(body.model),
         system_fingerprint=service.fingerprint,
         choices=[
-            _choice(body, choice, echo, number * len(choices) + index)
+            _choice(body, choice, echo, scored, number * len(choices) + index)
             for number, (choices, echo) in enumerate(zip(collected, echoes, strict=True))
+            for scored in (_scored(body, choices[0]),)
             for index, choice in enumerate(choices)
         ],
         usage=usage,
@@ -125,7 +127,14 @@ def _answer(
     )
 
 
-def _choice(body: CompletionRequest, choice: Collected, echo: str, index: int) -> Choice:
+def _scored(body: CompletionRequest, first: Collected) -> Any:
+    """The prompt's log-probabilities, encoded once for all choices."""
+    if body.prompt_logprobs is None:
+        return msgspec.UNSET
+    return msgspec.Raw(msgspec.json.encode(prompt_logprobs(first.prompt_logprobs)))
+
+
+def _choice(body: CompletionRequest, choice: Collected, echo: str, scored: Any, index: int) -> Choice:
     only_prompt = body.max_tokens == 0
     text = "" if only_prompt else "".join(choice.text)
     logprobs = None
@@ -143,7 +152,7 @@ def _choice(body: CompletionRequest, choice: Collected, echo: str, index: int) -
         logprobs=logprobs,
         stop_reason=choice.matched_stop,
         matched_stop=choice.matched_stop,
-        prompt_logprobs=prompt_logprobs(choice.prompt_logprobs) if body.prompt_logprobs is not None else msgspec.UNSET,
+        prompt_logprobs=scored,
         token_ids=choice.token_ids if body.return_token_ids else msgspec.UNSET,
         prompt_token_ids=(
             list(choice.prompt_token_ids)

@@ -16,9 +16,11 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from actors import intake
 from actors.arguments import ArgumentError
 from actors.engine import Engine
 from actors.requests import (
+    LIMITS,
     Chat,
     Delta,
     EngineDraining,
@@ -165,6 +167,49 @@ async def test_a_prompt_of_several_choices_is_scored_once_for_all(engine: Engine
     for other in others:
         assert other.prompt_logprobs == first.prompt_logprobs
         assert other.usage.cached_tokens > 0  # its pages are the first choice's
+
+
+@pytest.mark.parametrize(
+    ("params", "param"),
+    [
+        (SamplingParams(max_tokens=11, logprobs=1), None),
+        (SamplingParams(max_tokens=30, logprobs=1), "logprobs"),
+        (SamplingParams(max_tokens=2, logprobs=20), "logprobs"),
+        (SamplingParams(max_tokens=1, prompt_logprobs=1), None),
+        (SamplingParams(max_tokens=1, prompt_logprobs=1, n=3), "prompt_logprobs"),
+    ],
+)
+async def test_tokens_times_choices_times_alternatives_are_bounded(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, params: SamplingParams, param: str | None
+) -> None:
+    monkeypatch.setattr(intake, "LIMITS", msgspec.structs.replace(LIMITS, logprob_entries=40))
+    if param is None:
+        await collect(engine.generate([5] * 10, params))
+    else:
+        with pytest.raises(InvalidRequest, match="at most 40") as refusal:
+            await collect(engine.generate([5] * 10, params))
+        assert (refusal.value.param, refusal.value.code) == (param, "too_many_logprobs")
+    await rest(engine)
+
+
+async def test_logprobs_without_max_tokens_end_at_their_bound(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "LIMITS", msgspec.structs.replace(LIMITS, logprob_entries=40))
+    result = (await collect(engine.generate([5] * 10, SamplingParams(ignore_eos=True, logprobs=4))))[0]
+    assert result.usage.completion_tokens == 8
+    assert result.finish_reason == "length"
+
+
+async def test_a_ticket_counts_choices_and_log_probabilities(engine: Engine) -> None:
+    await rest(engine)
+    assert engine.intake is not None
+    params = SamplingParams(max_tokens=10, n=3, logprobs=3, prompt_logprobs=1)
+    stream = engine.generate([5] * 20, params)
+    assert engine.intake.door.tokens == 3 * 20 + (3 * (20 * 2 + 10 * 4)) // 20
+    await stream.ready()
+    assert engine.intake.door.tokens == 3 * 20 + (3 * (20 * 2 + 10 * 4)) // 20
+    await stream.aclose()
+    await rest(engine)
+    assert engine.intake.door.tokens == 0
 
 
 async def test_chat_is_rendered(engine: Engine) -> None:

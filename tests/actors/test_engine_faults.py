@@ -151,6 +151,11 @@ async def test_more_deaths_than_the_restarts_allowed_end_the_engine(tiny_model: 
             await reader
 
 
+async def test_a_load_that_takes_too_long_ends_the_start(tiny_model: Path) -> None:
+    with pytest.raises(EngineFailed, match="--model-load-timeout"):
+        await small_engine(tiny_model, model_load_timeout=0.01).start()
+
+
 # -- the tokenizer
 
 

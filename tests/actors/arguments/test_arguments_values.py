@@ -182,6 +182,10 @@ def test_wrong_values(keywords: dict[str, object], said: str) -> None:
             "custom_labels_header needs tokenizer_metrics_allowed_custom_labels",
         ),
         ({"skip_tokenizer_init": True, "chat_template": "x"}, "loads no tokenizer"),
+        (
+            {"skip_tokenizer_init": True, "tokenizer_mode": "slow", "tool_call_parser": "hermes"},
+            "leave it out, or tokenizer_mode, tool_call_parser",
+        ),
         ({"max_total_tokens": 16, "page_size": 32}, "less than one page"),
         ({"page_size": 16, "block_size": 32}, "contradicts page_size"),
         ({"piecewise_cuda_graph_tokens": (64,), "piecewise_cuda_graph_max_tokens": 128}, "says all sizes"),
