@@ -64,6 +64,7 @@ class Company:
         vitals: Vitals,
         on_progress: Callable[[str, float], None],
         on_ready: Callable[[ModelInfo], None],
+        on_refused: Callable[[str, bool], None],
         tracing: Tracing | None = None,
         faults: FaultPlan | None = None,
         early: EarlyWorkers | None = None,
@@ -79,6 +80,7 @@ class Company:
         self._context_length = model.context_length
         self._on_progress = on_progress
         self._on_ready = on_ready
+        self._on_refused = on_refused
         self._tracing = tracing
         self._early = early
         self._assembled = False
@@ -126,6 +128,7 @@ class Company:
             ),
             on_progress=self._on_progress,
             on_loaded=self._workers_loaded,
+            on_refused=self._on_refused,
             early=self._early,
         )
         # The workers' processes start first: they take longest, and the rest is put up while they import.

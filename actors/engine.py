@@ -31,6 +31,7 @@ from actors.faults import FaultPlan
 from actors.intake import Intake, Prompt
 from actors.journal import Journal
 from actors.life import Life
+from actors.model_files import model_names
 from actors.outcomes import finish, first
 from actors.placement import heeded, place
 from actors.protocol import Flush
@@ -89,7 +90,8 @@ class Engine:
             raise ArgumentError(["model_path: give a model directory or a hub id, as in Engine(model=...)"])
         check_tracing(arguments, tracer_provider)
         self.arguments = arguments
-        self.model_name = arguments.model_name
+        self.model_names = model_names(arguments)
+        self.model_name = self.model_names[0]
         self._owns_registry = registry is None
         self.registry = registry or CollectorRegistry()
         self.metrics = EngineMetrics(
@@ -234,6 +236,7 @@ class Engine:
             vitals=self.vitals,
             on_progress=self.life.progress,
             on_ready=self._on_ready,
+            on_refused=lambda reason, permanent: self.life.give_up(reason, permanent=permanent),
             tracing=self.tracing,
             faults=self._faults,
             early=self._early,
@@ -359,6 +362,12 @@ class Engine:
     @property
     def vocab_size(self) -> int:
         return self._model.vocab_size if self._model is not None else 0
+
+    @property
+    def chats(self) -> bool:
+        """Whether the model has a chat template; False before the model's files are read."""
+        codec = None if self._model is None else self._model.codec
+        return codec is not None and codec.template is not None
 
     @property
     def generation_defaults(self) -> dict[str, Any]:

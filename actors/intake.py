@@ -130,9 +130,8 @@ class Intake:
         now = time.monotonic()
         timeout = self._arguments.request_timeout if timeout is None else timeout
         deadline = None if timeout is None else now + timeout
-        ticket = self.door.enter(
-            params.n, _ticket_tokens(_estimate(prompt), params.max_tokens or 0, params), now, tenant
-        )
+        expected = params.max_tokens or params.default_max_tokens or 0
+        ticket = self.door.enter(params.n, _ticket_tokens(_estimate(prompt), expected, params), now, tenant)
         admission = timeline.open_hop("admission")
         if admission is not None:
             timeline.finish(admission, now, choices=params.n, priority=priority)
@@ -250,6 +249,7 @@ class Intake:
         if not ids:
             raise InvalidRequest("The prompt is empty: it has no tokens. Send some text.", param="prompt")
         context, max_tokens = self._model.context_length, params.max_tokens
+        default = params.default_max_tokens or context
         if self._arguments.allow_auto_truncate:
             if len(ids) >= context:
                 ids = ids[: context - min(max_tokens or 1, context - 1)]
@@ -260,7 +260,7 @@ class Intake:
             if room < 1 or (max_tokens is not None and max_tokens > room):
                 raise self._model.too_long(len(ids), max_tokens)
         if max_tokens is None:
-            max_tokens = min(room, _most_scored_tokens(len(ids), params))
+            max_tokens = min(default, room, _most_scored_tokens(len(ids), params))
         _check_logprobs(len(ids), max_tokens, params)
         return ids, max_tokens
 

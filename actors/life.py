@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 
+from actors.model_files import ModelDownloadError
 from actors.requests import EngineDraining, EngineFailed, EngineNotReady
 from actors.status import EngineStatus, Phase
 
@@ -17,6 +18,7 @@ _log = logging.getLogger("troupe.engine")
 class Life:
     """One engine's phase, the progress of its start, and the reason of its end.
 
+    ``permanent``: what ended it ends every later start with the same arguments too.
     ``began``: seconds of ``time.monotonic``, None before the start. ``start_seconds``: from then until it was ready.
     ``settled`` is set when it is ready or over, ``stop`` when it is to end, ``broken`` when it cannot go on.
     """
@@ -24,6 +26,7 @@ class Life:
     def __init__(self) -> None:
         self.phase: Phase = "starting"
         self.error: str | None = None
+        self.permanent = False
         self.began: float | None = None
         self.start_seconds: float | None = None
         self.settled = asyncio.Event()
@@ -34,7 +37,9 @@ class Life:
     @property
     def status(self) -> EngineStatus:
         progress, stage = self._progress
-        return EngineStatus(phase=self.phase, progress=progress, stage=stage, error=self.error)
+        return EngineStatus(
+            phase=self.phase, progress=progress, stage=stage, error=self.error, permanent=self.permanent
+        )
 
     def progress(self, stage: str, fraction: float) -> None:
         """It is busy with ``stage``, of which ``fraction`` (0 .. 1) is done."""
@@ -64,9 +69,10 @@ class Life:
         if self.phase in ("starting", "ready"):
             self.phase = "draining"
 
-    def give_up(self, reason: str) -> None:
+    def give_up(self, reason: str, *, permanent: bool = False) -> None:
         """It cannot go on; the first reason counts."""
-        self.error = self.error or reason
+        if not self.error:
+            self.error, self.permanent = reason, permanent
         self.broken.set()
 
     def failed(self, error: BaseException) -> None:
@@ -74,6 +80,8 @@ class Life:
         self.phase = "failed"
         self.error = str(error) or type(error).__name__
         expected = isinstance(error, (ValueError, EngineFailed))
+        if isinstance(error, ValueError) and not isinstance(error, ModelDownloadError):
+            self.permanent = True
         _log.error("The engine failed: %s", self.error, exc_info=None if expected else error)
 
     def stopped(self) -> None:

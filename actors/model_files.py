@@ -10,13 +10,22 @@ from typing import Any
 
 import msgspec
 
+from actors.arguments import Arguments
 from actors.gguf_tokenizer import tokenizer_settings
 from kernels.gguf.description import describe, generation_defaults
-from kernels.gguf.header import GgufError, GgufHeader, read_header
+from kernels.gguf.header import GgufError, GgufHeader, read_header, read_text
 
-__all__ = ["ModelFiles", "ModelPathError", "resolve_model_file", "resolve_model_path"]
+__all__ = [
+    "ModelDownloadError",
+    "ModelFiles",
+    "ModelPathError",
+    "model_names",
+    "resolve_model_file",
+    "resolve_model_path",
+]
 
 _WEIGHT_PATTERNS = ["*.safetensors", "*.safetensors.index.json"]
+_LONGEST_NAME = 256  # characters
 _OTHER_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt", "tokenizer*"]
 
 _CHATML = (
@@ -36,6 +45,13 @@ _MOST = 1 << 31
 
 class ModelPathError(ValueError):
     """The model cannot be found or read; the message says what to do."""
+
+
+class ModelDownloadError(ModelPathError):
+    """The hub did not answer; a later start may find it."""
+
+
+_HEALING_STATUSES = (408, 429)
 
 
 def resolve_model_path(
@@ -81,7 +97,8 @@ def resolve_model_path(
             allow_patterns=_OTHER_PATTERNS + (_WEIGHT_PATTERNS if weights else []),
         )
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        raise ModelPathError(
+        kind = ModelDownloadError if _may_heal(error) else ModelPathError
+        raise kind(
             f"{argument} {model} is neither a directory here nor a repository that can be downloaded "
             f"({type(error).__name__}). Check the name, --revision, the network and HF_TOKEN, or download it first "
             "and give the directory."
@@ -109,10 +126,36 @@ def resolve_model_file(name: str, *, download_dir: str | None = None, argument: 
     try:
         return Path(hf_hub_download("/".join(parts[:2]), "/".join(parts[2:]), cache_dir=download_dir))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        raise ModelPathError(
+        kind = ModelDownloadError if _may_heal(error) else ModelPathError
+        raise kind(
             f"{argument} {name} is neither a file here nor one of a repository that can be downloaded "
             f"({type(error).__name__}). Check the name, the network and HF_TOKEN, or give the path of a file."
         ) from error
+
+
+def _may_heal(error: Exception) -> bool:
+    """Whether the hub may answer later. It says 401, 403 or 404 of repositories that are not there or not ours."""
+    response = getattr(error, "response", None)
+    if response is not None:
+        status = int(response.status_code)
+        return status >= 500 or status in _HEALING_STATUSES
+    return not isinstance(error, ValueError)
+
+
+def model_names(arguments: Arguments) -> tuple[str, ...]:
+    """The names of the model in the API: those of --served-model-name, else the model's path as it was given.
+
+    A GGUF file is known by its general.name, else by the file's name. What is wrong with the file is told when the
+    model is opened.
+    """
+    path = Path(arguments.model_path or "").expanduser()
+    if arguments.served_model_name or path.suffix.lower() != ".gguf":
+        return arguments.model_names
+    try:
+        name = (read_text(path, "general.name") or "").strip()
+    except GgufError:
+        name = ""
+    return (name if name.isprintable() and 0 < len(name) <= _LONGEST_NAME else path.stem,)
 
 
 def _header(file: Path) -> GgufHeader:

@@ -341,6 +341,17 @@ class WorkerLoaded(Message[WorkerEventsProtocol, None], frozen=True):
     epoch: int
 
 
+class LoadRefused(Message[WorkerEventsProtocol, None], frozen=True):
+    """The model cannot be loaded as the arguments ask; ``reason`` says what to change.
+
+    ``permanent``: a new start meets the same refusal. Otherwise it may find more free memory.
+    """
+
+    reason: str
+    permanent: bool
+    epoch: int
+
+
 class WorkerConfig(msgspec.Struct, frozen=True):
     """What a worker is started with. ``load_timeout``: seconds that loading the model may take."""
 

@@ -73,7 +73,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ``None`` means "the model's generation_config.json, else the field's neutral value".
     """
 
-    max_tokens: int | None = None  # None: up to the context length
+    max_tokens: int | None = None  # None: default_max_tokens, or less where the context ends before
+    default_max_tokens: int | None = None  # an API's own limit; None: up to the context length
     min_tokens: int = 0
     temperature: float | None = None  # 0 is greedy
     top_p: float | None = None

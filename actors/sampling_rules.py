@@ -179,12 +179,20 @@ def _check_number(name: str, value: object, low: float, high: float, remedy: str
 def _check_lengths(params: SamplingParams) -> None:
     if params.max_tokens is not None:
         _check_integer("max_tokens", params.max_tokens, 1, _INT32_MAX, "Leave it out to use the context that is left.")
+    if params.default_max_tokens is not None:
+        _check_integer("default_max_tokens", params.default_max_tokens, 1, _INT32_MAX, "Leave it out for no default.")
     _check_integer("min_tokens", params.min_tokens, 0, _INT32_MAX, "Leave it out for none.")
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         raise _invalid(
             "min_tokens",
             f"min_tokens ({params.min_tokens}) must be at most max_tokens ({params.max_tokens}). "
             "Lower min_tokens or raise max_tokens.",
+        )
+    if params.max_tokens is None and params.min_tokens > (params.default_max_tokens or _INT32_MAX):
+        raise _invalid(
+            "min_tokens",
+            f"min_tokens ({params.min_tokens}) needs max_tokens beside it: without, at most "
+            f"{params.default_max_tokens} tokens are generated. Lower min_tokens or send max_tokens.",
         )
 
 

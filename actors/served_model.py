@@ -76,7 +76,9 @@ class ServedModel:
         path = resolve_model_path(a.model_path, revision=a.revision, download_dir=a.download_dir)
         tokenizer_path: Path | None = None
         if a.tokenizer_path is not None:
-            tokenizer_path = resolve_model_path(a.tokenizer_path, download_dir=a.download_dir, weights=False)
+            tokenizer_path = resolve_model_path(
+                a.tokenizer_path, download_dir=a.download_dir, weights=False, argument="--tokenizer-path"
+            )
         self.files = ModelFiles(path, overrides=a.json_model_override_args, tokenizer_path=tokenizer_path)
         self.speculation = speculation(a, self.files)
         self.codec: TextCodec | None = None
@@ -120,14 +122,14 @@ class ServedModel:
         room = self.context_length - length
         if max_tokens is None or room < 1:
             return InvalidRequest(
-                f"The prompt has {length} tokens; this model's context is {self.context_length}, and at least one must "
-                "be left for the answer. Shorten the prompt.",
+                f"The prompt has {length} tokens; this model's maximum context length is {self.context_length} tokens, "
+                "and at least one must be left for the answer. Shorten the prompt.",
                 param="prompt",
                 code="context_length_exceeded",
             )
         return InvalidRequest(
-            f"{length} prompt tokens and max_tokens {max_tokens} are more than the context of {self.context_length}. "
-            f"Ask for at most {room} tokens.",
+            f"max_tokens {max_tokens} does not fit behind {length} prompt tokens; this model's maximum context length "
+            f"is {self.context_length} tokens. Ask for at most {room} tokens, or leave it out for what fits.",
             param="max_tokens",
             code="context_length_exceeded",
         )

@@ -14,12 +14,14 @@ Phase = Literal["starting", "ready", "draining", "failed", "stopped"]
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
-    """``progress`` of the start is 0 .. 1; ``stage`` names what it is busy with; ``error`` says why it failed."""
+    """``progress`` of the start is 0 .. 1; ``stage`` names what it is busy with; ``error`` says why it failed, and
+    ``permanent`` that a start with the same arguments fails again."""
 
     phase: Phase
     progress: float
     stage: str
     error: str | None = None
+    permanent: bool = False
 
 
 class Health(msgspec.Struct, frozen=True):

@@ -5,6 +5,7 @@ device's state by slot.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from actors.faults import FaultInjector
-from actors.protocol import Load, LoadProgress, Step, WorkerConfig, WorkerLoaded, WorkerProtocol
+from actors.protocol import Load, LoadProgress, LoadRefused, Step, WorkerConfig, WorkerLoaded, WorkerProtocol
 from actors.runtime import Actor, Answered, Later, RequestError, handles_in_thread
 from kernels.step import ModelInfo, RunnerConfig, StepResult
 from telemetry.worker_spans import TracedRow, WorkerSpan, forward_spans, guess_spans
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from kernels.runner import ModelRunner
 
 __all__ = ["StaleStep", "Worker"]
+
+_log = logging.getLogger("troupe.worker")
 
 
 class StaleStep(RequestError):
@@ -88,6 +91,14 @@ class Worker(Actor[WorkerProtocol]):
         timer.start()
         try:
             info = self._load(config, progress)
+        except Exception as error:
+            permanent = _is_permanent(error)
+            if permanent is None:
+                raise
+            _log.debug("The model was not loaded.", exc_info=error)
+            refused = LoadRefused(reason=str(error), permanent=permanent, epoch=message.epoch)
+            self.context.parent_tell(refused)
+            return
         finally:
             timer.cancel()
         self._epoch = message.epoch
@@ -164,6 +175,18 @@ def _guesses(spans: tuple[WorkerSpan, ...], result: StepResult) -> tuple[WorkerS
     drafted, produced = memoryview(result.drafted).cast("i"), memoryview(result.accepted).cast("i")
     accepted = sum(tokens - 1 for guesses, tokens in zip(drafted, produced, strict=True) if guesses and tokens)
     return guess_spans(spans, result.timing.draft, result.timing.run, sum(drafted), accepted)
+
+
+def _is_permanent(error: Exception) -> bool | None:
+    """Whether a refusal of the runner meets every later start too; None for an error that is no refusal."""
+    from kernels.load_error import LoadError
+    from kernels.models.config import ConfigError
+    from kernels.platforms.base import PlatformError
+    from kernels.sizing import CacheSizeError
+
+    if isinstance(error, CacheSizeError):
+        return False
+    return True if isinstance(error, ConfigError | LoadError | PlatformError) else None
 
 
 def _import_runner(config: WorkerConfig) -> type[ModelRunner]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.early import EarlyWorkers
-from actors.protocol import Load, LoadProgress, WorkerConfig, WorkerLoaded, WorkerProtocol
+from actors.protocol import Load, LoadProgress, LoadRefused, WorkerConfig, WorkerLoaded, WorkerProtocol
 from actors.runtime import ActorRef, ActorSystem, Backoff, ChildCrash, Event, EventKind, Message, Strategy, Supervision
 from kernels.step import ModelInfo
 
@@ -32,7 +32,8 @@ class WorkerGroup:
 
     ``early``: processes that the first life may begin with. ``configure``: the config of a rank. ``address``: a
     rendezvous (host:port) for all lives; else each gets a file in a folder that only this user may enter.
-    ``on_loaded``: called when every rank of a life has loaded, with what rank 0 says, and the epoch.
+    ``on_loaded``: called when every rank of a life has loaded, with what rank 0 says, and the epoch. ``on_refused``:
+    called when the first life cannot load the model, with the reason and whether it is permanent.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class WorkerGroup:
         configure: Callable[[int], WorkerConfig],
         on_progress: Callable[[str, float], None],
         on_loaded: Callable[[ModelInfo, int], None],
+        on_refused: Callable[[str, bool], None],
         early: EarlyWorkers | None = None,
     ) -> None:
         self.workers: list[ActorRef[WorkerProtocol]] = []
@@ -53,6 +55,7 @@ class WorkerGroup:
         self._configure = configure
         self._on_progress = on_progress
         self._on_loaded = on_loaded
+        self._on_refused = on_refused
         self._early = early
         self._epoch = -1
         self._running: dict[int, int] = {}  # rank -> incarnation of its process, of those since the last death
@@ -88,7 +91,7 @@ class WorkerGroup:
                 config=self._configure(rank),
                 environment=environment(rank),
                 events=partial(self._told, rank),
-                events_type=LoadProgress | WorkerLoaded,
+                events_type=LoadProgress | LoadRefused | WorkerLoaded,
                 supervision=Supervision(
                     strategy=Strategy.RESTART_GROUP,
                     max_restarts=max_restarts,
@@ -145,6 +148,11 @@ class WorkerGroup:
             self._loaded[rank] = message.info
             if len(self._loaded) == self._size:
                 self._on_loaded(self._loaded[0], self._epoch)
+        elif isinstance(message, LoadRefused) and message.epoch == self._epoch and rank in self._running:
+            if self._epoch == 0:
+                self._on_refused(message.reason, message.permanent)
+            else:  # it was loaded before: a restart may find its memory free again
+                self._system.crash_actor(self.workers[rank], ChildCrash(message.reason))
 
     # -- where the ranks of a life meet
 

@@ -18,6 +18,7 @@ from app.decoding import check_json_content
 from app.door import Application, Door
 from app.errors import ApiError, shutting_down
 from app.exchange import Exchange
+from app.greeting import first_steps
 from app.progress import ProgressReport
 from app.request_body import MAX_BODY
 from app.routes import Route, RouteTable
@@ -44,8 +45,9 @@ _LAST_CHUNK_SECONDS = 2.0
 class Troupe(Quart):
     """A Quart application around one engine.
 
-    ``failed`` is set when the engine could not start or gave up, and ``exit_code`` is then 1: whoever runs the server
-    ends the process. Under a plain ASGI server the application goes on and answers 503 with the reason.
+    ``failed`` is set when the engine could not start or gave up: whoever runs the server ends the process.
+    ``exit_code`` is then 2 for what no restart heals, such as a wrong model path, and 3 for everything else. Under a
+    plain ASGI server the application goes on and answers 503 with the reason.
     """
 
     def __init__(self, engine: Engine, arguments: Arguments) -> None:
@@ -54,6 +56,7 @@ class Troupe(Quart):
         self.arguments = arguments
         self.failed = asyncio.Event()
         self.exit_code = 0
+        self.url: str | None = None  # where clients on this machine find it, if that is known
         self.service = Service(engine, arguments, RouteTable(routes(arguments)))
         self.config["MAX_CONTENT_LENGTH"] = MAX_BODY
         self.config["BODY_TIMEOUT"] = BODY_TIMEOUT
@@ -111,11 +114,14 @@ class Troupe(Quart):
                 await warm_up(self.engine)
                 self.service.warm = True
             log.info("%s is ready after %.1f s", self.service.model_name, time.monotonic() - started)
+            if self.url is not None:
+                for line in first_steps(self.arguments, self.url, chats=self.engine.chats):
+                    log.info(line)
         while status.phase not in ("failed", "stopped"):
             await asyncio.sleep(_WATCH_SECONDS * 5)
             status = self.engine.status
         if status.phase == "failed":  # the engine has logged why
-            self.exit_code = 1
+            self.exit_code = 2 if status.permanent else 3
             self.failed.set()
 
     async def drain(self, timeout: float | None = None) -> bool:
@@ -126,14 +132,17 @@ class Troupe(Quart):
         self.engine.begin_drain()
         limit = self.arguments.shutdown_timeout if timeout is None else timeout
         complete = await self.engine.drain(limit)
-        await self._end_live()
+        await self._end_live(drained=complete)
         return complete
 
-    async def _end_live(self) -> None:
-        """Tell every live exchange that the server ends it, and wait a moment until it has told its client."""
+    async def _end_live(self, *, drained: bool = False) -> None:
+        """Tell every live exchange that the server ends it, and wait a moment until it has told its client.
+
+        ``drained``: the engine has finished their requests, and they only write their last bytes.
+        """
         ending = list(self.service.live)
         # A client that does not read is still there at a second signal, and when the server has stopped listening.
-        cut = sum(exchange.interruption is None and bool(exchange.stream_ids) for exchange in ending)
+        cut = sum(not drained and exchange.interruption is None and bool(exchange.stream_ids) for exchange in ending)
         for exchange in ending:
             exchange.interruption = shutting_down()
         if cut:

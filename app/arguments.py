@@ -63,11 +63,14 @@ def load_arguments(argv: Sequence[str] | None = None, environ: Mapping[str, str]
             for field in ("host", "port")
             if field in values
         )
+    names: tuple[str, ...] = values.get("served_model_name") or ()
+    if values.get("model_path") is None and any(Path(name).expanduser().exists() for name in names[1:]):
+        problems.append(f"--served-model-name takes several names and took {names[-1]}; give the model before it")
     if problems:
         raise ArgumentError(problems)
     if values.get("model_path") is None:
         values["model_path"] = str(MODEL_DIR)
-        values.setdefault("served_model_name", "understudy")
+        values.setdefault("served_model_name", ("understudy",))
     return Arguments(**_with_draft(values))
 
 

@@ -60,6 +60,13 @@ class Keyring:
             return self._tenants[self._demand(headers, self._user + self._admin)]
         return ""
 
+    def guards(self, level: Level) -> bool:
+        """Whether nothing of this server can be learned or done on ``level`` without a key.
+
+        What is public tells nothing of the server, and what the page's files lead to needs the key of a user.
+        """
+        return bool(self._user or (level is Level.ADMIN and self._admin))
+
     def _demand(self, headers: Iterable[tuple[bytes, bytes]], keys: tuple[bytes, ...]) -> int:
         """The place of the key that was given."""
         given = _given_keys(headers)

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-OK, USAGE, ENGINE_FAILED = 0, 2, 3
+log = logging.getLogger("troupe")
+
+OK, USAGE = 0, 2
 
 COMMANDS = ("serve", "dashboards", "help", "version")
 
@@ -31,7 +33,8 @@ COMMANDS = ("serve", "dashboards", "help", "version")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with these words (the process's own, when None) and return the exit status.
 
-    0 after an orderly stop, 2 for wrong arguments or an address that cannot be listened on, 3 when the engine failed.
+    0 after an orderly stop, 2 for what no restart heals (wrong arguments, a model that is not there or does not fit
+    them, an address that cannot be listened on), 3 when the engine failed otherwise.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     match words:
@@ -98,6 +101,7 @@ def _run_with(arguments: Arguments, early: EarlyWorkers) -> int:
 
     from app.application import create_app
     from app.collector import QUIET, QuietCollector
+    from app.greeting import exposure, url_of
     from app.server import configuration, listen, serve
 
     _configure_logging(arguments)
@@ -110,16 +114,29 @@ def _run_with(arguments: Arguments, early: EarlyWorkers) -> int:
             [f"cannot listen on {where}: {error.strerror or error}"], "Choose another --port or --host."
         )
 
-    async def run() -> bool:
+    bound = sockets.insecure_sockets[0]
+    if warning := exposure(arguments, bound):
+        log.warning(warning)
+
+    async def run() -> tuple[int, str]:
         app = create_app(arguments, early=early)
+        app.url = url_of(bound)
         with QuietCollector(lambda: len(app.service.live) <= QUIET).running():
-            return await serve(app, app, config, sockets)
+            await serve(app, app, config, sockets)
+        return app.exit_code, app.engine.status.error or ""
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return OK if runner.run(run()) else ENGINE_FAILED
+            status, reason = runner.run(run())
     except ArgumentError as error:  # what only the engine can know, such as an extra that is not installed
         return _usage_error(error.problems, "All arguments: troupe serve --help")
+    if status == USAGE:
+        for handler in log.handlers:
+            handler.flush()  # the reason comes last
+        return _usage_error([reason], "All arguments: troupe serve --help")
+    if status == OK:
+        log.info("The server has stopped in order.")
+    return status
 
 
 def _configure_logging(arguments: Arguments) -> None:

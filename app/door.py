@@ -8,15 +8,18 @@ import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from actors.runtime import current_traceparent
 from app.auth import Level
+from app.callers import Callers
 from app.custom_labels import custom_labels
 from app.errors import ApiError, shutting_down
 from app.exchange import Exchange, Send, current_request_id, is_label
 from app.request_body import Receive, RequestBody
 from app.routes import Route
+from app.wrong_paths import say_what_to_use
 from telemetry.log_lines import Event
 from telemetry.timeline import Outcome
 
@@ -42,6 +45,7 @@ class Door:
     def __init__(self, inner: Application, service: Service) -> None:
         self._inner = inner
         self._service = service
+        self._callers = Callers(service.arguments)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -109,6 +113,7 @@ class Door:
             if exchange.timeline is not None:
                 exchange.timeline.tenant = exchange.tenant
             if refusal is not None:
+                exchange.outcome = refusal.code or ""
                 await exchange.answer(refusal)
             else:
                 await self._inner(scope, body.receive, exchange.send)
@@ -133,24 +138,33 @@ class Door:
 
     def _refusal(self, scope: Scope, route: Route | None, exchange: Exchange) -> ApiError | None:
         service = self._service
-        method, path = scope["method"], scope["path"]
+        method, path, headers = scope["method"], scope["path"], scope["headers"]
         siblings = service.table.at(path)
         level = route.level if route is not None else siblings[0].level if siblings else Level.USER
+        if (origin := self._callers.origin(headers)) is not None:
+            exchange.grants = partial(self._callers.grants, origin)
+        keyed = service.keyring.guards(level)
+        # Probes come from load balancers under any name, and tell no more than whether the server works.
+        if route is None or route.tag != "probes" or level is not Level.PUBLIC:
+            refusal = self._callers.check_host(headers, keyed=keyed)
+            if refusal is not None:
+                return refusal
+        if method == "OPTIONS" and (answer := self._callers.preflight(headers)) is not None:
+            return answer
         try:
-            exchange.tenant = service.keyring.check(level, scope["headers"], scope.get("server"))
+            exchange.tenant = service.keyring.check(level, headers, scope.get("server"))
         except ApiError as error:
             return error
-        if _framed_twice(scope["headers"]):
+        if _framed_twice(headers):
             return ApiError(
                 400,
                 "The body's length is given twice, by Content-Length and by Transfer-Encoding; send one of them.",
                 code="invalid_framing",
                 headers={"Connection": "close"},
             )
-        if level is Level.ADMIN and any(
-            name == b"sec-fetch-site" and value == b"cross-site" for name, value in scope["headers"]
-        ):
-            return ApiError(403, "Admin routes do not answer pages of other sites.", code="cross_site")
+        refusal = self._callers.check_page(method, headers, keyed=keyed, admin=level is Level.ADMIN)
+        if refusal is not None:
+            return refusal
         if route is None and siblings:
             allowed = {"Allow": ", ".join(service.table.methods(path))}
             if method == "OPTIONS":
@@ -162,9 +176,7 @@ class Door:
                 headers=allowed,
             )
         if route is None:
-            return ApiError(
-                404, "There is nothing at this path; GET /openapi.json lists what there is.", code="not_found"
-            )
+            return ApiError(404, say_what_to_use(service.table, method, path), code="not_found")
         return None
 
     def _close_timeline(self, exchange: Exchange) -> None:

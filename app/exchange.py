@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from actors.streams import RequestStream
+from app.error_forms import encode_error
 from app.errors import ApiError
 from app.request_body import RequestBody
 from app.routes import Route
@@ -66,6 +67,7 @@ class Exchange:
         self.method = method
         self.path = path
         self.label = label  # the client's own id: echoed and logged, never a key
+        self.grants: Callable[[Iterable[bytes]], list[tuple[bytes, bytes]]] | None = None  # CORS, for an allowed page
         self.request_id = request_id
         self.tenant = ""  # whose API key it came with, where there are several
         self.started = time.monotonic()
@@ -132,13 +134,15 @@ class Exchange:
                 for name, value in message["headers"]
                 if not (name.lower() == b"connection" and self._http_version >= "2")
             ]
-            headers.append((b"x-request-id", self.request_id.encode()))
+            headers.append((b"x-request-id", (self.label or self.request_id).encode("latin-1")))
             if self.span is not None:
                 headers.append((b"traceparent", self.span.traceparent.encode()))
             if self.ignored:
                 headers.append((b"x-ignored-fields", self.ignored.encode("ascii")))
             if self.label is not None:
-                headers.append((b"x-client-request-id", self.label.encode("latin-1")))
+                headers.append((b"x-troupe-request-id", self.request_id.encode()))
+            if self.grants is not None:
+                headers += self.grants(name for name, _ in headers)
             message = {**message, "headers": headers}
         last = message["type"] == "http.response.body" and not message.get("more_body", False)
         if last and not self._body.over:
@@ -166,7 +170,7 @@ class Exchange:
         """A whole response that is an error."""
         self.error = error
         empty = error.status == 204
-        body = b"" if empty or self.method == "HEAD" else error.body()
+        body = b"" if empty or self.method == "HEAD" else encode_error(error, self.path, self.request_id)
         headers = [] if empty else [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         headers += [(name.lower().encode(), value.encode()) for name, value in error.headers().items()]
         await self._forward({"type": "http.response.start", "status": error.status, "headers": headers})

@@ -34,7 +34,7 @@ def serve_help(*, refused: bool = False, width: int | None = None) -> str:
         "Serves MODEL (without one, the small model in the box). Arguments may also come from the environment variable "
         "TROUPE_ARGS and from a YAML file (--config); the command line wins over the variable, and that over the file. "
         "Dashes in names may be underscores; a flag has a --no- form. Ends with status 0 after an orderly stop, 2 for "
-        "wrong arguments, 3 when the engine failed."
+        "what no restart heals (arguments, the model, the device), 3 when the engine failed otherwise."
     )
     lines = ["Usage: troupe serve [MODEL] [arguments]", "", *textwrap.wrap(intro, columns)]
     for group in dict.fromkeys(argument.group for argument in ARGUMENTS):

@@ -57,6 +57,9 @@ _NAMES = {
     },
 }
 
+_NEW_TOKENS = 128
+"""Of a request that asks for no number, in SGLang's API."""
+
 _MANY = Meta(max_length=LIMITS.prompts)
 
 
@@ -208,7 +211,8 @@ def _item(
         logprobs=logprobs,
         start=start if logprobs else None,
         params=SamplingParams(
-            max_tokens=128 if sampling.max_new_tokens is None else sampling.max_new_tokens,
+            max_tokens=sampling.max_new_tokens,
+            default_max_tokens=_NEW_TOKENS if sampling.max_new_tokens is None else None,
             min_tokens=sampling.min_new_tokens or 0,
             temperature=sampling.temperature,
             top_p=sampling.top_p,

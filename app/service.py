@@ -69,7 +69,12 @@ class Service:
 
     @property
     def model_name(self) -> str:
+        """The first of its names: that of logs and metrics."""
         return self.engine.model_name
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        return self.engine.model_names
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -77,13 +82,19 @@ class Service:
         told = (self.model_name, self.arguments.weight_version, self.arguments.dtype, self.arguments.revision)
         return "fp_" + hashlib.blake2s(repr(told).encode(), digest_size=5).hexdigest()
 
-    def check_model(self, name: str | None) -> None:
-        """404 for a model that is not the served one. No name, or the model's path, means the served one."""
-        if not name or name in (self.model_name, self.arguments.model_path):
-            return
+    def check_model(self, name: str | None) -> str:
+        """The name to answer under: the requested one, which may be the model's path; the first without any.
+
+        Raises 404 for a model that is not the served one.
+        """
+        if not name:
+            return self.model_name
+        if name in self.model_names or name == self.arguments.model_path:
+            return name
+        served = " or ".join(map(repr, self.model_names))
         raise ApiError(
             404,
-            f"The model {name[:128]!r} does not exist here; this server has {self.model_name!r}.",
+            f"The model {name[:128]!r} does not exist here; this server has {served}.",
             param="model",
             code="model_not_found",
         )

@@ -188,6 +188,12 @@ class Argument(msgspec.Struct, frozen=True, kw_only=True):
                 except (TypeError, ValueError, OverflowError):
                     raise self._wrong_type(given) from None
             case "words":
+                if text is not None and text.startswith("["):  # a JSON list, as vLLM's command lines have it
+                    try:
+                        given = json.loads(text)
+                    except (ValueError, RecursionError):
+                        raise self._wrong_type(given) from None
+                    text = None
                 parts = text.replace(",", " ").split() if text is not None else given
                 if not isinstance(parts, list | tuple):
                     raise self._wrong_type(given)

@@ -69,6 +69,7 @@ def contradictions(arguments: Arguments) -> list[str]:
     """A sentence for each pair of values that do not go together; none when all do."""
     return [
         *_needs(arguments),
+        *_callers(arguments),
         *_devices(arguments),
         *_shapes(arguments),
         *_metrics(arguments),
@@ -125,6 +126,29 @@ def _needs(arguments: Arguments) -> Iterator[str]:
     texts = [name for name in _OF_TEXTS if getattr(arguments, name) != _DEFAULTS[name]]
     if arguments.skip_tokenizer_init and texts:
         yield f"skip_tokenizer_init loads no tokenizer; leave it out, or {', '.join(texts)}"
+
+
+_HOST_NAME = re.compile(r"\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?|[0-9A-Fa-f:.]+")
+_ORIGIN = re.compile(r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^/?#\s]+/?")
+_TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+
+
+def _callers(arguments: Arguments) -> Iterator[str]:
+    """What a browser's pages may do."""
+    for host in arguments.allowed_hosts:
+        if not _HOST_NAME.fullmatch(host):
+            yield f"allowed_hosts: {host!r} is no name of a host; give it without scheme and port, such as llm.lan"
+    for origin in arguments.allowed_origins:
+        if not _ORIGIN.fullmatch(origin):
+            yield f"allowed_origins: {origin!r} is no origin; give scheme, name and port, such as http://localhost:3000"
+    for field in ("allowed_methods", "allowed_headers"):
+        for name in getattr(arguments, field):
+            if not _TOKEN.fullmatch(name):
+                yield f"{field}: {name!r} is no name; separate names by spaces"
+        if getattr(arguments, field) != ("*",) and not arguments.allowed_origins:
+            yield f"{field} needs allowed_origins"
+    if arguments.allow_credentials and (not arguments.allowed_origins or "*" in arguments.allowed_origins):
+        yield "allow_credentials needs allowed_origins, each by name: any page could use the credentials otherwise"
 
 
 _OF_PROMPTS = ("enable_piecewise_cuda_graph", "piecewise_cuda_graph_tokens", "piecewise_cuda_graph_max_tokens")

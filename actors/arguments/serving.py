@@ -22,6 +22,50 @@ SERVING_ARGUMENTS: tuple[Argument, ...] = (
         help="Address to listen on. 0.0.0.0 or :: listens on every interface: set --api-key then.",
     ),
     Argument(
+        name="allowed-hosts",
+        kind="words",
+        default=(),
+        group="HTTP server",
+        metavar="NAMES",
+        help="Names that a request's Host header may have beside IP addresses, localhost, the name of this machine and "
+        "that of --host; *.example.com stands for every name below example.com, * for every name. Without it the "
+        "header is checked only where no API key protects a path: a page whose name was bound to this server's address "
+        "has no key. With it the header is checked everywhere but at the probes.",
+    ),
+    Argument(
+        name="allowed-origins",
+        kind="words",
+        default=(),
+        group="HTTP server",
+        metavar="ORIGINS",
+        help="Pages of other origins that may call this server from a browser (CORS), such as http://localhost:3000; * "
+        "for all.",
+    ),
+    Argument(
+        name="allowed-methods",
+        kind="words",
+        default=("*",),
+        group="HTTP server",
+        metavar="METHODS",
+        help="Methods that pages of the allowed origins may use; * for all.",
+    ),
+    Argument(
+        name="allowed-headers",
+        kind="words",
+        default=("*",),
+        group="HTTP server",
+        metavar="NAMES",
+        help="Request headers that pages of the allowed origins may send; * for all, Authorization included.",
+    ),
+    Argument(
+        name="allow-credentials",
+        kind="flag",
+        default=False,
+        group="HTTP server",
+        help="Let pages of the allowed origins, each given by name, send cookies and the like, for a proxy in front "
+        "that asks for them. API keys need no such permission.",
+    ),
+    Argument(
         name="port",
         kind="int",
         default=8000,
@@ -138,12 +182,13 @@ SERVING_ARGUMENTS: tuple[Argument, ...] = (
     ),
     Argument(
         name="served-model-name",
-        kind="str",
+        kind="words",
         default=None,
-        default_text="the model path as given",
+        default_text="the model path as given; of a GGUF file its general.name, or the file's name",
         group="API",
-        metavar="NAME",
-        help="The model's name in the API.",
+        metavar="NAMES",
+        help="The model's names in the API. Requests may use any of them and are answered under the one they used; the "
+        "first is the name in metrics and logs.",
     ),
     Argument(
         name="weight-version",

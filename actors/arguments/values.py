@@ -37,6 +37,11 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
 
     host: str = "127.0.0.1"
     port: int = 8000
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
     fastapi_root_path: str = ""
     disable_page: bool = False
     skip_server_warmup: bool = False
@@ -49,7 +54,7 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
     api_key_file: str | None = None
     admin_api_key: str | None = None
     admin_api_key_file: str | None = None
-    served_model_name: str | None = None
+    served_model_name: tuple[str, ...] | None = None
     weight_version: str = "default"
     chat_template: str | None = None
     trust_request_chat_template: bool = False
@@ -207,8 +212,15 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def model_name(self) -> str:
-        """The model's name in the API; empty when neither a name nor a model was given."""
-        return self.served_model_name or self.model_path or ""
+        """The model's first name in the API; empty when neither a name nor a model was given."""
+        return self.model_names[0] if self.model_names else ""
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The model's names in the API, each once; those of a GGUF file come from the file."""
+        if self.served_model_name:
+            return tuple(dict.fromkeys(self.served_model_name))
+        return (self.model_path,) if self.model_path else ()
 
     @property
     def api_keys(self) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ __all__ = ["BlankProcess"]
 _BOOTSTRAP = """
 import signal
 signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
 import contextlib, importlib, json, os, socket, sys
 fd, other, parent = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 if sys.platform == "linux":
@@ -45,6 +46,9 @@ _ENTRY = __name__.rpartition(".")[0] + ".child"
 class BlankProcess:
     """Started at once, with ``environment`` added to its own; it imports ``modules`` and waits. An error of an import
     is dropped: the actor meets it again, and there it can be told.
+
+    It ignores SIGINT and SIGTERM: a terminal or a service manager sends them to the whole process group, and only the
+    parent decides when its children stop. SIGKILL follows the parent's own end.
 
     ``sock`` and ``thread_sock``: the parent's ends of its links. Raises OSError when no process can be started.
     """

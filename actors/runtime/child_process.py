@@ -86,9 +86,6 @@ class ChildProcess:
         self.link.close()
         self.thread_link.close()
 
-    def terminate(self) -> None:
-        self._process.terminate()
-
     def kill(self) -> None:
         self._process.kill()
 

@@ -22,7 +22,7 @@ from actors.runtime.wire import Death, LogLine, pack_header, unpack_error, write
 __all__ = ["ProcessIncarnation"]
 
 _KILL_AFTER = 1.0
-"""Seconds between SIGTERM and SIGKILL, and between the end of a child's link and SIGKILL."""
+"""Seconds between the end of a child's link and SIGKILL."""
 
 _STANDBY_PATIENCE = 10.0
 """Seconds that a standby may take to start, its imports mostly done, before a new process takes its place: it may have
@@ -171,9 +171,7 @@ class ProcessIncarnation(Incarnation):
         if child is None:
             return
         gone = self._gone
-        if not gone and self.stop_requested:
-            child.terminate()
-        elif not gone:
+        if not gone:
             child.kill()
         with anyio.move_on_after(_KILL_AFTER):
             await self._until(lambda: child.exited)

@@ -70,6 +70,7 @@ class Choice(msgspec.Struct, kw_only=True):
     finish_reason: Literal["stop", "length"]
     logprobs: CompletionLogprobs | None = None
     stop_reason: str | int | None = None
+    matched_stop: str | int | None = None
     prompt_logprobs: list[dict[str, Any] | None] | msgspec.UnsetType | None = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET
@@ -111,6 +112,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     finish_reason: Literal["stop", "length", "tool_calls"]
     logprobs: ChatLogprobs | None = None
     stop_reason: str | int | None = None
+    matched_stop: str | int | None = None
     token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET
 
 

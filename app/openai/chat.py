@@ -31,7 +31,7 @@ __all__ = ["chat_completions"]
 
 async def chat_completions(service: Service, exchange: Exchange, body: ChatRequest) -> Response:
     """Answer a conversation, at once or as a stream."""
-    service.check_model(body.model)
+    model = service.check_model(body.model)
     params = chat_params(body)
     names = chat_names(body)
     calls = _may_call(service, body)
@@ -58,7 +58,7 @@ async def chat_completions(service: Service, exchange: Exchange, body: ChatReque
             usage,
             identity=exchange.request_id,
             created=created,
-            model=service.model_name,
+            model=model,
             fingerprint=service.fingerprint,
             reader=reader,
         )
@@ -95,7 +95,7 @@ def _answer(
     return ChatAnswer(
         id=exchange.request_id,
         created=created,
-        model=service.model_name,
+        model=service.check_model(body.model),
         system_fingerprint=service.fingerprint,
         choices=[
             ChatChoice(
@@ -104,6 +104,7 @@ def _answer(
                 finish_reason=_finish_reason(choice, message),
                 logprobs=chat_logprobs(choice.logprobs, as_ids=as_ids) if body.logprobs else None,
                 stop_reason=choice.matched_stop,
+                matched_stop=choice.matched_stop,
                 token_ids=choice.token_ids if body.return_token_ids else msgspec.UNSET,
             )
             for index, choice in enumerate(collected)

@@ -84,7 +84,8 @@ def _finish(delta: Delta, reason: str | None = None) -> bytes:
     if delta.finish_reason is None:
         return b',"finish_reason":null}'
     told = b',"finish_reason":"' + (reason or delta.finish_reason).encode() + b'"'
-    return told + b',"stop_reason":' + _encode(delta.matched_stop) + b"}"
+    matched = _encode(delta.matched_stop)
+    return told + b',"stop_reason":' + matched + b',"matched_stop":' + matched + b"}"
 
 
 def _token_ids(delta: Delta, wanted: bool) -> bytes:

@@ -28,7 +28,7 @@ Prompt = str | list[int]
 
 async def completions(service: Service, exchange: Exchange, body: CompletionRequest) -> Response:
     """Continue texts, at once or as a stream. Choice ``j`` of prompt ``i`` has the index ``i * n + j``."""
-    service.check_model(body.model)
+    model = service.check_model(body.model)
     prompts = prompts_of(body.prompt)
     if body.suffix:
         prompts = [fill_in(service, prompt, body.suffix) for prompt in prompts]
@@ -61,7 +61,7 @@ async def completions(service: Service, exchange: Exchange, body: CompletionRequ
             usage,
             identity=exchange.request_id,
             created=created,
-            model=service.model_name,
+            model=model,
             fingerprint=service.fingerprint,
             echoes=echoes,
             choices=params.n,
@@ -117,7 +117,7 @@ def _answer(
     return CompletionAnswer(
         id=exchange.request_id,
         created=created,
-        model=service.model_name,
+        model=service.check_model(body.model),
         system_fingerprint=service.fingerprint,
         choices=[
             _choice(body, choice, echo, scored, number * len(choices) + index)
@@ -154,6 +154,7 @@ def _choice(body: CompletionRequest, choice: Collected, echo: str, scored: Any, 
         finish_reason="length" if choice.finish_reason == "length" else "stop",
         logprobs=logprobs,
         stop_reason=choice.matched_stop,
+        matched_stop=choice.matched_stop,
         prompt_logprobs=scored,
         token_ids=choice.token_ids if body.return_token_ids else msgspec.UNSET,
         prompt_token_ids=(

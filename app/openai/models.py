@@ -14,7 +14,8 @@ __all__ = ["ModelCard", "ModelList", "get_model", "list_models"]
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
-    """One model. ``root``: where it was read from; ``max_model_len``: tokens of prompt and answer together."""
+    """One name of the model. ``root``: its first name, never a path of the server; ``max_model_len``: tokens of prompt
+    and answer together."""
 
     id: str
     object: Literal["model"] = "model"
@@ -30,21 +31,20 @@ class ModelList(msgspec.Struct, kw_only=True):
     data: list[ModelCard]
 
 
-def _card(service: Service) -> ModelCard:
+def _card(service: Service, name: str) -> ModelCard:
     return ModelCard(
-        id=service.model_name,
+        id=name,
         created=service.created,
-        root=service.arguments.model_path or service.model_name,
+        root=service.model_name,
         max_model_len=service.engine.context_length or None,
     )
 
 
 async def list_models(service: Service, exchange: Exchange, body: None) -> Response:
-    """The served model."""
-    return json_response(ModelList(data=[_card(service)]))
+    """The served model, once for each of its names."""
+    return json_response(ModelList(data=[_card(service, name) for name in service.model_names]))
 
 
 async def get_model(service: Service, exchange: Exchange, name: str) -> Response:
-    """The served model, by its name."""
-    service.check_model(name)
-    return json_response(_card(service))
+    """The served model, by one of its names."""
+    return json_response(_card(service, service.check_model(name)))

@@ -27,6 +27,9 @@ __all__ = [
     "tools",
 ]
 
+_COMPLETION_TOKENS = 16
+"""Of a completion that asks for no number, in OpenAI's API."""
+
 _RESERVED_TEMPLATE_KEYS = frozenset(
     {
         "messages",
@@ -84,12 +87,14 @@ def _params(body: SamplingFields, *, max_tokens: int | None, logprobs: int | Non
 
 def completion_params(body: CompletionRequest) -> SamplingParams:
     """``max_tokens`` 0 (only with echo: score the prompt) runs one token, which the answer leaves out."""
-    max_tokens = 16 if body.max_tokens is None else body.max_tokens
+    max_tokens = body.max_tokens
     if max_tokens == 0:
         if not body.echo:
             raise invalid("max_tokens: 0 makes sense only with echo; ask for at least 1.", param="max_tokens")
         max_tokens = 1
     params = _params(body, max_tokens=max_tokens, logprobs=body.logprobs)
+    if max_tokens is None:
+        params = msgspec.structs.replace(params, default_max_tokens=_COMPLETION_TOKENS)
     if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
         params = msgspec.structs.replace(params, prompt_logprobs=body.logprobs)
     if body.stream and body.prompt_logprobs is not None:

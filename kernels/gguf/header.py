@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import mmap
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kernels.models.config import ConfigError
 
-__all__ = ["GgufError", "GgufHeader", "TensorInfo", "is_gguf", "read_header"]
+__all__ = ["GgufError", "GgufHeader", "TensorInfo", "is_gguf", "read_header", "read_text"]
+
+T = TypeVar("T")
 
 VERSIONS = (2, 3)
 MOST_NAMES = 1 << 24
@@ -62,7 +65,15 @@ def is_gguf(path: str | Path) -> bool:
 
 def read_header(path: str | Path) -> GgufHeader:
     """Raises GgufError. What is said of tensors is not yet held against the file's size: types tell their bytes."""
-    file = Path(path)
+    return _read(Path(path), lambda reader: reader.header())
+
+
+def read_text(path: str | Path, key: str) -> str | None:
+    """The text of one key, None without it. Reads no further than that key. Raises GgufError."""
+    return _read(Path(path), lambda reader: reader.text(key))
+
+
+def _read(file: Path, read: Callable[[_Reader], T]) -> T:
     try:
         with file.open("rb") as opened:
             if opened.read(4) != b"GGUF":
@@ -70,7 +81,7 @@ def read_header(path: str | Path) -> GgufHeader:
                     f"{file} is not a GGUF file; give a directory with config.json and *.safetensors, or a .gguf file"
                 )
             with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _Reader(file, data).header()
+                return read(_Reader(file, data))
     except OSError as error:
         raise GgufError(f"{file} cannot be read ({error}); check the path and its permissions") from error
     except UnicodeDecodeError as error:
@@ -84,7 +95,8 @@ class _Reader:
         self.size = len(data)
         self.at = 4
 
-    def header(self) -> GgufHeader:
+    def sizes(self) -> tuple[int, int]:
+        """How many tensors and keys there are."""
         version = self.scalar("I")
         if version not in VERSIONS:
             swapped = "; it was written for machines of the other byte order" if version & 0xFFFF == 0 else ""
@@ -92,7 +104,19 @@ class _Reader:
                 f"{self.path} is GGUF version {version}{swapped}; versions {' and '.join(map(str, VERSIONS))} are "
                 "read: convert the model again with a newer llama.cpp"
             )
-        tensors, keys = self.count("tensors", 24), self.count("keys", 13)
+        return self.count("tensors", 24), self.count("keys", 13)
+
+    def text(self, key: str) -> str | None:
+        _, keys = self.sizes()
+        for _ in range(keys):
+            name = self.string()
+            value = self.value(name, self.scalar("I"))
+            if name == key:
+                return value if isinstance(value, str) else None
+        return None
+
+    def header(self) -> GgufHeader:
+        tensors, keys = self.sizes()
         metadata: dict[str, Any] = {}
         for _ in range(keys):
             key = self.string()

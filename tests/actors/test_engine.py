@@ -495,3 +495,24 @@ async def test_a_start_that_fails_before_it_began_can_be_made_again(
 
 def _cannot_trace(*_: object) -> None:
     raise ValueError("no such exporter")
+
+
+async def test_an_answer_without_a_number_is_as_long_as_the_context_allows(engine: Engine) -> None:
+    prompt = [5] * (engine.context_length - 3)
+    for params, tokens in (
+        (SamplingParams(temperature=0, ignore_eos=True), 3),
+        (SamplingParams(temperature=0, ignore_eos=True, default_max_tokens=16), 3),
+        (SamplingParams(temperature=0, ignore_eos=True, default_max_tokens=2), 2),
+    ):
+        whole = (await collect(engine.generate(prompt, params)))[0]
+        assert (len(whole.token_ids), whole.finish_reason) == (tokens, "length")
+
+
+async def test_a_number_that_does_not_fit_is_refused_by_the_name_it_was_sent_with(engine: Engine) -> None:
+    prompt = [5] * (engine.context_length - 3)
+    with pytest.raises(InvalidRequest, match=r"^max_tokens 4 does not fit .* at most 3 tokens,") as refused:
+        await engine.generate(prompt, SamplingParams(max_tokens=4)).ready()
+    assert (refused.value.param, refused.value.code) == ("max_tokens", "context_length_exceeded")
+    with pytest.raises(InvalidRequest, match="The prompt has") as refused:
+        await engine.generate([5] * engine.context_length, SamplingParams(default_max_tokens=16)).ready()
+    assert refused.value.param == "prompt"

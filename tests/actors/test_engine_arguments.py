@@ -45,7 +45,7 @@ async def test_context_truncation_and_the_token_bound_of_the_door(tiny_model: Pa
 
 async def test_context_length_without_truncation(tiny_model: Path) -> None:
     async with engine(tiny_model, context_length=64) as e:
-        with pytest.raises(InvalidRequest, match="context is 64"):
+        with pytest.raises(InvalidRequest, match="maximum context length is 64"):
             await whole(e.generate("fox " * 100, GREEDY))
         with pytest.raises(InvalidRequest, match="at most 60 tokens"):
             await whole(e.generate([5] * 4, SamplingParams(max_tokens=61)))

@@ -33,6 +33,7 @@ GOOD = [
 BAD = [
     {"max_tokens": 0}, {"max_tokens": -1}, {"max_tokens": 2**31}, {"max_tokens": 1.5}, {"max_tokens": True},
     {"min_tokens": -1}, {"min_tokens": None}, {"min_tokens": 5, "max_tokens": 4},
+    {"min_tokens": 5, "default_max_tokens": 4},
     {"temperature": -0.1}, {"temperature": math.nan}, {"temperature": math.inf}, {"temperature": 101},
     {"temperature": "1"}, {"temperature": True}, {"temperature": 10**400},
     {"top_p": 0}, {"top_p": 1.01}, {"top_p": math.nan}, {"top_p": -math.inf}, {"top_p": "0.9"},

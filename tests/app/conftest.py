@@ -119,6 +119,7 @@ class FakeStream:
                     else None,
                     prompt_token_ids=tuple(ids) if step == 0 else None,
                     finish_reason=reason,
+                    matched_stop=self.engine.matched_stop if last else None,
                     usage=Usage(
                         prompt_tokens=len(ids),
                         completion_tokens=step + 1,
@@ -148,12 +149,14 @@ class FakeEngine:
 
     def __init__(self, arguments: Arguments | None = None) -> None:
         self.arguments = arguments or Arguments(
-            model_path="/models/fake", served_model_name="fake", skip_server_warmup=True
+            model_path="/models/fake", served_model_name=("fake",), skip_server_warmup=True
         )
-        self.model_name = self.arguments.model_name
+        self.model_names = self.arguments.model_names
+        self.model_name = self.model_names[0]
         self.model_info = None
         self.context_length = 4096
         self.vocab_size = 0x110000
+        self.chats = True
         self.generation_defaults: dict[str, Any] = {}
         self.registry = CollectorRegistry()
         self.timelines = Timelines()
@@ -165,8 +168,10 @@ class FakeEngine:
         self.metrics = EngineMetrics(self.registry, self.model_name, dict)
         self.status = EngineStatus(phase="ready", progress=1.0, stage="ready")
         self.start_error: str | None = None
+        self.permanent = False
         self.answer = list(ANSWER)
         self.acceptance: Acceptance | None = None
+        self.matched_stop: str | int | None = None
         self.step_seconds = 0.0
         self.gate: asyncio.Event | None = None
         self.gate_at = 0
@@ -187,7 +192,9 @@ class FakeEngine:
 
     async def start(self, *, wait: bool = True) -> None:
         if self.start_error is not None:
-            self.status = EngineStatus(phase="failed", progress=0.1, stage="weights", error=self.start_error)
+            self.status = EngineStatus(
+                phase="failed", progress=0.1, stage="weights", error=self.start_error, permanent=self.permanent
+            )
 
     async def aclose(self) -> None:
         self.closed = True
@@ -297,7 +304,7 @@ def make_application() -> Callable[..., Troupe]:
 
     def make(**keywords: Any) -> Troupe:
         arguments = Arguments(
-            **{"model_path": "/models/fake", "served_model_name": "fake", "skip_server_warmup": True, **keywords}
+            **{"model_path": "/models/fake", "served_model_name": ("fake",), "skip_server_warmup": True, **keywords}
         )
         return create_app(arguments, FakeEngine(arguments))
 

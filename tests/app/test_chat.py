@@ -39,6 +39,7 @@ async def test_an_answer_at_once(application, engine):
             "finish_reason": "stop",
             "logprobs": None,
             "stop_reason": None,
+            "matched_stop": None,
         }
     ]
     assert answer["usage"]["completion_tokens"] == 6

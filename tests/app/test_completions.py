@@ -35,7 +35,7 @@ async def test_prompts_in_every_form(application, engine, prompt, prompts):
     lengths = sum(len(p) for p in prompts)
     assert answer(data)["usage"]["prompt_tokens"] == lengths
     assert answer(data)["usage"]["completion_tokens"] == 6 * 2 * len(prompts)
-    assert engine.requests[0]["params"].max_tokens == 16
+    assert engine.requests[0]["params"].default_max_tokens == 16
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])

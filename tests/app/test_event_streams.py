@@ -103,7 +103,7 @@ async def streams(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Streams]:
 
 
 def request(path: str, method: str = "GET", version: str = "1.1") -> bytes:
-    return f"{method} {path} HTTP/{version}\r\nHost: x\r\n\r\n".encode()
+    return f"{method} {path} HTTP/{version}\r\nHost: localhost\r\n\r\n".encode()
 
 
 async def test_the_server_sends_pieces_past_h11(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:

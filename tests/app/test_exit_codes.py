@@ -12,8 +12,30 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.app.real_server import RealServer, running
+from tests.app.real_server import RealServer, running, serving
 from tests.waiting import PATIENCE
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["/no/such/model"], "--model-path /no/such/model does not exist"),
+        (["--dtype", "float16"], "dtype 'float16' is not supported on cpu"),  # a worker says so
+        (["--tp-size", "3"], "cannot be divided by --tensor-parallel-size 3"),  # and so do several
+    ],
+)
+def test_what_no_restart_heals_exits_with_two_and_no_traceback(
+    tmp_path: Path, arguments: list[str], reason: str
+) -> None:
+    server = serving(tmp_path / "log", *arguments, "--device", "cpu")
+    try:
+        assert server.process.wait(PATIENCE) == 2
+    finally:
+        server.stop()
+    lines = server.log.read_text().splitlines()
+    assert lines[-2].startswith("troupe: ")
+    assert reason in lines[-2]
+    assert not any("Traceback" in line or " died: " in line for line in lines)
 
 
 @pytest.mark.long

@@ -55,11 +55,12 @@ async def test_the_lifespan_does_not_wait_for_loading(application, engine):
     assert engine.closed
 
 
-async def test_a_failed_start_is_told_everywhere(application, engine):
-    engine.start_error = "weights are missing"
+@pytest.mark.parametrize(("permanent", "exit_code"), [(True, 2), (False, 3)])
+async def test_a_failed_start_is_told_everywhere(application, engine, permanent, exit_code):
+    engine.start_error, engine.permanent = "weights are missing", permanent
     async with application.test_app():
         await asyncio.wait_for(application.failed.wait(), PATIENCE)
-        assert application.exit_code == 1
+        assert application.exit_code == exit_code
         response, told = await get(application, "/ready")
         assert (response.status_code, told["error"]) == (503, "weights are missing")
         response, told = await get(application, "/health")

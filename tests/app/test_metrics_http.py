@@ -14,7 +14,7 @@ LOCAL = {"server": ("127.0.0.1", 8000)}
 
 
 def arguments(**values: object) -> Arguments:
-    return Arguments(model_path="/models/fake", served_model_name="fake", skip_server_warmup=True, **values)
+    return Arguments(model_path="/models/fake", served_model_name=("fake",), skip_server_warmup=True, **values)
 
 
 async def test_without_metrics_their_path_says_so():

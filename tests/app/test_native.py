@@ -34,7 +34,7 @@ async def test_one_text(application, engine, method):
     assert meta["id"] == "mine"
     assert meta["finish_reason"] == {"type": "stop", "matched": None}
     assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (2, 6, 1)
-    assert engine.requests[0]["params"].max_tokens == 128
+    assert engine.requests[0]["params"].default_max_tokens == 128
 
 
 async def test_a_batch_answers_with_a_list(application, engine):

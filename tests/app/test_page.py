@@ -77,7 +77,7 @@ async def test_a_strict_policy_comes_with_each_file(application, path):
 
 
 async def test_the_files_need_no_key_and_tell_nothing(make_application):
-    application = make_application(api_key="user-key", served_model_name="secret-model")
+    application = make_application(api_key="user-key", served_model_name=("secret-model",))
     response, page = await get(application, "/")
     assert response.status_code == 200
     assert b"secret-model" not in page

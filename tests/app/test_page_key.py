@@ -30,7 +30,9 @@ def locked_server() -> Iterator[str]:
     address, stop = Future[str](), threading.Event()
 
     async def serve() -> None:
-        arguments = Arguments(model_path="/models/fake", served_model_name="fake", api_key=KEY, skip_server_warmup=True)
+        arguments = Arguments(
+            model_path="/models/fake", served_model_name=("fake",), api_key=KEY, skip_server_warmup=True
+        )
         server = Server()
         address.set_result(await server(create_app(arguments, FakeEngine(arguments))))
         await asyncio.to_thread(stop.wait)

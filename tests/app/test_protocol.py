@@ -38,7 +38,7 @@ async def test_a_hang_up_right_behind_the_request_is_seen(application, engine, s
     for body in (b'{"prompt":"x","stream":' + stream + b"}", b'{"text":["x","y"],"stream":' + stream + b"}"):
         _, writer = await asyncio.open_connection(host, int(port))
         path = b"/generate" if b"text" in body else b"/v1/completions"
-        writer.write(b"POST " + path + b" HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
+        writer.write(b"POST " + path + b" HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\n")
         writer.write(b"Content-Length: %d\r\n\r\n" % len(body) + body)
         writer.close()
     await until(lambda: sum(" disconnect " in record.getMessage() for record in caplog.records) == 2)
@@ -99,7 +99,7 @@ async def stalled(url: str) -> AsyncIterator[None]:
     """A client that asks for a long stream and stops reading near its beginning."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]), limit=1024)
     body = msgspec.json.encode({**BODY, "stream": True})
-    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\n"
     head += f"Content-Length: {len(body)}"
     writer.write(f"{head}\r\n\r\n".encode() + body)
     await writer.drain()
@@ -201,7 +201,7 @@ async def test_a_body_that_does_not_arrive(application, serve):
     url = await serve(application)
     reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
     writer.write(
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
+        b"POST /v1/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
     )
     async with asyncio.timeout(PATIENCE):
         head = await reader.readuntil(b"\r\n\r\n")

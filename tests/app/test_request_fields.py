@@ -93,8 +93,8 @@ def test_each_field_is_itself() -> None:
 
 def test_what_is_left_out_is_left_to_the_engine() -> None:
     assert chat() == SamplingParams()
-    assert completion() == SamplingParams(max_tokens=16)
-    assert native({}) == SamplingParams(max_tokens=128)
+    assert completion() == SamplingParams(default_max_tokens=16)
+    assert native({}) == SamplingParams(default_max_tokens=128)
 
 
 @pytest.mark.parametrize(

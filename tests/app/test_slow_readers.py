@@ -39,8 +39,8 @@ async def never_reads(url: str, body: dict[str, object]) -> socket.socket:
     loop = asyncio.get_running_loop()
     await loop.sock_connect(taken, ("127.0.0.1", int(url.rpartition(":")[2])))
     data = msgspec.json.encode(body)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
-    await loop.sock_sendall(taken, f"{head}\r\n\r\n".encode() + data)
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    await loop.sock_sendall(taken, f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
     return taken
 
 

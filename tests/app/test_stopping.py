@@ -85,6 +85,24 @@ def test_sigterm_under_load_ends_what_is_left_at_the_deadline_and_exits_zero(tmp
     assert f"stops before {len(readers)} of its requests have ended" in (tmp_path / "log").read_text()
 
 
+def test_sigterm_to_the_whole_group_is_an_orderly_stop(tmp_path: Path, tiny_model: Path) -> None:
+    """A service manager signals every process of the group: only the server itself acts on it."""
+    with running(tmp_path / "log", str(tiny_model), *SMALL) as server:
+        reader = Reader(server)
+        blocking_until(lambda: len(reader.events) > 3, "the stream does not run")
+        children = family(server)
+        assert children
+        for process in children:
+            process.send_signal(signal.SIGTERM)
+        server.process.send_signal(signal.SIGTERM)
+        assert reader.end() == (None, "[DONE]")
+        assert server.process.wait(PATIENCE) == 0
+        gone(children)
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert not [line for line in lines if " ERROR " in line or " WARNING " in line]
+    assert lines[-1].endswith("troupe: The server has stopped in order.")
+
+
 def test_a_draining_server_refuses_and_a_second_signal_still_tells_every_stream(
     tmp_path: Path, tiny_model: Path
 ) -> None:

@@ -166,7 +166,7 @@ async def test_marks_are_read_where_they_are_special_tokens(application, engine)
     [({}, {}), ({"tools": TOOLS, "tool_choice": "none"}, {}), ({"tools": TOOLS}, {"tool_call_parser": "off"})],
 )
 async def test_without_tools_or_parser_all_is_text(fields, options, stream: bool) -> None:
-    arguments = Arguments(model_path="/models/fake", served_model_name="fake", skip_server_warmup=True, **options)
+    arguments = Arguments(model_path="/models/fake", served_model_name=("fake",), skip_server_warmup=True, **options)
     engine = FakeEngine(arguments)
     engine.answer = pieces("Look: ", OSLO)
     _, data = await post(create_app(arguments, engine), {**BODY, **fields, "stream": stream})

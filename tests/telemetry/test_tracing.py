@@ -40,7 +40,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 def arguments(model: Path, **keywords: Any) -> Arguments:
     options: dict[str, Any] = {
         "model_path": str(model),
-        "served_model_name": "tiny",
+        "served_model_name": ("tiny",),
         "dtype": "float32",
         "cpu_threads": 1,
         "max_running_requests": 4,

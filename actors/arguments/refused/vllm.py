@@ -51,13 +51,6 @@ VLLM: tuple[Refusal, ...] = (
     *family("HTTP server", "Unix sockets are not listened on", "use --host 127.0.0.1", values={"uds": None}),
     *family(
         "HTTP server",
-        "pages of other origins are named, not their methods and headers",
-        "leave it out",
-        flags=("allow-credentials",),
-        values={"allowed-methods": '["*"]', "allowed-headers": '["*"]'},
-    ),
-    *family(
-        "HTTP server",
         "the bounds of a request's head are fixed",
         _OUT,
         values={"h11-max-incomplete-event-size": None, "h11-max-header-count": None},

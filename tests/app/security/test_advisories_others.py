@@ -25,7 +25,7 @@ def test_s7_cve_2026_105755_a_clients_id_is_a_label_only(target: Target) -> None
     first = target.post("/v1/completions", {"prompt": "once", "max_tokens": 3, "rid": "same"}, headers=labelled)
     second = target.post("/v1/completions", {"prompt": "lazy dog", "max_tokens": 3, "rid": "same"}, headers=labelled)
     assert first.json()["id"] != second.json()["id"]
-    assert first.headers["x-request-id"] != second.headers["x-request-id"]
+    assert first.headers["x-troupe-request-id"] != second.headers["x-troupe-request-id"]
 
 
 async def test_s7_cve_2026_112266_an_id_aborts_what_it_names_as_a_whole(make_application: Any) -> None:

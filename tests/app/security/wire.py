@@ -13,7 +13,7 @@ from tests.waiting import PATIENCE
 
 __all__ = ["HEAD", "connected", "read_all", "statuses", "unharmed"]
 
-HEAD = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nx-api-key: user-key\r\nContent-Type: application/json\r\n"
+HEAD = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nx-api-key: user-key\r\nContent-Type: application/json\r\n"
 
 
 @contextlib.contextmanager
