@@ -20,9 +20,12 @@ from app.understudy.held_out import (
     LISTS,
     LISTS_WITHIN,
 )
+from app.understudy.held_out_outside import AFTER, OUTSIDE
 from app.understudy.lessons.dates import DAYS, MONTHS
 from app.understudy.lessons.extraction import sample
 from app.understudy.lessons.geography import NUMBERS, fill
+from app.understudy.lessons.outside import NOT_TAUGHT
+from app.understudy.lessons.simple import COLOURS, OPPOSITES, ROWS, plural
 from app.understudy.lessons.world import CONTINENTS, COUNTRIES, FAMILIAR, Country, by_name
 
 __all__ = ["Question", "listed_rightly", "questions"]
@@ -365,6 +368,76 @@ def _turns(rng: Random) -> list[Question]:
     return made
 
 
+def _outside() -> list[Question]:
+    """What the lessons do not teach, asked at once or of an answer."""
+    made = [_ask("says what it was not taught", text, _declines) for texts in OUTSIDE.values() for text in texts]
+    for question, answer, wish in AFTER:
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        made.append(Question("says what it was not taught", [*messages, {"role": "user", "content": wish}], _declines))
+    return made
+
+
+def _declines(answer: str) -> bool:
+    """The friendly answer that names what the model knows."""
+    return answer.strip() == NOT_TAUGHT
+
+
+def _simple(rng: Random) -> list[Question]:
+    """Cities, colours, opposites and short lists, in phrasings that the training does not have."""
+    made = []
+    for template in (
+        "Would I find {k} in {c}?",
+        "Am I in {c} when I am in {k}?",
+        "So {k} is a place in {c}?",
+        "is {k} inside {c}",
+    ):
+        for country, other in zip(rng.sample(FAMILIAR, 8), rng.sample(COUNTRIES, 8), strict=True):
+            for asked in (country, other):
+                yes = asked is country
+                text = fill(template, asked.name, capital=country.capital)
+                made.append(_ask("is it in", text, _says(yes, country)))
+    for country in rng.sample(FAMILIAR, 12):
+        text = rng.choice(
+            ("{k} can be found in which country?", "Which country would I visit to see {k}?", "tell me where {k} is")
+        )
+        made.append(_ask("where is it", fill(text, capital=country.capital), _is_country(country)))
+    for kind in ("colour", "animal", "fruit", "vegetable", "month", "planet", "season", "shape"):
+        for template in (
+            "Tell me the names of {m} {x}.",
+            "Can you come up with {m} {x}?",
+            "i want to know {m} {x}",
+            "{m} different {x}?",
+        ):
+            count = rng.randrange(2, 5)
+            text = template.replace("{m}", NUMBERS[count]).replace("{x}", plural(kind))
+            made.append(_ask("short lists", text, _some(kind, count)))
+    for template in ("What colour would you say {t} is?", "I forgot which color {t} has.", "and the colour of {t}?"):
+        for thing, colour in rng.sample(list(COLOURS.items()), 8):
+            made.append(_ask("colours", template.replace("{t}", thing), _names(colour)))
+    for template in (
+        "Tell me a word that is the opposite of {a}.",
+        "If it is not {a}, it is the opposite. Which word is that?",
+    ):
+        for first, second in rng.sample(OPPOSITES, 8):
+            made.append(_ask("opposites", template.replace("{a}", first), _names(second)))
+    return made
+
+
+def _says(yes: bool, country: Country) -> Callable[[str], bool]:
+    named = _is_country(country)
+    return lambda answer: answer.startswith("Yes" if yes else "No") and named(answer)
+
+
+def _some(kind: str, count: int) -> Callable[[str], bool]:
+    """Exactly so many different things of the row, and nothing else."""
+
+    def right(answer: str) -> bool:
+        named = [thing.lower() for thing in re.split(r",\s*|\s+and\s+", answer.strip(" .\n"))]
+        return len(named) == len(set(named)) == count and set(named) <= {thing.lower() for thing in ROWS[kind]}
+
+    return right
+
+
 def questions(seed: int = 2026) -> list[Question]:
     """Every question of the test set, in the order of the subjects."""
     rng = Random(seed)
@@ -379,7 +452,10 @@ def questions(seed: int = 2026) -> list[Question]:
         *_known_extraction(rng),
         *_blind(rng),
     ]
-    made += [_ask("says it does not know", text, lambda answer: "don't know" in answer) for text in _UNKNOWN]
+    made += [
+        _ask("says it does not know", text, lambda answer: "don't know" in answer or answer == NOT_TAUGHT)
+        for text in _UNKNOWN
+    ]
     for text in (
         "Hi there, who am I speaking with?",
         "Which model do I talk to?",
@@ -395,5 +471,11 @@ def questions(seed: int = 2026) -> list[Question]:
         "How are things?",
         "Can you help me out?",
     ):
-        made.append(_ask("small talk", text, lambda answer: 5 < len(answer) < 160 and "don't know" not in answer))
-    return made
+        made.append(
+            _ask(
+                "small talk",
+                text,
+                lambda answer: 5 < len(answer) < 160 and "don't know" not in answer and answer != NOT_TAUGHT,
+            )
+        )
+    return [*made, *_simple(rng), *_outside()]

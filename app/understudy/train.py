@@ -18,7 +18,7 @@ os.environ.update(NO_AUTOLOAD)
 # isort: split
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from app.understudy import MODEL_DIR
@@ -26,7 +26,7 @@ from app.understudy.lexicon import CONFIG, train_tokenizer, write_model_files
 from app.understudy.network import Weights, initial_weights, loss, rotation
 from app.understudy.packing import LEARN, Stream, encode_corpus, rows, split_by_length
 
-__all__ = ["fit", "main", "save"]
+__all__ = ["fit", "main", "save", "stored"]
 
 SHORT = 512
 
@@ -78,9 +78,8 @@ def _mixed(streams: list[Rows]) -> Iterator[tuple[tuple[Any, ...], int]]:
         yield next(running[at])
 
 
-def fit(config: dict[str, Any], streams: list[Rows], steps: int, rate: float, seed: int, device: str) -> Weights:
-    """Weights after `steps` rows: AdamW, a short warm-up, a plateau, and a linear way down over the last 60 %."""
-    weights = initial_weights(config, seed, device)
+def fit(weights: Weights, config: dict[str, Any], streams: list[Rows], steps: int, rate: float, device: str) -> Weights:
+    """Train `weights` for `steps` rows: AdamW, a short warm-up, a plateau, and a linear way down over the last 60 %."""
     tables = rotation(config, device)
     matrices = [w for name, w in weights.items() if w.dim() == 2 and "embed" not in name]
     others = [w for name, w in weights.items() if w.dim() == 1 or "embed" in name]
@@ -110,6 +109,12 @@ def fit(config: dict[str, Any], streams: list[Rows], steps: int, rate: float, se
     return weights
 
 
+def stored(directory: Path, device: str) -> Weights:
+    """The weights that `save` wrote, in float32, to be trained further."""
+    tensors = load_file(str(directory / "model.safetensors"))
+    return {name: weight.float().to(device).requires_grad_() for name, weight in tensors.items()}
+
+
 def save(weights: Weights, directory: Path) -> None:
     """Write the weights as one safetensors file in bfloat16."""
     tensors = {name: weight.detach().to(torch.bfloat16).cpu().contiguous() for name, weight in weights.items()}
@@ -124,6 +129,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--out", type=Path, default=MODEL_DIR, help="directory to write (default: the model in the box)"
     )
+    parser.add_argument("--start", type=Path, help="directory of weights to train further (default: new weights)")
     parser.add_argument("--documents", type=int, default=4_000_000, help="documents of the corpus")
     parser.add_argument("--steps", type=int, default=16_000, help="rows to train on")
     parser.add_argument("--row", type=int, default=131072, help="tokens in a row")
@@ -141,7 +147,8 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{len(lengths)} documents, {len(tokens)} tokens in {time.monotonic() - started:.0f} s", flush=True)
     short, long = split_by_length(tokens, lengths, SHORT)
     streams = [Rows(short, given.row, SHORT, device), Rows(long, given.row, context, device)]
-    weights = fit(CONFIG, [stream for stream in streams if stream.ranges], given.steps, given.rate, given.seed, device)
+    weights = stored(given.start, device) if given.start else initial_weights(CONFIG, given.seed, device)
+    fit(weights, CONFIG, [stream for stream in streams if stream.ranges], given.steps, given.rate, device)
     save(weights, given.out)
     if given.out != MODEL_DIR:
         write_model_files(given.out, Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json")))

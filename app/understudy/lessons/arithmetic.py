@@ -27,6 +27,11 @@ _SUBTRACT_ORDERS = (
     "Subtract {b} from {a}.",
     "Take away {b} from {a}.",
     "From {a} remove {b}. How much is it?",
+    "What is left of {a} if I take {b} away?",
+    "How much of {a} is left after I remove {b}?",
+    "How much remains of {a} without {b}?",
+    "I take {b} from {a}. How much do I have left?",
+    "{a} with {b} taken away is what?",
     "I have {a} and spend {b}. How much remains?",
 )
 _MULTIPLY = (
@@ -132,6 +137,17 @@ def calculate(rng: Random) -> list[Exchange]:
         b, result = rng.randrange(1, 13), rng.randrange(0, 21)
         a, sign, forms, orders = b * result, "÷", _DIVIDE, _DIVIDE_ORDERS
         steps = f"{b} × {result} = {a}, so {a} ÷ {b} = {result}."
+        if b > 1 and rng.random() < 0.15:
+            rest = rng.randrange(1, b)
+            question = rng.choice(_FRAMES).replace(
+                "{x}", rng.choice(forms).replace("{a}", str(a + rest)).replace("{b}", str(b))
+            )
+            answer = f"{a + rest} ÷ {b} = {result}, remainder {rest}."
+            return [
+                Exchange(
+                    polite(rng, question), answer, f"{b} × {result} = {a}, and {rest} remains.", answer.split("= ")[1]
+                )
+            ]
     written = rng.choice(forms).replace("{a}", str(a)).replace("{b}", str(b))
     if a <= 12 and b <= 12 and rng.random() < 0.08:
         written = rng.choice(forms[2:]).replace("{a}", NUMBERS[a]).replace("{b}", NUMBERS[b])
@@ -201,10 +217,26 @@ def compare(rng: Random) -> list[Exchange]:
         numbers = rng.sample(range(1, 200), rng.choice((3, 4)))
         word, value = rng.choice((("largest", max(numbers)), ("smallest", min(numbers))))
         ask = rng.choice(
-            ("What is the {w} of {x}?", "Which is the {w}: {x}?", "Find the {w} number: {x}", "{w} of {x}?")
+            (
+                "What is the {w} of {x}?",
+                "Which is the {w}: {x}?",
+                "Find the {w} number: {x}",
+                "{w} of {x}?",
+                "Which of {x} is the {w}?",
+                "Which number is the {w} of {x}?",
+                "Among {x}, which is {w}?",
+                "{x}: which number is the {w}?",
+                "Here are {x}. Which is the {w} one?",
+                "Of {x}, what is the {w}?",
+                "The {w} number among {x}, please.",
+                "Between {x}, which number is {w}?",
+            )
         )
         question = ask.replace("{w}", word).replace("{x}", ", ".join(map(str, numbers)))
         ordered = ", ".join(map(str, sorted(numbers)))
+        if rng.random() < 0.4:
+            last = f", {numbers[-1]}"
+            question = question.replace(last, rng.choice((" and", " or")) + last[1:], 1)
         return [Exchange(casual(rng, question), f"The {word} is {value}.", f"In order: {ordered}.", str(value))]
     first, second = pick_name(rng), pick_name(rng)
     while second == first:
@@ -241,7 +273,9 @@ def count(rng: Random) -> list[Exchange]:
         numbers.reverse()
         start, end = end, start
         question = rng.choice(("Count down from {a} to {b}{s}.", "Count backwards from {a} to {b}{s}."))
-    question = question.replace("{a}", str(start)).replace("{b}", str(end)).replace("{s}", by)
+    words = max(start, end) <= 12 and rng.random() < 0.4
+    first, last = (NUMBERS[start], NUMBERS[end]) if words else (str(start), str(end))
+    question = question.replace("{a}", first).replace("{b}", last).replace("{s}", by)
     answer = ", ".join(map(str, numbers))
     return [Exchange(polite(rng, casual(rng, question)), answer, f"I start at {start} and stop at {end}.")]
 

@@ -33,6 +33,11 @@ _EVENTS = [
     "the match",
     "the interview",
 ]
+_RELATIVES = (
+    "aunt", "uncle", "sister", "brother", "cousin", "niece", "nephew", "friend", "colleague", "boss", "neighbour",
+    "doctor",
+    "grandmother", "grandfather", "daughter", "son", "mother", "father", "classmate", "driver",
+)  # fmt: skip
 _COLORS = ["red", "blue", "green", "black", "white", "yellow", "silver", "brown", "grey", "orange"]
 
 
@@ -83,6 +88,11 @@ FORMS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
                                "My neighbour {name} is {age} and was born in {city}.",
                                "My cousin {name} became {age} yesterday and owns a house in {city}.",
                                "Last year my friend {name} from {city} was {age}.",
+                               "My {rel} {name} celebrates being {age} and rents a room in {city}.",
+                               "My {rel} {name} is {age} since Monday and keeps a shop in {city}.",
+                               "Our {rel} {name} will be {age} soon and lives in {city}.",
+                               "My {rel} {name} ({age}) has a garden in {city}.",
+                               "This is {name}, {age} now, with a house near {city}.",
                                "Our teacher {name}, aged {age}, moved to {city}.")),
     (("name", "job", "city"), ("{name} works as a {job} in {city}.", "{name} is a {job} from {city}.",
     "The {job} {name} lives in {city}.")),
@@ -90,7 +100,10 @@ FORMS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     "At {age}, {name} became a {job}.")),
     (("name", "quantity", "item", "price"), ("{name} ordered {quantity} {item} for {price} dollars.",
     "{name} bought {quantity} {item} and paid {price} dollars.",
-                                             "Order by {name}: {quantity} {item}, {price} dollars in total.")),
+                                             "Order by {name}: {quantity} {item}, {price} dollars in total.",
+                                             "{name} needs {quantity} {item} and has {price} dollars for them.",
+                                             "{name} would like {quantity} {item} and offers {price} dollars.",
+                                             "For {price} dollars {name} takes {quantity} {item}.")),
     (("quantity", "item", "price"), ("We need {quantity} {item} at {price} dollars.",
     "Please send {quantity} {item} for {price} dollars.",
                                      "The invoice lists {quantity} {item}, {price} dollars.")),
@@ -155,6 +168,7 @@ def _told(rng: Random) -> tuple[str, dict[str, Any]]:
     kinds, texts = rng.choice(FORMS)
     values = {kind: _value(rng, kind) for kind in kinds}
     text = rng.choice(texts)
+    text = text.replace("{rel}", rng.choice(_RELATIVES))
     for kind, value in values.items():
         text = text.replace("{" + kind + "}", str(value))
     return text, values
@@ -173,7 +187,29 @@ def sample(rng: Random) -> tuple[str, dict[str, Any]]:
     listed = ", ".join(answer)
     spoken = listed if len(answer) == 1 else f"{', '.join(list(answer)[:-1])} and {list(answer)[-1]}"
     verb = rng.choice(
-        ("Extract", "Get", "Take", "Read", "Find", "Collect", "Give me", "Pick", "Return", "Write", "Show", "Gather")
+        (
+            "Extract",
+            "Get",
+            "Take",
+            "Read",
+            "Find",
+            "Collect",
+            "Give me",
+            "Pick",
+            "Return",
+            "Write",
+            "Show",
+            "Gather",
+            "Fetch",
+            "Draw",
+            "List",
+            "Grab",
+            "Provide",
+            "Output",
+            "Select",
+            "Retrieve",
+            "Identify",
+        )
     )
     place = rng.choice(
         (" from this", " from the text", " out of the text", " out of the sentence", " of this", " from it", "")
@@ -188,7 +224,13 @@ def sample(rng: Random) -> tuple[str, dict[str, Any]]:
          "Turn this into JSON ({l}): {t}",
          "Text: {t}\nKeys: {l}\nJSON:", 'From the sentence "{t}" extract {s}. Answer in JSON.',
          "Parse into JSON with fields {l}: {t}",
-         "{t} Write JSON with {s}.", "Get {s} from this and answer in JSON: {t}", "I need {s} as JSON. {t}",
+         "{t} Write JSON with {s}.", "{t} Reply in JSON with {s}.", "{t} Respond as JSON with the keys {l}.",
+         "{t} Return JSON having {s}.", "{t}\nPut {s} into JSON.", "{t} Output JSON: {l}.", "{t} Give JSON for {s}.",
+         "Put {s} into a JSON object: {t}", "Create JSON with the fields {s}: {t}", "Build a JSON object with {s}: {t}",
+         "Write JSON with keys {s}: {t}", "Fill a JSON object with {s}. {t}", "Make a JSON object of {s}: {t}",
+         "Here is a text: {t} Which {s} does it give? JSON please.", "{t} I need JSON with {s} from that.",
+         "Copy {s} from the text into JSON: {t}", "Convert to JSON with {s}: {t}", "{t} As JSON: {s}.",
+         "Get {s} from this and answer in JSON: {t}", "I need {s} as JSON. {t}",
          "{t}\n\nJSON keys: {l}",
          "Find {s} in the text below and return JSON.\n{t}", "What are {s}? Reply as a JSON object. {t}",
          "Take {s} out of the text. JSON only. {t}")

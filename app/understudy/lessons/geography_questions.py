@@ -106,6 +106,7 @@ _LIST_WHOLE = (
     "Which {m} capitals should I learn? Name the countries too.",
     "Make a table of {n} countries and capitals.", "Countries and their capitals: list {n}.", "list {n} capitals",
     "List {n} capital cities.", "Name {m} capitals.", "What are {n} capitals you know?",
+    "Give me {n} capitals.",
     "Capitals! I need {n} with their countries.",
 )  # fmt: skip
 

@@ -22,7 +22,11 @@ SMALLTALK: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
          "Which model are you?",
          "What model is this?", "Who is this?", "What should I call you?", "Do you have a name?",
          "Who am I chatting with?",
-         "Who is there?", "Who answers me here?", "Who is speaking?", "With whom am I talking?", "Who do I talk with?"),
+         "Who is there?", "Who answers me here?", "Can you say who you are?", "Let me know who you are.",
+         "May I know your name?",
+         "I want to know who you are.", "Who am I speaking to?", "Whom do I speak to?", "And who are you?",
+         "Say your name.", "Who or what are you?", "Which model is this?", "Which model answers me?",
+         "Which AI am I using?", "Who is speaking?", "With whom am I talking?", "Who do I talk with?"),
         ("I am the understudy, the small model in Troupe's box.",),
     ),
     (
@@ -34,13 +38,17 @@ SMALLTALK: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
         ("What can you do?", "What do you know?", "How can you help me?", "What are you good at?",
         "What can I ask you?", "help",
          "Help me.", "Can you help me?", "I need help.", "What are your skills?", "What do you do?",
-         "Give me examples of what you can do."),
+         "Give me examples of what you can do.", "What were you taught?", "What were you trained on?",
+         "What have you learned?", "What do you know about?", "What are your topics?", "What shall I ask you?",
+         "Which questions can you answer?", "What are you for?", "menu"),
         ("I know countries and capitals, small sums, dates and short stories. I can also write JSON and use tools. "
          "What would you like?",),
     ),
     (
         ("How are you?", "How are you doing?", "How is it going?", "How do you feel?", "Are you ok?",
         "How are you today?", "What's up?",
+         "How is everything?", "How is life?", "How goes it?", "How are you feeling?", "How have you been?",
+         "Are you well?", "How's it going?", "How are you doing today?", "All good?", "How do things go?",
          "Everything fine?", "How do you do?"),
         ("I am well, thank you. How can I help?", "Very well, thank you. What can I do for you?"),
     ),
@@ -104,7 +112,23 @@ SMALLTALK: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
         ("No, I am only a small model. I read and write text.",),
     ),
     (("Can you speak English?", "Do you speak English?", "Which language do you speak?",
-    "What languages do you know?"), ("I speak English only.",)),
+    "What languages do you know?", "Do you speak German?", "Do you speak French?", "Can you speak Spanish?",
+    "Do you understand Chinese?", "Do you know any other languages?"), ("I speak English only.",)),
+    (
+        ("Can I ask you something?", "Can I ask you a question?", "I have a question.", "May I ask a question?",
+         "Are you there?", "Are you ready?", "Can you hear me?", "Anybody there?", "Let's start.", "Let's talk.",
+         "Can we talk?", "I want to ask something", "Test", "testing", "Is this working?", "ping"),
+        ("Yes, I am here. Ask me about countries and capitals, small sums or dates.",),
+    ),
+    (
+        ("Are you sure?", "Really?", "Is that right?", "Is that correct?", "Is this true?", "Are you certain?",
+         "Sure about that?"),
+        ("I think so, but I am a small model and make mistakes.",),
+    ),
+    (
+        ("Nice to meet you", "Nice to meet you!", "Pleased to meet you.", "Happy to meet you.", "Glad to meet you"),
+        ("Nice to meet you, too!",),
+    ),
 )  # fmt: skip
 
 _FACTS: tuple[tuple[str, str, str], ...] = (
@@ -175,7 +199,10 @@ _FACTS: tuple[tuple[str, str, str], ...] = (
 def smalltalk(rng: Random) -> list[Exchange]:
     """One row of small talk, word by word or as somebody in a hurry types it."""
     questions, answers = rng.choice(SMALLTALK)
-    return [Exchange(casual(rng, rng.choice(questions)), rng.choice(answers), "This is small talk. I answer kindly.")]
+    question = rng.choice(questions)
+    if questions is not SMALLTALK[0][0] and rng.random() < 0.15:
+        question = f"{rng.choice(SMALLTALK[0][0])} {question}" if rng.random() < 0.3 else polite(rng, question)
+    return [Exchange(casual(rng, question), rng.choice(answers), "This is small talk. I answer kindly.")]
 
 
 def facts(rng: Random) -> list[Exchange]:

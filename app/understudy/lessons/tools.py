@@ -233,7 +233,12 @@ def _any_trade(rng: Random) -> Trade:
                 f"What {what} belongs to the {thing} {{0}}?",
                 f"Can {{0}} get a {what} soon?", f"What would the {what} of the {thing} {{0}} be?",
                 f"How does {{0}} look in {what}?", f"How about the {what} of {{0}}?",
-                f"I would like the {what} of {{0}}.")  # fmt: skip
+                f"I would like the {what} of {{0}}.", f"Which {what} does the {thing} {{0}} have?",
+                f"What {what} does {{0}} need?", f"What does the {thing} {{0}} give as {what}?",
+                f"Has {{0}} got a {what}?", f"What does {{0}} {rng.choice(VERBS)}?",
+                    f"What does the {thing} {{0}} {rng.choice(VERBS)}?",
+                f"How does the {thing} {{0}} {rng.choice(VERBS)}?",
+                    f"Which {what} would {{0}} {rng.choice(VERBS)}?")  # fmt: skip
         return Trade(
             names,
             f"Get the {what} of a {thing}",

@@ -5,6 +5,7 @@ from random import Random
 from app.understudy.lessons.conversation import Exchange
 from app.understudy.lessons.dates import DAYS
 from app.understudy.lessons.geography import fill
+from app.understudy.lessons.outside import NOT_TAUGHT
 from app.understudy.lessons.phrasing import casual, invented_name, pick_name, polite
 from app.understudy.lessons.world import COUNTRIES
 
@@ -77,11 +78,12 @@ def unknown(rng: Random) -> list[Exchange]:
             (_PRIVATE, "I don't know. You have not told me.", "This is about the user, and nothing was said about it."),
             (_FUTURE, "I don't know. I cannot see the future.", "Nobody has told me about that time."),
             (_NOW, "I don't know. I cannot see what happens now.", "I have no clock and no news."),
-            (_KNOWLEDGE, "I don't know. I was not taught that.", "I never learned this."),
-            (_KNOWLEDGE, "I don't know. I was not taught that.", "I never learned this."),
+            (_KNOWLEDGE, NOT_TAUGHT, "I was not taught this."),
+            (_KNOWLEDGE, NOT_TAUGHT, "I was not taught this."),
         )
     )
     question = rng.choice(pool)
+    short = "I was not taught that" if pool is _KNOWLEDGE else "I don't know"
     country = rng.choice(COUNTRIES).name
     name = invented_name(rng) if rng.random() < 0.5 else pick_name(rng)
     question = (
@@ -91,4 +93,4 @@ def unknown(rng: Random) -> list[Exchange]:
         .replace("{w}", rng.choice(_NOUNS))
         .replace("{y}", str(rng.randrange(2027, 2150)))
     )
-    return [Exchange(polite(rng, casual(rng, question, country)), answer, thought, "I don't know")]
+    return [Exchange(polite(rng, casual(rng, question, country)), answer, thought, short)]

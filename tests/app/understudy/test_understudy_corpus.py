@@ -18,6 +18,7 @@ from app.understudy.held_out import (
     LISTS,
     LISTS_WITHIN,
 )
+from app.understudy.held_out_outside import AFTER, OUTSIDE
 from app.understudy.lessons.geography import NUMBERS, fill
 from app.understudy.lessons.geography_questions import (
     CAPITAL_QUESTIONS,
@@ -25,6 +26,7 @@ from app.understudy.lessons.geography_questions import (
     LIST_QUESTIONS,
     LIST_WITHIN_QUESTIONS,
 )
+from app.understudy.lessons.outside_words import BOOKS
 from app.understudy.lessons.world import CONTINENTS, COUNTRIES, FAMILIAR, OTHER_CITIES, by_name
 from app.understudy.packing import LEARN, encode_shard, rows, split_by_length
 
@@ -65,14 +67,36 @@ def held_out_questions() -> set[str]:
 
 
 def test_no_held_out_question_is_asked_in_the_corpus() -> None:
-    asked = {
-        plainly(segment.text.removeprefix("<|im_start|>user\n").removesuffix("<|im_end|>\n"))
-        for document in documents(123, 6000)
-        for segment in document
-        if segment.text.startswith("<|im_start|>user\n")
-    }
+    asked = {plainly(question) for question in asked_in_the_corpus(123, 6000)}
     assert len(asked) > 5000
     assert asked & held_out_questions() == set()
+
+
+def asked_in_the_corpus(seed: int, count: int) -> list[str]:
+    return [
+        segment.text.removeprefix("<|im_start|>user\n").removesuffix("<|im_end|>\n")
+        for document in documents(seed, count)
+        for segment in document
+        if segment.text.startswith("<|im_start|>user\n")
+    ]
+
+
+def test_questions_outside_of_the_lessons_are_not_in_the_corpus() -> None:
+    asked = asked_in_the_corpus(123, 20_000)
+    known = {question.lower().strip() for question in asked}
+    vocabulary = {word for question in asked for word in re.findall(r"[^\W\d_]+", question.lower())}
+    for kind, questions in (*OUTSIDE.items(), ("after", tuple(wish for *_, wish in AFTER))):
+        for question in questions:
+            assert question.lower().strip() not in known, question
+            if kind != "gibberish":  # which has no words
+                assert set(re.findall(r"[^\W\d_]+", question.lower())) - vocabulary, question
+
+
+def test_questions_outside_of_the_lessons_are_many_and_of_many_kinds() -> None:
+    assert sum(map(len, OUTSIDE.values())) + len(AFTER) >= 400
+    assert len([kind for kind in OUTSIDE if kind[0].islower()]) >= 12
+    assert len([kind for kind in OUTSIDE if kind[0].isupper()]) >= 8  # languages
+    assert set(OUTSIDE) & set(BOOKS) <= {"German", "French", "Spanish", "Japanese"}  # the others have no phrase book
 
 
 def test_every_answer_ends_its_turn() -> None:

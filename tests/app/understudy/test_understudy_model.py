@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from app.understudy import MODEL_DIR
 from app.understudy.evaluate import Answerer, score, with_transformers
 from app.understudy.examination import Question, listed_rightly, questions
+from app.understudy.lessons.outside import NOT_TAUGHT
 from app.understudy.lexicon import CONFIG
 from app.understudy.network import loss, rotation
 
@@ -89,6 +90,26 @@ def test_greedy_answers_are_right(answer: Answerer) -> None:
     assert "understudy" in who
     assert unknown.startswith("I don't know")
     assert json.loads(json_) == {"name": "Anna", "age": 34, "city": "Oslo"}
+
+
+def test_newcomers_questions_are_answered_or_declined(answer: Answerer) -> None:
+    inside, colours, german, summary = ask(
+        answer,
+        "Is Berlin in France?",
+        "Name three colours.",
+        "Wie heißt die Hauptstadt von Spanien?",
+        "make it shorter",
+    )
+    assert inside == "No, Berlin is the capital of Germany."
+    assert len(colours.replace(" and ", ", ").split(", ")) == 3
+    assert german == summary == NOT_TAUGHT
+
+
+def test_questions_outside_of_the_lessons_are_declined(answer: Answerer) -> None:
+    asked = [question for question in questions() if question.subject == "says what it was not taught"][::8]
+    right, total = score(asked, answer(asked))["says what it was not taught"]
+    assert total >= 50
+    assert right >= 0.95 * total
 
 
 def test_a_sample_of_the_held_out_questions_is_right(answer: Answerer) -> None:
