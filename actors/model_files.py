@@ -31,6 +31,8 @@ _LLAMA_3 = (
 _TEMPLATES = {"chatml": _CHATML, "llama-3-instruct": _LLAMA_3}
 """Built in, for models that bring none; by SGLang's names. Each is the format that its models were trained in."""
 
+_MOST = 1 << 31
+
 
 class ModelPathError(ValueError):
     """The model cannot be found or read; the message says what to do."""
@@ -151,6 +153,10 @@ class ModelFiles:
             self.tokenizer_config = tokenizer_settings(own.metadata)
         else:
             self.tokenizer_config = self._read("tokenizer_config.json", base=self.tokenizer_path)
+        for number in (self.context_length, self.vocab_size):
+            if number > _MOST:
+                raise ModelPathError(f"config.json: a size of {number} is beyond {_MOST}; is the file damaged?")
+        self.eos_token_ids()
 
     def _read(self, name: str, *, required: bool = False, base: Path | None = None) -> dict[str, Any]:
         file = (base or self.path) / name
@@ -163,30 +169,41 @@ class ModelFiles:
             return {}
         try:
             return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
-        except (msgspec.DecodeError, OSError) as error:
+        except (msgspec.DecodeError, OSError, RecursionError) as error:
             raise ModelPathError(f"{file} cannot be read as a JSON object: {error}") from error
 
     @property
     def context_length(self) -> int:
         """Tokens a sequence may have, by config.json."""
-        value = self.config.get("max_position_embeddings") or 2048
-        return int(value)
+        return self._number("max_position_embeddings") or 2048
 
     @property
     def vocab_size(self) -> int:
-        return int(self.config.get("vocab_size", 0))
+        return self._number("vocab_size")
 
     @property
     def architecture(self) -> str:
         names = self.config.get("architectures") or ["unknown"]
-        return str(names[0])
+        return str(names[0] if isinstance(names, list) else names)
+
+    def _number(self, key: str) -> int:
+        """A size that config.json states, 0 where it does not."""
+        value = self.config.get(key)
+        if value is None:
+            return 0
+        if type(value) is not int or value < 0:
+            raise ModelPathError(f"config.json: {key} must be a whole number, and is {str(value)[:80]!r}")
+        return value
 
     def eos_token_ids(self) -> tuple[int, ...]:
         """Ids that end a sequence: generation_config.json's, else config.json's."""
         value = self.generation_config.get("eos_token_id", self.config.get("eos_token_id"))
         if value is None:
             return ()
-        return tuple(int(v) for v in value) if isinstance(value, list) else (int(value),)
+        ids = value if isinstance(value, list) else [value]
+        if not all(type(number) is int for number in ids):
+            raise ModelPathError(f"eos_token_id must be a token id or a list of them, and is {str(value)[:80]!r}")
+        return tuple(ids)
 
     def chat_template(self, override: str | None) -> str | None:
         """The template's text: ``override`` (a file, the name of one of the model's or of ours, or Jinja text), the
@@ -194,7 +211,11 @@ class ModelFiles:
         named: dict[str, str] = {}
         template = self.tokenizer_config.get("chat_template")
         if isinstance(template, list):
-            named = {str(t["name"]): str(t["template"]) for t in template if "name" in t and "template" in t}
+            named = {
+                str(t["name"]): str(t["template"])
+                for t in template
+                if isinstance(t, dict) and {"name", "template"} <= t.keys()
+            }
             template = named.get("default")
         file = self.tokenizer_path / "chat_template.jinja"
         if file.is_file():

@@ -83,26 +83,6 @@ class Placement(msgspec.Struct, frozen=True):
         return added | {name: value for name, value in defaults.items() if name not in environ}
 
 
-def place(arguments: Arguments, environ: Mapping[str, str]) -> Placement:
-    """The device that the arguments ask for, or the best that is there. Looks at files only: it must not import torch.
-
-    Raises ArgumentError when the environment's simulator cannot be understood, or the device that is there cannot do
-    what is asked for.
-    """
-    found = _place(arguments, environ)
-    if arguments.enable_deterministic_inference and found.device != "cuda":
-        raise ArgumentError(
-            f"enable_deterministic_inference: the device that is here, {found.device}, has no kernels for it; leave it "
-            "out, or use a GPU (device cuda)"
-        )
-    if found.device == "cpu":
-        try:
-            chosen_isa({**environ, **_isa_variable(arguments)})
-        except IsaError as error:
-            raise ArgumentError(f"{ISA_VARIABLE if arguments.cpu_isa is None else 'cpu_isa'}: {error}") from None
-    return found
-
-
 def _isa_variable(arguments: Arguments) -> dict[str, str]:
     """The variable as the argument sets it; empty where the environment decides."""
     return {} if arguments.cpu_isa is None else {ISA_VARIABLE: arguments.cpu_isa}
@@ -121,6 +101,21 @@ def heeded(arguments: Arguments, placement: Placement) -> Arguments:
         ", ".join(ignored),
     )
     return msgspec.structs.replace(arguments, **ignored)
+
+
+def place(arguments: Arguments, environ: Mapping[str, str]) -> Placement:
+    """The device that the arguments ask for, or the best that is there. Looks at files only: it must not import torch.
+
+    Raises ArgumentError when the environment's simulator cannot be understood, or the device that is there cannot do
+    what is asked for.
+    """
+    found = _place(arguments, environ)
+    if found.device == "cpu":
+        try:
+            chosen_isa({**environ, **_isa_variable(arguments)})
+        except IsaError as error:
+            raise ArgumentError(f"{ISA_VARIABLE if arguments.cpu_isa is None else 'cpu_isa'}: {error}") from None
+    return found
 
 
 def _place(arguments: Arguments, environ: Mapping[str, str]) -> Placement:

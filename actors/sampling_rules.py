@@ -160,15 +160,20 @@ def _is_number(value: object) -> TypeGuard[float]:
         return False
 
 
+def _given(value: object) -> str:
+    """What the caller gave, where it is a number of a reasonable length."""
+    return f"; you gave {value}" if _is_number(value) and abs(value) < 1e20 else ""
+
+
 def _check_integer(name: str, value: object, low: int, high: int, remedy: str) -> None:
     if not _is_integer(value) or not low <= value <= high:
-        raise _invalid(name, f"{name} must be an integer from {low} to {high}. {remedy}")
+        raise _invalid(name, f"{name} must be an integer from {low} to {high}{_given(value)}. {remedy}")
 
 
 def _check_number(name: str, value: object, low: float, high: float, remedy: str, *, above: bool = False) -> None:
     if not _is_number(value) or not low <= value <= high or (above and value == low):
         bounds = f"more than {low:g} and at most {high:g}" if above else f"from {low:g} to {high:g}"
-        raise _invalid(name, f"{name} must be a finite number {bounds}. {remedy}")
+        raise _invalid(name, f"{name} must be a finite number {bounds}{_given(value)}. {remedy}")
 
 
 def _check_lengths(params: SamplingParams) -> None:
@@ -223,7 +228,9 @@ def _check_strings(name: str, strings: object, most: int, longest: int) -> None:
         if not text:
             raise _invalid(name, f"{name} holds an empty string. Leave it out.")
         if len(text) > longest:
-            raise _invalid(name, f"{name} holds a string of {len(text)} characters; at most {longest} are allowed.")
+            raise _invalid(
+                name, f"{name} holds a string of {len(text)} characters; at most {longest} are allowed. Shorten it."
+            )
         try:
             text.encode()
         except UnicodeEncodeError:

@@ -175,7 +175,7 @@ def _view(service: Service, route: Route) -> Callable[..., Awaitable[Response]]:
         if not (route.optional_body and not declared and "Transfer-Encoding" not in headers):
             check_json_content(headers.get("Content-Type", ""), headers.get("Content-Encoding", ""))
         data = await _read_body()
-        body = service.decode(data or b"{}" if route.optional_body else data, route.body, route)
+        body = service.decode(data or b"{}" if route.optional_body else data, route.body, route, exchange)
         del data
         return await route.handler(service, exchange, body)
 

@@ -6,11 +6,12 @@ import functools
 import logging
 import re
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from app.errors import ApiError, invalid
+from app.mistakes import find_mistake
 
 __all__ = ["UnknownFields", "check_depth", "check_json_content", "check_size", "decode", "shallow_objects"]
 
@@ -24,8 +25,8 @@ MAX_OPENINGS = 1 << 18
 
 _shallow = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _shallow_list = msgspec.json.Decoder(list[dict[str, msgspec.Raw] | None])
-_AT = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
-_MISSING = re.compile(r"missing required field `(?P<name>\w+)`")
+_FREE_FORM = frozenset({"messages", "tools", "chat_template_kwargs", "tool_choice"})
+"""Fields whose numbers are the client's own: they stay as they are written."""
 
 
 def check_json_content(content_type: str, content_encoding: str) -> None:
@@ -53,16 +54,19 @@ def decode(data: bytes, kind: type[Body]) -> tuple[Body, Mapping[str, msgspec.Ra
             f"The body holds more than {MAX_OPENINGS} brackets and braces; split the request.", code="too_many_values"
         )
     try:
-        return _decoder(kind).decode(data), _shallow.decode(data)
-    except msgspec.ValidationError as error:
-        message, path = explain(str(error))
-        raise invalid(message, param=path or None, code="invalid_type") from None
+        fields = _shallow.decode(data)
+        try:
+            return _decoder(kind).decode(data), fields
+        except msgspec.ValidationError as error:
+            return _decode_leniently(data, kind, str(error)), fields
+    except msgspec.ValidationError:  # of the body as such: it is not an object
+        raise invalid("The body: must be a JSON object.", code="invalid_type") from None
     except msgspec.DecodeError as error:
         raise invalid(f"The body is not valid JSON: {error}.", code="invalid_json") from None
     except UnicodeDecodeError:
         raise invalid("The body is not valid JSON: it is not UTF-8.", code="invalid_json") from None
     except RecursionError:
-        raise invalid(f"The body is nested more than {MAX_DEPTH} levels deep.", code="too_deep") from None
+        raise invalid(f"The body is nested more than {MAX_DEPTH} levels deep. Flatten it.", code="too_deep") from None
 
 
 def shallow_objects(raw: msgspec.Raw | None, param: str) -> list[dict[str, msgspec.Raw]]:
@@ -83,19 +87,28 @@ def shallow_objects(raw: msgspec.Raw | None, param: str) -> list[dict[str, msgsp
     return []
 
 
-def explain(text: str, prefix: str = "") -> tuple[str, str]:
-    """msgspec's sentence as ours, and the path of the field: ``Expected `str` ...`` and ``messages[0].role``."""
-    found = _AT.search(text)
-    path = found.group("path") if found else ""
-    sentence = text[: found.start()] if found else text
-    missing = _MISSING.search(sentence)
-    if missing:
-        path = f"{path}.{missing.group('name')}" if path else missing.group("name")
-        sentence = "this field is required"
-    path = f"{prefix}{path}" if path else prefix.rstrip(".")
-    sentence = sentence.replace("`", "'")
-    sentence = sentence[:1].lower() + sentence[1:]
-    return (f"{path}: {sentence}." if path else f"The body: {sentence}."), path
+def _decode_leniently(data: bytes, kind: type[Body], error: str) -> Body:
+    """A body that is not ``kind`` to the letter: whole floats count as integers. Raises :class:`ApiError`."""
+    body = msgspec.json.decode(data)
+    if "got `float`" in error:
+        body = {name: value if name in _FREE_FORM else _with_integers(value) for name, value in body.items()}
+        try:
+            return msgspec.convert(body, kind, str_keys=True)
+        except msgspec.ValidationError as again:
+            error = str(again)
+    mistake = find_mistake(error, kind, body)
+    raise invalid(mistake.message, param=mistake.path or None, code=mistake.code) from None
+
+
+def _with_integers(value: Any) -> Any:
+    """The same JSON with integers in place of whole floats."""
+    if isinstance(value, float):
+        return int(value) if value.is_integer() and abs(value) < 2**64 else value
+    if isinstance(value, list):
+        return [_with_integers(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _with_integers(item) for name, item in value.items()}
+    return value
 
 
 def check_depth(value: object, param: str, limit: int = MAX_DEPTH) -> None:
@@ -111,14 +124,16 @@ def check_depth(value: object, param: str, limit: int = MAX_DEPTH) -> None:
         if not deeper:
             return
         level = deeper
-    raise invalid(f"{param}: nested more than {limit} levels deep.", param=param, code="too_deep")
+    raise invalid(f"{param}: nested more than {limit} levels deep. Flatten it.", param=param, code="too_deep")
 
 
 def check_size(value: object, param: str, limit: int) -> None:
     """Raise 400 when free-form JSON has more than ``limit`` bytes."""
     size = len(msgspec.json.encode(value))
     if size > limit:
-        raise invalid(f"{param}: has {size} bytes as JSON; at most {limit} are read.", param=param, code="too_large")
+        raise invalid(
+            f"{param}: has {size} bytes as JSON; at most {limit} are read. Shorten it.", param=param, code="too_large"
+        )
 
 
 class UnknownFields:

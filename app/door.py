@@ -199,6 +199,7 @@ class Door:
                     "request_id": exchange.request_id,
                     "label": exchange.label,
                     "tokens": None if tokens is None else f"{tokens[0]}+{tokens[1]}",
+                    "ignored": exchange.ignored or None,
                 },
                 details={
                     "method": exchange.method,

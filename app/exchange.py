@@ -75,6 +75,7 @@ class Exchange:
         self.custom_labels: dict[str, Value] = {}  # of the metrics of its requests
         self.error: ApiError | None = None  # the answer, where it is one
         self.outcome = ""  # what ended it, when that is not the status: "disconnect", "stalled", an error's code
+        self.ignored = ""  # the fields of the body that have no effect, for the client and the log
         self.tokens: tuple[int, int] | None = None  # prompt, completion
         self.interruption: ApiError | None = None  # why the server aborts it, set before the abort
         self.closed = asyncio.Event()
@@ -134,6 +135,8 @@ class Exchange:
             headers.append((b"x-request-id", self.request_id.encode()))
             if self.span is not None:
                 headers.append((b"traceparent", self.span.traceparent.encode()))
+            if self.ignored:
+                headers.append((b"x-ignored-fields", self.ignored.encode("ascii")))
             if self.label is not None:
                 headers.append((b"x-client-request-id", self.label.encode("latin-1")))
             message = {**message, "headers": headers}

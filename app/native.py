@@ -63,7 +63,8 @@ async def generate(service: Service, exchange: Exchange, body: GenerateRequest) 
     for item, stream in zip(batch.items, streams, strict=True):
         if item.start is not None and item.start >= stream.prompt_tokens:
             raise invalid(
-                f"logprob_start_len: {item.start} is not within the prompt of {stream.prompt_tokens} tokens.",
+                f"logprob_start_len: {item.start} is not within the prompt of {stream.prompt_tokens} tokens. Lower it."
+                " -1 is for no scores of the prompt.",
                 param="logprob_start_len",
             )
     answers = _Answers(service, exchange, body, batch, [stream.request_id for stream in streams])

@@ -29,7 +29,7 @@ from app.openai.requests import (
     TopP,
 )
 
-__all__ = ["Batch", "GenerateRequest", "NativeSampling", "batch_of", "native_names"]
+__all__ = ["NATIVE_SPELLING", "Batch", "GenerateRequest", "NativeSampling", "batch_of", "native_names"]
 
 _NAMES = {
     "max_tokens": "sampling_params.max_new_tokens",
@@ -102,6 +102,20 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     extra_key: Salt | None = None
 
 
+NATIVE_SPELLING = tuple(
+    {
+        **{
+            field.encode_name: f"sampling_params.{field.encode_name}"
+            for field in msgspec.structs.fields(NativeSampling)
+        },
+        **_NAMES,
+        "prompt": "text",
+        "messages": "text",
+    }.items()
+)
+"""The engine's name of a field, or the field's own -> its place in the body."""
+
+
 class Item(msgspec.Struct, kw_only=True):
     """One prompt of a batch. ``start``: the first prompt token whose log-probability is told; None for none."""
 
@@ -162,7 +176,10 @@ def _prompts(body: GenerateRequest) -> tuple[list[str | list[int]], bool]:
             raise invalid("input_ids: either token ids or lists of them, not both.", param=field)
         return [given], True
     if len(given) > LIMITS.prompts:
-        raise invalid(f"{field}: at most {LIMITS.prompts} prompts in a request, not {len(given)}.", param=field)
+        raise invalid(
+            f"{field}: at most {LIMITS.prompts} prompts in a request; you gave {len(given)}. Split the request.",
+            param=field,
+        )
     if any(isinstance(prompt, int) for prompt in given):
         raise invalid("input_ids: either token ids or lists of them, not both.", param=field)
     return given, False

@@ -19,8 +19,9 @@ from app.service import Service, json_response
 __all__ = ["describe_api", "openapi"]
 
 _NOTES = """\
-Fields that a body has and this description has not are ignored and counted (troupe_unknown_fields_total), except those
-that other engines know and that would change the answer: these are refused with status 400. Every error has the form
+A field that is not described here is refused with status 400 where another API gives it an effect on the answer, or
+where its name looks misspelt; the message says what to use. Any other is ignored, counted (troupe_unknown_fields_total)
+and named in the header x-ignored-fields. Whole floats count as integers. Every error has the form
 {"error": {"message", "type", "param", "code"}}; a stream that fails ends with such an event and [DONE].
 
 Tools are shown to the model by its chat template. Calls of them that the model writes as JSON in <tool_call> blocks
@@ -29,6 +30,15 @@ come back as tool_calls (--tool-call-parser off: as the text that it wrote).
 Keys: probes and the files of the live page need none; user operations need the API key where the server has one; admin
 operations need the admin key, do not exist on a server that has an API key but no admin key, and without any key answer
 on loopback addresses only."""
+
+
+_IGNORED = {
+    "x-ignored-fields": {
+        "description": "The fields of the body that have no effect, where there are any.",
+        "required": False,
+        "schema": {"type": "string"},
+    }
+}
 
 
 async def openapi(service: Service, exchange: Exchange, body: None) -> Response:
@@ -85,6 +95,7 @@ def _operation(
         "responses": {
             "200": {
                 "description": "The answer.",
+                **({"headers": _IGNORED} if route.body is not None else {}),
                 "content": {kind: {"schema": answer} if kind == "application/json" else {} for kind in route.media},
             },
             "default": {"description": "An error.", "content": errors},

@@ -75,6 +75,8 @@ def _kind(field: dict[str, Any]) -> str:
         return " or ".join(dict.fromkeys(_kind(option) for option in field["anyOf"] if option.get("type") != "null"))
     if "$ref" in field:
         return str(field["$ref"]).rpartition("/")[2]
+    if "enum" in field:
+        return f"one of {', '.join(map(str, field['enum']))}"
     if field.get("type") == "array":
         return f"list of {_kind(field.get('items', {}))}"
     return str(field.get("type", "any"))

@@ -42,12 +42,11 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     logged: bool = True
     operation: str = ""  # of those that generate: OpenTelemetry's name, chat | text_completion | generate_content
     needs_engine: bool = False  # 503 while the engine does not take requests, before the body is read
-    refused: frozenset[str] = frozenset()  # names of app.openai.refusals that this body may not carry
+    spelling: tuple[tuple[str, str], ...] = ()  # of those that generate: the engine's name of a field -> the body's
     query: tuple[tuple[str, str, int, int], ...] = ()  # whole numbers after the ?: name, meaning, least and most
     nested: tuple[
         tuple[str, type[msgspec.Struct]], ...
     ] = ()  # fields of the body that hold structs to be screened as well
-    ignored: frozenset[str] = frozenset()  # fields that are accepted and have no effect here
 
     @property
     def variable(self) -> str | None:

@@ -28,6 +28,7 @@ from hypercorn.utils import wrap_app
 from actors.arguments import Arguments
 from actors.turnstile import Turnstile
 from app.http1 import Chunk, Http1, rebound
+from app.http2 import PIECE, Http2
 
 __all__ = ["Served", "configuration", "listen", "serve"]
 
@@ -94,9 +95,10 @@ class Crowd:
 
 
 class Protocols(ProtocolWrapper):
-    """The protocol of a connection: :class:`Http1`, until its client asks for HTTP/2."""
+    """The protocol of a connection: :class:`Http1`, until its client asks for HTTP/2; then :class:`Http2`."""
 
     __init__ = rebound(ProtocolWrapper.__init__, H11Protocol=Http1)
+    handle = rebound(ProtocolWrapper.handle, H2Protocol=Http2)
 
 
 class Connection(TCPServer):
@@ -147,13 +149,18 @@ class Connection(TCPServer):
                 data = await self.reader.read(MAX_RECV)
             except OSError:
                 break
-            await self._crowd.turnstile.enter()
             try:
-                await self.protocol.handle(RawData(data))
+                for piece in self._pieces(data):
+                    await self._crowd.turnstile.enter()
+                    await self.protocol.handle(RawData(piece))
             except ConnectionAbortedError:  # from Http1: the connection ends before a request that waited
                 break
         await self.protocol.handle(Closed())
         await self.idle_task.stop()
+
+    def _pieces(self, data: bytes) -> Iterator[bytes]:
+        size = PIECE if isinstance(self.protocol.protocol, Http2) else len(data)
+        return (data[begin : begin + size] for begin in range(0, len(data), size)) if data else iter((data,))
 
     async def protocol_send(self, event: Event | Chunk) -> None:
         if isinstance(event, (Chunk, RawData)):

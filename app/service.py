@@ -19,9 +19,10 @@ from actors.requests import LIMITS, Chat, InvalidRequest, QueueFull, SamplingPar
 from actors.status import EngineStatus
 from actors.streams import RequestStream
 from app.auth import Keyring, may_touch, sees_all
-from app.decoding import UnknownFields, decode, shallow_objects
+from app.decoding import decode, shallow_objects
 from app.errors import ApiError, invalid, shutting_down, to_api_error
 from app.exchange import Exchange, is_label
+from app.field_screen import FieldScreen, ignored_fields
 from app.ids import Ids
 from app.routes import Route, RouteTable
 from app.stage.frames import Stage
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
 __all__ = ["Service", "json_response", "renamed"]
 
 Body = TypeVar("Body", bound=msgspec.Struct)
-
-MAX_FIELDS = 256
-"""Fields of one object of a body: the most that any API knows is about a hundred."""
 
 SEND_DEADLINE = 120.0
 """Seconds that a client may leave a piece of its response unread before it loses the rest."""
@@ -64,7 +62,7 @@ class Service:
         self._text_door = Door(
             max_sequences=LIMITS.text_requests, max_tokens=None, tenants=max(1, len(arguments.api_keys))
         )
-        self.unknown = UnknownFields(engine.metrics.count_unknown_field)
+        self._screen = FieldScreen(table.routes, engine.metrics.count_unknown_field)
         self.warm = arguments.skip_server_warmup  # whether the warm-up requests are done
 
     # -- what the model is called ---------------------------------------------------------------------------------
@@ -124,29 +122,17 @@ class Service:
             )
         raise shutting_down()
 
-    def decode(self, data: bytes, kind: type[Body], route: Route) -> Body:
-        """The body as ``kind``; fields that would change the answer but are not built yet are refused."""
+    def decode(self, data: bytes, kind: type[Body], route: Route, exchange: Exchange) -> Body:
+        """The body as ``kind``. Fields without effect are named to the client; others raise 400."""
         body, fields = decode(data, kind)
-        self._screen(fields, kind, route, "")
+        ignored = [*self._screen.taken(body), *self._screen.left(fields, kind, route, "")]
         for name, part in route.nested:
             for inner in shallow_objects(fields.get(name), name):
-                self._screen(inner, part, route, f"{name}.")
+                ignored += self._screen.left(inner, part, route, name)
+        if getattr(body, "priority", None) and not self.arguments.enable_priority_scheduling:
+            ignored.append("priority")
+        exchange.ignored = ignored_fields(set(ignored))
         return body
-
-    def _screen(self, fields: Mapping[str, msgspec.Raw], kind: type[msgspec.Struct], route: Route, prefix: str) -> None:
-        from app.openai.refusals import refuse
-
-        if len(fields) > MAX_FIELDS:
-            raise invalid(
-                f"{prefix.rstrip('.') or 'The body'}: has {len(fields)} fields; at most {MAX_FIELDS} are read.",
-                param=prefix.rstrip(".") or None,
-                code="too_many_fields",
-            )
-        for name in fields.keys() - known_fields(kind):
-            if name in route.refused:
-                refuse(name, fields[name], prefix)
-            elif name not in route.ignored:
-                self.unknown(prefix + name)
 
     def submit(
         self,
@@ -250,12 +236,6 @@ class Service:
 
     def count_http(self, endpoint: str, status: int) -> None:
         self.engine.metrics.count_http(endpoint, status)
-
-
-@functools.cache
-def known_fields(kind: type[msgspec.Struct]) -> frozenset[str]:
-    """Field names as a body spells them."""
-    return frozenset(field.encode_name for field in msgspec.structs.fields(kind))
 
 
 def renamed(error: InvalidRequest, names: Mapping[str, str] | None) -> InvalidRequest:

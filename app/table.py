@@ -16,13 +16,12 @@ from app.admin import (
 from app.auth import Level
 from app.live_page import page, page_file
 from app.native import GenerateAnswer, generate
-from app.native_requests import GenerateRequest, NativeSampling
+from app.native_requests import NATIVE_SPELLING, GenerateRequest, NativeSampling
 from app.openai.answers import ChatAnswer, CompletionAnswer
 from app.openai.chat import chat_completions
 from app.openai.completions import completions
 from app.openai.models import ModelCard, ModelList, get_model, list_models
-from app.openai.refusals import REFUSED
-from app.openai.requests import IGNORED, ChatRequest, CompletionRequest
+from app.openai.requests import ChatRequest, CompletionRequest
 from app.openapi import openapi
 from app.openapi_page import docs
 from app.probes import Readiness, health, health_generate, live, loads, metrics, ready, version
@@ -40,9 +39,6 @@ from app.tokens import (
 )
 
 __all__ = ["ROUTES", "routes"]
-
-_OF_CHATS = {"parallel_tool_calls"}
-"""What only chats have, and clients send with other bodies too: without effect there."""
 
 _OPENAI = (
     Route(
@@ -75,8 +71,7 @@ _OPENAI = (
         tag="openai",
         id_prefix="chatcmpl-",
         operation="chat",
-        refused=REFUSED,
-        ignored=IGNORED,
+        spelling=(("prompt", "messages"), ("logprobs", "top_logprobs")),
         needs_engine=True,
     ),
     Route(
@@ -91,8 +86,7 @@ _OPENAI = (
         tag="openai",
         id_prefix="cmpl-",
         operation="text_completion",
-        refused=REFUSED,
-        ignored=IGNORED | _OF_CHATS,
+        spelling=(("messages", "prompt"),),
         needs_engine=True,
     ),
 )
@@ -187,8 +181,7 @@ _NATIVE = (
         tag="native",
         id_prefix="gen-",
         operation="generate_content",
-        refused=REFUSED - {"input_ids"},
-        ignored=IGNORED | _OF_CHATS,
+        spelling=NATIVE_SPELLING,
         nested=(("sampling_params", NativeSampling),),
         needs_engine=True,
     ),

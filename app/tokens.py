@@ -132,7 +132,9 @@ async def detokenize(service: Service, exchange: Exchange, body: DetokenizeReque
     skip = body.skip_special_tokens is not False
     many = bool(body.tokens) and isinstance(body.tokens[0], list)
     if many and len(body.tokens) > LIMITS.prompts:
-        raise invalid(f"tokens: at most {LIMITS.prompts} lists, not {len(body.tokens)}.", param="tokens")
+        raise invalid(
+            f"tokens: at most {LIMITS.prompts} lists; you gave {len(body.tokens)}. Split the request.", param="tokens"
+        )
     most = max(service.engine.context_length, _STRINGS)
     lists: list[list[int]] = []
     for number, item in enumerate(body.tokens if many else [body.tokens]):
@@ -141,7 +143,9 @@ async def detokenize(service: Service, exchange: Exchange, body: DetokenizeReque
         if not isinstance(item, list) or len(ids) < len(item):
             raise invalid("tokens: either ids or lists of ids, not both.", param=at)
         if len(item) > most:
-            raise invalid(f"{at}: has {len(item)} tokens; at most {most} are decoded at once.", param=at)
+            raise invalid(
+                f"{at}: has {len(item)} tokens; at most {most} are decoded at once. Split the request.", param=at
+            )
         lists.append(ids)
     with service.text_request(exchange):
         try:

@@ -129,7 +129,14 @@ def load_model(
     part, dtype, weights, speculation = opened.part, opened.dtype, opened.weights, config.speculation
     model = Decoder(part, weights, platform, dtype, group, opened.captures, config.fp32_head)
     sampler = Sampler(
-        part.vocab_size, config.max_slots, platform.device, platform.cut, platform.put, platform.greedy, platform.draw
+        part.vocab_size,
+        config.max_slots,
+        platform.device,
+        platform.cut,
+        platform.put,
+        platform.greedy,
+        platform.draw,
+        platform.samples_apart,
     )
     windows = frozenset(part.windows)
     drafter: Drafter | None = None

@@ -65,7 +65,7 @@ class SafetensorsCheckpoint:
         try:
             weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             names = {str(name): str(file) for name, file in weight_map.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise LoadError(f"{index} cannot be read ({error!r}); download the checkpoint again") from error
         for file in sorted(set(names.values())):
             if Path(file).name != file:

@@ -171,7 +171,8 @@ class Sampler:
     vocab_size: width of the logits. max_slots: slots are ``0 .. max_slots - 1``; one that was never admitted is greedy.
     own_cut: the device's kernel for top-k and top-p. put: how an array gets to the device. own_greedy: the device's
     kernel for rows that all want the likeliest token and nothing else. own_draw: for rows whose logits are not
-    edited, of which no log-probabilities are wanted.
+    edited, of which no log-probabilities are wanted. apart: each row is sampled by itself, because operators may give a
+    number other last bits at another place.
     """
 
     def __init__(
@@ -183,7 +184,10 @@ class Sampler:
         put: Put | None = None,
         own_greedy: Greedy | None = None,
         own_draw: Draw | None = None,
+        apart: bool = False,
     ) -> None:
+        self._apart = apart
+        self._most_plans = _PLANS + max_slots if apart else _PLANS
         self._own_cut, self._own_greedy, self._own_draw = own_cut, own_greedy, own_draw
         self._put = put or (lambda array: torch.from_numpy(array).to(self.device))
         self.vocab_size = vocab_size
@@ -260,6 +264,8 @@ class Sampler:
         plan = self._plan(tuple(slots.tolist() if host_slots is None else host_slots))
         if self._own_greedy is not None and plan.plain:
             return Sampled(*self._own_greedy(logits))
+        if self._apart and len(logits) > 1 and not plan.plain:
+            return self._sample_apart(plan, logits, slots, positions, history, host_slots)
         if self._own_draw is not None and plan.draws is not None:
             drawn = self._own_draw(logits, plan.draws, positions, None, self.vocab_size)
             if drawn is not None:
@@ -298,6 +304,42 @@ class Sampler:
             return Sampled(tokens, broken)
         return self._score(plan, raw, raw_blocks, raw_max, tokens, broken)
 
+    def _sample_apart(
+        self,
+        plan: _Plan,
+        logits: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        history: Tensor,
+        host_slots: Sequence[int] | None,
+    ) -> Sampled:
+        given = slots.tolist() if host_slots is None else host_slots
+        found = [
+            self.sample(
+                logits[row : row + 1].clone(),
+                slots[row : row + 1],
+                positions[row : row + 1],
+                history,
+                host_slots=given[row : row + 1],
+            )
+            for row in range(len(logits))
+        ]
+        tokens, broken = (torch.cat(parts) for parts in zip(*((one.tokens, one.broken) for one in found), strict=True))
+        if plan.scored is None:
+            return Sampled(tokens, broken)
+        missing = torch.full((1,), torch.nan, device=logits.device)
+        logprobs = torch.cat([missing if one.logprobs is None else one.logprobs for one in found])
+        widest = max(0 if one.top_ids is None else one.top_ids.shape[1] for one in found)
+        if not widest:
+            return Sampled(tokens, broken, logprobs, top_counts=plan.top_counts)
+        top_ids = torch.zeros((len(found), widest), dtype=torch.int64, device=logits.device)
+        top_logprobs = torch.full(top_ids.shape, torch.nan, device=logits.device)
+        for row, one in enumerate(found):
+            if one.top_ids is not None and one.top_logprobs is not None:
+                top_ids[row, : one.top_ids.shape[1]] = one.top_ids[0]
+                top_logprobs[row, : one.top_ids.shape[1]] = one.top_logprobs[0]
+        return Sampled(tokens, broken, logprobs, top_ids, top_logprobs, plan.top_counts.clamp(max=widest))
+
     def score_prompt(self, logits: Tensor, targets: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probabilities of known tokens: logits [n, vocab] each predict one of the targets int64 [n].
 
@@ -307,10 +349,10 @@ class Sampler:
         scores = torch.empty(len(targets), device=logits.device)
         top_ids = torch.zeros((len(targets), min(k, self.vocab_size)), dtype=torch.int64, device=logits.device)
         top_scores = torch.empty(top_ids.shape, device=logits.device)
-        step = max(1, _SCORE_CHUNK // self.vocab_size)
+        step = 1 if self._apart else max(1, _SCORE_CHUNK // self.vocab_size)
         for start in range(0, len(targets), step):
             part = slice(start, start + step)
-            chunk = logits[part].float()
+            chunk = logits[part].to(torch.float32, copy=self._apart)
             rows = torch.arange(len(chunk), device=logits.device)
             blocks = block_maxima(chunk)
             normaliser = log_normaliser(chunk, rows, blocks.amax(-1))
@@ -323,7 +365,7 @@ class Sampler:
     def _plan(self, slots: tuple[int, ...]) -> _Plan:
         plan = self._plans.get(slots)
         if plan is None:
-            if len(self._plans) >= _PLANS:
+            if len(self._plans) >= self._most_plans:
                 self._plans.clear()
             plan = self._plans[slots] = _Plan(self._slots, slots, self._put, self.device.type == "cpu")
         return plan

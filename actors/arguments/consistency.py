@@ -134,11 +134,9 @@ _ATTENTION = (
     "decode_attention_backend",
     "speculative_draft_attention_backend",
 )
+_GRAPHS = ("cuda_graph_bs", "cuda_graph_max_bs", "disable_cuda_graph_padding")
 _EFFECTLESS = {
-    "cpu": (
-        *("npu_simulator", *_ATTENTION, "base_gpu_id", "gpu_id_step"),
-        *("cuda_graph_bs", "cuda_graph_max_bs", "disable_cuda_graph_padding", *_OF_PROMPTS),
-    ),
+    "cpu": ("npu_simulator", *_ATTENTION, "base_gpu_id", "gpu_id_step", *_GRAPHS, *_OF_PROMPTS),
     "cuda": ("npu_simulator", *_ATTENTION, "cpu_threads", "cpu_isa"),
     "npu": (*_OF_PROMPTS, "cpu_threads", "cpu_isa"),
 }
@@ -159,10 +157,11 @@ def _devices(arguments: Arguments) -> Iterator[str]:
         for name in without_effect(arguments, device):
             yield f"{name} contradicts device {device}, on which it has no effect; leave it out"
     if arguments.enable_deterministic_inference:
-        if arguments.device in ("cpu", "npu"):
-            yield f"enable_deterministic_inference contradicts device {arguments.device}, which has no such kernels"
+        for name in (*_ATTENTION, *(_GRAPHS if device == "npu" else ())):
+            if getattr(arguments, name):
+                yield f"{name} contradicts enable_deterministic_inference, where it has no effect; leave one out"
         if arguments.tensor_parallel_size > 1:
-            yield "enable_deterministic_inference needs tensor_parallel_size 1: GPUs add up in an order of their own"
+            yield "enable_deterministic_inference needs tensor_parallel_size 1: ranks add up in an order of their own"
         for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
             if getattr(arguments, name) < 1:
                 yield f"{name} below 1 contradicts enable_deterministic_inference: guesses then change answers"

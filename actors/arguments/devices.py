@@ -194,7 +194,7 @@ DEVICE_ARGUMENTS: tuple[Argument, ...] = (
         kind="flag",
         default=False,
         group="Devices and kernels",
-        help="On one GPU: answers are the same whatever is asked beside them, however prompts are cut, and whether "
-        "tokens are guessed ahead. Slower; quantized weights are dequantized.",
+        help="On one device of any kind: an answer is the same, bit by bit, whatever runs beside it, however prompts "
+        "are cut, with draft tokens and after a restart. Slower; quantized weights are dequantized.",
     ),
 )

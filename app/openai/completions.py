@@ -84,7 +84,10 @@ def prompts_of(given: object) -> list[Prompt]:
             raise invalid("prompt: token ids cannot be mixed with texts or lists.", param="prompt")
         return [given]
     if len(given) > LIMITS.prompts:
-        raise invalid(f"prompt: at most {LIMITS.prompts} prompts in a request, not {len(given)}.", param="prompt")
+        raise invalid(
+            f"prompt: at most {LIMITS.prompts} prompts in a request; you gave {len(given)}. Split the request.",
+            param="prompt",
+        )
     for number, item in enumerate(given):
         if isinstance(item, int):
             raise invalid("prompt: token ids cannot be mixed with texts or lists.", param=f"prompt[{number}]")

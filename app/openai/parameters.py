@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -10,7 +11,8 @@ from actors.arguments import Arguments
 from actors.requests import LIMITS, Chat, SamplingParams
 from app.decoding import check_depth, check_size
 from app.errors import invalid
-from app.openai.requests import ChatMessage, ChatRequest, CompletionRequest, SamplingFields, Tool
+from app.openai.requests import ChatMessage, ChatRequest, CompletionRequest, MessageToolCall, SamplingFields, Tool
+from app.openai.tool_schemas import find_schema_mistake
 
 __all__ = [
     "chat_names",
@@ -45,6 +47,9 @@ _RESERVED_TEMPLATE_KEYS = frozenset(
         "strftime_now",
     }
 )
+
+
+_TOOL_NAME = re.compile(f"[a-zA-Z0-9_-]{{1,{LIMITS.tool_name_chars}}}")
 
 
 def _params(body: SamplingFields, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
@@ -198,10 +203,25 @@ def _tool(tool: Tool, index: int) -> dict[str, Any]:
     if tool.type != "function":
         param = f"tools[{index}].type"
         raise invalid(f"{param}: only 'function' is available, not {tool.type!r}.", param=param)
+    _check_tool_name(tool.function.name, f"tools[{index}].function.name")
     where = f"tools[{index}].function.parameters"
     check_depth(tool.function.parameters, where)
     check_size(tool.function.parameters, where, LIMITS.schema_bytes)
+    mistake = find_schema_mistake(tool.function.parameters) if tool.function.parameters is not None else None
+    if mistake is not None:
+        path, shape = mistake
+        raise invalid(
+            f"{where}{path[:256]}: {shape}.", param=f"{where}{path[:256]}", code="invalid_function_parameters"
+        )
     return {"type": "function", "function": msgspec.to_builtins(tool.function)}
+
+
+def _check_tool_name(name: str, param: str) -> None:
+    if _TOOL_NAME.fullmatch(name) is None:
+        raise invalid(
+            f"{param}: must be 1 to {LIMITS.tool_name_chars} letters, digits, underscores or dashes. Rename it.",
+            param=param,
+        )
 
 
 def messages(given: list[ChatMessage]) -> list[dict[str, Any]]:
@@ -220,21 +240,33 @@ def _message(message: ChatMessage, at: str) -> dict[str, Any]:
     reasoning = message.reasoning_content or message.reasoning
     if reasoning is not None:
         rendered["reasoning_content"] = reasoning
+    if message.role == "tool" and not message.tool_call_id:
+        raise invalid(
+            f"{at}.tool_call_id: a message of a tool needs the id of the call that it answers. Add it.",
+            param=f"{at}.tool_call_id",
+            code="missing_field",
+        )
     if message.tool_call_id is not None:
         rendered["tool_call_id"] = message.tool_call_id
     if message.tool_calls:
+        if message.role != "assistant":
+            raise invalid(
+                f"{at}.tool_calls: only the assistant calls tools, not the role {message.role!r}. Leave it out.",
+                param=f"{at}.tool_calls",
+            )
         rendered["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {
-                    "name": call.function.name,
-                    "arguments": _arguments(call.function.arguments, f"{at}.tool_calls[{index}].function.arguments"),
-                },
-            }
-            for index, call in enumerate(message.tool_calls)
+            _call(call, f"{at}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls)
         ]
     return rendered
+
+
+def _call(call: MessageToolCall, at: str) -> dict[str, Any]:
+    """A tool call of the history as templates expect it."""
+    if call.type != "function":
+        raise invalid(f"{at}.type: only 'function' is available, not {call.type[:64]!r}.", param=f"{at}.type")
+    _check_tool_name(call.function.name, f"{at}.function.name")
+    arguments = _arguments(call.function.arguments, f"{at}.function.arguments")
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
 def _content(message: ChatMessage, at: str) -> str:
@@ -266,14 +298,16 @@ def _content(message: ChatMessage, at: str) -> str:
     return "\n".join(texts)
 
 
-def _arguments(arguments: str | dict[str, Any], at: str) -> object:
+def _arguments(arguments: str | dict[str, Any], at: str) -> dict[str, Any]:
     """Templates print arguments as JSON: a string of JSON becomes the object it stands for."""
+    value: object = arguments
     if isinstance(arguments, str):
         try:
-            value: object = msgspec.json.decode(arguments) if arguments.strip() else {}
+            value = msgspec.json.decode(arguments) if arguments.strip() else {}
         except (msgspec.DecodeError, RecursionError):
-            return arguments
-    else:
-        value = arguments
+            value = arguments
+    value = {} if value is None else value
+    if not isinstance(value, dict):
+        raise invalid(f"{at}: must be a JSON object, as text or as it is. Send what the model's call had.", param=at)
     check_depth(value, at)
     return value

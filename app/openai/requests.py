@@ -6,7 +6,7 @@ say more. Their bounds are told to readers of the schema all the same (:func:`to
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -14,7 +14,6 @@ from msgspec import Meta
 from actors.requests import LIMITS
 
 __all__ = [
-    "IGNORED",
     "Alternatives",
     "ChatMessage",
     "ChatRequest",
@@ -43,35 +42,6 @@ __all__ = [
     "told",
 ]
 
-IGNORED = frozenset(
-    {
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "prompt_cache_options",
-        "safety_identifier",
-        "verbosity",
-        "stream_interval",
-        "separate_reasoning",
-        "stream_reasoning",
-        "include_reasoning",
-        "return_meta_info",
-        "return_weight_versions",
-        "spaces_between_special_tokens",
-        "custom_labels",
-        "log_metrics",
-        "no_logs",
-        "routing_key",
-        "routed_dp_rank",
-        "data_parallel_rank",
-        "task",
-    }
-)
-"""Fields that clients send and that change no token of the answer: accepted, and without effect."""
-
 
 def told(low: float | None = None, high: float | None = None, *, above: bool = False) -> Meta:
     """Bounds that the description of the API tells and the engine checks. ``above``: ``low`` itself is too small."""
@@ -97,9 +67,15 @@ TokenIds = Annotated[list[TokenId], Meta(max_length=4_194_304)]
 Text = str
 """Bounded by the body, and by what fits the model's context."""
 Name = Annotated[str, Meta(max_length=512)]
+ToolName = Annotated[Name, Meta(extra_json_schema={"pattern": rf"^[a-zA-Z0-9_-]{{1,{LIMITS.tool_name_chars}}}$"})]
 Label = Annotated[str, Meta(max_length=LIMITS.request_id_chars)]
 Salt = Annotated[str, Meta(max_length=LIMITS.cache_salt_chars)]
 OwnTemplate = Annotated[str, Meta(max_length=LIMITS.template_chars)]
+
+
+Role = Literal["developer", "system", "user", "assistant", "tool", "function"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+ServiceTier = Literal["auto", "default", "flex", "priority", "scale"]
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -109,7 +85,36 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
-class SamplingFields(msgspec.Struct, kw_only=True):
+def _no_effect(what: str) -> Meta:
+    return Meta(description=f"Checked, and without effect here: {what}.")
+
+
+class Labels(msgspec.Struct, kw_only=True):
+    """Fields that change no token of an answer."""
+
+    user: Annotated[Name, _no_effect("no answer depends on it")] | None = None
+    metadata: (
+        Annotated[
+            dict[
+                Annotated[str, Meta(max_length=LIMITS.metadata_key_chars)],
+                Annotated[str, Meta(max_length=LIMITS.metadata_value_chars)],
+            ],
+            Meta(max_length=LIMITS.metadata_pairs),
+            _no_effect("nothing is stored with it"),
+        ]
+        | None
+    ) = None
+    safety_identifier: Annotated[Name, _no_effect("no answer depends on it")] | None = None
+    prompt_cache_key: Annotated[Name, _no_effect("prefixes are found by their tokens")] | None = None
+    prompt_cache_retention: Annotated[Name, _no_effect("prefixes stay while there is room")] | None = None
+    store: Annotated[bool, _no_effect("no answer is stored")] | None = None
+    service_tier: Annotated[ServiceTier, _no_effect("all requests have the same tier")] | None = None
+    verbosity: Annotated[Literal["low", "medium", "high"], _no_effect("ask for it in the conversation")] | None = None
+    separate_reasoning: Annotated[bool, _no_effect("thoughts stay in the text")] | None = None
+    stream_reasoning: Annotated[bool, _no_effect("thoughts stay in the text")] | None = None
+
+
+class SamplingFields(Labels, kw_only=True):
     """What completions and chat completions have in common."""
 
     model: Name | None = None
@@ -173,7 +178,7 @@ class ContentPart(msgspec.Struct, kw_only=True):
 
 
 class ToolCallFunction(msgspec.Struct, kw_only=True):
-    name: Name
+    name: ToolName
     arguments: Text | dict[str, Any] = ""
 
 
@@ -188,7 +193,7 @@ class MessageToolCall(msgspec.Struct, kw_only=True):
 class ChatMessage(msgspec.Struct, kw_only=True):
     """One turn of a conversation."""
 
-    role: Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,31}$")]
+    role: Role
     content: Text | Annotated[list[ContentPart | Text], Meta(max_length=4096)] | None = None
     name: Name | None = None
     reasoning_content: Text | None = None
@@ -199,7 +204,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 
 
 class ToolFunction(msgspec.Struct, kw_only=True, omit_defaults=True):
-    name: Name
+    name: ToolName
     description: Text | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -215,7 +220,7 @@ class Tool(msgspec.Struct, kw_only=True):
 class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Another spelling of ``reasoning_effort``; limits on thinking are not available."""
 
-    effort: Annotated[str, Meta(max_length=32)] | None = None
+    effort: Effort | None = None
 
 
 class ChatRequest(SamplingFields, kw_only=True):
@@ -228,7 +233,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     tools: Annotated[list[Tool], Meta(max_length=LIMITS.tools)] | None = None
     tool_choice: Name | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
+    reasoning_effort: Effort | None = None
     reasoning: Reasoning | None = None
     chat_template: OwnTemplate | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=32)] | None = None

@@ -14,7 +14,7 @@ from kernels.cpu.narrow_cache import NarrowPages, NarrowPlan
 from kernels.cpu.operators import Native
 from kernels.quantization.cache import LayerScales, narrow
 
-__all__ = ["attend", "clear_pages", "make_caches", "make_narrow_caches", "move_tokens", "write_tokens"]
+__all__ = ["attend", "clear_pages", "gather_tokens", "make_caches", "make_narrow_caches", "move_tokens", "write_tokens"]
 
 
 def make_caches(layers: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
@@ -64,6 +64,13 @@ def move_tokens(cache: Tensor | NarrowPages, source: Tensor, target: Tensor) -> 
         return cache.move(source, target)
     tokens = cache.view(-1, *cache.shape[2:])
     tokens.index_copy_(0, target, tokens.index_select(0, source))
+
+
+def gather_tokens(cache: Tensor | NarrowPages, places: Tensor) -> Tensor:
+    """What ``places`` int64 [n] hold: [n, 2, kv_heads, dim], float32 where the cache has 8 bits."""
+    if isinstance(cache, NarrowPages):
+        return cache.widened_tokens(places)
+    return cache.view(-1, *cache.shape[2:]).index_select(0, places)
 
 
 def attend(

@@ -72,6 +72,14 @@ class NarrowPages:
         scales = None if self.scales is None else self.scales.index_select(0, pages)
         return widen(values, scales, self.fixed, dtype)
 
+    def widened_tokens(self, places: Tensor) -> Tensor:
+        """What ``places`` int64 hold: float32 [places, 2, kv_heads, dim]."""
+        values = self._tokens.index_select(0, places).view(self.values.dtype)
+        scales = self.scales
+        if scales is not None:
+            scales = scales.view(-1, *scales.shape[2:]).index_select(0, places)
+        return widen(values, scales, self.fixed, torch.float32)
+
     @property
     def _tokens(self) -> Tensor:
         return _bits(self.values).view(-1, *self.values.shape[2:])

@@ -171,7 +171,7 @@ def read_json(model_path: str | Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path} does not exist; give a directory with config.json and *.safetensors (a Hugging Face checkpoint)"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as JSON ({error}); download the checkpoint again") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} must be a JSON object; download the checkpoint again")

@@ -64,7 +64,8 @@ class Platform(Projections):
 
     ``verified_tokens``: of the decodes of a step and their guesses together, so many that more are not worth what they
     take; 0: that is not known. ``verifies_apart``: whether guesses are worth verifying in steps of decodes alone.
-    ``accepts``: whether it has an ``accept`` of its own.
+    ``accepts``: whether it has an ``accept`` of its own. ``samples_apart``: whether each row is sampled by itself, so
+    that the others cannot change the last bits of its scores.
 
     ``cpu_isa``: the instruction set that its operators may use, on a CPU; "" elsewhere.
 
@@ -86,6 +87,7 @@ class Platform(Projections):
     verified_tokens: int = 0
     verifies_apart: bool = False
     accepts: bool = False
+    samples_apart: bool = False
     cpu_isa: str = ""
     cache_dtype: torch.dtype | None = None
     scale_dtype: torch.dtype = SCALE

@@ -10,25 +10,22 @@ __all__ = ["select_platform"]
 
 def select_platform(config: RunnerConfig) -> Platform:
     """The platform of ``config.device``: cpu, npu or cuda. Raises PlatformError where there is none."""
-    if config.invariant and config.device != "cuda":
-        raise PlatformError(
-            f"device {config.device} has no kernels for --enable-deterministic-inference: leave it out, or use "
-            "--device cuda"
-        )
     if config.device == "cpu":
         from kernels.platforms.cpu import CpuPlatform
+        from kernels.platforms.cpu_invariant import InvariantCpuPlatform
 
-        return CpuPlatform(config.threads, config.tp_size)
+        return InvariantCpuPlatform(config) if config.invariant else CpuPlatform(config.threads, config.tp_size)
     if config.device == "npu":
         try:
             from kernels.platforms.npu import NpuPlatform
+            from kernels.platforms.npu_invariant import InvariantNpuPlatform
         except (ImportError, RuntimeError) as error:  # RuntimeError: beside a PyTorch built for another accelerator
             raise PlatformError(
                 f"torch_npu cannot be loaded ({error}); install it (pip install 'troupe-llm[npu]'), and CANN, whose "
                 "set_env.sh must be sourced; or use --device cpu"
             ) from error
 
-        return NpuPlatform(config)
+        return InvariantNpuPlatform(config) if config.invariant else NpuPlatform(config)
     if config.device == "cuda":
         try:
             from kernels.platforms.cuda import CudaPlatform

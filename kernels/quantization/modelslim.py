@@ -70,7 +70,7 @@ def read_description(file: Path) -> dict[str, Any]:
     """The whole object. Raises ConfigError."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file} cannot be read ({error}); download the checkpoint again") from error
     if not isinstance(found, dict):
         raise ConfigError(f"{file} must hold a JSON object of types by tensor; download the checkpoint again")

@@ -15,6 +15,7 @@ from actors.placement import Placement, heeded, place
 from kernels.cpu import isa
 from kernels.cpu.isa import CpuIsa
 from kernels.platforms.base import PlatformError
+from kernels.platforms.cpu_invariant import InvariantCpuPlatform
 from kernels.platforms.select import select_platform
 from kernels.step import RunnerConfig
 
@@ -111,10 +112,7 @@ def test_graphs_that_a_device_has_not_may_be_turned_off() -> None:
     assert arguments(device="cpu", disable_cuda_graph=True, disable_piecewise_cuda_graph=True).disable_cuda_graph
 
 
-def test_only_one_gpu_has_kernels_that_no_other_row_changes() -> None:
-    for device in ("cpu", "npu"):
-        with pytest.raises(ArgumentError, match=f"enable_deterministic_inference contradicts device {device}"):
-            arguments(device=device, enable_deterministic_inference=True)
+def test_deterministic_inference_takes_one_device_of_any_kind() -> None:
     with pytest.raises(ArgumentError, match="enable_deterministic_inference needs tensor_parallel_size 1"):
         arguments(device="cuda", enable_deterministic_inference=True, tensor_parallel_size=2)
     for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
@@ -122,14 +120,16 @@ def test_only_one_gpu_has_kernels_that_no_other_row_changes() -> None:
         arguments(device="cuda", **lenient)
         with pytest.raises(ArgumentError, match=f"{name} below 1 contradicts enable_deterministic_inference"):
             arguments(device="cuda", enable_deterministic_inference=True, **lenient)
-    with pytest.raises(ArgumentError, match="enable_deterministic_inference: the device that is here, npu, has no"):
-        place(arguments(enable_deterministic_inference=True), {"TROUPE_NPU_SIMULATOR": "A2"})
-    assert place(arguments(device="cuda", enable_deterministic_inference=True), {}) == Placement("cuda")
-    config = runner_config(arguments(device="cuda", enable_deterministic_inference=True), Path(), 64, Placement("cuda"))
-    assert config.invariant
-    for device in ("cpu", "npu"):
-        with pytest.raises(PlatformError, match=f"device {device} has no kernels for --enable-deterministic-inference"):
-            select_platform(RunnerConfig(model_path="", device=device, invariant=True))
+    with pytest.raises(ArgumentError, match="attention_backend contradicts enable_deterministic_inference"):
+        arguments(device="npu", enable_deterministic_inference=True, attention_backend="ascend")
+    with pytest.raises(ArgumentError, match="cuda_graph_max_bs contradicts enable_deterministic_inference"):
+        arguments(device="npu", enable_deterministic_inference=True, cuda_graph_max_bs=8)
+    for device in ("cpu", "npu", "cuda"):
+        given = arguments(device=device, enable_deterministic_inference=True)
+        assert runner_config(given, Path(), 64, Placement(device)).invariant
+    assert isinstance(select_platform(RunnerConfig(model_path="", invariant=True)), InvariantCpuPlatform)
+    with pytest.raises(PlatformError, match=r"several ranks add up.*--tensor-parallel-size 1"):
+        select_platform(RunnerConfig(model_path="", invariant=True, tp_size=2))
 
 
 def test_only_a_gpu_has_graphs_of_steps_with_prompts() -> None:

@@ -80,7 +80,9 @@ def test_what_is_refused_names_the_field(fields):
 
 
 def test_messages_tell_the_limit_and_the_remedy():
-    with pytest.raises(InvalidRequest, match=r"top_p must be a finite number more than 0 and at most 1\. 1 keeps"):
+    with pytest.raises(
+        InvalidRequest, match=r"top_p must be a finite number more than 0 and at most 1; you gave 0\.0\. 1 keeps"
+    ):
         validate(SamplingParams(top_p=0.0))
     with pytest.raises(InvalidRequest, match=r"stop has 3 entries; at most 2 are allowed\. Send fewer\."):
         validate(SamplingParams(stop=("a", "b", "c")), limits=Limits(stop_strings=2))

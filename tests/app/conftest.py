@@ -26,6 +26,7 @@ from actors.requests import (
     Usage,
 )
 from actors.runtime import ActorStatus, current_traceparent
+from actors.sampling_rules import validate
 from actors.status import EngineStatus, Health
 from actors.vitals import Vitals
 from app.application import Troupe, create_app
@@ -201,10 +202,9 @@ class FakeEngine:
         if self.status.phase == "draining":
             raise EngineDraining("draining")
         params = params or SamplingParams()
-        if params.temperature is not None and params.temperature < 0:
-            raise InvalidRequest("temperature: must be at least 0.", param="temperature")
-        if params.max_tokens is not None and params.max_tokens < 1:
-            raise InvalidRequest("max_tokens: must be at least 1.", param="max_tokens")
+        validate(params)
+        if isinstance(prompt, list):
+            self.check_ids(prompt)
         trace = current_traceparent.get()
         timeline = keywords.pop("timeline", None)
         self.requests.append({"prompt": prompt, "params": params, "traceparent": trace, **keywords})
@@ -215,12 +215,17 @@ class FakeEngine:
         self.open.add(stream)
         return stream
 
+    def check_ids(self, ids: Sequence[int]) -> None:
+        if any(not 0 <= token < self.vocab_size for token in ids):
+            raise InvalidRequest("prompt holds a token id that this model does not have.", param="prompt")
+
     async def tokenize(self, prompt: str | Chat, *, add_special_tokens: bool = True, tenant: str = "") -> list[int]:
         if isinstance(prompt, Chat):
             prompt = "".join(f"{message['role']}: {message['content']}\n" for message in prompt.messages)
         return [ord(character) for character in prompt]
 
     async def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        self.check_ids(ids)
         return "".join(chr(token) for token in ids)
 
     async def token_strings(self, ids: Sequence[int]) -> list[str]:

@@ -220,7 +220,7 @@ async def test_both_spellings_of_the_reasoning_effort(application, engine, field
 async def test_limits_on_thinking_are_not_swallowed(application, engine):
     response, data = await post(application, {**BODY, "reasoning": {"effort": "low", "max_tokens": 5}})
     error = msgspec.json.decode(data)["error"]
-    assert (response.status_code, error["param"]) == (400, "reasoning")
+    assert (response.status_code, error["param"]) == (400, "reasoning.max_tokens")
     assert "max_tokens" in error["message"]
 
 

@@ -149,7 +149,7 @@ async def test_openai_client_accepts_it(application, serve, stream):
         ({"prompt": [1, "a"]}, "prompt"),
         ({"prompt": ["a", 1]}, "prompt[1]"),
         ({"prompt": [[1], []]}, "prompt[1]"),
-        ({"prompt": ["a"] * 257}, "prompt"),
+        ({"prompt": ["a"] * 2049}, "prompt"),
         ({"prompt": [-1]}, "prompt[0]"),
         ({"prompt": ""}, "prompt"),
         ({"prompt": None}, "prompt"),

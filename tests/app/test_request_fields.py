@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -10,6 +11,7 @@ import pytest
 from actors.arguments import Arguments
 from actors.requests import LIMITS, Chat, SamplingParams
 from app.errors import ApiError
+from app.known_fields import KNOWN
 from app.native_requests import GenerateRequest, batch_of
 from app.openai.parameters import chat_params, chat_prompt, completion_params, label_of, salt_of
 from app.openai.requests import ChatRequest, CompletionRequest
@@ -218,3 +220,238 @@ async def test_what_is_not_of_sampling_reaches_the_engine_too(
     assert (second["priority"], second["cache_salt"]) == (0, "k")
     assert last["cache_salt"] is None
     assert len({first["request_id"], second["request_id"], last["request_id"]}) == 3
+
+
+CHAT_BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
+BODIES = {"/v1/completions": {"prompt": "a"}, "/v1/chat/completions": CHAT_BODY, "/generate": {"text": "a"}}
+
+
+async def answer(application: Any, path: str, **fields: Any) -> tuple[int, dict[str, Any], str | None]:
+    """The status, the answer and its header of ignored fields."""
+    response = await application.test_client().post(path, json={**BODIES[path], **fields})
+    return response.status_code, await response.get_json(), response.headers.get("x-ignored-fields")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "use"),
+    [
+        ("/v1/chat/completions", {"max_new_tokens": 5}, "max_tokens"),
+        ("/v1/chat/completions", {"num_predict": 5}, "max_tokens"),
+        ("/v1/completions", {"max_completion_tokens": 5}, "max_tokens"),
+        ("/v1/completions", {"n_probs": 5}, "logprobs"),
+        ("/v1/chat/completions", {"n_probs": 5}, "top_logprobs"),
+        ("/v1/chat/completions", {"stop_sequences": ["a"]}, "stop"),
+        ("/v1/chat/completions", {"repeat_penalty": 1.1}, "repetition_penalty"),
+        ("/v1/chat/completions", {"prompt": "a"}, "messages"),
+        ("/generate", {"max_tokens": 5}, "sampling_params.max_new_tokens"),
+        ("/generate", {"temperature": 0}, "sampling_params.temperature"),
+        ("/generate", {"sampling_params": {"max_tokens": 5}}, "sampling_params.max_new_tokens"),
+        ("/generate", {"sampling_params": {"seed": 5}}, "sampling_params.sampling_seed"),
+        ("/generate", {"sampling_params": {"return_logprob": True}}, "return_logprob"),
+        ("/generate", {"prompt": "a"}, "text"),
+    ],
+)
+async def test_another_apis_name_is_refused_with_ours(
+    application: Any, path: str, fields: dict[str, Any], use: str
+) -> None:
+    status, said, _ = await answer(application, path, **fields)
+    assert status == 400
+    assert f"use {use}," in said["error"]["message"]
+    name = next(iter(fields))
+    inner = fields[name]
+    assert said["error"]["param"] == (f"{name}.{next(iter(inner))}" if name == "sampling_params" else name)
+    assert not application.engine.requests
+
+
+async def test_every_known_field_is_refused_on_every_path(application: Any) -> None:
+    for route in application.service.table.routes:
+        if route.path not in BODIES:
+            continue
+        own = {field.encode_name for field in msgspec.structs.fields(route.body)}
+        for name in sorted(KNOWN.keys() - own):
+            status, said, _ = await answer(application, route.path, **{name: {"anything": [1]}})
+            assert (status, said["error"]["param"]) == (400, name)
+            assert said["error"]["message"].isprintable()
+            status, _, ignored = await answer(application, route.path, **{name: None})
+            assert (status, ignored) == (200, None), name
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "owner"),
+    [
+        ("/v1/completions", {"tools": [{"type": "function"}]}, "/v1/chat/completions"),
+        ("/v1/chat/completions", {"echo": True}, "/v1/completions"),
+        ("/generate", {"bad_words": ["a"]}, "/v1/chat/completions"),
+        ("/v1/completions", {"sampling_params": {"n": 2}}, "/generate"),
+    ],
+)
+async def test_a_field_of_another_path_is_refused_with_that_path(
+    application: Any, path: str, fields: dict[str, Any], owner: str
+) -> None:
+    status, said, _ = await answer(application, path, **fields)
+    assert (status, said["error"]["param"]) == (400, next(iter(fields)))
+    assert f"only {owner} takes it" in said["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("temprature", "temperature"),
+        ("maxTokens", "max_tokens"),
+        ("top-p", "top_p"),
+        ("max_token", "max_tokens"),
+        ("freqency_penalty", "frequency_penalty"),
+        ("reponse_format", "response_format"),
+    ],
+)
+async def test_a_misspelt_field_is_refused_with_its_spelling(application: Any, name: str, meant: str) -> None:
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        status, said, _ = await answer(application, path, **{name: 1})
+        assert (status, said["error"]["param"]) == (400, name)
+        assert f"the nearest is {meant}." in said["error"]["message"]
+    status, said, _ = await answer(application, "/v1/chat/completions", **{name: None})
+    assert status == 200
+
+
+async def test_a_misspelt_sampling_field_is_refused_with_its_place(application: Any) -> None:
+    status, said, _ = await answer(application, "/generate", sampling_params={"temprature": 1})
+    assert (status, said["error"]["param"]) == (400, "sampling_params.temprature")
+    assert "the nearest is temperature." in said["error"]["message"]
+
+
+CLIENT_FIELDS = [
+    "api_key",
+    "base_url",
+    "cache",
+    "caching",
+    "chat_id",
+    "custom_llm_provider",
+    "extra_body",
+    "id",
+    "mode",
+    "models",
+    "num_retries",
+    "provider",
+    "route",
+    "tags",
+    "timeout",
+    "title",
+    "trace",
+    "usage",
+    "username",
+]
+
+
+@pytest.mark.parametrize("name", CLIENT_FIELDS)
+async def test_a_field_of_a_client_is_no_misspelling(application: Any, name: str) -> None:
+    status, _, ignored = await answer(application, "/v1/chat/completions", **{name: {"a": 1}})
+    assert (status, ignored) == (200, name)
+
+
+async def test_ignored_fields_are_named_to_the_client_and_in_the_log(
+    application: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "troupe.http")
+    fields = {"wibble": 1, "we\r\nird": 2, "store": True, "priority": 3, "user": "u", "verbosity": "medium"}
+    status, _, ignored = await answer(application, "/v1/chat/completions", **fields)
+    assert (status, ignored) == (200, "priority, store, wibble, and 1 more")
+    event = next(record.msg for record in caplog.records if "POST" in record.getMessage())
+    assert event.fields["ignored"] == ignored
+    many = {f"wibble{number}": 1 for number in range(200)}
+    _, _, ignored = await answer(application, "/v1/chat/completions", **many)
+    assert ignored is not None
+    assert len(ignored) < 1100
+    assert ignored.endswith("and 184 more")
+    _, _, ignored = await answer(application, "/generate", sampling_params={"wibble": 1})
+    assert ignored == "sampling_params.wibble"
+
+
+async def test_a_priority_is_ignored_only_without_its_option(make_application: Any) -> None:
+    application = make_application(enable_priority_scheduling=True)
+    status, _, ignored = await answer(application, "/v1/chat/completions", priority=3)
+    assert (status, ignored, application.engine.requests[0]["priority"]) == (200, None, 3)
+
+
+@pytest.mark.parametrize(
+    ("field", "taken", "refused"),
+    [
+        ("reasoning_effort", "low", "banana"),
+        ("service_tier", "flex", "banana"),
+        ("verbosity", "high", "banana"),
+        ("store", True, "yes"),
+        ("separate_reasoning", True, 1),
+        ("user", "me", 5),
+        ("metadata", {"a": "b"}, {"a": 5}),
+        ("metadata", {str(number): "x" * 512 for number in range(16)}, {str(number): "" for number in range(17)}),
+        ("metadata", {"x" * 64: ""}, {"x" * 65: ""}),
+        ("metadata", {"a": "x" * 512}, {"a": "x" * 513}),
+    ],
+)
+async def test_a_field_without_effect_is_checked_all_the_same(
+    application: Any, field: str, taken: object, refused: object
+) -> None:
+    assert (await answer(application, "/v1/chat/completions", **{field: taken}))[0] == 200
+    status, said, _ = await answer(application, "/v1/chat/completions", **{field: refused})
+    assert (status, said["error"]["param"]) == (400, field)
+
+
+async def test_a_request_is_aborted_by_the_rid_of_a_chat(application: Any, engine: Any, until: Any) -> None:
+    engine.gate = asyncio.Event()
+    asked = asyncio.create_task(answer(application, "/v1/chat/completions", rid="mine"))
+    await until(lambda: engine.open)
+    await application.test_client().post("/abort_request", json={"rid": "mine"})
+    status, said, _ = await asked
+    assert (status, said["error"]["code"]) == (499, "request_aborted")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "mistake"),
+    [
+        ({"type": "object"}, None),
+        ({}, None),
+        ({"type": "object", "properties": {"a": {"type": ["string", "null"], "enum": ["x"]}}, "required": ["a"]}, None),
+        ({"type": "object", "properties": {"a": True}, "additionalProperties": False, "title": None}, None),
+        ({"type": "object", "properties": {"a": {"anyOf": [{"$ref": "#/$defs/b"}]}}, "$defs": {"b": {}}}, None),
+        ({"type": "object", "properties": {"enum": {"enum": [1]}, "type": {"type": "array", "items": {}}}}, None),
+        ({"properties": {}}, ".type"),
+        ({"type": "array", "items": {}}, ".type"),
+        ({"type": "object", "properties": []}, ".properties"),
+        ({"type": "object", "properties": {"a": "string"}}, ".properties.a"),
+        ({"type": "object", "properties": {"a": {"type": "text"}}}, ".properties.a.type"),
+        ({"type": "object", "properties": {"a": {"type": "string", "required": True}}}, ".properties.a.required"),
+        ({"type": "object", "required": "a"}, ".required"),
+        ({"type": "object", "properties": {"a": {"enum": []}}}, ".properties.a.enum"),
+        ({"type": "object", "properties": {"a": {"anyOf": {}}}}, ".properties.a.anyOf"),
+        ({"type": "object", "properties": {"a": {"items": [{"type": 5}]}}}, ".properties.a.items[0].type"),
+        ({"type": "object", "properties": {"a": {"maxLength": -1}}}, ".properties.a.maxLength"),
+    ],
+)
+def test_a_tools_parameters_are_a_schema_of_an_object(parameters: dict[str, Any], mistake: str | None) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    if mistake is None:
+        assert conversation([{"role": "user", "content": "a"}], tools=tools).tools == tools
+        return
+    with pytest.raises(ApiError) as refused:
+        conversation([{"role": "user", "content": "a"}], tools=tools)
+    assert refused.value.param == f"tools[0].function.parameters{mistake}"
+
+
+def test_arguments_of_a_past_call_are_a_json_object() -> None:
+    for given, wanted in (("", {}), ("null", {}), ('{"a": 1}', {"a": 1}), ({"a": 1}, {"a": 1})):
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": given}}
+        said = conversation([{"role": "assistant", "tool_calls": [call]}]).messages[0]
+        assert said["tool_calls"][0]["function"]["arguments"] == wanted
+    for bad in ("{", "[1]", "5"):
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": bad}}
+        with pytest.raises(ApiError, match="must be a JSON object"):
+            conversation([{"role": "assistant", "tool_calls": [call]}])
+
+
+@pytest.mark.parametrize(("path", "field"), [("/generate", "text"), ("/v1/completions", "prompt")])
+async def test_a_thousand_prompts_are_one_request(application: Any, path: str, field: str) -> None:
+    status, said, _ = await answer(application, path, **{field: ["a"] * 1000})
+    assert status == 200
+    assert len(said if path == "/generate" else said["choices"]) == 1000
+    status, said, _ = await answer(application, path, **{field: ["a"] * 2049})
+    assert (status, said["error"]["param"]) == (400, field)
+    assert "2048" in said["error"]["message"]

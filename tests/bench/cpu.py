@@ -1,6 +1,7 @@
 """What the CPU platform takes for a step, in process, without a server.
 
     python -m tests.bench cpu [--models tiny understudy 0.6b moe] [--against CHECKOUT] [--rounds 5]
+                              [--deterministic]
 
 Milliseconds of a decode step at 1, 8 and 32 rows (contexts of 128 tokens and longer), prompt tokens a second of
 prefill chunks, and the bytes of weights that a decode step reads a second, beside what this machine's memory gives in
@@ -9,7 +10,8 @@ is set against what memory gives in the same round, whose reading goes up and do
 ``tiny`` and ``0.6b`` are Qwen3 shapes with made-up weights, ``moe`` is one of Qwen3-MoE whose tokens take 4 of 32
 experts; ``understudy`` is the model in the box. ``--against``: another checkout of Troupe, measured in turns with this
 one; the ratio is old time over new. ``--clock cpu`` counts processor time of all threads, which neighbours on a shared
-machine disturb less.
+machine disturb less. ``--deterministic``: beside it, in turns, the same checkout with
+--enable-deterministic-inference; the ratio is the time with it over that without.
 """
 
 from __future__ import annotations
@@ -88,7 +90,7 @@ def described(shape: str) -> dict[str, Any]:
 class _Steps:
     """A model runner in this process, and the steps to time."""
 
-    def __init__(self, path: str, load_format: str, threads: int, clock: str) -> None:
+    def __init__(self, path: str, load_format: str, threads: int, clock: str, invariant: bool) -> None:
         from kernels.runner import ModelRunner
         from kernels.step import RunnerConfig
 
@@ -100,6 +102,7 @@ class _Steps:
                 max_total_tokens=40 * 1024,
                 context_length=4096,
                 threads=threads,
+                invariant=invariant,
             )
         )
         self.info = self.runner.load()
@@ -183,13 +186,13 @@ def _read(name: str, rows: int, steps: int) -> float:
     return token * rows * (PROMPT + (steps + 1) / 2)
 
 
-def _child(path: str, load_format: str, threads: int, clock: str) -> None:
+def _child(path: str, load_format: str, threads: int, clock: str, invariant: bool) -> None:
     """Answer each line of the input, a point, by its milliseconds."""
     with contextlib.suppress(ImportError):  # a checkout from before there were native operators
         from kernels.cpu.native.library import build
 
         build()
-    steps = _Steps(path, load_format, threads, clock)
+    steps = _Steps(path, load_format, threads, clock, invariant)
     print(steps.info.weight_bytes, flush=True)
     for line in sys.stdin:
         what, size, count = line.split()
@@ -212,8 +215,12 @@ def _models(names: list[str], directory: Path) -> list[tuple[str, str, str]]:
 def _measure(name: str, path: str, load_format: str, arguments: argparse.Namespace, memory: _Memory) -> None:
     from tests.bench._checkout import Checkout  # which another checkout may not have
 
-    roots = [ROOT] if arguments.against is None else [ROOT, arguments.against.resolve()]
-    sides = [Checkout(root, __file__, path, load_format, arguments.threads, arguments.clock) for root in roots]
+    given = __file__, path, load_format, arguments.threads, arguments.clock
+    sides = [Checkout(ROOT, *given, "")]
+    if arguments.deterministic:
+        sides.append(Checkout(ROOT, *given, "invariant"))
+    elif arguments.against is not None:
+        sides.append(Checkout(arguments.against.resolve(), *given, ""))
     points = [("decode", rows) for rows in arguments.rows] + [("prefill", tokens) for tokens in arguments.prefill]
     for what, size in points:
         times: list[list[float]] = [[] for _ in sides]
@@ -241,13 +248,15 @@ def _measure(name: str, path: str, load_format: str, arguments: argparse.Namespa
 
 def main(argv: list[str] | None = None) -> int:
     if argv is None and sys.argv[1:2] == ["--child"]:
-        _child(sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5])
+        _child(sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5], sys.argv[6] == "invariant")
         return 0
     parser = command_line(__name__, __doc__)
     parser.add_argument(
         "--models", nargs="+", default=["tiny", "understudy"], choices=[*SHAPES, "understudy"], help="shapes"
     )
-    parser.add_argument("--against", type=Path, help="another checkout of Troupe")
+    other = parser.add_mutually_exclusive_group()
+    other.add_argument("--against", type=Path, help="another checkout of Troupe")
+    other.add_argument("--deterministic", action="store_true", help="with --enable-deterministic-inference as well")
     parser.add_argument("--rows", type=int, nargs="*", default=DECODES, help="of each decode step")
     parser.add_argument("--prefill", type=int, nargs="*", default=PREFILLS, help="tokens of each chunk")
     parser.add_argument("--rounds", type=int, default=5, help="of each measurement; medians count")
@@ -261,6 +270,7 @@ def main(argv: list[str] | None = None) -> int:
         memory = _Memory(threads)
         print(f"memory, {threads} threads: {memory.rate() / 1e9:.1f} GB/s")
     ratio = " old ms | old/new |" if arguments.against else ""
+    ratio = " deterministic ms | ratio |" if arguments.deterministic else ratio
     print(f"| model | point | ms | |{ratio}\n|---|---|---|---|{'---|---|' if ratio else ''}")
     with tempfile.TemporaryDirectory() as directory:
         for name, path, load_format in _models(arguments.models, Path(directory)):

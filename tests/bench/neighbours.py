@@ -159,6 +159,6 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--model", help="directory of the model; without it the model in the box")
     parser.add_argument("--attacks", default="none,stream,scores,tools", help="names from above, separated by commas")
     parser.add_argument("--seconds", type=float, default=15.0, help="length of each attack")
-    parser.add_argument("--prompt-tokens", type=int, default=2500, help="of the prompts of stream and scores")
+    parser.add_argument("--prompt-tokens", type=int, default=500, help="of the prompts of stream and scores")
     parser.add_argument("server_args", nargs="*", help="after --: more arguments for the server that is started")
     asyncio.run(bench(parser.parse_args(arguments)))

@@ -10,6 +10,8 @@ import torch
 
 from kernels.platforms.cpu import CpuPlatform
 from kernels.platforms.rows import AttentionRows
+from kernels.platforms.select import select_platform
+from kernels.step import RunnerConfig
 from tests.kernels.native import compiled, needs_native
 from tests.kernels.verifying import made
 
@@ -23,10 +25,12 @@ def generator():
     return torch.Generator().manual_seed(3)
 
 
-@pytest.fixture(params=["plain", pytest.param("native", marks=needs_native)])
+@pytest.fixture(params=["plain", "invariant", pytest.param("native", marks=needs_native)])
 def platform(request):
     if request.param == "plain":
         return CpuPlatform(threads=1)
+    if request.param == "invariant":
+        return select_platform(RunnerConfig(model_path="", invariant=True, threads=1))
     request.getfixturevalue("compiled")
     platform = CpuPlatform(threads=2)
     platform.dtype("bfloat16", None)

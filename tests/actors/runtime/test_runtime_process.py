@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -47,6 +48,7 @@ from actors.runtime import (
     UnknownMessage,
     current_traceparent,
 )
+from actors.runtime.frames import Kind, frame
 from actors.runtime.link import Link
 from tests.actors.runtime.children import in_hand, spawn
 from tests.waiting import PATIENCE, until
@@ -113,6 +115,44 @@ async def test_every_death_fails_the_ask_with_its_cause_and_is_restarted(
     assert isinstance(cause, ChildCrash)
     assert cause.returncode == returncode
     assert await ref.ask(Multiply(2), timeout=PATIENCE) == 2
+
+
+DEEP = b"\x91" * 20_000 + b"\xc0"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        (2**32 - 1).to_bytes(4, "little") + bytes(9),
+        bytes(13),
+        frame(Kind.REPLY, 1, msgspec.msgpack.encode("three")),
+        frame(Kind.REPLY, 1, DEEP),
+        frame(Kind.ERROR, 1, b"\xc1"),
+        frame(Kind.ERROR, 1, DEEP),
+        frame(Kind.ERROR, 1, msgspec.msgpack.encode({"kind": 1, "arguments": {}, "fields": [], "text": None})),
+        frame(Kind.EVENT, 0, msgspec.msgpack.encode({"type": "Progress", "done": "all"})),
+        frame(Kind.LOG, 0, msgspec.msgpack.encode([1, 2, 3])),
+        frame(Kind.LOG, 0, DEEP),
+        frame(Kind.READY, 0, msgspec.msgpack.encode([["Multiply"], 5])),
+        frame(Kind.DIED, 0, msgspec.msgpack.encode({"reason": 5})),
+        frame(Kind.MESSAGE, 1, b""),
+    ],
+    ids=lambda sent: repr(sent[:24]),
+)
+async def test_a_hostile_frame_of_a_child_ends_that_child_alone(system: ActorSystem, sent: bytes) -> None:
+    ref, other = await spawn(system), await spawn(system, name="other")
+    with pytest.raises(ActorDied, match="cannot be understood"):
+        await ref.ask(Garbage(sent), timeout=PATIENCE)
+    assert await other.ask(Multiply(2), timeout=PATIENCE) == 2
+    assert await ref.ask(Multiply(2), timeout=PATIENCE) == 2
+    assert [status.incarnation for status in system.describe()] == [1, 0]
+
+
+async def test_replies_that_nobody_asked_for_are_counted(system: ActorSystem) -> None:
+    ref = await spawn(system)
+    await ref.tell(Garbage(frame(Kind.REPLY, 2**64 - 1, b"\xc1") * 2000))
+    assert await ref.ask(Multiply(2), timeout=PATIENCE) == 2
+    assert system.late_replies >= 2000
 
 
 def test_a_crash_is_one_line_where_it_is_named_in_passing() -> None:

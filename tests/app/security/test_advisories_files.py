@@ -13,7 +13,9 @@ import pytest
 from actors.arguments import ArgumentError, Arguments
 from actors.model_files import ModelFiles, ModelPathError, resolve_model_path
 from actors.sampling_rules import slot_sampling
-from app.openai.refusals import REFUSED
+from app.field_screen import known_fields
+from app.known_fields import KNOWN
+from app.openai.requests import ChatRequest
 from tests.app.security.conftest import ADMIN, CHAT, USER, Target
 from tests.app.security.test_no_dangers import modules
 from tests.tiny_model import make_tiny_model
@@ -145,16 +147,18 @@ def test_s14_the_servers_keys_are_told_to_nobody(target: Target) -> None:
 
 def test_s15_cve_2025_9141_nothing_evaluates_what_a_model_wrote(target: Target) -> None:
     """A parser of tool calls evaluated the model's text."""
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "__import__('os').system('id')"}}
-    body = {"messages": [*CHAT["messages"], {"role": "assistant", "tool_calls": [call]}], "max_tokens": 1}  # type: ignore[misc]
-    assert target.post("/v1/chat/completions", body).status_code == 200
+    code = "__import__('os').system('id')"
+    for arguments, status in ((code, 400), (f'{{"a": "{code}"}}', 200)):
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        body = {"messages": [*CHAT["messages"], {"role": "assistant", "tool_calls": [call]}], "max_tokens": 1}  # type: ignore[misc]
+        assert target.post("/v1/chat/completions", body).status_code == status
 
 
 # -- and all of them
 
 
 def test_every_unbuilt_field_is_refused_and_not_swallowed(target: Target) -> None:
-    for field in sorted(REFUSED - {"functions", "function_call", "chat_template", "reasoning"}):
+    for field in sorted(KNOWN.keys() - known_fields(ChatRequest)):
         body = {**CHAT, field: {"anything": [1]}}
         target.refuses("/v1/chat/completions", body, field)
 

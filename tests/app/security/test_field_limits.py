@@ -76,6 +76,16 @@ OPENAI: dict[str, list[Any]] = SAMPLING | {
     "extra_key": [OVER_SALT],
     "rid": [OVER_LABEL],
     "request_id": [OVER_LABEL],
+    "user": [OVER_NAME, 5],
+    "metadata": [{str(i): "x" for i in range(17)}, {"x" * 65: "x"}, {"a": "x" * 513}, {"a": 5}, "x"],
+    "safety_identifier": [OVER_NAME],
+    "prompt_cache_key": [OVER_NAME],
+    "prompt_cache_retention": [OVER_NAME],
+    "store": [5],
+    "service_tier": ["banana", 5],
+    "verbosity": ["banana"],
+    "separate_reasoning": [5],
+    "stream_reasoning": [5],
 }
 MESSAGE = {"role": "user", "content": "hi"}
 
@@ -116,7 +126,10 @@ CONVERSATION: dict[str, list[Any]] = {
     "messages[].reasoning_content": [(message(reasoning_content=5), "messages[0].reasoning_content", {})],
     "messages[].reasoning": [(message(reasoning=5), "messages[0].reasoning", {})],
     "messages[].refusal": [(message(refusal=5), "messages[0].refusal", {})],
-    "messages[].tool_call_id": [(message(tool_call_id=OVER_NAME), "messages[0].tool_call_id", {})],
+    "messages[].tool_call_id": [
+        (message(role="tool"), "messages[0].tool_call_id", {}),
+        (message(tool_call_id=OVER_NAME), "messages[0].tool_call_id", {}),
+    ],
     "messages[].tool_calls": [
         (
             called(function={"name": "f", "arguments": '"' + "x" * LIMITS.tools_bytes + '"'}),
@@ -126,12 +139,18 @@ CONVERSATION: dict[str, list[Any]] = {
         (message(tool_calls=[{"function": {"name": "f"}}] * (LIMITS.tools + 1)), "messages[0].tool_calls", {}),
     ],
     "messages[].tool_calls[].id": [(called(id=OVER_NAME), "messages[0].tool_calls[0].id", {})],
-    "messages[].tool_calls[].type": [(called(type=OVER_NAME), "messages[0].tool_calls[0].type", {})],
+    "messages[].tool_calls[].type": [
+        (called(type=OVER_NAME), "messages[0].tool_calls[0].type", {}),
+        (called(type="custom"), "messages[0].tool_calls[0].type", {}),
+    ],
     "messages[].tool_calls[].function": [(called(function=5), "messages[0].tool_calls[0].function", {})],
     "messages[].tool_calls[].function.name": [
-        (called(function={"name": OVER_NAME}), "messages[0].tool_calls[0].function.name", {})
+        (called(function={"name": OVER_NAME}), "messages[0].tool_calls[0].function.name", {}),
+        (called(function={"name": "a b"}), "messages[0].tool_calls[0].function.name", {}),
     ],
     "messages[].tool_calls[].function.arguments": [
+        (called(function={"name": "f", "arguments": "{"}), "messages[0].tool_calls[0].function.arguments", {}),
+        (called(function={"name": "f", "arguments": "[1]"}), "messages[0].tool_calls[0].function.arguments", {}),
         (
             called(function={"name": "f", "arguments": {"x": deep(70)}}),
             "messages[0].tool_calls[0].function.arguments",
@@ -144,9 +163,12 @@ CONVERSATION: dict[str, list[Any]] = {
         ([{"type": "other", "function": {"name": "f"}}], "tools[0].type", {}),
     ],
     "tools[].function": [([{"type": "function", "function": 5}], "tools[0].function", {})],
-    "tools[].function.name": [(tool(name=OVER_NAME), "tools[0].function.name", {})],
+    "tools[].function.name": [
+        (tool(name=name), "tools[0].function.name", {}) for name in (OVER_NAME, "", "a.b", "x" * 65, "é")
+    ],
     "tools[].function.description": [(tool(description=5), "tools[0].function.description", {})],
     "tools[].function.parameters": [
+        (tool(parameters={"type": "array"}), "tools[0].function.parameters.type", {}),
         (tool(parameters={"x": deep(70)}), "tools[0].function.parameters", {}),
         (tool(parameters={"x": "y" * LIMITS.schema_bytes}), "tools[0].function.parameters", {}),
     ],
@@ -185,7 +207,7 @@ TABLE: dict[str, dict[str, list[Any]]] = {
         ],
         "tool_choice": [OVER_NAME, "required", {"type": "function"}, deep(100)],
         "parallel_tool_calls": [5],
-        "reasoning_effort": ["x" * 33],
+        "reasoning_effort": ["banana", "", 5],
         "reasoning": [{"max_tokens": 5}, {"effort": "x" * 33}],
         "reasoning.effort": [({"effort": "x" * 33}, "reasoning.effort", {})],
     },

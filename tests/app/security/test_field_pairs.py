@@ -84,13 +84,14 @@ CHAT: Fields = SHARED | {
     "tool_choice": (of([None, "none"]), of(["auto", "required"])),
     "parallel_tool_calls": (flags, of([1])),
     "chat_template_kwargs": (of([None, {}, {"a": "x"}]), of([{"messages": []}, {"_b": 1}, {"a b": 1}])),
-    "reasoning_effort": (of([None, "low", ""]), of(["x" * 40])),
+    "reasoning_effort": (of([None, "low", "none"]), of(["x" * 40, ""])),
     "messages": (
         st.lists(
             st.fixed_dictionaries(
-                {"role": of(["user", "assistant", "system", "tool", "developer"]), "content": texts | st.lists(texts)},
+                {"role": of(["user", "assistant", "system", "developer"]), "content": texts | st.lists(texts)},
                 optional={"name": texts},
-            ),
+            )
+            | st.fixed_dictionaries({"role": of(["tool"]), "tool_call_id": of(["a", "b"]), "content": texts}),
             min_size=1,
             max_size=4,
         ),

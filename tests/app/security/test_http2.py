@@ -9,6 +9,7 @@ from typing import Any
 
 import h2.config
 import h2.connection
+import h2.errors
 import h2.events
 import h2.exceptions
 import pytest
@@ -87,6 +88,70 @@ def test_more_streams_than_agreed_close_the_connection(target: Target) -> None:
                 ended = any(
                     event is None or isinstance(event, h2.events.ConnectionTerminated) for event in client.read()
                 )
+
+
+EMPTY_DATA = bytes([0, 0, 0, 0, 0, 0, 0, 0, 1])
+FLOODS = {
+    "ping": bytes([0, 0, 8, 6, 0, 0, 0, 0, 0]) + b"12345678",
+    "settings": bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]),
+    "priority": bytes([0, 0, 5, 2, 0, 0, 0, 0, 7, 0, 0, 0, 0, 16]),
+    "unknown": bytes([0, 0, 0, 0xBB, 0, 0, 0, 0, 0]),
+    "empty data": EMPTY_DATA,
+}
+
+
+@pytest.mark.parametrize("name", FLOODS)
+def test_a_flood_of_frames_that_ask_for_nothing_ends_its_connection(target: Target, name: str) -> None:
+    """CVE-2019-9512, -9515 and -9518: each frame costs the server more than its sender."""
+    with connected(target) as connection:
+        client = H2Client(connection)
+        if FLOODS[name] is EMPTY_DATA:
+            stream = client.h2.get_next_available_stream_id()
+            headers = [*client.headers("/v1/completions", "POST"), ("content-type", "application/json")]
+            client.h2.send_headers(stream, headers, end_stream=False)
+            client.flush()
+        with contextlib.suppress(ConnectionError):  # what was sent and is not read resets the connection
+            connection.sendall(FLOODS[name] * 1500)
+            told: list[Any] = []
+            while not any(isinstance(event, h2.events.ConnectionTerminated) for event in told):
+                told = client.read()
+                assert None not in told
+            [ended] = [event for event in told if isinstance(event, h2.events.ConnectionTerminated)]
+            assert ended.error_code == h2.errors.ErrorCodes.ENHANCE_YOUR_CALM
+
+
+def test_a_body_that_comes_after_its_answer_ends_no_other_stream(target: Target) -> None:
+    with connected(target) as connection:
+        client = H2Client(connection)
+        refused = client.h2.get_next_available_stream_id()
+        client.h2.send_headers(refused, client.headers("/v1/completions", "POST", "wrong"), end_stream=False)
+        client.flush()
+        told: list[Any] = []
+        while not any(isinstance(event, h2.events.StreamEnded) for event in told):
+            told += client.read()
+        for _ in range(3):
+            client.h2.send_data(refused, b"x" * 1000)
+            client.flush()
+        stream = client.request()
+        client.flush()
+        while not any(isinstance(event, h2.events.ResponseReceived) and event.stream_id == stream for event in told):
+            told += client.read()
+            assert None not in told
+
+
+def test_a_client_that_pings_now_and_then_is_served(target: Target) -> None:
+    with connected(target) as connection:
+        client = H2Client(connection)
+        for _ in range(20):
+            client.h2.ping(b"12345678")
+            client.flush()
+        stream = client.request()
+        client.flush()
+        answered = False
+        while not answered:
+            answered = any(
+                isinstance(event, h2.events.ResponseReceived) and event.stream_id == stream for event in client.read()
+            )
 
 
 @pytest.mark.parametrize("frames", ["data after the answer", "continuation", "ping", "settings", "window", "garbage"])

@@ -92,6 +92,26 @@ def test_a_head_without_end_is_cut_at_64_kib(target: Target, head: bytes) -> Non
         HEAD + "Transfer-Encoding: chunked\r\n\r\nfffffffffffffffff\r\n",
         HEAD + "Transfer-Encoding: chunked\r\n\r\n-1\r\n\r\n",
         HEAD + "Transfer-Encoding: chunked\r\n\r\nxyz\r\n\r\n",
+        *(
+            HEAD + ambiguous + "GET /v1/models HTTP/1.1\r\nHost: x\r\nx-api-key: user-key\r\n\r\n"
+            for ambiguous in (
+                "Transfer-Encoding: chunked\r\nContent-Length: 4\r\n\r\n5c\r\nG",
+                "Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n\r\n0\r\n\r\n",
+                "Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
+                "Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n",
+                "Transfer-Encoding: \x0bchunked\r\n\r\n0\r\n\r\n",
+                "Content-Length: 2, 3\r\n\r\n{}",
+                "Content-Length: +2\r\n\r\n{}",
+                "Content-Length: \xb2\r\n\r\n{}",
+                "Content-Length: 0x2\r\n\r\n{}",
+                "X: a\rTransfer-Encoding: chunked\r\nContent-Length: 2\r\n\r\n{}",
+                "X: a\nTransfer-Encoding: chunked\r\nContent-Length: 2\r\n\r\n{}",
+                "Transfer-Encoding: chunked\r\n\r\n2\n{}\n0\n\n",
+                "Transfer-Encoding: chunked\r\n\r\n2;a\nx\r\n{}\r\n0\r\n\r\n",
+                "Transfer-Encoding: chunked\r\n\r\n0x2\r\n{}\r\n0\r\n\r\n",
+                "Transfer-Encoding: chunked\r\n\r\n2\r\n{}XX0\r\n\r\n",
+            )
+        ),
     ],
 )
 def test_nonsense_is_refused_and_the_connection_closed(target: Target, request_: str) -> None:
