@@ -89,13 +89,14 @@ class Scheduler(Actor[SchedulerProtocol]):
         self._step_timeout = step_timeout
         self._faults = faults
         self._epoch: int | None = None
-        self._sent: dict[int, float] = {}  # when, of the steps to this epoch's worker that it has not answered
-        self._verdicts: dict[int, Verdict] = {}  # on the deaths of workers, by epoch
+        self._sent: dict[int, float] = {}  # when, of the steps that the worker has not answered ...
+        self._sent_epoch: int | None = None  # ... of this epoch
+        self._verdicts: dict[int, Verdict] = {}  # on the deaths since the last worker was taken, by epoch
 
     async def started(self) -> None:
         self._vitals.forget_steps()
         self._vitals.read_batch = self._batch_at
-        self._vitals.judge = self._judge
+        self._vitals.judge = None
         if self.context.incarnation > 0:
             # What the last life sent must be in the journal before the journal is read.
             await self._detokenizer.ask(Fence(), timeout=_CACHE_TIMEOUT)
@@ -104,6 +105,7 @@ class Scheduler(Actor[SchedulerProtocol]):
         if entries:
             self._chronicle.resumed(entries, now)
             await self._tell(self._planner.submit(tuple(entry.resume_spec() for entry in entries), now))
+        self._vitals.judge = self._judge  # not before the planner knows which suspects live
         ready = self._vitals.worker
         if ready is not None:
             await self._take_worker(*ready)
@@ -143,8 +145,9 @@ class Scheduler(Actor[SchedulerProtocol]):
         if self._epoch is not None:
             await self._tell(self._worker_lost(self._epoch, "the worker was replaced"))
         await self._cache.ask(ResetCache(num_pages=info.num_pages, page_size=info.page_size), timeout=_CACHE_TIMEOUT)
-        self._epoch = epoch
+        self._epoch = self._sent_epoch = epoch
         self._sent.clear()
+        self._verdicts.clear()
         self._chronicle.steps_lost(self.context.clock.monotonic())
         self._vitals.forget_steps()  # one may have been sent to the life before, when that was over already
         await self._tell(self._planner.worker_ready(info, self.context.clock.monotonic()))
@@ -156,17 +159,28 @@ class Scheduler(Actor[SchedulerProtocol]):
         lost = self._in_hand(at)
         self._chronicle.worker_died(self._planner.running(), lost, at, now, reason)
         self._journal.worker_died(lost)
-        condemned = self._judge(epoch).condemned
+        condemned = self._with_other_choices(self._judge(epoch).condemned)
         self._chronicle.set_apart(condemned, now)
         ended = Ended("error", message=_SET_APART)
         return [msgspec.structs.replace(word, ended=ended) for word in self._planner.abort(condemned)]
+
+    def _with_other_choices(self, condemned: tuple[int, ...]) -> tuple[int, ...]:
+        """These and all choices of their requests: a request fails as a whole, and its other choices may do the same
+        harm before its reader leaves."""
+        streams = {id(entry.stream) for sequence in condemned if (entry := self._journal.get(sequence)) is not None}
+        if not streams:
+            return condemned
+        return tuple(
+            dict.fromkeys([*condemned, *(e.sequence for e in self._journal.live() if id(e.stream) in streams)])
+        )
 
     def _judge(self, epoch: int) -> Verdict:
         """What the death of the worker's life ``epoch`` proves. Judged once, by the first that asks."""
         verdict = self._verdicts.get(epoch)
         if verdict is None:
-            verdict = self._planner.worker_died(self._steps_in_hand(self._fell_at(epoch)))
-            self._verdicts = {epoch: verdict}
+            # One that died before it was taken here was sent nothing: the steps are those of the life before.
+            lost = self._steps_in_hand(self._fell_at(epoch)) if epoch == self._sent_epoch else []
+            verdict = self._verdicts[epoch] = self._planner.worker_died(lost)
             if not verdict.counts:
                 _log.warning(
                     "The worker died again of a step with suspects; %d are left, and run apart from other sequences",
