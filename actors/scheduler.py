@@ -105,6 +105,7 @@ class Scheduler(Actor[SchedulerProtocol]):
         if entries:
             self._chronicle.resumed(entries, now)
             await self._tell(self._planner.submit(tuple(entry.resume_spec() for entry in entries), now))
+        await self._tell(self._set_apart(now))
         self._vitals.judge = self._judge  # not before the planner knows which suspects live
         ready = self._vitals.worker
         if ready is not None:
@@ -159,20 +160,19 @@ class Scheduler(Actor[SchedulerProtocol]):
         lost = self._in_hand(at)
         self._chronicle.worker_died(self._planner.running(), lost, at, now, reason)
         self._journal.worker_died(lost)
-        condemned = self._with_other_choices(self._judge(epoch).condemned)
+        self._judge(epoch)
+        return self._set_apart(now)
+
+    def _set_apart(self, now: float) -> list[Emission]:
+        """End what was condemned, with all choices of the same requests: a request fails as a whole, and its other
+        choices may do the same harm before its reader leaves."""
+        journal = self._journal
+        streams = {id(entry.stream) for each in journal.condemned if (entry := journal.get(each)) is not None}
+        condemned = [entry.sequence for entry in journal.live() if id(entry.stream) in streams] if streams else []
+        journal.condemned.clear()
         self._chronicle.set_apart(condemned, now)
         ended = Ended("error", message=_SET_APART)
         return [msgspec.structs.replace(word, ended=ended) for word in self._planner.abort(condemned)]
-
-    def _with_other_choices(self, condemned: tuple[int, ...]) -> tuple[int, ...]:
-        """These and all choices of their requests: a request fails as a whole, and its other choices may do the same
-        harm before its reader leaves."""
-        streams = {id(entry.stream) for sequence in condemned if (entry := self._journal.get(sequence)) is not None}
-        if not streams:
-            return condemned
-        return tuple(
-            dict.fromkeys([*condemned, *(e.sequence for e in self._journal.live() if id(e.stream) in streams)])
-        )
 
     def _judge(self, epoch: int) -> Verdict:
         """What the death of the worker's life ``epoch`` proves. Judged once, by the first that asks."""
@@ -181,6 +181,7 @@ class Scheduler(Actor[SchedulerProtocol]):
             # One that died before it was taken here was sent nothing: the steps are those of the life before.
             lost = self._steps_in_hand(self._fell_at(epoch)) if epoch == self._sent_epoch else []
             verdict = self._verdicts[epoch] = self._planner.worker_died(lost)
+            self._journal.condemned.update(verdict.condemned)
             if not verdict.counts:
                 _log.warning(
                     "The worker died again of a step with suspects; %d are left, and run apart from other sequences",

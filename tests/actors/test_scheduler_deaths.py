@@ -355,3 +355,16 @@ async def test_a_death_while_the_scheduler_restarts_forgets_no_suspect() -> None
         fenced.set()
         rig.ready(1)
         await rig.sent(1)
+
+
+async def test_a_condemned_sequence_ends_though_the_scheduler_dies_first() -> None:
+    async with rigged() as rig:
+        await rig.submit()
+        await rig.sent(0)
+        for _ in range(2):
+            rig.journal.suspects.died({1: Rerun(8, decode=False)})
+        rig.vitals.worker_lost(rig.now())
+        assert not rig.vitals.last_death_counts()
+        rig.system.crash_actor(rig.scheduler, ChildCrash("on purpose"))
+        await until(lambda: rig.told, "it was not told")
+        assert [word.ended.reason for word in rig.told if word.ended is not None] == ["error"]
