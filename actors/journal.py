@@ -68,11 +68,12 @@ class JournalEntry(msgspec.Struct, eq=False, weakref=True):
 class Journal:
     """Entries by sequence. An entry is there from acceptance to its end, and its end is told exactly once.
 
-    ``suspects``: of the deaths of the worker.
+    ``suspects``: of the deaths of the worker; ``condemned``: those of them that are to end with an error.
     """
 
     def __init__(self) -> None:
         self.suspects = Suspects()
+        self.condemned: set[int] = set()
         self._entries: dict[int, JournalEntry] = {}
 
     def __contains__(self, sequence: int) -> bool:

@@ -89,13 +89,14 @@ class Scheduler(Actor[SchedulerProtocol]):
         self._step_timeout = step_timeout
         self._faults = faults
         self._epoch: int | None = None
-        self._sent: dict[int, float] = {}  # when, of the steps to this epoch's worker that it has not answered
-        self._verdicts: dict[int, Verdict] = {}  # on the deaths of workers, by epoch
+        self._sent: dict[int, float] = {}  # when, of the steps that the worker has not answered ...
+        self._sent_epoch: int | None = None  # ... of this epoch
+        self._verdicts: dict[int, Verdict] = {}  # on the deaths since the last worker was taken, by epoch
 
     async def started(self) -> None:
         self._vitals.forget_steps()
         self._vitals.read_batch = self._batch_at
-        self._vitals.judge = self._judge
+        self._vitals.judge = None
         if self.context.incarnation > 0:
             # What the last life sent must be in the journal before the journal is read.
             await self._detokenizer.ask(Fence(), timeout=_CACHE_TIMEOUT)
@@ -104,6 +105,8 @@ class Scheduler(Actor[SchedulerProtocol]):
         if entries:
             self._chronicle.resumed(entries, now)
             await self._tell(self._planner.submit(tuple(entry.resume_spec() for entry in entries), now))
+        await self._tell(self._set_apart(now))
+        self._vitals.judge = self._judge  # not before the planner knows which suspects live
         ready = self._vitals.worker
         if ready is not None:
             await self._take_worker(*ready)
@@ -143,8 +146,9 @@ class Scheduler(Actor[SchedulerProtocol]):
         if self._epoch is not None:
             await self._tell(self._worker_lost(self._epoch, "the worker was replaced"))
         await self._cache.ask(ResetCache(num_pages=info.num_pages, page_size=info.page_size), timeout=_CACHE_TIMEOUT)
-        self._epoch = epoch
+        self._epoch = self._sent_epoch = epoch
         self._sent.clear()
+        self._verdicts.clear()
         self._chronicle.steps_lost(self.context.clock.monotonic())
         self._vitals.forget_steps()  # one may have been sent to the life before, when that was over already
         await self._tell(self._planner.worker_ready(info, self.context.clock.monotonic()))
@@ -156,7 +160,16 @@ class Scheduler(Actor[SchedulerProtocol]):
         lost = self._in_hand(at)
         self._chronicle.worker_died(self._planner.running(), lost, at, now, reason)
         self._journal.worker_died(lost)
-        condemned = self._judge(epoch).condemned
+        self._judge(epoch)
+        return self._set_apart(now)
+
+    def _set_apart(self, now: float) -> list[Emission]:
+        """End what was condemned, with all choices of the same requests: a request fails as a whole, and its other
+        choices may do the same harm before its reader leaves."""
+        journal = self._journal
+        streams = {id(entry.stream) for each in journal.condemned if (entry := journal.get(each)) is not None}
+        condemned = [entry.sequence for entry in journal.live() if id(entry.stream) in streams] if streams else []
+        journal.condemned.clear()
         self._chronicle.set_apart(condemned, now)
         ended = Ended("error", message=_SET_APART)
         return [msgspec.structs.replace(word, ended=ended) for word in self._planner.abort(condemned)]
@@ -165,8 +178,10 @@ class Scheduler(Actor[SchedulerProtocol]):
         """What the death of the worker's life ``epoch`` proves. Judged once, by the first that asks."""
         verdict = self._verdicts.get(epoch)
         if verdict is None:
-            verdict = self._planner.worker_died(self._steps_in_hand(self._fell_at(epoch)))
-            self._verdicts = {epoch: verdict}
+            # One that died before it was taken here was sent nothing: the steps are those of the life before.
+            lost = self._steps_in_hand(self._fell_at(epoch)) if epoch == self._sent_epoch else []
+            verdict = self._verdicts[epoch] = self._planner.worker_died(lost)
+            self._journal.condemned.update(verdict.condemned)
             if not verdict.counts:
                 _log.warning(
                     "The worker died again of a step with suspects; %d are left, and run apart from other sequences",

@@ -105,7 +105,9 @@ class Planner:
                 if sequence.status is not Status.FINISHED:
                     earlier = found.get(sequence.id)
                     decode = row < flight.decodes or (earlier is not None and earlier.decode)
-                    found[sequence.id] = Rerun(sequence.scheduled or sequence.length, decode)
+                    # Draft tokens that an earlier step has yet to accept move the lost step on.
+                    tokens = sequence.scheduled + sequence.ahead
+                    found[sequence.id] = Rerun(tokens or sequence.length, decode)
         return found
 
     def worker_died(self, steps: Container[int]) -> Verdict:
@@ -261,6 +263,8 @@ class Planner:
             self._guessing.learn(flight, result)
         emissions: list[Emission] = []
         index = 0
+        suspected = bool(self._suspects)
+        ran: list[tuple[Sequence, bool]] = []  # and whether it decoded
         speculating = len(flight.ahead)
         drafted: list[int] = np.frombuffer(result.drafted, dtype=np.int32).tolist() or [0] * speculating
         for row, (sequence, serial, count, samples, got) in enumerate(
@@ -273,6 +277,8 @@ class Planner:
                 message = failed[sequence.slot, sequence.generation]
                 emissions.append(self._roster.end(sequence, Ended("error", message=message)))
                 continue
+            if suspected:
+                ran.append((sequence, row < flight.decodes))
             if prompts is not None and (part := prompts.of(row)) is not None:
                 sequence.prompt_parts.append(part)
             if row < speculating:
@@ -287,10 +293,8 @@ class Planner:
                 self._roster.filled_page(sequence)
             if samples:
                 emissions.append(self._emit(sequence, tokens[at], None if scores is None else scores.at(at)))
-        if self._suspects:
-            for row, (sequence, serial) in enumerate(zip(flight.sequences, flight.serials, strict=True)):
-                if sequence.serial == serial:
-                    self._suspects.ran(sequence.id, sequence.computed, decode=row < flight.decodes)
+        for sequence, decode in ran:
+            self._suspects.ran(sequence.id, sequence.computed, decode=decode)
         return emissions
 
     def _accept(

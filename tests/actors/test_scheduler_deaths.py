@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -83,15 +84,20 @@ class Last(CacheManager):
 
 
 class Drain(Actor[DetokenizerProtocol]):
-    def __init__(self, told: list[Emission]) -> None:
+    def __init__(self, told: list[Emission], fences: list[Fence], fenced: list[asyncio.Event]) -> None:
         self._told = told
+        self._fences = fences
+        self._fenced = fenced
 
     @handles
     def emit(self, message: Emit) -> None:
         self._told.extend(message.emissions)
 
     @handles
-    def fence(self, message: Fence) -> None: ...
+    async def fence(self, message: Fence) -> None:
+        self._fences.append(message)
+        for event in self._fenced:
+            await event.wait()
 
 
 @dataclass
@@ -102,6 +108,8 @@ class Rig:
     journal: Journal
     steps: list[tuple[int, Deferred[StepResult]]]
     told: list[Emission]
+    fences: list[Fence]
+    fenced: list[asyncio.Event]  # what a fence waits for
 
     def ready(self, epoch: int) -> None:
         self.vitals.worker = (model_info(num_pages=9, page_size=16), epoch)
@@ -142,9 +150,11 @@ async def rigged(cache_of: Callable[[Vitals], CacheManager] = CacheManager) -> A
     vitals, journal = Vitals(), Journal()
     steps: list[tuple[int, Deferred[StepResult]]] = []
     told: list[Emission] = []
+    fences: list[Fence] = []
+    fenced: list[asyncio.Event] = []
     async with ActorSystem() as system:
         cache = await system.spawn(lambda: cache_of(vitals), name="cache")
-        detokenizer = await system.spawn(lambda: Drain(told), name="detokenizer")
+        detokenizer = await system.spawn(lambda: Drain(told, fences, fenced), name="detokenizer")
         worker = await system.spawn(lambda: Silent(steps), name="worker-0")
         config = PlannerConfig(max_running=2, max_slots=3, step_tokens=64, max_prefill_tokens=64, overlap=False)
         scheduler = await system.spawn(
@@ -159,7 +169,7 @@ async def rigged(cache_of: Callable[[Vitals], CacheManager] = CacheManager) -> A
             ),
             name="scheduler",
         )
-        rig = Rig(system, scheduler, vitals, journal, steps, told)
+        rig = Rig(system, scheduler, vitals, journal, steps, told, fences, fenced)
         rig.ready(0)
         await rig.heard()
         yield rig
@@ -296,3 +306,65 @@ async def test_only_a_death_that_narrows_the_suspects_down_does_not_count() -> N
         rig.vitals.worker_lost(rig.now())  # one that had not loaded
         counted.append(rig.vitals.last_death_counts())
         assert counted == [True, False, True]
+
+
+async def test_workers_that_die_before_they_are_sent_a_step_condemn_nobody() -> None:
+    """They are loaded, and the scheduler has not heard of it."""
+    async with rigged() as rig:
+        await rig.submit()
+        step = await rig.sent(0)
+        counted = []
+        for epoch in range(4):
+            rig.vitals.worker = (model_info(num_pages=9, page_size=16), epoch)
+            rig.vitals.worker_lost(rig.now())
+            counted.append(rig.vitals.last_death_counts())
+        step.set_exception(ChildCrash("killed"))
+        rig.ready(4)
+        await rig.sent(4)
+        assert (rig.told, counted) == ([], [True] * 4)
+
+
+async def test_a_condemned_choice_takes_the_others_of_its_request_with_it() -> None:
+    async with rigged() as rig:
+        first = await rig.submit()
+        step = await rig.sent(0)
+        other = JournalEntry(2, 1, first.spec, first.params, first.stream, first.timeline, [0], [])
+        rig.journal.open(other)
+        await rig.scheduler.tell(Submit(sequences=(msgspec.structs.replace(first.spec, sequence=2),)))
+        await rig.heard()
+        for _ in range(2):
+            rig.journal.suspects.died({1: Rerun(8, decode=False)})
+        rig.vitals.worker_lost(rig.now())
+        step.set_exception(ChildCrash("killed"))
+        await until(lambda: rig.told, "it was not told")
+        assert {word.sequence for word in rig.told if word.ended is not None} == {1, 2}
+
+
+async def test_a_death_while_the_scheduler_restarts_forgets_no_suspect() -> None:
+    async with rigged() as rig:
+        await rig.submit()
+        await rig.sent(0)
+        rig.journal.suspects.died({1: Rerun(8, decode=False)})
+        fenced = asyncio.Event()
+        rig.fenced.append(fenced)
+        rig.system.crash_actor(rig.scheduler, ChildCrash("on purpose"))
+        await until(lambda: rig.fences, "it did not start again")
+        rig.vitals.worker_lost(rig.now())
+        assert rig.vitals.last_death_counts()
+        assert 1 in rig.journal.suspects
+        fenced.set()
+        rig.ready(1)
+        await rig.sent(1)
+
+
+async def test_a_condemned_sequence_ends_though_the_scheduler_dies_first() -> None:
+    async with rigged() as rig:
+        await rig.submit()
+        await rig.sent(0)
+        for _ in range(2):
+            rig.journal.suspects.died({1: Rerun(8, decode=False)})
+        rig.vitals.worker_lost(rig.now())
+        assert not rig.vitals.last_death_counts()
+        rig.system.crash_actor(rig.scheduler, ChildCrash("on purpose"))
+        await until(lambda: rig.told, "it was not told")
+        assert [word.ended.reason for word in rig.told if word.ended is not None] == ["error"]

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.scheduling.suspects import Rerun, Suspects
-from tests.actors.scheduling.stage import Stage, says, spec
+from actors.scheduling.testing import model_info
+from tests.actors.scheduling.stage import VOCAB, Stage, says, spec
 
 PREFILL = Rerun(8, decode=False)
 
@@ -194,3 +195,45 @@ def test_a_death_without_steps_proves_nothing():
     suspects.died({1: PREFILL})
     verdict = suspects.died({})
     assert (verdict.condemned, verdict.counts, list(suspects.cohorts(())[0].members)) == ((), True, [1])
+
+
+class Guessing(Mortal):
+    """The worker verifies draft tokens and accepts all of them."""
+
+    def __init__(self, **config):
+        self.speculative = model_info(
+            num_pages=101, page_size=4, context_length=256, vocab_size=VOCAB, speculative_nodes=4, speculative_depth=3
+        )
+        super().__init__(pages=100, **config)
+
+    def lose_worker(self):
+        self.info = self.speculative
+        super().lose_worker()
+
+
+def test_draft_tokens_accepted_before_the_lost_step_clear_no_suspect():
+    """The answer of the step before is handled after the death is known."""
+    stage = Guessing(overlap=True)
+    stage.submit(spec(1, range(8), max_tokens=60))
+    for _ in range(3):
+        stage.step()
+    stage.plan()
+    stage.plan()
+    first, second = stage.sent
+    stage.planner.worker_died([second.number])
+    stage.hear(stage.planner.finish_step(stage.runner.run(first), stage.now))
+    assert 1 in stage.planner._suspects
+    stage.lose_worker()
+    stage.play()
+    assert len(stage.planner._suspects) == 0
+    assert stage.tokens(1) == says(range(8), 60)
+
+
+def test_a_suspect_that_ends_by_its_rerun_is_cleared():
+    """Of short answers none would be: after some condemned sequences each death would count for ever."""
+    stage = Mortal(harmful=range(10, 60, 10), max_running=2, max_slots=3)
+    for number in range(1, 61):
+        stage.submit(spec(number, range(20 * number, 20 * number + 7), max_tokens=1))
+    stage.play(limit=2000)
+    assert [number for number in range(1, 61) if not stage.tokens(number)] == list(range(10, 60, 10))
+    assert stage.counted == 5
