@@ -450,6 +450,13 @@ def test_a_long_property_name_is_not_repeated_for_each_schema_below_it() -> None
         tracemalloc.stop()
 
 
+def test_the_size_of_all_tools_is_checked_before_each_of_them() -> None:
+    function = {"name": "not a name", "description": "x" * LIMITS.tools_bytes}
+    with pytest.raises(ApiError) as refused:
+        conversation([{"role": "user", "content": "a"}], tools=[{"type": "function", "function": function}])
+    assert (refused.value.param, refused.value.code) == ("tools", "too_large")
+
+
 def test_names_of_one_request_are_compared_at_most_16_times(monkeypatch: Any) -> None:
     compared: list[str] = []
 
