@@ -139,7 +139,7 @@ def check_size(value: object, param: str, limit: int) -> None:
 
 
 class UnknownFields:
-    """Counts fields that nobody knows, under a bounded number of names, and logs each name once."""
+    """Counts unknown fields, under a bounded number of names, and logs each name once."""
 
     def __init__(self, count: Callable[[str], None], limit: int = 64) -> None:
         self._count = count
