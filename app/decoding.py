@@ -59,7 +59,9 @@ def decode(data: bytes, kind: type[Body]) -> tuple[Body, Mapping[str, msgspec.Ra
             return _decoder(kind).decode(data), fields
         except msgspec.ValidationError as error:
             return _decode_leniently(data, kind, str(error)), fields
-    except msgspec.ValidationError:  # of the body as such: it is not an object
+    except msgspec.ValidationError as error:  # of the body as such
+        if "out of range" in str(error):
+            raise invalid("The body holds a number that is out of range. Send a smaller one.") from None
         raise invalid("The body: must be a JSON object.", code="invalid_type") from None
     except msgspec.DecodeError as error:
         raise invalid(f"The body is not valid JSON: {error}.", code="invalid_json") from None
@@ -105,7 +107,7 @@ def _with_integers(value: Any) -> Any:
     if isinstance(value, float):
         return int(value) if value.is_integer() and abs(value) < 2**64 else value
     if isinstance(value, list):
-        return [_with_integers(item) for item in value]
+        return [item if isinstance(item, (int, str)) else _with_integers(item) for item in value]
     if isinstance(value, dict):
         return {name: _with_integers(item) for name, item in value.items()}
     return value
@@ -137,7 +139,7 @@ def check_size(value: object, param: str, limit: int) -> None:
 
 
 class UnknownFields:
-    """Counts fields that nobody knows, under a bounded number of names, and logs each name once."""
+    """Counts unknown fields, under a bounded number of names, and logs each name once."""
 
     def __init__(self, count: Callable[[str], None], limit: int = 64) -> None:
         self._count = count

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import dropwhile
+
 import msgspec
 
 from app.errors import ApiError
@@ -25,8 +27,7 @@ def encode_error(error: ApiError, path: str, request_id: str) -> bytes:
     segments = [segment for segment in path.split("/") if segment]
     if segments[:1] == ["anthropic"]:
         del segments[0]
-    while segments[:1] == ["v1"]:
-        del segments[0]
+    segments = list(dropwhile(lambda segment: segment == "v1", segments))
     if segments[:1] == ["messages"]:
         kind = _ANTHROPIC_TYPES.get(error.status, "api_error")
         inner = {"type": kind, "message": error.message}

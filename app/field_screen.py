@@ -20,7 +20,7 @@ MAX_FIELDS = 256
 """Fields of one object of a body: the most that any API knows is about a hundred."""
 
 _MIN_CHARS, _LIKENESS = 5, 0.88  # a shorter or less similar name is another field, not a slip
-_MAX_COMPARED = 16  # names of a body that are compared with ours, which takes a millisecond each
+_MAX_COMPARED = 16  # names of a request that are compared with ours, which takes up to a millisecond each
 _OTHERS = frozenset(KNOWN)
 _MAX_NAMED, _NAME = 16, re.compile(r"[A-Za-z_][\w.-]{0,63}", re.ASCII)
 
@@ -40,7 +40,7 @@ def ignored_fields(names: Iterable[str]) -> str:
 
 
 class FieldScreen:
-    """Screens the fields of bodies. ``count``: takes the name of a field that nobody knows."""
+    """Screens the fields of bodies. ``count``: takes the name of an unknown field."""
 
     def __init__(self, routes: Iterable[Route], count: Callable[[str], None]) -> None:
         self._count = UnknownFields(count)
@@ -60,10 +60,18 @@ class FieldScreen:
             if name in known_fields(type(body)) and not _asks_nothing(getattr(body, name), neutral)
         ]
 
-    def left(self, fields: Mapping[str, msgspec.Raw], kind: type[msgspec.Struct], route: Route, at: str) -> list[str]:
+    def left(
+        self,
+        fields: Mapping[str, msgspec.Raw],
+        kind: type[msgspec.Struct],
+        route: Route,
+        at: str,
+        compared: set[str] | None = None,
+    ) -> list[str]:
         """The fields without a place in ``kind`` that are ignored. Raises 400 for one that must not be.
 
-        ``at``: the field of the body that holds these, empty for the body itself.
+        ``at``: the field of the body that holds these, empty for the body itself. ``compared``: the names that were
+        compared with ours before, for all objects of one request; this call adds its own.
         """
         if len(fields) > MAX_FIELDS:
             raise invalid(
@@ -74,7 +82,7 @@ class FieldScreen:
         prefix = f"{at}." if at else ""
         ignored: list[str] = []
         known = known_fields(kind)
-        compared = 0
+        compared = set() if compared is None else compared
         for name, raw in fields.items():
             if name in known or name in LABELS:
                 continue
@@ -88,8 +96,8 @@ class FieldScreen:
             if name in KNOWN or name in self._owners:
                 if route.operation:
                     continue
-            elif value is not None and compared < _MAX_COMPARED:
-                compared += 1
+            elif value is not None and prefix + name not in compared and len(compared) < _MAX_COMPARED:
+                compared.add(prefix + name)
                 self._refuse_misspelt(name, kind, route, prefix)
             self._count(prefix + name)
             ignored.append(prefix + name)

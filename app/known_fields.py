@@ -168,7 +168,7 @@ KNOWN: dict[str, Known] = {
     # adapters and code
     **_each(_CODE, "custom_logit_processor", "logits_processors", "logits_processor", "custom_params"),
     **_each(_LATER, "lora", "lora_path", "lora_request", "adapter_id", "vllm_xargs", "watermark"),
-    "chat_template": _refused("templates from requests are never run; start the server with --chat-template"),
+    "chat_template": _refused("no chat template is applied here; use /v1/chat/completions"),
     # conversations in other forms
     **_each(_ROLE, "system", "system_prompt", "instructions", "developer", "documents", "context"),
     "functions": _refused("is deprecated; use tools"),

@@ -45,8 +45,13 @@ async def openapi(service: Service, exchange: Exchange, body: None) -> Response:
     """OpenAPI 3.1."""
     arguments = service.arguments
     keys = ((Level.USER, arguments.api_key), (Level.ADMIN, arguments.admin_api_key))
-    description = describe_api(service.table.routes, frozenset(level for level, key in keys if key))
-    return json_response({**description, "servers": [{"url": arguments.fastapi_root_path or "/"}]})
+    locked = frozenset(level for level, key in keys if key)
+    return json_response(_encoded(service.table.routes, locked, arguments.fastapi_root_path or "/"))
+
+
+@functools.cache
+def _encoded(routes: tuple[Route, ...], locked: frozenset[Level], url: str) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode({**describe_api(routes, locked), "servers": [{"url": url}]}))
 
 
 @functools.cache

@@ -136,10 +136,11 @@ class Service:
     def decode(self, data: bytes, kind: type[Body], route: Route, exchange: Exchange) -> Body:
         """The body as ``kind``. Fields without effect are named to the client; others raise 400."""
         body, fields = decode(data, kind)
-        ignored = [*self._screen.taken(body), *self._screen.left(fields, kind, route, "")]
+        compared: set[str] = set()
+        ignored = [*self._screen.taken(body), *self._screen.left(fields, kind, route, "", compared)]
         for name, part in route.nested:
             for inner in shallow_objects(fields.get(name), name):
-                ignored += self._screen.left(inner, part, route, name)
+                ignored += self._screen.left(inner, part, route, name, compared)
         if getattr(body, "priority", None) and not self.arguments.enable_priority_scheduling:
             ignored.append("priority")
         exchange.ignored = ignored_fields(set(ignored))

@@ -38,7 +38,7 @@ async def warm_up(engine: Engine) -> None:
         else:
             prompts.append([_ids(engine, 8 + number % 8, room) for number in range(arguments.max_running_requests)])
     steps = engine.metrics.steps
-    steps.rehearsing = True
+    steps.warming_up = True
     try:
         for together in prompts:
             await asyncio.gather(*(_answer(engine, prompt) for prompt in together))
@@ -46,7 +46,7 @@ async def warm_up(engine: Engine) -> None:
     except Exception:
         log.exception("the warm-up failed; the server is ready without it")
     finally:
-        steps.rehearsing = False
+        steps.warming_up = False
 
 
 def _ids(engine: Engine, length: int, room: int) -> list[int]:

@@ -74,9 +74,8 @@ def say_what_to_use(table: RouteTable, method: str, path: str) -> str:
 def _plain(path: str) -> str:
     """The path with single slashes, without one at its end, and with /v1 once."""
     segments = [segment for segment in path.split("/") if segment]
-    while segments[:2] == ["v1", "v1"]:
-        del segments[0]
-    return "/" + "/".join(segments)
+    first = next((place for place, segment in enumerate(segments) if segment != "v1"), len(segments))
+    return "/" + "/".join(segments[max(0, first - 1) :] if first else segments)
 
 
 def _right_path(table: RouteTable, method: str, plain: str) -> str | None:

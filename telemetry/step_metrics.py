@@ -53,7 +53,7 @@ class StepMetrics:
         self.inter_token: list[Tally] = []  # each with its own buckets
         self.log: StepLog | None = None
         self.tokens: list[Tally] = []  # of a step; the same
-        self.rehearsing = False  # while only the warm-up's steps run, whose times are nobody's
+        self.warming_up = False  # only the warm-up's steps run: their times belong to no client
         self._answered: float | None = None
 
     def answered(
@@ -80,7 +80,7 @@ class StepMetrics:
         self.prepare_seconds += prepare
         self.run_seconds += run
         self.rows.add(rows)
-        if self.rehearsing:
+        if self.warming_up:
             self._answered = None
             return
         self.seconds.add(now - shape.sent)

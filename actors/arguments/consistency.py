@@ -188,7 +188,7 @@ def _devices(arguments: Arguments) -> Iterator[str]:
             yield "enable_deterministic_inference needs tensor_parallel_size 1: ranks add up in an order of their own"
         for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
             if getattr(arguments, name) < 1:
-                yield f"{name} below 1 contradicts enable_deterministic_inference: guesses then change answers"
+                yield f"{name} below 1 contradicts enable_deterministic_inference: draft tokens could change answers"
     if arguments.npu_simulator is not None:
         try:
             parse_simulation(arguments.npu_simulator)
@@ -199,7 +199,7 @@ def _devices(arguments: Arguments) -> Iterator[str]:
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             yield f"dist_init_addr must be host:port, such as 127.0.0.1:29500, not {arguments.dist_init_addr!r}"
         if arguments.tensor_parallel_size == 1:
-            yield "dist_init_addr needs tensor_parallel_size: one worker has nobody to find; leave it out"
+            yield "dist_init_addr needs tensor_parallel_size: a single worker meets no other; leave it out"
     if arguments.gpu_id_step != 1 and arguments.tensor_parallel_size == 1:
         yield "gpu_id_step needs tensor_parallel_size: there is one device; use base_gpu_id to choose it"
     if arguments.cuda_graph_bs and arguments.cuda_graph_max_bs is not None:

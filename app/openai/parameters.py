@@ -199,9 +199,10 @@ def _tools(body: ChatRequest) -> list[dict[str, Any]] | None:
 
 def tools(given: list[Tool] | None) -> list[dict[str, Any]] | None:
     """Tools as templates expect them."""
-    rendered = [_tool(tool, index) for index, tool in enumerate(given)] if given else None
-    check_size(rendered, "tools", LIMITS.tools_bytes)
-    return rendered
+    if not given:
+        return None
+    check_size(given, "tools", LIMITS.tools_bytes)  # before each is checked, which takes longer
+    return [_tool(tool, index) for index, tool in enumerate(given)]
 
 
 def _tool(tool: Tool, index: int) -> dict[str, Any]:

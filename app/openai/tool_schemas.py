@@ -47,6 +47,9 @@ _ONE = ("items", "additionalProperties", "not", "if", "then", "else", "contains"
 _LIST = ("anyOf", "oneOf", "allOf", "prefixItems")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
+_SHOWN_NAME = 64
+"""Characters of a property's name in a path: every schema below the property has a path of its own."""
+
 
 def find_schema_mistake(schema: dict[str, Any]) -> tuple[str, str] | None:
     """The first mistake in a tool's parameters: its path within them (``.properties.city.type``), and what is wrong.
@@ -82,7 +85,7 @@ def find_schema_mistake(schema: dict[str, Any]) -> tuple[str, str] | None:
 def _inner(path: str, keyword: str, value: Any) -> Iterator[tuple[str, object]]:
     """The schemas that are the value of a keyword."""
     if keyword in _NAMED:
-        yield from ((f"{path}.{name}", inner) for name, inner in value.items())
+        yield from ((f"{path}.{name[:_SHOWN_NAME]}", inner) for name, inner in value.items())
     elif keyword in _LIST or (keyword == "items" and isinstance(value, list)):
         yield from ((f"{path}[{number}]", inner) for number, inner in enumerate(value))
     elif keyword in _ONE:

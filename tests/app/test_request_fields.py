@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -11,10 +12,13 @@ import pytest
 from actors.arguments import Arguments
 from actors.requests import LIMITS, Chat, SamplingParams
 from app.errors import ApiError
+from app.field_screen import FieldScreen
 from app.known_fields import KNOWN
-from app.native_requests import GenerateRequest, batch_of
+from app.native_requests import GenerateRequest, NativeSampling, batch_of
 from app.openai.parameters import chat_params, chat_prompt, completion_params, label_of, salt_of
 from app.openai.requests import ChatRequest, CompletionRequest
+from app.openai.tool_schemas import find_schema_mistake
+from app.table import ROUTES
 
 SHARED: dict[str, Any] = {
     "temperature": 0.5,
@@ -434,6 +438,40 @@ def test_a_tools_parameters_are_a_schema_of_an_object(parameters: dict[str, Any]
     with pytest.raises(ApiError) as refused:
         conversation([{"role": "user", "content": "a"}], tools=tools)
     assert refused.value.param == f"tools[0].function.parameters{mistake}"
+
+
+def test_a_long_property_name_is_not_repeated_for_each_schema_below_it() -> None:
+    schema = {"type": "object", "properties": {"x" * 30_000: {"anyOf": [{"type": "null"}] * 2_000}}}
+    tracemalloc.start()
+    try:
+        assert find_schema_mistake(schema) is None
+        assert tracemalloc.get_traced_memory()[1] < 5_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_size_of_all_tools_is_checked_before_each_of_them() -> None:
+    function = {"name": "not a name", "description": "x" * LIMITS.tools_bytes}
+    with pytest.raises(ApiError) as refused:
+        conversation([{"role": "user", "content": "a"}], tools=[{"type": "function", "function": function}])
+    assert (refused.value.param, refused.value.code) == ("tools", "too_large")
+
+
+def test_names_of_one_request_are_compared_at_most_16_times(monkeypatch: Any) -> None:
+    compared: list[str] = []
+
+    def compare(name: str, *_: object, **__: object) -> list[str]:
+        compared.append(name)
+        return []
+
+    monkeypatch.setattr("app.field_screen.difflib.get_close_matches", compare)
+    route = next(route for route in ROUTES if route.path == "/generate")
+    screen, seen = FieldScreen(ROUTES, lambda name: None), set[str]()
+    for number in range(100):
+        fields = {f"{letter}{number:09}": msgspec.Raw(b"1") for letter in "qwx"}
+        ignored = screen.left(fields, NativeSampling, route, "sampling_params", seen)
+        assert ignored == [f"sampling_params.{name}" for name in fields]
+    assert len(compared) == 16
 
 
 def test_arguments_of_a_past_call_are_a_json_object() -> None:

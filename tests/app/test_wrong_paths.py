@@ -25,6 +25,8 @@ async def ask(application, method, path, **headers):
         ("POST", "/openai/deployments/gpt/chat/completions", CHAT),
         ("POST", "/api/v1/chat/completions", CHAT),
         ("GET", "/models", "GET /v1/models"),
+        ("GET", "/v1/v1/v1", "GET /v1/models"),
+        ("GET", "/v1/v1/v1/models", "GET /v1/models"),
         ("GET", "/v1", "GET /v1/models"),
         ("GET", "/v1/models/", "GET /v1/models"),
         ("GET", "/v1/health", "GET /health"),

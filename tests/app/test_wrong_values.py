@@ -138,6 +138,13 @@ def test_a_mistake_names_its_field_limit_and_remedy(fields: dict[str, Any], said
     assert refused.value.message == said
 
 
+def test_a_number_out_of_range_is_not_called_a_wrong_body() -> None:
+    with pytest.raises(ApiError, match="a number that is out of range"):
+        decode(b'{"messages": [{"role": "user", "content": "a"}], "temperature": 1e999}', ChatRequest)
+    with pytest.raises(ApiError, match="must be a JSON object"):
+        decode(b"[1]", ChatRequest)
+
+
 def test_a_missing_field_is_asked_for() -> None:
     with pytest.raises(ApiError, match=r"messages: this field is required\. Add it\.") as refused:
         decode(b"{}", ChatRequest)
