@@ -36,8 +36,9 @@ class Prometheus:
             shutil.copy(FOLDER / "prometheus" / name, folder)
         shipped = (FOLDER / "prometheus" / "prometheus.yml").read_text()
         with_key = shipped.replace("# authorization:", "authorization:").replace(
-            "#   credentials: the-key", f"  credentials: {key}"
+            "#   credentials_file: /etc/prometheus/troupe-key", f"  credentials_file: {folder / 'troupe-key'}"
         )
+        (folder / "troupe-key").write_text(f"{key}\n")
         settings = yaml.safe_load(with_key)
         settings["global"] |= {"scrape_interval": "1s", "evaluation_interval": "500ms"}
         (folder / "prometheus.yml").write_text(yaml.safe_dump(settings))

@@ -236,7 +236,7 @@ BAD_JSON = [
     b'{"prompt": "x", "temperature": Infinity}',
     b'{"prompt": "x", "temperature": 0x10}',
     b'{"prompt": "x", "seed": 01}',
-    b'{"prompt": "x", "seed": 1.0000000000000000000000000000001}',
+    b'{"prompt": "x", "seed": 1.0000000000000002}',
     b'{"prompt": "\\ud800"}',
     b'{"prompt": "\\udc00\\ud800"}',
     b'{"prompt": "\xff\xfe"}',
