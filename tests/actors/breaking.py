@@ -227,7 +227,7 @@ class Rig:
         # Each of them hears of a request's end at a time of its own.
         with suppress(AssertionError):
             await until(lambda: not left())
-        assert left() == []
+        assert left() == [], f"left of requests in: {left()}"
         usage = engine.vitals.cache()
         assert usage is not None
         assert usage.free + usage.evictable + usage.used == usage.total > 0
