@@ -209,9 +209,9 @@ class Rig:
             )
 
         await until(quiet, f"the engine did not come to rest: {engine.describe()}")
-        gc.collect()  # a crash's traceback and its frames are a cycle
 
         def left() -> list[str]:
+            gc.collect()  # an actor that crashed, its frames and what waits for its answers are cycles
             planner = _actor(system, "scheduler")._planner
             gone = {
                 "the journal": not list(company.journal.live()),
