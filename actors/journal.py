@@ -66,7 +66,7 @@ class JournalEntry(msgspec.Struct, eq=False, weakref=True):
 
 
 class Journal:
-    """Entries by sequence. An entry is there from acceptance to its end, and its end is told exactly once.
+    """Entries by sequence. An entry exists from admission to its end, and its end is reported exactly once.
 
     ``suspects``: of the deaths of the worker; ``condemned``: those of them that are to end with an error.
     """

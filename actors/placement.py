@@ -89,8 +89,8 @@ def _isa_variable(arguments: Arguments) -> dict[str, str]:
 
 
 def heeded(arguments: Arguments, placement: Placement) -> Arguments:
-    """The arguments without those that do nothing on the device that ``--device auto`` found, of which it warns: who
-    wrote them may have meant another machine as well.
+    """The arguments without those that do nothing on the device that ``--device auto`` found, of which it warns: they
+    may be meant for another machine as well.
     """
     ignored = without_effect(arguments, placement.device)
     if not ignored:

@@ -57,4 +57,4 @@ class Turns(Generic[T]):
                 turn.set_result(member)
                 return
         self._free.append(member)
-        self._served.clear()  # nobody waits: who was served before matters no more
+        self._served.clear()  # none waits, so the order of the past no longer counts

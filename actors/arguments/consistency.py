@@ -177,7 +177,7 @@ def without_effect(arguments: Arguments, device: str) -> dict[str, object]:
 
 def _devices(arguments: Arguments) -> Iterator[str]:
     device = arguments.device
-    if device != "auto":  # else who wrote the arguments may mean several machines, and gets a warning
+    if device != "auto":  # with auto the same arguments may serve several machines: a warning will do
         for name in without_effect(arguments, device):
             yield f"{name} contradicts device {device}, on which it has no effect; leave it out"
     if arguments.enable_deterministic_inference:

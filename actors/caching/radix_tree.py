@@ -182,7 +182,7 @@ class RadixTree:
     # -- eviction -----------------------------------------------------------------------------------------------------
 
     def evict(self, count: int) -> list[int]:
-        """Drop up to ``count`` pages nobody holds, ends of the prefixes that the policy names first; return them."""
+        """Drop up to ``count`` pages that no sequence holds, in the order of the policy; return them."""
         evicted: list[int] = []
         while len(evicted) < count and self._heap:
             _, used, _, node = heapq.heappop(self._heap)
