@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels.quantization.weights import Int8Weight, StaticActivation
 
-__all__ = ["Int8Linear", "exact_products", "round_tokens"]
+__all__ = ["Int8Linear", "exact_products", "round_tokens", "sums_are_exact"]
 
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -30,7 +30,7 @@ def round_tokens(x: Tensor, weight: Int8Weight) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def _sums_are_exact() -> bool:
+def sums_are_exact() -> bool:
     """Whether torch._int_mm adds up whole numbers of 8 bits exactly here.
 
     Processors without VNNI (before Cascade Lake and Zen 4) add two products in 16 bits, which saturate.
@@ -41,7 +41,7 @@ def _sums_are_exact() -> bool:
 
 def exact_products(whole: Tensor, values: Tensor) -> Tensor:
     """int8 [tokens, inputs] by int8 [inputs, outputs] -> int32 [tokens, outputs], on every processor."""
-    return _products(whole, values, None if _sums_are_exact() else _halves(values))
+    return _products(whole, values, None if sums_are_exact() else _halves(values))
 
 
 def _halves(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,7 +67,7 @@ class Int8Linear:
         self.weight = weight
         self.bias = bias
         self._values = weight.values.t()
-        self._halves = None if _sums_are_exact() else _halves(self._values)
+        self._halves = None if sums_are_exact() else _halves(self._values)
         self.extra_bytes = 0 if self._halves is None else sum(half.nbytes for half in self._halves)
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from kernels.cpu.native.library import build
 from kernels.load_error import LoadError
 from kernels.models.config import ConfigError
 from kernels.platforms.cpu import CpuPlatform
-from kernels.quantization.int8 import Int8Linear
+from kernels.quantization.int8 import Int8Linear, sums_are_exact
 from kernels.quantization.recognise import recognise
 from kernels.quantization.weights import Fp8Weight, StaticActivation, quantize_fp8, quantize_int8
 from kernels.step import SlotSampling
@@ -48,7 +48,8 @@ def test_weights_are_quantized_while_they_are_loaded(kind, quantize, near, name,
         quantized = drive(source, quantization=kind)
     assert quantized.info.parameters == plain.info.parameters
     if kind == "int8":
-        assert quantized.info.weight_bytes < 0.6 * plain.info.weight_bytes
+        most = 0.6 if sums_are_exact() else 0.9  # weights are kept twice where products would saturate
+        assert quantized.info.weight_bytes < most * plain.info.weight_bytes
     else:  # dequantized: as large as it was
         assert quantized.info.weight_bytes == plain.info.weight_bytes
     told = [record.getMessage() for record in caplog.records if "dequantized" in record.getMessage()]

@@ -14,6 +14,7 @@ from kernels.load_error import LoadError
 from kernels.models.config import ConfigError
 from kernels.platforms.cpu import CpuPlatform
 from kernels.quantization.four_bits import four_by_eight
+from kernels.quantization.int8 import sums_are_exact
 from kernels.quantization.recognise import METHODS
 from kernels.quantization.tokens import clip_tokens, settle_tokens
 from kernels.quantization.weights import GroupedWeight, Int8Weight
@@ -187,7 +188,8 @@ def test_an_exponent_that_is_no_number_is_told(reference, drive, tmp_path):
 def test_floats_are_rounded_while_they_are_loaded(kind, reference, drive):
     source = reference("parallel-moe").path
     plain, quantized = drive(source), drive(source, quantization=kind)
-    assert quantized.info.weight_bytes < 0.5 * plain.info.weight_bytes or kind == "fp8"  # which has none in float32
+    most = 0.5 if sums_are_exact() else 0.9  # weights are kept twice where products would saturate
+    assert quantized.info.weight_bytes < most * plain.info.weight_bytes or kind == "fp8"  # which has none in float32
     assert 0 < np.abs(scores(quantized) - scores(plain)).mean() < 1.5
 
 

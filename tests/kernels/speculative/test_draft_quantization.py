@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kernels.models.config import ConfigError
+from kernels.quantization.int8 import sums_are_exact
 from kernels.speculative.draft_scheme import draft_scheme
 from kernels.speculative.settings import SpeculativeSettings
 from kernels.step import RunnerConfig
@@ -42,7 +43,8 @@ def test_a_draft_is_quantized_while_it_is_loaded(load, prompts):
     plain = load().info
     own = load(asked="int8").info
     assert own.weight_bytes == plain.weight_bytes
-    assert own.draft_weight_bytes < 0.6 * plain.draft_weight_bytes
+    most = 0.6 if sums_are_exact() else 0.9  # weights are kept twice where products would saturate
+    assert own.draft_weight_bytes < most * plain.draft_weight_bytes
     both = load(quantization="int8").info
     assert both.weight_bytes == both.draft_weight_bytes == own.draft_weight_bytes
     floats = load(asked="unquant", quantization="int8").info
