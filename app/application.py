@@ -136,7 +136,7 @@ class Troupe(Quart):
         return complete
 
     async def _end_live(self, *, drained: bool = False) -> None:
-        """Tell every live exchange that the server ends it, and wait a moment until it has told its client.
+        """End every live exchange, and wait a moment until its client has the last bytes.
 
         ``drained``: the engine has finished their requests, and they only write their last bytes.
         """

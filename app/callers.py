@@ -1,7 +1,7 @@
 """Which web pages may call the server: names of the Host header, and origins of the CORS protocol.
 
 A browser sends requests on behalf of any page it shows. A page whose name its owner has bound to 127.0.0.1 (DNS
-rebinding) is of the same origin as the server; only the Host header tells it from the server's own page. A page of
+rebinding) is of the same origin as the server; only the Host header differs from the server's own. A page of
 another origin cannot read answers without CORS, but it can send simple requests. Neither page has an API key, so a key
 protects a path as well as these checks do.
 """
@@ -93,7 +93,7 @@ class Callers:
         return None
 
     def preflight(self, headers: Headers) -> ApiError | None:
-        """The answer to a preflight; None for a request that is none. It carries no key, and tells of no path."""
+        """The answer to a preflight; None for a request that is none. It needs no key and names no path."""
         headers = list(headers)
         if not any(_values(headers, b"access-control-request-method")) or not any(_values(headers, b"origin")):
             return None

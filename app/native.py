@@ -92,7 +92,7 @@ class _Answers:
         self._with_text = bool(body.return_text_in_logprobs)
         self._with_prompt = bool(body.return_prompt_token_ids)
         self._weight_version = service.arguments.weight_version
-        self._encoded: tuple[object, tuple[msgspec.Raw, msgspec.Raw]] | None = None  # of the last prompt told of
+        self._encoded: tuple[object, tuple[msgspec.Raw, msgspec.Raw]] | None = None  # of the last prompt sent
 
     def of(self, index: int, choice: Collected, text: Sequence[str], since: int = 0) -> GenerateAnswer:
         """``since``: the first output token that is told of (disjoint pieces of a stream)."""
@@ -121,7 +121,7 @@ class _Answers:
         if item.logprobs:
             prompt = () if item.start is None else (choice.prompt_logprobs or ())[item.start :]
             scored = choice.logprobs[since:]
-            if choice.prompt_token_ids is not None:  # else an earlier event has told of the prompt
+            if choice.prompt_token_ids is not None:  # else an earlier event had the prompt
                 if self._encoded is None or self._encoded[0] is not choice.prompt_logprobs:
                     self._encoded = (choice.prompt_logprobs, self._of_prompt(prompt))
                 meta["input_token_logprobs"], tops = self._encoded[1]
@@ -225,14 +225,14 @@ class _NativeChunks:
 
 
 class _Sent:
-    """How much of a choice its events have told. Sizes are characters of the answer, roughly."""
+    """How much of a choice its events have sent. Sizes are characters of the answer, roughly."""
 
     __slots__ = ("fresh", "size", "tokens")
 
     def __init__(self) -> None:
         self.tokens = 0
         self.size = 0
-        self.fresh = 0  # that no event has told yet
+        self.fresh = 0  # that no event has sent yet
 
     @property
     def due(self) -> bool:
@@ -240,7 +240,7 @@ class _Sent:
         return self.size < _REPEATED_FREELY or self.fresh >= _GROWTH * self.size
 
     def done(self, tokens: int) -> None:
-        """An event has told everything."""
+        """An event has sent everything."""
         self.tokens = tokens
         self.size += self.fresh
         self.fresh = 0
