@@ -1,4 +1,4 @@
-"""Faults on purpose: how tests make an engine fail at a named point.
+"""Injected faults: how tests make an engine fail at a named point.
 
     with FaultPlan() as plan:
         async with Engine(model="path/of/a/model", faults=plan) as engine:
@@ -7,9 +7,9 @@
 Only a program that embeds the engine can give it a plan. No argument, environment variable, route or message leads
 here; an engine without a plan has no injector, and each point costs it one comparison with None.
 
-A plan is a directory with a file a fault, because it has to reach the engine's child processes while they run. Whoever
-meets a fault first takes its file away and lets it happen: it happens once, whatever is restarted because of it. A
-fault with a ``mark`` stays, and happens in each step with a request that is marked: such a request is harmful.
+A plan is a directory with a file a fault, because it has to reach the engine's child processes while they run. The
+first process that meets a fault takes its file away and lets it happen: it happens once, whatever is restarted because
+of it. A fault with a ``mark`` stays, and happens in each step with a request that is marked: such a request is harmful.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from typing import Literal, get_args
 
 import msgspec
 
-from kernels.step import StepBatch
+from kernels.contract.npu_simulator import active_simulator
+from kernels.contract.step import StepBatch
 
 __all__ = ["Fault", "FaultInjector", "FaultPlan", "InjectedFault", "Kind", "Stage"]
 
@@ -180,9 +181,7 @@ class FaultInjector:
         elif fault.kind == "exception":
             raise InjectedFault(where)
         elif fault.kind == "device":
-            from kernels.npu.simulator.activate import active
-
-            if (simulator := active()) is None:
+            if (simulator := active_simulator()) is None:
                 raise InjectedFault(f"{where}: there is no simulated device; start the engine with npu_simulator")
             if fault.operator.startswith("oom"):
                 sys.modules["torch"].npu.empty_cache()  # what the allocator keeps would do for a long time
@@ -195,7 +194,7 @@ class FaultInjector:
 
 
 def _take(path: str) -> bool:
-    """Whether it was there, and nobody else has taken it away."""
+    """Whether the file was there and no other process has taken it."""
     try:
         os.unlink(path)
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""The front door: the Quart application, its HTTP APIs, the command line and the page.
+"""The server: the Quart application, its HTTP APIs, the command line and the live page.
 
 ``hypercorn app:asgi`` serves :func:`asgi`, which builds the application from the environment (``TROUPE_ARGS``) at its
-first call; importing this package alone loads nothing.
+first call. Importing this package loads nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from app.application import Troupe
+    from app.server.application import Troupe
 
 __all__ = ["asgi"]
 
@@ -19,24 +19,24 @@ __all__ = ["asgi"]
 def _application() -> Troupe:
     import logging
 
-    from app.application import create_app
-    from app.arguments import load_arguments
-    from app.logs import set_up_logging
+    from app.cli.arguments import load_arguments
+    from app.server.application import create_app
+    from app.server.logs import set_up_logging
 
     arguments = load_arguments()
-    if not logging.getLogger("troupe").hasHandlers():  # else somebody has decided already where records go
-        set_up_logging(arguments, others=())  # the ASGI server has set its own up
+    if not logging.getLogger("troupe").hasHandlers():  # otherwise the embedding program has decided where records go
+        set_up_logging(arguments, others=())  # the ASGI server has set up its own
     return create_app(arguments)
 
 
 async def asgi(scope: Any, receive: Any, send: Any) -> None:
-    """The ASGI application. Wrong arguments fail the server's start with a message that names them."""
+    """The ASGI application. Wrong arguments fail the start with a message that names them."""
     if scope["type"] == "lifespan":
         try:
             _application()
-        except (ImportError, ValueError) as error:  # a package in the place of ours, wrong arguments
+        except (ImportError, ValueError) as error:  # another package in place of ours, or wrong arguments
             if not isinstance(error, ImportError):
-                from actors.arguments import ArgumentError
+                from actors.options import ArgumentError
 
                 if not isinstance(error, ArgumentError):
                     raise

@@ -6,9 +6,9 @@ __all__ = ["main"]
 
 
 def main() -> int:
-    """See ``app.cli.main``. Exit status 2, too, where another package's module stands in the place of ours."""
+    """See ``app.cli.command.main``. Exit status 2 also if another package stands in place of ours."""
     try:
-        from app.cli import main as run
+        from app.cli.command import main as run
     except ImportError as error:
         if error.name != "kernels":
             raise

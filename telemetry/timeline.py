@@ -1,8 +1,8 @@
-"""Timelines: what happened to each request, hop by hop. Traces, the request log, latency metrics and the live page all
+"""Timelines record what happens to each request, hop by hop. Traces, the request log, latency metrics and the live page
 read the same record.
 
-An actor writes into a request's timeline when something begins, ends or happens; never per token, so that a decoding
-batch costs nothing here. Times are ``time.monotonic`` seconds, which all processes of one machine share.
+Actors write when something begins, ends or happens, and never for each token: decoding costs nothing here. Times are
+``time.monotonic`` seconds, which all processes of one machine share.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ __all__ = ["Content", "Hop", "Mark", "Outcome", "RequestTimeline", "TimelineList
 Value = str | int | float | bool | tuple[str, ...]
 
 _MOST_HOPS = 256
-"""Of one request. Listeners hear of later ones too; they are not kept."""
+"""Events recorded for one request. Listeners receive later ones too, but they are not stored."""
 
 _MOST_MARKS = 256
 
 
 class Hop(msgspec.Struct, eq=False):
-    """One stay of a request: ``name`` is admission, tokenize, queue, cache, prefill, decode, detokenize or stream.
+    """One hop of a request: ``name`` is admission, tokenize, queue, cache, prefill, decode, detokenize or stream.
 
-    ``choice`` is the sequence's index within the request; None where the request is one piece.
+    ``choice``: the sequence's index within the request; None for the request as a whole.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Hop(msgspec.Struct, eq=False):
 
 
 class Mark(msgspec.Struct, eq=False):
-    """Something that happened at one moment: first_token, preempted, resumed, worker_died, set_apart, aborted ..."""
+    """An event at one moment: first_token, preempted, resumed, worker_died, set_apart, aborted ..."""
 
     name: str
     at: float
@@ -50,10 +50,10 @@ class Mark(msgspec.Struct, eq=False):
 class Outcome(msgspec.Struct, frozen=True):
     """How a request ended.
 
-    ``finish_reasons`` has one entry a choice: stop, length, abort, error, or empty for one that had none; it is empty
-    for a request that was never accepted. ``error_type`` is empty when the request ended well. Else it is the class of
-    the engine's error (InvalidRequest, QueueFull, RequestTimeout, RequestFailed ...), ``abort`` for one that was
-    aborted or whose reader went, or the code of an error of the door's (``invalid_api_key``).
+    ``finish_reasons`` has one entry a choice: stop, length, abort, error, or empty for a choice without one. It is
+    empty for a request that was never accepted. ``error_type`` is empty when the request ended well. Otherwise it is
+    the class of the engine's error (InvalidRequest, QueueFull, RequestTimeout, RequestFailed ...), ``abort`` for an
+    aborted request or a disconnected client, or the error code of the HTTP server (``invalid_api_key``).
     """
 
     finish_reasons: tuple[str, ...] = ()
@@ -62,7 +62,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class Content(msgspec.Struct, eq=False):
-    """What was said, kept only while a listener wants it: the prompt as it was given, and each choice's text."""
+    """Texts of a request, stored only while a listener needs them: the prompt as given, and the text of each choice."""
 
     input: object = None
     output: dict[int, list[str]] = {}
@@ -73,7 +73,7 @@ class Content(msgspec.Struct, eq=False):
 
 
 class TimelineListener(Protocol):
-    """Is told what timelines receive, in the loop, at once. Must not raise and must not wait."""
+    """Receives the events of timelines, in the event loop, at once. It must not raise and must not wait."""
 
     def began(self, timeline: RequestTimeline) -> None: ...
 
@@ -85,9 +85,9 @@ class TimelineListener(Protocol):
 
 
 class RequestTimeline(msgspec.Struct, eq=False, weakref=True):
-    """One request from its arrival to its end; refused and invalid ones included.
+    """One request from its arrival to its end, including refused and invalid ones.
 
-    ``request`` holds what was asked for, by OpenTelemetry GenAI attribute names (``gen_ai.request.max_tokens``).
+    ``request``: the request's parameters, by OpenTelemetry GenAI attribute names (``gen_ai.request.max_tokens``).
     ``trace`` belongs to the tracing listener.
     """
 
@@ -96,11 +96,11 @@ class RequestTimeline(msgspec.Struct, eq=False, weakref=True):
     model: str
     started: float
     started_unix: float  # the same moment in seconds since 1970
-    label: str | None = None  # the caller's own id
-    tenant: str = ""  # whose it is, where several share the engine
-    traceparent: str | None = None  # of the work that brought the request; the request's own while it is traced
+    label: str | None = None  # the client's own id
+    tenant: str = ""  # its tenant, where several share the engine
+    traceparent: str | None = None  # of the caller; the request's own while it is traced
     request: dict[str, Value] = {}
-    probe: bool = False  # the server's own: of a health check or the warm-up. Neither measured nor logged
+    probe: bool = False  # a health check or warm-up: neither measured nor logged
     hops: list[Hop] = []
     marks: list[Mark] = []
     prompt_tokens: int = 0
@@ -109,31 +109,31 @@ class RequestTimeline(msgspec.Struct, eq=False, weakref=True):
     end: float | None = None
     outcome: Outcome | None = None
     trace: object = None
-    content: Content | None = None  # a listener puts it here at the beginning and takes it away at the end
+    content: Content | None = None  # set by a listener at the beginning and taken at the end
     listeners: tuple[TimelineListener, ...] = ()
 
     def begin(self, name: str, at: float, choice: int | None = None, **attributes: Value) -> Hop:
-        """A stay begins; give the hop to :meth:`finish` when it is over."""
+        """Begin a hop. Pass it to :meth:`finish` at its end."""
         hop = Hop(name=name, start=at, choice=choice, attributes=attributes)
         if self.end is None and len(self.hops) < _MOST_HOPS:
             self.hops.append(hop)
         return hop
 
     def open_hop(self, name: str, choice: int | None = None) -> Hop | None:
-        """The last stay of this name, if it goes on. For actors that know of it from an earlier life."""
+        """The last open hop of this name, for actors that were restarted meanwhile."""
         for hop in reversed(self.hops):
             if hop.name == name and hop.choice == choice:
                 return hop if hop.end is None else None
         return None
 
     def finish_all(self, choice: int | None, at: float, *names: str) -> None:
-        """Every open stay of this choice is over, or those of these names."""
+        """Finish all open hops of this choice, or those with these names."""
         for hop in self.hops:
             if hop.end is None and hop.choice == choice and (not names or hop.name in names):
                 self.finish(hop, at)
 
     def finish(self, hop: Hop, at: float, **attributes: Value) -> None:
-        """A stay is over. Finishing it twice changes nothing."""
+        """Finish a hop. Finishing it twice changes nothing."""
         if hop.end is not None:
             return
         hop.end = at
@@ -142,7 +142,7 @@ class RequestTimeline(msgspec.Struct, eq=False, weakref=True):
             listener.hop_ended(self, hop)
 
     def mark(self, name: str, at: float, choice: int | None = None, **attributes: Value) -> None:
-        """Something happened. After the end nothing does."""
+        """Record an event. After the end nothing is recorded."""
         if self.end is not None:
             return
         mark = Mark(name=name, at=at, choice=choice, attributes=attributes)
@@ -152,7 +152,7 @@ class RequestTimeline(msgspec.Struct, eq=False, weakref=True):
             listener.marked(self, mark)
 
     def close(self, outcome: Outcome, at: float) -> None:
-        """The request's end, told once. What is still open ends with it."""
+        """Record the request's end, once. Open hops end with it."""
         if self.end is not None:
             return
         for hop in self.hops:
@@ -172,15 +172,15 @@ class Timelines:
         self._listeners: tuple[TimelineListener, ...] = ()
 
     def listen(self, listener: TimelineListener) -> None:
-        """Tell ``listener`` of every request that begins from now on."""
+        """Notify ``listener`` of every request that begins from now on."""
         self._listeners += (listener,)
 
     def live(self) -> Iterator[RequestTimeline]:
-        """Live ones in the order of their arrival."""
+        """Live timelines in order of arrival."""
         return iter(list(self._live.values()))
 
     def find(self, request_id: str) -> RequestTimeline | None:
-        """A live or a recent one."""
+        """A live or recent timeline."""
         found = self._live.get(request_id)
         if found is None:
             found = next((timeline for timeline in self.recent if timeline.request_id == request_id), None)
@@ -198,7 +198,7 @@ class Timelines:
         request: dict[str, Value] | None = None,
         probe: bool = False,
     ) -> RequestTimeline:
-        """A request has arrived; its first hop, ``admission``, begins."""
+        """Open the timeline of a new request; its first hop, ``admission``, begins."""
         timeline = RequestTimeline(
             request_id=request_id,
             operation=operation,
@@ -219,7 +219,7 @@ class Timelines:
         return timeline
 
     def close(self, timeline: RequestTimeline, outcome: Outcome) -> None:
-        """The end of a request. Closing it twice changes nothing."""
+        """Record the end of a request. Closing it twice changes nothing."""
         if self._live.pop(timeline.request_id, None) is None:
             return
         timeline.close(outcome, time.monotonic())

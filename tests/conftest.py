@@ -3,11 +3,12 @@ from __future__ import annotations
 # isort: off
 import os
 
-from kernels.cpu.isa import isa_environment
-from kernels.environment import NO_AUTOLOAD
+from kernels.contract.cpu_isa import isa_environment
+from kernels.contract.environment import NO_AUTOLOAD
 
 os.environ.update(NO_AUTOLOAD | isa_environment(os.environ))  # before torch, which reads both once
 # isort: on
+import gc
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +16,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_model import make_tiny_model
+from tests.kits.fast_lane import FAST
+from tests.kits.isa_lane import ISA
+from tests.kits.tiny_model import make_tiny_model
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    tests = Path(__file__).parent
+    lanes = {"fast": {tests / name for name in FAST}, "isa": {tests / name for name in ISA}}
+    for item in items:
+        if item.get_closest_marker("long"):
+            continue
+        for lane, places in lanes.items():
+            if not places.isdisjoint((item.path, *item.path.parents)):
+                item.add_marker(lane)
 
 
 def pytest_configure() -> None:
@@ -25,10 +39,33 @@ def pytest_configure() -> None:
             sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
+def pytest_runtest_logstart(nodeid: str) -> None:
+    """Freeze what earlier modules left, so that a full collection, of which tests make many, takes no tenth of a
+    second for the libraries' objects."""
+    global _module
+    module = nodeid.partition("::")[0]
+    if module != _module:
+        _module = module
+        gc.collect()
+        gc.freeze()
+
+
+_module = ""
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model directory with small random weights."""
     return make_tiny_model(tmp_path_factory.mktemp("tiny-model"))
+
+
+@pytest.fixture(scope="session")
+def warm_workers() -> Iterator[None]:
+    """Workers of engines start at once. Once a test of this process has asked for it, they do for all."""
+    from tests.kits.warm_workers import warm
+
+    with warm():
+        yield
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The pages of the device's key-value cache, and who may write each of them."""
+"""The pages of the device's key-value cache, and the one writer that each of them may have."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NoReturn
 
 __all__ = ["TREE", "CacheCorrupted", "PagePool"]
 
-TREE = -1  # owner of pages that belong to the radix tree: nobody writes them
+TREE = -1  # owner of pages that belong to the radix tree: they are never written
 _FREE = -2
 
 
@@ -18,7 +18,7 @@ class CacheCorrupted(RuntimeError):
 class PagePool:
     """Pages ``1 .. num_pages - 1``; page 0 takes the writes of padded rows and is never given out.
 
-    Every page has one owner: nobody, a sequence (a number >= 0), or the radix tree (:data:`TREE`). A page changes hands
+    A page is free, or has one owner: a sequence (a number >= 0), or the radix tree (:data:`TREE`). A page changes hands
     only when the giver is its owner, so that two writers of one page are an error here rather than wrong text there.
     """
 
@@ -31,7 +31,7 @@ class PagePool:
 
     @property
     def free(self) -> int:
-        """Pages nobody owns."""
+        """Pages without an owner."""
         return len(self._free)
 
     def allocate(self, count: int, owner: int) -> list[int]:

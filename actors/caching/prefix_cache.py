@@ -3,6 +3,9 @@
 A sequence's pages are first those it shares (in the tree, locked), then its own. As it runs, full pages whose contents
 are certain move from the second part into the first; when it closes the rest of them go to the tree, and what remains
 is free. Nothing is ever copied and no page of a running sequence is ever swapped: the device's page tables stay true.
+
+Bounded groups (windows, states) have pages of their own (:class:`BoundedPages`). They follow the main table: their
+pages come and go with the same messages, and a prefix counts as cached only where every group can go on.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from typing import Literal
 
 import numpy as np
 
+from actors.caching.bounded_pages import BoundedPages
 from actors.caching.page_pool import TREE, CacheCorrupted, PagePool
 from actors.caching.radix_tree import Node, RadixTree
 from actors.protocol import (
@@ -24,6 +28,7 @@ from actors.protocol import (
     OpenSequence,
     PeekPrefixes,
 )
+from kernels.contract.caches import GroupPages, PageRun
 
 __all__ = ["PrefixCache"]
 
@@ -44,24 +49,31 @@ class _Open:
 
 
 class PrefixCache:
-    """Pages ``1 .. num_pages - 1`` of ``page_size`` tokens, lent to sequences and shared by prefix.
+    """Pages ``1 .. num_pages - 1`` of ``page_size`` tokens, lent to sequences and shared by prefix. ``bounded``: the
+    groups that have pages of their own.
 
     ``policy``: what is evicted first (:class:`RadixTree`). ``enabled=False`` shares nothing. Errors are ValueError (a
-    sequence is not known, or known already) and CacheCorrupted: both are defects of the caller, who owns the
+    sequence is not known, or known already) and CacheCorrupted: both are defects of the caller, which owns the
     sequences' numbers and knows what is available.
     """
 
     def __init__(
-        self, num_pages: int, page_size: int, *, policy: Literal["lru", "lfu"] = "lru", enabled: bool = True
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        policy: Literal["lru", "lfu"] = "lru",
+        enabled: bool = True,
+        bounded: tuple[GroupPages, ...] = (),
     ) -> None:
         self._policy = policy
         self._enabled = enabled
         self._queried = 0
         self._hits = 0
         self._evicted = 0
-        self.reset(num_pages, page_size)
+        self.reset(num_pages, page_size, bounded)
 
-    def reset(self, num_pages: int, page_size: int) -> None:
+    def reset(self, num_pages: int, page_size: int, bounded: tuple[GroupPages, ...] = ()) -> None:
         """Forget everything but the counters: the device's cache is new."""
         if page_size < 1:
             raise ValueError(f"a page of {page_size} tokens holds none")
@@ -70,6 +82,7 @@ class PrefixCache:
         self._pool = PagePool(num_pages)
         self._tree = RadixTree(page_size, policy=self._policy)
         self._open: dict[int, _Open] = {}
+        self._bounded = BoundedPages(page_size, bounded) if bounded else None
 
     @property
     def available(self) -> int:
@@ -83,20 +96,27 @@ class PrefixCache:
         length = len(message.tokens) // _TOKEN_BYTES
         node: Node | None = None
         pages: list[int] = []
+        runs: tuple[PageRun, ...] = ()
         if self._enabled:
             limit = max(length - 1, 0) // self._page_size if message.use_cache else 0
+            if self._bounded is not None:
+                limit = self._tree.peek(message.salt, message.tokens, limit)
+                limit, runs = self._bounded.open(message.sequence, message.salt, message.tokens, limit)
             node, pages = self._tree.acquire(message.salt, message.tokens, limit)
+        elif self._bounded is not None:
+            runs = self._bounded.open_unshared(message.sequence)
         if message.use_cache:
             self._queried += length
             self._hits += len(pages) * self._page_size
         tail = message.tokens[len(pages) * self._page_bytes :]
         self._open[message.sequence] = _Open(node, pages, tail, self._page_size)
-        return Lease(pages=_pack(pages), cached=len(pages) * self._page_size, available=self.available)
+        cached = len(pages) * self._page_size
+        return Lease(pages=_pack(pages), cached=cached, available=self.available, bounded=runs)
 
     def turn(self, message: CacheTurn) -> CacheTurnDone:
         """Commits, then closes, then grows.
 
-        The first two never lower ``available``, so a grow within the last ``available`` told is always granted.
+        The first two never lower ``available``, so a grow within the last reported ``available`` is always granted.
         """
         for commit in message.commits:
             self._commit(commit)
@@ -109,14 +129,22 @@ class PrefixCache:
         """Tokens an ``open`` of each sequence would find cached now."""
         if not self._enabled:
             return [0] * len(message.tokens)
-        return [
-            self._tree.peek(salt, tokens, max(len(tokens) // _TOKEN_BYTES - 1, 0) // self._page_size) * self._page_size
+        found = [
+            self._tree.peek(salt, tokens, max(len(tokens) // _TOKEN_BYTES - 1, 0) // self._page_size)
             for tokens, salt in zip(message.tokens, message.salts, strict=True)
         ]
+        if self._bounded is not None:
+            found = [
+                self._bounded.peek(salt, tokens, limit)
+                for tokens, salt, limit in zip(message.tokens, message.salts, found, strict=True)
+            ]
+        return [pages * self._page_size for pages in found]
 
     def flush(self) -> bool:
-        """Drop every prefix nobody holds; True when none is left."""
+        """Drop every prefix without a holder; True when none is left."""
         self._pool.release(self._tree.evict(self._tree.evictable), TREE)
+        if self._bounded is not None:
+            self._bounded.flush()
         return self._tree.size == 0
 
     def usage(self) -> CacheUsage:
@@ -132,6 +160,7 @@ class PrefixCache:
             queried_tokens=self._queried,
             hit_tokens=self._hits,
             evicted_pages=self._evicted,
+            bounded=self._bounded.usage() if self._bounded is not None else (),
         )
 
     def check(self) -> None:
@@ -150,6 +179,8 @@ class PrefixCache:
                 raise CacheCorrupted(f"sequence {sequence} has {entry.computed} computed tokens in no page of its own")
         if owned:
             raise CacheCorrupted(f"pages are owned by sequences that are not open: {owned}")
+        if self._bounded is not None:
+            self._bounded.check({sequence: (len(e.pages), e.computed) for sequence, e in self._open.items()})
 
     def _commit(self, commit: Commit) -> None:
         entry = self._entry(commit.sequence)
@@ -161,6 +192,8 @@ class PrefixCache:
                 f"with {known} known and {len(entry.pages)} pages"
             )
         entry.computed = commit.computed
+        if self._bounded is not None:
+            self._bounded.commit(commit.sequence, commit.tokens, commit.computed)
         if entry.node is None:
             return
         full = commit.computed // self._page_size
@@ -184,6 +217,8 @@ class PrefixCache:
             self._pool.transfer(pages, sequence, TREE)
             self._pool.release(self._tree.leave(entry.node, tokens, pages), TREE)
         self._pool.release(entry.pages[full:], sequence)
+        if self._bounded is not None:
+            self._bounded.close(sequence)
         del self._open[sequence]
 
     def _grow(self, grow: Grow) -> Grant:
@@ -195,7 +230,10 @@ class PrefixCache:
             self._pool.release(evicted, TREE)
         pages = self._pool.allocate(grow.pages, grow.sequence)
         entry.pages += pages
-        return Grant(sequence=grow.sequence, pages=_pack(pages))
+        if self._bounded is None:
+            return Grant(sequence=grow.sequence, pages=_pack(pages))
+        bounded = self._bounded.grow(grow.sequence, len(entry.pages))
+        return Grant(sequence=grow.sequence, pages=_pack(pages), bounded=bounded)
 
     def _entry(self, sequence: int) -> _Open:
         entry = self._open.get(sequence)

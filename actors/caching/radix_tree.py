@@ -1,10 +1,10 @@
 """A compressed radix tree over whole pages of tokens.
 
-Each node holds a run of pages and the tokens computed in them; its children are told apart by the tokens of their
+Each node holds a run of pages and the tokens computed in them; its children differ in the tokens of their
 first page. The idea of keeping finished prefixes in a radix tree with LRU eviction of its leaves is RadixAttention's
 (Zheng et al., "SGLang: Efficient Execution of Structured Language Model Programs", 2024, section 3).
 
-The tree holds page *numbers*; who owns a page is the pool's affair.
+The tree holds page *numbers*; the pool knows their owners.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class RadixTree:
     def extend(self, node: Node, tokens: bytes, pages: list[int]) -> tuple[Node, int, list[int]]:
         """Put a holder's next ``pages`` (their ``tokens``) below ``node``, which it holds, and move its lock along.
 
-        Pages of the tree with the same tokens that nobody holds give way to the holder's own, so that the holder's
+        Pages of the tree with the same tokens and without a holder give way to the holder's own, so that the holder's
         page table stays true and no page is kept twice. Where another holder stands on them the extension stops: the
         rest stays the caller's. Free and evictable pages together stay as many as they were.
 
@@ -235,7 +235,7 @@ class RadixTree:
         return low
 
     def _append(self, node: Node, key: bytes, pages: list[int]) -> Node:
-        """New pages below ``node`` for its holder: in the node itself when nobody shares it, to keep paths short."""
+        """New pages below ``node`` for its holder: in the node itself when it is not shared, to keep paths short."""
         if node.parent is not None and node.locks == 1 and not node.children:
             node.key += key  # in place: a step must not copy what a long sequence has so far
             node.pages += pages

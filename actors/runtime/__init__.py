@@ -1,10 +1,9 @@
 """An actor runtime for asyncio: typed messages, bounded mailboxes, supervision, and actors in child processes."""
 
-from actors.runtime.actor import Actor, Answered, Deferred, Later, handles, handles_in_thread
-from actors.runtime.blank_process import BlankProcess
-from actors.runtime.clock import Clock, SystemClock
-from actors.runtime.context import ActorContext, Terminated
-from actors.runtime.errors import (
+from actors.runtime.core.actor import Actor, Answered, Deferred, Later, handles, handles_in_thread
+from actors.runtime.core.clock import Clock, SystemClock
+from actors.runtime.core.context import ActorContext, Terminated
+from actors.runtime.core.errors import (
     ActorDied,
     AskTimeout,
     ChildCrash,
@@ -15,11 +14,13 @@ from actors.runtime.errors import (
     RequestError,
     UnknownMessage,
 )
-from actors.runtime.events import ActorStatus, Event, EventKind, Observer
-from actors.runtime.failure import Failure
-from actors.runtime.message import Lane, Message, current_actor, current_traceparent
-from actors.runtime.ref import ActorRef
-from actors.runtime.supervisor import Backoff, Strategy, Supervision
+from actors.runtime.core.events import ActorStatus, Event, EventKind, Observer
+from actors.runtime.core.failure import Failure
+from actors.runtime.core.message import Lane, Message, current_actor, current_traceparent
+from actors.runtime.core.ref import ActorRef
+from actors.runtime.core.supervisor import Backoff, Strategy, Supervision
+from actors.runtime.process.blank_process import BlankProcess
+from actors.runtime.process.launched import LaunchedProcess, Launcher
 from actors.runtime.system import ActorSystem
 
 __all__ = [
@@ -43,6 +44,8 @@ __all__ = [
     "Hung",
     "Lane",
     "Later",
+    "LaunchedProcess",
+    "Launcher",
     "MailboxFull",
     "Message",
     "MessageTooLarge",

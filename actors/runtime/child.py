@@ -1,4 +1,4 @@
-"""The life of an actor in a child process, as the child sees it."""
+"""The child process's side of an actor in a child process."""
 
 import asyncio
 import atexit
@@ -14,39 +14,39 @@ from typing import Any, Union
 
 import msgspec
 
-from actors.runtime.actor import Actor, handlers_of
-from actors.runtime.cell import Cell
-from actors.runtime.child_log import ChildLog
-from actors.runtime.errors import ActorDied, MessageTooLarge, first_cause
-from actors.runtime.events import Event, EventKind
-from actors.runtime.frames import Kind
-from actors.runtime.incarnation import LocalIncarnation
-from actors.runtime.link import Link
-from actors.runtime.message import Envelope, Message
-from actors.runtime.stacks import of_threads
-from actors.runtime.supervisor import Strategy, Supervision
+from actors.runtime.core.actor import Actor, handlers_of
+from actors.runtime.core.cell import Cell, CellSettings
+from actors.runtime.core.errors import ActorDied, MessageTooLarge, first_cause
+from actors.runtime.core.events import Event, EventKind
+from actors.runtime.core.incarnation import LocalIncarnation
+from actors.runtime.core.message import Envelope, Message
+from actors.runtime.core.stacks import of_threads
+from actors.runtime.core.supervisor import Strategy, Supervision
+from actors.runtime.process.child_log import ChildLog
+from actors.runtime.process.frames import Kind
+from actors.runtime.process.link import Link
+from actors.runtime.process.thread import ActorThread
+from actors.runtime.process.wire import ChildSpec, Death, LogLine, carried, import_name, pack_error, unpack_header
 from actors.runtime.system import ActorSystem
-from actors.runtime.thread import ActorThread
-from actors.runtime.wire import ChildSpec, Death, LogLine, carried, import_name, pack_error, unpack_header
 
 __all__ = ["main"]
 
 _LOG_BACKLOG = 1024 * 1024
-"""Log records are dropped while this many bytes wait for a parent that does not read."""
+"""Log records are dropped while more bytes than this wait for a parent that does not read."""
 
 _UNHURRIED = 1e6
 """Seconds. The parent decides how long a stop may take."""
 
 
 def main(sock: socket.socket, thread_sock: socket.socket, spec: bytes, turn: Callable[[], int]) -> None:
-    """Be the actor that `spec` describes until told to stop, until it dies, or until the parent is gone.
+    """Run the actor that `spec` describes until it is stopped, dies, or loses its parent.
 
-    What can be done ahead is done first; then `turn` waits until it is known which life this process is.
+    The process prepares first; then `turn` waits for the number of the incarnation that it becomes.
     """
     sock.set_inheritable(False)
     thread_sock.set_inheritable(False)
     described = msgspec.msgpack.decode(spec, type=ChildSpec)
-    # An error is dropped: the start meets it again, and there it can be told.
+    # An error is dropped: the start raises it again and reports it.
     with contextlib.suppress(Exception):
         import_name(described.target).prepare(*_arguments(described))
     incarnation = turn()
@@ -60,10 +60,9 @@ def main(sock: socket.socket, thread_sock: socket.socket, spec: bytes, turn: Cal
 
 
 def _leave() -> None:
-    """End this process, in order, but without taking the interpreter apart.
+    """End this process without finalizing the interpreter.
 
-    Beside torch that takes half a second, and a thread of a native library that asks for the interpreter meanwhile
-    aborts the process.
+    With torch, finalizing takes half a second, and a native thread that enters the interpreter meanwhile aborts.
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -87,7 +86,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 class _Child:
-    """Posts the parent's messages to an actor in a system of its own, and sends back what comes of them."""
+    """Posts the parent's messages to an actor in its own system, and sends replies and events back."""
 
     def __init__(self, spec: ChildSpec, incarnation: int, sock: socket.socket, thread_sock: socket.socket) -> None:
         self._spec = spec
@@ -104,14 +103,15 @@ class _Child:
         self._log = ChildLog(self._send_log, lambda: self._link.backlog < _LOG_BACKLOG)
 
     async def live(self) -> None:
-        # This process is the system's own: here the root logger is ours, and carries what other libraries say.
+        # This process belongs to the system, so it may configure the root logger, which has the records of other
+        # libraries.
         logging.getLogger().addHandler(self._log)
         logging.captureWarnings(True)
         logger = logging.getLogger("troupe")
         logger.addHandler(self._log)
         logger.setLevel(self._spec.log_level)
         logger.propagate = False
-        logging.getLogger("troupe.runtime").setLevel(logging.CRITICAL + 1)  # the parent's speaks for it
+        logging.getLogger("troupe.runtime").setLevel(logging.CRITICAL + 1)  # the parent logs these events
         beat = self._loop.create_task(self._beat(), name="heartbeat")
         try:
             async with ActorSystem(self._spec.name) as system:
@@ -147,12 +147,14 @@ class _Child:
         await system.place(
             make,
             frozenset(by_mailbox),
-            name=spec.name,
-            capacity=spec.window,
-            control_capacity=spec.window,
-            supervision=Supervision(Strategy.ESCALATE),
-            group=None,
-            stop_timeout=_UNHURRIED,
+            CellSettings(
+                name=spec.name,
+                capacity=spec.window,
+                control_capacity=spec.window,
+                supervision=Supervision(Strategy.ESCALATE),
+                group=None,
+                stop_timeout=_UNHURRIED,
+            ),
             events=self._send_event,
             wait=True,
         )
@@ -182,7 +184,7 @@ class _Child:
             self._done.set()
             return
         if kind == Kind.STACKS:
-            logging.getLogger("troupe.stall").warning("actor %s stands here:\n%s", self._spec.name, of_threads())
+            logging.getLogger("troupe.stall").warning("stacks of actor %s:\n%s", self._spec.name, of_threads())
             return
         cell, decoder = self._cell, self._decoder
         if kind != Kind.MESSAGE or cell is None or decoder is None:
@@ -190,14 +192,14 @@ class _Child:
         remaining, trace, rest = unpack_header(body)
         message: Message[Any, Any] = decoder.decode(rest)
         if cell.closed:
-            return  # on its way out; the parent answers for it
+            return  # it is stopping; the parent replies for it
         now = cell.monotonic()
         deadline = None if remaining is None else now + remaining
         cell.post(Envelope(message, trace, now, deadline, _ReplyFrame(self, correlation)))
 
     def _on_lost(self, error: BaseException | None) -> None:
         if error is not None:
-            sys.stderr.write(f"actor {self._spec.name}: the parent sent what cannot be understood: {error}\n")
+            sys.stderr.write(f"actor {self._spec.name}: the parent sent an invalid frame: {error}\n")
             sys.stderr.flush()
         os._exit(1)
 
@@ -220,7 +222,7 @@ class _Child:
         self._send_safely(Kind.LOG, self._encode(line))
 
     def _send_safely(self, kind: Kind, body: bytes) -> None:
-        """Send from whichever thread the actor works in."""
+        """Send from any thread."""
         if threading.get_ident() == self._thread:
             self._link.send(kind, 0, body)
         elif not self._loop.is_closed():
@@ -233,7 +235,7 @@ class _Child:
             await asyncio.sleep(self._spec.heartbeat)
 
     async def _die(self, error: BaseException) -> None:
-        """Say why, and go without waiting for threads that may hang."""
+        """Report the error and end without waiting for threads that may hang."""
         detail = "".join(traceback.format_exception(error))
         reason, first = f"{type(error).__name__}: {error}", first_cause(error)
         if first is not error:
@@ -247,7 +249,7 @@ class _Child:
 
 
 class _Life(LocalIncarnation):
-    """Ends the actor's thread before the actor hears that it stops."""
+    """Ends the actor's thread before the actor is stopped."""
 
     def __init__(
         self, cell: Cell, number: int, actor: Actor[Any], end_thread: Callable[[], Coroutine[Any, Any, None]]
@@ -260,7 +262,8 @@ class _Life(LocalIncarnation):
 
 
 class _ReplyFrame:
-    """The reply slot of a message from the parent. A told message has one too: its answer is the receipt."""
+    """The reply slot of a message from the parent. A message from `tell` has one too: its reply is the
+    acknowledgement."""
 
     __slots__ = ("_child", "_correlation")
 
@@ -276,5 +279,5 @@ class _ReplyFrame:
 
     def set_exception(self, exception: BaseException, /) -> None:
         if isinstance(exception, ActorDied):
-            return  # this actor is at its end: the parent answers for what it has not finished
+            return  # this actor is ending: the parent replies for unfinished messages
         self._child.reply_error(self._correlation, exception)

@@ -1,4 +1,4 @@
-"""The system: spawns actors, owns every task, and stops everything in reverse order."""
+"""ActorSystem: spawns actors, owns every task, and stops everything in reverse order."""
 
 import asyncio
 import contextvars
@@ -12,38 +12,39 @@ from typing import Any, Self, TypeVar
 import anyio
 import anyio.abc
 
-from actors.runtime.actor import Actor
-from actors.runtime.blank_process import BlankProcess
-from actors.runtime.cell import Cell
-from actors.runtime.child_process import Standby
-from actors.runtime.clock import Clock, SystemClock
-from actors.runtime.events import ActorStatus, Event, EventKind, Observer
-from actors.runtime.failure import Failure
-from actors.runtime.frames import FRAME_LIMIT
-from actors.runtime.incarnation import Incarnation, LocalIncarnation
-from actors.runtime.message import Message
-from actors.runtime.process import ProcessIncarnation
-from actors.runtime.process_plan import launch, plan_process
-from actors.runtime.ref import ActorRef
-from actors.runtime.supervisor import Supervision, Unit
-from actors.runtime.system_events import SystemEvents
+from actors.runtime.core.actor import Actor
+from actors.runtime.core.cell import Cell, CellSettings
+from actors.runtime.core.clock import Clock, SystemClock
+from actors.runtime.core.events import ActorStatus, Event, EventKind, Observer
+from actors.runtime.core.failure import Failure
+from actors.runtime.core.incarnation import Incarnation, LocalIncarnation
+from actors.runtime.core.message import Message
+from actors.runtime.core.ref import ActorRef
+from actors.runtime.core.supervisor import Supervision, Unit
+from actors.runtime.core.system_events import SystemEvents
+from actors.runtime.process.blank_process import BlankProcess
+from actors.runtime.process.child_process import Standby
+from actors.runtime.process.frames import FRAME_LIMIT
+from actors.runtime.process.incarnation import ProcessIncarnation
+from actors.runtime.process.launched import Launcher
+from actors.runtime.process.plan import launch, plan_process
 
 __all__ = ["ActorSystem", "Events"]
 
 P = TypeVar("P")
 
 Events = ActorRef[Any] | Callable[[Message[Any, None]], None] | None
-"""Where an actor's `parent_tell` goes: an actor, a plain function, or nowhere."""
+"""The destination of an actor's `parent_tell`: an actor, a plain function, or none."""
 
 
 class ActorSystem:
     """Actors in one event loop, and in child processes of it.
 
-    Binds to the running loop when it is entered. All tasks live in one task group inside a task of the system's own,
-    so it may be closed from another task than the one that opened it. Closing leaves nothing behind: no task, thread,
-    child process or file descriptor; signal handlers, environment and root logger are never touched.
+    It binds to the running loop when it is entered. All tasks live in one task group inside the system's own task, so
+    any task may close it. After closing, no task, thread, child process or file descriptor is left. The system never
+    changes signal handlers, environment or root logger.
 
-    When a crash escalates, `failed` is set and all actors are stopped; the owner awaits `failed` and leaves.
+    When a crash escalates, `failed` is set and all actors are stopped; the owner awaits `failed` and exits.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -59,9 +60,10 @@ class ActorSystem:
         seed: int | None = None,
         log_death: Callable[[Event], None] | None = None,
     ) -> None:
-        """`pause` is awaited before each message (a test decides with it who goes first); `seed` is of the jitter.
+        """`pause` is awaited before each message; tests control the order of actors with it. `seed`: seed of the
+        jitter.
 
-        `log_death` logs an actor's death in place of the system: its owner may know more of it.
+        `log_death` logs an actor's death instead of the system: its owner may know more.
         """
         self.name = name
         self.logger = logging.getLogger("troupe.runtime")
@@ -81,7 +83,7 @@ class ActorSystem:
 
     async def __aenter__(self) -> Self:
         if self._host is not None:
-            raise RuntimeError("an actor system is entered once; make another")
+            raise RuntimeError("an actor system can be entered only once: create another")
         self.loop = asyncio.get_running_loop()
         self.clock = self._clock or SystemClock()
         self._wake = anyio.Event()
@@ -116,9 +118,9 @@ class ActorSystem:
             self._tasks = None
 
     async def stop(self) -> None:
-        """Stop all actors, the last started first, each within its `stop_timeout`. Returns when nothing is left.
+        """Stop all actors, the last started first, each within its `stop_timeout`. Returns when all have ended.
 
-        A caller that is cancelled meanwhile makes it short: everything is cancelled or killed before it returns.
+        If the caller is cancelled meanwhile, everything is cancelled or killed before this returns.
         """
         host = self._host
         if host is None:
@@ -136,7 +138,7 @@ class ActorSystem:
             host.result()
 
     def request_stop(self) -> None:
-        """Begin to stop; `stop` waits for the end."""
+        """Start to stop without waiting; `stop` waits for the end."""
         self.stopping = True
         self._wake.set()
 
@@ -152,7 +154,7 @@ class ActorSystem:
     def start_task(self, function: Callable[..., Coroutine[Any, Any, object]], name: str, *args: object) -> None:
         """Run a coroutine function in the system's task group, in an empty context."""
         if self._tasks is None:
-            raise RuntimeError("the actor system does not run: enter it with `async with` first")
+            raise RuntimeError("the actor system is not running: enter it with `async with` first")
         contextvars.Context().run(self._tasks.start_soon, function, *args, name=name)
 
     # -- spawning ------------------------------------------------------------------------------------------------
@@ -170,15 +172,15 @@ class ActorSystem:
         events: Events = None,
         wait: bool = True,
     ) -> ActorRef[P]:
-        """Start an actor in this event loop. `factory` makes a new instance for each incarnation.
+        """Start an actor in this event loop. `factory` creates an instance for each incarnation.
 
-        Returns when `started` has returned, and raises what it raised; with `wait=False` returns at once, and a
-        failing start is the supervisor's affair.
+        Returns when `started` has returned, and raises its exception. With `wait=False` it returns at once, and the
+        supervisor handles a failing start.
         """
         first: list[Actor[P]] = [factory()]
         table = first[0]._handler_table()
         if any(handler.in_thread for handler in table.values()):
-            raise TypeError(f"{type(first[0]).__name__} handles messages in a thread: place it by spawn_process")
+            raise TypeError(f"{type(first[0]).__name__} handles messages in a thread: use spawn_process")
         accepts = frozenset(table)
 
         def make(cell: Cell, number: int) -> Incarnation:
@@ -187,12 +189,14 @@ class ActorSystem:
         return await self.place(
             make,
             accepts,
-            name=name,
-            capacity=capacity,
-            control_capacity=control_capacity,
-            supervision=supervision,
-            group=group,
-            stop_timeout=stop_timeout,
+            CellSettings(
+                name=name,
+                capacity=capacity,
+                control_capacity=control_capacity,
+                supervision=supervision or Supervision(),
+                group=group,
+                stop_timeout=stop_timeout,
+            ),
             events=events,
             wait=wait,
         )
@@ -219,19 +223,19 @@ class ActorSystem:
         window: int = 16,
         frame_limit: int = FRAME_LIMIT,
         standby: bool = False,
-        blank: Callable[[], BlankProcess | None] = lambda: None,
+        launcher: Launcher = BlankProcess,
         wait: bool = True,
     ) -> ActorRef[P]:
         """Start the actor class `target` ("package.module:Class") in a child process, as `Class(config)`.
 
-        The class is imported in the child only; `protocol` says here which messages it takes. `config` travels as
-        msgpack and is decoded as `config_type` (its own type unless given), which both sides must be able to import.
-        `environment` is added to the child's alone. What the actor tells its parent goes to `events`; `events_type`
-        (a message type or a union) says what may come, and for a ref is what its actor handles unless given. A child
-        whose event loop is silent for `heartbeat_timeout` seconds is killed. At most `window` messages of a lane are
-        under way to the child; `frame_limit` is in bytes. With `standby` a second child waits, its imports and
-        `Actor.prepare` done, to be the next life when this one dies. `blank` gives a process that was
-        started before, for the child to be. Waiting and errors are those of `spawn`.
+        The class is imported in the child only; `protocol` declares its messages. `config` is sent as msgpack and
+        decoded as `config_type` (by default its own type), which both sides must be able to import. `environment` is
+        added to that of the child. Events of the actor go to `events`; `events_type` (a message type or a union)
+        declares them, by default the types that the actor of the ref handles. A child whose event loop is silent for
+        `heartbeat_timeout` seconds is killed. At most `window` messages of a lane are in flight to the child;
+        `frame_limit` is in bytes. With `standby` a second child waits with its imports and `Actor.prepare` done, to
+        become the next incarnation when this one dies. `launcher` starts each process, by default on this host. `wait`
+        and errors are as in `spawn`.
         """
         if events_type is not None:
             types = frozenset(typing.get_args(events_type) or (events_type,))
@@ -253,19 +257,21 @@ class ActorSystem:
 
         def make(cell: Cell, number: int) -> ProcessIncarnation:
             if standby and cell.standby is None:
-                cell.standby = Standby(lambda: launch(cell, plan), self.clock)
+                cell.standby = Standby(lambda: launch(cell, plan, launcher), self.clock)
                 self.start_task(cell.standby.run, f"{cell.name} standby")
-            return ProcessIncarnation(cell, number, plan, cell.standby, blank)
+            return ProcessIncarnation(cell, number, plan, launcher, cell.standby)
 
         return await self.place(
             make,
             frozenset(plan.replies),
-            name=name,
-            capacity=capacity,
-            control_capacity=control_capacity,
-            supervision=supervision,
-            group=group,
-            stop_timeout=stop_timeout,
+            CellSettings(
+                name=name,
+                capacity=capacity,
+                control_capacity=control_capacity,
+                supervision=supervision or Supervision(),
+                group=group,
+                stop_timeout=stop_timeout,
+            ),
             events=events,
             wait=wait,
         )
@@ -274,34 +280,19 @@ class ActorSystem:
         self,
         make: Callable[[Cell, int], Incarnation],
         accepts: frozenset[type[Message[Any, Any]]],
+        settings: CellSettings,
         *,
-        name: str,
-        capacity: int,
-        control_capacity: int,
-        supervision: Supervision | None,
-        group: str | None,
-        stop_timeout: float,
         events: Events,
         wait: bool,
     ) -> ActorRef[Any]:
-        """Start an actor whose incarnations `make` makes: what every placement comes down to."""
+        """Start an actor whose incarnations `make` creates; `spawn` and `spawn_process` end here."""
+        name, group = settings.name, settings.group
         if self._tasks is None or self.stopping:
             raise RuntimeError(f"cannot spawn {name!r}: the actor system is not running")
         if name in self._cells:
-            raise ValueError(f"there is an actor named {name!r} already: names are unique while their actor lives")
+            raise ValueError(f"an actor named {name!r} already runs: names must be unique")
         unit = None if group is None else self._groups.setdefault(group, Unit(self, []))
-        cell = Cell(
-            self,
-            name,
-            make=make,
-            accepts=accepts,
-            capacity=capacity,
-            control_capacity=control_capacity,
-            supervision=supervision or Supervision(),
-            group=unit,
-            stop_timeout=stop_timeout,
-            emit=self._emitter(name, events),
-        )
+        cell = Cell(self, settings, make=make, accepts=accepts, group=unit, emit=self._emitter(name, events))
         cell.fragile = wait
         self._cells[name] = cell
         if unit is not None:
@@ -328,35 +319,35 @@ class ActorSystem:
             return events
 
         def refuse(message: Message[Any, None]) -> None:
-            raise RuntimeError(f"nobody listens to {name!r}: give `events` where it is spawned")
+            raise RuntimeError(f"{name!r} has no listener: pass `events` when it is spawned")
 
         return refuse
 
     async def stop_actor(self, ref: ActorRef[Any]) -> None:
-        """Stop one actor for good: it finishes the message in hand within its `stop_timeout`."""
+        """Stop one actor permanently, after its current message and within its `stop_timeout`."""
         await ref._cell.stop()
 
     def crash_actor(self, actor: ActorRef[Any] | str, error: BaseException) -> None:
-        """Let the present incarnation of an actor (or of the one so named) die because of `error`, say because it
-        hangs. A child is killed."""
+        """Crash the current incarnation of an actor, given by ref or name, with `error`, for example because it hangs.
+        A child is killed."""
         cell = self._cells.get(actor) if isinstance(actor, str) else actor._cell
         if cell is not None and cell.incarnation is not None:
             cell.incarnation.crash(error)
 
-    def tell_stacks(self, name: str) -> None:
-        """Have an actor log where it stands; a child in another process does so when its event loop still runs."""
+    def log_stacks(self, name: str) -> None:
+        """Let an actor log its stacks; a child process can do so only while its event loop runs."""
         cell = self._cells.get(name)
         if cell is not None and cell.incarnation is not None:
-            cell.incarnation.tell_stacks()
+            cell.incarnation.log_stacks()
 
-    # -- what is known of the actors -----------------------------------------------------------------------------
+    # -- state of the actors -------------------------------------------------------------------------------------
 
     def on_event(self, callback: Callable[[Event], None]) -> None:
         """Call `callback` for each event, from the loop. It must not raise or wait."""
         self.events.listen(callback)
 
     def escalate(self, cell: Cell, cause: BaseException) -> None:
-        """A crash that no restart can mend: set `failed` and stop everything."""
+        """Set `failed` and stop everything, after a crash that supervision cannot handle."""
         if self.stopping:
             return
         self.logger.critical("actor %s cannot be restarted, the system stops: %s", cell.name, cause)
@@ -370,7 +361,7 @@ class ActorSystem:
             del self._cells[cell.name]
 
     def describe(self) -> list[ActorStatus]:
-        """All actors in order of spawn, with what each is doing and for how long. May be called from any thread."""
+        """All actors in order of spawn, with the current message of each and its duration. Callable from any thread."""
         now = self.clock.monotonic()
         lines = []
         for cell in list(self._cells.values()):

@@ -1,4 +1,4 @@
-"""A kit to test actors with: time that moves only when asked, interleavings that a seed decides, and probes."""
+"""A test kit for actors: virtual time, interleavings chosen by a seed, and probes."""
 
 import asyncio
 import heapq
@@ -10,10 +10,10 @@ from typing import Any, Generic, Self, TypeVar
 
 import anyio
 
-from actors.runtime.actor import Actor, Handler
-from actors.runtime.events import Event, EventKind
-from actors.runtime.message import Message
-from actors.runtime.ref import ActorRef
+from actors.runtime.core.actor import Actor, Handler
+from actors.runtime.core.events import Event, EventKind
+from actors.runtime.core.message import Message
+from actors.runtime.core.ref import ActorRef
 from actors.runtime.system import ActorSystem
 
 __all__ = ["Probe", "TestKit", "VirtualClock"]
@@ -21,10 +21,10 @@ __all__ = ["Probe", "TestKit", "VirtualClock"]
 P = TypeVar("P")
 
 _QUIET_ROUNDS = 20
-"""Turns of the event loop without any progress after which nothing more will happen by itself."""
+"""Turns of the event loop without progress after which the system counts as idle."""
 
 _MOST_YIELDS = 3
-"""An actor lets others go first up to this many times before it takes a message."""
+"""Most times that an actor yields before it takes a message."""
 
 
 class _VirtualTimer:
@@ -49,7 +49,7 @@ class _VirtualTimer:
 
 
 class VirtualClock:
-    """A clock whose time, in seconds, moves only by `advance_to`. Timers due together run in order of setting."""
+    """A clock whose time, in seconds, moves only by `advance_to`. Timers due together run in the order of creation."""
 
     def __init__(self, start: float = 1000.0) -> None:
         self._now = start
@@ -79,7 +79,7 @@ class VirtualClock:
         return self._timers[0][0] if self._timers else None
 
     def advance_to(self, time: float) -> None:
-        """Move on to `time` and run what is due by then."""
+        """Move to `time` and run the timers that are due by then."""
         while (due := self.next_timer()) is not None and due <= time:
             self._now = max(self._now, due)
             heapq.heappop(self._timers)[2].run()
@@ -87,7 +87,7 @@ class VirtualClock:
 
 
 class Probe(Actor[P], Generic[P]):
-    """An actor for tests: takes any of the given message types, records them, and answers as told."""
+    """An actor for tests: accepts the given message types, records them, and replies as configured."""
 
     def __init__(self, *messages: type[Message[P, Any]]) -> None:
         self.received: list[Message[P, Any]] = []
@@ -98,7 +98,8 @@ class Probe(Actor[P], Generic[P]):
         return {message: Handler("_receive", True) for message in self._messages}
 
     def answer(self, message: type[Message[P, Any]], answer: Any) -> None:
-        """Answer messages of this type with a value, an exception to raise, or what a function makes of the message."""
+        """Reply to messages of this type with a value, an exception to raise, or the result of a function of the
+        message."""
         self._answers[message] = answer
 
     async def _receive(self, message: Message[P, Any]) -> Any:
@@ -116,12 +117,12 @@ class Probe(Actor[P], Generic[P]):
 class TestKit:
     """An actor system under a virtual clock.
 
-    `seed` decides how often each ready actor lets the others go first, so it decides the interleaving: the same seed
-    gives the same one. Deadlines, backoff and restart windows follow `clock`; what sleeps by asyncio or anyio itself
-    does not, so let actors sleep by `context.clock`.
+    `seed` decides how often each ready actor yields to the others, which makes the interleaving reproducible.
+    Deadlines, backoff and restart windows follow `clock`; sleeps of asyncio or anyio do not, so actors should sleep by
+    `context.clock`.
     """
 
-    __test__ = False  # it is no test, whatever pytest makes of the name
+    __test__ = False  # pytest must not collect it despite its name
 
     def __init__(self, seed: int = 0, *, observer: object | None = None) -> None:
         self.clock = VirtualClock()
@@ -147,10 +148,10 @@ class TestKit:
     async def __aexit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Stop the system, moving time on as far as its deadlines need."""
+        """Stop the system, and advance time as far as its deadlines need."""
         stopping = asyncio.get_running_loop().create_task(self.system.stop())
         while not stopping.done():
-            await self.settle()
+            await self.run_until_idle()
             due = self.clock.next_timer()
             if due is None:
                 await asyncio.wait([stopping], timeout=0.05)
@@ -163,10 +164,10 @@ class TestKit:
         probe: Probe[P] = Probe(*messages)
         return await self.system.spawn(lambda: probe, name=name), probe
 
-    async def settle(self) -> None:
-        """Let everything happen that can happen without time moving on: until no mailbox has work.
+    async def run_until_idle(self) -> None:
+        """Run until no mailbox has work, without advancing time.
 
-        A handler that waits for time, or for something outside the system, is left waiting.
+        A handler that waits for time or for something outside the system keeps waiting.
         """
         quiet = 0
         while quiet < _QUIET_ROUNDS:
@@ -175,12 +176,12 @@ class TestKit:
             quiet = quiet + 1 if before == self._activity else 0
 
     async def advance(self, seconds: float) -> None:
-        """Move time on, settling after each timer that comes due on the way."""
+        """Advance time, and run until idle after each timer that becomes due."""
         end = self.clock.monotonic() + seconds
-        await self.settle()
+        await self.run_until_idle()
         while (due := self.clock.next_timer()) is not None and due <= end:
             self.clock.advance_to(due)
-            await self.settle()
+            await self.run_until_idle()
         self.clock.advance_to(end)
 
     def of(self, kind: EventKind) -> list[Event]:
@@ -188,7 +189,7 @@ class TestKit:
         return [event for event in self.events if event.kind is kind]
 
     def assert_quiet(self) -> None:
-        """Fail unless every message was handled: nothing waits, nothing is in hand, nothing died or was lost."""
+        """Fail unless every message was handled: none waits or is being handled, no actor died, no message was lost."""
         for status in self.system.describe():
             assert not any(status.mailbox.values()), f"messages wait for {status.name}: {status.mailbox}"
             assert status.message is None, f"{status.name} still handles {status.message}"

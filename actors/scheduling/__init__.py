@@ -1,4 +1,4 @@
-"""Pure decisions of the scheduler: what waits, what runs, and what the next step is."""
+"""The scheduler actor and its pure logic: which sequences wait or run, and the batch of the next step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the planner may do, as plain numbers."""
+"""Limits and policies of the planner."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["PlannerConfig"]
 
 
 class PlannerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits and policies of a planner. What the device has (pages, context) comes with ``Planner.worker_ready``.
+    """Limits and policies of a planner. ``Planner.worker_ready`` receives those of the device (pages, context).
 
     Raises ValueError for limits under which some sequence could never run.
     """
@@ -18,10 +18,10 @@ class PlannerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int
     max_slots: int  # slots are 1 .. max_slots - 1
     step_tokens: int  # token budget of a step, at least max_running: a decode of every sequence fits
-    tail_tokens: int = 0  # a prompt of which no more would be left for the next step is run to its end: see Draft.chunk
+    tail_tokens: int = 0  # a step may exceed its budget by this many tokens to finish a prompt: see StepBuilder.chunk
     max_prefill_tokens: int = 16384  # prefill tokens a step, within step_tokens
     prefill_max_requests: int | None = None  # prefill rows a step
-    chunked: bool = True  # False: a prompt waits for a step of its own rather than be split
+    chunked: bool = True  # False: prompts are not split; a long one waits for a step of its own
     overlap: bool = True  # two steps in flight
     use_cache: bool = True  # share prefixes
     policy: Literal["fcfs", "lpm"] = "fcfs"
@@ -29,7 +29,7 @@ class PlannerConfig(msgspec.Struct, frozen=True, kw_only=True):
     priority_scheduling: bool = False
     low_priority_values_first: bool = False
     preemption_threshold: int = 10  # a waiting sequence preempts when its priority exceeds by more than this
-    adaptive: str | None = None  # settings of AdaptiveConfig, JSON: fewer guesses where they do not pay; None: all
+    adaptive: str | None = None  # settings of AdaptiveConfig, JSON: fewer draft tokens where they do not pay; None: all
     ageing_seconds: float = 10.0  # waiting this long raises the effective priority by 1
 
     def __post_init__(self) -> None:

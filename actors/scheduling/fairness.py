@@ -1,4 +1,4 @@
-"""Equal shares for tenants: who has had less goes first."""
+"""Fair shares for tenants: the tenant with the least service goes first."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from actors.scheduling.sequence import Sequence
 __all__ = ["FairShare"]
 
 _OUTPUT_WEIGHT = 2
-"""An output token counts as so many prompt tokens: it takes a place in a step of its own."""
+"""Weight of an output token; a prompt token weighs 1. Each output token takes a row of a step."""
 
 
 class FairShare:
     """Virtual token counters, after Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024).
 
-    Every tenant has a counter of the tokens computed for it: those of a prompt when it is admitted, cached ones left
-    out, outputs as they come. A prompt token that is scored counts as an output token: both take a row of logits. The
-    tenant with the lowest counter is next. Nobody is kept idle for it: a tenant alone gets everything. Who comes back
-    starts no lower than the lowest of those who are there, so that nobody saves up idle time to starve the others with
-    it later; and who has had more than the others has it still when it returns.
+    Every tenant has a counter of the tokens computed for it. Prompt tokens count at admission, without cached ones;
+    output tokens count as they are sampled. A scored prompt token counts as an output token: both take a row of logits.
+    The tenant with the lowest counter is next. The policy is work-conserving: a tenant alone gets everything. A tenant
+    that comes back starts at least at the lowest counter of those present, so idle time is not saved up to starve the
+    others later. A tenant with a higher counter keeps it.
     """
 
     def __init__(self) -> None:
@@ -34,13 +34,13 @@ class FairShare:
         return len(self._present) > 1
 
     def served(self, tenant: str) -> float:
-        """The tenant's counter."""
+        """The tenant's counter, in weighted tokens."""
         return self._counters.get(tenant, 0.0)
 
     def arrive(self, tenant: str, running: Iterable[Sequence]) -> None:
-        """A sequence of this tenant is queued; ``running`` are those on the device."""
+        """Record that a sequence of this tenant is queued. ``running``: the sequences on the device."""
         if tenant not in self._present and self._present:
-            self.settle(running)
+            self.charge(running)
             floor = min(self._counters[name] for name in self._present)
             self._counters = {
                 name: count for name, count in self._counters.items() if name in self._present or count > floor
@@ -50,31 +50,30 @@ class FairShare:
         self._present[tenant] += 1
 
     def leave(self, tenant: str) -> None:
-        """A sequence of this tenant has ended."""
+        """Record that a sequence of this tenant has ended."""
         self._present[tenant] -= 1
         if not self._present[tenant]:
             del self._present[tenant]
         if not self._present:
-            self._counters.clear()  # an idle engine owes nobody anything
+            self._counters.clear()  # an idle engine keeps no history
 
     def admit(self, sequence: Sequence, cached: int) -> None:
-        """The sequence comes onto the device, which finds so many of its tokens in the cache."""
+        """Charge the prompt of a sequence at its admission. ``cached``: its tokens found in the cache."""
         sequence.charged = sequence.length
         self._counters[sequence.tenant] += _prompt_weight(sequence) * (sequence.length - cached)
 
-    def settle(self, running: Iterable[Sequence]) -> None:
-        """Charge what running sequences have put out since the last time."""
+    def charge(self, running: Iterable[Sequence]) -> None:
+        """Charge the output tokens of running sequences since the last call."""
         for sequence in running:
             self._counters[sequence.tenant] += _OUTPUT_WEIGHT * (sequence.known - sequence.charged)
             sequence.charged = sequence.known
 
     def interleave(self, waiting: Iterable[Sequence], running: Iterable[Sequence]) -> Iterator[Sequence]:
-        """Waiting sequences in the order of fair shares, each tenant's own in the order given.
+        """Yield waiting sequences in the order of fair shares; the order within a tenant is kept.
 
-        A sequence taken counts as its whole prompt until the counters say better. Between equals goes first who has
-        fewer on the device.
+        A yielded sequence counts as its whole prompt. Ties go to the tenant with fewer sequences on the device.
         """
-        self.settle(running)
+        self.charge(running)
         queues: dict[str, list[Sequence]] = {}
         for sequence in waiting:
             queues.setdefault(sequence.tenant, []).append(sequence)
@@ -95,5 +94,5 @@ class FairShare:
 
 
 def _prompt_weight(sequence: Sequence) -> int:
-    """What a computed token counts while the sequence comes onto the device."""
+    """The weight of a computed prompt token."""
     return _OUTPUT_WEIGHT if sequence.scores_prompt else 1

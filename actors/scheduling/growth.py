@@ -1,4 +1,4 @@
-"""How many pages to keep for what running sequences will still write."""
+"""How many pages admission keeps free for the growth of running sequences."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from actors.scheduling.sequence import Sequence
 
 __all__ = ["GrowthReserve"]
 
-_SHARE = 0.7  # of the tokens a sequence may still write, expected at first
-_FLOOR = 0.14  # of that share, when nothing had to be preempted for ...
-_STEPS = 600  # ... this many steps
-_HORIZON = 4096  # tokens of growth looked ahead at most
+_SHARE = 0.7  # initial share of the remaining tokens that a sequence is expected to write
+_FLOOR = 0.14  # the share falls to this part of it after ...
+_STEPS = 600  # ... this many steps without preemption
+_HORIZON = 4096  # most tokens of growth that count, per sequence
 
 
 class GrowthReserve:
     """Admission keeps pages free for a share of the tokens that running sequences may still write.
 
-    The share falls with every step that goes well and rises again when a sequence has to be preempted: the rule and its
-    numbers are those of SGLang's ``--schedule-conservativeness``, which scales the share.
+    The share falls with every step and returns to its start when a sequence is preempted. The rule and its numbers are
+    those of SGLang's ``--schedule-conservativeness``, which scales the share.
     """
 
     def __init__(self, conservativeness: float) -> None:
@@ -28,7 +28,7 @@ class GrowthReserve:
         self._share = self._highest
 
     def step(self) -> None:
-        """A step was planned without preemption."""
+        """Record a step planned without preemption."""
         self._share = max(self._share - self._decay, self._lowest)
 
     def preempted(self) -> None:

@@ -9,27 +9,29 @@ from collections.abc import Container, Generator, Iterable
 import msgspec
 import numpy as np
 
+from actors.boards.suspects import Cohort, Rerun, Suspects, Verdict
 from actors.protocol import Emission, Ended, SchedulerLoad, SequenceSpec, TokenScores
+from actors.scheduling.bounded_room import BoundedRoom
 from actors.scheduling.config import PlannerConfig
-from actors.scheduling.draft import Chunk, Flight
 from actors.scheduling.fairness import FairShare
-from actors.scheduling.guessing import Guessing, wants
 from actors.scheduling.planning import CacheMessage, CacheReply, StepPlanning, too_large
 from actors.scheduling.policy import Policy
-from actors.scheduling.roster import Move, Roster
-from actors.scheduling.scores import PromptScores, StepScores, join
+from actors.scheduling.scores import PromptScores, StepScores, join, pooled_vectors
 from actors.scheduling.sequence import Sequence, Status
-from actors.scheduling.suspects import Cohort, Rerun, Suspects, Verdict
-from kernels.step import ModelInfo, StepBatch, StepResult
+from actors.scheduling.sequence_table import Move, SequenceTable
+from actors.scheduling.speculation.draft_limits import DraftLimits, draft_limit
+from actors.scheduling.step_builder import Chunk, Flight
+from kernels.contract.info import ModelInfo
+from kernels.contract.step import StepBatch, StepResult
 
 __all__ = ["CacheMessage", "CacheReply", "Planner", "StepPlan"]
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """``batch``: to be sent to the worker, if there is one. ``emissions``: sequences ended by planning.
+    """``batch``: the step to send to the worker. ``emissions``: sequences ended by planning.
 
-    Without a batch the planner wants to be asked again: what ended may have made room for others. ``chunks`` are the
-    prefill rows, ``decodes`` the sequences of the rows before them.
+    None as ``batch`` means: call ``plan`` again, since ended sequences may have made room for others. ``chunks`` are
+    the prefill rows; ``decodes`` are the sequences of the rows before them.
     """
 
     batch: StepBatch | None
@@ -39,33 +41,32 @@ class StepPlan(msgspec.Struct, frozen=True):
 
 
 class Planner:
-    """Decides what runs next. Sans-IO: it asks the cache by yielding messages, and is told the time.
+    """Decides what runs next. Sans-IO: it yields messages to the cache, and callers pass the time.
 
-    A sequence waits, runs (it has a slot, pages and a place in every step it can use) and ends exactly once. It may go
-    back from running to waiting: when pages run out, when a much higher priority needs its place, or with its worker.
-    Then its pages are given up and prompt and output are computed again, from whatever prefix is cached still.
+    A sequence waits, runs (it has a slot, pages and a row in every step it can use) and ends exactly once. It returns
+    from running to waiting when pages run out, when a much higher priority needs its place, or when its worker dies.
+    Then its pages are released, and prompt and output are computed again, except for a prefix that is still cached.
 
-    Two steps may be in flight: a sequence's next token is planned before the last one is known, so an end is noticed
-    one step late and the row that ran in vain is ignored. Where the worker verifies guesses, not even the number of
-    tokens that a step in flight samples is known: the next one is planned as if it were one, with pages for the most.
-    Steps run strictly in order, which is why pages and slots can be given to others while a row is still in flight:
-    whoever gets them runs, and writes, later.
+    Two steps may be in flight: the next token of a sequence is planned before the last one is known. So an end is
+    noticed one step late, and the superfluous row is ignored. With draft tokens, the number of tokens that a step in
+    flight samples is unknown too: the next step is planned as if it were one, with pages for the maximum. Steps run
+    strictly in order. So pages and slots can be reassigned while a row is in flight: their new owner writes later.
 
-    While there are ``suspects`` of a worker's death, steps are of suspects and of others in turns, one in flight.
+    While there are ``suspects`` of a worker's death, steps alternate between suspects and others, one step in flight.
     """
 
     def __init__(self, config: PlannerConfig, suspects: Suspects | None = None) -> None:
         self._config = config
         self._suspects = Suspects() if suspects is None else suspects
-        self._suspects_next = True  # whether the next step is of suspects, if there are any
+        self._suspects_next = True  # whether the next step runs suspects, if there are any
         shares = FairShare()
         self._policy = Policy(config, shares)
-        self._roster = Roster(config, shares)
-        self._planning = StepPlanning(config, self._policy, self._roster)
+        self._table = SequenceTable(config, shares)
+        self._planning = StepPlanning(config, self._policy, self._table)
         self._flights: deque[Flight] = deque()
         self._deadlines: list[tuple[float, int]] = []
         self._info: ModelInfo | None = None
-        self._guessing: Guessing | None = None
+        self._draft_limits: DraftLimits | None = None
         self._number = 0
         self._last_finish = 0.0
 
@@ -78,25 +79,25 @@ class Planner:
 
     @property
     def has_work(self) -> bool:
-        """Whether something runs, waits, or is to be told to the cache."""
-        return bool(self._roster.sequences) or self._roster.has_closes
+        """Whether a sequence runs or waits, or the cache must still be notified."""
+        return bool(self._table.sequences) or self._table.has_closes
 
     @property
     def in_flight(self) -> int:
-        """Steps without an answer."""
+        """Number of steps without a result."""
         return len(self._flights)
 
     @property
     def can_send(self) -> bool:
-        """Whether the worker may be given another step."""
+        """Whether another step may be sent to the worker."""
         return self.ready and len(self._flights) < (2 if self._config.overlap and not self._suspects else 1)
 
     def is_known(self, sequence: int) -> bool:
         """Whether the sequence waits or runs."""
-        return sequence in self._roster.sequences
+        return sequence in self._table.sequences
 
     def in_steps(self, steps: Container[int]) -> dict[int, Rerun]:
-        """Sequences with a row in one of these steps that has no answer yet, and what would repeat it."""
+        """Sequences with a row in one of these steps that has no result yet, and the rerun that would repeat it."""
         found: dict[int, Rerun] = {}
         for flight in self._flights:
             if flight.number not in steps:
@@ -105,65 +106,69 @@ class Planner:
                 if sequence.status is not Status.FINISHED:
                     earlier = found.get(sequence.id)
                     decode = row < flight.decodes or (earlier is not None and earlier.decode)
-                    # Draft tokens that an earlier step has yet to accept move the lost step on.
-                    tokens = sequence.scheduled + sequence.ahead
+                    # An earlier step may accept draft tokens; then the lost step started later in the sequence.
+                    tokens = sequence.scheduled + sequence.max_extra
                     found[sequence.id] = Rerun(tokens or sequence.length, decode)
         return found
 
     def worker_died(self, steps: Container[int]) -> Verdict:
-        """The worker died and has not answered these steps. The caller aborts the condemned sequences."""
-        self._suspects.retain(self._roster.sequences)
+        """Judge the death of a worker that left these steps unanswered. The caller aborts the condemned sequences."""
+        self._suspects.retain(self._table.sequences)
         return self._suspects.died(self.in_steps(steps))
 
     def running(self) -> tuple[int, ...]:
-        """Sequences with a place on the device."""
-        return tuple(self._roster.running)
+        """Ids of the sequences on the device."""
+        return tuple(self._table.running)
 
-    def moves(self) -> list[Move]:
-        """Who has come onto the device and who has left it since the last call, in order."""
-        moves, self._roster.moves = self._roster.moves, []
+    def take_moves(self) -> list[Move]:
+        """Moves of sequences onto or off the device since the last call, in order."""
+        moves, self._table.moves = self._table.moves, []
         return moves
 
     def load(self, now: float) -> SchedulerLoad:
         """Counts for metrics and health."""
-        roster = self._roster
+        table = self._table
         return SchedulerLoad(
-            running=len(roster.running),
-            waiting=len(roster.waiting),
-            waiting_tokens=roster.waiting.tokens,
+            running=len(table.running),
+            waiting=len(table.waiting),
+            waiting_tokens=table.waiting.tokens,
             steps=self._number,
             steps_in_flight=len(self._flights),
-            preemptions=roster.preemptions,
-            last_step_age=max(now - self._last_finish, 0.0) if roster.sequences else 0.0,
+            preemptions=table.preemptions,
+            last_step_age=max(now - self._last_finish, 0.0) if table.sequences else 0.0,
         )
 
-    # -- coming and going ---------------------------------------------------------------------------------------------
+    # -- requests and workers -----------------------------------------------------------------------------------------
 
     def worker_ready(self, info: ModelInfo, now: float) -> list[Emission]:
-        """A worker with empty slots and an empty cache: what ran waits again, steps in flight are forgotten.
+        """Take a worker with empty slots and an empty cache. Running sequences wait again; steps in flight are
+        forgotten.
 
-        The caller resets the cache before it plans. Returns the sequences that this worker can never run, ended.
+        The caller resets the cache before it plans. Returns the ends of sequences that this worker can never run.
         """
         self._info = info
         self._flights.clear()
-        self._roster.new_worker(info.page_size)
-        guessing = Guessing(info, self._config.adaptive)
-        self._guessing = guessing if guessing.enabled else None
-        self._planning.new_worker(info.num_pages - 1, self._guessing)
+        bounded, room = info.bounded_groups, None
+        if bounded:
+            room = BoundedRoom(bounded, info.page_size, self._config.step_tokens + self._config.tail_tokens)
+        self._table.new_worker(info.page_size, room)
+        draft_limits = DraftLimits(info, self._config.adaptive)
+        self._draft_limits = draft_limits if draft_limits.is_enabled else None
+        self._planning.new_worker(info.num_pages - 1, self._draft_limits)
         self._last_finish = now
-        waiting = list(self._roster.waiting)
+        waiting = list(self._table.waiting)
         return [emission for sequence in waiting if (emission := self._examine(sequence, info)) is not None]
 
     def submit(self, specs: Iterable[SequenceSpec], now: float) -> list[Emission]:
-        """Queue sequences; known ones are left alone. Returns those refused or complete already, ended."""
+        """Queue sequences and ignore known ones. Returns the ends of those that are refused or already complete."""
         emissions: list[Emission] = []
         for spec in specs:
             if self.is_known(spec.sequence):
                 continue
-            if not self._roster.sequences:
+            if not self._table.sequences:
                 self._last_finish = now
             sequence = Sequence(spec, self._policy.strength(spec.priority))
-            self._roster.queue(sequence)
+            self._table.queue(sequence)
             if spec.deadline is not None:
                 self._watch(spec.deadline, spec.sequence)
             if self._info is not None and (emission := self._examine(sequence, self._info)) is not None:
@@ -171,13 +176,13 @@ class Planner:
         return emissions
 
     def abort(self, sequences: Iterable[int]) -> list[Emission]:
-        """End sequences wherever they are; unknown ones are ignored."""
-        return [self._roster.end(sequence, Ended("abort")) for sequence in self._find(sequences)]
+        """End waiting and running sequences; unknown ones are ignored."""
+        return [self._table.end(sequence, Ended("abort")) for sequence in self._find(sequences)]
 
     def text_stopped(self, sequences: Iterable[int]) -> None:
-        """Drop sequences whose end the detokenizer has told already: no emission."""
+        """Drop sequences whose end the detokenizer has reported already: no emission."""
         for sequence in self._find(sequences):
-            self._roster.drop(sequence)
+            self._table.drop(sequence)
 
     def expire(self, now: float) -> list[Emission]:
         """End sequences whose deadline has passed."""
@@ -185,68 +190,68 @@ class Planner:
         while self._deadlines and self._deadlines[0][0] <= now:
             expired.append(heapq.heappop(self._deadlines)[1])
         ended = Ended("timeout", message="the request's deadline passed")
-        return [self._roster.end(sequence, ended) for sequence in self._find(expired)]
+        return [self._table.end(sequence, ended) for sequence in self._find(expired)]
 
     def _find(self, sequences: Iterable[int]) -> list[Sequence]:
-        """Those that are known, each once."""
-        known = self._roster.sequences
+        """The known sequences, each once."""
+        known = self._table.sequences
         return [known[number] for number in dict.fromkeys(sequences) if number in known]
 
     def _watch(self, deadline: float, sequence: int) -> None:
         heapq.heappush(self._deadlines, (deadline, sequence))
-        if len(self._deadlines) > 2 * len(self._roster.sequences) + 64:  # most have ended long before
-            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._roster.sequences]
+        if len(self._deadlines) > 2 * len(self._table.sequences) + 64:  # most have ended already
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._table.sequences]
             heapq.heapify(self._deadlines)
 
     def _examine(self, sequence: Sequence, info: ModelInfo) -> Emission | None:
-        """End a waiting sequence that is complete, or that this worker can never run."""
+        """End a waiting sequence that is complete or that this worker can never run."""
         prompt, context = sequence.prompt_length, info.context_length
         sequence.target = min(prompt + sequence.spec.max_tokens, context)
-        sequence.drafts = wants(sequence, info)
+        sequence.draft_limit = draft_limit(sequence, info)
         pages = -(-sequence.length // info.page_size)
         ended = sequence.end()
         if ended is None and prompt < 1:
-            ended = Ended("error", message="the prompt is empty: give it at least one token")
+            ended = Ended("error", message="the prompt is empty: send at least one token")
         if ended is None and prompt >= context:
             message = f"the prompt has {prompt} tokens, the context holds {context}: shorten the prompt"
             ended = Ended("error", message=message)
         if ended is None and pages > info.num_pages - 1:
             ended = too_large(pages, info.num_pages - 1)
-        return None if ended is None else self._roster.end(sequence, ended)
+        return None if ended is None else self._table.end(sequence, ended)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> Generator[CacheMessage, CacheReply, StepPlan | None]:
-        """The next step, or None when there is nothing to do now. Drive it to its end before any other call."""
+        """Plan the next step; None when there is nothing to do now. Exhaust the generator before any other call."""
         if not self.can_send:
             return None
         for cohort in self._cohorts():
-            draft, grants = yield from self._planning.fill(now, idle=not self._flights, cohort=cohort)
-            if draft.emissions or not draft.empty:
+            step, grants = yield from self._planning.fill(now, idle=not self._flights, cohort=cohort)
+            if step.emissions or not step.empty:
                 break
-        if draft.empty:
-            return StepPlan(None, draft.emissions) if draft.emissions else None
+        if step.empty:
+            return StepPlan(None, step.emissions) if step.emissions else None
         if cohort is not None:
             self._suspects_next = cohort.excluded
         self._number += 1
-        batch = draft.batch(self._number, grants, self._roster.running, self._roster.slots.released())
-        self._flights.append(draft.flight(self._number))
-        return StepPlan(batch, draft.emissions, draft.chunks(), draft.decodes)
+        batch = step.batch(self._number, grants, self._table.running, self._table.slots.take_released())
+        self._flights.append(step.flight(self._number))
+        return StepPlan(batch, step.emissions, step.chunks(), step.decodes)
 
     def _cohorts(self) -> tuple[Cohort | None, ...]:
-        """What the next step may run, the first choice first."""
+        """The cohorts that the next step may run, the preferred one first."""
         if self._suspects:
-            self._suspects.retain(self._roster.sequences)
+            self._suspects.retain(self._table.sequences)
         if not self._suspects:
             return (None,)
-        self._roster.may_admit = True  # another cohort than before may find room
-        suspects, others = self._suspects.cohorts(self._roster.running)
+        self._table.may_admit = True  # another cohort may find room
+        suspects, others = self._suspects.cohorts(self._table.running)
         return (suspects, others) if self._suspects_next else (others, suspects)
 
     def finish_step(self, result: StepResult, now: float) -> list[Emission]:
-        """What a step's answer means for its sequences. Answers to forgotten steps are ignored.
+        """Apply the result of a step to its sequences. Results of forgotten steps are ignored.
 
-        Raises RuntimeError when steps are answered out of order: what the worker has written is unknown then.
+        Raises RuntimeError when results come out of order: then it is unknown which tokens the worker has written.
         """
         if not self._flights or result.number < self._flights[0].number:
             return []
@@ -258,53 +263,56 @@ class Planner:
         tokens: list[int] = np.frombuffer(result.tokens, dtype=np.int32).tolist()
         scores = StepScores(result) if result.logprobs else None
         prompts = PromptScores(result) if result.prompt_rows else None
+        vectors = pooled_vectors(result) if result.pooled_rows else {}
         failed = {(error.slot, error.generation): error.message for error in result.failed}
-        if self._guessing is not None and (flight.adapted or flight.decodes < len(flight.samples)):
-            self._guessing.learn(flight, result)
+        if self._draft_limits is not None and (flight.adapted or flight.decodes < len(flight.samples)):
+            self._draft_limits.learn(flight, result)
         emissions: list[Emission] = []
         index = 0
         suspected = bool(self._suspects)
-        ran: list[tuple[Sequence, bool]] = []  # and whether it decoded
-        speculating = len(flight.ahead)
+        ran: list[tuple[Sequence, bool]] = []  # (sequence, whether it decoded)
+        speculating = len(flight.max_extra)
         drafted: list[int] = np.frombuffer(result.drafted, dtype=np.int32).tolist() or [0] * speculating
         for row, (sequence, serial, count, samples, got) in enumerate(
             zip(flight.sequences, flight.serials, flight.counts, flight.samples, accepted, strict=True)
         ):
             at, index = index, index + got
             if sequence.serial != serial:
-                continue  # it has ended, or lost its place, since the step was planned
+                continue  # it has ended or left the device since the step was planned
             if failed and (sequence.slot, sequence.generation) in failed:
                 message = failed[sequence.slot, sequence.generation]
-                emissions.append(self._roster.end(sequence, Ended("error", message=message)))
+                emissions.append(self._table.end(sequence, Ended("error", message=message)))
                 continue
             if suspected:
                 ran.append((sequence, row < flight.decodes))
             if prompts is not None and (part := prompts.of(row)) is not None:
                 sequence.prompt_parts.append(part)
             if row < speculating:
-                emission = self._accept(sequence, tokens[at:index], flight.ahead[row], drafted[row], scores, at)
-                emissions.append(emission)
+                emission = self._accept(sequence, tokens[at:index], flight.max_extra[row], drafted[row], scores, at)
+                emissions.append(_with_vector(emission, vectors, row))
                 continue
             if got != samples:
-                raise RuntimeError(f"step {result.number} was to sample {samples} tokens in row {row}, it has {got}")
+                raise RuntimeError(f"step {result.number} was to sample {samples} tokens in row {row} but has {got}")
             sequence.computed += count
             sequence.progressed = True
             if sequence.computed >= sequence.commit_at:
-                self._roster.filled_page(sequence)
+                self._table.filled_page(sequence)
             if samples:
-                emissions.append(self._emit(sequence, tokens[at], None if scores is None else scores.at(at)))
+                emission = self._emit(sequence, tokens[at], None if scores is None else scores.at(at))
+                emissions.append(_with_vector(emission, vectors, row))
         for sequence, decode in ran:
             self._suspects.ran(sequence.id, sequence.computed, decode=decode)
         return emissions
 
     def _accept(
-        self, sequence: Sequence, tokens: list[int], ahead: int, drafted: int, scores: StepScores | None, at: int
+        self, sequence: Sequence, tokens: list[int], max_extra: int, drafted: int, scores: StepScores | None, at: int
     ) -> Emission:
-        """A decode that may have verified guesses: one token and ``ahead`` more at most, of which those after the last
-        one of the sequence count for nothing. ``drafted``: guesses verified; ``at``: where the tokens stand in the
-        step's result."""
-        if not 1 <= len(tokens) <= ahead + 1:
-            raise RuntimeError(f"a row was to sample 1 to {ahead + 1} tokens, it has {len(tokens)}")
+        """Apply 1 to ``max_extra + 1`` tokens of a decode; those after the end of the sequence are dropped.
+
+        ``drafted``: draft tokens verified; ``at``: index of the first token in the step's result.
+        """
+        if not 1 <= len(tokens) <= max_extra + 1:
+            raise RuntimeError(f"a row was to sample 1 to {max_extra + 1} tokens but has {len(tokens)}")
         output = sequence.output
         start, ended = len(output), None
         for token in tokens:
@@ -314,21 +322,21 @@ class Planner:
                 if ended is not None:
                     break
         kept = len(output) - start
-        sequence.ahead -= ahead
+        sequence.max_extra -= max_extra
         sequence.known += kept - 1
         sequence.scheduled += kept - 1
         sequence.computed += kept
         sequence.progressed = True
         if sequence.computed >= sequence.commit_at:
-            self._roster.filled_page(sequence)
+            self._table.filled_page(sequence)
         if ended is not None:
-            self._roster.drop(sequence)
+            self._table.drop(sequence)
         found = None if scores is None or sequence.spec.sampling.logprobs < 0 else scores.run(at, at + kept)
-        said, cached = tuple(tokens[:kept]), sequence.cached_tokens
-        return Emission(sequence.id, start, said, found, _prompt_scores(sequence), cached, ended, drafted)
+        produced, cached = tuple(tokens[:kept]), sequence.cached_tokens
+        return Emission(sequence.id, start, produced, found, _prompt_scores(sequence), cached, ended, drafted)
 
     def _emit(self, sequence: Sequence, token: int, scores: TokenScores | None) -> Emission:
-        """A sequence has a token; it may be its last."""
+        """Append a sampled token; the emission says whether the sequence ends."""
         output = sequence.output
         start = len(output)
         output.append(token)
@@ -336,15 +344,22 @@ class Planner:
         if token in sequence.stop_ids or sequence.prompt_length + start + 1 >= sequence.target:
             ended = sequence.end()
             if ended is not None:
-                self._roster.drop(sequence)
+                self._table.drop(sequence)
         prompt_scores = _prompt_scores(sequence) if sequence.prompt_parts else None
         if sequence.spec.sampling.logprobs < 0:
             scores = None
         return Emission(sequence.id, start, (token,), scores, prompt_scores, sequence.cached_tokens, ended)
 
 
+def _with_vector(emission: Emission, vectors: dict[int, bytes], row: int) -> Emission:
+    """Add the pooled vector of the row, if there is one. ``vectors``: pooled vectors of the step, by row."""
+    if not vectors or row not in vectors:
+        return emission
+    return msgspec.structs.replace(emission, vector=vectors[row])
+
+
 def _prompt_scores(sequence: Sequence) -> TokenScores | None:
-    """Those of the prompt, which go out with the first token."""
+    """Scores of the whole prompt, emitted with the first token."""
     if not sequence.prompt_parts:
         return None
     found, sequence.prompt_parts = join(sequence.prompt_parts), []

@@ -1,4 +1,4 @@
-"""Who goes first, and who has to yield."""
+"""The order of the queue and the choice of the running sequence to preempt."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ __all__ = ["LPM_LIMIT", "Policy"]
 
 _strength = attrgetter("strength")
 
-LPM_LIMIT = 128  # waiting sequences beyond which cached prefixes are not compared: SGLang's bound too
+LPM_LIMIT = 128  # with more waiting sequences, cached prefixes are not compared; as in SGLang
 
 
 class Policy:
     """Orders the queue and picks victims.
 
-    Priorities age: each ``ageing_seconds`` of waiting count as one level, so that the wait of the lowest is bounded.
-    They age for the order of the queue only; whether a sequence may preempt another is a matter of what it was given.
-    Under lpm a sequence that has waited ``ageing_seconds`` comes before all that have not, in the order of arrival.
-    With several tenants all of this orders each tenant's own sequences; between tenants only their shares count, so
-    that no tenant's priorities are paid for by another.
+    Priorities age: each ``ageing_seconds`` of waiting count as one level, which bounds the wait of the lowest. Ageing
+    affects the order of the queue only; preemption compares the original priorities. Under lpm, sequences that have
+    waited ``ageing_seconds`` come first, in the order of arrival. With several tenants, these rules order the sequences
+    of each tenant. Between tenants only their shares count, so no tenant's priorities delay another.
     """
 
     def __init__(self, config: PlannerConfig, shares: FairShare) -> None:
@@ -38,11 +37,11 @@ class Policy:
         self._lpm = config.policy == "lpm" and config.use_cache
 
     def strength(self, priority: int) -> int:
-        """A request's priority as larger-is-first; 0 when priorities are off."""
+        """The priority of a request with larger values first; 0 when priorities are off."""
         return self._sign * priority if self._priorities else 0
 
     def wants_prefixes(self, waiting: WaitingQueue) -> bool:
-        """Whether ``order`` is to be told the cached tokens of the waiting sequences."""
+        """Whether ``order`` needs the cached tokens of the waiting sequences."""
         return self._lpm and 1 < len(waiting) <= LPM_LIMIT
 
     def order(
@@ -52,7 +51,7 @@ class Policy:
         now: float,
         cached: Many[int] | None = None,
     ) -> Iterable[Sequence]:
-        """The queue, first to be admitted first. ``cached``: tokens, in the queue's order of arrival."""
+        """The queue in the order of admission. ``cached``: cached tokens of each sequence, in the order of arrival."""
         ordered = self._own_order(waiting, now, cached)
         return self._shares.interleave(ordered, running) if self._shares.several else ordered
 
@@ -69,20 +68,21 @@ class Policy:
                 return -level, 0, 0
             return -level, 1, -prefix.get(sequence.id, 0)
 
-        return sorted(sequences, key=key)  # stable: equals stay in the order of arrival
+        return sorted(sequences, key=key)  # stable: ties stay in the order of arrival
 
     def weakest(self, running: Iterable[Sequence]) -> Sequence:
-        """The sequence that yields first: of the tenant that has had most, the lowest priority, the latest arrival."""
+        """The first to be preempted: of the tenant with most service, the lowest priority, the latest arrival."""
         served = self._shares.served
         return min(running, key=lambda s: (-served(s.tenant), s.strength, -s.rank[0], -s.rank[1]))
 
     def strongest(self, running: Iterable[Sequence]) -> Sequence:
-        """The sequence that yields last."""
+        """The last to be preempted."""
         served = self._shares.served
         return max(running, key=lambda s: (-served(s.tenant), s.strength, -s.rank[0], -s.rank[1]))
 
     def may_preempt(self, candidate: Sequence, victim: Sequence) -> bool:
-        """Whether a waiting sequence may take a running one's place: the same tenant's, by more than the threshold."""
+        """Whether a waiting sequence may preempt a running one: same tenant, priority higher by more than the
+        threshold."""
         return (
             self._priorities
             and candidate.tenant == victim.tenant
@@ -90,7 +90,7 @@ class Policy:
         )
 
     def pressing(self, waiting: WaitingQueue, running: Collection[Sequence]) -> Sequence | None:
-        """The waiting sequence that may preempt, if any running one is weak enough for it."""
+        """The waiting sequence that may preempt a running one, or None."""
         if not self._priorities or not waiting or not running:
             return None
         if max(map(_strength, waiting)) - min(map(_strength, running)) <= self._threshold:

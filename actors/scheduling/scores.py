@@ -1,4 +1,4 @@
-"""Log-probabilities of a step's result, taken apart by row."""
+"""Log-probabilities of a step's result, split by row."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import numpy as np
 import numpy.typing as npt
 
 from actors.protocol import TokenScores
-from kernels.step import StepResult
+from kernels.contract.step import StepResult
 
-__all__ = ["PromptScores", "StepScores", "join"]
+__all__ = ["PromptScores", "StepScores", "join", "pooled_vectors"]
 
 _BYTES = 4  # of an int32 and of a float32
 
@@ -20,7 +20,7 @@ class _Packed:
 
     def __init__(self, logprobs: bytes, top_counts: bytes, top_ids: bytes, top_logprobs: bytes) -> None:
         self._logprobs = logprobs
-        self._counts = top_counts or bytes(len(logprobs))  # nobody asked for the likeliest others: none of each
+        self._counts = top_counts or bytes(len(logprobs))  # no alternatives requested: zero for each token
         self._ids = top_ids
         self._top_logprobs = top_logprobs
         counts: npt.NDArray[np.int32] = np.frombuffer(self._counts, dtype=np.int32)
@@ -49,7 +49,7 @@ class StepScores:
         return self._packed.slice(index, index + 1)
 
     def run(self, start: int, end: int) -> TokenScores:
-        """Of the tokens ``start .. end - 1``."""
+        """Scores of the tokens ``start .. end - 1``."""
         return self._packed.slice(start, end)
 
 
@@ -67,9 +67,16 @@ class PromptScores:
         self._bounds = dict(zip(rows, zip([0, *ends], ends, strict=False), strict=True))
 
     def of(self, row: int) -> TokenScores | None:
-        """What the chunk of this row added, if it was scored."""
+        """Scores that the chunk of this row added, or None if it was not scored."""
         bounds = self._bounds.get(row)
         return None if bounds is None else self._packed.slice(*bounds)
+
+
+def pooled_vectors(result: StepResult) -> dict[int, bytes]:
+    """The pooled vectors of a step, float32, by row."""
+    rows: list[int] = np.frombuffer(result.pooled_rows, dtype=np.int32).tolist()
+    size = len(result.pooled) // len(rows)
+    return {row: result.pooled[size * place : size * (place + 1)] for place, row in enumerate(rows)}
 
 
 def join(parts: list[TokenScores]) -> TokenScores:

@@ -10,7 +10,7 @@ import numpy as np
 from actors.protocol import Ended, SequenceSpec, TokenScores
 
 if TYPE_CHECKING:
-    from kernels.speculative.adaptive import Track
+    from actors.scheduling.speculation.policy import Track
 
 __all__ = ["Sequence", "Status"]
 
@@ -24,24 +24,26 @@ class Status(enum.IntEnum):
 class Sequence:
     """Mutable state of a :class:`SequenceSpec`. All lengths are in tokens, counted from the sequence's first.
 
-    ``computed <= scheduled <= known``: confirmed by the worker; run or in flight; prompt, output and the tokens that
-    steps in flight will sample, one each. ``ahead``: how many more these may sample, where they verify guesses: so far
-    ``scheduled`` and ``known`` may jump when they are answered. ``target``: where ``known`` stops growing (max_tokens
-    or the context's end). ``drafts``: guesses that a step may verify; ``track``: what became of those so far.
+    ``computed <= scheduled <= known``. ``computed``: confirmed by the worker. ``scheduled``: computed or in flight.
+    ``known``: prompt, output and one token for each step in flight that samples. ``max_extra``: how many more tokens
+    the steps in flight may sample with draft tokens; ``scheduled`` and ``known`` grow by the accepted ones with the
+    result. ``target``: where ``known`` stops growing (max_tokens or the end of the context). ``draft_limit``: most
+    draft tokens a step may verify. ``track``: acceptance statistics.
     """
 
     __slots__ = (
-        "ahead",
         "cached_tokens",
         "capacity",
         "charged",
         "commit_at",
+        "committed",
         "computed",
-        "drafts",
+        "draft_limit",
         "first_page",
         "generation",
         "id",
         "known",
+        "max_extra",
         "output",
         "pages",
         "progressed",
@@ -58,7 +60,6 @@ class Sequence:
         "strength",
         "target",
         "tenant",
-        "told",
         "track",
     )
 
@@ -73,28 +74,28 @@ class Sequence:
         self.strength = strength  # priority, larger first; 0 for all when priorities are off
         self.rank = (spec.arrival, spec.sequence)  # first come, first served
         self.status = Status.WAITING
-        self.progressed = True  # since the last admission, or never preempted
-        self.cached_tokens = -1  # of the first admission
+        self.progressed = True  # whether it computed a token since its last admission, or was never preempted
+        self.cached_tokens = -1  # at the first admission; -1: not admitted yet
         self.target = 0
-        self.drafts = 0
+        self.draft_limit = 0
         self.track: Track | None = None
         self.first_page: tuple[bytes, bytes] = (b"", b"")
-        self.rest()
+        self.leave_device()
 
-    def rest(self) -> None:
-        """Nothing on the device: the state of a waiting sequence."""
-        self.serial = 0  # of this life on the device, counted over all sequences; 0: none
+    def leave_device(self) -> None:
+        """Reset to the state of a waiting sequence, with nothing on the device."""
+        self.serial = 0  # number of this admission, counted over all sequences; 0: not admitted
         self.slot = 0
         self.generation = 0
         self.known = self.prompt_length + len(self.output)
         self.scheduled = 0
-        self.ahead = 0
+        self.max_extra = 0
         self.computed = 0
-        self.pages = 0  # held, the shared ones too
+        self.pages = 0  # held, shared ones included
         self.capacity = 0  # tokens that fit the pages held
         self.shared = 0  # full pages known to the prefix cache
-        self.commit_at = 0  # the number of computed tokens at which there is another page to share
-        self.told = 0  # tokens the prefix cache knows
+        self.commit_at = 0  # number of computed tokens at which another page can be shared
+        self.committed = 0  # tokens the prefix cache knows
         self.prompt_parts: list[TokenScores] = []
 
     @property
@@ -104,7 +105,7 @@ class Sequence:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether every prompt position is to be computed and scored: asked for, and not sent with a first token."""
+        """Whether prompt scores were requested and not yet sent: then every prompt position must be computed."""
         return self.spec.sampling.prompt_logprobs >= 0 and not self.output
 
     def tokens(self) -> bytes:
@@ -120,7 +121,7 @@ class Sequence:
         return self.tokens()[4 * start :]
 
     def end(self) -> Ended | None:
-        """Why the last output token was the last one, if it was."""
+        """Why the sequence ends with its last output token, or None if it continues."""
         if not self.output:
             return None
         token = self.output[-1]

@@ -1,4 +1,4 @@
-"""Prefixes that are being computed right now, so that a sequence that shares one waits for it."""
+"""Prefixes under computation: a sequence that shares one waits for it."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ __all__ = ["PrefillsUnderWay"]
 
 
 class PrefillsUnderWay:
-    """Running sequences that have prompt pages the prefix cache does not know yet, by salt and first page."""
+    """Running sequences with prompt pages that the prefix cache does not know yet, by salt and first page."""
 
     def __init__(self, page_size: int) -> None:
         self._page_bytes = 4 * page_size
         self._prefills: dict[tuple[bytes, bytes], list[Sequence]] = {}
 
     def add(self, sequence: Sequence) -> None:
-        """A sequence was admitted. It has less than a page of its own to share: nothing to wait for."""
+        """Add an admitted sequence, unless it has less than a page of its own to share."""
         if len(sequence.spec.prompt) < self._page_bytes:
             return
         sequence.first_page = (sequence.spec.salt, sequence.spec.prompt[: self._page_bytes])
         self._prefills.setdefault(sequence.first_page, []).append(sequence)
 
     def discard(self, sequence: Sequence) -> None:
-        """Its prompt is in the cache, or it runs no more."""
+        """Remove a sequence whose prompt is cached or that no longer runs."""
         group = self._prefills.get(sequence.first_page)
         if group is not None and sequence in group:
             group.remove(sequence)
@@ -30,9 +30,9 @@ class PrefillsUnderWay:
                 del self._prefills[sequence.first_page]
 
     def computes_for(self, waiting: Sequence) -> bool:
-        """Whether somebody is computing full pages of the prefix of ``waiting`` that it could share soon.
+        """Whether another sequence is computing full pages of the prefix of ``waiting``.
 
-        Running prefills come before the queue, so waiting for one never outlasts the wait for budget and pages.
+        Running prefills come before the queue, so this wait is no longer than the one for budget and pages.
         """
         if not self._prefills or waiting.scores_prompt:
             return False
@@ -45,6 +45,6 @@ class PrefillsUnderWay:
 
 
 def _shares(theirs: bytes, mine: bytes, known: int, usable: int, size: int) -> bool:
-    """Whether the page after the ``known`` first ones is full in both prompts and the same up to its end."""
+    """Whether both prompts fill the page after the ``known`` first ones and are equal up to its end."""
     end = (known + 1) * size
     return known < usable and len(theirs) >= end and theirs[:end] == mine[:end]

@@ -1,4 +1,4 @@
-"""Slots of the worker, their generations, and those it has yet to be told are free."""
+"""Slots of the worker, their generations and unsent releases."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["Slots"]
 
 
 class Slots:
-    """Slots ``1 .. max_slots - 1``. Every taking of a slot has a generation of its own, over worker restarts too."""
+    """Slots ``1 .. max_slots - 1``. Every use of a slot has its own generation, also across worker restarts."""
 
     def __init__(self, max_slots: int) -> None:
         self._generations = [0] * max_slots
@@ -20,7 +20,8 @@ class Slots:
         return len(self._free)
 
     def take(self) -> tuple[int, int]:
-        """A free slot and its new generation. A slot given back since the last batch is released by that same batch."""
+        """Take a free slot; returns it with its new generation. A slot returned since the last batch is released by the
+        same batch."""
         slot = self._free.pop()
         self._generations[slot] += 1
         return slot, self._generations[slot]
@@ -29,14 +30,14 @@ class Slots:
         self._free.append(slot)
         self._released.append(slot)
 
-    def released(self) -> bytes:
-        """Slots given back since the last call, int32: the next batch must carry them."""
+    def take_released(self) -> bytes:
+        """Slots returned since the last call, int32: the next batch must carry them."""
         if not self._released:
             return b""
         slots, self._released = np.array(self._released, dtype=np.int32).tobytes(), []
         return slots
 
     def reset(self) -> None:
-        """A new worker: all slots are empty."""
+        """Empty all slots, for a new worker."""
         self._free = list(range(len(self._generations) - 1, 0, -1))
         self._released = []

@@ -1,6 +1,6 @@
-"""A runner without a model, for tests and benchmarks: it executes steps strictly by the contract of ``kernels.step``.
+"""A runner without a model, for tests and benchmarks. It executes steps by the contract of ``kernels.contract.step``.
 
-Its cache is simulated cell by cell: each token slot of a page remembers which prefix was written there. A wrong page
+It simulates the cache cell by cell: each token slot of a page stores a digest of the prefix written there. A wrong page
 table, a stale slot, a page with two writers or a page read before it was computed raises :class:`ContractBroken`.
 """
 
@@ -14,13 +14,16 @@ import numpy as np
 from actors.caching import PrefixCache
 from actors.protocol import CacheTurn, OpenSequence
 from actors.scheduling.planner import CacheMessage, CacheReply, StepPlan
-from kernels.step import Admission, ModelInfo, RowError, StepBatch, StepResult, StepTiming
+from kernels.contract.caches import GroupPages, State
+from kernels.contract.info import ModelInfo
+from kernels.contract.step import Admission, RowError, StepBatch, StepResult, StepTiming
+from kernels.contract.tasks import Embed
 
-__all__ = ["ContractBroken", "SimulatedRunner", "drive", "model_info", "next_token"]
+__all__ = ["ContractBroken", "SimulatedRunner", "drive", "model_info", "next_token", "pooled_vector"]
 
 
 class ContractBroken(AssertionError):
-    """A step says what no scheduler may say."""
+    """A step breaks the contract of ``kernels.contract.step``."""
 
 
 def model_info(
@@ -33,8 +36,9 @@ def model_info(
     speculative_depth: int = 0,
     speculative_tokens: int = 0,
     speculative_apart: bool = False,
+    cache_groups: tuple[GroupPages, ...] = (),
 ) -> ModelInfo:
-    """A runner's description with nothing in it but the sizes."""
+    """The ``ModelInfo`` of a runner with these sizes and defaults for the rest."""
     return ModelInfo(
         architecture="simulated",
         dtype="float32",
@@ -52,6 +56,7 @@ def model_info(
         speculative_depth=speculative_depth,
         speculative_tokens=speculative_tokens,
         speculative_apart=speculative_apart,
+        cache_groups=cache_groups,
         speculative_levels=tuple(
             [-(-(speculative_nodes - 1) * level // max(1, speculative_depth)) for level in range(speculative_depth + 1)]
         ),
@@ -59,8 +64,13 @@ def model_info(
 
 
 def next_token(tokens: list[int], vocab_size: int) -> int:
-    """A pure function of the whole sequence: the model."""
+    """The model: a pure function of the whole sequence."""
     return int.from_bytes(_digest(tokens)[:4], "little") % vocab_size
+
+
+def pooled_vector(tokens: list[int]) -> bytes:
+    """The pooled vector of a text: float32 [2]."""
+    return np.array([len(tokens), tokens[-1]], dtype=np.float32).tobytes()
 
 
 def _digest(tokens: list[int]) -> bytes:
@@ -74,15 +84,17 @@ class _Slot:
         self.prompt_length = admission.prompt_length
         self.computed = admission.computed
         self.pages = _ints(admission.pages)
+        self.bounded = [dict(enumerate(_ints(run.pages), run.first)) for run in admission.bounded]  # by column
         self.sampling = admission.sampling
+        self.task = admission.task
         self.sampled = False
 
 
 class SimulatedRunner:
-    """Runs steps. ``fails`` gets a row's tokens and returns an error message, or None; it makes rows fail alone.
+    """Runs steps. ``fails(tokens)`` returns an error message to fail a row, or None.
 
-    ``accepts`` gets how many guesses a row could accept, and returns how many it does. ``seconds``: of a step in which
-    so many guesses were verified, of drafts of so many levels at most.
+    ``accepts(most)`` returns how many of at most ``most`` draft tokens a row accepts. ``seconds(nodes, levels)`` is the
+    time of a step that verified ``nodes`` draft tokens, at most ``levels`` deep.
     """
 
     def __init__(
@@ -96,7 +108,7 @@ class SimulatedRunner:
         seconds: Callable[[int, int], float] | None = None,
     ) -> None:
         self.info = info
-        self.accepted = 0  # guesses
+        self.accepted = 0  # draft tokens
         self.computed_tokens = 0
         self.rows: list[int] = []  # rows of each step
         self._max_slots = max_slots
@@ -107,32 +119,36 @@ class SimulatedRunner:
         self._slots: dict[int, _Slot] = {}
         self._generations: dict[int, int] = {}
         self._cells: dict[tuple[int, int], bytes] = {}  # (page, offset) -> digest of the prefix ending there
+        self._bounded = [_BoundedCells(group) for group in info.bounded_groups]
         self._number = 0
 
     def run(self, batch: StepBatch) -> StepResult:
-        """One step. Raises ContractBroken."""
+        """Run one step. Raises ContractBroken if the step breaks the contract."""
         _expect(batch.number > self._number, f"step {batch.number} after step {self._number}")
         self._number = batch.number
         self._change_slots(batch)
         slots, generations, counts = _ints(batch.slots), _ints(batch.generations), _ints(batch.counts)
-        _expect(len(slots) == len(generations) == len(counts) > 0, "rows of uneven length, or none")
+        _expect(
+            len(slots) == len(generations) == len(counts) > 0,
+            "slots, generations and counts differ in length or are empty",
+        )
         _expect(len(set(slots)) == len(slots), f"a slot has two rows: {slots}")
-        drafts = _ints(batch.drafts) or [0] * len(slots)
-        _expect(len(drafts) == len(slots), "drafts and slots are of uneven length")
-        _expect(not (batch.unseen and any(drafts)), "a step with guesses is seen by the draft")
+        drafts = _ints(batch.draft_limits) or [0] * len(slots)
+        _expect(len(drafts) == len(slots), "drafts and slots differ in length")
+        _expect(not (batch.unobserved and any(drafts)), "a step with draft tokens must be observed by the draft")
         tokens = sum(counts) + sum(drafts)
         _expect(tokens <= self._max_step_tokens, f"{tokens} tokens in a step of {self._max_step_tokens}")
         self.rows.append(len(slots))
         result = _Result()
         prefills = False
-        for row, (number, generation, count, guesses) in enumerate(
+        for row, (number, generation, count, draft_tokens) in enumerate(
             zip(slots, generations, counts, drafts, strict=True)
         ):
             slot = self._slots.get(number)
             _expect(slot is not None, f"a row for the empty slot {number}")
             assert slot is not None
             _expect(slot.generation == generation, f"generation {generation} of slot {number} is {slot.generation}")
-            message = self._fails(slot.tokens)  # a slot that failed fails again in the step already in flight
+            message = self._fails(slot.tokens)  # a failed slot fails again in the step already in flight
             if message is not None:
                 result.failed.append(RowError(number, generation, message))
                 result.accepted.append(0)
@@ -141,11 +157,11 @@ class SimulatedRunner:
             decode = slot.sampled and last
             _expect(not (prefills and decode), "a decode row stands behind a prefill row")
             prefills = prefills or not (decode or last)
-            _expect(last or not guesses, f"slot {number} guesses before its last known token")
-            _expect(0 <= guesses < self.info.speculative_nodes, f"slot {number} has {guesses} guesses")
+            _expect(last or not draft_tokens, f"slot {number} draft tokens before its last known token")
+            _expect(0 <= draft_tokens < self.info.speculative_nodes, f"slot {number} has {draft_tokens} draft tokens")
             start = slot.computed
-            if guesses:
-                self._verify(number, slot, guesses)
+            if draft_tokens:
+                self._verify(number, slot, draft_tokens)
                 slot.sampled = True
                 result.accept(slot, start + 1)
                 continue
@@ -153,8 +169,10 @@ class SimulatedRunner:
             if slot.sampling.prompt_logprobs >= 0:
                 result.score_prompt(row, slot, start)
             if slot.computed == len(slot.tokens):
+                if isinstance(slot.task, Embed) and not slot.sampled:
+                    result.pool(row, slot)
                 token = next_token(slot.tokens, self.info.vocab_size)
-                # A step sent before its guesses were known to be right may run in vain.
+                # A step sent before the result of its draft tokens may be superfluous.
                 longest = self.info.context_length + self.info.speculative_depth
                 _expect(len(slot.tokens) < longest, f"slot {number} grows out of the context")
                 slot.tokens.append(token)
@@ -164,8 +182,8 @@ class SimulatedRunner:
                 result.accepted.append(0)
         deepest = min(max(drafts), self.info.speculative_depth)
         timing = StepTiming(whole=self._seconds(sum(drafts), deepest)) if self._seconds is not None else StepTiming()
-        depths = [min(guesses, self.info.speculative_depth) for guesses in drafts] if batch.drafts else []
-        return result.done(batch.number, timing, drafts if batch.drafts else [], depths)
+        depths = [min(drafted, self.info.speculative_depth) for drafted in drafts] if batch.draft_limits else []
+        return result.done(batch.number, timing, drafts if batch.draft_limits else [], depths)
 
     def _change_slots(self, batch: StepBatch) -> None:
         for number in _ints(batch.released):
@@ -183,28 +201,33 @@ class SimulatedRunner:
         for number, page in zip(_ints(batch.page_slots), _ints(batch.page_ids), strict=True):
             _expect(number in self._slots, f"page {page} for the empty slot {number}")
             self._slots[number].pages.append(page)
+        for group, grants in enumerate(batch.bounded):
+            for number, page in zip(_ints(grants.slots), _ints(grants.pages), strict=True):
+                _expect(number in self._slots, f"page {page} of group {group} for the empty slot {number}")
+                columns = self._slots[number].bounded[group]
+                columns[max(columns, default=-1) + 1] = page
         for number, slot in self._slots.items():
             _expect(all(0 < page < self.info.num_pages for page in slot.pages), f"slot {number}: pages {slot.pages}")
             _expect(len(set(slot.pages)) == len(slot.pages), f"slot {number} has a page twice: {slot.pages}")
 
-    def _verify(self, number: int, slot: _Slot, guesses: int) -> None:
-        """Guesses are written behind the last known token; those that are accepted stay, the others leave garbage."""
+    def _verify(self, number: int, slot: _Slot, draft_tokens: int) -> None:
+        """Write draft tokens after the last known token. Accepted ones stay; the others leave garbage."""
         size = self.info.page_size
-        accepted = self._accepts(min(guesses, self.info.speculative_depth))
+        accepted = self._accepts(min(draft_tokens, self.info.speculative_depth))
         self.accepted += accepted
         first = slot.computed
         for _ in range(accepted + 1):
             self._compute(number, slot, 1)
             slot.tokens.append(next_token(slot.tokens, self.info.vocab_size))
-        _expect(first + guesses < len(slot.pages) * size, f"guesses of slot {number} run out of its pages")
-        for position in range(slot.computed, first + guesses + 1):
+        _expect(first + draft_tokens < len(slot.pages) * size, f"draft tokens of slot {number} run out of its pages")
+        for position in range(slot.computed, first + draft_tokens + 1):
             self._own(number, slot, slot.pages[position // size])
             self._cells.pop((slot.pages[position // size], position % size), None)
 
     def _compute(self, number: int, slot: _Slot, count: int) -> None:
         size = self.info.page_size
         end = slot.computed + count
-        _expect(count > 0 and end <= len(slot.tokens), f"slot {number} runs {count} tokens, it has none to spare")
+        _expect(count > 0 and end <= len(slot.tokens), f"slot {number} runs {count} tokens but has fewer left")
         _expect(end <= len(slot.pages) * size, f"slot {number} runs out of its {len(slot.pages)} pages")
         for position in range(slot.computed):
             cell = self._cells.get((slot.pages[position // size], position % size))
@@ -216,6 +239,9 @@ class SimulatedRunner:
             page = slot.pages[position // size]
             self._own(number, slot, page)
             self._cells[page, position % size] = _digest(slot.tokens[: position + 1])
+        for group, cells in enumerate(self._bounded):
+            others = [other for key, other in self._slots.items() if key != number]
+            cells.compute(f"slot {number}", group, slot, end, others)
         slot.computed = end
         self.computed_tokens += count
 
@@ -224,8 +250,44 @@ class SimulatedRunner:
         _expect(not sharers, f"slot {number} writes page {page}, which slots {sharers} hold too")
 
 
+class _BoundedCells:
+    """The pages of one bounded group. A state page has one cell: the digest of the prefix that the state is of."""
+
+    def __init__(self, group: GroupPages) -> None:
+        self._tokens, self._reach, self._most = group.page_tokens, group.reach, group.num_pages
+        self._is_state = isinstance(group.group.spec, State)
+        self._cells: dict[tuple[int, int], bytes] = {}
+
+    def compute(self, name: str, group: int, slot: _Slot, end: int, others: list[_Slot]) -> None:
+        """Compute positions ``slot.computed .. end - 1``: check the cells they read, write their own."""
+        columns = slot.bounded[group]
+        for position in range(max(slot.computed - self._reach, 0), slot.computed):
+            page = columns.get(position // self._tokens)
+            _expect(page is not None, f"{name} reads position {position} of group {group}, which has no page")
+            assert page is not None
+            cell = self._cells.get(self._cell(page, position))
+            right = cell == _digest(slot.tokens[: position + 1])
+            _expect(right, f"{name} reads position {position} of group {group} in page {page}: not its own prefix")
+        for position in range(slot.computed, end):
+            page = columns.get(position // self._tokens)
+            _expect(page is not None, f"{name} runs out of its pages of group {group}")
+            assert page is not None
+            _expect(0 < page < self._most, f"{name}: page {page} of group {group}")
+            sharers = [other for other in others if page in self._in_use(other, group)]
+            _expect(not sharers, f"{name} writes page {page} of group {group}, which another slot reads")
+            self._cells[self._cell(page, position)] = _digest(slot.tokens[: position + 1])
+
+    def _cell(self, page: int, position: int) -> tuple[int, int]:
+        return page, 0 if self._is_state else position % self._tokens
+
+    def _in_use(self, slot: _Slot, group: int) -> list[int]:
+        """Pages that the slot's next tokens read or write; earlier ones may have been released."""
+        first = max(slot.computed - self._reach, 0) // self._tokens
+        return [page for column, page in slot.bounded[group].items() if column >= first]
+
+
 class _Result:
-    """A StepResult in the making. A token's log-probability is minus its id, its likeliest rivals are made up."""
+    """A StepResult under construction. The log-probability of a token is minus its id; alternatives are invented."""
 
     def __init__(self) -> None:
         self.accepted: list[int] = []
@@ -237,6 +299,7 @@ class _Result:
         self._prompt_counts: list[int] = []
         self._prompt_tokens: list[int] = []
         self._prompt_tops: list[list[int]] = []
+        self._pooled: dict[int, bytes] = {}
 
     def sample(self, token: int, slot: _Slot) -> None:
         self.accepted.append(1)
@@ -245,7 +308,7 @@ class _Result:
         self._tops.append([token + i for i in range(max(slot.sampling.logprobs, 0))])
 
     def accept(self, slot: _Slot, start: int) -> None:
-        """The tokens from ``start`` on."""
+        """Add the tokens from ``start`` on."""
         tokens = slot.tokens[start:]
         self.accepted.append(len(tokens))
         self._tokens += tokens
@@ -259,6 +322,9 @@ class _Result:
             self._prompt_counts.append(len(tokens))
             self._prompt_tokens += tokens
             self._prompt_tops += [[token + i for i in range(slot.sampling.prompt_logprobs)] for token in tokens]
+
+    def pool(self, row: int, slot: _Slot) -> None:
+        self._pooled[row] = pooled_vector(slot.tokens)
 
     def done(self, number: int, timing: StepTiming, drafted: list[int], depths: list[int]) -> StepResult:
         logprobs, top_counts, top_ids, top_logprobs = _scores(self._tokens, self._tops)
@@ -281,6 +347,8 @@ class _Result:
             timing=timing,
             drafted=_int32(drafted),
             depths=_int32(depths),
+            pooled_rows=_int32(list(self._pooled)),
+            pooled=b"".join(self._pooled.values()),
         )
 
 
@@ -308,7 +376,7 @@ def _float32(tokens: list[int]) -> bytes:
 
 
 def drive(planning: Generator[CacheMessage, CacheReply, StepPlan | None], cache: PrefixCache) -> StepPlan | None:
-    """Run ``Planner.plan`` to its end, with a prefix cache that answers at once."""
+    """Exhaust ``Planner.plan`` with a prefix cache that replies at once."""
     reply: CacheReply | None = None
     while True:
         try:

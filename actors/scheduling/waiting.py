@@ -15,18 +15,18 @@ def _rank(sequence: Sequence) -> tuple[float, int]:
 
 
 class WaitingQueue:
-    """Waiting sequences in the order of their arrival; one that was preempted finds its old place again."""
+    """Waiting sequences in the order of arrival; a preempted one returns to its old place."""
 
     def __init__(self) -> None:
         self._sequences: list[Sequence] = []
-        self.tokens = 0  # to be computed for all of them, cached prefixes not counted off
+        self.tokens = 0  # to compute for all of them, cached prefixes included
 
     def add(self, sequence: Sequence) -> None:
         self.tokens += sequence.length
         insort(self._sequences, sequence, key=_rank)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out. Raises ValueError when it does not wait."""
+        """Remove a sequence. Raises ValueError if it does not wait."""
         index = bisect_left(self._sequences, sequence.rank, key=_rank)
         if index == len(self._sequences) or self._sequences[index] is not sequence:
             raise ValueError(f"sequence {sequence.id} is not waiting")

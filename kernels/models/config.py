@@ -1,74 +1,26 @@
-"""What config.json says of a decoder, checked and with every default resolved.
+"""The sizes of a decoder, checked and with every default resolved, and the reader of config.json that families use.
 
-Only the families named in ``FAMILIES`` are read; no code of a checkpoint is ever run. Keys follow the Hugging Face
-configuration files, both with the older ``rope_theta`` / ``rope_scaling`` / ``torch_dtype`` and with the newer
-``rope_parameters`` / ``dtype`` spellings.
+Keys follow the Hugging Face configuration files, both with the older ``rope_theta`` / ``rope_scaling`` /
+``torch_dtype`` and with the newer ``rope_parameters`` / ``dtype`` spellings. No code of a checkpoint is ever run.
 """
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "FAMILIES",
-    "MOST_EXPERTS",
-    "ConfigError",
-    "ExpertsConfig",
-    "Family",
-    "ModelConfig",
-    "RopeConfig",
-    "parse_config",
-    "read_config",
-    "read_json",
-    "read_merged",
-]
+from kernels.contract.errors import ConfigError
+from kernels.contract.limits import MAX_EXPERTS, MAX_EXPERTS_OF_MODEL, MAX_LAYERS, MAX_SIZE
 
-
-MOST_EXPERTS = 4096
-"""Of a layer. Whatever a file says, no more names than of models are made of it."""
-_MOST_LAYERS = 4096
-_MOST_SIZE = 1 << 31
-_MOST_EXPERTS_OF_ALL = 1 << 20
-"""Of all layers together."""
-
-
-class ConfigError(ValueError):
-    """config.json (or what was merged over it) does not describe a model that can be run."""
-
-
-@dataclass(frozen=True)
-class Family:
-    """How a family differs from the plain decoder when config.json is silent."""
-
-    qkv_bias: bool = False  # q, k and v have a bias, whatever attention_bias says
-    qk_norm: bool = False  # RMS norm over head_dim of each query and key head
-    window_switch: bool = False  # sliding_window counts only with use_sliding_window, from layer max_window_layers on
-    window_even: bool = False  # with window_switch: it counts for the even ones of those before that layer instead
-    window: bool = False  # sliding_window counts for every layer when it is set
-    experts: str = ""  # how its feed-forward layers of experts are described: as qwen or mixtral do; empty: it has none
-    shared: bool = False  # besides the experts that it takes, a token takes one that all take
-
-
-FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family(),
-    "MiMoForCausalLM": Family(qkv_bias=True, window_switch=True),  # Qwen2 with heads for the tokens after the next
-    "MistralForCausalLM": Family(window=True),
-    "MixtralForCausalLM": Family(window=True, experts="mixtral"),
-    "Qwen2ForCausalLM": Family(qkv_bias=True, window_switch=True),
-    "Qwen2MoeForCausalLM": Family(qkv_bias=True, window_switch=True, window_even=True, experts="qwen", shared=True),
-    "Qwen3ForCausalLM": Family(qk_norm=True, window_switch=True),
-    "Qwen3MoeForCausalLM": Family(qk_norm=True, window_switch=True, experts="qwen"),
-}
+__all__ = ["ConfigReader", "ExpertsConfig", "ModelConfig", "RopeConfig", "local_config"]
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding. ``kind``: default | linear | llama3 | yarn | factors.
+    """Rotary position embedding. ``kind``: default | linear | llama3 | yarn | longrope | factors.
 
     Dynamic NTK scaling changes nothing up to ``max_position_embeddings`` and is read as default.
     """
@@ -81,21 +33,21 @@ class RopeConfig:
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float | None = None  # yarn: scales cos and sin; None: from factor
+    attention_factor: float | None = None  # yarn, longrope: scales cos and sin; None: from factor
     mscale: float = 0.0  # yarn
     mscale_all_dim: float = 0.0  # yarn
     truncate: bool = True  # yarn: round the correction range to whole dimensions
-    factors: tuple[float, ...] = ()  # factors: each pair of dimensions is stretched by its own
+    factors: tuple[float, ...] = ()  # factors; longrope, beyond original_length: each pair of dimensions has its own
+    short_factors: tuple[float, ...] = ()  # longrope, up to original_length
 
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """Feed-forward layers of which a token takes a few of many (Shazeer et al., arXiv 1701.06538).
+    """Mixture-of-experts layers: a token is routed to a few of many experts (Shazeer et al., arXiv 1701.06538).
 
-    ``layers``: which of the decoder's. ``chosen``: experts that a token takes. ``normalized``: whether their weights
-    are made to add up to one. ``shared``: the inner dimension of an expert that all tokens take besides, weighted by
-    the sigmoid of a logit of its own (``shared_expert_gate``); 0: there is none. ``block``, ``gate``, ``up``, ``down``:
-    what a checkpoint calls the block of a layer, and an expert's projections.
+    ``layers``: which of the decoder's layers. ``chosen``: experts that a token takes. ``normalized``: whether their
+    weights are made to add up to one. ``shared``: the inner dimension of an expert that all tokens take besides,
+    weighted by the sigmoid of a logit of its own; 0: there is none.
     """
 
     layers: frozenset[int]
@@ -104,10 +56,6 @@ class ExpertsConfig:
     inner: int
     normalized: bool
     shared: int = 0
-    block: str = "mlp"
-    gate: str = "gate_proj"
-    up: str = "up_proj"
-    down: str = "down_proj"
 
 
 @dataclass(frozen=True)
@@ -135,114 +83,176 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
 
 
-def read_config(model_path: str | Path, overrides: str = "{}", quantized: bool = False) -> ModelConfig:
-    """Parse ``model_path/config.json`` with the JSON object ``overrides`` merged over it.
+def local_config(config: ModelConfig, size: int) -> ModelConfig:
+    """The sizes that one of ``size`` ranks runs; the vocabulary stays whole. Raises ConfigError, naming the numbers.
 
-    ``model_path`` may also be a GGUF file, whose metadata says the same. Nested objects are merged key by key; other
-    values replace. ``quantized``: whether weights may be; what becomes of them is found by
-    ``kernels.quantization.recognise``. Raises ConfigError, saying what to do.
+    Attention is divided by heads, feed-forward layers and experts by their inner dimension, embedding and output by the
+    vocabulary (Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3). With fewer key heads than ranks, ranks share
+    one.
     """
-    return parse_config(read_merged(model_path, overrides), quantized)
-
-
-def read_merged(model_path: str | Path, overrides: str) -> dict[str, Any]:
-    """``read_json`` with the JSON object ``overrides`` merged over it. Raises ConfigError, saying what to do."""
-    raw = read_json(model_path)
-    try:
-        extra = json.loads(overrides or "{}")
-    except ValueError as error:
-        raise ConfigError(f"the model override arguments are not JSON: {error}") from error
-    if not isinstance(extra, dict):
-        raise ConfigError("the model override arguments must be a JSON object")
-    return _merge(raw, extra)
-
-
-def read_json(model_path: str | Path) -> dict[str, Any]:
-    """``model_path/config.json`` as it is, or as it would be for a GGUF file. Raises ConfigError, saying what to do."""
-    if Path(model_path).is_file():
-        from kernels.gguf.description import describe
-        from kernels.gguf.header import read_header
-
-        return describe(read_header(model_path))
-    path = Path(model_path) / "config.json"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    parts = {
+        "num_attention_heads": config.heads,
+        "intermediate_size": config.intermediate_size,
+        "vocab_size": config.vocab_size,
+    }
+    experts = config.experts
+    if experts is not None:
+        parts["moe_intermediate_size"] = experts.inner
+        parts["shared_expert_intermediate_size"] = experts.shared
+    for name, number in parts.items():
+        if number % size:
+            raise ConfigError(
+                f"{name} {number} of {config.architecture} cannot be divided by --tensor-parallel-size {size}; "
+                f"{_remedy(config)}"
+            )
+    if config.kv_heads % size and size % config.kv_heads:
         raise ConfigError(
-            f"{path} does not exist; give a directory with config.json and *.safetensors (a Hugging Face checkpoint)"
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON ({error}); download the checkpoint again") from error
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path} must be a JSON object; download the checkpoint again")
-    return raw
-
-
-def parse_config(raw: Mapping[str, Any], quantized: bool = False) -> ModelConfig:
-    """Check a config.json object. Raises ConfigError, naming the key."""
-    family_name, family = _family(raw)
-    if raw.get("quantization_config") and not quantized:
-        raise ConfigError("this checkpoint is quantized (quantization_config); use the bf16 or fp32 checkpoint instead")
-    if (activation := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
-        raise ConfigError(f"hidden_act {activation!r} is not supported; {family_name} is run with silu")
-    hidden, heads = _size(raw, "hidden_size"), _size(raw, "num_attention_heads")
-    kv_heads = _size(raw, "num_key_value_heads", heads)
-    head_dim = _size(raw, "head_dim", hidden // heads)
-    if heads % kv_heads:
-        raise ConfigError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    if head_dim % 2:
-        raise ConfigError(f"head_dim {head_dim} is odd; rotary embeddings need an even one")
-    layers = _size(raw, "num_hidden_layers", most=_MOST_LAYERS)
-    max_positions = _size(raw, "max_position_embeddings")
-    rope = _rope(raw, max_positions, head_dim)
-    if rope.kind == "yarn":
-        max_positions = max(max_positions, int(rope.original_length * rope.factor))
-    attention_bias = bool(raw.get("attention_bias", False))
-    qkv_bias = family.qkv_bias and (not family.shared or bool(raw.get("qkv_bias", True)))
-    dtype = raw.get("dtype") or raw.get("torch_dtype")
-    return ModelConfig(
-        architecture=family_name,
-        vocab_size=_size(raw, "vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=_size(raw, "intermediate_size"),
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        norm_eps=_number(raw, "rms_norm_eps", 1e-6),
-        max_positions=max_positions,
-        rope=rope,
-        qkv_bias=qkv_bias or attention_bias,
-        output_bias=attention_bias and not family.qkv_bias,
-        mlp_bias=bool(raw.get("mlp_bias", False)),
-        qk_norm=family.qk_norm,
-        tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        windows=_windows(raw, family, layers),
-        dtype=str(dtype).removeprefix("torch.") if dtype else None,
-        experts=_experts(raw, family, layers),
+            f"num_key_value_heads {config.kv_heads} of {config.architecture} and --tensor-parallel-size {size} do not "
+            f"divide one another; {_remedy(config)}"
+        )
+    if experts is not None:
+        experts = dataclasses.replace(experts, inner=experts.inner // size, shared=experts.shared // size)
+    return dataclasses.replace(
+        config,
+        heads=config.heads // size,
+        kv_heads=max(1, config.kv_heads // size),
+        intermediate_size=config.intermediate_size // size,
+        experts=experts,
     )
 
 
-def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in over.items():
-        old = merged.get(key)
-        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-    return merged
+def _remedy(config: ModelConfig) -> str:
+    fits = [size for size in range(1, config.heads + 1) if _fits(config, size)]
+    return f"this model takes {', '.join(map(str, fits))}"
 
 
-def _family(raw: Mapping[str, Any]) -> tuple[str, Family]:
-    names = raw.get("architectures") or []
-    for name in names if isinstance(names, list) else [names]:
-        if isinstance(name, str) and name in FAMILIES:
-            return name, FAMILIES[name]
-    raise ConfigError(
-        f"no supported architecture in config.json (architectures: {names}); "
-        f"supported are {', '.join(sorted(FAMILIES))}"
-    )
+def _fits(config: ModelConfig, size: int) -> bool:
+    experts = () if config.experts is None else (config.experts.inner, config.experts.shared)
+    numbers = (config.heads, config.intermediate_size, *experts, config.vocab_size)
+    return not any(number % size for number in numbers) and not (config.kv_heads % size and size % config.kv_heads)
 
 
-def _size(raw: Mapping[str, Any], key: str, default: int | None = None, most: int = _MOST_SIZE) -> int:
+class ConfigReader:
+    """A config.json object. Every method checks what it reads and raises ConfigError, naming the key."""
+
+    def __init__(self, raw: Mapping[str, Any], architecture: str) -> None:
+        self.raw = raw
+        self.architecture = architecture
+
+    def size(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
+        """A whole number from 1 to ``most``."""
+        return _size(self.raw, key, default, most)
+
+    def number(self, key: str, default: float) -> float:
+        """A number above 0."""
+        return _number(self.raw, key, default)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        return bool(self.raw.get(key, default))
+
+    @property
+    def layers(self) -> int:
+        return self.size("num_hidden_layers", most=MAX_LAYERS)
+
+    def decoder(
+        self,
+        *,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        qk_norm: bool = False,
+        windows: tuple[int, ...] = (),
+        experts: ExpertsConfig | None = None,
+    ) -> ModelConfig:
+        """The sizes that nearly all decoders share. ``windows``: of each layer; empty: full attention in all."""
+        raw, layers = self.raw, self.layers
+        if (activation := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
+            raise ConfigError(f"hidden_act {activation!r} is not supported; {self.architecture} is run with silu")
+        hidden, heads = self.size("hidden_size"), self.size("num_attention_heads")
+        kv_heads = self.size("num_key_value_heads", heads)
+        head_dim = self.size("head_dim", hidden // heads)
+        if heads % kv_heads:
+            raise ConfigError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+        if head_dim % 2:
+            raise ConfigError(f"head_dim {head_dim} is odd; rotary embeddings need an even one")
+        max_positions = self.size("max_position_embeddings")
+        rope = _rope(raw, max_positions, head_dim)
+        if rope.kind == "yarn":
+            max_positions = max(max_positions, int(rope.original_length * rope.factor))
+        dtype = raw.get("dtype") or raw.get("torch_dtype")
+        return ModelConfig(
+            architecture=self.architecture,
+            vocab_size=self.size("vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=self.size("intermediate_size"),
+            layers=layers,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            norm_eps=self.number("rms_norm_eps", 1e-6),
+            max_positions=max_positions,
+            rope=rope,
+            qkv_bias=qkv_bias,
+            output_bias=output_bias,
+            mlp_bias=self.flag("mlp_bias"),
+            qk_norm=qk_norm,
+            tied_embeddings=self.flag("tie_word_embeddings"),
+            windows=windows or (0,) * layers,
+            dtype=str(dtype).removeprefix("torch.") if dtype else None,
+            experts=experts,
+        )
+
+    def windows(self) -> tuple[int, ...]:
+        """``sliding_window`` of every layer, or of those that ``layer_types`` names."""
+        if self.raw.get("sliding_window") is None:
+            return (0,) * self.layers
+        return self._typed_windows() or (self.size("sliding_window"),) * self.layers
+
+    def switched_windows(self, even: bool = False) -> tuple[int, ...]:
+        """Qwen's windows: only with ``use_sliding_window``, from layer ``max_window_layers`` on.
+
+        ``even``: for the even ones of the layers before that one instead.
+        """
+        layers = self.layers
+        if not self.flag("use_sliding_window") or self.raw.get("sliding_window") is None:
+            return (0,) * layers
+        typed, window = self._typed_windows(), self.size("sliding_window")
+        if typed:
+            return typed
+        first = self.raw.get("max_window_layers", 28)
+        if type(first) is not int or first < 0:
+            raise ConfigError(f"config.json: max_window_layers must be a whole number, and is {first!r}")
+        if even:
+            return tuple(window if layer % 2 == 0 and layer < first else 0 for layer in range(layers))
+        return tuple(window if layer >= first else 0 for layer in range(layers))
+
+    def expert_counts(self) -> tuple[int, int]:
+        """Experts of a layer, and how many of them a token takes."""
+        key = "num_experts" if "num_experts" in self.raw else "num_local_experts"  # tools write either
+        count = self.size(key, most=min(MAX_EXPERTS, MAX_EXPERTS_OF_MODEL // self.layers))
+        chosen = self.size("num_experts_per_tok")
+        if chosen > count:
+            raise ConfigError(f"config.json: num_experts_per_tok {chosen} is more than {key} {count}")
+        return count, chosen
+
+    def sparse_layers(self) -> frozenset[int]:
+        """Qwen's layers of experts: every ``decoder_sparse_step``-th, but for ``mlp_only_layers``."""
+        plain, step = self.raw.get("mlp_only_layers") or [], self.size("decoder_sparse_step", 1)
+        if not isinstance(plain, list) or not all(type(layer) is int for layer in plain):
+            raise ConfigError(f"config.json: mlp_only_layers must be a list of layers, and is {plain!r}")
+        return frozenset(layer for layer in range(self.layers) if layer not in plain and (layer + 1) % step == 0)
+
+    def _typed_windows(self) -> tuple[int, ...]:
+        """By ``layer_types``; empty where config.json has none."""
+        layers, kinds, window = self.layers, self.raw.get("layer_types"), self.size("sliding_window")
+        if kinds is None:
+            return ()
+        known = ("full_attention", "sliding_attention")
+        if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
+            raise ConfigError("config.json: layer_types must say full_attention or sliding_attention for each layer")
+        return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+
+
+def _size(raw: Mapping[str, Any], key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
     value = raw.get(key)
     if value is None:
         value = default
@@ -251,47 +261,6 @@ def _size(raw: Mapping[str, Any], key: str, default: int | None = None, most: in
     if value > most:
         raise ConfigError(f"config.json: {key} must be at most {most}, and is {value}; is the file damaged?")
     return value
-
-
-def _experts(raw: Mapping[str, Any], family: Family, layers: int) -> ExpertsConfig | None:
-    if not family.experts:
-        return None
-    mixtral = family.experts == "mixtral"
-    key = "num_experts" if "num_experts" in raw else "num_local_experts"  # tools write either
-    most = min(MOST_EXPERTS, _MOST_EXPERTS_OF_ALL // layers)
-    count, chosen = _size(raw, key, most=most), _size(raw, "num_experts_per_tok")
-    if chosen > count:
-        raise ConfigError(f"config.json: num_experts_per_tok {chosen} is more than {key} {count}")
-    if mixtral:
-        inner, names = _size(raw, "intermediate_size"), ("block_sparse_moe", "w1", "w3", "w2")
-        return ExpertsConfig(frozenset(range(layers)), count, chosen, inner, True, 0, *names)
-    plain, step = raw.get("mlp_only_layers") or [], _size(raw, "decoder_sparse_step", 1)
-    if not isinstance(plain, list) or not all(type(layer) is int for layer in plain):
-        raise ConfigError(f"config.json: mlp_only_layers must be a list of layers, and is {plain!r}")
-    sparse = frozenset(layer for layer in range(layers) if layer not in plain and (layer + 1) % step == 0)
-    normalized = bool(raw.get("norm_topk_prob", False))
-    shared = _size(raw, "shared_expert_intermediate_size") if family.shared else 0
-    return ExpertsConfig(sparse, count, chosen, _size(raw, "moe_intermediate_size"), normalized, shared)
-
-
-def _windows(raw: Mapping[str, Any], family: Family, layers: int) -> tuple[int, ...]:
-    window = raw.get("sliding_window")
-    on = family.window or (family.window_switch and bool(raw.get("use_sliding_window", False)))
-    if not on or window is None:
-        return (0,) * layers
-    window = _size(raw, "sliding_window")
-    kinds = raw.get("layer_types")
-    if kinds is not None:
-        known = ("full_attention", "sliding_attention")
-        if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
-            raise ConfigError("config.json: layer_types must say full_attention or sliding_attention for each layer")
-        return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
-    first = raw.get("max_window_layers", 28) if family.window_switch else 0
-    if type(first) is not int or first < 0:
-        raise ConfigError(f"config.json: max_window_layers must be a whole number, and is {first!r}")
-    if family.window_even:
-        return tuple(window if layer % 2 == 0 and layer < first else 0 for layer in range(layers))
-    return tuple(window if layer >= first else 0 for layer in range(layers))
 
 
 def _number(raw: Mapping[str, Any], key: str, default: float) -> float:
@@ -303,13 +272,13 @@ def _number(raw: Mapping[str, Any], key: str, default: float) -> float:
     return float(value)
 
 
-def _factors(given: object, head_dim: int) -> tuple[float, ...]:
-    """Of rope_freqs in a GGUF file."""
-    if not isinstance(given, list) or len(given) != head_dim // 2:
-        raise ConfigError(f"rope_type factors needs {head_dim // 2} factors")
-    if not all(isinstance(factor, float) and math.isfinite(factor) and factor > 0 for factor in given):
-        raise ConfigError("rope_type factors needs numbers above 0")
-    return tuple(given)
+def _factors(given: object, name: str, count: int) -> tuple[float, ...]:
+    """A factor for each pair of dimensions."""
+    if not isinstance(given, list) or len(given) != count:
+        raise ConfigError(f"{name} needs {count} factors")
+    if not all(isinstance(one, int | float) and math.isfinite(one) and one > 0 for one in given):
+        raise ConfigError(f"{name} needs numbers above 0")
+    return tuple(map(float, given))
 
 
 def _rope(raw: Mapping[str, Any], max_positions: int, head_dim: int) -> RopeConfig:
@@ -323,19 +292,29 @@ def _rope(raw: Mapping[str, Any], max_positions: int, head_dim: int) -> RopeConf
         given.update({name: value for name, value in part.items() if value is not None})
     theta = _number(given, "rope_theta", 10000.0)
     kind = given.get("rope_type") or given.get("type") or "default"
+    kind = "longrope" if kind == "su" else kind  # its first name
     if _number(given, "partial_rotary_factor", 1.0) != 1.0:
         raise ConfigError("partial_rotary_factor other than 1 is not supported")
     if kind in ("default", "dynamic"):
         return RopeConfig(theta=theta)
     if kind == "factors":
-        return RopeConfig(theta=theta, kind=kind, factors=_factors(given.get("factors"), head_dim))
-    if kind not in ("linear", "llama3", "yarn"):
-        raise ConfigError(f"rope_type {kind!r} is not supported; supported are default, linear, llama3, yarn, dynamic")
+        return RopeConfig(
+            theta=theta, kind=kind, factors=_factors(given.get("factors"), "rope_type factors", head_dim // 2)
+        )
+    if kind not in ("linear", "llama3", "yarn", "longrope"):
+        raise ConfigError(
+            f"rope_type {kind!r} is not supported; supported are default, linear, llama3, yarn, longrope, dynamic"
+        )
     original = given["original_max_position_embeddings"]
     if kind == "llama3" and original is None:
         raise ConfigError("rope_type llama3 needs original_max_position_embeddings")
     original_length = _size(given, "original_max_position_embeddings", max_positions)
     attention_factor = given.get("attention_factor")
+    long: tuple[float, ...] = ()
+    short: tuple[float, ...] = ()
+    if kind == "longrope":
+        long = _factors(given.get("long_factor"), "rope_type longrope: long_factor", head_dim // 2)
+        short = _factors(given.get("short_factor"), "rope_type longrope: short_factor", head_dim // 2)
     return RopeConfig(
         theta=theta,
         kind=kind,
@@ -349,4 +328,6 @@ def _rope(raw: Mapping[str, Any], max_positions: int, head_dim: int) -> RopeConf
         mscale=_number(given, "mscale", 0.0) if given.get("mscale") else 0.0,
         mscale_all_dim=_number(given, "mscale_all_dim", 0.0) if given.get("mscale_all_dim") else 0.0,
         truncate=bool(given.get("truncate", True)),
+        factors=long,
+        short_factors=short,
     )

@@ -1,6 +1,6 @@
-"""Grafana boards, Prometheus rules, and a compose file that brings Prometheus, Grafana, Jaeger and a collector.
+"""Grafana boards, Prometheus rules, and a compose file with Prometheus, Grafana, Jaeger and a collector.
 
-The boards are described in :mod:`telemetry.dashboards.boards` and kept as JSON in ``grafana/boards``; the rest is
+:mod:`telemetry.dashboards.boards` describes the boards, and ``grafana/boards`` has them as JSON; the other files are
 written by hand. No server imports this package.
 """
 
@@ -20,7 +20,7 @@ _FILES = ("compose.yaml", "collector.yaml", "prometheus", "grafana")
 
 
 def render(board: Board) -> str:
-    """The board as the JSON text that is kept."""
+    """The board as JSON text, as it is stored."""
     return json.dumps(board.json(), indent=2, ensure_ascii=False) + "\n"
 
 
@@ -29,7 +29,7 @@ def board_file(board: Board, folder: Path = FOLDER) -> Path:
 
 
 def stale_boards(folder: Path = FOLDER) -> list[Path]:
-    """The JSON files that are not what their description says, and those that have none."""
+    """The JSON files that differ from their descriptions, and those without one."""
     wanted = {board_file(board, folder): render(board) for board in BOARDS}
     kept = set((folder / "grafana" / "boards").glob("*.json"))
     wrong = {path for path, text in wanted.items() if path not in kept or path.read_text(encoding="utf-8") != text}
@@ -37,7 +37,7 @@ def stale_boards(folder: Path = FOLDER) -> list[Path]:
 
 
 def write_boards(folder: Path = FOLDER) -> None:
-    """Bring the JSON files up to their descriptions."""
+    """Write the JSON files of all boards."""
     for path in (folder / "grafana" / "boards").glob("*.json"):
         path.unlink()
     for board in BOARDS:
@@ -45,9 +45,9 @@ def write_boards(folder: Path = FOLDER) -> None:
 
 
 def copy_files(target: Path) -> list[Path]:
-    """Put boards, rules and the compose file into the folder ``target``; the paths of what was written.
+    """Copy boards, rules and the compose file into the folder ``target``; return the written paths.
 
-    Raises FileExistsError when a file is there already: it may hold somebody's changes.
+    Raises FileExistsError if a file exists already: it may have been changed.
     """
     sources = [path for name in _FILES for path in sorted((FOLDER / name).rglob("*")) or [FOLDER / name]]
     pairs = [(path, target / path.relative_to(FOLDER)) for path in sources if path.is_file()]

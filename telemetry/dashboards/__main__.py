@@ -1,5 +1,5 @@
-"""``python -m telemetry.dashboards`` writes the boards' JSON from their descriptions; with ``--check`` it only says
-which files differ, and exits with 1 when some do."""
+"""``python -m telemetry.dashboards`` writes the boards' JSON from their descriptions. With ``--check`` it lists the
+files that differ, and exits with 1 if there are any."""
 
 from __future__ import annotations
 

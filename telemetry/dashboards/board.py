@@ -1,8 +1,7 @@
-"""Grafana boards: what a board shows is written once, in Python, and becomes the JSON that Grafana reads (its dashboard
-model, schema version 39).
+"""Grafana boards, described in Python and written as the JSON that Grafana reads (dashboard model, schema version 39).
 
-Every panel asks the instances of ``$instance``, which offers those that serve ``$model``: a board works for one server
-as for a fleet of many models.
+Every panel queries the instances of ``$instance``, which lists those that serve ``$model``: a board works for one
+server and for a fleet with many models.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Variable:
-    """A choice at the top of a board, by default all the values of a label."""
+    """A variable at the top of a board: the values of a label, by default all."""
 
     name: str
     label: str
@@ -58,7 +57,7 @@ INSTANCE = Variable("instance", "Instance", 'label_values(troupe_model_info{mode
 
 @dataclass(frozen=True)
 class Board:
-    """A dashboard. ``uid`` stays the same for ever: links and bookmarks hold it."""
+    """A dashboard. ``uid`` never changes: links and bookmarks contain it."""
 
     uid: str
     title: str
@@ -128,7 +127,7 @@ class Board:
                 tallest = max(tallest, panel.height)
             y += tallest
             if row.collapsed:
-                head["panels"] = inside  # Grafana keeps the panels of a folded row within it
+                head["panels"] = inside  # Grafana stores the panels of a folded row inside of it
             else:
                 placed += inside
         return placed

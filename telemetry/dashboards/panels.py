@@ -1,7 +1,7 @@
-"""The panels of Grafana boards, each written as the JSON that Grafana reads, and the queries they ask.
+"""Panels of Grafana boards as the JSON that Grafana reads, and their queries.
 
-In an expression, ``@`` inside braces stands for what is chosen at the top of the board: ``troupe_ready{@}`` asks the
-instances of ``$instance``.
+In an expression, ``@`` inside of braces stands for the selection at the top of the board: ``troupe_ready{@}`` queries
+the instances of ``$instance``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
-"""The one that is chosen at the top of the board."""
+"""The data source selected at the top of the board."""
 
 GREEN, ORANGE, RED, BLUE, PURPLE, TEXT = "green", "orange", "red", "blue", "purple", "text"
 
@@ -54,7 +54,7 @@ class Query:
 
 @dataclass(frozen=True)
 class Panel(ABC):
-    """What all panels have. ``width`` is in 24ths of the board; ``unit`` is Grafana's identifier of a unit."""
+    """Properties of all panels. ``width`` is in 24ths of the board; ``unit`` is Grafana's identifier of a unit."""
 
     title: str
     description: str
@@ -69,7 +69,7 @@ class Panel(ABC):
     base: str = GREEN  # the colour below the first threshold
 
     def json(self, number: int, x: int, y: int) -> dict[str, Any]:
-        """The panel with this id at this place of the grid."""
+        """The panel with this id at this position of the grid."""
         return {
             "id": number,
             "type": self._type(),
@@ -118,8 +118,8 @@ class Panel(ABC):
 
 @dataclass(frozen=True)
 class TimeSeries(Panel):
-    """Lines over time. ``stack`` adds them up; ``bars`` are for numbers of events; ``colors`` fixes the colour
-    of a legend; a threshold is drawn as a dashed line."""
+    """Lines over time. ``stack`` adds them up; ``bars`` suit numbers of events; ``colors`` fixes the colour of a
+    legend; a threshold is a dashed line."""
 
     stack: bool = False
     bars: bool = False
@@ -158,8 +158,8 @@ class TimeSeries(Panel):
 
 @dataclass(frozen=True)
 class Stat(Panel):
-    """One number now, coloured by its thresholds. ``course`` draws what it was before behind it; without, the number is
-    asked for once, which is for queries that look back on the whole time chosen."""
+    """The current number, coloured by its thresholds. ``course`` draws its history behind it; without it the query runs
+    once, for queries over the whole selected time."""
 
     width: int = 3
     height: int = 4
@@ -212,10 +212,10 @@ class Heatmap(Panel):
 
 @dataclass(frozen=True)
 class Table(Panel):
-    """What holds now, a line per series. Each column is one query; lines with equal labels are joined.
+    """A table of current values, one line per series. Each column is one query; lines with equal labels are joined.
 
-    ``columns`` names the value of each query and gives its unit; ``hidden`` are columns whose value says nothing.
-    ``empty`` is what stands there when there is no line.
+    ``columns`` names the value of each query and gives its unit; ``hidden`` columns are not shown. ``empty`` is the
+    text without lines.
     """
 
     columns: tuple[tuple[str, str], ...] = ()

@@ -1,4 +1,4 @@
-"""The PromQL that boards say again and again. ``@`` stands for the board's selection, see :mod:`.panels`."""
+"""PromQL expressions of the boards. ``@`` stands for the board's selection, see :mod:`.panels`."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def buckets(histogram: str, where: str = "") -> tuple[Query, ...]:
 
 
 def events(counter: str, by: str = "instance", zero: str = "troupe_ready") -> str:
-    """How often something rare happened since the point before, by ``by``: whole numbers, each event once.
+    """Rare events since the previous point, by ``by``: whole numbers, each event once.
 
-    A counter with labels is absent until its first event, and ``increase`` does not see a series being born with the
-    value 1. So a zero is filled in for each series of ``zero``, now and before. A counter that starts again counts 0.
+    A counter with labels is absent until its first event, and ``increase`` does not see a new series with the value 1.
+    So each series of ``zero`` is filled with zero, now and before. A restarted counter counts 0.
     """
 
     def total(offset: str) -> str:

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from actors.arguments import ArgumentError, Arguments
-from actors.engine import Engine
+from actors.engine.engine import Engine
 from actors.faults import Fault, FaultInjector, FaultPlan, InjectedFault
+from actors.options import ArgumentError, Arguments
 from actors.protocol import RendererConfig, WorkerConfig
+
+pytestmark = pytest.mark.usefixtures("warm_workers")
 
 
 def test_a_fault_happens_at_its_time_and_once() -> None:
@@ -67,7 +69,7 @@ def test_what_is_no_fault_is_refused_and_what_did_not_happen_is_forgotten() -> N
     assert not Path(plan.path).exists()
 
 
-async def test_nobody_from_outside_can_plan_a_fault(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_outsider_can_plan_a_fault(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No argument and no variable leads to the hook, and an engine that was given no plan has no injector anywhere."""
     with FaultPlan(Fault("decode", "kill")) as plan:
         for name in ("FAULTS", "TROUPE_FAULTS", "TROUPE_FAULT_PLAN"):
@@ -76,13 +78,13 @@ async def test_nobody_from_outside_can_plan_a_fault(tiny_model: Path, monkeypatc
             Arguments.from_keywords(model=str(tiny_model), faults=plan.path)
         assert not any("fault" in name and "default" not in name for name in Arguments.from_keywords().describe())
         async with Engine(model=str(tiny_model), max_total_tokens=1024, cpu_threads=1) as engine:
-            company, system = engine._company, engine._system
-            assert company is not None
+            actor_tree, system = engine._actor_tree, engine._system
+            assert actor_tree is not None
             assert system is not None
-            assert company.faults is None
+            assert engine._injector is None
             for name in ("scheduler", "detokenizer"):
                 assert system._cells[name].incarnation._actor._faults is None  # type: ignore[union-attr]
-            assert company._fault_plan == ""
+            assert actor_tree._setup.fault_plan == ""
             assert engine.generate("Once upon")._faults is None
         assert plan.pending() == 1
     fields = {struct: struct.__struct_defaults__[-1] for struct in (WorkerConfig, RendererConfig)}

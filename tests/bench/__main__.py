@@ -6,14 +6,15 @@ import re
 import sys
 from pathlib import Path
 
-from kernels.cpu.isa import isa_environment
-from kernels.environment import NO_AUTOLOAD
+from kernels.contract.cpu_isa import isa_environment
+from kernels.contract.environment import NO_AUTOLOAD
+from tests.bench._record import write
 
 __all__ = ["names"]
 
 
 def names() -> list[str]:
-    """The benchmarks: files with a ``main``. Others are parts of one."""
+    """The names of the benchmarks: the files here with a ``main``. Other files are parts of one."""
     found = Path(__file__).parent.glob("[!_]*.py")
     has_main = re.compile(r"^(def main\(|from .* import main$)", re.MULTILINE)
     return sorted(path.stem for path in found if has_main.search(path.read_text(encoding="utf-8")))
@@ -23,7 +24,10 @@ def main() -> None:
     if len(sys.argv) < 2 or sys.argv[1] not in names():
         sys.exit(f"usage: python -m tests.bench NAME [arguments], where NAME is one of: {', '.join(names())}")
     os.environ.update(NO_AUTOLOAD | isa_environment(os.environ))  # before torch, which reads both once
-    importlib.import_module(f"tests.bench.{sys.argv[1]}").main(sys.argv[2:])
+    name, words = sys.argv[1], sys.argv[2:]
+    importlib.import_module(f"tests.bench.{name}").main(words)
+    if "--record" in words:
+        print(f"{write(name, words)} rows appended to tests/bench/results/{name}.jsonl")
 
 
 if __name__ == "__main__":

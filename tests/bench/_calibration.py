@@ -1,4 +1,4 @@
-"""What quantizing tools calibrate with: documents that are neither trained on nor asked about."""
+"""Calibration documents for quantization tools: neither trained on nor in the examination."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ _SEED = 20_261_122
 
 def calibration_texts(count: int) -> list[str]:
     """The first ``count`` documents, the same in every run."""
-    from app.understudy.corpus import documents
+    from tests.understudy.corpus import documents
 
     return ["".join(segment.text for segment in document) for document in documents(_SEED, count)]

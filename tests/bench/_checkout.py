@@ -1,4 +1,4 @@
-"""A child process that measures with one checkout's code."""
+"""A child process that runs a benchmark with the code of another checkout."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ __all__ = ["Checkout"]
 
 
 class Checkout:
-    """``script`` of this checkout, run with the modules of the one at ``root``. It prints a line of what it has, then
-    answers each line of its input by a number."""
+    """A child that runs ``script`` of this checkout with the modules of the one at ``root``.
+
+    It prints one line at the start, then answers each line of its input with a number.
+    """
 
     def __init__(self, root: Path, script: str, *point: object) -> None:
         command = [sys.executable, "-P", script, "--child", *map(str, point)]

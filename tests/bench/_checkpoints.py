@@ -1,4 +1,4 @@
-"""The model in the box in the layouts of quantized checkpoints, by the writers of the tests."""
+"""Quantized checkpoints of the model in the box, in every layout that is read, by the writers of the tests."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from app.understudy import MODEL_DIR
-from kernels.environment import hide_broken_npu
-from kernels.gguf.blocks import KINDS
+from kernels.contract.environment import hide_broken_npu
+from kernels.weights.gguf.blocks import KINDS
 
 __all__ = ["CHECKPOINTS", "EXPERTS", "limit_of", "made_up_gguf", "write"]
 
@@ -19,13 +19,13 @@ _CALIBRATION_SEED = 20_261_122
 
 
 Write = Callable[[Path, Path], Path]
-"""Of a checkpoint in floats and the place of another: where that is then."""
+"""Writes a quantized checkpoint of the one in the first directory to the second, and returns its path."""
 
 
 def _words(layout: str) -> Write:
     def make(source: Path, target: Path) -> Path:
-        from tests.quantized import fp8_blocks, fp8_rows, rewrite
-        from tests.quantized_words import awq, four_bit_bytes, four_bit_pairs, gptq, int8_rows, packed
+        from tests.kits.quantized import fp8_blocks, fp8_rows, rewrite
+        from tests.kits.quantized_words import awq, four_bit_bytes, four_bit_pairs, gptq, int8_rows, packed
 
         bits = int(layout[-1]) if layout[-1].isdigit() else 4
         common: dict[str, Any] = {"bits": bits, "group_size": _GROUP}
@@ -86,10 +86,10 @@ def _compressed(kind: str, weights: dict[str, Any], inputs: dict[str, Any] | Non
 
 
 def _modelslim(kind: str, group: int = 0, others: str = "") -> Write:
-    """``others``: the kind of what is not in the MLPs, if another."""
+    """``others``: the kind of the modules outside of the MLPs, where it differs."""
 
     def make(source: Path, target: Path) -> Path:
-        from tests.modelslim import write as write_modelslim
+        from tests.kits.modelslim import write as write_modelslim
 
         def choose(module: str) -> str:
             return kind if ".mlp." in module or not others else others
@@ -101,12 +101,12 @@ def _modelslim(kind: str, group: int = 0, others: str = "") -> Write:
 
 
 def _calibration() -> tuple[Any, list[int]]:
-    """The model in the box, and tokens of documents that are neither trained on nor asked about."""
+    """The model in the box, and tokens of calibration documents."""
     hide_broken_npu()
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from app.understudy.corpus import documents
+    from tests.understudy.corpus import documents
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
     text = "".join(segment.text for document in documents(_CALIBRATION_SEED, 20) for segment in document)
@@ -116,8 +116,8 @@ def _calibration() -> tuple[Any, list[int]]:
 
 @functools.cache
 def _ranges(source: Path) -> Any:
-    """Of inputs. An expert's are those of the layer that it is a part of."""
-    from tests.modelslim import calibrate
+    """The range of each module's inputs. An expert has those of its layer."""
+    from tests.kits.modelslim import calibrate
 
     found = calibrate(*_calibration())
     experts = json.loads((source / "config.json").read_text()).get("num_experts", 0)
@@ -149,8 +149,8 @@ def _importance() -> Any:
 
 def _gguf(kind: str) -> Write:
     def make(source: Path, target: Path) -> Path:
-        from tests.gguf_writer import write_gguf
-        from tests.llama_server import write_as
+        from tests.kits.gguf_writer import write_gguf
+        from tests.kits.llama_server import write_as
 
         if source != MODEL_DIR:
             return write_gguf(source, target.parent / f"{source.name}.{kind}.gguf", kind)
@@ -200,7 +200,7 @@ def made_up_gguf(config: Mapping[str, Any], mix: str, file: Path) -> Path:
     writer.add_rope_freq_base(config["rope_theta"])
 
     def matrix(name: str, rows: int, columns: int, kind: str, each: int = 0) -> None:
-        """``each``: how many there are in the tensor; 0: it is one."""
+        """``each``: the number of matrices in the tensor; 0 for a plain matrix."""
         number = gguf.GGMLQuantizationType[kind]
         block, size = gguf.GGML_QUANT_SIZES[number]
         data = generator.integers(0, 256, (max(each, 1) * rows, columns // block, size), np.uint8)
@@ -306,18 +306,18 @@ _BITS = {
     "gguf-q3_k_m": 3,
     "gguf-q2_k": 2,
 }
-"""Of most weights, where they are not 6 to 8."""
+"""Bits of most weights, where they are fewer than 6."""
 
 
 def limit_of(name: str) -> float | None:
-    """By how many percent perplexity may be worse; None: there is no limit for so few bits."""
+    """The percentage by which perplexity may be worse; None below 4 bits, where there is no limit."""
     bits = _BITS.get(name, 8)
     return None if bits < 4 else 5.0 if bits < 6 else 1.0
 
 
 def write(name: str, target: Path, source: Path = MODEL_DIR) -> Path:
-    """The checkpoint ``name`` of ``CHECKPOINTS``, made of ``source``, at ``target`` or beside it.
+    """Write the checkpoint ``name`` of ``CHECKPOINTS`` from ``source`` to ``target``, and return its path.
 
-    Raises MissingTool.
+    Raises MissingTool where the tool that writes it is not installed.
     """
     return CHECKPOINTS[name](source, target)

@@ -1,9 +1,9 @@
-"""A worker that costs nothing, and a server around it: what is measured then is the troupe alone.
+"""A worker that costs nothing, and a server around it, so that a benchmark measures the actors alone.
 
     python -m tests.bench._costless DELAY [arguments of the server]
 
-The worker is Troupe's own, in its process and with its threads and messages; only the model runner is another: it
-answers every row with the same token, ``DELAY`` seconds after it was given the step, one step after the other.
+The worker is Troupe's own, in its process and with its threads and messages; its model runner
+returns the same token for every row, ``DELAY`` seconds after a step begins, one step after the other.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ import numpy as np
 
 from actors.protocol import WorkerConfig
 from actors.runtime import ActorSystem
-from actors.worker import Worker
-from kernels.step import ModelInfo, RunnerConfig, StepBatch, StepResult, StepTiming
+from actors.workers.worker import Worker
+from kernels.contract.config import RunnerConfig
+from kernels.contract.info import ModelInfo
+from kernels.contract.step import StepBatch, StepResult, StepTiming
 
 __all__ = ["CONTEXT", "DELAY", "TOKEN", "TOKEN_TEXT", "CostlessRunner", "CostlessWorker", "costless_workers", "main"]
 
@@ -32,7 +34,7 @@ _PAGES = 1 << 20
 
 
 class CostlessRunner:
-    """Keeps just enough state to answer: how many tokens of each slot are known and how many have run."""
+    """A runner that keeps how many tokens of each slot are known and how many have run."""
 
     def __init__(self, config: RunnerConfig, delay: float) -> None:
         self._delay = delay
@@ -76,13 +78,13 @@ class CostlessRunner:
         return CostlessStep(result, self._free_at)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the runner holds no resources."""
 
 
 class CostlessStep:
     """A step that is done at a given moment (``time.monotonic``)."""
 
-    rest = None  # nothing is left to do behind it
+    idle_work = None
 
     def __init__(self, result: StepResult, at: float) -> None:
         self._result = result
@@ -100,7 +102,7 @@ class CostlessWorker(Worker):
 
     @classmethod
     def prepare(cls, config: WorkerConfig) -> None:
-        """Nothing to import."""
+        """Do nothing: there is nothing to import."""
 
     def _load(self, config: RunnerConfig, progress: Callable[[str, float], None]) -> ModelInfo:
         runner: Any = CostlessRunner(config, float(os.environ[DELAY]))
@@ -110,14 +112,14 @@ class CostlessWorker(Worker):
 
 @contextmanager
 def costless_workers() -> Iterator[None]:
-    """Whoever starts a worker gets one of these; its environment says :data:`DELAY`."""
+    """Replace workers by costless ones inside the context; their environment sets :data:`DELAY`."""
     spawn: Any = ActorSystem.spawn_process
     room: Any = ActorSystem
 
     async def spawn_costless(self: ActorSystem, *arguments: Any, name: str, target: str, **keywords: Any) -> Any:
-        if name.startswith("worker-"):
+        if target == "actors.workers.worker:Worker":
             target = "tests.bench._costless:CostlessWorker"
-            keywords.pop("blank", None)  # that has PyTorch
+            keywords.pop("launcher", None)  # that has PyTorch
         return await spawn(self, *arguments, name=name, target=target, **keywords)
 
     room.spawn_process = spawn_costless
@@ -129,7 +131,7 @@ def costless_workers() -> Iterator[None]:
 
 def main(argv: list[str]) -> int:
     """``troupe serve`` with costless workers; TROUPE_BENCH_PROFILE names a file for a profile of this process."""
-    from app.cli import main as troupe
+    from app.cli.command import main as troupe
 
     os.environ[DELAY] = argv[0]
     profile = os.environ.get("TROUPE_BENCH_PROFILE")

@@ -1,4 +1,4 @@
-"""How quickly a GPU reads its memory: chips of one kind differ by some percent, and decodes of one row with them."""
+"""Measure how fast a GPU reads its memory. Chips of one kind differ by some percent, and so do decodes of one row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BLOCK = 8192
 
 @triton.jit
 def _read(values, out, count, block: tl.constexpr):
-    """Sums of every so many blocks, so that nothing is left out."""
+    """Sum every n-th block, so that all are read."""
     at = tl.arange(0, block)
     total = tl.zeros([block], tl.int32)
     for index in tl.range(tl.program_id(0), count, tl.num_programs(0), num_stages=4):
@@ -26,7 +26,7 @@ def _read(values, out, count, block: tl.constexpr):
 
 
 def read_rate(repeats: int = 20) -> float:
-    """Bytes a second: the median of some times that all of a large tensor is read."""
+    """Bytes a second, the median of several reads of a large tensor."""
     values = torch.ones(BYTES // 4, dtype=torch.int32, device="cuda")
     programs = 8 * torch.cuda.get_device_properties(values.device).multi_processor_count
     out = torch.zeros(programs, dtype=torch.int32, device=values.device)

@@ -1,4 +1,4 @@
-"""The time of a GPU by kernel, from torch's profiler."""
+"""GPU time by kernel, from torch's profiler."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _COPIES = ("Mem", "mem")  # between host and device, and on it: no work of a ste
 
 
 def profiled(work: Callable[[], Any], most: int = 28) -> tuple[str, list[str]]:
-    """Do ``work`` under the profiler: how long the device was busy, for how much of the decodes behind the last prompt
+    """Run ``work`` under the profiler: how long the device was busy, for how much of the decodes after the last prompt
     no kernel ran, and a line for each of the ``most`` kernels and copies that took longest: milliseconds in all, calls,
     microseconds a call, name.
     """
@@ -44,8 +44,8 @@ def profiled(work: Callable[[], Any], most: int = 28) -> tuple[str, list[str]]:
 
 
 def _idle(spans: Sequence[tuple[float, float, str]]) -> str:
-    """Of the steps that only decode: how much of the time no kernel ran, in all and between the last kernel of one and
-    the first of the next."""
+    """The share of decode steps in which no kernel ran: in all, and between the last kernel of one and the first of the
+    next."""
     kernels = [span for span in spans if not span[2].startswith(_COPIES)]
     prompts = max((end for _, end, name in kernels if name.startswith(_PROMPTS)), default=0.0)
     ends = [end for _, end, name in kernels if name.startswith(_LAST) and end > prompts]

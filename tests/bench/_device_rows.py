@@ -1,4 +1,4 @@
-"""The models that a GPU is measured with, and the rows of its table: beside what a peer does and what is asked for."""
+"""The models that a GPU is measured with, and the rows of its table, beside vLLM's numbers and the goals."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 MODEL_TYPES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
 
-# vLLM 0.24.0, the better of its medians or visits, and what issue 6 asks for.
+# vLLM 0.24.0 (the better of its medians), the goal, and the unit.
 PEER: dict[tuple[str, str], tuple[float, float, str]] = {
     ("8b", "decode 128"): (4.86, 3.7, "ms"),
     ("8b", "decode 4096"): (4.99, 0.0, "ms"),
@@ -96,16 +96,20 @@ HEADER = """
 
 @dataclass(frozen=True)
 class Row:
-    """``values``: of each repeat, in ms, s or tokens a second."""
+    """A point of a model. ``values`` are those of each repeat, in milliseconds, seconds or tokens a second."""
 
     model: str
     point: str
     values: tuple[float, ...]
 
+    @property
+    def unit(self) -> str:
+        known = PEER.get((self.model, self.point))
+        return known[2] if known else "ms" if self.point.endswith("p50") else "tok/s"
+
     def line(self) -> str:
-        peer, goal, unit = PEER.get(
-            (self.model, self.point), (0.0, 0.0, "ms" if self.point.endswith("p50") else "tok/s")
-        )
+        peer, goal, _ = PEER.get((self.model, self.point), (0.0, 0.0, ""))
+        unit = self.unit
         median = statistics.median(self.values)
         digits = 2 if unit in ("ms", "s") else 0
         faster = (peer / median if unit in ("ms", "s") else median / peer) if peer else 0.0

@@ -1,4 +1,4 @@
-"""A GPU measured through a ModelRunner, driven as the scheduler drives it."""
+"""Measure a GPU through a ModelRunner that is driven as the scheduler drives it."""
 
 from __future__ import annotations
 
@@ -12,20 +12,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kernels.step import Admission, ModelInfo, RunnerConfig, SlotSampling, StepBatch
+from kernels.contract.config import RunnerConfig
+from kernels.contract.info import ModelInfo
+from kernels.contract.step import Admission, SlotSampling, StepBatch
 from tests.bench._device_profile import profiled
 from tests.bench._device_rows import CONTEXT, OFFLINE, PAGE_SIZE, STEP_TOKENS, Row, write_model
 
 if TYPE_CHECKING:
-    from kernels.answers import RunningStep
-    from kernels.runner import ModelRunner
+    from kernels.contract.runner import RunningStep
+    from kernels.execution.runner import ModelRunner
 
 __all__ = ["measure"]
 
 
 class Requests:
-    """Plays the scheduler: prompts of one length, all handed over at once; decodes first, then prefills, two steps in
-    flight. Each sequence has its pages from the start, in an order that is not that of memory."""
+    """Acts as the scheduler: prompts of one length at once; decodes first, then prefills, two steps in flight.
+
+    Each sequence has its pages from the start, scattered over memory.
+    """
 
     def __init__(self, runner: ModelRunner, info: ModelInfo, count: int, prompt: int, output: int) -> None:
         self.runner, self.prompt, self.output = runner, prompt, output
@@ -84,7 +88,7 @@ class Requests:
                 self.made[slot] += self.left[slot] == 0
 
     def run(self) -> float:
-        """Seconds for all of it."""
+        """Run all requests; the seconds that they took."""
         running: deque[RunningStep] = deque()
         begun = time.perf_counter()
         produced = 0
@@ -108,7 +112,7 @@ class Requests:
 
 
 def load(path: Path, **options: Any) -> tuple[ModelRunner, ModelInfo]:
-    from kernels.runner import ModelRunner
+    from kernels.execution.runner import ModelRunner
 
     config = RunnerConfig(
         model_path=str(path),
@@ -157,10 +161,10 @@ def _launch_in_turn() -> None:
     """The profiler and kernels that start before their predecessors end do not go together: they fail at a bad program
     counter (driver 580, torch 2.11).
     """
-    import kernels.platforms.cuda  # noqa: F401 - loads all that launch
+    import kernels.devices.cuda.device  # noqa: F401 - loads all that launch
 
     for name, module in list(sys.modules.items()):
-        if name.startswith("kernels.cuda.") and hasattr(module, "overlapping"):
+        if name.startswith("kernels.devices.cuda.") and hasattr(module, "overlapping"):
             module.overlapping = lambda device: False  # type: ignore[attr-defined]
 
 
@@ -172,7 +176,7 @@ def measure(
     done: Callable[[list[Row]], None],
     invariant: bool = False,
 ) -> None:
-    """``done`` is given each row as it is there. ``invariant``: as ``RunnerConfig`` says."""
+    """Measure a model; ``done`` gets each row as soon as it exists. ``invariant`` is RunnerConfig's."""
     path = write_model(name, directory)
     from tests.bench._device_memory import read_rate  # with Triton, which only a GPU's machine has
 

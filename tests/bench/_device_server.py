@@ -1,4 +1,4 @@
-"""A GPU measured with the whole program around it: the engine in process, a server over HTTP, a server's start."""
+"""Measure a GPU with the whole program: the engine in process, a server over HTTP, and a server's start."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = ["engine", "online", "start"]
 
 
 def engine(name: str, directory: Path, repeats: int = 2) -> list[Row]:
-    """``offline`` once more, by the whole engine without HTTP: the scheduler and all other actors take part."""
+    """Output tokens a second of ``offline`` through the whole engine with all its actors, without HTTP."""
     import uvloop
 
-    from actors.engine import Engine
-    from actors.requests import SamplingParams
+    from actors.engine.engine import Engine
+    from actors.protocol.requests import SamplingParams
 
     path = write_model(name, directory)
     params = SamplingParams(max_tokens=256, temperature=0, ignore_eos=True)
@@ -64,7 +64,7 @@ def engine(name: str, directory: Path, repeats: int = 2) -> list[Row]:
 
 
 def write_tokenizer(name: str, path: Path) -> None:
-    """The tokenizer of the model in the box, with a word for every id that the shape's head can pick."""
+    """Write the tokenizer of the model in the box, extended to every id of the shape's vocabulary."""
     box = Path(__file__).parents[2] / "app" / "understudy" / "model"
     tokenizer = json.loads((box / "tokenizer.json").read_text())
     known = tokenizer["model"]["vocab"]
@@ -107,7 +107,7 @@ def online(name: str, directory: Path, rounds: int = 2) -> list[Row]:
 
 
 def start(name: str, directory: Path) -> list[Row]:
-    """Seconds from the start of a server to its first answer, with every kernel compiled anew; and of one after it."""
+    """Seconds from a server's start to its first answer, with no kernel compiled before, and of a second start."""
     path = write_model(name, directory)
     with tempfile.TemporaryDirectory() as cache:
         return [

@@ -1,4 +1,4 @@
-"""The model in the box as one of experts that says what the dense one says: trained weights for quantized experts.
+"""The model in the box as a mixture of experts with the same output: trained weights for quantized experts.
 
 Each MLP is cut into two halves of its inner numbers, and there are four copies of both. A router of random numbers has
 the same row for the two halves of a copy, so that the two experts of a token are always both halves of one copy, with
@@ -24,7 +24,7 @@ SEED = 20_261_122
 
 
 def write_experts(target: Path) -> Path:
-    """A checkpoint of Qwen3-MoE."""
+    """Write a Qwen3-MoE checkpoint."""
     target.mkdir(parents=True)
     for path in MODEL_DIR.iterdir():
         if path.is_file() and path.suffix != ".safetensors":

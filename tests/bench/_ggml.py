@@ -1,4 +1,4 @@
-"""GGUF types that the gguf package cannot write, by llama.cpp's own quantizers: one function of its libggml-base, which
+"""GGUF types that the gguf package cannot write, through llama.cpp's own quantizer in libggml-base. The library
 is found as other shared libraries are (``LD_LIBRARY_PATH``) and built in seconds (``cmake --build … -t ggml-base``)."""
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import numpy as np
 from safetensors.torch import load_file
 
 from app.understudy import MODEL_DIR
-from kernels.models.names import is_projection
-from tests.gguf_writer import write_gguf
-from tests.llama_server import MissingTool
+from tests.kits.declared import declared
+from tests.kits.gguf_writer import write_gguf
+from tests.kits.llama_server import MissingTool
 
 __all__ = ["need_library", "write_by_ggml"]
 
@@ -26,7 +26,7 @@ TABLE, REST = "Q6_K", "IQ4_NL"
 
 
 def need_library() -> None:
-    """Raises MissingTool where llama.cpp's library cannot be loaded."""
+    """Load llama.cpp's library. Raises MissingTool where that fails."""
     try:
         ctypes.CDLL(LIBRARY)
     except OSError as error:
@@ -36,16 +36,16 @@ def need_library() -> None:
 
 
 def write_by_ggml(kind: str, file: Path, importance: Mapping[str, Any]) -> Path:
-    """The model in the box as ``file``, its projections of type ``kind``.
+    """Write the model in the box to ``file`` with projections of type ``kind``.
 
     ``importance``: the mean square of each input of a module, f32 [inputs].
     """
     layers = json.loads((MODEL_DIR / "config.json").read_text())["num_hidden_layers"]
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, layers)
-    replaced = {}
+    replaced, specs = {}, declared(MODEL_DIR)
     for name, tensor in load_file(MODEL_DIR / "model.safetensors").items():
         table = name == "model.embed_tokens.weight"
-        if not table and not is_projection(name):
+        if not table and not specs[name].quantizable:
             continue
         module = name.removesuffix(".weight")
         block = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]
@@ -57,7 +57,7 @@ def write_by_ggml(kind: str, file: Path, importance: Mapping[str, Any]) -> Path:
 
 
 def _quantized(values: np.ndarray, kind: gguf.GGMLQuantizationType, weights: np.ndarray | None) -> np.ndarray:
-    """uint8 [rows, bytes of a row] of ``values`` f32 [rows, inputs]."""
+    """Quantize ``values`` f32 [rows, inputs] to uint8 [rows, bytes of a row]."""
     library = ctypes.CDLL(LIBRARY)
     quantize = library.ggml_quantize_chunk
     pointer = ctypes.c_void_p

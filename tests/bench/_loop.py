@@ -1,4 +1,4 @@
-"""A step as the engine's loop sees it: all actors of a step, and a worker's process."""
+"""Measure a step in the engine's loop: all actors that take part, and a worker's process."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from actors.cache_manager import CacheManager
-from actors.journal import Journal, JournalEntry
+from actors.boards.health_board import HealthBoard
+from actors.boards.journal import Journal, JournalEntry
+from actors.boards.stream_buffer import StreamBuffer
+from actors.caching.cache_manager import CacheManager
 from actors.protocol import (
     DetokenizerProtocol,
     Emit,
@@ -19,14 +21,15 @@ from actors.protocol import (
     WorkerConfig,
     WorkerReady,
 )
-from actors.requests import SamplingParams
+from actors.protocol.requests import SamplingParams
 from actors.runtime import Actor, ActorSystem, handles
-from actors.scheduler import Scheduler
 from actors.scheduling import PlannerConfig
-from actors.streams import StreamBuffer
-from actors.vitals import Vitals
-from actors.worker_group import WorkerGroup
-from kernels.step import ModelInfo, RunnerConfig, SlotSampling
+from actors.scheduling.scheduler import Scheduler, SchedulerLinks
+from actors.workers.group import WorkerGroup
+from kernels.contract.config import RunnerConfig
+from kernels.contract.info import ModelInfo
+from kernels.contract.step import SlotSampling
+from kernels.contract.topology import WorkerId
 from telemetry.timeline import Timelines
 from tests.bench._costless import DELAY, costless_workers
 
@@ -36,7 +39,7 @@ _PROMPT = 16
 
 
 class _Steps:
-    """Counts steps, and lets one wait for a number of them."""
+    """Counts steps; a caller can wait for a number of them."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -56,7 +59,7 @@ class _Steps:
 
 
 class _Drain(Actor[DetokenizerProtocol]):
-    """A detokenizer that throws away what it gets."""
+    """A detokenizer that drops its messages."""
 
     def __init__(self, steps: _Steps) -> None:
         self._steps = steps
@@ -67,13 +70,13 @@ class _Drain(Actor[DetokenizerProtocol]):
 
     @handles
     def fence(self, message: Fence) -> None:
-        """Nothing to wait for."""
+        """Do nothing: nothing is pending."""
 
 
 async def step_cost(rows: int, steps: int) -> float:
-    """Seconds of processor time that this process needs for a decode step of ``rows``."""
+    """Processor seconds that a decode step of ``rows`` takes in this process."""
     loaded: asyncio.Future[tuple[ModelInfo, int]] = asyncio.get_running_loop().create_future()
-    journal, vitals, timelines, done = Journal(), Vitals(), Timelines(), _Steps()
+    journal, board, timelines, done = Journal(), HealthBoard(), Timelines(), _Steps()
     config = PlannerConfig(
         max_running=rows, max_slots=rows + 1, step_tokens=rows * _PROMPT, max_prefill_tokens=rows * _PROMPT
     )
@@ -81,29 +84,28 @@ async def step_cost(rows: int, steps: int) -> float:
         async with ActorSystem() as system:
             group = WorkerGroup(
                 system,
-                1,
+                [WorkerId(0)],
                 address=None,
-                configure=lambda rank: WorkerConfig(RunnerConfig("", max_slots=rows + 1)),
+                configure=lambda worker: WorkerConfig(RunnerConfig("", max_slots=rows + 1)),
+                on_refused=lambda reason, permanent: loaded.set_exception(RuntimeError(reason)),
                 on_progress=lambda stage, fraction: None,
                 on_loaded=lambda info, epoch: loaded.set_result((info, epoch)),
             )
-            await group.spawn(lambda rank: {DELAY: "0"}, standby=False)
-            cache = await system.spawn(lambda: CacheManager(vitals), name="cache")
+            await group.spawn(lambda worker: {DELAY: "0"}, standby=False)
+            cache = await system.spawn(lambda: CacheManager(board), name="cache")
             detokenizer = await system.spawn(lambda: _Drain(done), name="detokenizer")
             scheduler = await system.spawn(
                 lambda: Scheduler(
                     config,
+                    SchedulerLinks(cache, detokenizer, group.workers[WorkerId(0)]),
                     journal=journal,
-                    cache=cache,
-                    worker=group.workers[0],
-                    detokenizer=detokenizer,
-                    vitals=vitals,
+                    board=board,
                     step_timeout=60.0,
                 ),
                 name="scheduler",
             )
             info, epoch = await loaded
-            vitals.worker = (info, epoch)
+            board.worker = (info, epoch)
             await scheduler.tell(WorkerReady(info=info, epoch=epoch))
             specs = tuple(_spec(number) for number in range(1, rows + 1))
             for spec in specs:

@@ -1,4 +1,4 @@
-"""What a benchmark needs of its machine: it says so and ends, instead of a traceback from deep inside."""
+"""Requirements of benchmarks: each exits with a message that names what is missing."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ __all__ = ["need_gpu", "need_native_operators", "need_npu"]
 
 
 def need_gpu() -> None:
-    """An NVIDIA GPU that torch can use."""
+    """Exit unless torch can use an NVIDIA GPU."""
     import torch
 
     if not torch.cuda.is_available():
-        sys.exit("an NVIDIA GPU and a PyTorch built for CUDA are needed here; there is none")
+        sys.exit("an NVIDIA GPU and a PyTorch built for CUDA are needed here; none was found")
 
 
 def need_npu(simulated: bool) -> None:
-    """torch_npu; for simulated NPUs what the simulator is compiled by, too."""
+    """Exit unless torch_npu is installed, and the simulator's compiler for simulated NPUs."""
     if importlib.util.find_spec("torch_npu") is None:
         sys.exit("torch_npu is needed here: pip install 'troupe-llm[npu-sim]'")
     if simulated and not (shutil.which("gcc") and shutil.which("nm")):
@@ -26,9 +26,9 @@ def need_npu(simulated: bool) -> None:
 
 
 def need_native_operators() -> None:
-    """The native operators of the CPU."""
-    from kernels.cpu.isa import chosen_isa
-    from kernels.cpu.native.library import NEEDED_ISA, BuildError, build
+    """Exit unless the CPU's native operators can be built."""
+    from kernels.contract.cpu_isa import chosen_isa
+    from kernels.devices.cpu.native.library import NEEDED_ISA, BuildError, build
 
     if chosen_isa() < NEEDED_ISA:
         sys.exit(f"native operators are needed here, which need the instruction set {NEEDED_ISA}; see --cpu-isa")

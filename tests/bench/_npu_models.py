@@ -1,4 +1,4 @@
-"""Models that together call every operator that the engine has for NPUs: the model in the box in several forms."""
+"""Forms of the model in the box that together call every NPU operator of the engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from kernels.step import RunnerConfig
+from kernels.contract.config import RunnerConfig
 
 __all__ = ["models"]
 
@@ -23,7 +23,7 @@ EXPERTS = json.dumps(
 
 
 def models(scratch: Path) -> dict[str, RunnerConfig]:
-    """By a word for each. Checkpoints are written under ``scratch``."""
+    """Models by name. Checkpoints are written under ``scratch``."""
     from app.understudy import MODEL_DIR
 
     config = RunnerConfig(
@@ -48,8 +48,8 @@ def models(scratch: Path) -> dict[str, RunnerConfig]:
 def _quantized(target: Path) -> Path:
     """The model in the box with attention in static W8A8 and the rest in W4A16."""
     from app.understudy import MODEL_DIR
-    from tests.quantized import rewrite
-    from tests.quantized_words import int8_rows, packed
+    from tests.kits.quantized import rewrite
+    from tests.kits.quantized_words import int8_rows, packed
 
     rows, group = int8_rows(0.0625), packed(4, 64)
     whole = {"type": "int", "symmetric": True}
@@ -78,6 +78,6 @@ def _quantized(target: Path) -> Path:
 def _mxfp8(target: Path) -> Path:
     """The model in the box in ModelSlim's MXFP8."""
     from app.understudy import MODEL_DIR
-    from tests.modelslim import write
+    from tests.kits.modelslim import write
 
     return write(MODEL_DIR, target, lambda module: "W8A8_MXFP8")[0]

@@ -1,4 +1,4 @@
-"""The command lines of the benches."""
+"""The command lines of the benchmarks."""
 
 from __future__ import annotations
 
@@ -9,20 +9,27 @@ __all__ = ["command_line", "server_command_line"]
 
 class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        """Nothing is no default worth telling."""
+        """The help with the default, where there is one."""
         return super()._get_help_string(action) if action.default else action.help
 
 
-def command_line(module: str, doc: str | None) -> argparse.ArgumentParser:
-    """Of a bench, by its ``__name__`` and its ``__doc__``, which --help prints as it stands. Defaults are told."""
+def command_line(module: str, doc: str | None, records: bool = False) -> argparse.ArgumentParser:
+    """The parser of a benchmark with this ``__name__`` and ``__doc__``; --help prints the latter as it stands.
 
+    With ``records`` it has --record, which `tests.bench.__main__` reads: the benchmark calls `record` for its rows.
+    """
     name = module.rpartition(".")[2]
-    return argparse.ArgumentParser(prog=f"python -m tests.bench {name}", description=doc, formatter_class=_Formatter)
+    parser = argparse.ArgumentParser(prog=f"python -m tests.bench {name}", description=doc, formatter_class=_Formatter)
+    if records:
+        parser.add_argument(
+            "--record", action="store_true", help=f"append the rows to tests/bench/results/{name}.jsonl"
+        )
+    return parser
 
 
 def server_command_line(module: str, doc: str | None, points: str, rounds: int) -> argparse.ArgumentParser:
-    """Of a bench that asks a server, with its default ``points`` and ``rounds``."""
-    parser = command_line(module, doc)
+    """The parser of a benchmark that asks a server, with its default ``points`` and ``rounds``."""
+    parser = command_line(module, doc, records=True)
     parser.add_argument("--url", help="a running server; without it one is started")
     parser.add_argument("--model", help="directory for the server that is started; without it the model in the box")
     parser.add_argument("--model-name", help="the API's model name; without it the first of /v1/models")

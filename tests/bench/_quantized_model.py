@@ -1,4 +1,4 @@
-"""A model in a process of its own, for benchmarks of quantization: what it answers and how many tokens a second."""
+"""A model in a child process, for benchmarks of quantization: its answers and its tokens a second."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from app.understudy import MODEL_DIR
-from app.understudy.corpus import documents
-from app.understudy.evaluate import CAPITALS, LIMIT
-from app.understudy.examination import questions
+from tests.understudy.corpus import documents
+from tests.understudy.evaluate import CAPITALS, LIMIT
+from tests.understudy.examination import questions
 
 if TYPE_CHECKING:
-    from kernels.answers import RunningStep
+    from kernels.contract.runner import RunningStep
 
 __all__ = ["ONLINE", "Process", "answer"]
 
@@ -36,7 +36,7 @@ GRAPH_ROWS = (1, 16)
 
 
 class _Engine:
-    """A model runner in this process, and the scheduler's part in words."""
+    """A model runner in this process, driven directly."""
 
     def __init__(
         self,
@@ -49,8 +49,8 @@ class _Engine:
         threads: int = 0,
         clock: str = "wall",
     ) -> None:
-        from kernels.runner import ModelRunner
-        from kernels.step import RunnerConfig
+        from kernels.contract.config import RunnerConfig
+        from kernels.execution.runner import ModelRunner
 
         self.runner = ModelRunner(
             RunnerConfig(
@@ -80,7 +80,7 @@ class _Engine:
         return result
 
     def _batch(self, slots: list[int], counts: list[int], admitted: list[Any] | None = None, released: Any = ()) -> Any:
-        from kernels.step import StepBatch
+        from kernels.contract.step import StepBatch
 
         def pack(values: Any) -> bytes:
             return np.asarray(list(values), np.int32).tobytes()
@@ -96,7 +96,7 @@ class _Engine:
         )
 
     def admissions(self, prompts: list[list[int]], **sampling: Any) -> list[Any]:
-        from kernels.step import Admission, SlotSampling
+        from kernels.contract.step import Admission, SlotSampling
 
         self.generation = self.number + 1
         pages = self.context // self.info.page_size
@@ -124,7 +124,7 @@ class _Engine:
         return np.concatenate(found)
 
     def greedy(self, prompts: list[list[int]], ends: set[int], most: int) -> list[list[int]]:
-        """What follows each prompt."""
+        """The greedy continuation of each prompt."""
         admitted = self.admissions(prompts)
         slots = list(range(1, len(prompts) + 1))
         counts = [len(prompt) for prompt in prompts]
@@ -173,7 +173,7 @@ class _Engine:
 
 
 def _held_out(tokenizer: Any) -> Iterator[tuple[list[int], list[bool]]]:
-    """Tokens of each document, and which of them count."""
+    """Tokens of each document, and a mask of those that count."""
     for segments in documents(HELD_OUT_SEED, DOCUMENTS):
         tokens: list[int] = []
         counts: list[bool] = []
@@ -213,9 +213,9 @@ def _accuracy(scheme: str, path: str, device: str, cache: str, chunk: int) -> di
 
 
 def answer(task: dict[str, Any]) -> None:
-    """Answer one task, then decode points as they are asked for."""
+    """Answer one task, then measure decode points as lines of the input name them."""
     if task["device"] == "cpu":
-        from kernels.cpu.native.library import build
+        from kernels.devices.cpu.native.library import build
 
         build()
     if task["what"] == "accuracy":
@@ -232,7 +232,7 @@ def answer(task: dict[str, Any]) -> None:
 
 
 class Process:
-    """A child that holds one model."""
+    """A child process with one model."""
 
     def __init__(self, **task: Any) -> None:
         command = [sys.executable, "-m", "tests.bench", "quantization", "--child", json.dumps(task)]

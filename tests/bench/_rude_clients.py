@@ -1,4 +1,4 @@
-"""Clients of a soak: they stream, hang up, abort, read slowly and ask for nonsense, and judge each answer by that."""
+"""Clients of the soak: they stream, hang up, abort, read slowly or send bad requests, and check each answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Unexpected(Exception):
 
 @dataclass
 class Ledger:
-    """What became of the requests, by what their clients did."""
+    """Outcomes of requests by client behaviour."""
 
     ended: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
@@ -33,7 +33,7 @@ class Ledger:
 
 
 class Http:
-    """One connection of one request, with nothing between it and the socket, so that it can be as rude as it likes."""
+    """One connection for one request, straight on a socket, so that it can break any rule."""
 
     def __init__(self, url: str, rng: random.Random) -> None:
         parts = urlsplit(url)
@@ -44,7 +44,7 @@ class Http:
 
     async def __aenter__(self) -> Http:
         taken = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)  # so that who does not read is soon noticed
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)  # a client that does not read is noticed soon
         taken.setblocking(False)
         await asyncio.get_running_loop().sock_connect(taken, (self._host, self._port))
         self.reader, self._writer = await asyncio.open_connection(sock=taken, limit=4096)
@@ -84,7 +84,7 @@ class Http:
         return b"".join([piece async for piece in self.pieces(headers)])
 
     async def pieces(self, headers: dict[str, str]):  # type: ignore[no-untyped-def]
-        """The rest of the answer as it comes."""
+        """Chunks of the rest of the answer."""
         if headers.get("transfer-encoding") == "chunked":
             while size := int((await self.reader.readline()).split(b";")[0], 16):
                 yield await self.reader.readexactly(size)
@@ -94,7 +94,7 @@ class Http:
 
 
 class Client:
-    """A user who does something else every time."""
+    """A client that picks a random behaviour for each request."""
 
     def __init__(self, url: str, number: int, seed: int, ledger: Ledger) -> None:
         self._url = url
@@ -104,7 +104,7 @@ class Client:
         self._ledger = ledger
 
     async def live(self, until: float) -> None:
-        """One request after the other until that monotonic time."""
+        """Send requests one after the other until a monotonic time."""
         kinds = {
             self._stream: 30,
             self._whole: 15,
@@ -129,7 +129,7 @@ class Client:
             await asyncio.sleep(self._rng.expovariate(20))
 
     def _request(self, *, stream: bool, length: int | None = None) -> tuple[str, dict[str, Any]]:
-        """A good request; prompts repeat, so that prefixes are shared."""
+        """A valid request. Prompts repeat, so that prefixes are shared."""
         rng = self._rng
         length = length or rng.randint(1, 60)
         text = " ".join(["Tell me of the capital of country"] * rng.randint(1, 12)) + f" {rng.randrange(40)}."
@@ -148,7 +148,7 @@ class Client:
         return "/v1/chat/completions", {"messages": [{"role": "user", "content": text}], **more}
 
     async def _admitted(self, http: Http) -> dict[str, str] | None:
-        """The headers of a 200, or None after a refusal as it should be."""
+        """The headers of a 200, or None after a correct refusal."""
         status, headers = await http.head()
         if status == 200:
             return headers
@@ -158,7 +158,7 @@ class Client:
         return None
 
     async def _events(self, http: Http, headers: dict[str, str], body: dict[str, Any], pause: float = 0.0) -> str:
-        """Read a stream to its end, which must come once; how it ended."""
+        """Read a stream to its end, which must come exactly once; the outcome."""
         finished: Counter[int] = Counter()
         reasons, text = set(), ""
         rest, done, error, usage = b"", 0, "", 0
@@ -207,7 +207,7 @@ class Client:
         return "set apart" if outcome == "internal_error" else outcome
 
     async def _slow(self, http: Http) -> str:
-        """A reader that stops for a while, and then wants everything."""
+        """Stop reading for a while, then read all."""
         return await self._stream(http, pause=self._rng.uniform(0.5, 3), length=200)
 
     async def _whole(self, http: Http) -> str:
@@ -230,7 +230,7 @@ class Client:
         return "complete"
 
     async def _hang_up_early(self, http: Http) -> str:
-        """Gone before the answer starts, perhaps in the middle of the request."""
+        """Hang up before the answer starts, sometimes within the request."""
         path, body = self._request(stream=self._rng.random() < 0.5, length=200)
         http.send(path, body, cut=self._rng.randrange(20, 500) if self._rng.random() < 0.4 else None)
         await asyncio.sleep(self._rng.choice([0, 0.005, 0.05]))

@@ -1,4 +1,4 @@
-"""Many streams of one server at once, read as cheaply as Python can: what they brought in a stretch of time."""
+"""Read many streams of one server at once, at little cost, for a period of time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _EVENT = b"data: {"
 
 @dataclass
 class Streamed:
-    """Of the stretch: tokens and events a second, processor microseconds a token of each process.
+    """Tokens and events a second of a period, and processor microseconds a token of each process.
 
     ``kernel``: of the server's, those inside the kernel: writes to sockets and what wakes their readers.
     """
@@ -38,7 +38,7 @@ class Streamed:
 
 
 class _Reader(asyncio.Protocol):
-    """One request, sent at once; counts what comes and never parses it."""
+    """One request, sent at once; counts events without parsing them."""
 
     def __init__(self, request: bytes, begun: asyncio.Semaphore) -> None:
         self._request = request
@@ -67,7 +67,7 @@ class _Reader(asyncio.Protocol):
 async def stream(
     host: str, port: int, pids: dict[str, int], *, streams: int, max_tokens: int, seconds: float
 ) -> Streamed:
-    """Open so many streams and measure for ``seconds``, from the moment that all of them have begun."""
+    """Open ``streams`` streams; measure for ``seconds`` from the moment that all have begun."""
     loop = asyncio.get_running_loop()
     begun = asyncio.Semaphore(0)
     readers: list[_Reader] = []

@@ -1,4 +1,4 @@
-"""Break a serving engine again and again, and print what its streams saw of it.
+"""Inject faults into a serving engine and print what its streams saw.
 
     python -m tests.bench chaos                          # the model in the box, 64 live streams, 3 rounds of each fault
     python -m tests.bench chaos --streams 16 --rounds 1 --faults kill,hang
@@ -32,15 +32,16 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from actors.engine import Engine
+from actors.engine.engine import Engine
 from actors.faults import Fault, FaultPlan
-from actors.requests import SamplingParams
+from actors.protocol.requests import SamplingParams
 from actors.runtime import Event, EventKind
 from app.understudy import MODEL_DIR
-from kernels.step import ModelInfo
+from kernels.contract.info import ModelInfo
 from tests.bench._options import command_line
+from tests.bench._record import record
 from tests.bench.serving import percentile
-from tests.waiting import until
+from tests.kits.waiting import until
 
 _WATCHDOG = 10.0
 _MARK = 9  # a token that no prompt holds but those of harmful requests
@@ -74,7 +75,7 @@ _PARTS = ("death noticed", "next process runs", "model loaded", "first token")
 
 
 class Chaos:
-    """One engine, and what is done to it."""
+    """One engine, its streams and the faults that are injected."""
 
     def __init__(self, engine: Engine, plan: FaultPlan, streams: int, tokens: int, seed: int) -> None:
         self.engine = engine
@@ -90,9 +91,9 @@ class Chaos:
         self._loaded: list[float] = []
         self._decoding, self._behind = asyncio.Event(), 0
         assert engine._system is not None
-        assert engine._company is not None
+        assert engine._actor_tree is not None
         engine._system.on_event(self._on_event)
-        self._told_ready, engine._company._on_ready = engine._company._on_ready, self._on_loaded
+        self._told_ready, engine._actor_tree._on_ready = engine._actor_tree._on_ready, self._on_loaded
 
     def _on_event(self, event: Event) -> None:
         if event.kind is EventKind.DIED and event.actor != "renderer-0":
@@ -139,7 +140,7 @@ class Chaos:
         return streams, at, live
 
     async def learn(self) -> None:
-        """The undisturbed run."""
+        """Run the streams undisturbed and keep their tokens."""
         streams, _, _ = await self._run(None)
         for stream in streams:
             if stream.error or len(stream.tokens) != self._tokens:
@@ -180,11 +181,11 @@ class Chaos:
 
     async def kills(self) -> None:
         for _ in range(_KILLS):
-            await until(lambda: self.engine.vitals.worker is not None, "no worker has loaded")
+            await until(lambda: self.engine.board.worker is not None, "no worker has loaded")
             await asyncio.sleep(self._rng.uniform(0.0, 3.0))
             if worker := self._worker():
                 os.kill(worker, signal.SIGKILL)
-                await until(lambda worker=worker: self._worker() != worker, "it lives")
+                await until(lambda worker=worker: self._worker() != worker, "the worker is still alive")
 
     async def hang(self) -> None:
         os.kill(self._worker(), signal.SIGSTOP)
@@ -225,7 +226,7 @@ _DEFAULT = "kill,abort,hang,scheduler,cache,detokenizer"
 
 
 async def measure(arguments: argparse.Namespace) -> list[Row]:
-    """An engine for each fault: one whose worker dies too often gives up, as it should."""
+    """Measure each fault on an engine of its own, as an engine whose worker dies too often gives up."""
     rows = []
     expected: list[list[int]] = []
     for name in arguments.faults.split(","):
@@ -281,7 +282,7 @@ def breakdown(rows: list[Row]) -> str:
 
 
 def main(argv: list[str]) -> None:
-    parser = command_line(__name__, __doc__)
+    parser = command_line(__name__, __doc__, records=True)
     parser.add_argument("--model", default=str(MODEL_DIR), help="directory")
     parser.add_argument("--dtype", default="float32", help="of the model")
     parser.add_argument("--streams", type=int, default=64, help="that live when a fault comes")
@@ -295,6 +296,14 @@ def main(argv: list[str]) -> None:
     print(f"{arguments.streams} streams of {arguments.tokens} tokens")
     rows = asyncio.run(measure(arguments))
     print(table(rows))
-    print(f"\nWhat a recovery is made of, each part after the one before:\n\n{breakdown(rows)}")
+    for row in rows:
+        point = f"simulated NPU: {row.fault}" if arguments.npu_simulator else row.fault
+        for metric in ("live", "lost", "altered", "deaths"):
+            record(point, "live streams" if metric == "live" else metric, getattr(row, metric))
+        record(point, "gap p50", percentile(row.gaps, 0.5), "s")
+        record(point, "gap p99", percentile(row.gaps, 0.99), "s")
+        if row.restarts:
+            record(point, "restart", row.restarts, "s")
+    print(f"\nParts of a recovery, one after the other:\n\n{breakdown(rows)}")
     if any(row.lost or row.altered for row in rows):
         sys.exit("streams were lost or altered")

@@ -1,4 +1,4 @@
-"""What the CPU platform takes for a step, in process, without a server.
+"""Measure steps of a model runner on the CPU, in process, without a server.
 
     python -m tests.bench cpu [--models tiny understudy 0.6b moe] [--against CHECKOUT] [--rounds 5]
                               [--deterministic]
@@ -88,11 +88,11 @@ def described(shape: str) -> dict[str, Any]:
 
 
 class _Steps:
-    """A model runner in this process, and the steps to time."""
+    """A model runner in this process, and its timed steps."""
 
     def __init__(self, path: str, load_format: str, threads: int, clock: str, invariant: bool) -> None:
-        from kernels.runner import ModelRunner
-        from kernels.step import RunnerConfig
+        from kernels.contract.config import RunnerConfig
+        from kernels.execution.runner import ModelRunner
 
         self.runner = ModelRunner(
             RunnerConfig(
@@ -113,7 +113,7 @@ class _Steps:
         """Seconds of one step of slots 1 .. ``len(counts)``, admitting prompts of ``admit`` tokens first."""
         import numpy as np
 
-        from kernels.step import Admission, SlotSampling, StepBatch
+        from kernels.contract.step import Admission, SlotSampling, StepBatch
 
         def pack(values: Any) -> bytes:
             return np.asarray(values, dtype=np.int32).tobytes()
@@ -158,7 +158,7 @@ class _Steps:
 
 
 class _Memory:
-    """``size`` bytes in memory, in large pages, that threads read."""
+    """``size`` bytes in large pages, read by ``threads`` threads to measure the memory's rate."""
 
     def __init__(self, threads: int, size: int = 1 << 30) -> None:
         import torch
@@ -187,9 +187,9 @@ def _read(name: str, rows: int, steps: int) -> float:
 
 
 def _child(path: str, load_format: str, threads: int, clock: str, invariant: bool) -> None:
-    """Answer each line of the input, a point, by its milliseconds."""
-    with contextlib.suppress(ImportError):  # a checkout from before there were native operators
-        from kernels.cpu.native.library import build
+    """Answer each line of the input, a point, with its milliseconds."""
+    with contextlib.suppress(ImportError):  # an older checkout has no native operators
+        from kernels.devices.cpu.native.library import build
 
         build()
     steps = _Steps(path, load_format, threads, clock, invariant)
@@ -222,6 +222,8 @@ def _measure(name: str, path: str, load_format: str, arguments: argparse.Namespa
     elif arguments.against is not None:
         sides.append(Checkout(arguments.against.resolve(), *given, ""))
     points = [("decode", rows) for rows in arguments.rows] + [("prefill", tokens) for tokens in arguments.prefill]
+    from tests.bench._record import record  # which another checkout may not have
+
     for what, size in points:
         times: list[list[float]] = [[] for _ in sides]
         sparse = "num_experts" in SHAPES.get(name, {})  # a step reads some of its weights
@@ -242,6 +244,13 @@ def _measure(name: str, path: str, load_format: str, arguments: argparse.Namespa
             shares = [1e5 * read / taken / held for taken, held in zip(times[0], rates, strict=True)]
             unit += f", {statistics.median(shares):.0f} % of memory's"
         print(f"| {name} | {what} {size} | {new:.2f} | {rate:.{1 if by_bytes else 0}f} {unit} |{against}")
+        point, clock = f"{name} {what} {size}", "processor time" if arguments.clock == "cpu" else "time"
+        record(point, clock, times[0], "ms")
+        if from_memory:
+            record(point, "of the memory's rate", shares, "%")
+        if arguments.deterministic:
+            record(point, f"deterministic, {clock}", times[1], "ms")
+            record(point, "deterministic, of the default", ratios, "times")
     for side in sides:
         side.close()
 
@@ -250,7 +259,7 @@ def main(argv: list[str] | None = None) -> int:
     if argv is None and sys.argv[1:2] == ["--child"]:
         _child(sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5], sys.argv[6] == "invariant")
         return 0
-    parser = command_line(__name__, __doc__)
+    parser = command_line(__name__, __doc__, records=True)
     parser.add_argument(
         "--models", nargs="+", default=["tiny", "understudy"], choices=[*SHAPES, "understudy"], help="shapes"
     )

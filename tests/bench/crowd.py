@@ -25,6 +25,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.bench._options import command_line
+from tests.bench._record import record
 from tests.bench.serving import Client, OwnServer, cpu_name, percentile
 
 
@@ -40,7 +41,7 @@ class Crowd:
 
 
 def raise_fd_limit(wanted: int) -> None:
-    """Let this process and its children have so many file descriptors."""
+    """Raise the limit of file descriptors of this process and its children."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < wanted:
         if hard != resource.RLIM_INFINITY and hard < wanted:
@@ -51,7 +52,7 @@ def raise_fd_limit(wanted: int) -> None:
 
 
 class Idler:
-    """A process that only sleeps, as long at a time as the server's sampler does: the machine's own lag meanwhile."""
+    """A process that only sleeps, with the interval of the server's sampler: the lag of the machine itself."""
 
     _CODE = """
 import sys, time, select
@@ -76,7 +77,7 @@ print(*late)
 
 
 async def one(host: str, port: int, body: bytes, length: int, crowd: Crowd) -> None:
-    """One stream, from its connection to its end, filed under what became of it."""
+    """Run one stream from its connection to its end and count its outcome."""
     began = time.perf_counter()
     writer: asyncio.StreamWriter | None = None
     try:
@@ -189,6 +190,15 @@ async def bench(options: argparse.Namespace) -> int:
             f"lag of an idle process meanwhile: p50 {percentile(idle, 0.5) * 1e3:.1f} ms, "
             f"p99 {percentile(idle, 0.99) * 1e3:.1f} ms, max {max(idle) * 1e3:.1f} ms"
         )
+        point = " ".join(options.server_args) or "default arguments"
+        record(point, "admitted", crowd.admitted)
+        record(point, "refused", refused)
+        record(point, "failed", len(crowd.failed))
+        record(point, "tokens/s", crowd.tokens / wall)
+        record(point, "TTFT p50", percentile(crowd.ttft, 0.5), "s")
+        record(point, "TTFT p99", percentile(crowd.ttft, 0.99), "s")
+        record(point, "loop lag p99", quantile(samples, 0.99) * 1e3, "ms")
+        record(point, "loop lag, largest", worst * 1e3, "ms")
         print(f"resident: {resident:.0f} MiB before, {server.resident():.0f} MiB after")
         for message in sorted(set(crowd.failed))[:5]:
             print(f"  {crowd.failed.count(message)} x {message[:300]}")
@@ -202,7 +212,7 @@ async def bench(options: argparse.Namespace) -> int:
 
 
 def main(argv: list[str]) -> int:
-    parser = command_line(__name__, __doc__)
+    parser = command_line(__name__, __doc__, records=True)
     parser.add_argument("--model", help="model directory (default: the model in the box)")
     parser.add_argument("--streams", type=int, default=2000, help="open at once")
     parser.add_argument("--input-len", type=int, default=16, help="prompt tokens")

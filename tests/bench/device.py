@@ -1,7 +1,8 @@
 """A GPU from end to end: ``python -m tests.bench device`` checks the kernels and the platform, then measures, and
 prints one table.
 
-The checks run first, tests/kernels/cuda with pytest (side by side where pytest-xdist is installed: what they wait for
+The checks run first, tests/kernels/devices/cuda with pytest (side by side where pytest-xdist is installed: what they
+wait for
 is compilers), and nothing is measured when one fails. The measurements drive a ModelRunner as the scheduler does, with
 two steps in flight, on made-up weights: the shapes, lengths and settings are those that vLLM 0.24.0 was measured with
 on an H200 (2026-11-20). They leave out what the actors cost; ``engine``, the same by an Engine, ``online``, streams
@@ -10,7 +11,7 @@ over HTTP from client processes, and the start of a server to its first answer a
 Options: ``--only NAME[,NAME...]`` of checks, decode, offline, prefill, engine, online, start; ``--model 8b,0.6b``;
 ``--only products`` times the products of few tokens, every way there is to make them, ``--only chain`` those of a
 layer as they follow one another, and ``--only prompts`` the attention of prompts; ``--only speculative`` says what
-guessing tokens ahead costs and gains (``device_speculative``); ``--profile DIR`` writes tables of the device's time by
+drafting tokens ahead costs and gains (``device_speculative``); ``--profile DIR`` writes tables of the device's time by
 kernel. ``--deterministic`` measures decode, offline and prefill with kernels whose results depend on no other rows
 (``--enable-deterministic-inference``). In parts: ``--tests WORD`` checks only files and tests with the word in their
 names, and ``--keep FILE`` adds rows to those that an earlier part left there, so that the table holds all.
@@ -32,6 +33,7 @@ from tests.bench._device_runner import measure
 from tests.bench._device_server import engine, online, start
 from tests.bench._needs import need_gpu
 from tests.bench._options import command_line
+from tests.bench._record import record
 from tests.bench.device_chain import chain
 from tests.bench.device_products import products
 from tests.bench.device_prompts import prompts
@@ -50,7 +52,7 @@ def checks(word: str) -> bool:
         command += ["-n", str(workers), "--dist", "worksteal"]
     if word:
         command += ["-k", word]
-    return subprocess.run([*command, "tests/kernels/cuda"], check=False).returncode == 0
+    return subprocess.run([*command, "tests/kernels/devices/cuda"], check=False).returncode == 0
 
 
 def _kept(path: Path | None) -> list[Row]:
@@ -61,7 +63,7 @@ def _kept(path: Path | None) -> list[Row]:
 
 
 def main(arguments: list[str]) -> None:
-    parser = command_line(__name__, __doc__)
+    parser = command_line(__name__, __doc__, records=True)
     parser.add_argument(
         "--only", default="checks,decode,offline,prefill,engine,online,start", help="parts, separated by commas"
     )
@@ -110,3 +112,6 @@ def main(arguments: list[str]) -> None:
         print(HEADER)
         for row in rows:
             print(row.line())
+            record(
+                f"{row.model} {row.point}", "time" if row.unit in ("ms", "s") else "throughput", row.values, row.unit
+            )

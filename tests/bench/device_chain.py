@@ -17,7 +17,7 @@ from tests.bench.device_products import PEAK, projections
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kernels.platforms.operators import Unadded
+    from kernels.core.operators import PendingResidual
 
 __all__ = ["chain"]
 
@@ -46,7 +46,7 @@ BYTES = 2 << 30  # of a chain's weights, at least
 
 
 class _Forced:
-    """In place of ``Choices``: the way that is wanted, where there is one of that name, else the last or none."""
+    """Replaces ``Choices``: forces the kernel of a given name where there is one, else the last or none."""
 
     def __init__(self) -> None:
         self.way = ""
@@ -60,7 +60,7 @@ class _Forced:
 
 
 def chain(names: Sequence[str]) -> None:
-    """Measure and print, a kind of weight at a time."""
+    """Measure and print each kind of weight."""
     import torch
 
     with torch.inference_mode():
@@ -73,10 +73,10 @@ def chain(names: Sequence[str]) -> None:
 def _measure(name: str, kind: str) -> None:
     import torch
 
-    from kernels.cuda.behind import CudaBehindNorm, Fuses
-    from kernels.cuda.norms import CudaNorm
-    from kernels.cuda.stream import CudaIntoStream
-    from kernels.platforms.projections import BehindNorm
+    from kernels.devices.cuda.elementwise.norms import CudaNorm
+    from kernels.devices.cuda.matmul.norm_then_linear import CudaNormThenLinear, Fuses
+    from kernels.devices.cuda.matmul.residual_linear import CudaResidualLinear
+    from kernels.devices.linear import NormThenLinear
 
     each, ways = KINDS[kind]
     shapes = [shape for what, shape in projections(name).items() if what != "head"]
@@ -86,17 +86,17 @@ def _measure(name: str, kind: str) -> None:
     hidden, attended = shapes[0][1], shapes[1][1]
     norm, other = (CudaNorm(torch.ones(wide, dtype=torch.bfloat16, device="cuda"), 1e-5) for wide in (hidden, attended))
 
-    into = [[CudaIntoStream(linear) for linear in (layer[1], layer[3])] for layer in layers]
+    into = [[CudaResidualLinear(linear) for linear in (layer[1], layer[3])] for layer in layers]
     behind = [
         [
-            CudaBehindNorm(norm, linear, forced) if isinstance(linear, Fuses) else BehindNorm(norm, linear)
+            CudaNormThenLinear(norm, linear, forced) if isinstance(linear, Fuses) else NormThenLinear(norm, linear)
             for linear in (layer[0], layer[2])
         ]
         for layer in layers
     ]
 
     def run(first: Tensor) -> Tensor:
-        unadded: Unadded = first
+        unadded: PendingResidual = first
         residual = first.clone()
         for (output, down), (qkv, gates) in zip(into, behind, strict=True):
             x, residual = qkv.add(unadded, residual)
@@ -133,10 +133,10 @@ def _measure(name: str, kind: str) -> None:
 def _linear(kind: str, outputs: int, inputs: int, gated: bool, forced: Any) -> Callable[[Tensor], Tensor]:
     import torch
 
-    from kernels.cuda.grouped import GroupedLinear, WideWeight
-    from kernels.cuda.linear import CudaLinear
-    from kernels.cuda.quantized import EightBitLinear
-    from kernels.quantization.weights import GroupedWeight, quantize_fp8, quantize_int8
+    from kernels.devices.cuda.matmul.eight_bit import EightBitLinear
+    from kernels.devices.cuda.matmul.grouped import GroupedLinear, WideWeight
+    from kernels.devices.cuda.matmul.linear import CudaLinear
+    from kernels.weights.quantization.weights import GroupedWeight, quantize_fp8, quantize_int8
 
     if kind == "4 bits":
         values = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8, device="cuda")

@@ -3,7 +3,7 @@
 No model is loaded. Of each projection of a shape, and of each number of tokens: microseconds of the weight in bfloat16
 by cuBLAS and by our own kernels, in int8 and e4m3, and in 4 bits in groups of 128; below it what share of the time that
 reading the weight takes at ``PEAK``. The L2 cache is flushed before each product, and what runs before it has ended:
-the gain of starting early (``kernels.cuda.launch``) is not in these numbers.
+the gain of starting early (``kernels.devices.cuda.launch``) is not in these numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FLUSHED = 256 << 20
 
 
 def products(names: Sequence[str]) -> None:
-    """Measure and print, a projection at a time."""
+    """Measure and print each projection."""
     import torch
 
     with torch.inference_mode():
@@ -58,12 +58,12 @@ WAYS = ("cuBLAS", "one", "narrow", "narrow, short", "bulk", "int8 many", "int8",
 def _measure(projection: str, outputs: int, inputs: int, gated: bool) -> None:
     import torch
 
-    from kernels.cuda.grouped import GroupedLinear, WideWeight
-    from kernels.cuda.linear import CudaLinear, _multiply
-    from kernels.cuda.packing import tile_words
-    from kernels.cuda.quantized import EightBitLinear
-    from kernels.cuda.skinny import Tiles
-    from kernels.quantization.weights import GroupedWeight, quantize_fp8, quantize_int8
+    from kernels.devices.cuda.matmul.eight_bit import EightBitLinear
+    from kernels.devices.cuda.matmul.gemm_small_quantized import Tiles
+    from kernels.devices.cuda.matmul.grouped import GroupedLinear, WideWeight
+    from kernels.devices.cuda.matmul.linear import CudaLinear, _multiply
+    from kernels.devices.cuda.matmul.packing import tile_words
+    from kernels.weights.quantization.weights import GroupedWeight, quantize_fp8, quantize_int8
 
     device = torch.device("cuda")
     weight = torch.randn(outputs, inputs, device=device, dtype=torch.bfloat16) * 0.02
@@ -107,7 +107,7 @@ def _measure(projection: str, outputs: int, inputs: int, gated: bool) -> None:
 
 
 def _times(ways: dict[str, Callable[[], Tensor]]) -> dict[str, float]:
-    """Microseconds on the device, medians; in turns."""
+    """Median microseconds on the device, measured in turns."""
     import torch
 
     flushed = torch.empty(FLUSHED, dtype=torch.uint8, device="cuda")

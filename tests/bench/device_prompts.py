@@ -34,7 +34,7 @@ LONG = 2e-3  # seconds of a graph, about
 
 
 def prompts(names: Sequence[str]) -> None:
-    """Measure and print, a row at a time."""
+    """Measure and print each row."""
     import torch
 
     with torch.inference_mode():
@@ -48,9 +48,9 @@ def _measure(name: str, chunks: str, given: Sequence[tuple[int, int]]) -> None:
     import numpy as np
     import torch
 
-    from kernels.cuda.prefill import attend_prefills, plan_prefills
-    from kernels.cuda.specialized import attend_prompts
-    from kernels.platforms.rows import AttentionRows
+    from kernels.core.attention_rows import AttentionRows
+    from kernels.devices.cuda.attention.prefill import attend_prefills, plan_prefills
+    from kernels.devices.cuda.attention.prefill_warp_specialized import attend_prompts
 
     device, config = torch.device("cuda"), SHAPES[name]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
@@ -78,7 +78,7 @@ def _measure(name: str, chunks: str, given: Sequence[tuple[int, int]]) -> None:
 
 
 def _times(calls: Sequence[Callable[[], None]], repeats: int) -> list[float]:
-    """Seconds on the device, medians; in turns."""
+    """Median seconds on the device, measured in turns."""
     import torch
 
     graphs = []

@@ -1,8 +1,8 @@
 """Speculative decoding on a GPU: ``python -m tests.bench device --only speculative``.
 
 An EAGLE-3 head of the shape's own sizes (a draft vocabulary of 32000), everything on made-up weights, through a
-ModelRunner as a scheduler drives it, two steps in flight. How many tokens a step accepts is fixed, since made-up
-guesses are never right: ``SpeculativeSettings.fixed_acceptance``, which no flag sets. Printed: milliseconds of a plain
+ModelRunner as a scheduler drives it, two steps in flight. How many tokens a step accepts is fixed, since made-up draft
+tokens are never right: ``SpeculativeSettings.fixed_acceptance``, which no flag sets. Printed: milliseconds of a plain
 decode step; of a step that verifies so many tokens, and its parts; tokens a second, and the ratio to plain.
 """
 
@@ -20,13 +20,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kernels.speculative.settings import SpeculativeSettings
-from kernels.step import Admission, ModelInfo, RunnerConfig, SlotSampling, StepBatch
+from kernels.contract.config import RunnerConfig
+from kernels.contract.info import ModelInfo
+from kernels.contract.speculation import SpeculativeSettings
+from kernels.contract.step import Admission, SlotSampling, StepBatch
 from tests.bench._device_profile import profiled
+from tests.bench._record import record
 
 if TYPE_CHECKING:
-    from kernels.answers import RunningStep
-    from kernels.runner import ModelRunner
+    from kernels.contract.runner import RunningStep
+    from kernels.execution.runner import ModelRunner
 
 PROMPT, OUTPUT = 128, 512
 ACCEPTED = 3.0
@@ -75,16 +78,16 @@ class Decoding:
             generations=np.ones(rows, dtype=np.int32).tobytes(),
             counts=np.full(rows, count, dtype=np.int32).tobytes(),
             admitted=admitted,
-            drafts=np.full(rows, self.nodes - 1, dtype=np.int32).tobytes() if drafts else b"",
+            draft_limits=np.full(rows, self.nodes - 1, dtype=np.int32).tobytes() if drafts else b"",
         )
 
-    def steps(self, count: int, guess: bool) -> tuple[float, int]:
+    def steps(self, count: int, speculate: bool) -> tuple[float, int]:
         """Seconds of ``count`` steps, two in flight, and the tokens that they gave."""
         running: deque[RunningStep] = deque()
         tokens = 0
         begun = time.perf_counter()
         for _ in range(count):
-            running.append(self.runner.start(self._batch(1, drafts=guess)))
+            running.append(self.runner.start(self._batch(1, drafts=speculate)))
             if len(running) > 1:
                 tokens += _tokens(running.popleft())
         while running:
@@ -103,7 +106,7 @@ def _tokens(step: RunningStep) -> int:
 
 
 def speculative(path: Path, config: dict[str, Any], directory: Path, rows: tuple[int, ...] = (1, 4)) -> None:
-    """Measure and print, a shape at a time, in turn with plain decoding by a runner of its own."""
+    """Measure and print each shape, in turns with plain decoding by another runner."""
     import torch
 
     draft = write_draft(config, directory)
@@ -117,11 +120,12 @@ def speculative(path: Path, config: dict[str, Any], directory: Path, rows: tuple
         runner, info = _load(path, settings, rows)
         name = f"steps {steps} top-k {topk} tokens {nodes}"
         print(f"{name}: loaded in {time.perf_counter() - begun:.1f} s", flush=True)
-        drafter: Any = runner._speculator.drafter if runner._speculator is not None else None
+        drafter: Any = runner._loaded.speculator.drafter if runner._loaded.speculator is not None else None
         replay = drafter._ahead._passes[1][0]
         print(f"{name}: observing and drafting {_milliseconds(replay):.3f} ms on the device", flush=True)
         for count in rows:
-            _compare(name, runner, info, plain, plain_info, count)
+            ratio = _compare(name, runner, info, plain, plain_info, count)
+            record(f"{path.name} {name}, {count} rows", "tokens/s, of plain", ratio)
         if topk > 1 and nodes == 16:
             print(_profile(runner, info), flush=True)
         runner.close()
@@ -132,7 +136,7 @@ def speculative(path: Path, config: dict[str, Any], directory: Path, rows: tuple
 
 
 def _load(path: Path, settings: SpeculativeSettings | None, rows: tuple[int, ...]) -> tuple[ModelRunner, ModelInfo]:
-    from kernels.runner import ModelRunner
+    from kernels.execution.runner import ModelRunner
 
     runner = ModelRunner(
         RunnerConfig(
@@ -153,7 +157,7 @@ def _load(path: Path, settings: SpeculativeSettings | None, rows: tuple[int, ...
 
 
 def _milliseconds(run: Callable[[], object], count: int = 30) -> float:
-    """Of one call, on the device."""
+    """Milliseconds of one call on the device."""
     import torch
 
     with torch.inference_mode():
@@ -168,40 +172,41 @@ def _milliseconds(run: Callable[[], object], count: int = 30) -> float:
 
 
 def _times(name: str, runner: ModelRunner, shapes: tuple[tuple[int, bool], ...]) -> None:
-    """Of graphs of the forward pass and the logits of so many tokens of one row, 512 tokens before them."""
+    """Print the time of the forward pass and the logits of one row's tokens behind 512, for each number of tokens."""
     import torch
 
-    from kernels.batch import ForwardBatch
-    from kernels.platforms.rows import AttentionRows
-    from kernels.speculative.tree import chain_bits
+    from kernels.core.attention_rows import AttentionRows
+    from kernels.core.batch import ForwardBatch
+    from kernels.core.tree import chain_bits
+    from kernels.devices.capture import CaptureRequest
 
-    platform, model = runner._platform, runner._model
+    platform, model = runner._platform, runner._loaded.model
 
     @torch.inference_mode()
     def forward(batch: ForwardBatch) -> torch.Tensor:
-        return model.logits(model.split(model.forward(batch, runner._caches))[0])
+        return model.logits(model.split(model.forward(batch, runner._loaded.caches))[0])
 
     for tokens, tree in shapes:
-        graphs = platform.capture_decodes(
+        graphs = platform.capture.decodes(CaptureRequest(
             forward,
-            sorted(runner._windows), 1, 129, lambda could: could, tokens, tree,
-        )  # fmt: skip
+            sorted(runner._loaded.windows), 1, 129, lambda could: could, tokens, tree,
+        ))  # fmt: skip
         assert graphs is not None
-        starts, at = np.array([512]), platform.put(512 + np.arange(tokens))
+        starts, at = np.array([512]), platform.memory.put(512 + np.arange(tokens))
         pages = np.arange(1, 18, dtype=np.int32)[None]
-        bits = chain_bits(tokens, platform.device)[None] if tree else None
+        bits = chain_bits(tokens, platform.torch_device)[None] if tree else None
         rows = AttentionRows(starts, np.array([tokens]), pages, int(not tree), int(tree), bits)
-        plans = {window: platform.plan_attention(rows, window) for window in runner._windows}
-        batch = ForwardBatch(platform.put(np.zeros(tokens, dtype=np.int64)), at, at + 64, plans)
+        plans = {window: platform.attention.plan(rows, window) for window in runner._loaded.windows}
+        batch = ForwardBatch(platform.memory.put(np.zeros(tokens, dtype=np.int64)), at, at + 64, plans)
         took = _milliseconds(partial(graphs.run, batch))
         print(f"{name}: {tokens} tokens of one row: {took:.3f} ms on the device", flush=True)
 
 
 def _compare(
     name: str, runner: ModelRunner, info: ModelInfo, plain: ModelRunner, plain_info: ModelInfo, rows: int
-) -> None:
-    """Twice, in turn: the plain runner, the other one without guesses, and with."""
-    found: dict[str, list[float]] = {"plain": [], "guessing": []}
+) -> float:
+    """Measure both runners twice, in turns, and print the row; tokens a second over those of plain decoding."""
+    found: dict[str, list[float]] = {"plain": [], "speculating": []}
     lengths = []
     for _ in range(2):
         base = Decoding(plain, plain_info, rows)
@@ -209,23 +214,24 @@ def _compare(
         seconds, _ = base.steps(100, False)
         base.close()
         found["plain"].append(seconds / 100 * 1e3)
-        guessing = Decoding(runner, info, rows)
-        guessing.steps(10, True)
-        seconds, tokens = guessing.steps(100, True)
-        guessing.close()
-        found["guessing"].append(seconds / 100 * 1e3)
+        speculating = Decoding(runner, info, rows)
+        speculating.steps(10, True)
+        seconds, tokens = speculating.steps(100, True)
+        speculating.close()
+        found["speculating"].append(seconds / 100 * 1e3)
         lengths.append(tokens / 100 / rows)
-    one, many = statistics.median(found["plain"]), statistics.median(found["guessing"])
+    one, many = statistics.median(found["plain"]), statistics.median(found["speculating"])
     length = statistics.median(lengths)
     print(
         f"| {name} | {rows} | {one:.2f} | {many:.2f} | {length:.2f} | {rows / one * 1e3:.0f} | "
         f"{rows * length / many * 1e3:.0f} | {length * one / many:.2f} |  ({found})",
         flush=True,
     )
+    return length * one / many
 
 
 def _profile(runner: ModelRunner, info: ModelInfo) -> str:
-    """The device's time by kernel over ten steps that guess."""
+    """The device's time by kernel over ten steps that draft."""
     decoding = Decoding(runner, info, 1)
     decoding.steps(10, True)
     seconds: list[float] = []

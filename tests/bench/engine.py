@@ -36,11 +36,12 @@ import uvloop
 
 from actors.caching import PrefixCache
 from actors.protocol import CacheTurn, Commit, Grow, OpenSequence, PeekPrefixes, Step
-from kernels.step import StepBatch, StepResult
+from kernels.contract.step import StepBatch, StepResult
 from tests.bench import hop, planner
 from tests.bench._costless import CONTEXT
 from tests.bench._loop import step_cost
 from tests.bench._options import command_line
+from tests.bench._record import record
 from tests.bench._streams import Streamed, stream
 from tests.bench.crowd import raise_fd_limit
 from tests.bench.serving import Client, OwnServer, Point, cpu_name, run_point
@@ -67,6 +68,9 @@ async def streams(options: argparse.Namespace) -> None:
             runs = [await streamed(count, delay, options.seconds) for _ in range(options.rounds)]
             runs.sort(key=lambda run: run.tokens)
             run = runs[len(runs) // 2]
+            point = f"{count} streams, {f'offered {offer:.0f}' if offer else 'all it can'}"
+            record(point, "tokens/s", [each.tokens for each in runs])
+            record(point, "server, a token", run.server, "us")
             rows.append(
                 [
                     str(count),
@@ -112,6 +116,7 @@ def steps(options: argparse.Namespace) -> None:
         plan, finish = planner.measure(count, options.steps, prompt=prompt)
         both = statistics.median(plan) + statistics.median(finish)
         rows.append([str(count), str(prompt), *(f"{1e6 * x:.0f}" for x in (statistics.median(plan), both))])
+        record(f"{count} rows, {prompt} prompt tokens", "plan and finish a step", 1e6 * both, "us")
         rows[-1] += [f"{1e6 * both / count:.2f}", "1000" if count == 256 else ""]
     table("Planning a step", ["rows", "prompt tokens", "plan us", "step us", "a row us", "goal us"], rows)
 
@@ -121,6 +126,7 @@ def actors(options: argparse.Namespace) -> None:
     for count in ROWS:
         cost = uvloop.run(step_cost(count, options.steps))
         rows.append([str(count), f"{cost * 1e6:.0f}", f"{cost * 1e6 / count:.2f}"])
+        record(f"{count} rows", "a step in the loop, all actors", cost * 1e6, "us")
     table("A step in the loop, all actors", ["rows", "processor us", "a row us"], rows)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         times = runner.run(hop._in_process(2000)) | runner.run(hop._to_child(2000))
@@ -146,14 +152,16 @@ def messages(options: argparse.Namespace) -> None:
 def cache(options: argparse.Namespace) -> None:
     rows = []
     for size in (16, 64, 128):
-        rows.append([str(size), *(f"{milliseconds:.3f}" for milliseconds in _cache_times(size)), "1"])
+        times = _cache_times(size)
+        record(f"prefix cache, pages of {size} tokens", "slowest operation", max(times), "ms")
+        rows.append([str(size), *(f"{milliseconds:.3f}" for milliseconds in times), "1"])
     columns = ["page tokens", "hit: lock", "hit: look", "miss: lock", "pages of a 2048-token chunk"]
     columns += ["all pages, evicting others", "close", "goal ms"]
     table("A prompt of 131,072 tokens in the prefix cache, milliseconds", columns, rows)
 
 
 def _cache_times(size: int) -> list[float]:
-    """Medians of 9."""
+    """Milliseconds of each cache operation, medians of 9."""
     pages = LONG // size
     prefixes = PrefixCache(2 * pages + 2, size)  # room for the known prompt and one more
     rng = np.random.default_rng(0)
@@ -199,6 +207,10 @@ async def prefix(options: argparse.Namespace) -> None:
                 for name, seconds in parts.items():
                     hops[kind].setdefault(name, []).append(seconds)
         miss, hit = (statistics.median(found[kind]) for kind in ("miss", "hit"))
+        point = f"first token of {PREFIX} tokens"
+        record(point, "miss", [seconds * 1e3 for seconds in found["miss"]], "ms")
+        record(point, "hit", [seconds * 1e3 for seconds in found["hit"]], "ms")
+        record(point, "hit, of a miss", 100 * hit / miss, "%")
         rows = [["whole", f"{miss * 1e3:.2f}", f"{hit * 1e3:.2f}", f"{hit / miss:.1%}"]]
         for name in hops["hit"]:
             rows.append([name, *(f"{statistics.median(hops[kind][name]) * 1e3:.2f}" for kind in ("miss", "hit")), ""])
@@ -210,7 +222,7 @@ async def prefix(options: argparse.Namespace) -> None:
 
 
 async def _first_token(client: Client, prompt: list[int]) -> tuple[float, dict[str, float]]:
-    """Seconds to the first event, and the server's own account of them."""
+    """Seconds to the first event, and their parts by the server's timeline."""
     body = {"prompt": prompt, "max_tokens": BEHIND, "ignore_eos": True, "stream": True, "temperature": 0}
     data = msgspec.json.encode(body)
     start = time.perf_counter()
@@ -220,11 +232,11 @@ async def _first_token(client: Client, prompt: list[int]) -> tuple[float, dict[s
         ttft = ttft or time.perf_counter() - start
     if status != 200:
         raise SystemExit(f"the server answered {status}")
-    _, told = await client.json("GET", f"/stage/requests/{headers['x-request-id']}")
-    assert isinstance(told, dict)
-    ends = {part["name"]: part for part in told["hops"]}
-    first = next(mark["at"] for mark in told["marks"] if mark["name"] == "first_token")
-    prefills = [part for part in told["hops"] if part["name"] == "prefill"]
+    _, timeline = await client.json("GET", f"/stage/requests/{headers['x-request-id']}")
+    assert isinstance(timeline, dict)
+    ends = {part["name"]: part for part in timeline["hops"]}
+    first = next(mark["at"] for mark in timeline["marks"] if mark["name"] == "first_token")
+    prefills = [part for part in timeline["hops"] if part["name"] == "prefill"]
     device = sum(part["attributes"].get("device_seconds", 0.0) for part in prefills)
     parts = {
         "until it is submitted (reading, checking)": ends["queue"]["start"],
@@ -252,6 +264,8 @@ async def memory(options: argparse.Namespace) -> None:
             rows.append([_role(process, rows), *(f"{value / 2**20:.0f}" for value in used)])
         sums = [sum(each[place] for each in state.values()) for state in (ready, full) for place in (0, 1)]
         rows.append(["all", *(f"{value / 2**20:.0f}" for value in sums)])
+        record("memory, when ready", "PSS", sums[1] / 1e6, "MB")
+        record("memory, cache filled", "PSS", sums[3] / 1e6, "MB")
         columns = ["process", "RSS when ready", "PSS", "RSS, cache filled", "PSS"]
         table("Resident memory, MiB; the goal is 700 MB (668 MiB)", columns, rows)
     finally:
@@ -259,7 +273,7 @@ async def memory(options: argparse.Namespace) -> None:
 
 
 def _resident(server: OwnServer) -> dict[int, tuple[int, int]]:
-    """Bytes by process: RSS, and PSS, which counts what processes share once in all."""
+    """Bytes by process: RSS, and PSS, which divides shared memory among its processes."""
     used = {process.pid: process.memory_full_info() for process in server.family()}
     return {pid: (info.rss, info.pss) for pid, info in used.items()}
 
@@ -284,7 +298,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], Any]] = {
 
 
 def main(argv: list[str]) -> int:
-    parser = command_line(__name__, __doc__)
+    parser = command_line(__name__, __doc__, records=True)
     parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
     parser.add_argument("--memory", action="store_true", help="only memory")
     parser.add_argument("--model", help="model directory for prefix and memory (default: the model in the box)")

@@ -20,14 +20,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from actors.model_files import ModelFiles
-from actors.text_codec import TextCodec
-from kernels.cpu.linear import PlainLinear
-from kernels.runner import ModelRunner
-from kernels.step import RunnerConfig, SlotSampling
+from actors.text.model_files import ModelFiles
+from actors.text.text_codec import TextCodec
+from kernels.contract.config import RunnerConfig
+from kernels.contract.step import SlotSampling
+from kernels.devices.cpu.dense_linear import PlainLinear
+from kernels.execution.runner import ModelRunner
 from tests.bench._options import command_line
-from tests.kernels.conftest import Driver
-from tests.llama_server import SERVER, MissingTool, serve, write_as
+from tests.kits.driver import Driver
+from tests.kits.llama_server import SERVER, MissingTool, serve, write_as
 
 __all__ = ["BLOCKS", "DECIDED", "LENGTH", "OPEN", "answer", "main", "prefers", "prompt_of", "rounded_inputs"]
 
@@ -46,13 +47,13 @@ def prompt_of(codec: TextCodec, question: str) -> list[int]:
 
 
 def answer(tokens: list[int]) -> list[int]:
-    """Up to the first that ends it."""
+    """The tokens up to the first end token."""
     return next((tokens[:place] for place, token in enumerate(tokens) if token in ENDS), tokens)
 
 
 @contextmanager
 def rounded_inputs(block: int) -> Iterator[None]:
-    """Inputs of all products as int8 times a scale for each ``block``, while it lasts."""
+    """Round inputs of all products to int8 with a scale for each ``block``, inside the context."""
     plain = PlainLinear.__call__
 
     def rounding(self: PlainLinear, x: torch.Tensor) -> torch.Tensor:
@@ -77,7 +78,7 @@ def _likelihoods(driver: Driver, prompt: list[int], output: list[int]) -> np.nda
 
 
 def prefers(driver: Driver, prompt: list[int], before: list[int], first: int, second: int) -> float:
-    """By how many nats ``first`` is likelier than ``second`` after ``prompt`` and ``before``."""
+    """Log-probability of ``first`` minus that of ``second`` after ``prompt`` and ``before``, in nats."""
     one, other = (float(_likelihoods(driver, prompt, [*before, token])[-1]) for token in (first, second))
     return one - other
 
@@ -109,15 +110,16 @@ def _compare(kind: str, file: Path) -> None:
         for question in QUESTIONS:
             prompt = prompt_of(codec, question)
             body = {"prompt": prompt, "n_predict": LENGTH, "temperature": 0, "return_tokens": True, "n_probs": 16}
-            told = client.post("/completion", json=body).json()
+            answered = client.post("/completion", json=body).json()
             driver.admit(1, prompt)
             found = answer(driver.generate(1, len(prompt) + LENGTH)[len(prompt) :])
             driver.release(1)
-            expected = answer(told["tokens"])
+            expected = answer(answered["tokens"])
             pairs = enumerate(zip(found, expected, strict=False))
             place = next((at for at, pair in pairs if pair[0] != pair[1]), min(len(found), len(expected)))
             rows = [
-                {one["id"]: one["logprob"] for one in row["top_logprobs"]} for row in told["completion_probabilities"]
+                {one["id"]: one["logprob"] for one in row["top_logprobs"]}
+                for row in answered["completion_probabilities"]
             ]
             theirs = [rows[at][token] for at, token in enumerate(expected[:place])]
             ours = _likelihoods(driver, prompt, expected[:place]) if place else np.zeros(0)

@@ -1,5 +1,5 @@
-"""What a hop between two actors costs: in one process, and to a child process and back; `counted` is with an engine's
-counting of its traffic.
+"""Measure a hop between two actors: in one process, and to a child process and back. `counted` includes an engine's
+traffic counters.
 
 Each round measures every case once, so that a noisy moment hits all of them. The child cases send the message of one
 scheduler step for 256 rows; `bare socket` is the same bytes to a child that does nothing but echo them, the floor of
@@ -18,8 +18,9 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from actors.runtime import Actor, ActorRef, ActorSystem, Message, handles
-from telemetry.traffic import Traffic
+from telemetry.metrics.traffic import Traffic
 from tests.bench._options import command_line
+from tests.bench._record import record
 
 ROWS = 256
 
@@ -155,7 +156,7 @@ def _bare(count: int) -> dict[str, list[float]]:
 
 
 def main(argv: list[str]) -> None:
-    parser = command_line(__name__, __doc__)
+    parser = command_line(__name__, __doc__, records=True)
     parser.add_argument("--rounds", type=int, default=5, help="in each of which every case is measured")
     parser.add_argument("--count", type=int, default=2000, help="hops of each case in a round")
     arguments = parser.parse_args(argv)
@@ -183,3 +184,6 @@ def main(argv: list[str]) -> None:
         p99 = everything[min(len(everything) - 1, len(everything) * 99 // 100)]
         best = min(statistics.median(times) for times in measured)
         sys.stdout.write(f"{name:42}{statistics.median(everything):9.1f}{p99:9.1f}{best:12.1f}\n")
+        point = " ".join(name.split())
+        record(point, "median", [statistics.median(times) for times in measured], "us")
+        record(point, "p99", p99, "us")

@@ -5,7 +5,7 @@
 
 The victim asks for short chats, one after the other. The attacks, each for so many seconds, by another key:
 
-    none     nobody else is there
+    none     no attack
     stream   streams of /generate with the log-probabilities of the prompt, 20 alternatives each
     scores   completions of a long prompt with its log-probabilities and 128 choices
     tools    24 chats at a time, each with 7 MB of tools
@@ -30,6 +30,7 @@ import httpx
 import msgspec
 
 from tests.bench._options import command_line
+from tests.bench._record import record
 from tests.bench.serving import OwnServer, cpu_name
 
 VICTIM, ATTACKER = "bench-victim", "bench-attacker"
@@ -101,9 +102,9 @@ async def _attack(url: str, connections: int, path: str, body: bytes, seconds: f
     return answers, received
 
 
-def _attacker(url: str, connections: int, path: str, body: bytes, seconds: float, told: Any) -> None:
-    """In a process of its own, so that what the attacker does costs the victim's client nothing."""
-    told.put(asyncio.run(_attack(url, connections, path, body, seconds)))
+def _attacker(url: str, connections: int, path: str, body: bytes, seconds: float, results: Any) -> None:
+    """Run an attack in its own process, so that it takes no time of the victim's client."""
+    results.put(asyncio.run(_attack(url, connections, path, body, seconds)))
 
 
 async def _victim(url: str, model: str, seconds: float) -> list[float]:
@@ -135,27 +136,30 @@ async def bench(options: argparse.Namespace) -> None:
                 model = (await client.get(f"{server.url}/v1/models")).json()["data"][0]["id"]
             connections, path, body = attacks(model, options.prompt_tokens)[name]
             await _victim(server.url, model, 1.0)  # warm-up
-            told = spawn.Queue()
+            results = spawn.Queue()
             data = msgspec.json.encode(body)
             process = spawn.Process(
-                target=_attacker, args=(server.url, connections, path, data, options.seconds + 2, told)
+                target=_attacker, args=(server.url, connections, path, data, options.seconds + 2, results)
             )
             process.start()
             await asyncio.sleep(2.0)  # the attacker's process starts
             latencies = [1000 * one for one in await _victim(server.url, model, options.seconds)]
-            answers, received = await asyncio.to_thread(told.get)
+            answers, received = await asyncio.to_thread(results.get)
             process.join()
             said = " ".join(f"{count}x{status}" for status, count in sorted(answers.items())) or "no answer"
             what = f"{len(data):,} bytes a body, {said}, {received / 1e6:.1f} MB received" if connections else ""
             print(
                 f"{name:<8} {len(latencies):>6} {statistics.median(latencies):>10.1f} {max(latencies):>11.1f}  {what}"
             )
+            record(name, "chats", len(latencies))
+            record(name, "chat, median", statistics.median(latencies), "ms")
+            record(name, "chat, largest", max(latencies), "ms")
         finally:
             server.stop()
 
 
 def main(arguments: list[str]) -> None:
-    parser = command_line(__name__, __doc__)
+    parser = command_line(__name__, __doc__, records=True)
     parser.add_argument("--model", help="directory of the model; without it the model in the box")
     parser.add_argument("--attacks", default="none,stream,scores,tools", help="names from above, separated by commas")
     parser.add_argument("--seconds", type=float, default=15.0, help="length of each attack")

@@ -2,10 +2,10 @@
 
 It goes on after what fails, and names each thing that the device refuses or computes otherwise:
 
-- numbers that sampling and guesses rely on: whole numbers that wrap, shifts, walks of trees, against the CPU;
+- numbers that sampling and drafts rely on: whole numbers that wrap, shifts, walks of trees, against the CPU;
 - every operator of torch_npu that the engine calls, with the arguments of that very call, held against the reference
   on the CPU; where the device refuses a call, its error is kept and the reference's answer taken in its place;
-- steps: greedy answers without graphs, in graphs, with a cache of int8, and with guesses in trees;
+- steps: greedy answers without graphs, in graphs, with a cache of int8, and with draft tokens in trees;
 - on the CPU the same model, for how likely it finds those answers.
 
 On simulated NPUs (TROUPE_NPU_SIMULATOR=A2) the references are held against themselves.
@@ -25,7 +25,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kernels.step import Admission, RunnerConfig, SlotSampling, StepBatch
+from kernels.contract.config import RunnerConfig
+from kernels.contract.step import Admission, SlotSampling, StepBatch
 from tests.bench._needs import need_npu
 from tests.bench._npu_models import models
 from tests.bench._options import command_line
@@ -35,9 +36,9 @@ __all__ = ["main"]
 PROMPTS = ("What is the capital of France?", "Write a short story about a lighthouse.")
 LENGTH = 24
 CLOSE = 0.02
-"""Of a result's largest number: how far floats may be from the reference's."""
+"""Tolerance of floats, as a share of the result's largest number."""
 STEP = 0.125
-"""The same for floats of eight bits, which are that far apart."""
+"""The same for 8-bit floats."""
 ALIKE = 2
 """Calls of a load or a step that differ in nothing but numbers of tokens, and are looked at."""
 LIKELY = 0.3
@@ -62,7 +63,7 @@ def main(argv: list[str]) -> None:
     simulated = os.environ.get("TROUPE_NPU_SIMULATOR", "")
     need_npu(bool(simulated))
     if simulated:
-        from kernels.npu.simulator.activate import activate
+        from kernels.devices.npu_simulator.activate import activate
 
         activate(simulated)
     wrong = 0
@@ -74,14 +75,14 @@ def main(argv: list[str]) -> None:
 
 
 def _all(scratch: Path) -> Iterator[tuple[str, str, bool]]:
-    """What was looked at, what was found, and whether that is as it should be."""
-    from kernels.platforms.select import select_platform
+    """Each check: what it looked at, what it found, and whether that is correct."""
+    from kernels.devices.select import select_device
 
     configs = models(scratch)
     plain = configs["plain"]
-    platform = select_platform(plain)  # raises, with what to do, where there is no NPU
+    platform = select_device(plain)  # raises, with what to do, where there is no NPU
     yield "device", _versions(platform.name), True
-    yield from _numbers(platform.device)
+    yield from _numbers(platform.torch_device)
     for name, row in _operators(configs).items():
         yield name, f"{row.calls} calls, {row.wrong or f'off by {row.off:.2g} at most'}", not row.wrong
     yield from _steps(plain)
@@ -97,9 +98,9 @@ def _versions(device: str) -> str:
 def _numbers(device: Any) -> Iterator[tuple[str, str, bool]]:
     import torch
 
-    from kernels.noise import block_clocks, clocks, keys_at, seed_key
-    from kernels.speculative.tree import chain, unpack_bits, within_window
-    from kernels.speculative.verify import walk
+    from kernels.core.noise import block_clocks, clocks, keys_at, seed_key
+    from kernels.core.tree import chain, unpack_bits, within_window
+    from kernels.speculation.verify import walk
 
     generator = torch.Generator().manual_seed(1)
     tokens, sampled = (torch.randint(3, (9, 6), generator=generator) for _ in range(2))
@@ -132,8 +133,8 @@ def _numbers(device: Any) -> Iterator[tuple[str, str, bool]]:
 
 
 def _operators(configs: dict[str, RunnerConfig]) -> dict[str, Row]:
-    """Every operator that models of all kinds call while they are loaded and in a few steps, without graphs; and those
-    models that fail."""
+    """Operators that models of all kinds call while loading and in a few steps without graphs, and the models that
+    fail."""
     import importlib
     import pkgutil
 
@@ -142,8 +143,8 @@ def _operators(configs: dict[str, RunnerConfig]) -> dict[str, Row]:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_map_only
 
-    from kernels.npu.simulator import operators
-    from kernels.npu.simulator.operators.reference import REFERENCES
+    from kernels.devices.npu_simulator import operators
+    from kernels.devices.npu_simulator.operators.reference import REFERENCES
 
     for module in pkgutil.iter_modules(operators.__path__, f"{operators.__name__}."):
         importlib.import_module(module.name)
@@ -198,7 +199,7 @@ def _operators(configs: dict[str, RunnerConfig]) -> dict[str, Row]:
 
 
 def _kind(value: Any) -> Any:
-    """What tells calls apart: the dtype and form of a tensor, the value of anything else that is one."""
+    """The signature of a call: dtype and layout of tensors, values of other arguments."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -237,14 +238,14 @@ def _compare(row: Row, found: Any, expected: Any) -> None:
 
 def _steps(plain: RunnerConfig) -> Iterator[tuple[str, str, bool]]:
     from app.understudy.drafts import draft_path
-    from kernels.speculative.settings import SpeculativeSettings
+    from kernels.contract.speculation import SpeculativeSettings
 
     replace = msgspec.structs.replace
     trees = SpeculativeSettings("EAGLE3", str(draft_path("EAGLE3")), num_steps=4, topk=3, num_draft_tokens=6)
     variants = {
         "steps without graphs": replace(plain, disable_graphs=True),
         "steps in graphs": plain,
-        "guesses in trees": replace(plain, speculation=trees),
+        "draft tokens in trees": replace(plain, speculation=trees),
         "cache of int8": replace(plain, kv_cache_dtype="int8"),
     }
     for name, config in variants.items():
@@ -274,7 +275,7 @@ def _batch(number: int, counts: list[int], admitted: tuple[Admission, ...] = (),
 
     slots = list(range(1, len(counts) + 1))
     given = pack([drafts] * len(slots)) if drafts else b""
-    return StepBatch(number, pack(slots), pack([1] * len(slots)), pack(counts), admitted=admitted, drafts=given)
+    return StepBatch(number, pack(slots), pack([1] * len(slots)), pack(counts), admitted=admitted, draft_limits=given)
 
 
 def _admitted(prompts: list[list[int]], sampling: SlotSampling, page_size: int) -> tuple[Admission, ...]:
@@ -296,9 +297,9 @@ def _admitted(prompts: list[list[int]], sampling: SlotSampling, page_size: int) 
 def _said(
     config: RunnerConfig, steps: int, sampling: SlotSampling, before: Callable[[], object] = lambda: None
 ) -> tuple[list[list[int]], tuple[int, ...]]:
-    """Prompts and ``steps`` tokens after each, or more with guesses; and rows of the graphs there are. ``before`` each
-    step something may be called."""
-    from kernels.runner import ModelRunner
+    """Prompts and ``steps`` tokens after each, or more with draft tokens; and rows of the graphs there are. ``before``
+    each step something may be called."""
+    from kernels.execution.runner import ModelRunner
 
     runner, prompts = ModelRunner(config), _tokens()
     info = runner.load()
@@ -320,8 +321,8 @@ def _said(
 
 
 def _less_likely(plain: RunnerConfig, said: list[list[int]]) -> float:
-    """By how much the CPU's own choice is likelier than what follows each prompt, on average."""
-    from kernels.runner import ModelRunner
+    """Mean log-probability by which the CPU prefers its own choice to the given continuation."""
+    from kernels.execution.runner import ModelRunner
 
     runner = ModelRunner(msgspec.structs.replace(plain, device="cpu", dtype="float32"))
     runner.load()
@@ -342,6 +343,6 @@ def _less_likely(plain: RunnerConfig, said: list[list[int]]) -> float:
 
 
 def _line(error: BaseException) -> str:
-    """What says most of an error, in a line."""
+    """The most telling line of an error."""
     words = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (words[0] if words else type(error).__name__)[:300]

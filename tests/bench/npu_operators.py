@@ -16,7 +16,7 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 
-from kernels.step import SlotSampling
+from kernels.contract.step import SlotSampling
 from tests.bench._needs import need_npu
 from tests.bench._npu_models import models
 from tests.bench._options import command_line
@@ -30,22 +30,22 @@ USES = {
     "_npu_fused_infer_attention_score_infer_output": "its output, when a graph is captured",
     "npu_rms_norm": "first norm; norm of query and key heads",
     "npu_add_rms_norm": "norm after adding to the residual",
-    "npu_add_rms_norm_dynamic_quant": "the same, and the tokens rounded to int8 for the projection behind it",
-    "npu_add_rms_norm_quant": "the same, rounded by a scale found before",
-    "npu_add_rms_norm_dynamic_mx_quant": "the same, rounded to MXFP8",
+    "npu_add_rms_norm_dynamic_quant": "the same, with the tokens quantized to int8 for the next projection",
+    "npu_add_rms_norm_quant": "the same, quantized with a static scale",
+    "npu_add_rms_norm_dynamic_mx_quant": "the same, quantized to MXFP8",
     "npu_rotary_mul": "rotary position embedding of queries and keys",
     "npu_swiglu": "activation of the feed-forward layers",
     "npu_scatter_pa_kv_cache": "keys and values into the pages of the cache",
     "npu_format_cast": "16-bit weights into the cube unit's tiles, at load",
-    "npu_dynamic_quant": "rounds tokens to int8, for projections and caches in whole numbers",
-    "npu_quant_matmul": "their products, and those of MXFP8 on A5",
-    "npu_dynamic_mx_quant": "rounds tokens to MXFP8, for projections and experts of MXFP8 checkpoints",
-    "npu_quantize": "rounds tokens by a scale found before, for projections of static W8A8 checkpoints",
+    "npu_dynamic_quant": "quantizes tokens to int8, for int8 projections and caches",
+    "npu_quant_matmul": "products of int8, and of MXFP8 on A5",
+    "npu_dynamic_mx_quant": "quantizes tokens to MXFP8, for projections and experts of MXFP8 checkpoints",
+    "npu_quantize": "quantizes tokens with a static scale, for static W8A8 checkpoints",
     "npu_convert_weight_to_int4pack": "weights of 4 bits in the device's packing, at load",
-    "npu_weight_quant_batchmatmul": "products with weights of 4 or 8 bits in groups, inputs in floats",
-    "npu_moe_gating_top_k_softmax": "which experts a token takes, and their weights",
-    "npu_moe_init_routing_v2": "tokens in the order of their experts; for experts in whole numbers rounded to int8",
-    "npu_grouped_matmul": "the products of all experts in one",
+    "npu_weight_quant_batchmatmul": "products of 4-bit and 8-bit weights in groups with float inputs",
+    "npu_moe_gating_top_k_softmax": "selects the experts of a token and their weights",
+    "npu_moe_init_routing_v2": "sorts tokens by expert, quantized to int8 for int8 experts",
+    "npu_grouped_matmul": "products of all experts in one call",
     "npu_top_k_top_p": "top-k and top-p (--sampling-backend ascend, the default where there is a kernel)",
 }
 """Where an operator is used, in words; one that is called and missing here ends the program."""
@@ -84,14 +84,14 @@ def main(argv: list[str]) -> None:
 
 def called(generation: str) -> dict[str, str]:
     """The npu operators that the engine's runner calls on this generation, and by what each is checked."""
-    from kernels.npu.simulator.activate import activate
+    from kernels.devices.npu_simulator.activate import activate
 
     activate(generation)
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from kernels.runner import ModelRunner
-    from tests.kernels.conftest import Driver
+    from kernels.execution.runner import ModelRunner
+    from tests.kits.driver import Driver
 
     names: set[str] = set()
 

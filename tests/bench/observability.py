@@ -1,4 +1,4 @@
-"""What metrics and traces cost a server under load, side by side, in about four minutes.
+"""Measure what metrics and traces cost a server under load, side by side, in about four minutes.
 
     python -m tests.bench observability
     python -m tests.bench observability --variants off,off,traces,all-traces,steps --minutes 8
@@ -27,6 +27,7 @@ from collections.abc import AsyncIterator
 import psutil
 
 from tests.bench._options import command_line
+from tests.bench._record import record
 from tests.bench.serving import Client, OwnServer, Point, cpu_name, run_point
 
 _OFF = "off"
@@ -39,7 +40,7 @@ _TRACES = {
 
 
 def server_arguments(variant: str, collector: str) -> list[str]:
-    """What a variant's server is started with."""
+    """The arguments of a variant's server."""
     if variant == _OFF:
         return ["--no-enable-metrics"]
     if variant == "metrics":
@@ -57,7 +58,7 @@ def cpu_seconds(server: OwnServer) -> tuple[float, float]:
 
 @contextlib.asynccontextmanager
 async def collector() -> AsyncIterator[str]:
-    """An endpoint that takes OTLP over HTTP and keeps nothing."""
+    """An OTLP endpoint over HTTP that drops what it receives."""
 
     connections: set[asyncio.Task[None]] = set()
 
@@ -84,7 +85,7 @@ async def collector() -> AsyncIterator[str]:
 
 
 class Scraper:
-    """Reads a server's /metrics every ``interval`` seconds of the time that it is driven in, as Prometheus does."""
+    """Scrapes a server's /metrics every ``interval`` seconds while it is under load."""
 
     def __init__(self, server: OwnServer, interval: float) -> None:
         self._url = server.url
@@ -117,7 +118,7 @@ class Scraper:
 async def drive(
     server: OwnServer, scraper: Scraper | None, options: argparse.Namespace, requests: int, seed: int
 ) -> dict:
-    """One variant's part of a round."""
+    """Drive one variant for its part of a round."""
     point = Point.parse(options.point)
     low, high = (int(bound) for bound in options.token_ids.split(":"))
     async with scraper.running() if scraper is not None else contextlib.nullcontext():
@@ -182,6 +183,9 @@ def report(variants: list[str], rounds: list[list[dict]]) -> int:
             f"| {variant} | {speed:.0f} | {share:.1%} | {error:.1%} | {goal} | {spent:.1f} | {spent / base:.1%} "
             f"| {own:.1f} |"
         )
+        record(variant, "tokens/s", [results[at]["tok/s"] for results in rounds])
+        record(variant, "tokens/s, of off", 100 * share, "%")
+        record(variant, "CPU a token", spent, "us")
     failed = [result["error"] for results in rounds for result in results if result["failed"]]
     if failed:
         print(f"requests failed: {failed[0]}")
@@ -193,14 +197,14 @@ def _shares(rounds: list[list[dict]], at: int, against: list[int], key: str) -> 
 
 
 def median(values: list[float]) -> tuple[float, float]:
-    """The median, and how far it may be off: two standard errors, from the median deviation, as for normal noise."""
+    """The median and two standard errors of it, from the median deviation and normal noise."""
     middle = statistics.median(values)
     deviation = 1.4826 * statistics.median(abs(value - middle) for value in values)
     return middle, 2 * 1.2533 * deviation / math.sqrt(len(values))
 
 
 def main(argv: list[str]) -> int:
-    parser = command_line(__name__, __doc__)
+    parser = command_line(__name__, __doc__, records=True)
     parser.add_argument("--variants", default="off,metrics,traces,off", help="of off, metrics, " + ", ".join(_TRACES))
     parser.add_argument("--point", default="64:32:64", help="streams:prompt tokens:output tokens")
     parser.add_argument("--requests", type=int, default=2, help="requests a stream in each round")

@@ -1,4 +1,4 @@
-"""Drive a server from several client processes, as one may not be quick enough for a GPU's server.
+"""Drive a server from several client processes, as one may be too slow for a GPU's server.
 
     python -m tests.bench online --model DIR --points 64:512:128,256:512:128 -- --device cuda
     python -m tests.bench online --url http://127.0.0.1:8000 --points 64:512:128
@@ -24,13 +24,14 @@ import msgspec
 import psutil
 
 from tests.bench._options import server_command_line
+from tests.bench._record import record
 from tests.bench.serving import Client, OwnServer, Point, Sample, cpu_name, percentile, streams
 
 __all__ = ["Online", "run_point"]
 
 
 class Part(msgspec.Struct):
-    """What one client process saw. Times in seconds; ``began`` and ``ended`` by the machine's monotonic clock."""
+    """Measurements of a client process. Times in seconds; ``began`` and ``ended`` by the machine's monotonic clock."""
 
     began: float
     ended: float
@@ -104,7 +105,7 @@ def run_point(
 
 
 def _cpu_seconds(server: int | None) -> tuple[float, float]:
-    """Of the server's main process, and of the busiest of its workers."""
+    """Processor seconds of the server's main process and of its busiest worker."""
     if server is None:
         return 0.0, 0.0
     main = psutil.Process(server)
@@ -114,7 +115,7 @@ def _cpu_seconds(server: int | None) -> tuple[float, float]:
 
 
 async def _client(options: argparse.Namespace) -> None:
-    """One client process: says that it is ready, waits for a line, and prints what it saw."""
+    """One client process: report readiness, wait for a line, print the measurements."""
     point = Point.parse(options.points)
     low, high = (int(bound) for bound in options.token_ids.split(":"))
     bodies = streams(options.model_name, point, options.requests, (low, high), options.seed)
@@ -168,6 +169,9 @@ def bench(options: argparse.Namespace) -> int:
                 pid = None if server is None else server.process.pid
                 found.append(run_point(url, model, point, requests, (low, high), seed, options.clients, pid))
             print(line(point, found[1:]), flush=True)
+            record(str(point), "tokens/s", [one.rate for one in found[1:]])
+            record(str(point), "TTFT p50", [one.ttft50 for one in found[1:]], "ms")
+            record(str(point), "ITL p50", [one.itl50 for one in found[1:]], "ms")
             for error in {error for one in found for error in one.errors}:
                 print(f"  {error}")
             failures += sum(len(one.errors) for one in found)

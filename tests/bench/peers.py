@@ -5,6 +5,7 @@
     python -m tests.bench peers --results F --table                                   # only print what is in the file
 
 DIR holds, for each NAME of ``--model``, a folder NAME as Hugging Face has them and, for llama.cpp, NAME-bf16.gguf.
+A name such as tiny:Q8_0 is the file tiny-Q8_0.gguf, which Troupe and llama.cpp serve.
 An engine whose program is neither given nor found on PATH is left out. A point is ``concurrency:input:output tokens``,
 run as ``tests.bench serving`` does. Each engine is started once and timed to its first answer; then the engines take
 turns, round by round, each warmed up at each point before it counts. Who has no turn is held (SIGSTOP): idle servers
@@ -40,6 +41,7 @@ from typing import Any
 import psutil
 
 from tests.bench._options import command_line
+from tests.bench._record import record
 from tests.bench.serving import Client, Point, cpu_name, run_point
 
 __all__ = ["main"]
@@ -53,7 +55,7 @@ Row = dict[str, Any]
 
 
 def free_port() -> int:
-    """One that was free a moment ago: some engines share no address that is held for them."""
+    """A port that was free a moment ago; some engines cannot take over an open socket."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -70,15 +72,16 @@ class Engine:
 
 def _engines(options: argparse.Namespace, model: str, port: Callable[[], int]) -> dict[str, Callable[[], Engine]]:
     cores = len(os.sched_getaffinity(0))
-    folder = options.models / model
+    name, _, kind = model.partition(":")
+    folder, file = options.models / name, options.models / f"{name}-{kind or 'bf16'}.gguf"
 
     def troupe() -> Engine:
-        command = [options.python, "-m", "app", "serve", str(folder), "--served-model-name", model]
+        command = [options.python, "-m", "app", "serve", str(file if kind else folder), "--served-model-name", model]
         return Engine("troupe", [*command, "--dtype", "bfloat16", "--port", str(port()), *options.troupe_args])
 
     def llama() -> Engine:
         slots = ["-np", "32", "-c", "32768", "-fa", "on", "-ctk", "bf16", "-ctv", "bf16"]
-        command = [options.llama, "-m", f"{folder}-bf16.gguf", "--alias", model, "-t", str(cores), "-tb", str(cores)]
+        command = [options.llama, "-m", str(file), "--alias", model, "-t", str(cores), "-tb", str(cores)]
         return Engine("llama", [*command, *slots, "--no-webui", "--host", "127.0.0.1", "--port", str(port())])
 
     def vllm() -> Engine:
@@ -95,9 +98,9 @@ def _engines(options: argparse.Namespace, model: str, port: Callable[[], int]) -
         return Engine("vllm", [*command, "--max-model-len", "2048", "--port", str(port())], environment)
 
     found: dict[str, Callable[[], Engine]] = {"troupe": troupe}
-    if options.llama and Path(f"{folder}-bf16.gguf").exists():
+    if options.llama and file.exists():
         found["llama"] = llama
-    if options.vllm:
+    if options.vllm and not kind:
         found["vllm"] = vllm
     return {name: found[name] for name in options.engines if name in found}
 
@@ -147,7 +150,7 @@ class Server:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Runs within, and is held before and after."""
+        """Let the server run inside the context; it is stopped before and after."""
         self.resume()
         try:
             yield
@@ -173,7 +176,7 @@ class Server:
         return peak / 1024, share / 2**20
 
     def stop(self) -> None:
-        """Ends the process group that was started here."""
+        """End the server's process group."""
         with contextlib.suppress(psutil.Error):
             self.resume()
         for way, patience in ((signal.SIGTERM, 30), (signal.SIGKILL, 30)):
@@ -259,7 +262,7 @@ class Run:
                     servers.append(await self.begin(starter(), model))
                 for number in range(options.rounds):
                     for point in points:
-                        for place in range(len(servers)):  # who is first changes from round to round
+                        for place in range(len(servers)):  # the first engine changes from round to round
                             await self.round(servers[(place + number) % len(servers)], point, number)
                 while servers:
                     self.end(servers.pop())
@@ -275,14 +278,24 @@ def _median(rows: Sequence[Row], key: str, **wanted: str) -> float | None:
 
 def _line(rows: Sequence[Row], label: str, unit: str, key: str, engines: Sequence[str], **wanted: str) -> str | None:
     values = {engine: _median(rows, key, engine=engine, **wanted) for engine in engines}
-    told = [f"{value:.4g}" if value is not None else "" for value in values.values()]
-    if not any(told):
+    cells = [f"{value:.4g}" if value is not None else "" for value in values.values()]
+    if not any(cells):
         return None
+    metric, _, of = unit.rpartition(" ") if unit.endswith((" ms", " MiB", " %")) else (unit, "", "")
+    if unit == "s":
+        metric, of = "time", unit
+    for engine, value in values.items():
+        if value is not None:
+            record(label, metric if engine == "troupe" else f"{metric}, {engine}", value, of)
     ours, ratio = values.get("troupe"), ""
+    if ours and (theirs := values.get("vllm")) and key in ("start", "rss", "pss"):
+        record(label, f"{metric}, of vLLM's", ours / theirs)
     others = [value for engine, value in values.items() if engine != "troupe" and value]
     if ours and others and key not in ("others", "failed"):
-        ratio = f"{min(others) / ours:.2f}" if key in LESS_IS_BETTER else f"{ours / max(others):.2f}"
-    return f"| {label} | {unit} | {' | '.join(told)} | {ratio} |"
+        times = min(others) / ours if key in LESS_IS_BETTER else ours / max(others)
+        ratio = f"{times:.2f}"
+        record(label, f"{metric}, of the best other engine", times)
+    return f"| {label} | {unit} | {' | '.join(cells)} | {ratio} |"
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -311,9 +324,11 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main(argv: list[str]) -> int:
-    parser = command_line(__name__, __doc__)
+    parser = command_line(__name__, __doc__, records=True)
     parser.add_argument("--models", type=Path, help="folder of the models")
-    parser.add_argument("--model", nargs="+", default=["tiny", "0.6b"], help="names in that folder")
+    parser.add_argument(
+        "--model", nargs="+", default=["tiny", "0.6b"], help="names in that folder, or NAME:KIND of a GGUF file"
+    )
     parser.add_argument("--engines", nargs="+", default=["troupe", "llama", "vllm"], help="those that take part")
     parser.add_argument("--points", default=POINTS, help="concurrency:input:output tokens, separated by commas")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each engine")

@@ -20,8 +20,9 @@ from actors.caching import PrefixCache
 from actors.protocol import SequenceSpec
 from actors.scheduling import Planner, PlannerConfig
 from actors.scheduling.testing import drive, model_info
-from kernels.step import SlotSampling, StepBatch, StepResult
+from kernels.contract.step import SlotSampling, StepBatch, StepResult
 from tests.bench._options import command_line
+from tests.bench._record import record
 
 PAGE_SIZE = 16
 PROMPT = 100
@@ -39,7 +40,7 @@ def measure(
     prompt: int = PROMPT,
     seen: Callable[[StepBatch, StepResult], None] = lambda batch, result: None,
 ) -> tuple[list[float], list[float]]:
-    """Seconds of planning (the cache's answers with it) and of finishing, a pair of numbers for each step.
+    """Seconds of planning, the cache's answers included, and of finishing, for each step.
 
     ``prompt``: tokens of each sequence before the first step. ``seen``: gets each step and its answer.
     """
@@ -90,7 +91,7 @@ def measure(
 
 def main(argv: list[str]) -> None:
     """Print a table: microseconds a step, median and 99th percentile."""
-    parser = command_line(__name__, __doc__)
+    parser = command_line(__name__, __doc__, records=True)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 256], help="that decode, of each point")
     parser.add_argument("--steps", type=int, default=2000, help="of each point")
     options = parser.parse_args(argv)
@@ -103,6 +104,8 @@ def main(argv: list[str]) -> None:
             f"{rows:>5} {plan_us:>9.1f} {np.percentile(plan, 99) * 1e6:>7.0f} {finish_us:>10.1f} "
             f"{np.percentile(finish, 99) * 1e6:>7.0f} {both:>9.1f} {both / rows:>9.2f}"
         )
+        record(f"{rows} rows", "step", both, "us")
+        record(f"{rows} rows", "step, a row", both / rows, "us")
 
 
 if __name__ == "__main__":

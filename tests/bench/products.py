@@ -29,19 +29,19 @@ _GROUP = 64
 
 
 class _Products:
-    """The weights of one shape and kind, and products with one after another."""
+    """Weights of one shape and kind, multiplied one after another."""
 
     def __init__(self, kind: str, inputs: int, outputs: int, threads: int) -> None:
         import torch
 
-        from kernels.cpu.native.library import open_library
-        from kernels.cpu.native_grouped import NativeGrouped
-        from kernels.cpu.native_int8 import NativeInt8
-        from kernels.cpu.operators import Native, NativeWeight
-        from kernels.quantization.weights import GroupedWeight, quantize_int8
+        from kernels.devices.cpu.native.library import open_library
+        from kernels.devices.cpu.native_grouped import NativeGrouped
+        from kernels.devices.cpu.native_int8 import NativeInt8
+        from kernels.devices.cpu.operators import Native, NativeWeight
+        from kernels.weights.quantization.weights import GroupedWeight, quantize_int8
 
         library = open_library()
-        assert library is not None, "there are no native products here: they need AMX and a C++ compiler"
+        assert library is not None, "there are no native products here: see --cpu-isa, and install a C++ compiler"
         self.native = Native(library, threads)
         dense = torch.randn(outputs, inputs, dtype=torch.bfloat16)
         make: Any
@@ -78,8 +78,8 @@ class _Products:
 
 
 def _child(kind: str, inputs: int, outputs: int, threads: int, clock: str) -> None:
-    """Answer each line of the input, a number of rows, by its milliseconds."""
-    from kernels.cpu.native.library import build
+    """Answer each line of the input, a number of rows, with its milliseconds."""
+    from kernels.devices.cpu.native.library import build
 
     build()
     products = _Products(kind, inputs, outputs, threads)
@@ -90,6 +90,7 @@ def _child(kind: str, inputs: int, outputs: int, threads: int, clock: str) -> No
 
 def _measure(kind: str, inputs: int, outputs: int, arguments: argparse.Namespace) -> None:
     from tests.bench._checkout import Checkout  # which another checkout may not have
+    from tests.bench._record import record
 
     roots = [ROOT] if arguments.against is None else [ROOT, arguments.against.resolve()]
     point = kind, inputs, outputs, arguments.threads, arguments.clock
@@ -104,6 +105,7 @@ def _measure(kind: str, inputs: int, outputs: int, arguments: argparse.Namespace
         ratio = statistics.median(old / now for now, old in zip(times[0], times[-1], strict=True))
         against = f" {statistics.median(times[1]):.3f} | {ratio:.2f} |" if len(sides) > 1 else ""
         print(f"| {kind} | {inputs} x {outputs} | {rows} | {new:.3f} | {rates} |{against}", flush=True)
+        record(f"{kind} {inputs} x {outputs}, {rows} rows", "time", times[0], "ms")
     for side in sides:
         side.close()
 
@@ -112,7 +114,7 @@ def main(argv: list[str] | None = None) -> int:
     if argv is None and sys.argv[1:2] == ["--child"]:
         _child(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]), sys.argv[6])
         return 0
-    parser = command_line(__name__, __doc__)
+    parser = command_line(__name__, __doc__, records=True)
     parser.add_argument("--against", type=Path, help="another checkout of Troupe")
     parser.add_argument(
         "--rows", type=int, nargs="+", default=(1, 8, 32, 128, 512, 2048), help="tokens of each product"

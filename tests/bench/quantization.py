@@ -1,4 +1,4 @@
-"""What quantization costs in accuracy and gains in bytes and speed, in process, without a server.
+"""Measure the accuracy, size and speed of quantized models, in process, without a server.
 
     python -m tests.bench quantization [--schemes int8 fp8] [--checkpoints gptq-4] [--shapes understudy 0.6b]
                                             [--caches int8 fp8_e4m3 fp8_e4m3:none] [--made DIR ...]
@@ -37,8 +37,9 @@ from tests.bench._experts import write_experts
 from tests.bench._needs import need_gpu
 from tests.bench._options import command_line
 from tests.bench._quantized_model import ONLINE, Process, answer
+from tests.bench._record import record
 from tests.bench.cpu import SHAPES, described
-from tests.llama_server import MissingTool
+from tests.kits.llama_server import MissingTool
 
 __all__ = ["main"]
 
@@ -81,7 +82,7 @@ LLAMA_8B: dict[str, Any] = {
 
 
 def _model(shape: str, scheme: str, directory: Path) -> tuple[str, str]:
-    """Path and load format."""
+    """Path and load format of a scheme's model."""
     if shape == "understudy":
         return str(MODEL_DIR), "auto"
     config = LLAMA_8B
@@ -98,7 +99,7 @@ def _model(shape: str, scheme: str, directory: Path) -> tuple[str, str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = command_line(__name__, __doc__)
+    parser = command_line(__name__, __doc__, records=True)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument(
         "--schemes",
@@ -172,7 +173,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _written(layouts: list[str], directory: Path, source: Path) -> dict[str, Path]:
-    """The checkpoints by name, without those whose tools are missing, which are named."""
+    """Write the checkpoints; those whose tools are missing are named and skipped."""
     box = {}
     for name in layouts:
         try:
@@ -193,10 +194,14 @@ def _scores(schemes: list[str], box: dict[str, Path], device: str, chunk: int) -
         base = base or found["perplexity"]
         worse = 100 * (found["perplexity"] / base - 1)
         limit = None if scheme == FLOATS or scheme not in {*ONLINE, *CHECKPOINTS} else limit_of(scheme)
-        told = "" if limit is None else f"{limit:g} %" if worse <= limit else f"{limit:g} %: missed"
+        shown = "" if limit is None else f"{limit:g} %" if worse <= limit else f"{limit:g} %: missed"
+        band = "" if limit is None else ", 6 to 8 bits" if limit == 1 else ", 4 and 5 bits"
+        record(f"accuracy {scheme}", "perplexity", found["perplexity"])
+        record(f"accuracy {scheme}", f"perplexity, worse by{band}", worse, "%")
+        record(f"accuracy {scheme}", "capital questions right", found["right"], f"of {found['asked']}")
         share = 100 * found["right"] / found["asked"]
         print(
-            f"| {scheme} | {found['perplexity']:.4f} | {worse:+.2f} % | {told} | {found['right']} of {found['asked']} "
+            f"| {scheme} | {found['perplexity']:.4f} | {worse:+.2f} % | {shown} | {found['right']} of {found['asked']} "
             f"({share:.1f} %) |",
             flush=True,
         )
@@ -242,7 +247,7 @@ def _cache_speed(given: argparse.Namespace) -> None:
 
 
 def _common(given: argparse.Namespace) -> dict[str, Any]:
-    """What all tasks of a run that measures speed share."""
+    """The settings that all speed tasks of a run share."""
     names = "device", "steps", "threads", "clock"
     return {"what": "speed"} | {name: getattr(given, name) for name in names}
 
@@ -266,6 +271,9 @@ def _speed(shape: str, places: dict[str, tuple[str, str]], given: argparse.Names
                 mine / theirs for mine, theirs in zip(rates[at, rows], rates[0, rows], strict=True)
             )
             cells += f" {statistics.median(rates[at, rows]):.0f} | {against:.2f} |"
+            point = f"{'' if given.device == 'cpu' else given.device + ' '}{shape} {scheme}"
+            record(point, f"tokens/s at batch {rows}", rates[at, rows])
+            record(point, f"tokens/s at batch {rows}, of bf16", against)
         print(f"| {shape} | {scheme} | {side.first['bytes'] / 1e6:.1f} |{cells}", flush=True)
         side.close()
 

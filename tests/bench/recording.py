@@ -18,17 +18,18 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from telemetry.timeline import Outcome, Timelines
-from telemetry.trace_export import TraceExport, TraceOptions
-from telemetry.tracing import Tracing
-from telemetry.worker_spans import TracedRow, forward_spans
+from telemetry.traces.export import TraceExport, TraceOptions
+from telemetry.traces.tracing import Tracing
+from telemetry.traces.worker_spans import TracedRow, forward_spans
 from tests.bench._options import command_line
+from tests.bench._record import record
 from tests.bench.serving import cpu_name
 
 __all__ = ["main"]
 
 
 class _Nowhere(SpanExporter):
-    """Encodes spans for the wire, and drops them."""
+    """An exporter that encodes spans and drops them."""
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         encode_spans(spans).SerializeToString()
@@ -79,11 +80,12 @@ async def _record(requests: int, repeats: int) -> int:
                 assert tracing.dropped == 0
             spent.append((time.process_time() - began) / requests * 1e6)
         print(f"| {name} | {statistics.median(spent):.0f} |")
+        record(name, "a request", spent, "us")
     return 0
 
 
 def main(argv: list[str]) -> int:
-    parser = command_line(__name__, __doc__)
+    parser = command_line(__name__, __doc__, records=True)
     parser.add_argument("--requests", type=int, default=1000, help="of each measurement")
     parser.add_argument("--repeats", type=int, default=7, help="measurements; their median counts")
     options = parser.parse_args(argv)

@@ -12,9 +12,10 @@ import time
 
 import torch
 
-from kernels.sampling import Sampler
-from kernels.step import SlotSampling
+from kernels.contract.step import SlotSampling
+from kernels.sampling.sampler import Sampler
 from tests.bench._options import command_line
+from tests.bench._record import record
 
 __all__ = ["main"]
 
@@ -50,7 +51,7 @@ def _milliseconds(sampler: Sampler, logits: torch.Tensor, history: torch.Tensor,
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = command_line(__name__, __doc__)
+    parser = command_line(__name__, __doc__, records=True)
     parser.add_argument("--vocab", type=int, nargs="+", default=[32000, 151936], help="tokens of each vocabulary")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 32], help="of each step")
     parser.add_argument("--threads", type=int, default=1, help="of torch's operators")
@@ -73,6 +74,7 @@ def main(argv: list[str] | None = None) -> int:
                 sampler.admit(slot, sampling if sampling.temperature == 0 else _with_seed(sampling, slot), 500)
             history = torch.randint(vocab, (rows, 2048), dtype=torch.int32)
             cells.append(_milliseconds(sampler, logits, history, arguments.repeats))
+            record(f"{kind}, {rows} x {vocab // 1000}k {name}", "time", cells[-1], "ms")
         print(f"{kind:22}" + "".join(f"{cell:17.2f}" for cell in cells), flush=True)
     return 0
 

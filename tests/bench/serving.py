@@ -33,8 +33,9 @@ from urllib.parse import urlsplit
 import msgspec
 import psutil
 
-from tests.addresses import hold_port, port_of
 from tests.bench._options import server_command_line
+from tests.bench._record import record
+from tests.kits.addresses import hold_port, port_of
 
 
 @dataclass
@@ -67,7 +68,7 @@ def percentile(values: list[float], share: float) -> float:
 
 
 class Client:
-    """One keep-alive HTTP/1.1 connection at a time, by hand: the client must cost little beside the server."""
+    """A minimal HTTP/1.1 client with one keep-alive connection, which costs little beside the server."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -194,7 +195,7 @@ def streams(model: str, point: Point, requests: int, vocab: tuple[int, int], see
 async def run_point(
     url: str, model: str, point: Point, requests: int, vocab: tuple[int, int], seed: int, fresh: bool = False
 ) -> dict:
-    """``fresh``: a connection for each request; not every server keeps one open behind a stream."""
+    """Measure a point. ``fresh``: a new connection for each request, as some servers close it after a stream."""
     bodies = iter(streams(model, point, requests, vocab, seed))
     samples: list[Sample] = []
 
@@ -282,6 +283,18 @@ def cpu_name() -> str:
     return platform.processor()
 
 
+def _record(point: str, results: list[dict]) -> None:
+    """Keep the rounds of a point."""
+    for key, metric, unit in (
+        ("tok/s", "tokens/s", ""),
+        ("ttft50", "TTFT p50", "ms"),
+        ("ttft99", "TTFT p99", "ms"),
+        ("itl50", "ITL p50", "ms"),
+        ("itl99", "ITL p99", "ms"),
+    ):
+        record(point, metric, [result[key] for result in results], unit)
+
+
 async def bench(options: argparse.Namespace) -> int:
     server = None
     if options.url is None:
@@ -298,6 +311,8 @@ async def bench(options: argparse.Namespace) -> int:
         print(f"{cpu_name()}, {len(os.sched_getaffinity(0))} cores, {time.strftime('%Y-%m-%d')}; {model}")
         if server is not None:
             print(f"start to ready: {server.ready_seconds:.1f} s; resident when ready: {server.resident():.0f} MiB")
+            record("start", "start to ready", server.ready_seconds, "s")
+            record("memory", "resident when ready", server.resident(), "MiB")
         rounds: dict[str, list[dict]] = {str(p): [] for p in points}
         for number in range(-1, options.rounds):
             for point in points:
@@ -318,12 +333,14 @@ async def bench(options: argparse.Namespace) -> int:
                 f"| {point} | {middle['tok/s']:.0f} | {middle['ttft50']:.1f} | {middle['ttft99']:.1f} "
                 f"| {middle['itl50']:.2f} | {middle['itl99']:.2f} | {failed} |"
             )
+            _record(str(point), results)
             for result in results:
                 if result["error"]:
                     print(f"  {result['error']}")
                     break
         if server is not None:
             print(f"resident at the end: {server.resident():.0f} MiB")
+            record("memory", "resident at the end", server.resident(), "MiB")
         return 1 if failures else 0
     finally:
         if server is not None:

@@ -1,4 +1,4 @@
-"""Random traffic with hang-ups, aborts, bad requests, slow readers and kill -9 of the worker; then look what is left.
+"""Random traffic with hang-ups, aborts, bad requests, slow readers and kill -9 of the worker; then check what is left.
 
     python -m tests.bench soak --minutes 10                 # its own server, the model in the box
     python -m tests.bench soak --minutes 1440 --model DIR   # a day, another model
@@ -7,8 +7,8 @@ Every request must end exactly once, the way its client made it end: one finish 
 stream, one JSON answer else, 400 for a bad request, 429 with a Retry-After when the server is full. The server's own
 count of ended requests must be that of the requests it read. Afterwards the server is let alone, and its requests,
 pages, mailboxes, file descriptors, threads, tasks and children must be back where they were after the warm-up. The
-slope of the server process's resident memory is printed, and judged when the run was long enough to tell. The exit
-status is 1 when anything of this is not so.
+slope of the server process's resident memory is printed, and checked when the run was long enough. The exit
+status is 1 when any check fails.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.bench._options import command_line
+from tests.bench._record import record
 from tests.bench._rude_clients import KEYS, Client, Ledger
 from tests.bench.serving import OwnServer, cpu_name
 
@@ -44,7 +45,7 @@ REST_SECONDS = 300.0
 
 @dataclass
 class State:
-    """What a server at rest has."""
+    """Resources of an idle server."""
 
     files: int
     threads: int
@@ -53,7 +54,7 @@ class State:
     memory: float  # MiB of the server process
 
     def left_over(self, after: State) -> list[str]:
-        """What there is more of ``after``."""
+        """Resources of which there are more ``after`` than before."""
         return [
             f"{name}: {getattr(self, name)} before, {getattr(after, name)} after"
             for name in ("files", "threads", "tasks", "children")
@@ -62,7 +63,7 @@ class State:
 
 
 class Observer:
-    """Asks the server, and the operating system about it."""
+    """Reads the server's state over HTTP and from the operating system."""
 
     def __init__(self, url: str, pid: int) -> None:
         self._url = url
@@ -80,11 +81,11 @@ class Observer:
         return answer.partition(b"\r\n\r\n")[2]
 
     async def info(self) -> dict[str, Any]:
-        told: dict[str, Any] = msgspec.json.decode(await self._get("/server_info"))
-        return told
+        info: dict[str, Any] = msgspec.json.decode(await self._get("/server_info"))
+        return info
 
     async def metrics(self) -> dict[tuple[str, str], float]:
-        """Values by the sample's name and its first label."""
+        """Metric values by sample name and first label."""
         values: dict[tuple[str, str], float] = {}
         for family in text_string_to_metric_families((await self._get("/metrics")).decode()):
             for sample in family.samples:
@@ -93,7 +94,7 @@ class Observer:
         return values
 
     async def rest(self) -> tuple[State, list[str]]:
-        """Wait until nothing runs; the state then, and what does not come to rest."""
+        """Wait until nothing runs; the state then, and what keeps running."""
         deadline = time.monotonic() + REST_SECONDS
         while True:
             info = await self.info()
@@ -133,7 +134,7 @@ class Observer:
 
 
 def slope(samples: list[tuple[float, float]]) -> float:
-    """Least squares of the second half of the samples: MiB a minute."""
+    """The slope of the second half of the samples by least squares, in MiB a minute."""
     later = samples[len(samples) // 2 :]
     if len(later) < 2:
         return 0.0
@@ -144,13 +145,13 @@ def slope(samples: list[tuple[float, float]]) -> float:
 
 
 async def traffic(url: str, seconds: float, clients: int, seed: int, ledger: Ledger) -> None:
-    """Clients that live for so long."""
+    """Run the clients for the given time."""
     until = time.monotonic() + seconds
     await asyncio.gather(*(Client(url, number, seed, ledger).live(until) for number in range(clients)))
 
 
 async def kill_workers(observer: Observer, every: float, until: float, ledger: Ledger) -> None:
-    """kill -9 of the worker again and again until that monotonic time; the last requests may end much later."""
+    """Kill the worker (SIGKILL) at intervals until a monotonic time; the last requests may end much later."""
     while time.monotonic() + every < until:
         await asyncio.sleep(every)
         for worker in (await observer.info())["workers"]:
@@ -166,8 +167,8 @@ async def watch_memory(observer: Observer, ledger: Ledger) -> None:
         await asyncio.sleep(1.0)
 
 
-async def settled(observer: Observer, before: State) -> tuple[State, list[str]]:
-    """The state at rest; what is left over gets a while to go: connections close, a standby worker is prepared."""
+async def idle_state(observer: Observer, before: State) -> tuple[State, list[str]]:
+    """The idle state, after a while in which connections close and a standby worker is prepared."""
     deadline = time.monotonic() + REST_SECONDS
     while True:
         state, restless = await observer.rest()
@@ -180,7 +181,7 @@ async def settled(observer: Observer, before: State) -> tuple[State, list[str]]:
 async def soak(
     url: str, pid: int, *, seconds: float, warm_up: float, clients: int, kill_every: float, seed: int
 ) -> tuple[Ledger, State, State, list[str]]:
-    """Run it; the ledger, the state before and after, and everything that is not as it should be."""
+    """Run the soak: the ledger, the state before and after, and all problems."""
     observer, ledger = Observer(url, pid), Ledger()
     warm = Ledger()
     await traffic(url, warm_up, clients, seed + 1, warm)
@@ -198,7 +199,7 @@ async def soak(
             task.cancel()
         outcomes = await asyncio.gather(*helpers, return_exceptions=True)
     problems += [f"{o!r}" for o in outcomes if o is not None and not isinstance(o, asyncio.CancelledError)]
-    after, left = await settled(observer, before)
+    after, left = await idle_state(observer, before)
     last = await observer.metrics()
     read = sum(last.get(("troupe_http_requests_total", path), 0) - first.get(("troupe_http_requests_total", path), 0)
                for path in GENERATING)  # fmt: skip
@@ -242,6 +243,13 @@ async def bench(options: argparse.Namespace) -> int:
         f"resident memory of the server process: {before.memory:.1f} MiB before, {after.memory:.1f} MiB after, "
         f"slope {slope(ledger.memory):+.2f} MiB a minute"
     )
+    point = f"{options.minutes:g} minutes"
+    record(point, "requests", sum(ledger.ended.values()))
+    record(point, "workers killed", ledger.kills)
+    record(point, "problems", len(problems))
+    record(point, "memory before", before.memory, "MiB")
+    record(point, "memory after", after.memory, "MiB")
+    record(point, "memory slope", slope(ledger.memory), "MiB/min")
     for name in ("files", "threads", "tasks", "children"):
         print(f"{name}: {getattr(before, name)} before, {getattr(after, name)} after")
     print(f"not as it should be: {len(problems) or 'nothing'}")
@@ -251,7 +259,7 @@ async def bench(options: argparse.Namespace) -> int:
 
 
 def main(argv: list[str]) -> int:
-    parser = command_line(__name__, __doc__)
+    parser = command_line(__name__, __doc__, records=True)
     parser.add_argument("--minutes", type=float, default=10.0, help="of traffic")
     parser.add_argument("--warm-up", type=float, default=15.0, help="seconds of traffic before the state is noted")
     parser.add_argument("--clients", type=int, default=32, help="at once")

@@ -1,21 +1,21 @@
-"""What guessing tokens ahead brings on the model in the box, for each algorithm of speculative decoding.
+"""Measure speculative decoding of the model in the box, for each algorithm.
 
     python -m tests.bench speculative [--algorithms EAGLE3 NGRAM] [--batches 1 4 16] [--rounds 5] [--pairs 1]
 
-Two engines in this process, one that guesses and one that does not, answer the same prompts in turns; each round
+Two engines in this process, one that speculates and one that does not, answer the same prompts in turns; each round
 begins with the other one. Nothing is asked twice, so that n-grams cannot know the answer. Printed for each algorithm
-and batch size: the acceptance length (tokens a verification gives), the share of guesses accepted, tokens a second of
-both and their ratio, the median of the rounds' ratios, where a short answer, which is mostly its prompt, weighs as much
-as a long one, and how many answers differ (greedy ones may, where sums are taken in another order).
+and batch size: the acceptance length (tokens a verification gives), the share of draft tokens accepted, tokens a second
+of both and their ratio, the median of the rounds' ratios, where a short answer, which is mostly its prompt, weighs as
+much as a long one, and how many answers differ (greedy ones may, where sums are taken in another order).
 
 Two engines that are alike are not equally fast, and stay so for as long as they live. ``--pairs`` says how many times
 both are started anew for each algorithm, the other one first each time; the range beside the median is then that of the
-pairs' own. ``--algorithms NONE`` has a second engine that does not guess either: what it differs by is chance.
+pairs' own. ``--algorithms NONE`` has a second engine that does not draft either: what it differs by is chance.
 
-``--hostile`` takes prompts of random tokens that are continued at a high temperature, where hardly a guess can be
+``--hostile`` takes prompts of random tokens that are continued at a high temperature, where hardly a draft token can be
 right; ``--adaptive`` adds --speculative-adaptive to each algorithm. ``--both=ARGUMENT`` is an argument of both engines:
 with ``--both=--enable-deterministic-inference`` no answer may differ on a GPU. Other arguments of the engine that
-guesses follow after ``--``.
+draft tokens follow after ``--``.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from actors.arguments import Arguments
-from actors.engine import Engine
-from actors.requests import Chat, SamplingParams
-from app.arguments import load_arguments
+from actors.engine.engine import Engine
+from actors.options import Arguments
+from actors.protocol.requests import Chat, SamplingParams
+from app.cli.arguments import load_arguments
 from tests.bench._options import command_line
+from tests.bench._record import record
 from tests.bench.serving import cpu_name
 
 __all__ = ["main"]
@@ -62,7 +63,7 @@ SINGLE = 8
 
 
 def _questions() -> list[str]:
-    """All different, in an order that is the same in every run: nothing is asked of an engine twice."""
+    """Distinct prompts in a fixed order: an engine gets none twice."""
     every = [form.format(country) for form in ASKED for country in COUNTRIES]
     every += [f"Tell me a short story about {thing}." for thing in THINGS]
     every += [f"Write a few sentences about {thing}." for thing in THINGS]
@@ -81,7 +82,7 @@ class Round(NamedTuple):
 
 
 Pair: TypeAlias = tuple[Round, Round]
-"""Without guesses, and with them."""
+"""Without draft tokens, and with them."""
 
 
 async def _answer(engine: Engine, prompt: Chat | list[int], params: SamplingParams) -> tuple[list[int], object]:
@@ -121,8 +122,8 @@ def _prompts(first: int, count: int, hostile: bool) -> list[Chat | list[int]]:
     return [Chat(messages=[{"role": "user", "content": question}]) for question in chosen]
 
 
-async def _rounds(plain: Engine, guessing: Engine, batch: int, first: int, args: argparse.Namespace) -> list[Pair]:
-    """What both make of the prompts from number ``first`` on."""
+async def _rounds(plain: Engine, drafting: Engine, batch: int, first: int, args: argparse.Namespace) -> list[Pair]:
+    """Answers of both engines to the prompts from number ``first`` on."""
     params = SamplingParams(
         max_tokens=args.tokens, temperature=args.temperature, ignore_eos=args.hostile, top_p=1.0, repetition_penalty=1.0
     )
@@ -132,10 +133,10 @@ async def _rounds(plain: Engine, guessing: Engine, batch: int, first: int, args:
         chosen = _prompts(first + number * count, count, args.hostile)
         sets = [[prompt] for prompt in chosen] if batch == 1 else [chosen]
         for prompts in sets:
-            order = (plain, guessing) if number % 2 else (guessing, plain)
+            order = (plain, drafting) if number % 2 else (drafting, plain)
             results = {id(engine): await _round(engine, prompts, params) for engine in order}
             if number:  # the first one warms up
-                rounds.append((results[id(plain)], results[id(guessing)]))
+                rounds.append((results[id(plain)], results[id(drafting)]))
     return rounds
 
 
@@ -143,7 +144,26 @@ def _median(rounds: Sequence[Pair]) -> float:
     return statistics.median((b.tokens / b.seconds) / (a.tokens / a.seconds) for a, b in rounds)
 
 
-def _report(algorithm: str, batch: int, pairs: Sequence[list[Pair]]) -> None:
+def _record(
+    algorithm: str,
+    batch: int,
+    args: argparse.Namespace,
+    rounds: Sequence[Pair],
+    speeds: tuple[float, float],
+    different: int,
+) -> None:
+    """Keep a row. The point names the device, the prompts and --adaptive where they are not the default."""
+    kinds = [args.device] if args.device != "cpu" else []
+    kinds += [name for name in ("hostile", "adaptive") if getattr(args, name)] + args.both
+    point = ", ".join([*kinds, f"{algorithm} batch {batch}"])
+    record(point, "plain, tokens/s", speeds[0])
+    record(point, "tokens/s", speeds[1])
+    record(point, "tokens/s, of plain", speeds[1] / speeds[0])
+    record(point, "median of the rounds, of plain", _median(rounds))
+    record(point, "answers that differ", different)
+
+
+def _report(algorithm: str, batch: int, pairs: Sequence[list[Pair]], args: argparse.Namespace) -> None:
     """``pairs``: the rounds of each pair of engines."""
     rounds = [each for pair in pairs for each in pair]
     without, with_ = ([each[side] for each in rounds] for side in (0, 1))
@@ -152,6 +172,8 @@ def _report(algorithm: str, batch: int, pairs: Sequence[list[Pair]]) -> None:
     speeds = [sum(each.tokens for each in side) / sum(each.seconds for each in side) for side in (without, with_)]
     medians = [_median(pair) for pair in pairs]
     spread = f" ({min(medians):.2f} to {max(medians):.2f})" if len(medians) > 1 else ""
+    if args.record:
+        _record(algorithm, batch, args, rounds, (speeds[0], speeds[1]), different)
     print(
         f"| {algorithm} | {batch} | {1 + accepted / max(steps, 1):.2f} | {accepted / max(drafted, 1):.0%} "
         f"| {speeds[0]:.0f} | {speeds[1]:.0f} | {speeds[1] / speeds[0]:.2f} | {_median(rounds):.2f}{spread} "
@@ -175,12 +197,12 @@ async def _compare(algorithm: str, args: argparse.Namespace) -> None:
     for number in range(args.pairs):
         kinds = (common, words)[:: -1 if number % 2 else 1]
         async with Engine(arguments=_arguments(kinds[0])) as first, Engine(arguments=_arguments(kinds[1])) as second:
-            plain, guessing = (second, first) if number % 2 else (first, second)
+            plain, drafting = (second, first) if number % 2 else (first, second)
             for batch in args.batches:
-                found[batch].append(await _rounds(plain, guessing, batch, asked, args))
+                found[batch].append(await _rounds(plain, drafting, batch, asked, args))
                 asked += (args.rounds + 1) * (SINGLE if batch == 1 else batch)
     for batch, pairs in found.items():
-        _report(algorithm, batch, pairs)
+        _report(algorithm, batch, pairs, args)
 
 
 async def _run(args: argparse.Namespace) -> None:
@@ -192,7 +214,7 @@ async def _run(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str]) -> None:
-    parser = command_line(__name__, __doc__)
+    parser = command_line(__name__, __doc__, records=True)
     parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS), help="of speculative decoding, or NONE")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 4, 16], help="prompts at once")
     parser.add_argument("--rounds", type=int, default=5, help="answers of both engines to each batch")
@@ -216,7 +238,7 @@ def main(argv: list[str]) -> None:
         args.temperature = 2.0 if args.hostile else 0.0
     print(f"{cpu_name()}, {args.device}; {args.tokens} tokens an answer, temperature {args.temperature:g}")
     print(
-        "| algorithm | batch | acceptance length | accepted | plain tokens/s | guessing | ratio | median of the rounds "
+        "| algorithm | batch | acceptance length | accepted | plain tokens/s | drafting | ratio | median of the rounds "
         "| answers that differ |"
     )
     print("|---|---:|---:|---:|---:|---:|---:|---:|---:|")

@@ -2,193 +2,42 @@
 
 from __future__ import annotations
 
-import tests.simulated_npu  # noqa: F401 - where torch_npu is installed, NPUs come before torch
+import tests.kits.simulated_npu  # noqa: F401 - where torch_npu is installed, NPUs come before torch
 
 # isort: split
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from kernels.runner import ModelRunner
-from kernels.step import Admission, ModelInfo, RunnerConfig, SlotSampling, StepBatch, StepResult
-
-GREEDY = SlotSampling(temperature=0.0)
-VOCAB = 211
-
-
-def pack(values: Iterable[int]) -> bytes:
-    return np.array(list(values), dtype=np.int32).tobytes()
-
-
-def ints(data: bytes) -> list[int]:
-    return np.frombuffer(data, dtype=np.int32).tolist()
-
-
-class Driver:
-    """Hands out slots, generations and pages (in a shuffled order), and keeps every slot's tokens."""
-
-    def __init__(self, runner: ModelRunner, info: ModelInfo, seed: int = 0) -> None:
-        self.runner, self.info = runner, info
-        self.free = list(range(1, info.num_pages))
-        random.Random(seed).shuffle(self.free)
-        self.tokens: dict[int, list[int]] = {}
-        self.computed: dict[int, int] = {}
-        self.pages: dict[int, list[int]] = {}
-        self.borrowed: dict[int, int] = {}
-        self.generation: dict[int, int] = {}
-        self.number = 0
-        self._admitted: list[Admission] = []
-        self._released: list[int] = []
-        self._granted: list[tuple[int, int]] = []
-
-    def admit(
-        self,
-        slot: int,
-        prompt: Sequence[int],
-        output: Sequence[int] = (),
-        sampling: SlotSampling = GREEDY,
-        shared: Sequence[int] = (),
-    ) -> None:
-        """``shared``: pages that already hold the first tokens."""
-        self.generation[slot] = self.generation.get(slot, 0) + 1
-        self.tokens[slot] = [*prompt, *output]
-        self.computed[slot] = len(shared) * self.info.page_size
-        self.pages[slot] = list(shared)
-        self.borrowed[slot] = len(shared)
-        self._admitted.append(
-            Admission(
-                slot=slot,
-                generation=self.generation[slot],
-                tokens=pack(self.tokens[slot]),
-                prompt_length=len(prompt),
-                computed=self.computed[slot],
-                pages=pack(shared),
-                sampling=sampling,
-            )
-        )
-
-    def release(self, slot: int, keep_pages: bool = False) -> list[int]:
-        """Returns the slot's pages; they are free again unless they are kept."""
-        pages = self.pages.pop(slot)
-        if not keep_pages:
-            self.free.extend(pages[self.borrowed[slot] :])
-        del self.tokens[slot], self.computed[slot]
-        self._released.append(slot)
-        return pages
-
-    def step(
-        self, rows: Sequence[tuple[int, int]], drafts: Mapping[int, int] | None = None, unseen: bool = False
-    ) -> StepResult:
-        """Run ``(slot, count)`` rows; decode rows are put first, and pages granted as they are needed.
-
-        ``drafts``: how many guesses a slot may verify. ``unseen``: nothing is kept of it for a draft.
-        """
-        rows = sorted(rows, key=lambda row: row[1] != 1)
-        most = drafts or {}
-        for slot, count in rows:
-            needed = -(-(self.computed[slot] + count + most.get(slot, 0)) // self.info.page_size)
-            while len(self.pages[slot]) < needed:
-                page = self.free.pop()
-                self.pages[slot].append(page)
-                self._granted.append((slot, page))
-        self.number += 1
-        result = self.runner.run(
-            StepBatch(
-                number=self.number,
-                slots=pack(slot for slot, _ in rows),
-                generations=pack(self.generation[slot] for slot, _ in rows),
-                counts=pack(count for _, count in rows),
-                page_slots=pack(slot for slot, _ in self._granted),
-                page_ids=pack(page for _, page in self._granted),
-                admitted=tuple(self._admitted),
-                released=pack(self._released),
-                drafts=pack(most.get(slot, 0) for slot, _ in rows) if most else b"",
-                unseen=unseen,
-            )
-        )
-        self._admitted, self._released, self._granted = [], [], []
-        tokens = iter(ints(result.tokens))
-        for (slot, count), accepted in zip(rows, ints(result.accepted), strict=True):
-            self.computed[slot] += accepted if most.get(slot) else count
-            self.tokens[slot].extend(next(tokens) for _ in range(accepted))
-        assert next(tokens, None) is None
-        return result
-
-    def pending(self, slot: int) -> int:
-        """Tokens of the slot that have not run."""
-        return len(self.tokens[slot]) - self.computed[slot]
-
-    def generate(self, slot: int, length: int) -> list[int]:
-        """Run one slot alone until it has ``length`` tokens in all."""
-        while len(self.tokens[slot]) < length:
-            assert not self.step([(slot, self.pending(slot))]).failed
-        return self.tokens[slot]
+from kernels.contract.config import RunnerConfig
+from kernels.core.layer_context import RowAdapters
+from kernels.execution.runner import ModelRunner
+from tests.kits.driver import (
+    COMMON,
+    EXPERTS,
+    FAMILIES,
+    SHARED,
+    SPARSE,
+    VOCAB,
+    Driver,
+)
 
 
 @pytest.fixture
 def drive() -> Callable[..., Driver]:
     """Load a model directory and drive it."""
 
-    def make(model_path: Path | str, seed: int = 0, **options: Any) -> Driver:
+    def make(model_path: Path | str, seed: int = 0, adapters: RowAdapters | None = None, **options: Any) -> Driver:
         options = {"dtype": "float32", "max_total_tokens": 4096, "max_slots": 17, "threads": 1} | options
-        runner = ModelRunner(RunnerConfig(model_path=str(model_path), **options))
+        runner = ModelRunner(RunnerConfig(model_path=str(model_path), **options), adapters=adapters)
         return Driver(runner, runner.load(), seed)
 
     return make
 
 
-COMMON = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
-
-EXPERTS = {"head_dim": 16, "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
-
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama2": ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": False}),
-    "llama3.1": ("Llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True, "head_dim": 16}),
-    "llama-biased": ("Llama", {"attention_bias": True, "mlp_bias": True}),
-    "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}),
-    "llama-yarn": ("Llama", {"rope_parameters": YARN_ROPE}),
-    "mistral": ("Mistral", {"sliding_window": 21, "head_dim": 16}),
-    "mistral-full": ("Mistral", {"sliding_window": None}),
-    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
-    "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 19, "max_window_layers": 1}),
-    "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
-}
-JOINED: dict[str, tuple[str, dict[str, Any]]] = {
-    "phi3": ("Phi3", {"sliding_window": 9, "num_attention_heads": 6, "pad_token_id": 0}),
-    "phi3-full": ("Phi3", {"sliding_window": None, "tie_word_embeddings": True, "pad_token_id": 0}),
-}
-"""Of which files of GGUF are read, and directories are not."""
-SHARED = EXPERTS | {"shared_expert_intermediate_size": 96}
-
-SPARSE: dict[str, tuple[str, dict[str, Any]]] = {  # with layers of experts
-    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 21}),
-    "qwen2-moe": ("Qwen2Moe", SHARED | {"decoder_sparse_step": 2}),
-    "qwen3-moe": ("Qwen3Moe", EXPERTS),
-    "qwen3-moe-one": ("Qwen3Moe", EXPERTS | {"num_experts": 1, "num_experts_per_tok": 1}),
-    "qwen3-moe-some": ("Qwen3Moe", EXPERTS | {"mlp_only_layers": [0], "norm_topk_prob": True}),
-    "qwen3-moe-step": ("Qwen3Moe", EXPERTS | {"decoder_sparse_step": 2, "tie_word_embeddings": True}),
-}
 DIVISIBLE: dict[str, tuple[str, dict[str, Any]]] = {  # by two; the first has one key head for both halves
     "parallel-llama": (
         "Llama",
@@ -214,7 +63,7 @@ class Reference:
         import torch
         import transformers
 
-        family, options = (FAMILIES | SPARSE | DIVISIBLE | JOINED)[name]
+        family, options = (FAMILIES | SPARSE | DIVISIBLE)[name]
         torch.manual_seed(sum(name.encode()))
         config = getattr(transformers, f"{family}Config")(**COMMON | options)
         model = getattr(transformers, f"{family}ForCausalLM")(config).eval()

@@ -17,9 +17,9 @@ import yaml
 
 from telemetry.dashboards import BOARDS, FOLDER, board_file, copy_files, stale_boards, write_boards
 from telemetry.dashboards.board import Board
-from telemetry.metric_names import METRICS
-from tests.telemetry.prometheus_server import MISSING, WHY, promtool
-from tests.waiting import PATIENCE
+from telemetry.metrics.names import METRICS
+from tests.kits.prometheus_server import MISSING, WHY, promtool
+from tests.kits.waiting import PATIENCE
 
 ROOT = FOLDER.parents[1]
 UNITS = {"short", "s", "percentunit", "bytes", "ops", "reqps", "si:tok/s", "si:pages/s"}
@@ -167,7 +167,7 @@ def test_prometheus_takes_the_configuration_and_the_rules() -> None:
     promtool("check", "rules", "--lint=all", "--lint-fatal", str(folder / "recording.yml"), str(folder / "alerts.yml"))
 
 
-def test_alerts_say_how_bad_it_is_and_what_to_do() -> None:
+def test_alerts_have_a_severity_and_a_remedy() -> None:
     for rule in rules():
         if "alert" in rule:
             assert rule["labels"]["severity"] in {"warning", "critical"}, rule["alert"]
@@ -179,7 +179,7 @@ def compose() -> dict[str, Any]:
     return dict(yaml.safe_load((FOLDER / "compose.yaml").read_text()))
 
 
-def test_compose_pins_images_mounts_files_that_exist_and_listens_on_this_machine_only() -> None:
+def test_compose_pins_images_mounts_existing_files_and_binds_loopback() -> None:
     told = compose()
     assert set(told["services"]) == {"prometheus", "grafana", "jaeger", "collector"}
     for name, service in told["services"].items():
@@ -230,7 +230,7 @@ def test_the_collector_takes_both_protocols_and_hands_traces_to_jaeger() -> None
     assert command == [f"--config={mounts['./collector.yaml']}"]
 
 
-def test_files_are_copied_out_whole_and_nobodys_changes_are_overwritten(tmp_path: Path) -> None:
+def test_files_are_copied_out_whole_and_no_changes_are_overwritten(tmp_path: Path) -> None:
     copied = copy_files(tmp_path / "new" / "place")
     names = {str(path.relative_to(tmp_path / "new" / "place")) for path in copied}
     assert {"compose.yaml", "collector.yaml", "prometheus/alerts.yml", "grafana/boards/overview.json"} <= names

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from telemetry.dashboards import FOLDER
-from tests.telemetry.prometheus_server import MISSING, WHY, promtool
+from tests.kits.prometheus_server import MISSING, WHY, promtool
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=WHY)
 

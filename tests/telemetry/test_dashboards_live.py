@@ -18,10 +18,10 @@ import pytest
 
 from telemetry.dashboards import BOARDS, board_file
 from telemetry.dashboards.board import Board
-from tests.app.real_server import RealServer, running
-from tests.telemetry.load import Load, under_load
-from tests.telemetry.prometheus_server import MISSING, WHY, Prometheus, prometheus, promtool
-from tests.waiting import PATIENCE, blocking_until
+from tests.kits.metric_load import Load, under_load
+from tests.kits.prometheus_server import MISSING, WHY, Prometheus, prometheus, promtool
+from tests.kits.real_server import RealServer, running
+from tests.kits.waiting import PATIENCE, blocking_until
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(bool(MISSING), reason=WHY)]
 
@@ -161,7 +161,7 @@ def test_variables_offer_what_is_there(stage: Stage) -> None:
     assert "worker-0" in stage.prometheus.label_values("troupe_actor_up", "actor")
 
 
-def test_every_rule_is_evaluated_and_the_restart_is_told(stage: Stage) -> None:
+def test_every_rule_is_evaluated_and_the_restart_is_reported(stage: Stage) -> None:
     rules = stage.prometheus.rules()
     assert [(rule["name"], rule["lastError"]) for rule in rules if rule["health"] != "ok"] == []
     assert len(rules) > 30
@@ -173,7 +173,7 @@ def test_every_rule_is_evaluated_and_the_restart_is_told(stage: Stage) -> None:
     assert firing == {f"worker-0 of {instance} was restarted" for instance in stage.instances}
 
 
-def test_the_exposition_is_as_prometheus_wants_it(stage: Stage) -> None:
+def test_the_exposition_is_valid_for_prometheus(stage: Stage) -> None:
     text = get(stage.server, "/metrics").text
     # Other engines' names have colons, which Prometheus keeps for recording rules.
     ours = [line for line in text.splitlines(keepends=True) if not re.search(r"\b(vllm|sglang):", line)]

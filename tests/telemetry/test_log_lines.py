@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from telemetry.log_lines import Event, JsonLines, TextLines, clip
+from telemetry.logs.lines import Event, JsonLines, TextLines, clip
 
 TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 NASTY = "a\nERROR forged\r\x1b[31mred\x9b2J\u2028next\u202egnissim\x00\ud800"
@@ -22,7 +22,7 @@ def record(message: object, *args: object, error: BaseException | None = None, *
     return made
 
 
-def test_a_line_of_text_tells_what_is_known_of_the_work() -> None:
+def test_a_line_of_text_reports_what_is_known_of_the_work() -> None:
     line = TextLines().format(record("slow by %d s", 3, traceparent=TRACE, request_id="req-1", actor="worker-0"))
     assert line.partition(" WARNING ")[2] == (
         "troupe.test: slow by 3 s request_id=req-1 actor=worker-0"
@@ -30,7 +30,7 @@ def test_a_line_of_text_tells_what_is_known_of_the_work() -> None:
     )
 
 
-def test_an_object_of_json_tells_the_same() -> None:
+def test_an_object_of_json_reports_the_same() -> None:
     told = json.loads(JsonLines().format(record("slow by %d s", 3, traceparent=TRACE, request_id="r", actor="w")))
     assert told["time"].endswith("Z")
     assert isinstance(told.pop("pid"), int)

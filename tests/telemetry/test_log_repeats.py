@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 
-from telemetry.log_repeats import Repeats
+from telemetry.logs.repeats import Repeats
 
 
 def record(level: int = logging.WARNING, line: int = 1, name: str = "troupe.test") -> logging.LogRecord:
@@ -61,7 +61,7 @@ def test_other_records_are_not_touched() -> None:
     assert repeats.due(math.inf) == []
 
 
-def test_memory_is_bounded_and_what_is_forgotten_is_told() -> None:
+def test_memory_is_bounded_and_what_is_forgotten_is_reported() -> None:
     repeats = Repeats(most=8, burst=10**9)
     for number in range(1000):
         repeats.admit(record(line=number), f"warning {number}", 0)

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from telemetry.log_lines import Event, JsonLines, LogContext, TextLines
-from telemetry.log_repeats import Repeats
-from telemetry.logs import LogOutput, install
+from telemetry.logs.lines import Event, JsonLines, LogContext, TextLines
+from telemetry.logs.output import LogOutput, install
+from telemetry.logs.repeats import Repeats
 
 SHORT = logging.Formatter("%(levelname)s %(name)s %(message)s")
 
@@ -69,7 +69,7 @@ def test_events_that_differ_in_a_field_are_no_repetition(logger: logging.Logger)
     ]
 
 
-def test_who_logs_does_not_wait_for_a_slow_reader(logger: logging.Logger) -> None:
+def test_logging_does_not_wait_for_a_slow_reader(logger: logging.Logger) -> None:
     stream = Clogged()
     output = LogOutput(stream, SHORT, most_waiting=1000)
     logger.addHandler(output)
@@ -90,7 +90,7 @@ def test_who_logs_does_not_wait_for_a_slow_reader(logger: logging.Logger) -> Non
     assert len(lines) == 1000 - output.dropped + 3
 
 
-def test_counts_are_told_when_their_window_is_over(logger: logging.Logger) -> None:
+def test_counts_are_reported_when_their_window_is_over(logger: logging.Logger) -> None:
     told = threading.Event()
 
     class Stream(io.StringIO):

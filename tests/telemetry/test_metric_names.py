@@ -6,9 +6,9 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 
-from telemetry.metric_options import MetricOptions
-from telemetry.metrics import EngineMetrics
-from telemetry.step_metrics import StepShape
+from telemetry.metrics.engine import EngineMetrics
+from telemetry.metrics.options import MetricOptions
+from telemetry.metrics.steps import StepShape
 from telemetry.timeline import Outcome, Timelines
 
 READINGS = {

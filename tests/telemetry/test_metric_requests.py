@@ -7,15 +7,15 @@ import logging
 import pytest
 from prometheus_client import CollectorRegistry
 
-from telemetry.gc_watch import GcWatch
-from telemetry.metric_options import MetricOptions, token_buckets
-from telemetry.metrics import EngineMetrics
-from telemetry.request_file import RequestFile
-from telemetry.request_metrics import RequestMetrics
-from telemetry.request_times import RequestTimes, request_times
-from telemetry.step_log import StepLog
-from telemetry.step_metrics import StepMetrics, StepShape
-from telemetry.tally import Tally
+from telemetry.logs.gc_watch import GcWatch
+from telemetry.logs.request_file import RequestFile
+from telemetry.logs.request_times import RequestTimes, request_times
+from telemetry.logs.step_log import StepLog
+from telemetry.metrics.engine import EngineMetrics
+from telemetry.metrics.options import MetricOptions, token_buckets
+from telemetry.metrics.requests import RequestMetrics
+from telemetry.metrics.steps import StepMetrics, StepShape
+from telemetry.metrics.tally import Tally
 from telemetry.timeline import Outcome, RequestTimeline, Timelines
 
 CHAT = ("chat", "troupe", "box")
@@ -138,7 +138,7 @@ def test_the_gap_is_that_of_the_choice_whose_worker_died() -> None:
     assert (metrics.stream_gap.count, round(metrics.stream_gap.total, 6)) == (1, 2.0)
 
 
-def test_what_others_measure_is_told_by_its_quantity() -> None:
+def test_what_others_measure_is_reported_by_its_quantity() -> None:
     metrics = RequestMetrics("box")
     told = {name: Tally((1.0,)) for name in ("duration", "inference", "choices", "longest", "max_tokens", "per_token")}
     for name, tally in told.items():
@@ -271,7 +271,7 @@ async def test_each_request_is_a_json_line_of_its_hour(tmp_path) -> None:
     assert record["queue"] == pytest.approx(0.2)
 
 
-def test_a_directory_that_cannot_be_written_is_said_once(tmp_path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_directory_that_cannot_be_written_is_logged_once(tmp_path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "taken").write_text("a file")
     file = RequestFile(str(tmp_path / "taken"))
     for _ in range(2):

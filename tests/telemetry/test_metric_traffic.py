@@ -6,9 +6,9 @@ import time
 import pytest
 
 from actors.runtime import Actor, ActorSystem, AskTimeout, EventKind, Message, RequestError, handles
-from telemetry.bounded import Bounded
-from telemetry.loop_lag import LoopLag
-from telemetry.traffic import Traffic
+from telemetry.metrics.bounded import Bounded
+from telemetry.metrics.loop_lag import LoopLag
+from telemetry.metrics.traffic import Traffic
 
 
 class CountedProtocol: ...

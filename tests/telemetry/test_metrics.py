@@ -4,11 +4,11 @@ import prometheus_client
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from telemetry.metric_names import METRICS
-from telemetry.metric_options import MetricOptions
-from telemetry.metrics import EngineMetrics
-from telemetry.step_metrics import StepMetrics, StepShape
-from telemetry.tally import Tally
+from telemetry.metrics.engine import EngineMetrics
+from telemetry.metrics.names import METRICS
+from telemetry.metrics.options import MetricOptions
+from telemetry.metrics.steps import StepMetrics, StepShape
+from telemetry.metrics.tally import Tally
 
 
 def samples(registry: CollectorRegistry) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -54,7 +54,7 @@ def test_what_the_server_counts_is_exposed() -> None:
     assert found["troupe_unknown_fields_total", (("field", "colour"),)] == 1
 
 
-def test_without_metrics_the_registry_stays_empty_and_nobody_listens() -> None:
+def test_without_metrics_the_registry_stays_empty_and_nothing_listens() -> None:
     from telemetry.timeline import Outcome, Timelines
 
     registry, timelines = CollectorRegistry(), Timelines()
@@ -92,7 +92,7 @@ def answered(steps: StepMetrics, shape: StepShape, now: float, *, generated: int
     steps.answered(shape, now, generated=generated, graph_rows=graph_rows, queued=0.002, prepare=0.001, run=0.01)
 
 
-def test_the_time_between_two_steps_is_that_between_the_tokens_of_each_decode() -> None:
+def test_inter_token_latency_is_the_time_between_two_steps() -> None:
     steps, latency = StepMetrics(), Tally((0.02, 0.1))
     steps.inter_token.append(latency)
     answered(steps, StepShape(0.0, decodes=0, prefills=3, prefill_tokens=48), 0.5, generated=3)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from telemetry.request_log import RequestLog
+from telemetry.logs.request_log import RequestLog
 from telemetry.timeline import Content, Outcome, RequestTimeline, Timelines
 
 PROMPT = "the prompt is private"
@@ -70,7 +70,7 @@ def told(caplog: pytest.LogCaptureFixture) -> Told:
     return tell
 
 
-def test_level_0_tells_ids_counts_and_times(told: Told) -> None:
+def test_level_0_reports_ids_counts_and_times(told: Told) -> None:
     fields = told(0, label="client-7")
     assert fields.pop("duration_s") >= 0
     assert fields == {
@@ -98,7 +98,7 @@ def test_level_1_adds_the_sampling_parameters(told: Told) -> None:
 
 
 @pytest.mark.parametrize("level", [0, 1])
-def test_below_level_2_no_text_is_kept_or_told(told: Told, level: int) -> None:
+def test_below_level_2_no_text_is_kept_or_logged(told: Told, level: int) -> None:
     quoting = Outcome(error_type="InvalidRequest", message=f"what is {PROMPT!r}?")
     text = json.dumps(told(level)) + json.dumps(told(level, outcome=quoting))
     assert PROMPT not in text
@@ -118,13 +118,13 @@ def test_level_2_adds_part_of_the_texts_and_level_3_all(told: Told) -> None:
     assert told(3, answer=long)["output"][0] == long + " "
 
 
-def test_a_conversation_and_ids_are_told_as_json(told: Told) -> None:
+def test_a_conversation_and_ids_are_logged_as_json(told: Told) -> None:
     chat = {"messages": [{"role": "user", "content": PROMPT}]}
     assert json.loads(told(3, prompt=chat)["input"]) == chat
     assert told(3, prompt=[1, 2, 3])["input"] == "[1,2,3]"
 
 
-def test_errors_are_told_by_type_and_own_words_in_full(told: Told) -> None:
+def test_errors_are_reported_by_type_and_own_words_in_full(told: Told) -> None:
     invalid = Outcome(error_type="InvalidRequest", message="max_tokens: must be at least 1")
     assert told(1, outcome=invalid)["error_type"] == "InvalidRequest"
     assert "error_message" not in told(1, outcome=invalid)
@@ -146,7 +146,7 @@ def test_as_text_it_is_one_line_whatever_the_client_chose(caplog: pytest.LogCapt
     assert ' input="line\\nline\\u001b" ' in text
 
 
-def test_nothing_is_done_when_nobody_listens(caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_done_when_nothing_listens(caplog: pytest.LogCaptureFixture) -> None:
     timelines = Timelines()
     timelines.listen(RequestLog(level=3))
     with caplog.at_level(logging.WARNING, logger="troupe.requests"):

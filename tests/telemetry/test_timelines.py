@@ -13,9 +13,9 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from actors.engine import Engine
+from actors.engine.engine import Engine
 from actors.faults import Fault, FaultPlan
-from actors.requests import (
+from actors.protocol.requests import (
     Chat,
     InvalidRequest,
     QueueFull,
@@ -24,11 +24,11 @@ from actors.requests import (
     RequestTimeout,
     SamplingParams,
 )
+from actors.requests.streams import RequestStream
 from actors.runtime import Event, EventKind
-from actors.streams import RequestStream
 from telemetry.timeline import Hop, Outcome, RequestTimeline, Timelines
-from tests import engines
-from tests.waiting import until
+from tests.kits import engines
+from tests.kits.waiting import until
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
@@ -121,7 +121,7 @@ async def test_a_request_passes_every_hop_in_order(engine: Engine) -> None:
     assert 1 <= int(str(stream.attributes["deltas"])) <= 12
 
 
-async def test_the_cache_hop_tells_what_was_found(engine: Engine) -> None:
+async def test_the_cache_hop_reports_what_was_found(engine: Engine) -> None:
     prompt = list(range(5, 60))
     await read_out(engine.generate(prompt, GREEDY))
     timeline = await record(engine, engine.generate(prompt, GREEDY))
@@ -157,7 +157,7 @@ async def test_a_choice_that_a_string_stops_ends_its_hops(engine: Engine) -> Non
     assert decode.attributes["tokens"] == timeline.output_tokens < 400
 
 
-async def test_a_preempted_request_tells_of_each_stay(tiny_model: Path) -> None:
+async def test_a_preempted_request_reports_each_stay(tiny_model: Path) -> None:
     async with small_engine(tiny_model, max_total_tokens=320, schedule_conservativeness=0) as engine:
         streams = [
             engine.generate([5 + number] * 40, msgspec.structs.replace(LONG, max_tokens=200)) for number in (0, 1)
@@ -201,7 +201,7 @@ async def test_a_killed_worker_is_seen_in_what_it_ran(tiny_model: Path) -> None:
     assert timeline.outcome.error_type == ""
 
 
-async def test_a_request_that_is_set_apart_says_so(tiny_model: Path) -> None:
+async def test_a_request_that_is_set_apart_reports_it(tiny_model: Path) -> None:
     with FaultPlan() as plan:
         async with small_engine(tiny_model, faults=plan) as engine:
             stream = engine.generate([5] * 40, LONG)
@@ -224,8 +224,7 @@ async def test_a_new_scheduler_queues_what_ran(engine: Engine) -> None:
     reader = asyncio.create_task(read_out(stream))
     await until(lambda: hops(timeline, "decode"), "no decode")
     assert engine._system is not None
-    assert engine._company is not None
-    engine._system.crash_actor(engine._company.scheduler, RuntimeError("injected"))
+    engine._system.crash_actor("scheduler", RuntimeError("injected"))
     await reader
     check_whole(timeline)
     assert marks(timeline) == ["first_token", "resumed"]
@@ -263,7 +262,7 @@ async def test_aborted_abandoned_and_overdue_requests_end_as_such(engine: Engine
     assert timeline.outcome.error_type == "RequestTimeout"
 
 
-async def test_refused_requests_have_a_timeline_that_ends_at_the_door(engine: Engine) -> None:
+async def test_refused_requests_have_a_timeline_that_ends_at_admission(engine: Engine) -> None:
     with pytest.raises(InvalidRequest):
         engine.generate([5], SamplingParams(temperature=-1))
     timeline = engine.timelines.recent[-1]

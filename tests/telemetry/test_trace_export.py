@@ -18,17 +18,17 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, Sp
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import get_current_span
 
-from actors.arguments import ArgumentError, Arguments
-from actors.engine import Engine
-from actors.requests import SamplingParams
+from actors.engine.engine import Engine
+from actors.engine.traces import check_tracing, start_tracing
+from actors.options import ArgumentError, Arguments
+from actors.protocol.requests import SamplingParams
 from actors.runtime import current_traceparent
-from actors.traces import check_tracing, start_tracing
 from telemetry.timeline import Outcome, RequestTimeline, Timelines
-from telemetry.trace_export import TraceExport, TraceOptions, make_exporter
-from telemetry.tracing import Tracing
-from telemetry.worker_spans import STEP_ROW, TracedRow, forward_spans
-from tests import engines
-from tests.waiting import PATIENCE
+from telemetry.traces.export import TraceExport, TraceOptions, make_exporter
+from telemetry.traces.tracing import Tracing
+from telemetry.traces.worker_spans import STEP_ROW, TracedRow, forward_spans
+from tests.kits import engines
+from tests.kits.waiting import PATIENCE
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -84,7 +84,7 @@ async def test_a_close_does_not_wait_for_a_collector_that_hangs() -> None:
 async def test_a_collector_that_is_not_there_costs_the_spans_only(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("telemetry.tracing._CLOSE_TIMEOUT", 0.2)
+    monkeypatch.setattr("telemetry.traces.tracing._CLOSE_TIMEOUT", 0.2)
     engine = small_engine(tiny_model, enable_trace=True, oltp_traces_endpoint="http://127.0.0.1:9/v1/traces")
     async with engine:
         for _ in range(2):
@@ -114,14 +114,14 @@ async def test_a_ratio_decides_for_traces_that_begin_here() -> None:
         assert len(spans) == expected
 
 
-async def test_arguments_say_where_spans_go_and_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_arguments_set_the_endpoint_and_the_sample_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str | None, str | None]] = []
 
     def make(endpoint: str | None, protocol: str | None) -> SpanExporter:
         asked.append((endpoint, protocol))
         return InMemorySpanExporter()
 
-    monkeypatch.setattr("telemetry.trace_export.make_exporter", make)
+    monkeypatch.setattr("telemetry.traces.export.make_exporter", make)
     for ratio in (0.0, 1.0):
         told = Arguments(
             model_path="m",
@@ -141,7 +141,7 @@ async def test_arguments_say_where_spans_go_and_how_many(monkeypatch: pytest.Mon
     assert asked == [("collector:4318", "grpc")] * 2
 
 
-async def test_handlers_are_traced_whatever_else_the_flags_of_a_sampled_trace_say() -> None:
+async def test_handlers_are_traced_whatever_other_trace_flags_are_set() -> None:
     """As providers of new versions set them: 02 says that the trace's id is random."""
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
@@ -151,7 +151,7 @@ async def test_handlers_are_traced_whatever_else_the_flags_of_a_sampled_trace_sa
     assert [span.name for span in exporter.get_finished_spans()] == ["cache M01", "cache M03"]
 
 
-async def test_what_the_environment_says_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_environment_variables_are_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
@@ -184,7 +184,7 @@ async def test_what_the_environment_says_is_respected(monkeypatch: pytest.Monkey
         ("a:1", None, {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, "http", "http://a:1/v1/traces"),
     ],
 )
-async def test_the_endpoint_says_how_to_send(
+async def test_the_endpoint_selects_the_protocol(
     monkeypatch: pytest.MonkeyPatch,
     endpoint: str | None,
     protocol: str | None,
@@ -304,7 +304,7 @@ async def test_without_a_span_of_its_own_a_service_may_name_the_parent(
     assert f"{request.parent.span_id:016x}" == CALLER.split("-")[2]
 
 
-async def test_an_exchange_is_below_the_span_of_a_service_around_it_else_below_the_clients() -> None:
+async def test_an_exchange_is_a_child_of_the_embedding_service_or_the_client() -> None:
     exporter = InMemorySpanExporter()
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
@@ -341,7 +341,7 @@ async def test_traces_that_cannot_be_are_refused_at_the_start(monkeypatch: pytes
     for endpoint in ("collector :4317", "collector:99999", "collector:x", "http://[", "ftp://a:1", "http://"):
         with pytest.raises(ArgumentError, match="is no endpoint of a collector; give HOST:PORT"):
             Engine(model="m", enable_trace=True, oltp_traces_endpoint=endpoint)
-    monkeypatch.setattr("telemetry.trace_export.is_installed", lambda: False)
+    monkeypatch.setattr("telemetry.traces.export.is_installed", lambda: False)
     with pytest.raises(ArgumentError, match=r"troupe-llm\[otlp\]"):
         Engine(model="m", enable_trace=True)
     check_tracing(Arguments(model_path="m"), None)
@@ -349,7 +349,7 @@ async def test_traces_that_cannot_be_are_refused_at_the_start(monkeypatch: pytes
 
 async def test_without_traces_nothing_of_opentelemetry_s_sdk_is_imported() -> None:
     wanted = "[name for name in ('grpc', 'opentelemetry.sdk') if name in sys.modules]"
-    code = f"import sys, actors.engine, app.application; print({wanted})"
+    code = f"import sys, actors.engine.engine, app.server.application; print({wanted})"
     done = await asyncio.to_thread(
         subprocess.run, [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2]
     )
@@ -373,7 +373,7 @@ async def test_an_ignored_traceparent_is_linked_and_decides_nothing(ratio: float
     assert links == [int(CALLER.split("-")[2], 16)] * (2 if ratio else 0)
 
 
-async def test_the_argument_says_whose_traceparent_decides(tiny_model: Path) -> None:
+async def test_the_argument_selects_whose_traceparent_decides(tiny_model: Path) -> None:
     for ignored, ending in ((False, "-01"), (True, "-00")):
         given = Arguments(
             model_path=str(tiny_model), enable_trace=True, trace_sample_ratio=0.0, ignore_client_traceparent=ignored

@@ -20,13 +20,13 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from actors.arguments import Arguments
-from actors.engine import Engine
-from actors.requests import SamplingParams
-from app.application import Troupe, create_app
-from tests.engines import rest
-from tests.telemetry.otlp_receiver import Collector, Received, grpc_collector, http_collector
-from tests.waiting import PATIENCE, until
+from actors.engine.engine import Engine
+from actors.options import Arguments
+from actors.protocol.requests import SamplingParams
+from app.server.application import Troupe, create_app
+from tests.kits.engines import rest
+from tests.kits.otlp_receiver import Collector, Received, grpc_collector, http_collector
+from tests.kits.waiting import PATIENCE, until
 
 CHAT = {"messages": [{"role": "user", "content": "one two three four " * 12}], "temperature": 0, "ignore_eos": True}
 TRACE = "0af7651916cd43dd8448eb211c80319c"

@@ -1,6 +1,6 @@
-"""The drafts of the model in the box, for speculative decoding, and the scripts that made them.
+"""The drafts of the model in the box, for speculative decoding. Their trainers are in tests/understudy/drafts.
 
-Importing this package costs nothing: it names files and imports neither torch nor transformers.
+Importing this package names files and imports neither torch nor transformers.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the boards show, one board a file."""
+"""The boards, one file each."""
 
 from telemetry.dashboards.boards.actors import ACTORS
 from telemetry.dashboards.boards.cache import CACHE

@@ -1,4 +1,4 @@
-"""The actors: what waits in their mailboxes, what their messages cost, who was restarted and how the requests fared."""
+"""Actors: mailboxes, cost of messages, restarts, and their effect on requests."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _STATE = Row(
         ),
         TimeSeries(
             "Age of the heartbeat",
-            "Of a child process: seconds since its last word. Of an actor in the loop: age of the message in hand.",
+            "Child process: seconds since its last heartbeat. Actor in the loop: age of the message in work.",
             (Query(f"max by (actor) (troupe_heartbeat_age_seconds{{@, {_CHOSEN}}})", "{{actor}}"),),
             unit="s",
             height=7,
@@ -71,7 +71,7 @@ _MAILBOXES = Row(
         ),
         TimeSeries(
             "Wait by actor, p99",
-            "How long messages wait in each mailbox. The actor on top is the one that holds the others up.",
+            "How long messages wait in each mailbox. The actor on top delays the others.",
             (Query(quantile(0.99, _WAIT, "actor", _CHOSEN), "{{actor}}"),),
             unit="s",
         ),
@@ -90,7 +90,7 @@ _HANDLERS = Row(
         TimeSeries(
             "Time at work by actor",
             "Seconds per second that each actor spends in handlers. At 100 % it takes one message after the other. A "
-            "worker's steps last until their answer and overlap.",
+            "worker's steps last until their result and overlap.",
             (Query(rate(f"{_HANDLING}_sum", "actor", _CHOSEN), "{{actor}}"),),
             unit="percentunit",
         ),
@@ -134,7 +134,7 @@ _FAULTS = Row(
     (
         TimeSeries(
             "Restarts",
-            "Actors started again, since the point before.",
+            "Actors restarted since the previous point.",
             (
                 Query(
                     events("troupe_restarts_total", "instance, actor", "troupe_actor_up"), "{{actor}} of {{instance}}"
@@ -146,7 +146,7 @@ _FAULTS = Row(
         ),
         TimeSeries(
             "Messages in trouble",
-            "Since the point before: answered with an error; without an answer in time; that nobody could receive.",
+            "Since the previous point: answered with an error; without a reply in time; undeliverable.",
             (
                 Query(f"sum({events('troupe_handler_errors_total')})", "error"),
                 Query(f"sum({events('troupe_ask_timeouts_total')})", "timeout"),
@@ -158,7 +158,7 @@ _FAULTS = Row(
         ),
         TimeSeries(
             "Requests after a death",
-            "Sequences that went on, and requests set apart because their worker kept dying of them.",
+            "Sequences resumed, and requests set apart because they killed their worker repeatedly.",
             (
                 Query(f"sum({events('troupe_requests_resumed_total')})", "resumed"),
                 Query(f"sum({events('troupe_requests_set_apart_total')})", "set apart"),
@@ -183,7 +183,7 @@ _FAULTS = Row(
         ),
         TimeSeries(
             "Mean time to recover",
-            "From an actor's death to its next life, of all restarts so far. A worker loads its model again.",
+            "From an actor's death to its restart, mean of all restarts so far. A worker loads its model again.",
             (
                 Query(
                     "sum by (actor) (troupe_recovery_seconds_sum{@})"
@@ -197,7 +197,7 @@ _FAULTS = Row(
         ),
         TimeSeries(
             "Mean pause of a stream",
-            "From a worker's death to the next token of a sequence it ran, of all deaths so far.",
+            "From a worker's death to the next token of a sequence it ran, mean of all deaths so far.",
             (
                 Query(
                     "sum by (instance) (troupe_stream_gap_seconds_sum{@})"
@@ -217,7 +217,7 @@ _LOOP = Row(
     (
         TimeSeries(
             "Event loop lag",
-            "How late the event loop wakes a sleeper: something held it for that long.",
+            "Delay of the event loop: something blocked it for that long.",
             quantiles("troupe_loop_lag_seconds"),
             unit="s",
         ),
@@ -262,7 +262,7 @@ _TELEMETRY = Row(
     (
         TimeSeries(
             "Spans",
-            "Spans of traces per second. Dropped ones: the collector does not answer, or takes less than comes; lower "
+            "Spans of traces per second. Dropped: the collector does not answer or is too slow; lower "
             "--trace-sample-ratio. Without --enable-trace there are none.",
             (
                 Query(f"{rate(_SPANS, where=_EXPORTED)} or 0 * sum(troupe_ready{{@}})", "exported"),
@@ -289,7 +289,7 @@ _TELEMETRY = Row(
 ACTORS = Board(
     "troupe-actors",
     "Troupe: actors",
-    "What waits in the actors' mailboxes, what messages cost, who was restarted and how the requests fared.",
+    "Mailboxes, cost of messages, restarts, and their effect on requests.",
     (_STATE, _MAILBOXES, _HANDLERS, _FAULTS, _LOOP, _TELEMETRY),
     (Variable("actor", "Actor", 'label_values(troupe_actor_up{instance=~"$instance"}, actor)'),),
 )

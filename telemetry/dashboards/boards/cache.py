@@ -1,4 +1,4 @@
-"""The key-value cache: who holds its pages, what the prefix cache spares, and what happens when it is short."""
+"""The key-value cache: its pages, hits of the prefix cache, and shortages."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _NOW = Row(
         ),
         Stat(
             "Preemptions now",
-            "Sequences per second that gave their pages back and are computed again: lost work.",
+            "Sequences per second that released their pages and are recomputed: lost work.",
             (Query(rate("troupe_preemptions_total")),),
             unit="ops",
             width=4,
@@ -62,7 +62,7 @@ _NOW = Row(
         ),
         Stat(
             "Evictions now",
-            "Pages per second whose prefix made room. Many, with many hits before: a larger cache would pay.",
+            "Evicted pages per second. Many, with many hits before: a larger cache helps.",
             (Query(rate("troupe_cache_evicted_pages_total")),),
             unit="si:pages/s",
             width=4,
@@ -76,7 +76,7 @@ _PAGES = Row(
     (
         TimeSeries(
             "Pages",
-            "used: held by running sequences; evictable: prefixes nobody uses now, free for the asking; free: empty.",
+            "used: held by running sequences; evictable: cached prefixes not in use; free: empty.",
             (
                 Query("sum(troupe_cache_pages_used{@})", "used"),
                 Query("sum(troupe_cache_pages_evictable{@})", "evictable"),
@@ -119,14 +119,14 @@ _PREFIXES = Row(
         ),
         TimeSeries(
             "Hit ratio by server",
-            "Share of prompt tokens that each server found. Uneven ones: let the router keep prefixes together.",
+            "Share of prompt tokens that each server found. If uneven, let the router keep prefixes together.",
             (Query(_hit_ratio("instance"), "{{instance}}"),),
             unit="percentunit",
             maximum=1,
         ),
         TimeSeries(
             "Input tokens of ended requests",
-            "What clients were told in their usage: cached ones and the rest.",
+            "As reported in usage: cached tokens and the rest.",
             (
                 Query(rate("troupe_cached_tokens_total"), "cached"),
                 Query(f"{rate(_TOKENS, where=_INPUT)} - {rate('troupe_cached_tokens_total')}", "computed"),
@@ -143,7 +143,7 @@ _PRESSURE = Row(
     (
         TimeSeries(
             "Preemptions",
-            "Sequences that gave their pages back since the point before. Lower --max-running-requests or add memory.",
+            "Sequences that released their pages since the previous point. Lower --max-running-requests or add memory.",
             (Query(events("troupe_preemptions_total"), "{{instance}}"),),
             bars=True,
             decimals=0,
@@ -151,13 +151,13 @@ _PRESSURE = Row(
         ),
         TimeSeries(
             "Evicted pages",
-            "Pages per second whose prefix made room for another.",
+            "Evicted pages per second.",
             (Query(rate("troupe_cache_evicted_pages_total", "instance"), "{{instance}}"),),
             unit="si:pages/s",
         ),
         TimeSeries(
             "Prompt tokens that wait or run",
-            "waiting: in the queues; admitted: of all requests in the house; against the tokens that the caches hold.",
+            "waiting: in the queues; admitted: of all admitted requests; against the tokens that the caches hold.",
             (
                 Query("sum(troupe_waiting_tokens{@})", "waiting"),
                 Query("sum(troupe_admitted_tokens{@})", "admitted"),
@@ -195,6 +195,6 @@ _LENGTHS = Row(
 CACHE = Board(
     "troupe-cache",
     "Troupe: cache",
-    "The key-value cache: who holds its pages, what the prefix cache spares, and what happens when it is short.",
+    "The key-value cache: its pages, hits of the prefix cache, and shortages.",
     (_NOW, _PAGES, _PREFIXES, _PRESSURE, _LENGTHS),
 )

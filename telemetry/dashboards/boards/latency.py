@@ -1,4 +1,4 @@
-"""How long requests take, where their time goes, and the steps behind it."""
+"""Latencies of requests, their parts, and the steps behind them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CLIENTS = Row(
         ),
         TimeSeries(
             "Time between tokens",
-            "Between two tokens of a sequence, each gap counted: this is what makes a stream stutter.",
+            "Between two tokens of a sequence, each gap counted.",
             quantiles(_ITL),
             unit="s",
         ),
@@ -79,7 +79,7 @@ _STAGES = Row(
         ),
         TimeSeries(
             "Tokenize",
-            "Rendering the chat template and encoding, the wait for a tokenizer included.",
+            "Rendering the chat template and encoding, including the wait for a tokenizer.",
             quantiles("troupe_request_tokenize_seconds"),
             unit="s",
         ),
@@ -98,7 +98,7 @@ _STEPS = Row(
     (
         TimeSeries(
             "Duration of a step",
-            "From sending a step to a worker to its answer. Two may be under way, so this holds waiting for the other.",
+            "From sending a step to its result. Two may be in flight, so this includes waiting for the other.",
             quantiles("troupe_step_seconds"),
             unit="s",
         ),
@@ -121,7 +121,7 @@ _STEPS = Row(
         ),
         TimeSeries(
             "Steps",
-            "Steps answered per second.",
+            "Steps per second.",
             (Query(rate("troupe_steps_total", "instance"), "{{instance}}"),),
             unit="ops",
         ),
@@ -146,19 +146,19 @@ _GUESSES = Row(
     (
         TimeSeries(
             "Acceptance length",
-            "Tokens that a sequence gets of a step that verified guesses: 1 and those that were right.",
+            "Tokens that a sequence gets from a step with draft tokens: 1 + the accepted ones.",
             (Query(f"1 + {rate(_ACCEPTED, 'algorithm')} / ({rate(_DRAFTS, 'algorithm')} > 0)", "{{algorithm}}"),),
         ),
         TimeSeries(
             "Acceptance rate",
-            "Share of the verified guesses that were right.",
+            "Share of the verified draft tokens that were accepted.",
             (Query(f"{rate(_ACCEPTED, 'algorithm')} / ({rate(_DRAFTED, 'algorithm')} > 0)", "{{algorithm}}"),),
             unit="percentunit",
             maximum=1,
         ),
         TimeSeries(
             "Acceptance by position",
-            "Share of the drafts whose guess at this place was right. Guesses far out that never are cost and bring "
+            "Share of the drafts whose token at this position was accepted. Late positions that never are bring "
             "nothing: draft fewer steps.",
             (
                 Query(
@@ -178,7 +178,7 @@ _COMPARED = Row(
     (
         TimeSeries(
             "First token by server, p95",
-            "The time to the first token of each server. One above the others has a problem of its own.",
+            "The time to the first token of each server. A server above the others has its own problem.",
             (Query(quantile(0.95, _TTFT, "instance"), "{{instance}}"),),
             unit="s",
         ),
@@ -190,7 +190,7 @@ _COMPARED = Row(
         ),
         TimeSeries(
             "Queue by server, p95",
-            "The wait of each server's queue. Uneven ones say that the load is badly spread.",
+            "The wait of each server's queue. If uneven, the load is badly distributed.",
             (Query(quantile(0.95, "troupe_request_queue_seconds", "instance"), "{{instance}}"),),
             unit="s",
         ),
@@ -219,6 +219,6 @@ _COMPARED = Row(
 LATENCY = Board(
     "troupe-latency",
     "Troupe: latency",
-    "How long requests take, where their time goes, and the steps behind it.",
+    "Latencies of requests, their parts, and the steps behind them.",
     (_CLIENTS, _STAGES, _STEPS, _GUESSES, _COMPARED),
 )

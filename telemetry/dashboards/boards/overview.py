@@ -1,4 +1,4 @@
-"""The first board to look at: is everything well, how much is served, how fast, and what goes wrong."""
+"""The first board: state, throughput, latency and errors."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ _NOW = Row(
         ),
         Stat(
             "Failed requests",
-            "Share of ended requests that ended with an error. Hang-ups and refusals do not count.",
+            "Share of ended requests that ended with an error. Disconnects and refusals do not count.",
             (
                 Query(
                     f"({rate('troupe_requests_total', where=_FAILED)} or vector(0))"
@@ -100,8 +100,8 @@ _TRAFFIC = Row(
     (
         TimeSeries(
             "Requests by how they ended",
-            "stop: the model was done; length: a limit of tokens was reached; abort: the client left or asked for it; "
-            "rejected: refused at the door; error: everything else.",
+            "stop: the model was done; length: a limit of tokens was reached; abort: disconnected or aborted; "
+            "rejected: refused at admission; error: everything else.",
             (Query(rate("troupe_requests_total", "finish_reason"), "{{finish_reason}}"),),
             unit="reqps",
             stack=True,
@@ -110,7 +110,7 @@ _TRAFFIC = Row(
         TimeSeries(
             "Tokens",
             "What the devices work on: prompt tokens computed (cached ones are not), tokens generated, and prompt "
-            "tokens that the prefix cache spared.",
+            "tokens found in the prefix cache.",
             (
                 Query(rate("troupe_step_tokens_total", where='mode="prefill"'), "prefill"),
                 Query(rate("troupe_generated_tokens_total"), "generated"),
@@ -120,7 +120,7 @@ _TRAFFIC = Row(
         ),
         TimeSeries(
             "HTTP answers by status",
-            "All endpoints but the probes. A stream that fails after its first token has status 200: see Trouble.",
+            "All endpoints except the probes. A stream that fails after its first token has status 200: see Trouble.",
             (Query(rate("troupe_http_requests_total", "status", _NO_PROBES), "{{status}}"),),
             unit="reqps",
             stack=True,
@@ -165,8 +165,8 @@ _TROUBLE = Row(
     (
         TimeSeries(
             "Requests in trouble",
-            "Since the point before: refused at the door (429); failed after the first token; clients that hung up; "
-            "preempted for want of pages; set apart because their worker kept dying of them.",
+            "Since the previous point: refused at admission (429); failed after the first token; disconnected; "
+            "preempted for lack of pages; set apart because they killed their worker repeatedly.",
             (
                 Query(f"sum({events('troupe_admission_rejections_total')})", "refused"),
                 Query(f"sum({events('troupe_stream_errors_total')})", "stream broken"),
@@ -181,7 +181,7 @@ _TROUBLE = Row(
         ),
         TimeSeries(
             "Restarts",
-            "Actors that were started again since the point before. A worker's streams pause and go on.",
+            "Actors restarted since the previous point. A worker's streams pause and continue.",
             (
                 Query(
                     events("troupe_restarts_total", "instance, actor", "troupe_actor_up"), "{{actor}} of {{instance}}"
@@ -193,14 +193,14 @@ _TROUBLE = Row(
         ),
         TimeSeries(
             "Age of the oldest step",
-            "How long a device owes an answer. Past 60 s /health fails.",
+            "How long a step waits for its result. Past 60 s /health fails.",
             (Query("max by (instance) (troupe_step_age_seconds{@})", "{{instance}}"),),
             unit="s",
             thresholds=((60, RED),),
         ),
         Table(
             "Alerts",
-            "The alerts that fire now, by the rules in alerts.yml; Prometheus says what to do about each.",
+            "The alerts that fire now, by the rules in alerts.yml; Prometheus has the remedy for each.",
             (Query('max by (instance, alertname, severity, actor) (ALERTS{@, alertstate="firing"})'),),
             columns=(("firing", "short"),),
             hidden=("firing",),
@@ -257,7 +257,7 @@ _SERVERS = Row(
         ),
         TimeSeries(
             "Event loop lag, p99",
-            "How late the server's event loop wakes a sleeper. Past some ten milliseconds every stream is late.",
+            "Delay of the server's event loop. Beyond some ten milliseconds every stream is late.",
             (Query(quantile(0.99, "troupe_loop_lag_seconds", "instance"), "{{instance}}"),),
             unit="s",
             thresholds=((0.25, RED),),
@@ -268,6 +268,6 @@ _SERVERS = Row(
 OVERVIEW = Board(
     "troupe-overview",
     "Troupe: overview",
-    "Is everything well, how much is served, how fast, and what goes wrong.",
+    "State, throughput, latency and errors.",
     (_NOW, _TRAFFIC, _LOAD, _TROUBLE, _SERVERS),
 )

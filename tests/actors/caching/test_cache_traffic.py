@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from actors.caching import PrefixCache
 from actors.protocol import CacheTurn, Commit, Grow, OpenSequence, PeekPrefixes
+from kernels.contract.caches import CacheGroup, GroupPages, Paged, State, Window
 
 PAGE = 2
 TOTAL = 12
@@ -27,9 +28,11 @@ class Holder:
 
 
 class CacheTraffic(RuleBasedStateMachine):
+    groups = ()
+
     def __init__(self):
         super().__init__()
-        self.cache = PrefixCache(TOTAL + 1, PAGE)
+        self.cache = PrefixCache(TOTAL + 1, PAGE, bounded=self.groups)
         self.holders = {}
         self.contents = {}  # page -> (salt, tokens up to its end)
         self.available = TOTAL
@@ -93,7 +96,7 @@ class CacheTraffic(RuleBasedStateMachine):
 
     @rule()
     def reset(self):
-        self.cache.reset(TOTAL + 1, PAGE)
+        self.cache.reset(TOTAL + 1, PAGE, self.groups)
         self.holders.clear()
         self.contents.clear()
         self.available = TOTAL
@@ -114,7 +117,19 @@ class CacheTraffic(RuleBasedStateMachine):
         assert self.cache.usage().used == 0
         assert self.cache.flush()
         assert self.cache.usage().free == TOTAL
+        assert all(group.free == group.total for group in self.cache.usage().bounded)
+
+
+class BoundedCacheTraffic(CacheTraffic):
+    """The same beside a window and a state, with pages for all that many holders can hold."""
+
+    groups = (
+        GroupPages(CacheGroup(Window(Paged(1, 1, 1), 3), (0,)), 400, PAGE),
+        GroupPages(CacheGroup(State(((1,),)), (1,)), 400, 2 * PAGE),
+    )
 
 
 TestCacheTraffic = CacheTraffic.TestCase
 TestCacheTraffic.settings = settings(deadline=None, max_examples=60, stateful_step_count=30)
+TestBoundedCacheTraffic = BoundedCacheTraffic.TestCase
+TestBoundedCacheTraffic.settings = settings(deadline=None, max_examples=60, stateful_step_count=30)

@@ -39,7 +39,7 @@ def test_only_the_owner_gives_a_page_away():
 
 
 @pytest.mark.parametrize("page", [0, -1, 99])
-def test_a_page_that_does_not_exist_belongs_to_nobody(page):
+def test_a_page_that_does_not_exist_belongs_to_no_sequence(page):
     with pytest.raises(CacheCorrupted):
         PagePool(4).release([page], 1)
 

@@ -109,7 +109,7 @@ def test_off_means_nothing_is_shared_or_kept():
     assert cache.flush()
 
 
-def test_flush_waits_for_those_who_hold():
+def test_flush_waits_for_open_sequences():
     cache = PrefixCache(9, 4)
     run(cache, 1, range(8))
     assert not cache.flush()
@@ -134,7 +134,7 @@ def test_opening_twice_is_refused():
         cache.open(OpenSequence(sequence=1, tokens=pack([1])))
 
 
-def test_who_is_not_open_gets_nothing():
+def test_a_sequence_that_is_not_open_gets_nothing():
     cache = PrefixCache(9, 4)
     for message in (CacheTurn(closes=(3,)), CacheTurn(grows=(Grow(3, 1),)), CacheTurn(commits=(Commit(3, b"", 0),))):
         with pytest.raises(ValueError, match="sequence 3 is not open"):

@@ -134,7 +134,7 @@ def test_a_parent_goes_after_its_children():
     assert (tree.size, tree.evictable) == (0, 0)
 
 
-def test_a_leaf_that_has_become_a_parent_is_not_evicted_before_its_children():
+def test_a_leaf_that_became_a_parent_is_evicted_after_its_children():
     tree = RadixTree(2)
     leave(tree, "ab", [1, 2])
     holder, _ = tree.acquire(b"", tokens("a"), 1)  # b stays behind as a leaf that may go

@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from runtime_child_actors import ChildProtocol, Settings
 
 from actors.runtime import ActorRef, ActorSystem, Backoff, Supervision
-from tests.waiting import until
+from tests.kits.waiting import until
 
 QUICK = Supervision(max_restarts=5, within=60.0, backoff=Backoff(first=0.01, jitter=0.0))
 TARGET = "runtime_child_actors:ChildActor"

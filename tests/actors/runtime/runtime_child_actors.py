@@ -26,7 +26,7 @@ from actors.runtime import (
     handles,
     handles_in_thread,
 )
-from tests.waiting import until
+from tests.kits.waiting import until
 
 
 class ChildProtocol: ...

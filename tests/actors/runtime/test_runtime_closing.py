@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from runtime_child_actors import Block, ChildActor, ChildProtocol, Hold, Multiply, Settings
 
 from actors.runtime import ActorDied, ActorRef, ActorSystem, Backoff, Supervision
-from tests.waiting import until
+from tests.kits.waiting import until
 
 TARGET = "runtime_child_actors:ChildActor"
 

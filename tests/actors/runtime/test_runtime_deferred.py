@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from actors.runtime import Actor, ActorDied, ActorSystem, Deferred, Message, RequestError, handles
-from tests.waiting import until
+from tests.kits.waiting import until
 
 
 class Desk:
@@ -41,7 +41,7 @@ class Clerk(Actor[Desk]):
             future.set_result(message.number * 2)
 
 
-async def test_answers_come_in_the_order_of_their_fulfilment_and_others_are_handled_meanwhile() -> None:
+async def test_deferred_replies_come_in_order_of_completion() -> None:
     async with ActorSystem() as system:
         ref = await system.spawn(Clerk, name="clerk")
         first = asyncio.create_task(ref.ask(Promise(number=1), timeout=60))

@@ -23,7 +23,7 @@ async def test_a_group_is_stopped_in_reverse_order_and_started_in_order() -> Non
         await spawn(kit, stage, "x")
         stage.log.clear()
         refs[1].offer(Crash())
-        await kit.settle()
+        await kit.run_until_idle()
         assert stage.log == ["-c0", "-a0"]
         await kit.advance(1.0)
         assert stage.log == ["-c0", "-a0", "+a1", "+b1", "+c1"]

@@ -1,8 +1,8 @@
 """In which order a mailbox gives out what it holds."""
 
 from actors.runtime import Message
-from actors.runtime.mailbox import Mailbox
-from actors.runtime.message import Envelope, Lane
+from actors.runtime.core.mailbox import Mailbox
+from actors.runtime.core.message import Envelope, Lane
 
 
 class AnyProtocol: ...

@@ -35,7 +35,7 @@ from tests.actors.runtime.desk import (
 )
 
 
-async def test_ask_answers_with_the_reply_and_request_errors_leave_the_actor_alive() -> None:
+async def test_ask_returns_the_reply_and_request_errors_keep_the_actor_alive() -> None:
     async with TestKit() as kit:
         ref, _ = await desk(kit)
         assert await ref.ask(Work("a"), timeout=1) == "A"
@@ -50,13 +50,13 @@ async def test_awaiting_in_a_handler_does_not_admit_the_next_message() -> None:
         ref, actor = await desk(kit)
         actor.gate.clear()
         asks = [asyncio.create_task(ref.ask(Work(name), timeout=5)) for name in "ab"]
-        await kit.settle()
+        await kit.run_until_idle()
         await ref.tell(Note("n"))
-        await kit.settle()
+        await kit.run_until_idle()
         assert actor.log == ["begin a"]
         actor.gate.set()
         assert await asyncio.gather(*asks) == ["A", "B"]
-        await kit.settle()
+        await kit.run_until_idle()
         assert actor.log == ["begin a", "end a", "begin b", "end b", "n"]
 
 
@@ -65,7 +65,7 @@ async def test_control_overtakes_data_even_when_the_data_lane_is_full() -> None:
         ref, actor = await desk(kit, capacity=2)
         actor.gate.clear()
         ask = asyncio.create_task(ref.ask(Work("a"), timeout=5))
-        await kit.settle()
+        await kit.run_until_idle()
         ref.offer(Note("1"))
         ref.offer(Note("2"))
         with pytest.raises(MailboxFull):
@@ -73,24 +73,24 @@ async def test_control_overtakes_data_even_when_the_data_lane_is_full() -> None:
         ref.offer(Urgent("stop"))
         actor.gate.set()
         await ask
-        await kit.settle()
+        await kit.run_until_idle()
         assert actor.log == ["begin a", "end a", "stop", "1", "2"]
 
 
-async def test_tells_wait_for_room_in_their_order_and_a_cancelled_one_is_left_out() -> None:
+async def test_tells_wait_in_order_and_a_cancelled_one_is_skipped() -> None:
     async with TestKit() as kit:
         ref, actor = await desk(kit, capacity=1)
         actor.gate.clear()
         ask = asyncio.create_task(ref.ask(Work("a"), timeout=5))
-        await kit.settle()
+        await kit.run_until_idle()
         tells = [asyncio.create_task(ref.tell(Note(name))) for name in "1234"]
-        await kit.settle()
+        await kit.run_until_idle()
         assert [tell.done() for tell in tells] == [True, False, False, False]
         tells[2].cancel()
-        await kit.settle()
+        await kit.run_until_idle()
         actor.gate.set()
         await ask
-        await kit.settle()
+        await kit.run_until_idle()
         assert actor.log == ["begin a", "end a", "1", "2", "4"]
         kit.assert_quiet()
 
@@ -109,7 +109,7 @@ async def test_ask_times_out_by_the_clock_and_its_late_reply_is_dropped() -> Non
         with pytest.raises(AskTimeout):
             await queued
         actor.gate.set()
-        await kit.settle()
+        await kit.run_until_idle()
         assert actor.log == ["begin slow", "end slow"], "an ask that timed out in the mailbox is not handled"
         assert kit.system.late_replies == 1
         assert kit.system.events.ask_timeouts == 2
@@ -121,10 +121,10 @@ async def test_a_cancelled_asker_leaves_the_actor_at_work() -> None:
         ref, actor = await desk(kit)
         actor.gate.clear()
         first, second = (asyncio.create_task(ref.ask(Work(name), timeout=5)) for name in "ab")
-        await kit.settle()
+        await kit.run_until_idle()
         first.cancel()
         second.cancel()
-        await kit.settle()
+        await kit.run_until_idle()
         actor.gate.set()
         assert await ref.ask(Work("c"), timeout=1) == "C"
         assert actor.log == ["begin a", "end a", "begin c", "end c"]
@@ -140,7 +140,7 @@ async def test_a_cancelled_handler_does_not_stop_the_loop(by_task: bool) -> None
         task = ref._cell.task
         assert task is not None
         task.cancel()  # while it waits for messages
-        await kit.settle()
+        await kit.run_until_idle()
         assert await ref.ask(Work("and on"), timeout=1) == "AND ON"
         assert kit.system.describe()[0].incarnation == 0
 
@@ -150,7 +150,7 @@ async def test_spurious_wakeups_are_harmless() -> None:
         ref, actor = await desk(kit)
         for _ in range(5):
             ref._cell.mailbox.wake()
-            await kit.settle()
+            await kit.run_until_idle()
         assert await ref.ask(Work("a"), timeout=1) == "A"
         assert actor.log == ["begin a", "end a"]
 
@@ -165,12 +165,12 @@ async def test_an_unknown_message_is_refused_at_the_sender() -> None:
             ref.offer(Unhandled())
 
 
-async def test_expired_tells_are_dropped_unhandled_wherever_they_wait() -> None:
+async def test_expired_tells_are_dropped_wherever_they_wait() -> None:
     async with TestKit() as kit:
         ref, actor = await desk(kit, capacity=1)
         actor.gate.clear()
         ask = asyncio.create_task(ref.ask(Work("a"), timeout=50))
-        await kit.settle()
+        await kit.run_until_idle()
         now = kit.clock.monotonic()
         await ref.tell(Note("in the lane"), deadline=now + 1)
         waiting = asyncio.create_task(ref.tell(Note("in the line"), deadline=now + 2))
@@ -178,7 +178,7 @@ async def test_expired_tells_are_dropped_unhandled_wherever_they_wait() -> None:
         assert waiting.done()
         actor.gate.set()
         await ask
-        await kit.settle()
+        await kit.run_until_idle()
         assert actor.log == ["begin a", "end a"]
         assert [letter.reason for letter in kit.events if letter.message == "Note"] == ["expired", "expired"]
         assert kit.system.events.dead_letters == 2
@@ -189,11 +189,11 @@ async def test_a_stopped_actor_answers_everyone() -> None:
         ref, actor = await desk(kit, capacity=1, stop_timeout=3.0)
         actor.gate.clear()
         in_hand = asyncio.create_task(ref.ask(Work("a"), timeout=50))
-        await kit.settle()
+        await kit.run_until_idle()
         await ref.tell(Note("queued"))
         waiting = asyncio.create_task(ref.tell(Note("waiting")))
         never_started = asyncio.create_task(ref.ask(Work("b"), timeout=50))
-        await kit.settle()
+        await kit.run_until_idle()
         stop = asyncio.create_task(kit.system.stop_actor(ref))
         await kit.advance(2.9)
         assert not stop.done()
@@ -297,7 +297,7 @@ async def test_describe_names_the_message_in_hand_and_its_age() -> None:
         ref, actor = await desk(kit)
         actor.gate.clear()
         asks = [asyncio.create_task(ref.ask(Work(name), timeout=50)) for name in "ab"]
-        await kit.settle()
+        await kit.run_until_idle()
         await ref.tell(Urgent("u"))
         await kit.advance(3.0)
         (status,) = kit.system.describe()

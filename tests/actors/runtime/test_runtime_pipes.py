@@ -68,18 +68,18 @@ async def test_pipe_brings_answers_and_errors_through_the_mailbox() -> None:
         log: list[str] = []
         client = await kit.system.spawn(lambda: Client(ref, log), name="client", capacity=1)
         await client.tell(Begin("a"))
-        await kit.settle()
+        await kit.run_until_idle()
         assert log == ["A"]
         actor.gate.clear()
         await client.tell(Begin("b", timeout=1.0))
         await kit.advance(1.0)
         assert log == ["A", "AskTimeout"]
         actor.gate.set()
-        await kit.settle()
+        await kit.run_until_idle()
         assert kit.system.late_replies == 1
         await kit.system.stop_actor(ref)
         await client.tell(Begin("c"))
-        await kit.settle()
+        await kit.run_until_idle()
         assert log == ["A", "AskTimeout", "ActorDied"]
 
 
@@ -90,13 +90,13 @@ async def test_a_pipe_of_an_earlier_incarnation_is_dropped() -> None:
         client = await kit.system.spawn(lambda: Client(ref, log), name="client")
         actor.gate.clear()
         await client.tell(Begin("old"))
-        await kit.settle()
+        await kit.run_until_idle()
         await client.tell(Begin("crash"))
         await kit.advance(1.0)
         assert kit.system.describe()[1].incarnation == 1
         await client.tell(Begin("new"))
         actor.gate.set()
-        await kit.settle()
+        await kit.run_until_idle()
         assert log == ["NEW"]
 
 
@@ -107,10 +107,10 @@ async def test_a_reply_is_accepted_when_the_mailbox_is_full() -> None:
         client = await kit.system.spawn(lambda: Client(ref, log), name="client", capacity=1)
         actor.gate.clear()
         await client.tell(Begin("a"))
-        await kit.settle()
+        await kit.run_until_idle()
         await client.tell(Begin("b"))
         actor.gate.set()
-        await kit.settle()
+        await kit.run_until_idle()
         assert log == ["A", "B"]
 
 
@@ -125,7 +125,7 @@ async def test_death_watch_fires_once_also_for_the_already_dead() -> None:
         assert logs[0] == []
         await kit.system.stop_actor(ref)
         await kit.system.spawn(lambda: Client(ref, logs[1], watching=True), name="after")
-        await kit.settle()
+        await kit.run_until_idle()
         assert logs == [["desk ended"], ["desk ended"]]
 
 
@@ -137,5 +137,5 @@ async def test_a_watch_ends_with_its_incarnation() -> None:
         await client.tell(Begin("crash"))
         await kit.advance(1.0)
         await kit.system.stop_actor(ref)
-        await kit.settle()
+        await kit.run_until_idle()
         assert log == ["desk ended"]

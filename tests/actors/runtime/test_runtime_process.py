@@ -48,10 +48,10 @@ from actors.runtime import (
     UnknownMessage,
     current_traceparent,
 )
-from actors.runtime.frames import Kind, frame
-from actors.runtime.link import Link
+from actors.runtime.process.frames import Kind, frame
+from actors.runtime.process.link import Link
 from tests.actors.runtime.children import in_hand, spawn
-from tests.waiting import PATIENCE, until
+from tests.kits.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs a socket pair and signals")
 
@@ -101,7 +101,7 @@ async def test_several_incarnations_keep_their_number(system: ActorSystem) -> No
         (Exit(signal=signal.SIGKILL), "killed by SIGKILL", -9),
         (Exit(code=0), "exited with code 0", 0),
         (Raise(), "ValueError: the device is on fire", 1),
-        (Garbage(b"\xff" * 100), "cannot be understood", None),
+        (Garbage(b"\xff" * 100), "invalid frame", None),
         (Garbage(b"\x0a\x00\x00\x00\xee" + b"\x00" * 20), "unknown kind", None),
     ],
 )
@@ -141,14 +141,14 @@ DEEP = b"\x91" * 20_000 + b"\xc0"
 )
 async def test_a_hostile_frame_of_a_child_ends_that_child_alone(system: ActorSystem, sent: bytes) -> None:
     ref, other = await spawn(system), await spawn(system, name="other")
-    with pytest.raises(ActorDied, match="cannot be understood"):
+    with pytest.raises(ActorDied, match="invalid frame"):
         await ref.ask(Garbage(sent), timeout=PATIENCE)
     assert await other.ask(Multiply(2), timeout=PATIENCE) == 2
     assert await ref.ask(Multiply(2), timeout=PATIENCE) == 2
     assert [status.incarnation for status in system.describe()] == [1, 0]
 
 
-async def test_replies_that_nobody_asked_for_are_counted(system: ActorSystem) -> None:
+async def test_replies_without_an_ask_are_counted(system: ActorSystem) -> None:
     ref = await spawn(system)
     await ref.tell(Garbage(frame(Kind.REPLY, 2**64 - 1, b"\xc1") * 2000))
     assert await ref.ask(Multiply(2), timeout=PATIENCE) == 2
@@ -221,7 +221,7 @@ async def test_the_window_bounds_what_is_under_way_and_the_mailbox_the_rest(
     assert await ref.ask(Counted(), timeout=PATIENCE) == ["0", "1", "2", "3", "4", "5"]
 
 
-async def test_told_messages_that_were_not_begun_survive_a_death(system: ActorSystem) -> None:
+async def test_unhandled_messages_survive_a_death(system: ActorSystem) -> None:
     ref = await spawn(system)
     sleeping = asyncio.create_task(ref.ask(Sleep(600), timeout=600))
     await in_hand(system, "Sleep")
@@ -350,7 +350,7 @@ async def test_a_record_larger_than_any_frame_breaks_no_link(
     assert len(line) < 50_000
 
 
-async def test_a_death_tells_its_first_cause(system: ActorSystem) -> None:
+async def test_a_death_reports_its_first_cause(system: ActorSystem) -> None:
     ref = await spawn(system)
     with pytest.raises(ActorDied) as caught:
         await ref.ask(Chain(), timeout=PATIENCE)
@@ -408,7 +408,7 @@ async def test_what_a_slow_peer_has_read_is_no_backlog() -> None:
     peer.close()
 
 
-async def test_a_link_that_was_lost_in_waiting_tells_its_new_owner() -> None:
+async def test_a_link_that_was_lost_in_waiting_notifies_its_new_owner() -> None:
     ours, theirs = socket.socketpair()
     lost: list[str] = []
     link = Link(asyncio.get_running_loop(), ours, lambda *frame: None, lambda error: lost.append("old"))

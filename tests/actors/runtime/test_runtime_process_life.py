@@ -30,14 +30,14 @@ from actors.runtime import (
     Strategy,
     Supervision,
 )
-from actors.runtime.process import ProcessIncarnation
+from actors.runtime.process.incarnation import ProcessIncarnation
 from tests.actors.runtime.children import TARGET, in_hand, spawn
-from tests.waiting import PATIENCE, until
+from tests.kits.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs a socket pair and signals")
 
 
-async def test_a_failing_start_is_told_to_the_spawner(system: ActorSystem) -> None:
+async def test_a_failing_start_is_reported_to_the_spawner(system: ActorSystem) -> None:
     with pytest.raises(ChildCrash, match="no device found"):
         await spawn(system, Settings(fail_start=True))
     with pytest.raises(ChildCrash, match="No module named 'no_such_module'"):
@@ -71,7 +71,7 @@ async def test_an_orderly_stop_runs_stopping_and_reaps(system: ActorSystem, capl
 async def test_a_stopped_child_runs_exit_functions_and_waits_for_no_thread(
     system: ActorSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actors.runtime.process._KILL_AFTER", PATIENCE)
+    monkeypatch.setattr("actors.runtime.process.incarnation._KILL_AFTER", PATIENCE)
     ref = await spawn(system, stop_timeout=PATIENCE)
     await ref.ask(Bequeath(str(tmp_path / "told")), timeout=PATIENCE)
     life = ref._cell.incarnation

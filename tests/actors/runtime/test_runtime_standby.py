@@ -13,9 +13,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from runtime_child_actors import ChildProtocol, Inspect, Prepared, Settings
 
-from actors.runtime import ActorRef, ActorSystem, Backoff, Supervision, child_process
-from actors.runtime.child_process import Standby
-from tests.waiting import until
+from actors.runtime import ActorRef, ActorSystem, Backoff, Supervision
+from actors.runtime.process import child_process
+from actors.runtime.process.child_process import Standby
+from tests.kits.waiting import until
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs a socket pair and signals")
 
@@ -64,7 +65,7 @@ async def test_a_child_prepares_before_its_turn_and_lives_after_it(system: Actor
     assert await ref.ask(Prepared(), timeout=60.0) == "prepared before started"
 
 
-async def test_a_dead_standby_is_replaced_and_harms_nobody(system: ActorSystem) -> None:
+async def test_a_dead_standby_is_replaced_and_harms_no_request(system: ActorSystem) -> None:
     ref = await spawn(system)
     first = await living_pid(ref)
     await until(lambda: standby_of(ref).pid is not None)
@@ -113,7 +114,7 @@ async def test_without_it_no_second_child_is_started(system: ActorSystem) -> Non
 async def test_a_frozen_standby_is_replaced_when_its_turn_comes(
     system: ActorSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actors.runtime.process._STANDBY_PATIENCE", 0.2)
+    monkeypatch.setattr("actors.runtime.process.incarnation._STANDBY_PATIENCE", 0.2)
     ref = await spawn(system)
     first = await living_pid(ref)
     await until(lambda: standby_of(ref).pid is not None)

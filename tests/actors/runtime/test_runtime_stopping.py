@@ -25,7 +25,7 @@ async def test_spawn_that_is_cancelled_leaves_no_actor() -> None:
         stage = Stage()
         stage.slow_start["w"] = 1e9
         spawning = asyncio.create_task(spawn(kit, stage, stop_timeout=1.0))
-        await kit.settle()
+        await kit.run_until_idle()
         assert kit.system.describe()[0].state == "starting"
         spawning.cancel()
         await kit.advance(1.0)
@@ -38,9 +38,9 @@ async def test_stop_during_backoff_ends_it() -> None:
         stage = Stage()
         ref = await spawn(kit, stage)
         ref.offer(Crash())
-        await kit.settle()
+        await kit.run_until_idle()
         waiting = asyncio.create_task(ref.ask(Life(), timeout=60))
-        await kit.settle()
+        await kit.run_until_idle()
         await kit.system.stop_actor(ref)
         with pytest.raises(ActorDied):
             await waiting
@@ -64,7 +64,7 @@ async def test_an_actor_may_stop_itself() -> None:
         stage = Stage()
         ref = await spawn(kit, stage)
         await ref.ask(Leave(), timeout=1)
-        await kit.settle()
+        await kit.run_until_idle()
         assert not ref.is_alive()
         assert stage.log == ["+w0", "-w0"]
 
@@ -74,7 +74,7 @@ async def test_actors_stop_in_reverse_order_and_a_hanging_one_is_cancelled() -> 
     async with TestKit() as kit:
         refs = [await spawn(kit, stage, name, stop_timeout=2.0) for name in "abc"]
         held = asyncio.create_task(refs[1].ask(Hold(), timeout=60))
-        await kit.settle()
+        await kit.run_until_idle()
         before = kit.clock.monotonic()
     assert stage.log == ["+a0", "+b0", "+c0", "-c0", "-a0"]
     assert kit.clock.monotonic() - before == pytest.approx(2.0)
@@ -94,12 +94,12 @@ async def test_two_systems_share_a_loop_and_names() -> None:
             await two.spawn(stage.worker, name="w")
 
 
-async def test_what_started_has_begun_stopping_ends_even_if_no_message_came_between() -> None:
+async def test_an_actor_stopped_right_after_its_start_ends() -> None:
     async with TestKit() as kit:
         stage = Stage()
         stage.slow_start["w"] = 1.0
         ref = await spawn(kit, stage, wait=False)
-        await kit.settle()
+        await kit.run_until_idle()
         stop = asyncio.create_task(kit.system.stop_actor(ref))
         await kit.advance(1.0)
         await stop

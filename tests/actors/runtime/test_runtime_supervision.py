@@ -39,7 +39,7 @@ async def test_a_crash_fails_the_ask_in_hand_and_keeps_the_mailbox() -> None:
         crash = asyncio.create_task(ref.ask(Crash(), timeout=9))
         await asyncio.sleep(0)
         waiting = asyncio.create_task(ref.ask(Life(), timeout=9))
-        await kit.settle()
+        await kit.run_until_idle()
         with pytest.raises(ActorDied, match="ValueError: boom") as died:
             await crash
         assert isinstance(died.value.cause, ValueError)
@@ -55,15 +55,15 @@ async def test_the_stash_while_restarting_is_bounded() -> None:
     async with TestKit() as kit:
         ref = await spawn(kit, Stage(), capacity=2)
         ref.offer(Crash())
-        await kit.settle()
+        await kit.run_until_idle()
         tells = [asyncio.create_task(ref.tell(Refuse())) for _ in range(4)]
-        await kit.settle()
+        await kit.run_until_idle()
         assert [tell.done() for tell in tells] == [True, True, False, False]
         await kit.advance(1.0)
         assert all(tell.done() for tell in tells)
 
 
-async def test_a_told_message_is_redelivered_once_and_then_is_poison() -> None:
+async def test_a_message_by_tell_is_redelivered_once_and_then_is_poison() -> None:
     async with TestKit() as kit:
         stage = Stage()
         ref = await spawn(kit, stage)
@@ -72,7 +72,7 @@ async def test_a_told_message_is_redelivered_once_and_then_is_poison() -> None:
         assert stage.kept == {1: 2}
         assert kit.of(EventKind.DEAD_LETTER) == []
         await ref.tell(Keep(crashes=2))
-        await kit.settle()
+        await kit.run_until_idle()
         later = asyncio.create_task(ref.ask(Life(), timeout=60))
         await kit.advance(20.0)
         assert stage.kept == {1: 2, 2: 2}
@@ -104,7 +104,7 @@ async def test_backoff_grows_and_past_the_intensity_the_system_fails() -> None:
             assert kit.system.describe()[0].state == "running"
         assert not kit.system.failed.is_set()
         ref.offer(Crash())
-        await kit.settle()
+        await kit.run_until_idle()
         assert kit.system.failed.is_set()
         assert isinstance(await kit.system.failed, ValueError)
         await kit.advance(10.0)
@@ -135,7 +135,7 @@ async def test_escalate_stops_the_system_at_the_first_crash() -> None:
         ref = await spawn(kit, Stage(), supervision=Supervision(Strategy.ESCALATE))
         with pytest.raises(ActorDied):
             await ref.ask(Crash(), timeout=1)
-        await kit.settle()
+        await kit.run_until_idle()
         assert kit.system.failed.actor == "w"
         assert kit.system.describe() == []
 
@@ -153,7 +153,7 @@ async def test_a_failing_first_start_is_the_spawners_affair() -> None:
         assert await ref.ask(Life(), timeout=1) == 0
 
 
-async def test_a_first_start_that_nobody_waits_for_is_the_supervisors() -> None:
+async def test_a_first_start_that_nothing_awaits_is_the_supervisors() -> None:
     async with TestKit() as kit:
         stage = Stage()
         stage.fail_starts["w"] = 2
@@ -198,7 +198,7 @@ async def test_crash_actor_from_outside_frees_a_hanging_actor() -> None:
     async with TestKit() as kit:
         ref = await spawn(kit, Stage())
         held = asyncio.create_task(ref.ask(Hold(), timeout=60))
-        await kit.settle()
+        await kit.run_until_idle()
         kit.system.crash_actor(ref, TimeoutError("hangs"))
         with pytest.raises(ActorDied, match="hangs"):
             await held
@@ -206,7 +206,7 @@ async def test_crash_actor_from_outside_frees_a_hanging_actor() -> None:
         assert await ref.ask(Life(), timeout=1) == 1
 
 
-async def test_a_failing_event_callback_disturbs_nobody(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failing_event_callback_disturbs_no_actor(caplog: pytest.LogCaptureFixture) -> None:
     async with TestKit() as kit:
         kit.system.on_event(lambda event: 1 / 0)  # type: ignore[arg-type, return-value]
         ref = await spawn(kit, Stage())

@@ -30,7 +30,7 @@ async def interleaving(seed: int) -> list[str]:
         for text in "123":
             for ref in refs:
                 ref.offer(Say(text))
-        await kit.settle()
+        await kit.run_until_idle()
         kit.assert_quiet()
     return order
 
@@ -44,7 +44,7 @@ async def test_a_seed_decides_the_interleaving() -> None:
             assert [entry[1] for entry in order if entry[0] == name] == ["1", "2", "3"], "each mailbox keeps its order"
 
 
-async def test_a_probe_records_and_answers_as_told() -> None:
+async def test_a_probe_records_and_answers_as_configured() -> None:
     async with TestKit() as kit:
         ref, probe = await kit.probe(Ask, Say)
         probe.answer(Ask, lambda message: message.value + 1)
@@ -55,7 +55,7 @@ async def test_a_probe_records_and_answers_as_told() -> None:
         with pytest.raises(RequestError, match="no"):
             await ref.ask(Ask(3), timeout=1)
         await ref.tell(Say("x"))
-        await kit.settle()
+        await kit.run_until_idle()
         assert probe.received == [Ask(1), Ask(2), Ask(3), Say("x")]
 
 
@@ -70,14 +70,14 @@ async def test_assert_quiet_fails_on_waiting_lost_and_crashed_messages() -> None
 
         probe.answer(Say, wait)
         await ref.tell(Say("held"))
-        await kit.settle()
+        await kit.run_until_idle()
         with pytest.raises(AssertionError, match="still handles Say"):
             kit.assert_quiet()
         await ref.tell(Say("queued"))
         with pytest.raises(AssertionError, match="messages wait"):
             kit.assert_quiet()
         held.set()
-        await kit.settle()
+        await kit.run_until_idle()
         kit.assert_quiet()
         probe.answer(Ask, ValueError("crash"))
         with pytest.raises(ActorDied):

@@ -22,9 +22,9 @@ from actors.runtime import (
     Supervision,
     handles_in_thread,
 )
-from actors.runtime.actor import handlers_of
-from actors.runtime.message import current_traceparent
-from tests.waiting import until
+from actors.runtime.core.actor import handlers_of
+from actors.runtime.core.message import current_traceparent
+from tests.kits.waiting import until
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs a socket pair")
 
@@ -83,7 +83,7 @@ async def test_a_request_error_is_the_askers_and_anything_else_a_death(system: A
         assert system.describe()[0].incarnation == number
 
 
-async def test_an_answer_that_comes_first_waits_for_nothing_and_what_follows_it_is_the_threads(
+async def test_an_early_reply_does_not_wait_for_the_thread(
     system: ActorSystem, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     ref = await spawn(system, stop_timeout=60.0)
@@ -155,7 +155,7 @@ def test_its_handlers_are_plain_methods_that_take_the_time_of_sending() -> None:
     def short(self: Actor[ChildProtocol], message: Work) -> str:
         return ""
 
-    for actor, method, words in ((Awaits, awaits, "plain method"), (Short, short, "when that was sent")):
+    for actor, method, words in ((Awaits, awaits, "plain method"), (Short, short, "send time")):
         actor._handlers, actor.work = None, handles_in_thread(method)
         with pytest.raises(TypeError, match=words):
             handlers_of(actor)

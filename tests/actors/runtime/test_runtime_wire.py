@@ -10,9 +10,9 @@ import sys
 import msgspec
 import pytest
 
-from actors.runtime.errors import AskTimeout, RequestError
-from actors.runtime.frames import BrokenLink, Frames, frame
-from actors.runtime.wire import (
+from actors.runtime.core.errors import AskTimeout, RequestError
+from actors.runtime.process.frames import BrokenLink, Frames, frame
+from actors.runtime.process.wire import (
     import_name,
     log_line,
     name_of,
@@ -22,8 +22,8 @@ from actors.runtime.wire import (
     unpack_header,
     write_record,
 )
-from telemetry.log_lines import JsonLines
-from telemetry.logs import LogOutput
+from telemetry.logs.lines import JsonLines
+from telemetry.logs.output import LogOutput
 
 LIMIT = 1 << 20
 BUFFER = 256 << 10  # of Frames
@@ -91,7 +91,7 @@ def test_a_small_frame_at_the_end_of_the_buffer_leaves_it_as_large() -> None:
     assert len(frames._view) == BUFFER
 
 
-def test_nothing_is_told_after_a_no_and_the_rest_is_not_read_twice() -> None:
+def test_nothing_is_sent_after_a_refusal_and_the_rest_is_not_read_twice() -> None:
     source, frames, told = Parts(), Frames(LIMIT), []
     source.data = b"".join(frame(1, number) for number in range(3))
     assert frames.receive(source)  # type: ignore[arg-type]
@@ -104,11 +104,11 @@ def test_a_length_that_makes_no_sense_breaks_the_link(length: int) -> None:
     source, frames = Parts(), Frames(LIMIT)
     source.data = length.to_bytes(4, "little") + bytes(9)
     assert frames.receive(source)  # type: ignore[arg-type]
-    with pytest.raises(BrokenLink, match=f"a frame of {length} bytes came, the limit is {LIMIT}"):
+    with pytest.raises(BrokenLink, match=f"a frame of {length} bytes exceeds the limit of {LIMIT}"):
         frames.take(lambda *_: True)
 
 
-def test_the_end_of_the_stream_is_told() -> None:
+def test_the_end_of_the_stream_is_reported() -> None:
     here, there = socket.socketpair()
     with here:
         there.close()
@@ -132,7 +132,7 @@ def test_headers_go_there_and_back(time: float | None, trace: str | None, arrive
     assert unpack_header(memoryview(pack_header(time, trace) + b"rest")) == (time, arrives, b"rest")
 
 
-def test_a_header_that_is_cut_off_is_told() -> None:
+def test_a_header_that_is_cut_off_is_reported() -> None:
     with pytest.raises(ValueError, match="too short"):
         unpack_header(memoryview(pack_header(None, None)[:-1]))
 
@@ -173,7 +173,7 @@ def test_what_msgpack_cannot_carry_of_an_error_becomes_text() -> None:
     assert str(unpack_error(memoryview(pack_error(ValueError("half \ud800"))))) == "ValueError: half \\ud800"
 
 
-def test_errors_that_hold_themselves_or_have_no_text_are_told() -> None:
+def test_errors_that_hold_themselves_or_have_no_text_are_reported() -> None:
     class Speechless:
         def __str__(self) -> str:
             raise LookupError
@@ -184,7 +184,7 @@ def test_errors_that_hold_themselves_or_have_no_text_are_told() -> None:
     assert found.args == ("[[...]]", "Speechless (its text fails: LookupError)")
 
 
-def test_an_error_that_is_not_known_here_is_told_in_words() -> None:
+def test_an_error_that_is_not_known_here_is_described_in_words() -> None:
     found = unpack_error(memoryview(pack_error(Outer.Inner("why"))))
     assert (type(found), str(found)) == (RequestError, "Inner: why")
 

@@ -6,7 +6,7 @@ from actors.caching import PrefixCache
 from actors.protocol import SequenceSpec
 from actors.scheduling import Planner, PlannerConfig
 from actors.scheduling.testing import SimulatedRunner, drive, model_info, next_token
-from kernels.step import SlotSampling
+from kernels.contract.step import SlotSampling
 
 VOCAB = 1000
 
@@ -115,3 +115,32 @@ class Stage:
         ended = [emission.ended for emission in self.told.get(number, ()) if emission.ended is not None]
         assert len(ended) <= 1
         return ended[0] if ended else None
+
+
+class DraftingStage(Stage):
+    """A stage whose worker accepts ``accepts`` of the draft tokens that it may."""
+
+    def __init__(self, *, nodes=4, depth=3, accepts=lambda most: most, seconds=None, together=0, apart=False, **config):
+        self.nodes, self.depth, self.accepts, self.seconds, self.together = nodes, depth, accepts, seconds, together
+        self.apart = apart
+        super().__init__(**config)
+
+    def lose_worker(self):
+        self.info = model_info(
+            num_pages=self.info.num_pages,
+            page_size=self.info.page_size,
+            context_length=self.info.context_length,
+            vocab_size=VOCAB,
+            speculative_nodes=self.nodes,
+            speculative_depth=self.depth,
+            speculative_tokens=self.together,
+            speculative_apart=self.apart,
+        )
+        super().lose_worker()
+        self.runner = SimulatedRunner(
+            self.info,
+            max_slots=self.config.max_slots,
+            max_step_tokens=self.config.step_tokens,
+            accepts=lambda most: self.accepts(most),
+            seconds=self.seconds,
+        )

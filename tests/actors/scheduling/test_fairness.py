@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from actors.scheduling.fairness import FairShare
 from actors.scheduling.sequence import Sequence
-from kernels.step import SlotSampling
+from kernels.contract.step import SlotSampling
 from tests.actors.scheduling.stage import Stage, spec
 
 
@@ -76,7 +76,7 @@ def test_long_requests_pay_for_their_length():
     assert 1 <= first.count("long") <= 4
 
 
-def test_who_was_away_has_saved_up_nothing():
+def test_a_tenant_that_was_away_has_saved_up_nothing():
     shares = FairShare()
     a, b = (Sequence(spec(number, [1] * 10, tenant=tenant), 0) for number, tenant in ((1, "a"), (2, "b")))
     shares.arrive("a", ())
@@ -101,7 +101,7 @@ def test_scored_prompt_tokens_are_charged_as_output_tokens():
     assert (shares.served("plain"), shares.served("scored")) == (100, 200)
 
 
-def test_who_has_had_more_cannot_forget_it_by_going_away_for_a_moment():
+def test_a_tenant_that_had_more_keeps_its_debt_when_away_for_a_moment():
     shares = FairShare()
     greedy, other = (
         Sequence(spec(number, [1] * 100, tenant=name), 0) for number, name in ((1, "greedy"), (2, "other"))
@@ -146,7 +146,7 @@ def test_a_priority_counts_among_ones_own_only():
     assert started.index(3) <= 4
 
 
-def test_a_request_that_waits_for_pages_is_not_overtaken_by_another_tenants_priority():
+def test_a_request_waiting_for_pages_is_not_overtaken_by_another_tenant():
     stage = Stage(overlap=False, pages=12, priority_scheduling=True, preemption_threshold=0, max_running=4)
     stage.submit(spec(1, [1] * 16, max_tokens=24, tenant="a"), spec(2, [2] * 4, max_tokens=12, tenant="b"))
     stage.step()
@@ -188,12 +188,12 @@ def test_tenants_with_work_waiting_are_served_alike(seed, count, max_running, ov
             stage.submit(spec(number, prompt, max_tokens=draw.randint(1, most), tenant=name, priority=priority))
             number += 1
     bound = 2 * max(longest, 2 * most * max_running)
-    shares = stage.planner._roster._shares
+    shares = stage.planner._table._shares
     while stage.planner.has_work:
         stage.now += 0.05
         planned = stage.planner.can_send and stage.plan() is not None
-        waiting = {sequence.tenant for sequence in stage.planner._roster.waiting}
-        shares.settle(stage.planner._roster.running.values())
+        waiting = {sequence.tenant for sequence in stage.planner._table.waiting}
+        shares.charge(stage.planner._table.running.values())
         served = [shares.served(name) for name in waiting]
         assert not served or max(served) - min(served) <= bound
         if planned and waiting:

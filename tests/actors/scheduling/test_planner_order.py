@@ -70,7 +70,7 @@ def test_a_low_value_preempts_when_low_values_go_first():
     assert len(stage.tokens(1)) == 1
 
 
-def test_nobody_is_preempted_twice_without_progress():
+def test_no_sequence_is_preempted_twice_without_progress():
     stage = priorities()
     stage.submit(spec(0, range(6), max_tokens=8))
     stage.step()
@@ -107,7 +107,7 @@ def test_a_pressing_request_takes_pages_too():
     assert all(stage.tokens(i) == says(range(20 * i, 20 * i + 10), 8) for i in range(2))
 
 
-def test_a_pressing_request_takes_pages_though_an_older_one_waits_for_pages_too():
+def test_an_urgent_request_takes_pages_before_an_older_one():
     stage = Stage(pages=8, overlap=False, priority_scheduling=True, max_running=4, ageing_seconds=1.0)
     stage.submit(*[spec(i, range(20 * i, 20 * i + 10), max_tokens=8, arrival=float(i)) for i in range(2)])
     stage.step()
@@ -129,7 +129,7 @@ def test_priorities_mean_nothing_when_they_are_off():
     assert admitted(stage) == [0, 1]
 
 
-def test_lpm_takes_the_longest_cached_prefix_first_and_the_long_waiting_before_that():
+def test_lpm_takes_the_longest_prefix_first_but_long_waits_before_that():
     stage = Stage(max_running=1, max_slots=2, policy="lpm", overlap=False)
     stage.submit(spec(0, range(12), max_tokens=1))
     stage.play()

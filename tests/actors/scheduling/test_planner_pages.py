@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kernels.step import SlotSampling
+from kernels.contract.step import SlotSampling
 from tests.actors.scheduling.stage import Stage, says, spec, unpack
 
 
@@ -38,13 +38,13 @@ def test_siblings_wait_for_the_prefix_one_of_them_computes(overlap):
     assert all(stage.tokens(i) == says(range(30), 3) for i in range(4))
 
 
-def test_a_sequence_that_shares_nothing_overtakes_those_held_for_their_siblings():
+def test_an_unrelated_sequence_overtakes_those_held_for_a_sibling():
     stage = Stage()
     stage.submit(spec(0, range(8)), spec(1, range(8)), spec(2, range(50, 53)))
     assert counts(stage.step()) == [8, 3]
 
 
-def test_nobody_waits_for_a_prefix_whose_prefill_was_given_up():
+def test_no_sequence_waits_for_a_prefix_whose_prefill_was_given_up():
     stage = Stage()
     stage.submit(spec(0, range(8)), spec(1, range(8)))
     stage.plan()
@@ -102,7 +102,7 @@ def test_when_pages_run_out_the_latest_yields_and_comes_back():
     assert all(stage.tokens(i) == says(range(20 * i, 20 * i + 6), 14) for i in range(3))
 
 
-def test_who_ends_with_the_steps_in_flight_is_not_preempted():
+def test_a_sequence_that_ends_with_the_steps_in_flight_is_not_preempted():
     stage = Stage(pages=4)
     stage.submit(spec(0, range(7), max_tokens=4), spec(1, range(20, 25), max_tokens=2, arrival=1.0))
     assert counts(stage.plan()) == [7, 5]
@@ -195,7 +195,7 @@ def test_the_head_of_the_queue_is_tried_again_as_the_reserve_shrinks():
     assert stage.end(0) is None
 
 
-def test_the_queue_waits_while_its_head_does_not_fit_without_asking_the_cache_every_step():
+def test_a_queue_whose_head_does_not_fit_asks_the_cache_only_after_changes():
     stage = Stage(pages=8, overlap=False)
     stage.submit(spec(0, range(100, 110), max_tokens=16), spec(1, range(28), max_tokens=2, arrival=1.0))
     stage.step()
@@ -216,7 +216,7 @@ def test_a_preemption_makes_the_planner_careful_again():
     assert growth._share > 0.5
 
 
-def test_who_waited_for_a_prefix_is_not_kept_by_one_behind_who_does_not_fit():
+def test_a_request_waiting_for_a_prefix_is_not_blocked_by_a_later_one():
     stage = Stage(pages=10, overlap=False)
     stage.submit(spec(0, range(8), max_tokens=20), spec(1, range(8), max_tokens=2, arrival=1.0))
     stage.submit(spec(2, range(100, 136), arrival=2.0))

@@ -57,7 +57,7 @@ def test_a_stop_is_known_one_step_late_and_the_stray_token_is_dropped():
     assert stage.runner.computed_tokens == 3 + 1 + 1  # prompt, first token, and the stop token in vain
 
 
-def test_the_slot_of_an_ended_sequence_is_released_with_the_next_batch_and_gets_a_new_generation():
+def test_the_slot_of_an_ended_sequence_gets_a_new_generation():
     stage = Stage(max_running=1, max_slots=2)
     stage.submit(spec(0, [1, 2], max_tokens=1), spec(1, [3, 4], max_tokens=1))
     first = stage.step()
@@ -200,7 +200,7 @@ def test_a_new_worker_gets_everything_again_and_old_answers_are_ignored():
         assert stage.tokens(i) == says(range(10 * i, 10 * i + 6), 6)
 
 
-def test_news_of_the_old_worker_is_not_told_to_the_new_cache():
+def test_news_of_the_old_worker_is_not_reported_to_the_new_cache():
     stage = Stage()
     stage.submit(spec(0, range(9), max_tokens=9), spec(1, range(50, 59)))
     stage.step()

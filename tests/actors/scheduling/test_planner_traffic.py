@@ -2,6 +2,7 @@
 
 import math
 
+import msgspec
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -11,7 +12,8 @@ from actors.caching import PrefixCache
 from actors.protocol import SequenceSpec
 from actors.scheduling import Planner, PlannerConfig
 from actors.scheduling.testing import SimulatedRunner, drive, model_info, next_token
-from kernels.step import SlotSampling
+from kernels.contract.caches import CacheGroup, GroupPages, Paged, State, Window
+from kernels.contract.step import SlotSampling
 
 VOCAB = 7
 POISON = 100  # a prompt token that makes its row fail
@@ -36,7 +38,20 @@ def reference(spec, context):
         output.append(next_token(prompt + output, VOCAB))
 
 
+def bounded(kind, page_size, step_tokens, spare):
+    """A group of ``kind`` (tokens of a window, main pages between snapshots) with pages for one sequence and some."""
+    name, size = kind
+    window = Window(Paged(1, 1, 1), size)
+    group = CacheGroup(window if name == "window" else State(((1,),)), (0,))
+    sized = GroupPages(group, 0, page_size if name == "window" else page_size * size)
+    return msgspec.structs.replace(
+        sized, num_pages=1 + sized.sequence_pages(page_size) + sized.step_pages(step_tokens) + spare
+    )
+
+
 class PlannerTraffic(RuleBasedStateMachine):
+    kinds = st.just(())  # of bounded cache groups
+
     @initialize(
         max_running=st.integers(1, 5),
         budget=st.integers(0, 8),
@@ -44,7 +59,7 @@ class PlannerTraffic(RuleBasedStateMachine):
         pages=st.integers(4, 16),
         context=st.sampled_from([12, 24, 40]),
         spare_slots=st.integers(0, 1),
-        guesses=st.sampled_from([(0, 0), (0, 0), (1, 1), (3, 3), (4, 2), (7, 2)]),
+        drafts=st.sampled_from([(0, 0), (0, 0), (1, 1), (3, 3), (4, 2), (7, 2)]),
         apart=st.booleans(),
         acceptance=st.randoms(use_true_random=False),
         options=st.fixed_dictionaries(
@@ -61,8 +76,11 @@ class PlannerTraffic(RuleBasedStateMachine):
                 "prefill_max_requests": st.sampled_from([None, 1, 2]),
             }
         ),
+        groups=st.data(),
     )
-    def start(self, max_running, budget, page_size, pages, context, spare_slots, guesses, apart, acceptance, options):
+    def start(
+        self, max_running, budget, page_size, pages, context, spare_slots, drafts, apart, acceptance, options, groups
+    ):
         self.config = PlannerConfig(
             max_running=max_running,
             max_slots=max_running + 1 + spare_slots,
@@ -71,14 +89,23 @@ class PlannerTraffic(RuleBasedStateMachine):
             **options,
         )
         self.planner = Planner(self.config)
+        step_tokens = self.config.step_tokens + self.config.tail_tokens
+        groups = tuple(
+            bounded(
+                kind, page_size, step_tokens, groups.draw(st.sampled_from([0, 0, 0, 1, 5, 20]), label="spare pages")
+            )
+            for kind in groups.draw(self.kinds, label="bounded groups")
+        )
+        drafts = (0, 0) if groups else drafts
         self.info = model_info(
             num_pages=pages + 1,
             page_size=page_size,
             context_length=context,
             vocab_size=VOCAB,
-            speculative_nodes=guesses[0] + 1,
-            speculative_depth=guesses[1],
+            speculative_nodes=drafts[0] + 1,
+            speculative_depth=drafts[1],
             speculative_apart=apart,
+            cache_groups=groups,
         )
         self.acceptance = acceptance
         self.cache = PrefixCache(pages + 1, page_size, enabled=options["use_cache"])
@@ -104,7 +131,7 @@ class PlannerTraffic(RuleBasedStateMachine):
         )
         self.sent.clear()
         self.answers.clear()
-        self.cache.reset(self.info.num_pages, self.info.page_size)
+        self.cache.reset(self.info.num_pages, self.info.page_size, self.info.bounded_groups)
         self.hear(self.planner.worker_ready(self.info, self.now))
 
     # -- what comes from outside --
@@ -149,7 +176,7 @@ class PlannerTraffic(RuleBasedStateMachine):
             fresh = SequenceSpec(
                 sequence=self.next,
                 prompt=pack(prompt),
-                sampling=SlotSampling(logprobs=logprobs, prompt_logprobs=prompt_logprobs, drafts=drafts),
+                sampling=SlotSampling(logprobs=logprobs, prompt_logprobs=prompt_logprobs, max_drafts=drafts),
                 max_tokens=max_tokens,
                 min_tokens=min_tokens,
                 stop_ids=tuple(stop_ids),
@@ -314,8 +341,22 @@ class PlannerTraffic(RuleBasedStateMachine):
         assert self.planner.load(self.now).running == self.planner.load(self.now).waiting == 0
         assert self.cache.usage().used == 0
         assert self.cache.usage().sequences == 0
+        assert all(group.used == 0 for group in self.cache.usage().bounded)
         assert set(self.ended) | self.dropped == set(self.specs)
+
+
+class BoundedTraffic(PlannerTraffic):
+    """The same for models with windows and states."""
+
+    kinds = st.lists(
+        st.tuples(st.just("window"), st.sampled_from([1, 5, 12, 20, 20]))
+        | st.tuples(st.just("state"), st.integers(1, 3)),
+        min_size=1,
+        max_size=2,
+    )
 
 
 TestPlannerTraffic = PlannerTraffic.TestCase
 TestPlannerTraffic.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)
+TestBoundedTraffic = BoundedTraffic.TestCase
+TestBoundedTraffic.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)

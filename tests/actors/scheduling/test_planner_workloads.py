@@ -20,7 +20,7 @@ class Lives:
         self.confirmed = set()
 
     def after_plan(self):
-        for number, sequence in self.stage.planner._roster.sequences.items():
+        for number, sequence in self.stage.planner._table.sequences.items():
             before = self.now.get(number, 0)
             if before and sequence.serial != before and self.count[number] > 1:
                 assert before in self.confirmed, f"sequence {number} was preempted twice without progress"
@@ -64,7 +64,7 @@ def play(stage, draw, arrivals):
     conservativeness=st.sampled_from([0.0, 0.0, 0.5]),
 )
 @example(seed=0, pages=8, max_running=8, overlap=True, use_cache=True, policy="fcfs", conservativeness=0.0)
-def test_a_crowd_in_a_small_cache(seed, pages, max_running, overlap, use_cache, policy, conservativeness):
+def test_many_sequences_in_a_small_cache(seed, pages, max_running, overlap, use_cache, policy, conservativeness):
     draw = random.Random(seed)
     stage = Stage(
         pages=pages,
@@ -94,7 +94,7 @@ def test_a_crowd_in_a_small_cache(seed, pages, max_running, overlap, use_cache, 
 
 @LIMITS
 @given(seed=st.integers(0, 2**32), overlap=st.booleans(), low_first=st.booleans())
-def test_a_crowd_with_priorities(seed, overlap, low_first):
+def test_many_sequences_with_priorities(seed, overlap, low_first):
     draw = random.Random(seed)
     stage = Stage(
         pages=10,
@@ -117,7 +117,7 @@ def test_a_crowd_with_priorities(seed, overlap, low_first):
     assert all(stage.tokens(i) == says(prompt, 8) for i, prompt in enumerate(prompts))
 
 
-def test_the_crowd_is_really_too_large():
+def test_the_workload_exceeds_the_cache():
     """The workloads above are worth something only if sequences do get preempted in them."""
     stage = Stage(pages=8, page_size=2, max_running=8, step_tokens=12)
     play(stage, random.Random(1), [spec(i, [i] * 3, max_tokens=12, arrival=float(i)) for i in range(20)])

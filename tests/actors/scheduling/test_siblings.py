@@ -2,7 +2,7 @@ import pytest
 
 from actors.scheduling.sequence import Sequence
 from actors.scheduling.siblings import PrefillsUnderWay
-from kernels.step import SlotSampling
+from kernels.contract.step import SlotSampling
 from tests.actors.scheduling.stage import spec
 
 
@@ -25,7 +25,7 @@ def sequence(number, prompt, **kwargs):
         (3, range(99), False),
     ],
 )
-def test_who_waits_for_whom(shared, prompt, holds):
+def test_which_sequence_waits_for_which(shared, prompt, holds):
     under_way = PrefillsUnderWay(4)
     prefill = sequence(0, range(12))
     prefill.shared = shared
@@ -36,7 +36,7 @@ def test_who_waits_for_whom(shared, prompt, holds):
     assert not under_way.computes_for(sequence(1, prompt))
 
 
-def test_a_scored_prompt_waits_for_nobody_and_a_tenant_for_its_own_only():
+def test_a_scored_prompt_waits_for_none_and_a_tenant_for_its_own_only():
     under_way = PrefillsUnderWay(4)
     under_way.add(sequence(0, range(12), salt=b"a"))
     assert under_way.computes_for(sequence(1, range(12), salt=b"a"))

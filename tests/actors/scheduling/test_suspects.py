@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.scheduling.suspects import Rerun, Suspects
+from actors.boards.suspects import Rerun, Suspects
 from actors.scheduling.testing import model_info
 from tests.actors.scheduling.stage import VOCAB, Stage, says, spec
 
@@ -197,7 +197,7 @@ def test_a_death_without_steps_proves_nothing():
     assert (verdict.condemned, verdict.counts, list(suspects.cohorts(())[0].members)) == ((), True, [1])
 
 
-class Guessing(Mortal):
+class DraftingStage(Mortal):
     """The worker verifies draft tokens and accepts all of them."""
 
     def __init__(self, **config):
@@ -213,7 +213,7 @@ class Guessing(Mortal):
 
 def test_draft_tokens_accepted_before_the_lost_step_clear_no_suspect():
     """The answer of the step before is handled after the death is known."""
-    stage = Guessing(overlap=True)
+    stage = DraftingStage(overlap=True)
     stage.submit(spec(1, range(8), max_tokens=60))
     for _ in range(3):
         stage.step()

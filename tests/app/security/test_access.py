@@ -12,11 +12,11 @@ from urllib.parse import quote
 import pytest
 from quart import Quart
 
-from app.application import Troupe
-from app.auth import Level
-from app.routes import Route, RouteTable
-from tests.app.security.conftest import Target
-from tests.waiting import PATIENCE
+from app.server.application import Troupe
+from app.server.auth import Level
+from app.server.routes import Route, RouteTable
+from tests.kits.target import Target
+from tests.kits.waiting import PATIENCE
 
 CLOSED = (401, 404)
 SERVER = ("127.0.0.1", 8000)

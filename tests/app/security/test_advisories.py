@@ -16,12 +16,12 @@ import msgspec
 import psutil
 import pytest
 
-from actors.arguments import Arguments
-from actors.requests import LIMITS
+from actors.options import Arguments
+from actors.protocol.requests import LIMITS
 from actors.runtime import Message
-from tests.app.security.conftest import CHAT, Target
-from tests.app.security.test_no_dangers import MODULES, modules
-from tests.waiting import PATIENCE, until
+from tests.kits.dangers import MODULES, modules
+from tests.kits.target import CHAT, Target
+from tests.kits.waiting import PATIENCE, until
 
 # -- S1: objects that become code when they are read
 
@@ -116,7 +116,7 @@ def test_s3_cve_2025_6242_cve_2026_24779_no_url_of_a_request_is_fetched(target: 
         ("/detokenize", {"tokens": [5] * 1_000_000}, "tokens"),
     ],
 )
-def test_s4_cve_2026_34756_a_number_is_bounded_before_anything_is_made_of_it(
+def test_s4_cve_2026_34756_a_number_is_bounded_before_it_is_used(
     target: Target, path: str, body: dict[str, Any], param: str
 ) -> None:
     """One field asked for so much that the process ran out of memory or time."""
@@ -217,9 +217,7 @@ def test_s5_cve_2025_48944_a_bad_tool_is_refused(target: Target) -> None:
         {"prompt_logprobs": 20, "logprobs": 0, "echo": True, "n": 3, "max_tokens": 1},
     ],
 )
-def test_s5_cve_2026_44223_cve_2026_116180_extreme_fields_together_are_answered(
-    target: Target, fields: dict[str, Any]
-) -> None:
+def test_s5_cve_2026_44223_cve_2026_116180_extreme_fields_are_answered(target: Target, fields: dict[str, Any]) -> None:
     """Penalties, biases and log-probabilities together divided by nothing or told memory that was never written."""
     answer = target.post("/v1/completions", {"prompt": "once upon", "max_tokens": 4, "seed": 1, **fields})
     assert answer.status_code == 200, answer.text

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from actors.chat_template import ChatTemplate
-from actors.requests import Chat, InvalidRequest
-from app import auth
-from app.auth import Keyring, Level
-from app.errors import ApiError
-from tests.app.security.conftest import CHAT, Target
-from tests.waiting import PATIENCE, until
+from actors.protocol.requests import Chat, InvalidRequest
+from actors.text.chat_template import ChatTemplate
+from app.server import auth
+from app.server.auth import Keyring, Level
+from app.server.errors import ApiError
+from tests.kits.target import CHAT, Target
+from tests.kits.waiting import PATIENCE, until
 
 # -- S7: what belongs to another request
 
@@ -43,7 +43,7 @@ async def test_s7_cve_2026_112266_an_id_aborts_what_it_names_as_a_whole(make_app
     assert (await waiting).status_code == 200
 
 
-def test_s7_cve_2026_93840_cve_2026_93989_restrictions_hold_for_their_own_request(target: Target) -> None:
+def test_s7_cve_2026_93840_cve_2026_93989_limits_hold_for_their_request(target: Target) -> None:
     """Allowed and banned tokens of one request were applied to its neighbours in the batch."""
     from concurrent.futures import ThreadPoolExecutor
 
@@ -135,7 +135,7 @@ def test_s9_cve_2026_5760_a_template_stays_in_its_sandbox(source: str) -> None:
     assert text == "", text
 
 
-# (CVE-2026-115911, an endless template that holds up everybody's: tests/actors/test_renderer.py.)
+# (CVE-2026-115911, an endless template that holds up everybody's: tests/actors/text/test_renderer.py.)
 
 
 # -- S10: doors beside the door

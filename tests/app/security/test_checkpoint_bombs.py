@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from actors.model_files import ModelFiles, ModelPathError
-from actors.text_codec import TextCodec, is_request_scoped
-from kernels.load_error import LoadError
-from kernels.models.config import ConfigError, read_config
-from kernels.safetensors_checkpoint import SafetensorsCheckpoint
+from actors.text.model_files import ModelFiles, ModelPathError
+from actors.text.text_codec import TextCodec, is_request_scoped
+from kernels.contract.errors import ConfigError, LoadError
+from kernels.models.reading import read_config
+from kernels.weights.safetensors_checkpoint import SafetensorsCheckpoint
 
 DEEP = b'{"a":' * 100_000 + b"1" + b"}" * 100_000
 JSON_BOMBS = {
@@ -129,3 +129,65 @@ def test_a_pattern_that_backtracks_without_end_fails_its_request_alone(model: Pa
         codec.encode("a" * 2000 + "b")
     assert is_request_scoped(caught.value)
     assert codec.decode(codec.encode("b"))
+
+
+def replacing(pattern: dict[str, str], content: str, times: int) -> list[dict[str, Any]]:
+    return [{"type": "Replace", "pattern": pattern, "content": content}] * times
+
+
+def template(times: int) -> dict[str, Any]:
+    """A prompt, so many times."""
+    form = [{"Sequence": {"id": "A", "type_id": 0}}] * times
+    return {"type": "TemplateProcessing", "single": form, "pair": form, "special_tokens": {}}
+
+
+BLOW_UPS: dict[str, dict[str, Any]] = {
+    "replace": {"normalizer": {"type": "Sequence", "normalizers": replacing({"String": "a"}, "aa", 40)}},
+    "a long content": {"normalizer": replacing({"String": "a"}, "a" * 1000, 1)[0]},
+    "regex": {"normalizer": {"type": "Sequence", "normalizers": replacing({"Regex": "[ab]"}, "aa", 40)}},
+    "between": {"normalizer": {"type": "Sequence", "normalizers": replacing({"Regex": "(?<=a)"}, "a", 40)}},
+    "nested": {
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [{"type": "Sequence", "normalizers": replacing({"String": "a"}, "aa", 4)}] * 10,
+        }
+    },
+    "prepend": {"normalizer": {"type": "Prepend", "prepend": "a" * 1000}},
+    "bytes": {
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+            ]
+            * 40,
+        }
+    },
+    "template": {"post_processor": {"type": "Sequence", "processors": [template(2)] * 40}},
+    "decoder": {"decoder": {"type": "Sequence", "decoders": replacing({"String": "a"}, "aa", 40)}},
+}
+
+
+@pytest.mark.parametrize("bomb", BLOW_UPS)
+def test_a_tokenizer_that_blows_texts_up_is_refused_by_its_name(model: Path, bomb: str) -> None:
+    change(model / "tokenizer.json", **BLOW_UPS[bomb])
+    with pytest.raises(ModelPathError, match=r"tokenizer\.json is refused: .* times as long"):
+        TextCodec(ModelFiles(model))
+
+
+def test_a_tokenizer_with_many_harmless_steps_is_accepted(model: Path) -> None:
+    steps = [
+        {"type": "Prepend", "prepend": "\u2581"},
+        *replacing({"String": " "}, "\u2581", 30),
+        *replacing({"Regex": " {2,}"}, " ", 30),
+        *replacing({"String": "``"}, '"', 30),
+        {"type": "NFKC"},
+    ]
+    change(model / "tokenizer.json", normalizer={"type": "Sequence", "normalizers": steps})
+    assert TextCodec(ModelFiles(model)).encode("a")
+
+
+def test_no_prompt_is_padded_to_the_length_that_a_file_asks_for(model: Path) -> None:
+    unpadded = TextCodec(ModelFiles(model)).encode("a")
+    padding = {"strategy": {"Fixed": 10**6}, "direction": "Right", "pad_to_multiple_of": None}
+    change(model / "tokenizer.json", padding={**padding, "pad_id": 0, "pad_type_id": 0, "pad_token": "a"})
+    assert TextCodec(ModelFiles(model)).encode("a") == unpadded

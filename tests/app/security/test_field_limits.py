@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from actors.requests import LIMITS
-from app.table import ROUTES
-from tests.app.security.conftest import ADMIN, Target
+from actors.protocol.requests import LIMITS
+from app.server.route_table import ROUTES
+from tests.kits.target import ADMIN, Target
 
 HUGE = 2**70
 BODY = 8 * 1024 * 1024

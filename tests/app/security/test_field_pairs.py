@@ -14,7 +14,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from tests.app.security.conftest import Target
+from tests.kits.target import Target
 
 HUGE = 2**70
 VOCABULARY = 384  # of the tiny model
@@ -160,7 +160,7 @@ def ends_well(target: Target, path: str, body: dict[str, Any]) -> None:
 
 
 @pytest.mark.long
-def test_fields_in_every_company(target: Target) -> None:
+def test_fields_in_every_combination(target: Target) -> None:
     with ThreadPoolExecutor(4) as pool:
 
         @hypothesis.settings(

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
-PACKAGES = ("app", "actors", "kernels", "telemetry")
+from tests.kits.dangers import MODULES, ROOT, modules
 
-MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "joblib", "jsonpickle", "codeop"}
 BUILTINS = {"eval", "exec", "compile", "__import__"}
 CALLS = {
     "os.system",
@@ -34,10 +31,14 @@ CALLS = {
 }
 # Names that come from the program itself, never from a request, a checkpoint or the network.
 IMPORTERS = {
-    "actors/runtime/wire.py",
-    "kernels/cuda/launch.py",
-    "kernels/npu/simulator/takeover.py",
-    "kernels/speculative/select.py",
+    "actors/runtime/process/wire.py",
+    "kernels/contract/model_files.py",
+    "kernels/contract/npu_simulator.py",
+    "kernels/contract/runner.py",
+    "kernels/devices/cuda/launch.py",
+    "kernels/devices/npu_simulator/takeover.py",
+    "kernels/models/registry.py",  # and from installed distributions
+    "kernels/speculation/load.py",
 }
 
 
@@ -78,10 +79,6 @@ def dangers(source: str, file: str = "x.py") -> Iterator[str]:
             host = node.args[0].elts[0]
             if isinstance(host, ast.Constant) and host.value in ("", "0.0.0.0", "::"):
                 yield f"{node.lineno}: listens everywhere"
-
-
-def modules() -> list[Path]:
-    return sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 
 def test_the_source_holds_none_of_it() -> None:

@@ -10,7 +10,7 @@ import schemathesis
 from schemathesis.checks import CHECKS, load_all_checks
 from schemathesis.generation import GenerationMode
 
-from tests.app.security.conftest import ADMIN, Target
+from tests.kits.target import ADMIN, Target
 
 EXAMPLES = {GenerationMode.POSITIVE: 12, GenerationMode.NEGATIVE: 12}
 LEFT_OUT = {"/drain", "/stage"}  # one would end the server for the tests that follow, the other never ends

@@ -9,20 +9,20 @@ from collections.abc import AsyncIterator, Callable
 import httpx
 import pytest
 
-import app.server
-from actors.arguments import Arguments
-from app.application import Troupe
-from app.server import configuration, listen, serve
-from tests.app.security.wire import HEAD, statuses
-from tests.waiting import PATIENCE, until
+import app.server.hypercorn
+from actors.options import Arguments
+from app.server.application import Troupe
+from app.server.hypercorn import configuration, listen, serve
+from tests.kits.raw_http import HEAD, statuses
+from tests.kits.waiting import PATIENCE, until
 
 
 @pytest.fixture
 async def hurried(
     make_application: Callable[..., Troupe], monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[Troupe, int]]:
-    monkeypatch.setattr(app.server, "HEADER_TIMEOUT", 1.0)
-    monkeypatch.setattr(app.server, "_signals", lambda numbers, handler: contextlib.nullcontext())
+    monkeypatch.setattr(app.server.hypercorn, "HEADER_TIMEOUT", 1.0)
+    monkeypatch.setattr(app.server.hypercorn, "_signals", lambda numbers, handler: contextlib.nullcontext())
     application = make_application()
     application.config["BODY_TIMEOUT"] = 0.3
     config = configuration(Arguments(port=0))
@@ -58,7 +58,7 @@ async def test_a_head_that_comes_drop_by_drop_is_not_waited_for(hurried: tuple[T
     assert await dripping(hurried[1], b"GET /version HTTP/1.1\r\nHost: x\r\nX: ", b"a") == b""
 
 
-async def test_a_connection_that_says_nothing_is_closed(hurried: tuple[Troupe, int]) -> None:
+async def test_a_silent_connection_is_closed(hurried: tuple[Troupe, int]) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", hurried[1])
     async with asyncio.timeout(PATIENCE):
         assert await reader.read() == b""
@@ -76,10 +76,10 @@ async def test_a_body_that_comes_drop_by_drop_is_a_408(hurried: tuple[Troupe, in
 
 
 async def test_a_server_keeps_files_for_itself(hurried: tuple[Troupe, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    crowd = app.server.Crowd()
-    assert crowd.limit >= 64
-    monkeypatch.setattr(app.server, "Crowd", lambda: crowd)
-    monkeypatch.setattr(crowd, "limit", 2)
+    limit = app.server.hypercorn.ConnectionLimit()
+    assert limit.limit >= 64
+    monkeypatch.setattr(app.server.hypercorn, "ConnectionLimit", lambda: limit)
+    monkeypatch.setattr(limit, "limit", 2)
     application, config = hurried[0], configuration(Arguments(port=0))
     sockets = listen(config)
     port = sockets.insecure_sockets[0].getsockname()[1]
@@ -88,10 +88,10 @@ async def test_a_server_keeps_files_for_itself(hurried: tuple[Troupe, int], monk
     async with asyncio.timeout(PATIENCE):
         with contextlib.suppress(ConnectionError):
             assert await held[2][0].read() == b""
-        assert crowd.open == 2
+        assert limit.open == 2
         for _, writer in held:
             writer.close()
-        await until(lambda: not crowd.open)
+        await until(lambda: not limit.open)
         async with httpx.AsyncClient(trust_env=False, timeout=PATIENCE) as client:
             assert (await client.get(f"http://127.0.0.1:{port}/live")).status_code == 200
     task.cancel()

@@ -6,13 +6,12 @@ import socket
 import time
 from collections.abc import Iterator
 
-import psutil
 import pytest
 
-from app.request_body import MAX_BODY
-from tests.app.security.conftest import Target
-from tests.app.security.wire import HEAD, connected, read_all, statuses, unharmed
-from tests.waiting import PATIENCE, blocking_until
+from app.server.request_body import MAX_BODY
+from tests.kits.raw_http import HEAD, connected, connections, read_all, statuses, unharmed
+from tests.kits.target import Target
+from tests.kits.waiting import PATIENCE, blocking_until
 
 __all__ = ["unharmed"]
 
@@ -280,9 +279,8 @@ def test_of_a_field_given_twice_every_part_sees_the_same(target: Target) -> None
 
 
 def test_a_client_that_half_closes_is_let_go(target: Target) -> None:
-    process = psutil.Process(target.server.process.pid)
     target.client.get("/live")
-    before = process.num_fds()
+    before = connections(target)
     body = '{"prompt": "x", "max_tokens": 400, "ignore_eos": true, "stream": true}'
     whole = HEAD + f"Content-Length: {len(body)}\r\n\r\n" + body
     for part in (whole, whole[: len(whole) - 9], HEAD, HEAD[:30], ""):
@@ -290,4 +288,4 @@ def test_a_client_that_half_closes_is_let_go(target: Target) -> None:
             connection.sendall(part.encode())
             connection.shutdown(socket.SHUT_WR)
             read_all(connection)
-    blocking_until(lambda: process.num_fds() <= before, "a connection is kept")
+    blocking_until(lambda: connections(target) <= before, "a connection is kept")

@@ -1,0 +1,131 @@
+"""The configuration of metrics, planner and runner, from the arguments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from actors.options import Arguments
+from actors.scheduling.config import PlannerConfig
+from actors.workers.placement import Placement
+from kernels.contract.config import RunnerConfig
+from kernels.contract.speculation import SpeculativeSettings
+from telemetry.metrics.options import MetricOptions, token_buckets
+
+__all__ = ["chunk_size", "metric_options", "planner_config", "runner_config"]
+
+
+OP_TIMEOUT = 200.0
+"""Most seconds until a hanging kernel or collective becomes a device error. Two thirds of the watchdog's time if that
+is less, so that the worker reports the error before the watchdog kills it."""
+
+
+def metric_options(arguments: Arguments) -> MetricOptions:
+    """The options of metrics: which metrics to collect, and their buckets."""
+    a = arguments
+    return MetricOptions(
+        enabled=a.enable_metrics,
+        foreign_names=a.metrics_names,
+        first_token_buckets=a.bucket_time_to_first_token,
+        inter_token_buckets=a.bucket_inter_token_latency,
+        duration_buckets=a.bucket_e2e_request_latency,
+        collect_tokens=a.collect_tokens_histogram,
+        prompt_token_buckets=token_buckets(a.prompt_tokens_buckets),
+        generation_token_buckets=token_buckets(a.generation_tokens_buckets),
+        custom_labels=a.tokenizer_metrics_allowed_custom_labels,
+    )
+
+
+def planner_config(
+    arguments: Arguments, context_length: int, placement: Placement, speculation: SpeculativeSettings | None = None
+) -> PlannerConfig:
+    a = arguments
+    return PlannerConfig(
+        max_running=a.max_running_requests,
+        max_slots=a.max_running_requests + 1,
+        step_tokens=_step_tokens(a, context_length, placement),
+        tail_tokens=_tail_tokens(a, placement),
+        max_prefill_tokens=a.max_prefill_tokens,
+        prefill_max_requests=a.prefill_max_requests,
+        chunked=chunk_size(a, placement) > 0,
+        overlap=not a.disable_overlap_schedule,
+        use_cache=not a.disable_radix_cache,
+        policy=a.schedule_policy,
+        conservativeness=a.schedule_conservativeness,
+        priority_scheduling=a.enable_priority_scheduling,
+        low_priority_values_first=a.schedule_low_priority_values_first,
+        preemption_threshold=a.priority_scheduling_preemption_threshold,
+        adaptive=speculation.adaptive.config if speculation is not None and speculation.adaptive.enabled else None,
+    )
+
+
+def runner_config(
+    arguments: Arguments,
+    model: Path,
+    context_length: int,
+    placement: Placement,
+    speculation: SpeculativeSettings | None = None,
+) -> RunnerConfig:
+    a = arguments
+    return RunnerConfig(
+        model_path=str(model),
+        device=placement.device,
+        dtype=a.dtype,
+        load_format=a.load_format,
+        quantization=a.quantization or "",
+        config_overrides=msgspec.json.encode(a.json_model_override_args).decode(),
+        context_length=context_length,
+        max_slots=a.max_running_requests + 1,
+        page_size=a.page_size or placement.page_size,
+        max_total_tokens=a.max_total_tokens or 0,
+        mem_fraction_static=a.mem_fraction_static or 0.0,
+        max_step_tokens=_step_tokens(a, context_length, placement) + _tail_tokens(a, placement),
+        threads=a.cpu_threads or 0,
+        random_seed=a.random_seed or 0,
+        op_timeout=min(OP_TIMEOUT, a.watchdog_timeout * 2 / 3),
+        tp_size=a.tensor_parallel_size,
+        npu_simulator=placement.simulator,
+        attention_backend=a.attention_backend or "",
+        prefill_attention_backend=a.prefill_attention_backend or "",
+        decode_attention_backend=a.decode_attention_backend or "",
+        sampling_backend=a.sampling_backend or "",
+        disable_graphs=a.disable_cuda_graph,
+        graph_rows=a.cuda_graph_bs or (),
+        graph_max_rows=a.cuda_graph_max_bs or 0,
+        disable_graph_padding=a.disable_cuda_graph_padding,
+        graph_tokens=a.piecewise_cuda_graph_tokens or (),
+        graph_max_tokens=a.piecewise_cuda_graph_max_tokens or 0,
+        all_prompt_graphs=a.enable_piecewise_cuda_graph,
+        disable_prompt_graphs=a.disable_piecewise_cuda_graph,
+        speculation=speculation,
+        kv_cache_dtype="" if a.kv_cache_dtype == "auto" else a.kv_cache_dtype,
+        kv_cache_quant_method="" if a.kv_cache_quant_method == "auto" else a.kv_cache_quant_method,
+        kv_cache_scales=a.quantization_param_path or "",
+        fp32_head=a.enable_fp32_lm_head,
+        invariant=a.enable_deterministic_inference,
+    )
+
+
+def chunk_size(arguments: Arguments, placement: Placement) -> int:
+    """``--chunked-prefill-size`` or the default of the device."""
+    given = arguments.chunked_prefill_size
+    return placement.chunk_size if given is None else given
+
+
+def _step_tokens(arguments: Arguments, context_length: int, placement: Placement) -> int:
+    """Most tokens of a step: the chunk size, but at least a decode of every running sequence.
+
+    Without chunking a step must hold the longest possible prompt.
+    """
+    chunk = chunk_size(arguments, placement)
+    budget = chunk if chunk > 0 else max(arguments.max_prefill_tokens, context_length)
+    return max(budget, arguments.max_running_requests)
+
+
+def _tail_tokens(arguments: Arguments, placement: Placement) -> int:
+    """Tokens by which a step may exceed its budget to finish a prompt; 0 if --chunked-prefill-size is given.
+
+    Only on a CPU, which has no graphs of fixed sizes.
+    """
+    return placement.chunk_size // 8 if placement.device == "cpu" and arguments.chunked_prefill_size is None else 0

@@ -1,0 +1,72 @@
+"""Opens a model and its draft: downloads them if they are hub ids, and reads their small files."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+
+import msgspec
+
+from actors.engine.speculation import speculation
+from actors.options import Arguments
+from actors.text.served_model import ServedModel
+from kernels.contract.speculation import SpeculativeSettings
+
+__all__ = ["OpenedModel", "open_model", "read_model"]
+
+_PATIENCE = 1.0
+"""Seconds that a cancelled call waits for its thread: enough for local files, not for a download."""
+
+
+class OpenedModel(msgspec.Struct, frozen=True):
+    """A model and its settings. ``speculation``: None without --speculative-algorithm."""
+
+    served: ServedModel
+    speculation: SpeculativeSettings | None
+
+
+def read_model(arguments: Arguments) -> OpenedModel:
+    """Open the model and its draft. Blocks. Raises ModelPathError, or ArgumentError if arguments conflict with the
+    files."""
+    served = ServedModel(arguments)
+    return OpenedModel(served, speculation(arguments, served.files))
+
+
+async def open_model(arguments: Arguments) -> OpenedModel:
+    """:func:`read_model` in a thread, with the same errors.
+
+    A download cannot be interrupted: it continues after the caller is cancelled, and the interpreter does not wait for
+    it when it exits.
+    """
+    loop = asyncio.get_running_loop()
+    opened: asyncio.Future[OpenedModel] = loop.create_future()
+
+    def finish(model: OpenedModel | None, error: BaseException | None) -> None:
+        if opened.done():
+            return
+        if model is not None:
+            opened.set_result(model)
+        elif error is not None:
+            opened.set_exception(error)
+
+    def work() -> None:
+        model: OpenedModel | None = None
+        failure: BaseException | None = None
+        try:
+            model = read_model(arguments)
+        except BaseException as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and no task waits
+            loop.call_soon_threadsafe(finish, model, failure)
+
+    thread = threading.Thread(target=work, name="troupe-open", daemon=True)
+    thread.start()
+    try:
+        await asyncio.wait({opened})
+    except asyncio.CancelledError:
+        await asyncio.wait({opened}, timeout=_PATIENCE)
+        if not opened.cancel():
+            opened.exception()  # mark it as retrieved
+        raise
+    return opened.result()

@@ -1,0 +1,188 @@
+"""Replica: one scheduler, one cache manager, one detokenizer and their workers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from actors.boards.health_board import HealthBoard
+from actors.boards.journal import Journal
+from actors.caching.cache_manager import CacheManager
+from actors.engine.configuration import planner_config, runner_config
+from actors.engine.opening import OpenedModel
+from actors.faults import FaultInjector
+from actors.options import Arguments
+from actors.protocol import (
+    CacheProtocol,
+    DetokenizerProtocol,
+    SchedulerProtocol,
+    WorkerConfig,
+    WorkerProtocol,
+    WorkerReady,
+)
+from actors.requests.router import Route
+from actors.runtime import ActorRef, ActorSystem, Strategy, Supervision
+from actors.scheduling.scheduler import Scheduler, SchedulerLinks
+from actors.text.detokenizer import Detokenizer
+from actors.workers.group import WorkerGroup
+from actors.workers.launchers.launcher import WorkerLauncher
+from actors.workers.placement import Placement
+from kernels.contract.info import ModelInfo
+from kernels.contract.topology import Rank, WorkerId
+
+if TYPE_CHECKING:
+    from telemetry.traces.tracing import Tracing
+
+__all__ = ["Replica", "ReplicaEvents", "ReplicaSetup"]
+
+_LEAST_SILENCE = 10.0
+"""Seconds. A worker sends a heartbeat every second, but a machine may be slow."""
+
+
+class ReplicaSetup(msgspec.Struct, frozen=True):
+    """Settings that all replicas of an engine share. ``context_length``: read once, so that a restarted actor uses the
+    same value. ``fault_plan``: the directory of ``faults``, for child processes."""
+
+    system: ActorSystem
+    arguments: Arguments
+    opened: OpenedModel
+    placement: Placement
+    context_length: int
+    launcher: WorkerLauncher
+    tracing: Tracing | None = None
+    faults: FaultInjector | None = None
+    fault_plan: str = ""
+
+
+class ReplicaEvents(msgspec.Struct, frozen=True):
+    """Callbacks of a replica to its engine. ``on_progress``: loading progress, a stage and a fraction. ``on_ready``:
+    its workers have loaded, for the first time or again. ``on_refused``: they cannot load, with a reason and whether it
+    is permanent."""
+
+    on_progress: Callable[[str, float], None]
+    on_ready: Callable[[ModelInfo], None]
+    on_refused: Callable[[str, bool], None]
+
+
+class Replica:
+    """A copy of the model with its own journal, pages and restarts. ``number`` counts from 0.
+
+    Actors of the first replica have plain names (``scheduler``), those of others a number (``scheduler-1``).
+    """
+
+    cache: ActorRef[CacheProtocol]
+    detokenizer: ActorRef[DetokenizerProtocol]
+    scheduler: ActorRef[SchedulerProtocol]
+
+    def __init__(self, number: int, setup: ReplicaSetup, board: HealthBoard, events: ReplicaEvents) -> None:
+        self.number = number
+        self.board = board
+        self.journal = Journal()
+        self._setup = setup
+        self._events = events
+        self._started = False
+        size = setup.arguments.tensor_parallel_size
+        self.worker_ids = tuple(WorkerId(number * size + tp, Rank(dp=number, tp=tp)) for tp in range(size))
+        self._group = WorkerGroup(
+            setup.system,
+            self.worker_ids,
+            address=setup.arguments.dist_init_addr,
+            configure=self._worker_config,
+            launcher=setup.launcher,
+            on_progress=events.on_progress,
+            on_loaded=self._workers_loaded,
+            on_refused=events.on_refused,
+        )
+
+    @property
+    def workers(self) -> list[ActorRef[WorkerProtocol]]:
+        """The workers, rank 0 first."""
+        return list(self._group.workers.values())
+
+    @property
+    def route(self) -> Route:
+        return Route(self.scheduler, self.journal, self.board)
+
+    async def start_workers(self) -> None:
+        """Start the worker processes. They load the model while the other actors start."""
+        arguments, placement = self._setup.arguments, self._setup.placement
+        await self._group.spawn(
+            lambda worker: placement.environment(arguments, worker.number, os.environ, arguments.watchdog_timeout),
+            standby=arguments.standby_worker,
+            silence=max(arguments.watchdog_timeout, _LEAST_SILENCE),
+            max_restarts=arguments.max_worker_restarts,
+            counts=self.board.last_death_counts,
+        )
+
+    async def start_actors(self) -> None:
+        """Start the actors in the loop. Workers may still load when this returns; ``on_ready`` reports the end of
+        loading."""
+        setup, arguments, suffix = self._setup, self._setup.arguments, f"-{self.number}" if self.number else ""
+        together = Supervision(strategy=Strategy.RESTART_GROUP, max_restarts=5, within=60.0)
+        self.cache = await setup.system.spawn(
+            lambda: CacheManager(
+                self.board,
+                use_radix_cache=not arguments.disable_radix_cache,
+                policy=arguments.radix_eviction_policy,
+            ),
+            name=f"cache{suffix}",
+            group=f"scheduling{suffix}",
+            supervision=together,
+        )
+        self.detokenizer = await setup.system.spawn(
+            lambda: Detokenizer(self.journal, setup.opened.served.codec, lambda: self.scheduler, faults=setup.faults),
+            name=f"detokenizer{suffix}",
+            supervision=Supervision(strategy=Strategy.RESTART_ONE, max_restarts=5, within=60.0),
+        )
+        self.scheduler = await setup.system.spawn(
+            self._make_scheduler,
+            name=f"scheduler{suffix}",
+            capacity=8192,
+            control_capacity=16384,
+            group=f"scheduling{suffix}",
+            supervision=together,
+        )
+        self._started = True
+        if self.board.worker is not None:  # it loaded before the other actors started
+            self._introduce_worker(*self.board.worker)
+
+    def _worker_config(self, worker: WorkerId) -> WorkerConfig:
+        setup = self._setup
+        runner = runner_config(
+            setup.arguments,
+            setup.opened.served.files.path,
+            setup.context_length,
+            setup.placement,
+            setup.opened.speculation,
+        )
+        return WorkerConfig(
+            runner=msgspec.structs.replace(runner, tp_rank=worker.rank.tp),
+            worker=worker,
+            load_timeout=setup.arguments.model_load_timeout,
+            faults=setup.fault_plan,
+        )
+
+    def _make_scheduler(self) -> Scheduler:
+        setup = self._setup
+        worker, *peers = self.workers
+        return Scheduler(
+            planner_config(setup.arguments, setup.context_length, setup.placement, setup.opened.speculation),
+            SchedulerLinks(self.cache, self.detokenizer, worker, tuple(peers)),
+            journal=self.journal,
+            board=self.board,
+            tracing=setup.tracing,
+            step_timeout=setup.arguments.watchdog_timeout,
+            faults=setup.faults,
+        )
+
+    def _workers_loaded(self, info: ModelInfo, epoch: int) -> None:
+        self.board.worker = (info, epoch)
+        if self._started:
+            self._introduce_worker(info, epoch)
+
+    def _introduce_worker(self, info: ModelInfo, epoch: int) -> None:
+        self._events.on_ready(info)
+        self.scheduler.offer(WorkerReady(info=info, epoch=epoch))

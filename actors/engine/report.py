@@ -1,0 +1,190 @@
+"""Health, server information and live metrics of an engine."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from actors.engine.status import Health
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from actors.engine.engine import Engine
+    from actors.runtime import ActorStatus
+    from telemetry.metrics.exposition import Samples
+
+__all__ = ["describe", "health", "processes", "readings", "worker_process"]
+
+
+def health(engine: Engine) -> Health:
+    """The health of an engine. Sends no message: a probe must not wait in a mailbox."""
+    status, board, actors = engine.status, engine.board, engine.actors()
+    now, limit = time.monotonic(), engine.arguments.stall_seconds
+    idle, load = board.progress_age(now), board.scheduler
+    slowest = max(actors, key=lambda actor: actor.message_age or 0.0, default=None)
+    reason = ""
+    if status.phase == "failed":
+        reason = status.error or "The engine failed."
+    elif status.phase in ("starting", "stopped"):
+        reason = f"The engine is {status.phase}."
+    elif board.worker is None:
+        reason = "No worker is ready; one is being restarted."
+    elif slowest is not None and (slowest.message_age or 0.0) > limit:
+        reason = f"Actor {slowest.name} has been busy with {slowest.message} for {slowest.message_age:.0f} s."
+    elif load is not None and idle > limit:
+        reason = f"{load.running} sequences run and {load.waiting} wait, but no step has ended for {idle:.0f} s."
+    return Health(ok=not reason, reason=reason or "ok", step_age=board.step_age(now), actors=actors)
+
+
+def describe(engine: Engine) -> dict[str, Any]:
+    """State, load and arguments, without secrets."""
+    load, cache, info = engine.board.scheduler, engine.board.cache(), engine.model_info
+    actors, worker_ids = engine.actors(), engine.worker_ids
+    requests = engine.intake
+    return {
+        "model": engine.model_name,
+        "status": msgspec.to_builtins(engine.status),
+        "workers": [
+            {
+                "name": actor.name,
+                "pid": actor.pid,
+                "device": info.device if info is not None else engine.arguments.device,
+                "restarts": actor.incarnation or 0,
+                "state": actor.state,
+                "role": worker_ids[actor.name].role,
+                "rank": msgspec.to_builtins(worker_ids[actor.name].rank),
+            }
+            for actor in actors
+            if actor.name in worker_ids
+        ],
+        "model_info": msgspec.to_builtins(info) if info is not None else None,
+        "scheduler": msgspec.to_builtins(load) if load is not None else None,
+        "cache": msgspec.to_builtins(cache) if cache is not None else None,
+        "requests": {
+            "live": len(requests) if requests is not None else 0,
+            "sequences": requests.tickets.sequences if requests is not None else 0,
+            "refused": requests.tickets.refused if requests is not None else 0,
+        },
+        "actors": msgspec.to_builtins(actors),
+        "arguments": engine.arguments.describe(),
+    }
+
+
+def worker_process(engine: Engine) -> int | None:
+    """The process id of the first worker, or None without a process."""
+    names = engine.worker_ids
+    return next((actor.pid for actor in engine.actors() if actor.name in names), None)
+
+
+def processes(engine: Engine) -> dict[str, int]:
+    """Process ids by name: that of the server, and those of actors in child processes."""
+    return {"server": os.getpid()} | {actor.name: actor.pid for actor in engine.actors() if actor.pid is not None}
+
+
+def readings(engine: Engine) -> Mapping[str, Samples]:
+    """Values of gauges that are read at each scrape, by metric name. Callable from any thread."""
+    return {
+        "troupe_ready": float(engine.status.phase == "ready"),
+        "troupe_step_age_seconds": engine.board.step_age(time.monotonic()),
+        "troupe_max_running_requests": engine.arguments.max_running_requests,
+        **_tickets(engine),
+        **_load(engine),
+        **_cache(engine),
+        **_actors(engine.actors()),
+        **_model(engine),
+        **_traces(engine),
+        **engine.processes.readings(),
+    }
+
+
+def _tickets(engine: Engine) -> dict[str, Samples]:
+    if engine.intake is None:
+        return {}
+    tickets = engine.intake.tickets
+    return {
+        "troupe_requests_live": len(engine.intake),
+        "troupe_admitted_sequences": tickets.sequences,
+        "troupe_admitted_tokens": tickets.tokens,
+        "troupe_admission_rejections_total": {(reason,): count for reason, count in tickets.refusals.items()},
+        "troupe_admission_retry_after_seconds": tickets.retry_after_seconds,
+    }
+
+
+def _traces(engine: Engine) -> dict[str, Samples]:
+    tracing = engine.tracing
+    if tracing is None:
+        return {}
+    return {"troupe_trace_spans_total": {("exported",): tracing.exported, ("dropped",): tracing.dropped}}
+
+
+def _load(engine: Engine) -> dict[str, Samples]:
+    load = engine.board.scheduler
+    if load is None:
+        return {}
+    return {
+        "troupe_requests_running": load.running,
+        "troupe_requests_waiting": load.waiting,
+        "troupe_waiting_tokens": load.waiting_tokens,
+        "troupe_steps_in_flight": load.steps_in_flight,
+        "troupe_preemptions_total": load.preemptions,
+    }
+
+
+def _cache(engine: Engine) -> dict[str, Samples]:
+    cache = engine.board.cache()
+    if cache is None:
+        return {}
+    return {
+        "troupe_cache_pages": cache.total,
+        "troupe_cache_pages_free": cache.free,
+        "troupe_cache_pages_evictable": cache.evictable,
+        "troupe_cache_pages_used": cache.used,
+        "troupe_cache_page_tokens": cache.page_size,
+        "troupe_cache_hit_tokens_total": cache.hit_tokens,
+        "troupe_cache_queried_tokens_total": cache.queried_tokens,
+        "troupe_cache_evicted_pages_total": cache.evicted_pages,
+    }
+
+
+def _actors(actors: list[ActorStatus]) -> dict[str, Samples]:
+    depths = {(actor.name, lane): depth for actor in actors for lane, depth in actor.mailbox.items()}
+    ages = {
+        (actor.name,): actor.message_age or 0.0 if actor.heartbeat_age is None else actor.heartbeat_age
+        for actor in actors
+    }
+    return {
+        "troupe_mailbox_depth": depths,
+        "troupe_actor_up": {(actor.name,): float(actor.state == "running") for actor in actors},
+        "troupe_heartbeat_age_seconds": ages,
+    }
+
+
+def _model(engine: Engine) -> dict[str, Samples]:
+    info = engine.model_info
+    if info is None:
+        return {}
+    phases = {(phase,): seconds for phase, seconds in info.load_seconds.items()}
+    if engine.start_seconds is not None:
+        phases["total",] = engine.start_seconds
+    labels = (engine.model_name, info.architecture, info.dtype, info.cache_dtype, info.device, _version())
+    return {
+        "troupe_start_seconds": phases,
+        "troupe_model_info": {labels: 1.0},
+        "troupe_context_tokens": info.context_length,
+        "troupe_weight_bytes": info.weight_bytes,
+        "troupe_cache_bytes": info.cache_bytes,
+    }
+
+
+@functools.cache
+def _version() -> str:
+    try:
+        return importlib.metadata.version("troupe-llm")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,278 @@
+"""Argument: names, type, bounds and help of one argument, and the parsing and validation of its values."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from actors.options.errors import ArgumentError
+
+__all__ = ["MAX_TEXT", "Argument", "Group", "Kind", "Number", "parse_flag"]
+
+Kind: TypeAlias = Literal["str", "int", "float", "flag", "json", "names", "ints", "floats", "words"]
+Number: TypeAlias = int | float
+
+Group: TypeAlias = Literal[
+    "Model and tokenizer",
+    "HTTP server",
+    "API",
+    "Memory and scheduling",
+    "Tokenizer batching",
+    "Runtime",
+    "Devices and kernels",
+    "Quantization",
+    "Speculative decoding",
+    "Metrics",
+    "Logging",
+    "Tracing",
+    "Configuration file",
+]
+
+MAX_TEXT = 65536
+"""The longest text value in characters, JSON included: far above any real value, far below a harmful size."""
+
+_TRUE = frozenset({"true", "1", "yes", "on"})
+_FALSE = frozenset({"false", "0", "no", "off"})
+_NONE = frozenset({"none", "null"})
+
+
+class Argument(msgspec.Struct, frozen=True, kw_only=True):
+    """One argument, built from its declaration.
+
+    Names are stored without leading dashes (``max-running-requests``). The command line takes them after two dashes; a
+    dash may always be an underscore. A flag has a ``--no-`` form for each of its names.
+    """
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    opposites: tuple[str, ...] = ()  # flags only: names that set the flag to false
+    kind: Kind
+    default: object
+    group: Group
+    help: str  # the effect, with the unit
+    default_text: str = ""  # meaning of the default None
+    metavar: str = ""
+    choices: tuple[str, ...] = ()  # str and names only
+    synonyms: dict[str, str] = {}  # alternative spelling -> choice
+    unbuilt_choices: dict[str, str] = {}  # choice of other engines -> reason of its refusal and remedy
+    minimum: Number | None = None
+    maximum: Number | None = None
+    above: bool = False  # the minimum itself is too small
+    also: tuple[Number, ...] = ()  # values outside the bounds with a special meaning
+    secret: bool = False
+
+    @property
+    def field(self) -> str:
+        """The argument's field in Arguments and keyword in the embedding API."""
+        return self.name.replace("-", "_")
+
+    @property
+    def optional(self) -> bool:
+        """Whether None is a valid value: the default that ``default_text`` explains."""
+        return self.default is None
+
+    @property
+    def is_flag(self) -> bool:
+        return self.kind == "flag"
+
+    @property
+    def takes_many(self) -> bool:
+        """Whether the command line takes several words: ``--cuda-graph-bs 1 2 4``."""
+        return self.kind in ("ints", "floats", "words")
+
+    def parse(self, given: object) -> object:
+        """Convert a value (text of a command line, a YAML or Python value) to the field's type and check it.
+
+        None means that it was left out. Raises ArgumentError with a sentence that continues the argument's name: "must
+        be an integer, not 'x'".
+        """
+        if given is None:
+            return dict(self.default) if isinstance(self.default, dict) else self.default
+        if self.optional and isinstance(given, str) and given.strip().lower() in _NONE:
+            return None
+        value = self._converted(given)
+        self.check(value)
+        return value
+
+    def check(self, value: object) -> None:
+        """Raise ArgumentError unless the value, already of the field's type, is within the argument's bounds."""
+        if value is None and self.optional:
+            return
+        match self.kind:
+            case "flag":
+                ok = isinstance(value, bool)
+            case "int":
+                ok = isinstance(value, int) and not isinstance(value, bool)
+            case "float":
+                ok = isinstance(value, int | float) and not isinstance(value, bool)
+            case "str":
+                ok = isinstance(value, str)
+            case "names" | "words":
+                ok = isinstance(value, tuple) and all(isinstance(name, str) for name in value)
+            case "ints":
+                ok = isinstance(value, tuple) and all(type(number) is int for number in value)
+            case "floats":
+                ok = isinstance(value, tuple) and all(type(number) is float for number in value)
+            case "json":
+                ok = isinstance(value, dict)
+        if not ok:
+            raise self._wrong_type(value)
+        if isinstance(value, int | float) and self.kind != "flag":
+            self._check_number(value)
+        elif isinstance(value, str):
+            self._check_text(value)
+        elif isinstance(value, tuple):
+            for member in value:
+                if self.kind in ("ints", "floats"):
+                    self._check_number(member)
+                else:
+                    self._check_text(member)
+
+    def _converted(self, given: object) -> object:
+        text = given.strip() if isinstance(given, str) else None
+        match self.kind:
+            case "flag":
+                flag = parse_flag(given)
+                if flag is None:
+                    raise self._wrong_type(given)
+                return flag
+            case "int":
+                if text is not None:
+                    try:
+                        return int(text)
+                    except ValueError:
+                        raise self._wrong_type(given) from None
+                if isinstance(given, float) and given.is_integer():
+                    return int(given)
+                return given
+            case "float":
+                if text is not None:
+                    try:
+                        return float(text)
+                    except ValueError:
+                        raise self._wrong_type(given) from None
+                if isinstance(given, int) and not isinstance(given, bool):
+                    return float(given) if abs(given) < 1 << 64 else math.inf  # infinity is out of all bounds
+                return given
+            case "str":
+                if isinstance(given, int | float) and not isinstance(given, bool):
+                    return str(given)  # YAML reads an unquoted 7 as a number
+                if isinstance(given, os.PathLike):
+                    given = os.fspath(given)
+                return self._canonical(given) if isinstance(given, str) else given
+            case "names":
+                parts = text.split(",") if text is not None else given
+                if not isinstance(parts, list | tuple):
+                    raise self._wrong_type(given)
+                return tuple(
+                    self._canonical(part.strip()) if isinstance(part, str) else part for part in parts if part != ""
+                )
+            case "ints":
+                parts = text.strip("[]").replace(",", " ").split() if text is not None else given
+                if not isinstance(parts, list | tuple):
+                    raise self._wrong_type(given)
+                try:
+                    return tuple(int(part) if isinstance(part, str) else part for part in parts)
+                except ValueError:
+                    raise self._wrong_type(given) from None
+            case "floats":
+                parts = text.strip("[]").replace(",", " ").split() if text is not None else given
+                if not isinstance(parts, list | tuple):
+                    raise self._wrong_type(given)
+                try:
+                    return tuple(float(part) for part in parts)
+                except (TypeError, ValueError, OverflowError):
+                    raise self._wrong_type(given) from None
+            case "words":
+                if text is not None and text.startswith("["):  # a JSON list, as in vLLM's command lines
+                    try:
+                        given = json.loads(text)
+                    except (ValueError, RecursionError):
+                        raise self._wrong_type(given) from None
+                    text = None
+                parts = text.replace(",", " ").split() if text is not None else given
+                if not isinstance(parts, list | tuple):
+                    raise self._wrong_type(given)
+                return tuple(str(part) if type(part) in (int, float) else part for part in parts)
+            case "json":
+                return self._json(text) if text is not None else given
+
+    def _canonical(self, text: str) -> str:
+        if not self.choices:
+            return text
+        lowered = text.strip().lower()
+        known = lowered in self.choices or lowered in self.unbuilt_choices
+        return self.synonyms.get(lowered, lowered if known else text)
+
+    def _json(self, text: str) -> object:
+        if len(text) > MAX_TEXT:
+            raise ArgumentError(f"may have at most {MAX_TEXT} characters, not {len(text)}")
+        try:
+            return json.loads(text) if text else {}
+        except (ValueError, RecursionError) as error:
+            raise ArgumentError(f"must be a JSON object: {error}") from None
+
+    def _check_number(self, value: Number) -> None:
+        if value in self.also:
+            return
+        low = self.minimum is not None and (value <= self.minimum if self.above else value < self.minimum)
+        high = self.maximum is not None and value > self.maximum
+        if low or high or not math.isfinite(value):
+            raise ArgumentError(f"must be {self.bounds}, not {value}")
+
+    def _check_text(self, value: str) -> None:
+        if len(value) > MAX_TEXT or "\0" in value:
+            raise ArgumentError(f"must be text of at most {MAX_TEXT} characters without NUL")
+        if value in self.unbuilt_choices:
+            raise ArgumentError(f"{value}: {self.unbuilt_choices[value]}")
+        if self.choices and value not in self.choices:
+            raise ArgumentError(f"must be {self.bounds}, not {value!r}")
+        if not self.choices and not value.strip() and self.default != "":
+            raise ArgumentError("must not be empty; leave it out for the default")
+
+    def _wrong_type(self, value: object) -> ArgumentError:
+        shown = "***" if self.secret else repr(value)
+        return ArgumentError(f"must be {self.bounds}, not {shown[:200]}")
+
+    @property
+    def bounds(self) -> str:
+        """The valid values in words: "an integer from 1 to 65535"."""
+        match self.kind:
+            case "flag":
+                return "true or false"
+            case "str" | "names":
+                listed = " or ".join((", ".join(self.choices[:-1]), self.choices[-1])) if len(self.choices) > 1 else ""
+                listed = listed or "".join(self.choices)
+                if self.kind == "names":
+                    return f"a comma-separated list of {listed or 'names'}"
+                return listed or "text"
+            case "words":
+                return "words, separated by spaces or commas"
+            case "floats":
+                joint, until = ("above", "up to") if self.above else ("from", "to")
+                return f"numbers {joint} {self.minimum} {until} {self.maximum}"
+            case "ints":
+                return f"integers from {self.minimum} to {self.maximum}"
+            case "json":
+                return "a JSON object"
+            case "int" | "float":
+                noun = "an integer" if self.kind == "int" else "a number"
+                if self.minimum is not None and self.maximum is not None:
+                    joint = "above" if self.above else "from"
+                    until = "up to" if self.above else "to"
+                    noun += f" {joint} {self.minimum} {until} {self.maximum}"
+                return " or ".join((noun, *map(str, self.also)))
+
+
+def parse_flag(given: object) -> bool | None:
+    """Parse true, false and their usual spellings; None for anything else."""
+    if isinstance(given, bool):
+        return given
+    if isinstance(given, str):
+        lowered = given.strip().lower()
+        return True if lowered in _TRUE else False if lowered in _FALSE else None
+    return bool(given) if isinstance(given, int) and given in (0, 1) else None

@@ -1,0 +1,152 @@
+"""The arguments of the model, its dtypes and its tokenizer."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from actors.options.declaration import Option
+
+__all__ = ["ModelArguments"]
+
+_FORMATS = "only safetensors and GGUF weights are supported; convert the checkpoint to safetensors"
+
+
+class ModelArguments(msgspec.Struct, frozen=True, kw_only=True):
+    """The arguments of the model, its dtypes and its tokenizer."""
+
+    model_path: Annotated[
+        str | None,
+        Option(
+            group="Model and tokenizer",
+            aliases=("model",),
+            default_text="the included model",
+            metavar="MODEL",
+            help="Directory of a Hugging Face model (config.json, safetensors, tokenizer.json), a .gguf file, or a "
+            "repository id on the Hugging Face hub. May also be the first argument, without its name.",
+        ),
+    ] = None
+
+    tokenizer_path: Annotated[
+        str | None,
+        Option(
+            group="Model and tokenizer",
+            aliases=("tokenizer",),
+            default_text="the model's own",
+            metavar="PATH",
+            help="Directory, .gguf file or repository id of the tokenizer, if it differs from the model's.",
+        ),
+    ] = None
+
+    tokenizer_mode: Annotated[
+        Literal["auto", "slow"],
+        Option(
+            group="Model and tokenizer",
+            unbuilt_choices={
+                "hf": "use auto, or slow for the files beside tokenizer.json",
+                "mistral": "tokenizers of mistral-common are not supported; use auto with a tokenizer.json",
+                "custom": "code from model repositories is never run; use auto",
+            },
+            help="auto reads tokenizer.json. slow ignores it, for models whose tokenizer.json is wrong: transformers "
+            "builds the tokenizer from other files, such as vocab.json and merges.txt or tokenizer.model, which "
+            "takes seconds. auto does the same without a tokenizer.json.",
+        ),
+    ] = "auto"
+
+    tokenizer_worker_num: Annotated[
+        int,
+        Option(
+            group="Model and tokenizer",
+            minimum=1,
+            maximum=64,
+            help="Number of tokenizer threads, which encode prompts in parallel. As many processes render chat "
+            "templates, at most four.",
+        ),
+    ] = 1
+
+    skip_tokenizer_init: Annotated[
+        bool,
+        Option(
+            group="Model and tokenizer",
+            help="Load no tokenizer: prompts must be token ids, and answers contain token ids instead of text.",
+        ),
+    ] = False
+
+    load_format: Annotated[
+        Literal["auto", "safetensors", "gguf", "dummy"],
+        Option(
+            group="Model and tokenizer",
+            unbuilt_choices={
+                "pt": _FORMATS,
+                "npcache": _FORMATS,
+                "bitsandbytes": "this quantization is not built; use floating-point weights, or --quantization int8",
+                "sharded_state": _FORMATS,
+            },
+            help="auto reads *.safetensors of a directory, or a .gguf file; safetensors and gguf require that "
+            "format; dummy fills the weights with seeded noise, for benchmarks.",
+        ),
+    ] = "auto"
+
+    context_length: Annotated[
+        int | None,
+        Option(
+            group="Model and tokenizer",
+            aliases=("max-model-len",),
+            default_text="the model's own",
+            minimum=2,
+            maximum=16_777_216,
+            metavar="TOKENS",
+            help="The longest sequence, prompt and output together, in tokens.",
+        ),
+    ] = None
+
+    revision: Annotated[
+        str | None,
+        Option(
+            group="Model and tokenizer",
+            default_text="the hub's main branch",
+            help="Branch, tag or commit of the model on the Hugging Face hub. Pin a commit in production.",
+        ),
+    ] = None
+
+    download_dir: Annotated[
+        str | None,
+        Option(
+            group="Model and tokenizer",
+            default_text="the Hugging Face cache",
+            metavar="DIR",
+            help="Directory for models from the hub.",
+        ),
+    ] = None
+
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Option(
+            group="Model and tokenizer",
+            synonyms={"float": "float32", "fp32": "float32", "bf16": "bfloat16", "half": "float16", "fp16": "float16"},
+            help="Type of weights and activations; auto uses that of the model's config.json if the device supports "
+            "it.",
+        ),
+    ] = "auto"
+
+    json_model_override_args: Annotated[
+        dict[str, Any],
+        Option(
+            group="Model and tokenizer",
+            aliases=("hf-overrides",),
+            metavar="JSON",
+            help="JSON object that overrides the model's config.json; nested objects are merged.",
+        ),
+    ] = {}
+
+    preferred_sampling_params: Annotated[
+        dict[str, Any],
+        Option(
+            group="Model and tokenizer",
+            aliases=("override-generation-config",),
+            metavar="JSON",
+            help="JSON object of sampling parameters for requests that leave them out: temperature, top_p, top_k, "
+            "min_p, repetition_penalty, frequency_penalty, presence_penalty. They override --sampling-defaults.",
+        ),
+    ] = {}

@@ -1,0 +1,144 @@
+"""Resolves names and values as users write them to the fields of Arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import msgspec
+
+from actors.options.argument import Argument, parse_flag
+from actors.options.errors import ArgumentError
+from actors.options.refusal import Refusal
+from actors.options.refused import REFUSALS
+from actors.options.speculative_config import split_config
+from actors.options.table import ARGUMENTS
+
+__all__ = ["Found", "Given", "canonical", "find", "resolve"]
+
+
+class Given(msgspec.Struct, frozen=True):
+    """A name and a value from one source. ``spelling``: the name and its source in error messages."""
+
+    name: str
+    value: object
+    spelling: str
+
+
+class Found(msgspec.Struct, frozen=True):
+    """The meaning of a name: an argument or a refused one. ``reverse``: whether the name sets the flag to false."""
+
+    entry: Argument | Refusal
+    reverse: bool = False
+
+
+def _index() -> dict[str, Found]:
+    index: dict[str, Found] = {}
+
+    def add(name: str, found: Found) -> None:
+        if name in index:
+            raise RuntimeError(f"two arguments are named {name}")
+        index[name] = found
+
+    entries: tuple[Argument | Refusal, ...] = (*ARGUMENTS, *REFUSALS)
+    for entry in entries:
+        for name in (entry.name, *entry.aliases):
+            add(name, Found(entry))
+            if entry.is_flag:
+                add(f"no-{name}", Found(entry, reverse=True))
+        for name in entry.opposites if isinstance(entry, Argument) else ():
+            add(name, Found(entry, reverse=True))
+            add(f"no-{name}", Found(entry))
+    return index
+
+
+_INDEX = _index()
+_FAMILIES = {name[:-1]: found for name, found in _INDEX.items() if name.endswith("*")}
+_IMPLEMENTED = [name for name, found in _INDEX.items() if isinstance(found.entry, Argument)]
+_REFUSED = [name for name, found in _INDEX.items() if isinstance(found.entry, Refusal)]
+
+
+def canonical(name: str) -> str:
+    """A name in lower case, without leading dashes and with dashes instead of underscores."""
+    return name.lstrip("-").replace("_", "-").lower()
+
+
+def find(name: str) -> Found:
+    """The meaning of a name in any spelling. Raises ArgumentError for an unknown name."""
+    key = canonical(name)
+    found = _INDEX.get(key) or next((member for prefix, member in _FAMILIES.items() if key.startswith(prefix)), None)
+    if found is not None:
+        return found
+    # Suggest a refused name only if it is very similar.
+    near = get_close_matches(key, _IMPLEMENTED, n=1, cutoff=0.7) or get_close_matches(key, _REFUSED, n=1, cutoff=0.85)
+    hint = f"did you mean {_spelled_like(name, near[0])}?" if near else "troupe serve --help lists all arguments"
+    raise ArgumentError(f"there is no such argument; {hint}")
+
+
+def _spelled_like(given: str, name: str) -> str:
+    dashes = given[: len(given) - len(given.lstrip("-"))]
+    return dashes + name if dashes or "-" in given else name.replace("-", "_")
+
+
+def resolve(layers: Iterable[Sequence[Given]]) -> dict[str, Any]:
+    """Parse the given values by field; a later layer overrides an earlier one.
+
+    In one layer, two spellings of the same argument must agree; for one spelling given twice the last value counts.
+    Raises ArgumentError with every problem found.
+    """
+    values: dict[str, Any] = {}
+    problems: list[str] = []
+    for layer in layers:
+        seen: dict[str, Given] = {}
+        for given in _split(layer, problems):
+            try:
+                found = find(given.name)
+                argument = found.entry
+                if isinstance(argument, Refusal):
+                    argument.check(_reversed(given.value) if found.reverse else given.value)
+                    continue
+                value = argument.parse(given.value)
+                if found.reverse:
+                    value = not value
+            except ArgumentError as error:
+                problems.extend(f"{given.spelling}: {problem}" for problem in error.problems)
+                continue
+            field = argument.field
+            earlier = seen.get(field)
+            if earlier is not None and earlier.spelling != given.spelling and values[field] != value:
+                problems.append(f"{given.spelling}: contradicts {earlier.spelling}; give one of them")
+                continue
+            seen[field] = given
+            values[field] = value
+    if problems:
+        raise ArgumentError(problems)
+    return values
+
+
+def _split(layer: Sequence[Given], problems: list[str]) -> list[Given]:
+    """The layer with the entries of ``--speculative-config`` as separate values."""
+    entries: list[Given] = []
+    for given in layer:
+        entries.append(given)
+        if canonical(given.name) == "speculative-config" and isinstance(config := _parsed(given), dict):
+            try:
+                for key, name, value in split_config(config):
+                    entries.append(Given(name=name, value=value, spelling=f"{given.spelling} {key}"))
+            except ArgumentError as error:
+                problems.extend(f"{given.spelling}: {problem}" for problem in error.problems)
+    return entries
+
+
+def _parsed(given: Given) -> object:
+    """The value of an argument, or None if it is invalid, which is reported elsewhere."""
+    entry = find(given.name).entry
+    try:
+        return entry.parse(given.value) if isinstance(entry, Argument) else None
+    except ArgumentError:
+        return None
+
+
+def _reversed(given: object) -> object:
+    flag = parse_flag(given)
+    return given if flag is None else not flag

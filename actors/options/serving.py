@@ -1,0 +1,319 @@
+"""The arguments of the HTTP server, its API and the configuration file."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from actors.options.declaration import Option
+from actors.options.model import ModelArguments
+
+__all__ = ["ServingArguments"]
+
+_OTHER_PARSERS = dict.fromkeys(
+    ("llama", "llama3", "llama3_json", "llama4_pythonic", "pythonic", "mistral", "deepseekv3", "deepseekv31",
+     "deepseek_v3", "kimi_k2", "glm", "glm45", "gpt-oss", "openai", "qwen3_coder", "qwen3_xml", "minimax-m2",
+     "step3", "granite", "xlam"),
+    "this format of tool calls is not supported; use hermes for models that write JSON in <tool_call> blocks, else off",
+)  # fmt: skip
+
+
+class ServingArguments(ModelArguments, frozen=True, kw_only=True):
+    """The arguments of the HTTP server, its API and the configuration file."""
+
+    host: Annotated[
+        str,
+        Option(
+            group="HTTP server",
+            help="Address to listen on. 0.0.0.0 or :: listens on every interface: set --api-key then.",
+        ),
+    ] = "127.0.0.1"
+
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        Option(
+            group="HTTP server",
+            metavar="NAMES",
+            help="Names allowed in the Host header, in addition to IP addresses, localhost, the name of this machine "
+            "and that of --host; *.example.com allows every name below example.com, * every name. Without it the "
+            "header is checked only on paths without an API key, against DNS rebinding. With it the header is "
+            "checked everywhere but at the probes.",
+        ),
+    ] = ()
+
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        Option(
+            group="HTTP server",
+            metavar="ORIGINS",
+            help="Origins whose pages may call this server from a browser (CORS), such as "
+            "http://localhost:3000; * for all.",
+        ),
+    ] = ()
+
+    allowed_methods: Annotated[
+        tuple[str, ...],
+        Option(
+            group="HTTP server",
+            metavar="METHODS",
+            help="Methods that pages of allowed origins may use; * for all.",
+        ),
+    ] = ("*",)
+
+    allowed_headers: Annotated[
+        tuple[str, ...],
+        Option(
+            group="HTTP server",
+            metavar="NAMES",
+            help="Request headers that pages of allowed origins may send; * for all, including Authorization.",
+        ),
+    ] = ("*",)
+
+    allow_credentials: Annotated[
+        bool,
+        Option(
+            group="HTTP server",
+            help="Let pages of allowed origins, each listed by name, send credentials such as cookies, for a proxy "
+            "that requires them. API keys need no such permission.",
+        ),
+    ] = False
+
+    port: Annotated[
+        int,
+        Option(
+            group="HTTP server",
+            minimum=0,
+            maximum=65535,
+            help="TCP port to listen on; 0 chooses a free one and logs it.",
+        ),
+    ] = 8000
+
+    fastapi_root_path: Annotated[
+        str,
+        Option(
+            group="HTTP server",
+            aliases=("root-path",),
+            metavar="PATH",
+            help="Path under which a proxy serves this server, such as /llm. Empty for none.",
+        ),
+    ] = ""
+
+    disable_page: Annotated[
+        bool,
+        Option(
+            group="HTTP server",
+            help="Disable the live page: /, its scripts under /page and its feed under /stage.",
+        ),
+    ] = False
+
+    skip_server_warmup: Annotated[
+        bool,
+        Option(
+            group="HTTP server",
+            help="Skip the warm-up requests; the first real requests are slower instead.",
+        ),
+    ] = False
+
+    warmups: Annotated[
+        tuple[Literal["generate", "long-prompt", "batch"], ...],
+        Option(
+            group="HTTP server",
+            kind="names",
+            metavar="NAMES",
+            help="Warm-up requests to run before the server is ready, separated by commas: generate (a short answer), "
+            "long-prompt (a prompt of a whole prefill chunk), batch (as many concurrent short answers as may run).",
+        ),
+    ] = ("generate",)
+
+    sse_keep_alive_interval: Annotated[
+        float,
+        Option(
+            group="HTTP server",
+            minimum=0,
+            maximum=3600,
+            metavar="SECONDS",
+            help="Send a comment line in a stream that is silent for this long, so that proxies keep it open. 0 "
+            "disables it.",
+        ),
+    ] = 15.0
+
+    shutdown_timeout: Annotated[
+        float,
+        Option(
+            group="HTTP server",
+            minimum=0,
+            maximum=86400,
+            metavar="SECONDS",
+            help="After SIGTERM running requests may continue for this long; the rest then ends with an error.",
+        ),
+    ] = 30.0
+
+    request_timeout: Annotated[
+        float | None,
+        Option(
+            group="HTTP server",
+            default_text="none",
+            minimum=0,
+            above=True,
+            maximum=604800,
+            metavar="SECONDS",
+            help="The longest time from a request's arrival to its last token, after which it ends with an error.",
+        ),
+    ] = None
+
+    api_key: Annotated[
+        str | None,
+        Option(
+            group="API",
+            default_text="no key is required",
+            secret=True,
+            metavar="KEYS",
+            help="Clients must send this key, or one of several separated by commas: Authorization: Bearer KEY. "
+            "Several keys get equal shares of an overloaded engine. Process listings show it: prefer --api-key-file.",
+        ),
+    ] = None
+
+    api_key_file: Annotated[
+        str | None,
+        Option(
+            group="API",
+            default_text="the environment variable TROUPE_API_KEY, else none",
+            metavar="FILE",
+            help="File with the keys of --api-key, one a line.",
+        ),
+    ] = None
+
+    admin_api_key: Annotated[
+        str | None,
+        Option(
+            group="API",
+            default_text="administration is off",
+            secret=True,
+            metavar="KEY",
+            help="The key of administrative endpoints (/flush_cache, aborting others' requests).",
+        ),
+    ] = None
+
+    admin_api_key_file: Annotated[
+        str | None,
+        Option(
+            group="API",
+            default_text="the environment variable TROUPE_ADMIN_API_KEY, else none",
+            metavar="FILE",
+            help="File with the key of --admin-api-key.",
+        ),
+    ] = None
+
+    served_model_name: Annotated[
+        tuple[str, ...] | None,
+        Option(
+            group="API",
+            default_text="the model path as given; of a GGUF file its general.name, or the file's name",
+            metavar="NAMES",
+            help="The model's names in the API. Requests may use any of them, and answers repeat it; the first is "
+            "the name in metrics and logs.",
+        ),
+    ] = None
+
+    weight_version: Annotated[
+        str,
+        Option(
+            group="API",
+            metavar="NAME",
+            help="A label of the weights, reported by /model_info and native answers.",
+        ),
+    ] = "default"
+
+    chat_template: Annotated[
+        str | None,
+        Option(
+            group="API",
+            default_text="the model's own",
+            metavar="TEMPLATE",
+            help="The chat template: a Jinja file, Jinja text, the name of one of the model's templates, or the "
+            "built-in chatml or llama-3-instruct.",
+        ),
+    ] = None
+
+    trust_request_chat_template: Annotated[
+        bool,
+        Option(
+            group="API",
+            help="Render templates that requests send as chat_template, in a separate process with limits of time "
+            "and memory; otherwise they are refused.",
+        ),
+    ] = False
+
+    completion_template: Annotated[
+        str | None,
+        Option(
+            group="API",
+            default_text="none, and a suffix is refused",
+            metavar="FILE",
+            help="File with a Jinja template that joins prompt and suffix (its variables) of /v1/completions.",
+        ),
+    ] = None
+
+    enable_cache_report: Annotated[
+        bool,
+        Option(
+            group="API",
+            aliases=("enable-prompt-tokens-details",),
+            help="Report prompt tokens of the prefix cache as usage.prompt_tokens_details.cached_tokens.",
+        ),
+    ] = False
+
+    sampling_defaults: Annotated[
+        Literal["model", "openai"],
+        Option(
+            group="API",
+            aliases=("generation-config",),
+            synonyms={"auto": "model", "vllm": "openai"},
+            help="Default sampling parameters of requests: model uses generation_config.json, openai those of the "
+            "OpenAI API (temperature 1, top_p 1).",
+        ),
+    ] = "model"
+
+    tool_call_parser: Annotated[
+        Literal["hermes", "off"] | None,
+        Option(
+            group="API",
+            default_text="hermes",
+            synonyms={"qwen": "hermes", "qwen25": "hermes", "qwen3": "hermes"},
+            unbuilt_choices=_OTHER_PARSERS,
+            metavar="FORM",
+            help="The model's format of tool calls. hermes (also qwen, qwen25): JSON in <tool_call> blocks, returned "
+            "as tool_calls; the markers of calls and reasoning then stay in the text even if they are special "
+            "tokens, unless a request sets skip_special_tokens. off: what it writes stays text.",
+        ),
+    ] = None
+
+    stream_interval: Annotated[
+        int,
+        Option(
+            group="API",
+            minimum=1,
+            maximum=1024,
+            metavar="TOKENS",
+            help="Tokens between two chunks of a stream; larger values cost less and delay output.",
+        ),
+    ] = 1
+
+    stream_output: Annotated[
+        bool,
+        Option(
+            group="API",
+            help="Events of /generate streams contain only new output. Otherwise they repeat the output so far, and "
+            "become rarer for long outputs. Prompt data comes with the first event in both modes.",
+        ),
+    ] = False
+
+    config: Annotated[
+        str | None,
+        Option(
+            group="Configuration file",
+            default_text="none",
+            metavar="FILE",
+            help="YAML file of arguments by their long names. TROUPE_ARGS overrides it, and the command line overrides "
+            "both.",
+        ),
+    ] = None

@@ -1,0 +1,126 @@
+"""The cache manager owns the pages of the key-value cache and the prefixes in them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from actors.runtime import Message
+from kernels.contract.caches import GroupPages, PageRun
+
+__all__ = [
+    "CacheProtocol",
+    "CacheTurn",
+    "CacheTurnDone",
+    "CacheUsage",
+    "Commit",
+    "FlushCache",
+    "Grant",
+    "GroupUsage",
+    "Grow",
+    "Lease",
+    "OpenSequence",
+    "PeekPrefixes",
+    "ResetCache",
+]
+
+
+class CacheProtocol:
+    """Owns the pages of the key-value cache and the radix tree over them."""
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """The longest cached prefix, locked for a sequence. ``available``: pages free or evictable after it."""
+
+    pages: bytes  # int32
+    cached: int  # tokens, a multiple of the page size, less than the sequence's length
+    available: int
+    bounded: tuple[PageRun, ...] = ()  # of each bounded cache group, the pages that the next step reads
+
+
+class OpenSequence(Message[CacheProtocol, Lease], frozen=True):
+    sequence: int
+    tokens: bytes  # int32, everything known of the sequence
+    salt: bytes = b""
+    use_cache: bool = True  # False: take no prefix (prompt log-probabilities need every position computed)
+
+
+class Grow(msgspec.Struct, frozen=True, array_like=True):
+    sequence: int
+    pages: int
+
+
+class Grant(msgspec.Struct, frozen=True, array_like=True):
+    sequence: int
+    pages: bytes  # int32
+    bounded: tuple[bytes, ...] = ()  # of each bounded cache group, the pages for these tokens, int32
+
+
+class Commit(msgspec.Struct, frozen=True, array_like=True):
+    """``tokens`` follow the ones the cache knows; the first ``computed`` of all are certainly in the cache's pages."""
+
+    sequence: int
+    tokens: bytes  # int32
+    computed: int
+
+
+class CacheTurnDone(msgspec.Struct, frozen=True):
+    grants: tuple[Grant, ...]
+    available: int
+
+
+class CacheTurn(Message[CacheProtocol, CacheTurnDone], frozen=True):
+    """All that a step changes, in this order: commits, closes (pages freed or left to the tree), grows.
+
+    The scheduler is the only client and knows ``available``: a grow it asks for is always granted. Pages of the bounded
+    groups come with those of the main table; the scheduler admits no more sequences than they suffice for.
+    """
+
+    commits: tuple[Commit, ...] = ()
+    closes: tuple[int, ...] = ()
+    grows: tuple[Grow, ...] = ()
+
+
+class PeekPrefixes(Message[CacheProtocol, list[int]], frozen=True):
+    """Cached tokens of each of these sequences, nothing locked: for the lpm policy."""
+
+    tokens: tuple[bytes, ...]
+    salts: tuple[bytes, ...]
+
+
+class ResetCache(Message[CacheProtocol, None], frozen=True):
+    """Forget everything: the device's cache is new. ``num_pages``, of the main page table, counts page 0, which is
+    never given out. ``bounded``: the groups with page tables of their own."""
+
+    num_pages: int
+    page_size: int
+    bounded: tuple[GroupPages, ...] = ()
+
+
+class FlushCache(Message[CacheProtocol, bool], frozen=True):
+    """Drop every unlocked prefix; True when the tree is empty afterwards."""
+
+
+class GroupUsage(msgspec.Struct, frozen=True):
+    """Pages of a bounded group: ``free + evictable + used == total``. ``kind``: of its spec. ``evicted`` counts."""
+
+    kind: str
+    total: int
+    free: int
+    evictable: int
+    used: int
+    evicted: int
+
+
+class CacheUsage(msgspec.Struct, frozen=True):
+    """Pages of the main table: ``free + evictable + used == total``. Tokens: counted since the start."""
+
+    page_size: int = 0
+    total: int = 0
+    free: int = 0
+    evictable: int = 0
+    used: int = 0
+    sequences: int = 0
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    evicted_pages: int = 0
+    bounded: tuple[GroupUsage, ...] = ()

@@ -1,0 +1,65 @@
+"""The detokenizer turns token ids into text, finds stop strings and writes to the journal."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+from actors.runtime import Message
+
+__all__ = [
+    "DetokenizerProtocol",
+    "Emission",
+    "Emit",
+    "Ended",
+    "Fence",
+    "TokenScores",
+]
+
+
+class DetokenizerProtocol:
+    """Turns token ids into text, finds stop strings, and hands deltas to the journal."""
+
+
+class Ended(msgspec.Struct, frozen=True, array_like=True):
+    """Why a sequence ended: stop | length | abort | error | timeout."""
+
+    reason: str
+    matched: int | None = None  # the token id that ended it
+    message: str = ""
+
+
+class TokenScores(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of a run of tokens: packed as in StepResult."""
+
+    logprobs: bytes  # float32 [tokens]
+    top_counts: bytes  # int32 [tokens]
+    top_ids: bytes  # int32
+    top_logprobs: bytes  # float32
+
+
+class Emission(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """News of one sequence. ``start`` is the index of the first token in the sequence's output: it makes redelivery
+    safe."""
+
+    sequence: int
+    start: int
+    tokens: tuple[int, ...] = ()
+    scores: TokenScores | None = None
+    prompt_scores: TokenScores | None = None  # prompt tokens 1 .., once complete
+    cached_tokens: int = 0
+    ended: Ended | None = None
+    drafted: int = 0  # draft tokens that were verified for these tokens; all but one of the tokens were among them
+    vector: bytes = b""  # float32: of a task whose result is a vector, with the sequence's end
+
+
+class Emit(Message[DetokenizerProtocol, None], frozen=True):
+    """One message a step, never one a token."""
+
+    redeliver: ClassVar[bool] = True
+    emissions: tuple[Emission, ...]
+
+
+class Fence(Message[DetokenizerProtocol, None], frozen=True):
+    """Answered when every earlier Emit has reached the journal: a restarted scheduler asks it before it reads there."""

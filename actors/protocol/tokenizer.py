@@ -1,0 +1,44 @@
+"""The tokenizer turns text into token ids and back."""
+
+from __future__ import annotations
+
+import msgspec
+
+from actors.runtime import Message
+
+__all__ = [
+    "Decode",
+    "DecodeTokens",
+    "Encode",
+    "Encoded",
+    "TokenizerProtocol",
+]
+
+
+class TokenizerProtocol:
+    """Encodes and decodes."""
+
+
+class Encoded(msgspec.Struct, frozen=True):
+    """Token ids of a prompt. ``seconds``: the encoding, without the wait for it."""
+
+    token_ids: list[int]
+    seconds: float = 0.0
+
+
+class Encode(Message[TokenizerProtocol, Encoded], frozen=True):
+    """A text becomes token ids."""
+
+    prompt: str
+    add_special_tokens: bool = True
+
+
+class Decode(Message[TokenizerProtocol, str], frozen=True):
+    token_ids: list[int]
+    skip_special_tokens: bool = True
+
+
+class DecodeTokens(Message[TokenizerProtocol, list[str]], frozen=True):
+    """Each token's own text."""
+
+    token_ids: list[int]

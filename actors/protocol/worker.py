@@ -1,0 +1,87 @@
+"""A worker runs the model, or one rank of it, on one device."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+from actors.runtime import Message
+from kernels.contract.config import RunnerConfig
+from kernels.contract.info import ModelInfo
+from kernels.contract.step import StepBatch, StepResult
+from kernels.contract.topology import WorkerId
+
+__all__ = [
+    "Load",
+    "LoadProgress",
+    "LoadRefused",
+    "Step",
+    "WorkerConfig",
+    "WorkerEventsProtocol",
+    "WorkerLoaded",
+    "WorkerProtocol",
+]
+
+
+class WorkerProtocol:
+    """Runs the model on one device."""
+
+
+class Load(Message[WorkerProtocol, None], frozen=True):
+    """Load the model, together with the other ranks of its group. A worker of another incarnation ignores it.
+
+    ``incarnation``: of the worker. ``epoch``: of the group. ``rendezvous``: of the ranks, as in RunnerConfig.
+    """
+
+    timed: ClassVar[bool] = False  # it has a time of its own: WorkerConfig.load_timeout
+    incarnation: int
+    epoch: int
+    rendezvous: str = ""
+
+
+class Step(Message[WorkerProtocol, StepResult], frozen=True):
+    """Run one step. A worker that did not load for ``epoch`` refuses: the batch's slots belong to another epoch. Every
+    rank of a group runs it; only rank 0's answer holds results."""
+
+    batch: StepBatch
+    epoch: int
+
+
+class WorkerEventsProtocol:
+    """Events that a worker reports unasked."""
+
+
+class LoadProgress(Message[WorkerEventsProtocol, None], frozen=True):
+    worker: WorkerId
+    stage: str  # import | weights | cache | warmup
+    fraction: float  # of the whole load, 0 .. 1
+
+
+class WorkerLoaded(Message[WorkerEventsProtocol, None], frozen=True):
+    """The model is loaded and the cache allocated: the worker takes steps of this epoch."""
+
+    worker: WorkerId
+    info: ModelInfo
+    epoch: int
+
+
+class LoadRefused(Message[WorkerEventsProtocol, None], frozen=True):
+    """The model cannot be loaded as the arguments ask; ``reason`` says what to change.
+
+    ``permanent``: a new start meets the same refusal. Otherwise it may find more free memory.
+    """
+
+    worker: WorkerId
+    reason: str
+    permanent: bool
+    epoch: int
+
+
+class WorkerConfig(msgspec.Struct, frozen=True):
+    """What a worker is started with. ``load_timeout``: seconds that loading the model may take."""
+
+    runner: RunnerConfig
+    worker: WorkerId = WorkerId(0)
+    load_timeout: float = 1800.0
+    faults: str = ""  # a test's plan of faults; see actors.faults

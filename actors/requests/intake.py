@@ -1,0 +1,509 @@
+"""Intake: admits requests, and releases them at their end.
+
+A request is checked and takes a ticket, without waiting. Then it is rendered and encoded by a tokenizer, measured,
+written into the journal and submitted to the scheduler. When its stream is over, the ticket is given back and
+what still runs of it is aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import itertools
+import random
+import secrets
+import time
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import numpy as np
+
+from actors.boards.journal import Journal, JournalEntry
+from actors.boards.stream_buffer import StreamBuffer
+from actors.boards.wake_limiter import WakeLimiter
+from actors.faults import FaultInjector
+from actors.options import Arguments
+from actors.protocol import Abort, SequenceSpec, Submit
+from actors.protocol.requests import (
+    LIMITS,
+    Chat,
+    InvalidRequest,
+    RequestAborted,
+    RequestTimeout,
+    SamplingParams,
+)
+from actors.requests.admission import Ticket, TicketOffice
+from actors.requests.router import Route, Router
+from actors.requests.sampling_rules import resolve, slot_sampling, validate
+from actors.requests.streams import RequestStream
+from actors.runtime import MailboxFull, current_traceparent
+from actors.text.encoding import Encoding, characters
+from actors.text.served_model import ServedModel
+from kernels.contract.tasks import Classify, Embed, Generate, Score, Task
+from telemetry.timeline import Outcome, RequestTimeline, Timelines, Value
+
+__all__ = ["GENERATE", "Intake", "Prompt", "RequestOptions"]
+
+Prompt = str | Sequence[int] | Chat
+
+GENERATE = Generate()
+
+_ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, logprobs=0, speculative=False)
+_TASK_PARAMS = {
+    Embed: _ONE_TOKEN,
+    Score: msgspec.structs.replace(_ONE_TOKEN, prompt_logprobs=0),
+    Classify: _ONE_TOKEN,
+}
+"""Parameters of tasks that generate nothing. The step that ends the prompt samples one token, which is dropped."""
+
+_MAX_TIMEOUT = 86400.0
+_READERS_A_TURN = 32
+"""Streams that are woken in one turn of the loop: each may cost its reader a write to a socket."""
+
+_MAX_TOKENS = 2**31
+
+_CHOICES_PER_CONTEXT = 16
+"""One request's choices together may ask for this many contexts of tokens."""
+
+
+class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request brings beside its prompt and its sampling.
+
+    ``label``: the client's id of it. ``priority``: higher first, where priorities are on. ``timeout``: seconds for the
+    whole request. ``cache_salt``: keeps its cached prefixes apart. ``tenant``: tenants get equal shares.
+    """
+
+    label: str | None = None
+    priority: int = 0
+    timeout: float | None = None
+    cache_salt: str | None = None
+    tenant: str = ""
+
+
+class _Request(msgspec.Struct, eq=False):
+    """A live request between its ticket and its end. Times are ``time.monotonic`` seconds."""
+
+    buffer: StreamBuffer
+    timeline: RequestTimeline
+    prompt: Prompt
+    params: SamplingParams
+    ticket: Ticket
+    label: str | None
+    priority: int
+    salt: bytes
+    arrival: float
+    deadline: float | None
+    sequences: tuple[int, ...] = ()
+    prompt_tokens: int = 0
+    route: Route | None = None  # from its submission on
+    task: Task = GENERATE
+
+
+class Intake:
+    """Live requests of one engine."""
+
+    def __init__(
+        self,
+        arguments: Arguments,
+        model: ServedModel,
+        *,
+        encoding: Encoding,
+        router: Router,
+        timelines: Timelines,
+        faults: FaultInjector | None = None,
+    ) -> None:
+        self.tickets = TicketOffice(
+            max_sequences=arguments.max_running_requests + arguments.max_queued_requests,
+            max_tokens=arguments.max_queued_tokens,
+            tenants=max(1, len(arguments.api_keys)),
+            busy_from=arguments.max_running_requests,
+        )
+        self.encoding = encoding
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._arguments = arguments
+        self._model = model
+        self._router = router
+        self._faults = faults
+        self._timelines = timelines
+        self._requests: dict[str, _Request] = {}
+        self._numbers = itertools.count(1)
+        self._readers = WakeLimiter(_READERS_A_TURN)
+        # With --random-seed the same requests in the same order sample the same tokens after a new start.
+        seed = arguments.random_seed
+        self._seeds = random.Random(secrets.randbits(128) if seed is None else seed)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    # -- admission
+
+    def open(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        timeline: RequestTimeline,
+        options: RequestOptions,
+        task: Task = GENERATE,
+    ) -> RequestStream:
+        """Check what can be checked at once and take the ticket. The stream has the timeline's id."""
+        timeline.request |= _asked(params)
+        if timeline.content is not None:
+            timeline.content.input = prompt
+        if task is not GENERATE:
+            params = _TASK_PARAMS.get(type(task), params)
+        params = resolve(params, self._model.generation_defaults)
+        validate(params, vocab_size=self._model.vocab_size)
+        self._check(prompt, params, options)
+        if task is not GENERATE:
+            self._model.require_task(task)
+        salt = _salt(options.cache_salt)
+        now = time.monotonic()
+        timeout = self._arguments.request_timeout if options.timeout is None else options.timeout
+        deadline = None if timeout is None else now + timeout
+        expected = params.max_tokens or params.default_max_tokens or 0
+        ticket = self.tickets.issue(params.n, _ticket_tokens(_estimate(prompt), expected, params), now, options.tenant)
+        admission = timeline.open_hop("admission")
+        if admission is not None:
+            timeline.finish(admission, now, choices=params.n, priority=options.priority)
+        buffer = StreamBuffer(
+            timeline,
+            params.n,
+            interval=self._arguments.stream_interval,
+            wake_limiter=self._readers,
+            shares_prompt_logprobs=params.n > 1 and params.prompt_logprobs is not None,
+        )
+        self._requests[buffer.request_id] = _Request(
+            buffer=buffer,
+            timeline=timeline,
+            prompt=prompt,
+            params=params,
+            ticket=ticket,
+            label=options.label,
+            priority=options.priority,
+            salt=salt,
+            arrival=now,
+            deadline=deadline,
+            task=task,
+        )
+        self.idle.clear()
+        return RequestStream(
+            buffer,
+            label=options.label,
+            deadline=deadline,
+            admit=self._admit,
+            release=self._release,
+            faults=self._faults,
+        )
+
+    def _check(self, prompt: Prompt, params: SamplingParams, options: RequestOptions) -> None:
+        model = self._model
+        if isinstance(prompt, (str, Chat)):
+            self.encoding.check_characters(characters(prompt))
+        else:
+            if not len(prompt):
+                raise InvalidRequest("prompt holds no token. Send at least one.", param="prompt")
+            if len(prompt) > model.context_length and not self._arguments.allow_auto_truncate:
+                raise model.too_long(len(prompt), None)
+            model.check_ids(prompt)
+        if params.stop and model.codec is None:
+            raise InvalidRequest("stop strings need a tokenizer: use stop_token_ids.", param="stop")
+        if params.n * (params.max_tokens or 1) > _CHOICES_PER_CONTEXT * model.context_length:
+            most = _CHOICES_PER_CONTEXT * model.context_length
+            raise InvalidRequest(
+                f"n {params.n} times max_tokens {params.max_tokens} is more than {most} tokens. Lower one of them.",
+                param="n" if params.n > 1 else "max_tokens",
+            )
+        if params.n > self.tickets.most:
+            raise InvalidRequest(
+                f"n {params.n} is more than the {self.tickets.most} that a client may have at a time. Lower it.",
+                param="n",
+            )
+        if options.label is not None and len(options.label) > LIMITS.request_id_chars:
+            raise InvalidRequest(f"rid is longer than {LIMITS.request_id_chars} characters. Shorten it.", param="rid")
+        if not -(2**31) <= options.priority < 2**31:
+            raise InvalidRequest("priority must be a 32-bit integer.", param="priority")
+        if options.priority and self._arguments.abort_on_priority_when_disabled:
+            raise InvalidRequest(
+                "priority is set, but the server runs without --enable-priority-scheduling. Leave it out.",
+                param="priority",
+            )
+        if options.timeout is not None and not 0 < options.timeout <= _MAX_TIMEOUT:
+            raise InvalidRequest(f"timeout must be more than 0 and at most {_MAX_TIMEOUT:g} seconds.", param="timeout")
+
+    # -- submission
+
+    async def _admit(self, buffer: StreamBuffer) -> Sequence[int]:
+        """Render, encode, measure, write into the journal and submit; the prompt's tokens."""
+        # What the actors do for the request belongs to its own span, and no longer to what brought it.
+        trace = current_traceparent.set(buffer.timeline.traceparent)
+        try:
+            return await self._submit(buffer)
+        finally:
+            current_traceparent.reset(trace)
+
+    async def _submit(self, buffer: StreamBuffer) -> Sequence[int]:
+        request = self._wanted(buffer)
+        if self._faults is not None:
+            await self._faults.strike_async("admission")
+        params, prompt, encoding = request.params, request.prompt, self.encoding
+        if isinstance(prompt, (str, Chat)):
+            ids = await encoding.tokenize(prompt, request.timeline, request.ticket.tenant)
+        else:
+            ids = list(prompt)
+        bad_words = [ids for word in params.bad_words for ids in await encoding.spellings(word)]
+        self._wanted(buffer)
+        given = len(ids)
+        ids, max_tokens = self._measure(ids, params)
+        if isinstance(request.task, Score) and len(ids) < given:
+            raise self._model.too_long(given, None)  # the sum would be that of fewer tokens
+        if isinstance(request.task, Score) and request.task.start >= len(ids):
+            raise InvalidRequest(
+                f"start {request.task.start} leaves no token to score in a prompt of {len(ids)}. Lower it.",
+                param="task",
+            )
+        self.tickets.correct(request.ticket, _ticket_tokens(len(ids), max_tokens, params))
+        request.prompt_tokens = request.timeline.prompt_tokens = len(ids)
+        request.route = route = self._router.choose()
+        specs = self._write_down(request, route.journal, ids, max_tokens, tuple(bad_words))
+        await route.scheduler.tell(Submit(sequences=specs))
+        return ids
+
+    def _wanted(self, buffer: StreamBuffer) -> _Request:
+        """The request, or what ended it: it was aborted, the engine has ended, or its stream was closed."""
+        if buffer.error is not None:
+            raise buffer.error
+        request = self._requests.get(buffer.request_id)
+        if request is None:
+            raise RequestAborted("The stream was closed before the request was accepted.")
+        return request
+
+    def _measure(self, ids: list[int], params: SamplingParams) -> tuple[list[int], int]:
+        """The prompt and the output tokens it may have. Raises InvalidRequest for what does not fit the context."""
+        if not ids:
+            raise InvalidRequest("The prompt is empty: it has no tokens. Send some text.", param="prompt")
+        context, max_tokens = self._model.context_length, params.max_tokens
+        default = params.default_max_tokens or context
+        if self._arguments.allow_auto_truncate:
+            if len(ids) >= context:
+                ids = ids[: context - min(max_tokens or 1, context - 1)]
+            room = context - len(ids)
+            max_tokens = min(max_tokens, room) if max_tokens is not None else None
+        else:
+            room = context - len(ids)
+            if room < 1 or (max_tokens is not None and max_tokens > room):
+                raise self._model.too_long(len(ids), max_tokens)
+        if max_tokens is None:
+            max_tokens = min(default, room, _most_scored_tokens(len(ids), params))
+        _check_logprobs(len(ids), max_tokens, params)
+        return ids, max_tokens
+
+    def _write_down(
+        self,
+        request: _Request,
+        journal: Journal,
+        ids: list[int],
+        max_tokens: int,
+        bad_words: tuple[tuple[int, ...], ...],
+    ) -> tuple[SequenceSpec, ...]:
+        params, now = request.params, time.monotonic()
+        packed = np.asarray(ids, dtype=np.int32).tobytes()
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
+        eos_ids = () if params.ignore_eos else self._model.eos_ids
+        stop_ids = tuple(dict.fromkeys((*eos_ids, *params.stop_token_ids)))
+        # The first choice scores the prompt for all; the others wait for its pages in the prefix cache.
+        unscored = msgspec.structs.replace(params, prompt_logprobs=None)
+        specs = tuple(
+            SequenceSpec(
+                sequence=next(self._numbers),
+                prompt=packed,
+                sampling=slot_sampling(
+                    unscored if index else params, index=index, seed=seed, stop_ids=stop_ids, bad_words=bad_words
+                ),
+                max_tokens=max_tokens,
+                min_tokens=params.min_tokens,
+                stop_ids=stop_ids,
+                priority=request.priority if self._arguments.enable_priority_scheduling else 0,
+                arrival=request.arrival,
+                deadline=request.deadline,
+                salt=request.salt,
+                task=request.task,
+                tenant=request.ticket.tenant,
+            )
+            for index in range(params.n)
+        )
+        for index, spec in enumerate(specs):
+            journal.open(
+                JournalEntry(
+                    sequence=spec.sequence,
+                    index=index,
+                    spec=spec,
+                    params=params,
+                    stream=request.buffer,
+                    timeline=request.timeline,
+                    prompt_ids=ids,
+                    output=[],
+                )
+            )
+            request.timeline.begin("queue", now, index)
+        request.sequences = tuple(spec.sequence for spec in specs)
+        return specs
+
+    # -- release
+
+    def _release(self, buffer: StreamBuffer) -> None:
+        """A stream is over, by its end or because its reader has gone."""
+        request = self._requests.pop(buffer.request_id, None)
+        if request is None:
+            return
+        now = time.monotonic()
+        buffer.end(now)
+        unfinished = self._drop(request)
+        if request.route is not None:
+            _abort(request.route, unfinished)
+        reader_left = buffer.error is None and (bool(unfinished) or not request.sequences)
+        if reader_left:
+            request.timeline.mark("client_gone", now)
+        elif isinstance(buffer.error, RequestTimeout):
+            request.timeline.mark("deadline", now)
+        self.tickets.give_back(request.ticket, now)
+        self._count(request, reader_left=reader_left)
+        if not self._requests:
+            self.idle.set()
+
+    def _drop(self, request: _Request) -> tuple[int, ...]:
+        """Close what is open of a request in the journal; its sequences."""
+        if request.route is None:
+            return ()
+        journal = request.route.journal
+        unfinished = tuple(sequence for sequence in request.sequences if sequence in journal)
+        for sequence in unfinished:
+            journal.drop(sequence)
+        return unfinished
+
+    def abort(self, request_id: str | None, *, all_: bool, tenant: str | None = None) -> int:
+        """Abort the requests of this id (the engine's own, or the caller's label), or all; how many there were.
+
+        With a ``tenant`` only those of that one.
+        """
+        chosen = [
+            request
+            for request in self._requests.values()
+            if (tenant is None or tenant == request.ticket.tenant)
+            and (all_ or (request_id is not None and request_id in (request.buffer.request_id, request.label)))
+        ]
+        now = time.monotonic()
+        for request in chosen:
+            request.timeline.mark("aborted", now)
+        self._end(chosen, RequestAborted("The request was aborted."))
+        return len(chosen)
+
+    def fail_all(self, error: Exception) -> None:
+        """End every live request with ``error``."""
+        self._end(self._requests.values(), error)
+
+    def _end(self, requests: Iterable[_Request], error: Exception) -> None:
+        unfinished: dict[int, tuple[Route, list[int]]] = {}  # by the identity of the route
+        for request in requests:
+            if request.route is not None:
+                unfinished.setdefault(id(request.route), (request.route, []))[1].extend(self._drop(request))
+            # A copy for each request: raising an error writes a traceback into it.
+            request.buffer.fail(copy.copy(error))
+        for route, sequences in unfinished.values():
+            _abort(route, sequences)
+
+    def _count(self, request: _Request, *, reader_left: bool) -> None:
+        """The end of a request, in its timeline."""
+        buffer = request.buffer
+        if reader_left or isinstance(buffer.error, RequestAborted):
+            reason, error = "abort", "abort"
+        elif buffer.error is not None:
+            reason, error = "error", type(buffer.error).__name__
+        else:
+            reason, error = buffer.finish_reasons[-1], ""
+        message = "The reader left before the end." if reader_left else str(buffer.error or "")
+        reasons = tuple(given or reason for given in buffer.finish_reasons) if request.sequences else ()
+        self._timelines.close(request.timeline, Outcome(finish_reasons=reasons, error_type=error, message=message))
+
+
+def _abort(route: Route, sequences: Sequence[int]) -> None:
+    if sequences:
+        # When even the control lane is full, the detokenizer refuses their next tokens and stops them.
+        with contextlib.suppress(MailboxFull):
+            route.scheduler.offer(Abort(sequences=tuple(sequences)))
+
+
+def _asked(params: SamplingParams) -> dict[str, Value]:
+    """What the request sets, by its OpenTelemetry names."""
+    given: dict[str, Value | None] = {
+        "gen_ai.request.max_tokens": params.max_tokens,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.request.top_k": params.top_k,
+        "gen_ai.request.seed": params.seed,
+        "gen_ai.request.frequency_penalty": params.frequency_penalty,
+        "gen_ai.request.presence_penalty": params.presence_penalty,
+        "gen_ai.request.stop_sequences": params.stop or None,
+        "gen_ai.request.choice.count": params.n if params.n != 1 else None,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _salt(cache_salt: str | None) -> bytes:
+    if cache_salt is not None and len(cache_salt) > LIMITS.cache_salt_chars:
+        raise InvalidRequest(
+            f"cache_salt is longer than {LIMITS.cache_salt_chars} characters. Shorten it.", param="cache_salt"
+        )
+    try:
+        return (cache_salt or "").encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest(
+            "cache_salt holds half a surrogate pair, which no text contains. Send UTF-8.", param="cache_salt"
+        ) from None
+
+
+def _logprob_entries(prompt_tokens: int, max_tokens: int, params: SamplingParams) -> int:
+    """The log-probabilities that a request may be answered with, all choices and alternatives together."""
+    entries = 0
+    if params.prompt_logprobs is not None:
+        entries += prompt_tokens * (1 + params.prompt_logprobs)
+    if params.logprobs is not None:
+        entries += max_tokens * (1 + params.logprobs)
+    return params.n * entries
+
+
+def _most_scored_tokens(prompt_tokens: int, params: SamplingParams) -> int:
+    """The most output tokens of a choice whose log-probabilities may all be answered; at least one."""
+    if params.logprobs is None:
+        return _MAX_TOKENS
+    left = LIMITS.logprob_entries - _logprob_entries(prompt_tokens, 0, params)
+    return max(left // (params.n * (1 + params.logprobs)), 1)
+
+
+def _check_logprobs(prompt_tokens: int, max_tokens: int, params: SamplingParams) -> None:
+    """Raise InvalidRequest for more log-probabilities than one answer may have."""
+    entries = _logprob_entries(prompt_tokens, max_tokens, params)
+    if entries > LIMITS.logprob_entries:
+        of_prompt = _logprob_entries(prompt_tokens, 0, params)
+        field = "prompt_logprobs" if 2 * of_prompt > entries else "logprobs"
+        raise InvalidRequest(
+            f"{field}: {prompt_tokens} prompt tokens and up to {max_tokens} output tokens, times {params.n} choices "
+            f"and their alternatives, are {entries} log-probabilities; at most {LIMITS.logprob_entries} are answered. "
+            "Ask for fewer alternatives, tokens or choices.",
+            param=field,
+            code="too_many_logprobs",
+        )
+
+
+def _ticket_tokens(prompt_tokens: int, max_tokens: int, params: SamplingParams) -> int:
+    """What a ticket counts: the prompt for each choice, and log-probabilities, as many of which count as a token as a
+    token may have alternatives."""
+    entries = min(_logprob_entries(prompt_tokens, max_tokens, params), LIMITS.logprob_entries)
+    return params.n * prompt_tokens + -(-entries // LIMITS.logprobs)
+
+
+def _estimate(prompt: Prompt) -> int:
+    """Prompt tokens before anything is encoded; set right afterwards."""
+    return characters(prompt) // 4 + 1 if isinstance(prompt, (str, Chat)) else len(prompt)

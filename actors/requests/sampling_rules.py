@@ -1,0 +1,272 @@
+"""Rules of sampling parameters: validation, defaults, and conversion to a slot's sampling. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard
+
+import msgspec
+
+from actors.protocol.requests import LIMITS, InvalidRequest, Limits, SamplingParams
+from kernels.contract.step import SlotSampling
+
+__all__ = ["resolve", "slot_sampling", "validate"]
+
+_INT32_MAX = 2**31 - 1
+_BIAS = 100.0
+_REPETITION = (0.01, 100.0)  # beyond these a logit overflows or every other token is as good as banned
+
+_NEUTRAL: dict[str, float | int] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+}
+
+_CHOICE_STEP = 0xD1342543DE82EF95  # odd, so that choices of one seed never meet; far from the seeds people pick
+
+
+def validate(params: SamplingParams, *, vocab_size: int | None = None, limits: Limits = LIMITS) -> None:
+    """Raise :class:`InvalidRequest` for the first field that is out of bounds: its name, its limit, the remedy.
+
+    Types are checked too: an embedding program may build a :class:`SamplingParams` of anything. Without `vocab_size`
+    token ids are only checked to be 32-bit and not negative.
+    """
+    _check_lengths(params)
+    _check_numbers(params, limits)
+    _check_integer("n", params.n, 1, limits.n, "Send several requests for more choices.")
+    if params.seed is not None:
+        _check_integer(
+            "seed", params.seed, -(2**63), 2**64 - 1, "Seeds are 64-bit integers; leave it out for a random one."
+        )
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(params, name) is not None:
+            _check_integer(name, getattr(params, name), 0, limits.logprobs, "Leave it out for none.")
+    if params.speculative_num_draft_tokens is not None:
+        _check_integer(
+            "speculative_num_draft_tokens",
+            params.speculative_num_draft_tokens,
+            1,
+            limits.draft_tokens,
+            "1 decodes token by token; leave it out for the server's number.",
+        )
+    for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "speculative"):
+        if not isinstance(getattr(params, name), bool):
+            raise _invalid(name, f"{name} must be true or false.")
+    _check_strings("stop", params.stop, limits.stop_strings, limits.stop_string_chars)
+    _check_strings("shown_special_tokens", params.shown_special_tokens, limits.stop_strings, limits.stop_string_chars)
+    _check_strings("bad_words", params.bad_words, limits.bad_words, limits.stop_string_chars)
+    _check_ids("stop_token_ids", params.stop_token_ids, limits.stop_token_ids, vocab_size)
+    if params.allowed_token_ids is not None:
+        _check_ids("allowed_token_ids", params.allowed_token_ids, limits.allowed_token_ids, vocab_size)
+        if not params.allowed_token_ids:
+            raise _invalid("allowed_token_ids", "allowed_token_ids is empty: nothing could be sampled. Leave it out.")
+    if params.logit_bias is not None:
+        _check_bias(params.logit_bias, limits, vocab_size)
+
+
+def resolve(params: SamplingParams, defaults: Mapping[str, Any]) -> SamplingParams:
+    """Fill what the caller left out: from the model's generation_config.json, else with the neutral value.
+
+    `defaults` is that file's object. ``do_sample: false`` in it is temperature 0. A default that
+    no request could carry is passed over.
+    """
+    filled: dict[str, Any] = {}
+    for name, neutral in _NEUTRAL.items():
+        if getattr(params, name) is not None:
+            continue
+        filled[name] = neutral
+        if name == "temperature" and defaults.get("do_sample") is False:
+            filled[name] = 0.0
+        elif defaults.get(name) is not None and _usable(name, defaults[name]):
+            filled[name] = defaults[name]
+    return msgspec.structs.replace(params, **filled) if filled else params
+
+
+def slot_sampling(
+    params: SamplingParams,
+    *,
+    index: int,
+    seed: int,
+    stop_ids: Sequence[int] = (),
+    bad_words: Sequence[Sequence[int]] = (),
+    limits: Limits = LIMITS,
+) -> SlotSampling:
+    """What a worker's slot needs of validated and resolved `params`, for the choice number `index`.
+
+    seed: the request's, given or drawn. The first choice samples with the seed itself, exactly as a request with
+    ``n=1`` does; choice ``i`` with ``seed + i * step`` modulo 2**64 for a fixed odd step, so the choices of a request
+    differ and each can be repeated. stop_ids: end-of-sequence and stop tokens, held back by min_tokens. bad_words:
+    their token sequences. Raises :class:`InvalidRequest` when these have too many tokens.
+    """
+    total = sum(len(word) for word in bad_words)
+    if total > limits.bad_words_tokens:
+        raise _invalid(
+            "bad_words",
+            f"bad_words have {total} tokens in all their spellings; at most {limits.bad_words_tokens} are allowed. "
+            "Send fewer or shorter ones.",
+        )
+    bias = params.logit_bias or {}
+    return SlotSampling(
+        temperature=_value(params.temperature, "temperature"),
+        top_p=_value(params.top_p, "top_p"),
+        top_k=max(0, params.top_k or 0),
+        min_p=_value(params.min_p, "min_p"),
+        repetition_penalty=_value(params.repetition_penalty, "repetition_penalty"),
+        frequency_penalty=_value(params.frequency_penalty, "frequency_penalty"),
+        presence_penalty=_value(params.presence_penalty, "presence_penalty"),
+        seed=(seed + index * _CHOICE_STEP) % 2**64,
+        min_tokens=params.min_tokens,
+        stop_ids=tuple(stop_ids) if params.min_tokens > 0 else (),
+        bias_ids=tuple(bias),
+        bias_values=tuple(float(value) for value in bias.values()),
+        allowed_ids=tuple(params.allowed_token_ids or ()),
+        bad_words=tuple(tuple(word) for word in bad_words),
+        logprobs=-1 if params.logprobs is None else params.logprobs,
+        prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
+        max_drafts=_max_drafts(params),
+    )
+
+
+def _max_drafts(params: SamplingParams) -> int:
+    if not params.speculative:
+        return 0
+    return -1 if params.speculative_num_draft_tokens is None else params.speculative_num_draft_tokens - 1
+
+
+def _value(given: float | None, name: str) -> float:
+    return float(_NEUTRAL[name] if given is None else given)
+
+
+def _invalid(param: str, message: str) -> InvalidRequest:
+    return InvalidRequest(message, param=param)
+
+
+def _is_integer(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    """Finite, also as a float64: an integer may be too large for one."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _given(value: object) -> str:
+    """What the caller gave, where it is a number of a reasonable length."""
+    return f"; you gave {value}" if _is_number(value) and abs(value) < 1e20 else ""
+
+
+def _check_integer(name: str, value: object, low: int, high: int, remedy: str) -> None:
+    if not _is_integer(value) or not low <= value <= high:
+        raise _invalid(name, f"{name} must be an integer from {low} to {high}{_given(value)}. {remedy}")
+
+
+def _check_number(name: str, value: object, low: float, high: float, remedy: str, *, above: bool = False) -> None:
+    if not _is_number(value) or not low <= value <= high or (above and value == low):
+        bounds = f"more than {low:g} and at most {high:g}" if above else f"from {low:g} to {high:g}"
+        raise _invalid(name, f"{name} must be a finite number {bounds}{_given(value)}. {remedy}")
+
+
+def _check_lengths(params: SamplingParams) -> None:
+    if params.max_tokens is not None:
+        _check_integer("max_tokens", params.max_tokens, 1, _INT32_MAX, "Leave it out to use the context that is left.")
+    if params.default_max_tokens is not None:
+        _check_integer("default_max_tokens", params.default_max_tokens, 1, _INT32_MAX, "Leave it out for no default.")
+    _check_integer("min_tokens", params.min_tokens, 0, _INT32_MAX, "Leave it out for none.")
+    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        raise _invalid(
+            "min_tokens",
+            f"min_tokens ({params.min_tokens}) must be at most max_tokens ({params.max_tokens}). "
+            "Lower min_tokens or raise max_tokens.",
+        )
+    if params.max_tokens is None and params.min_tokens > (params.default_max_tokens or _INT32_MAX):
+        raise _invalid(
+            "min_tokens",
+            f"min_tokens ({params.min_tokens}) needs max_tokens beside it: without, at most "
+            f"{params.default_max_tokens} tokens are generated. Lower min_tokens or send max_tokens.",
+        )
+
+
+def _check_numbers(params: SamplingParams, limits: Limits) -> None:
+    for name in _NEUTRAL:
+        value = getattr(params, name)
+        if value is not None:
+            _check_field(name, value, limits)
+
+
+def _check_field(name: str, value: object, limits: Limits) -> None:
+    """One of the fields that a generation_config may fill."""
+    if name == "temperature":
+        _check_number(name, value, 0.0, limits.temperature, "0 is greedy, 1 samples from the model's distribution.")
+    elif name == "top_p":
+        _check_number(name, value, 0.0, 1.0, "1 keeps every token; for greedy choice set temperature to 0.", above=True)
+    elif name == "top_k":
+        _check_integer(name, value, -1, _INT32_MAX, "0 or -1 keeps every token.")
+    elif name == "min_p":
+        _check_number(name, value, 0.0, 1.0, "0 keeps every token.")
+    elif name == "repetition_penalty":
+        _check_number(name, value, *_REPETITION, "1 is none.")
+    else:
+        _check_number(name, value, -limits.penalty, limits.penalty, "0 is none.")
+
+
+def _usable(name: str, value: object) -> bool:
+    try:
+        _check_field(name, value, LIMITS)
+    except InvalidRequest:
+        return False
+    return True
+
+
+def _check_strings(name: str, strings: object, most: int, longest: int) -> None:
+    if not isinstance(strings, (tuple, list)) or not all(isinstance(text, str) for text in strings):
+        raise _invalid(name, f'{name} must be a list of strings, also when it is only one: ["..."].')
+    if len(strings) > most:
+        raise _invalid(name, f"{name} has {len(strings)} entries; at most {most} are allowed. Send fewer.")
+    for text in strings:
+        if not text:
+            raise _invalid(name, f"{name} holds an empty string. Leave it out.")
+        if len(text) > longest:
+            raise _invalid(
+                name, f"{name} holds a string of {len(text)} characters; at most {longest} are allowed. Shorten it."
+            )
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise _invalid(name, f"{name} holds half a surrogate pair, which no text contains. Send UTF-8.") from None
+
+
+def _check_ids(name: str, ids: object, most: int, vocab_size: int | None) -> None:
+    if not isinstance(ids, (tuple, list)) or not all(_is_integer(token) for token in ids):
+        raise _invalid(name, f"{name} must be a list of integer token ids.")
+    if len(ids) > most:
+        raise _invalid(name, f"{name} has {len(ids)} entries; at most {most} are allowed. Send fewer.")
+    for token in ids:
+        _check_id(name, token, vocab_size)
+
+
+def _check_id(name: str, token: int, vocab_size: int | None) -> None:
+    last = _INT32_MAX if vocab_size is None else vocab_size - 1
+    if not 0 <= token <= last:
+        raise _invalid(name, f"{name} holds a token id out of range; this model's ids are 0 to {last}.")
+
+
+def _check_bias(bias: object, limits: Limits, vocab_size: int | None) -> None:
+    name = "logit_bias"
+    if not isinstance(bias, dict) or not all(_is_integer(token) for token in bias):
+        raise _invalid(name, f"{name} must map integer token ids to numbers.")
+    if len(bias) > limits.logit_bias:
+        raise _invalid(name, f"{name} has {len(bias)} entries; at most {limits.logit_bias} are allowed. Send fewer.")
+    for token, value in bias.items():
+        _check_id(name, token, vocab_size)
+        if not _is_number(value) or not -_BIAS <= value <= _BIAS:
+            raise _invalid(name, f"{name} of token {token} must be a finite number from {-_BIAS:g} to {_BIAS:g}.")

@@ -1,0 +1,338 @@
+"""Scheduler: keeps the worker supplied with steps and passes their results to the detokenizer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from actors.boards.health_board import HealthBoard
+from actors.boards.journal import Journal
+from actors.boards.suspects import Verdict
+from actors.faults import FaultInjector
+from actors.protocol import (
+    Abort,
+    CacheProtocol,
+    DetokenizerProtocol,
+    Emission,
+    Emit,
+    Ended,
+    Fence,
+    Flush,
+    FlushCache,
+    Lease,
+    OpenSequence,
+    ResetCache,
+    SchedulerProtocol,
+    Step,
+    StepDone,
+    StepFailed,
+    Submit,
+    TextStopped,
+    WorkerProtocol,
+    WorkerReady,
+)
+from actors.runtime import Actor, ActorDied, ActorRef, ChildCrash, current_traceparent, handles
+from actors.scheduling.config import PlannerConfig
+from actors.scheduling.planner import CacheReply, Planner, StepPlan
+from actors.scheduling.timeline_writer import TimelineWriter
+from kernels.contract.info import ModelInfo
+from kernels.contract.step import StepBatch, StepResult
+from telemetry.metrics.steps import StepShape
+from telemetry.traces.worker_spans import STEP_ROW
+
+if TYPE_CHECKING:
+    from telemetry.traces.tracing import Tracing
+
+__all__ = ["Scheduler", "SchedulerLinks"]
+
+_log = logging.getLogger("troupe.scheduler")
+
+_CACHE_TIMEOUT = 30.0
+
+_SET_APART = (
+    "The model's worker died while it ran this request, and again when it ran this request alone, "
+    "so the request is not run a third time. Change the request or send it again later; if it fails again, report it."
+)
+
+
+class SchedulerLinks(msgspec.Struct, frozen=True, eq=False):
+    """The actors that a scheduler sends messages to. ``worker``: rank 0; ``peers``: the other ranks."""
+
+    cache: ActorRef[CacheProtocol]
+    detokenizer: ActorRef[DetokenizerProtocol]
+    worker: ActorRef[WorkerProtocol]
+    peers: tuple[ActorRef[WorkerProtocol], ...] = ()
+
+
+class Scheduler(Actor[SchedulerProtocol]):
+    """An actor around :class:`Planner`.
+
+    After every message it plans as many steps as may be in flight. Results of the worker arrive in its own mailbox, so
+    no handler waits for the device.
+    """
+
+    def __init__(
+        self,
+        config: PlannerConfig,
+        links: SchedulerLinks,
+        *,
+        journal: Journal,
+        board: HealthBoard,
+        step_timeout: float,
+        tracing: Tracing | None = None,
+        faults: FaultInjector | None = None,
+    ) -> None:
+        self._planner = Planner(config, journal.suspects)
+        self._journal = journal
+        self._timeline_writer = TimelineWriter(journal, links.worker.name, tracing)
+        self._cache = links.cache
+        self._worker = links.worker
+        self._peers = links.peers
+        self._detokenizer = links.detokenizer
+        self._board = board
+        self._step_timeout = step_timeout
+        self._faults = faults
+        self._epoch: int | None = None
+        self._sent: dict[int, float] = {}  # send times of the steps without a result ...
+        self._sent_epoch: int | None = None  # ... of this epoch
+        self._verdicts: dict[int, Verdict] = {}  # of the deaths since the last worker was taken, by epoch
+
+    async def started(self) -> None:
+        self._board.forget_steps()
+        self._board.read_batch = self._batch_at
+        self._board.judge = None
+        if self.context.incarnation > 0:
+            # Emissions of the last incarnation must be in the journal before the journal is read.
+            await self._detokenizer.ask(Fence(), timeout=_CACHE_TIMEOUT)
+        now = self.context.clock.monotonic()
+        entries = list(self._journal.live())
+        if entries:
+            self._timeline_writer.resumed(entries, now)
+            await self._emit(self._planner.submit(tuple(entry.resume_spec() for entry in entries), now))
+        await self._emit(self._set_apart(now))
+        self._board.judge = self._judge  # only now: the planner must know which suspects live
+        ready = self._board.worker
+        if ready is not None:
+            await self._take_worker(*ready)
+        await self._pump()
+
+    # -- requests
+
+    @handles
+    async def submit(self, message: Submit) -> None:
+        if self._faults is not None:
+            await self._faults.strike_async("queue")
+        # Aborts take the faster lane: a sequence that is not in the journal was aborted before it arrived here.
+        specs = tuple(spec for spec in message.sequences if spec.sequence in self._journal)
+        await self._pump(self._planner.submit(specs, self.context.clock.monotonic()))
+
+    @handles
+    async def abort(self, message: Abort) -> None:
+        await self._pump(self._planner.abort(message.sequences))
+
+    @handles
+    async def text_stopped(self, message: TextStopped) -> None:
+        self._planner.text_stopped(message.sequences)
+        await self._pump()
+
+    # -- the worker
+
+    @handles
+    async def worker_ready(self, message: WorkerReady) -> None:
+        await self._take_worker(message.info, message.epoch)
+        await self._pump()
+
+    async def _take_worker(self, info: ModelInfo, epoch: int) -> None:
+        if epoch == self._epoch or self._board.died_at(epoch) is not None:
+            return
+        # If no failed step has reported the end of the previous epoch (its report is behind this message, or no step
+        # was in flight), do it here. Condemned sequences end now, in case the cache does not answer below.
+        if self._epoch is not None:
+            await self._emit(self._worker_lost(self._epoch, "the worker was replaced"))
+        reset = ResetCache(num_pages=info.num_pages, page_size=info.page_size, bounded=info.bounded_groups)
+        await self._cache.ask(reset, timeout=_CACHE_TIMEOUT)
+        self._epoch = self._sent_epoch = epoch
+        self._sent.clear()
+        self._verdicts.clear()
+        self._timeline_writer.steps_lost(self.context.clock.monotonic())
+        self._board.forget_steps()  # one may have been sent in the previous epoch after its end
+        await self._emit(self._planner.worker_ready(info, self.context.clock.monotonic()))
+
+    def _worker_lost(self, epoch: int, reason: str) -> list[Emission]:
+        """Handle the end of an epoch of the worker. Returns the ends of sequences that are not run again."""
+        now = self.context.clock.monotonic()
+        at = self._fell_at(epoch)
+        lost = self._in_hand(at)
+        self._timeline_writer.worker_died(self._planner.running(), lost, at, now, reason)
+        self._journal.worker_died(lost)
+        self._judge(epoch)
+        return self._set_apart(now)
+
+    def _set_apart(self, now: float) -> list[Emission]:
+        """End condemned sequences and all other choices of their requests: a request fails as a whole, and its other
+        choices may kill the worker too."""
+        journal = self._journal
+        streams = {id(entry.stream) for each in journal.condemned if (entry := journal.get(each)) is not None}
+        condemned = [entry.sequence for entry in journal.live() if id(entry.stream) in streams] if streams else []
+        journal.condemned.clear()
+        self._timeline_writer.set_apart(condemned, now)
+        ended = Ended("error", message=_SET_APART)
+        return [msgspec.structs.replace(word, ended=ended) for word in self._planner.abort(condemned)]
+
+    def _judge(self, epoch: int) -> Verdict:
+        """The verdict on the death of the worker in ``epoch``, computed at the first call."""
+        verdict = self._verdicts.get(epoch)
+        if verdict is None:
+            # A worker that died before it was taken here got no steps: the steps are those of the previous epoch.
+            lost = self._steps_in_hand(self._fell_at(epoch)) if epoch == self._sent_epoch else []
+            verdict = self._verdicts[epoch] = self._planner.worker_died(lost)
+            self._journal.condemned.update(verdict.condemned)
+            if not verdict.counts:
+                _log.warning(
+                    "The worker died again in a step with suspects; %d are left and run apart from other sequences",
+                    len(self._journal.suspects),
+                )
+        return verdict
+
+    def _batch_at(self, at: float) -> tuple[int, ...]:
+        """The sequences in the steps of a worker that died at the time ``at``; none if it had not loaded."""
+        died = None if self._epoch is None else self._board.died_at(self._epoch)
+        if self._epoch is None or (died is not None and died < at):
+            return ()
+        return self._in_hand(at)
+
+    def _fell_at(self, epoch: int) -> float:
+        """When the epoch ended, as far as is known; a worker that hangs ends now."""
+        now = self.context.clock.monotonic()
+        died_at = self._board.died_at(epoch)
+        return now if died_at is None else min(died_at, now)
+
+    def _steps_in_hand(self, at: float) -> list[int]:
+        """Steps sent to the worker by the time ``at`` without a result. Steps sent between its death and the report of
+        it wait for the next incarnation, which refuses them."""
+        return [number for number, sent in self._sent.items() if sent <= at]
+
+    def _in_hand(self, at: float) -> tuple[int, ...]:
+        """The sequences in :meth:`_steps_in_hand`."""
+        return tuple(self._planner.in_steps(self._steps_in_hand(at)))
+
+    @handles
+    async def step_done(self, message: StepDone) -> None:
+        if message.epoch != self._epoch:
+            return
+        now = self.context.clock.monotonic()
+        self._timeline_writer.answered(message.result, now)
+        emissions = self._planner.finish_step(message.result, now)
+        self._board.step_finished(now, message.result, sum([len(word.tokens) for word in emissions]))
+        await self._pump(emissions)
+
+    @handles
+    async def step_failed(self, message: StepFailed) -> None:
+        if message.epoch != self._epoch:
+            return
+        _log.debug("Step %d got no answer: %s", message.number, message.reason)  # its worker's death is logged
+        # No step is sent until WorkerReady announces the next epoch.
+        self._epoch = None
+        ready = self._board.worker
+        if not message.worker_died and ready is not None and ready[1] == message.epoch:
+            # It hangs or does not take messages: only a restart helps.
+            reason = f"step {message.number} got no answer: {message.reason}"
+            self.context.system.crash_actor(self._worker, ChildCrash(reason))
+        await self._pump(self._worker_lost(message.epoch, message.reason))
+
+    # -- questions
+
+    @handles
+    async def flush(self, message: Flush) -> bool:
+        if self._planner.has_work:
+            return False
+        return await self._cache.ask(FlushCache(), timeout=_CACHE_TIMEOUT)
+
+    # -- steps
+
+    async def _pump(self, emissions: Sequence[Emission] = ()) -> None:
+        """Send as many steps as may be in flight, then emit ``emissions`` and the sequences that planning ended.
+
+        Steps first: the next step is on its way before the tokens of the last one are processed.
+        """
+        planner = self._planner
+        pending = list(emissions)
+        while self._worker_lives() and planner.has_work and planner.can_send:
+            now = self.context.clock.monotonic()
+            pending += planner.expire(now)
+            planning = planner.plan(now)
+            plan: StepPlan | None = None
+            try:
+                call = next(planning)
+                while True:
+                    asked = self.context.clock.monotonic()
+                    reply: CacheReply = await self._cache.ask(call, timeout=_CACHE_TIMEOUT)
+                    if isinstance(call, OpenSequence) and isinstance(reply, Lease):
+                        self._timeline_writer.leased(call.sequence, asked, self.context.clock.monotonic(), reply)
+                    call = planning.send(reply)
+            except StopIteration as finished:
+                plan = finished.value
+            self._timeline_writer.moved(planner.take_moves(), self.context.clock.monotonic())
+            if plan is None:
+                break
+            if plan.batch is not None and self._worker_lives():
+                self._send(plan, plan.batch, now)
+            pending += plan.emissions
+        if moves := planner.take_moves():
+            self._timeline_writer.moved(moves, self.context.clock.monotonic())
+        await self._emit(pending)
+        now = self.context.clock.monotonic()
+        self._board.load(planner.load(now), now)
+
+    def _worker_lives(self) -> bool:
+        """Whether the worker takes steps, as far as is known; otherwise WorkerReady will announce it."""
+        return self._epoch is not None and self._board.died_at(self._epoch) is None
+
+    def _send(self, plan: StepPlan, batch: StepBatch, now: float) -> None:
+        epoch = self._epoch
+        assert epoch is not None
+        tokens = sum([chunk.tokens for chunk in plan.chunks])
+        sent = self._sent[batch.number] = self.context.clock.monotonic()
+        traces = self._timeline_writer.sent(batch.number, plan, sent)
+        if traces:
+            batch = msgspec.structs.replace(batch, traces=traces)
+        self._board.step_sent(StepShape(now, len(plan.decodes), len(plan.chunks), tokens))
+        # A step belongs to no request: it has a trace of its own.
+        trace = current_traceparent.set(next((row.traceparent for row in traces if row.row == STEP_ROW), None))
+
+        def answered(result: StepResult) -> StepDone:
+            self._sent.pop(batch.number, None)  # now, however long the message waits in the mailbox
+            return StepDone(result=result, epoch=epoch)
+
+        self.context.pipe(
+            self._worker,
+            Step(batch=batch, epoch=epoch),
+            timeout=self._step_timeout,
+            on_reply=answered,
+            on_error=lambda error: StepFailed(
+                number=batch.number, epoch=epoch, reason=str(error), worker_died=isinstance(error, ActorDied)
+            ),
+        )
+        for peer in self._peers:
+
+            def answered_by_peer(result: StepResult, name: str = peer.name) -> None:
+                # All ranks sample the same tokens; only the spans of the other ranks are used.
+                self._timeline_writer.peer_answered(name, result.spans)
+
+            self.context.pipe(
+                peer,
+                Step(batch=batch, epoch=epoch),
+                timeout=self._step_timeout,
+                on_reply=answered_by_peer,
+                on_error=lambda error: StepFailed(
+                    number=batch.number, epoch=epoch, reason=str(error), worker_died=isinstance(error, ActorDied)
+                ),
+            )
+        current_traceparent.reset(trace)
+
+    async def _emit(self, emissions: list[Emission]) -> None:
+        if emissions:
+            await self._detokenizer.tell(Emit(emissions=tuple(emissions)))

@@ -1,0 +1,197 @@
+"""SequenceTable: which sequences wait and run, in which slots, and unsent updates for cache and worker."""
+
+from __future__ import annotations
+
+import sys
+from typing import Literal
+
+import msgspec
+
+from actors.protocol import Commit, Emission, Ended, Lease
+from actors.scheduling.bounded_room import BoundedRoom
+from actors.scheduling.config import PlannerConfig
+from actors.scheduling.fairness import FairShare
+from actors.scheduling.sequence import Sequence, Status
+from actors.scheduling.siblings import PrefillsUnderWay
+from actors.scheduling.slots import Slots
+from actors.scheduling.waiting import WaitingQueue
+
+__all__ = ["Move", "SequenceTable"]
+
+
+class Move(msgspec.Struct, frozen=True):
+    """A sequence has moved onto or off the device. ``output``: its output tokens so far."""
+
+    kind: Literal["started", "preempted", "displaced", "ended"]
+    sequence: int
+    output: int
+
+
+class SequenceTable:
+    """Moves sequences between the queue and the device, and ends them.
+
+    A sequence that leaves the device is gone here at once. The cache learns it with the next :meth:`take_news`, the
+    worker with the next batch (``slots.take_released``).
+    """
+
+    def __init__(self, config: PlannerConfig, shares: FairShare) -> None:
+        self._use_cache = config.use_cache
+        self._shares = shares
+        self.sequences: dict[int, Sequence] = {}
+        self.waiting = WaitingQueue()
+        self.running: dict[int, Sequence] = {}  # in order of admission
+        self.prefilling: dict[int, Sequence] = {}  # running sequences with more than one known token to compute
+        self.slots = Slots(config.max_slots)
+        self.siblings = PrefillsUnderWay(1)
+        self.page_size = 0
+        self.room: BoundedRoom | None = None  # None: no group is bounded
+        self.preemptions = 0
+        self.moves: list[Move] = []
+        self.may_admit = True  # False: the head of the queue did not fit, and no room was freed since
+        self._serial = 0
+        self._dirty: list[Sequence] = []  # with pages to commit
+        self._final_commits: list[Commit] = []  # last commits of the sequences in ...
+        self._closes: list[int] = []  # ... this list, which the cache closes
+
+    def new_worker(self, page_size: int, room: BoundedRoom | None = None) -> None:
+        """Start with empty slots and an empty cache: running sequences wait again, unsent updates are dropped."""
+        self.page_size = page_size
+        self.room = room
+        self.slots.reset()
+        self.siblings = PrefillsUnderWay(page_size)
+        self.prefilling.clear()
+        self._dirty.clear()
+        self._final_commits.clear()
+        self._closes.clear()
+        for sequence in self.running.values():
+            self._moved("displaced", sequence)
+            self._wait(sequence)
+        self.running.clear()
+        self.may_admit = True
+
+    # -- moves --------------------------------------------------------------------------------------------------------
+
+    def queue(self, sequence: Sequence) -> None:
+        """Add a new sequence to the queue."""
+        self._shares.arrive(sequence.tenant, self.running.values())
+        self.sequences[sequence.id] = sequence
+        self.waiting.add(sequence)
+        self.may_admit = True
+
+    def start(self, sequence: Sequence, lease: Lease) -> None:
+        """Move a sequence from the queue to the device, with a slot and the shared pages of the lease."""
+        size = self.page_size
+        self.waiting.remove(sequence)
+        self.running[sequence.id] = sequence
+        sequence.status = Status.RUNNING
+        self._serial += 1
+        sequence.serial = self._serial
+        sequence.slot, sequence.generation = self.slots.take()
+        self._moved("started", sequence)
+        self._shares.admit(sequence, lease.cached)
+        sequence.computed = sequence.scheduled = sequence.capacity = lease.cached
+        sequence.shared = lease.cached // size
+        sequence.committed = sequence.length
+        sequence.commit_at = sys.maxsize
+        if sequence.cached_tokens < 0:
+            sequence.cached_tokens = lease.cached
+        if self.room is not None:
+            self.room.take(sequence)
+        if self._use_cache or self.room is not None:  # commits also release pages of bounded groups
+            sequence.commit_at = lease.cached + size
+        if self._use_cache and sequence.shared < sequence.prompt_length // size:
+            self.siblings.add(sequence)
+
+    def refuse(self, sequence: Sequence) -> None:
+        """Return the lease of a waiting sequence that does not fit."""
+        sequence.leave_device()
+        self._closes.append(sequence.id)
+        self.may_admit = False
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Move a sequence back to its old place in the queue. Its computed pages stay cached as long as there is
+        room."""
+        self._moved("preempted", sequence)
+        self._leave_device(sequence)
+        self._wait(sequence)
+        sequence.progressed = False
+        self.preemptions += 1
+
+    def drop(self, sequence: Sequence) -> None:
+        """End a sequence without an emission."""
+        if sequence.status is Status.RUNNING:
+            self._moved("ended", sequence)
+            self._leave_device(sequence)
+        else:
+            self.waiting.remove(sequence)
+            self.may_admit = True
+        sequence.status = Status.FINISHED
+        del self.sequences[sequence.id]
+        self._shares.leave(sequence.tenant)
+
+    def end(self, sequence: Sequence, ended: Ended) -> Emission:
+        """End a sequence without a further token; returns its last emission."""
+        self.drop(sequence)
+        return Emission(
+            sequence=sequence.id,
+            start=len(sequence.output),
+            cached_tokens=max(sequence.cached_tokens, 0),
+            ended=ended,
+        )
+
+    def _moved(self, kind: Literal["started", "preempted", "displaced", "ended"], sequence: Sequence) -> None:
+        self.moves.append(Move(kind, sequence.id, len(sequence.output)))
+
+    def _wait(self, sequence: Sequence) -> None:
+        sequence.leave_device()
+        sequence.status = Status.WAITING
+        self.waiting.add(sequence)
+
+    def _leave_device(self, sequence: Sequence) -> None:
+        self._shares.charge((sequence,))
+        del self.running[sequence.id]
+        self.prefilling.pop(sequence.id, None)
+        self.siblings.discard(sequence)
+        self.slots.give_back(sequence.slot)
+        if self.room is not None:
+            self.room.give_back(sequence)
+        if sequence.computed >= sequence.commit_at:
+            self._final_commits.append(self._commit(sequence))
+        self._closes.append(sequence.id)
+        sequence.serial = 0
+        self.may_admit = True
+
+    # -- updates for the cache ----------------------------------------------------------------------------------------
+
+    def filled_page(self, sequence: Sequence) -> None:
+        """Record that a running sequence has computed ``commit_at`` tokens: another page can be shared."""
+        self._dirty.append(sequence)
+        if sequence.commit_at <= sequence.prompt_length:
+            self.may_admit = True  # a sequence that shares this prompt page may fit now
+
+    @property
+    def has_closes(self) -> bool:
+        return bool(self._closes)
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._dirty or self._closes)
+
+    def take_news(self) -> tuple[tuple[Commit, ...], tuple[int, ...]]:
+        """Commits and closes since the last call; a sequence is committed before it is closed."""
+        commits = self._final_commits
+        for sequence in self._dirty:
+            if sequence.serial and sequence.computed >= sequence.commit_at:
+                commits.append(self._commit(sequence))
+        closes = tuple(self._closes)
+        self._final_commits, self._dirty, self._closes = [], [], []
+        return tuple(commits), closes
+
+    def _commit(self, sequence: Sequence) -> Commit:
+        """A commit of the full pages that the worker has confirmed, each page once."""
+        start, sequence.committed = sequence.committed, sequence.length
+        sequence.shared = sequence.computed // self.page_size
+        sequence.commit_at = (sequence.shared + 1) * self.page_size
+        if sequence.shared >= sequence.prompt_length // self.page_size:
+            self.siblings.discard(sequence)
+        return Commit(sequence=sequence.id, tokens=sequence.tokens_from(start), computed=sequence.computed)

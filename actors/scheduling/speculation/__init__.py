@@ -1,0 +1,1 @@
+"""Which decodes of a step draft, and how many tokens: limits by row (``draft_limits``) and the adaptive policy."""

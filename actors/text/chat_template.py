@@ -1,0 +1,179 @@
+"""Chat templates: Jinja text of a checkpoint, the command line or (if allowed) a request, in a sandbox.
+
+The sandbox gives a template access to its variables only. It cannot prevent endless loops or unbounded memory, which
+are possible even during compilation (Jinja evaluates constant expressions). So compile and render in
+:mod:`actors.text.renderer`.
+"""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import jinja2
+import msgspec
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from actors.protocol.requests import Chat, InvalidRequest
+
+__all__ = ["RESERVED_NAMES", "ChatTemplate", "check_template"]
+
+RESERVED_NAMES = frozenset(
+    {"messages", "tools", "add_generation_prompt", "continue_final_message", "raise_exception", "strftime_now", "self"}
+)
+"""Names that ``chat_template_kwargs`` may not set, in addition to special tokens. Jinja reserves ``self``."""
+
+_MAX_OUTPUT_CHARS = 12 << 20
+"""At four bytes each, still less than the frame limit between two processes."""
+
+_MAX_SOURCE_CHARS = 1 << 20
+
+_MAX_REFUSAL_CHARS = 512
+"""Most characters of a template's own error message that are reported; a template may compute any length."""
+
+
+class _TemplateRefused(Exception):
+    """The template called raise_exception because the conversation does not fit it."""
+
+
+def _raise_exception(message: object) -> None:
+    text = message if isinstance(message, str) else type(message).__name__
+    raise _TemplateRefused(_short(text))
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _MAX_REFUSAL_CHARS else f"{text[:_MAX_REFUSAL_CHARS]} ..."
+
+
+def _strftime_now(format_: str) -> str:
+    return datetime.datetime.now().strftime(format_)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any) -> str:
+    # Unlike Jinja's own filter this does not escape HTML: models were trained on plain JSON.
+    del ensure_ascii
+    text = msgspec.json.encode(value).decode()
+    if indent is None:
+        return _spaced(text)
+    return msgspec.json.format(text, indent=indent)
+
+
+def _spaced(compact: str) -> str:
+    """``json.dumps``' default separators (", " and ": "), which the models saw in training."""
+    out: list[str] = []
+    in_string = escaped = False
+    for char in compact:
+        out.append(char)
+        if in_string:
+            if escaped:
+                escaped = False
+            elif char == "\\":
+                escaped = True
+            elif char == '"':
+                in_string = False
+        elif char == '"':
+            in_string = True
+        elif char in ",:":
+            out.append(" ")
+    return "".join(out)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def check_template(source: str) -> None:
+    """Raise ValueError if the template is not valid Jinja. The template is only parsed, not evaluated."""
+    if len(source) > _MAX_SOURCE_CHARS:
+        raise ValueError(f"The chat template has {len(source)} characters; at most {_MAX_SOURCE_CHARS} are allowed.")
+    try:
+        _environment().parse(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(
+            f"The chat template does not compile: line {error.lineno}: {_short(error.message or '')}"
+        ) from error
+    except RecursionError as error:
+        raise ValueError("The chat template does not compile: it is nested too deeply.") from error
+
+
+class ChatTemplate:
+    """A compiled chat template.
+
+    ``variables``: special tokens by name (``bos_token``, ``eos_token`` ...). Raises ValueError if the template does not
+    compile.
+    """
+
+    def __init__(self, source: str, variables: dict[str, str]) -> None:
+        check_template(source)
+        try:
+            self._template = _environment().from_string(source)
+        except MemoryError:
+            raise
+        except Exception as error:  # constant expressions may raise any exception
+            raise ValueError(f"The chat template does not compile: {type(error).__name__}.") from error
+        self._variables = variables
+
+    def render(self, chat: Chat) -> str:
+        """The prompt as text. Raises InvalidRequest if the template refuses the conversation, and MemoryError."""
+        reserved = (RESERVED_NAMES | self._variables.keys()).intersection(chat.template_kwargs)
+        if reserved:
+            name = min(reserved)
+            raise InvalidRequest(
+                f"chat_template_kwargs may not set {name!r}: the server sets it. Leave it out.",
+                param=f"chat_template_kwargs.{name}",
+            )
+        final_text: str | None = None
+        if chat.continue_final_message:
+            final_text = self._final_text(chat)
+        try:
+            pieces: list[str] = []
+            length = 0
+            for piece in self._template.generate(
+                **self._variables,
+                **chat.template_kwargs,
+                messages=chat.messages,
+                tools=chat.tools,
+                add_generation_prompt=chat.add_generation_prompt and not chat.continue_final_message,
+            ):
+                length += len(piece)
+                if length > _MAX_OUTPUT_CHARS:
+                    raise InvalidRequest(
+                        f"messages render to more than {_MAX_OUTPUT_CHARS} characters. Shorten them.", param="messages"
+                    )
+                pieces.append(piece)
+        except _TemplateRefused as error:
+            raise InvalidRequest(
+                f"The model's chat template refuses these messages: {error}", param="messages"
+            ) from None
+        except (InvalidRequest, MemoryError):
+            raise
+        except Exception as error:  # a template may call methods of Python's built-in types
+            raise InvalidRequest(
+                f"The model's chat template cannot render these messages ({type(error).__name__}). "
+                "Check roles and content types.",
+                param="messages",
+            ) from error
+        text = "".join(pieces)
+        if final_text is not None:
+            end = text.rfind(final_text)
+            if end < 0:
+                raise InvalidRequest(
+                    "continue_final_message: the chat template changes the final message, so it cannot be continued.",
+                    param="continue_final_message",
+                )
+            text = text[: end + len(final_text)]
+        return text
+
+    @staticmethod
+    def _final_text(chat: Chat) -> str:
+        content = chat.messages[-1].get("content") if chat.messages else None
+        if not isinstance(content, str) or not content.strip():
+            raise InvalidRequest(
+                "continue_final_message needs a final message whose content is text.", param="continue_final_message"
+            )
+        return content.strip()

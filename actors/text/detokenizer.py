@@ -1,0 +1,238 @@
+"""Detokenizer: turns token ids into text, finds stop strings and writes deltas to the journal."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+
+from actors.boards.journal import Journal, JournalEntry
+from actors.faults import FaultInjector
+from actors.protocol import (
+    DetokenizerProtocol,
+    Emission,
+    Emit,
+    Ended,
+    Fence,
+    SchedulerProtocol,
+    TextStopped,
+    TokenScores,
+)
+from actors.protocol.requests import (
+    Acceptance,
+    FinishReason,
+    RequestAborted,
+    RequestFailed,
+    RequestTimeout,
+    TokenLogprob,
+)
+from actors.runtime import Actor, ActorRef, MailboxFull, handles
+from actors.text.incremental_text import IncrementalText
+from actors.text.text_codec import TextCodec, is_request_scoped
+from kernels.contract.tasks import Generate, Number, Score, Task, TaskResult, Vector, task_name
+
+__all__ = ["Detokenizer"]
+
+_log = logging.getLogger("troupe.detokenizer")
+
+_FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
+
+
+class Detokenizer(Actor[DetokenizerProtocol]):
+    """Text state by sequence. It is created from the journal when tokens of a sequence arrive, so a restart loses
+    nothing, and it is dropped with the journal's entry.
+
+    ``codec`` is None with --skip-tokenizer-init: then deltas contain token ids and no text.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        codec: TextCodec | None,
+        scheduler: Callable[[], ActorRef[SchedulerProtocol]],
+        *,
+        faults: FaultInjector | None = None,
+    ) -> None:
+        self._journal = journal
+        self._faults = faults
+        self._codec = codec
+        self._scheduler = scheduler  # called on use: each refers to the other, and one must start first
+        self._texts: weakref.WeakKeyDictionary[JournalEntry, IncrementalText] = weakref.WeakKeyDictionary()
+
+    @handles
+    def emit(self, message: Emit) -> None:
+        surplus: list[int] = []
+        for emission in message.emissions:
+            if self._faults is not None:
+                self._faults.strike("detokenize")
+            entry = self._journal.get(emission.sequence)
+            # Without an entry the sequence has ended (disconnect, stop string, failure): drop its tokens.
+            if (entry is None or self._deliver(entry, emission)) and emission.ended is None:
+                surplus.append(emission.sequence)
+        if surplus:
+            # If the lane is full, their next tokens arrive here again and are dropped again.
+            with contextlib.suppress(MailboxFull):
+                self._scheduler().offer(TextStopped(sequences=tuple(surplus)))
+
+    @handles
+    def fence(self, message: Fence) -> None:
+        """Reply when every earlier Emit has been handled."""
+
+    def _text(self, entry: JournalEntry) -> IncrementalText | None:
+        text = self._texts.get(entry)
+        if text is None and self._codec is not None:
+            params = entry.params
+            text = IncrementalText(
+                self._codec.pieces,
+                stop=params.stop,
+                include_stop=params.include_stop_str_in_output,
+                skip_special_tokens=params.skip_special_tokens,
+                shown=params.shown_special_tokens,
+                at_start=False,
+            )
+            if entry.output:
+                text.restore(entry.output, entry.emitted_chars)
+            self._texts[entry] = text
+        return text
+
+    def _deliver(self, entry: JournalEntry, emission: Emission) -> bool:
+        """Deliver one emission; returns True if a stop string ended the sequence."""
+        try:
+            return self._take(entry, emission)
+        except BaseException as error:  # one request's text must not affect others
+            if not is_request_scoped(error):
+                raise
+            _log.exception("Request %s failed in the detokenizer", entry.stream.request_id)
+            self._journal.fail(entry.sequence, RequestFailed(f"The output cannot be decoded: {type(error).__name__}."))
+            return True
+
+    def _take(self, entry: JournalEntry, emission: Emission) -> bool:
+        """Decode and deliver an emission; returns True if a stop string ended the sequence."""
+        if not isinstance(entry.spec.task, Generate):
+            self._finish_task(entry, entry.spec.task, emission)
+            return False
+        known = len(entry.output)
+        if emission.start > known:
+            raise ValueError(f"tokens {known} to {emission.start - 1} are missing")
+        if not entry.prompt_sent:  # a later incarnation may find this request's own output cached
+            entry.cached_tokens = max(entry.cached_tokens, emission.cached_tokens)
+        tokens = emission.tokens[known - emission.start :]
+        if emission.drafted and tokens:
+            entry.acceptance = (entry.acceptance or Acceptance()).and_step(emission.drafted, len(emission.tokens) - 1)
+        ended = emission.ended
+        scores = self._scores(tokens, emission.scores, skip=known - emission.start) if emission.scores else None
+        prompt_scores = None if entry.prompt_sent else self._prompt_scores(entry, emission.prompt_scores)
+
+        text, matched, used = self._push(entry, tokens, ended)
+        if matched is not None:
+            if used < len(tokens):  # a step may sample several tokens; drop those after the stop string
+                tokens, scores = tokens[:used], None if scores is None else scores[:used]
+            self._journal.deliver(
+                entry,
+                tokens=tokens,
+                text=text,
+                logprobs=scores,
+                prompt_logprobs=prompt_scores,
+                finish_reason="stop",
+                matched_stop=matched,
+            )
+            return True
+        finish = _FINISH.get(ended.reason) if ended is not None else None
+        if tokens or text or finish is not None or prompt_scores is not None:
+            self._journal.deliver(
+                entry,
+                tokens=tokens,
+                text=text,
+                logprobs=scores,
+                prompt_logprobs=prompt_scores,
+                finish_reason=finish,
+                matched_stop=ended.matched if ended is not None else None,
+            )
+        if ended is not None and finish is None:
+            self._journal.fail(entry.sequence, _error(ended))
+        return False
+
+    def _finish_task(self, entry: JournalEntry, task: Task, emission: Emission) -> None:
+        """Deliver the result of a task that generates no text. The token that its step sampled is dropped."""
+        ended = emission.ended
+        if ended is None:
+            return
+        if ended.reason not in _FINISH:
+            self._journal.fail(entry.sequence, _error(ended))
+            return
+        entry.cached_tokens = max(entry.cached_tokens, emission.cached_tokens)
+        self._journal.deliver(entry, tokens=(), text="", finish_reason="stop", result=_result(task, emission))
+
+    def _push(self, entry: JournalEntry, tokens: tuple[int, ...], ended: Ended | None) -> tuple[str, str | None, int]:
+        """Returns new text, the stop string that ended it, and the number of tokens used."""
+        writer = self._text(entry)
+        if writer is None:
+            return "", None, len(tokens)
+        # The end token is not part of the text unless the caller requested it.
+        stop_token = ended.matched if ended is not None and not entry.params.include_stop_str_in_output else None
+        visible = tokens[:-1] if stop_token is not None and tokens[-1:] == (stop_token,) else tokens
+        if len(visible) > 1 and entry.params.stop:
+            text = ""
+            for used, token in enumerate(visible, 1):
+                more, matched = writer.push((token,))
+                text += more
+                if matched is not None:
+                    return text, matched, used
+        else:
+            text, matched = writer.push(visible)
+        if matched is None and ended is not None and ended.reason in _FINISH:
+            text += writer.finish()
+        return text, matched, len(tokens)
+
+    def _scores(self, tokens: tuple[int, ...], packed: TokenScores, *, skip: int) -> tuple[TokenLogprob, ...]:
+        values = np.frombuffer(packed.logprobs, dtype=np.float32)
+        counts = np.frombuffer(packed.top_counts, dtype=np.int32)
+        ids = np.frombuffer(packed.top_ids, dtype=np.int32)
+        tops = np.frombuffer(packed.top_logprobs, dtype=np.float32)
+        starts = np.concatenate(([0], np.cumsum(counts))) if len(counts) else np.zeros(len(values) + 1, dtype=np.int64)
+        found = []
+        for offset, token in enumerate(tokens):
+            row = offset + skip
+            span = slice(int(starts[row]), int(starts[row + 1]))
+            top = tuple(self._logprob(int(i), float(v)) for i, v in zip(ids[span], tops[span], strict=True))
+            found.append(self._logprob(token, float(values[row]), top))
+        return tuple(found)
+
+    def _prompt_scores(self, entry: JournalEntry, packed: TokenScores | None) -> tuple[TokenLogprob, ...] | None:
+        prompt = entry.prompt_ids
+        if entry.params.prompt_logprobs is None or (packed is None and len(prompt) > 1):
+            return None
+        # The first prompt token has no score; a prompt of one token has no other.
+        rest = self._scores(tuple(prompt[1:]), packed, skip=0) if packed is not None else ()
+        return (self._logprob(prompt[0], None), *rest)
+
+    def _logprob(self, token: int, value: float | None, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
+        text = self._codec.token_text(token) if self._codec is not None else ""
+        return TokenLogprob(
+            token_id=token,
+            token=text,
+            bytes_=self._codec.token_bytes(token) if self._codec is not None else b"",
+            logprob=value,
+            top=top,
+        )
+
+
+def _result(task: Task, emission: Emission) -> TaskResult:
+    """The result of a task. Raises ValueError if the worker did not send it."""
+    if isinstance(task, Score) and emission.prompt_scores is not None:
+        logprobs = np.frombuffer(emission.prompt_scores.logprobs, dtype=np.float32)  # of tokens 1, 2, ...
+        return Number(float(logprobs[task.start - 1 :].sum(dtype=np.float64)))
+    if emission.vector:
+        return Vector(emission.vector)
+    raise ValueError(f"the worker sent no result for the task {task_name(task)}")
+
+
+def _error(ended: Ended) -> Exception:
+    if ended.reason == "timeout":
+        return RequestTimeout(ended.message or "The request timed out. Request fewer tokens or allow more time.")
+    if ended.reason == "abort":
+        return RequestAborted(ended.message or "The request was aborted.")
+    return RequestFailed(ended.message or "The request failed inside the engine. Send it again.")

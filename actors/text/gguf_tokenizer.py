@@ -1,0 +1,218 @@
+"""Builds the tokenizer of a GGUF file from its vocabulary and the settings that its names imply.
+
+Two kinds are supported. ``gpt2`` is byte-level BPE. ``tokenizer.ggml.pre`` names its pre-tokenization pattern; the
+patterns are those of the models' own tokenizer.json files. ``llama`` is SentencePiece's BPE: every pair of tokens that
+forms another token merges, the best score first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE
+
+__all__ = ["GgufTokenizerError", "build_tokenizer", "tokenizer_settings"]
+
+_REMEDY = "set --tokenizer-path to a directory with the model's tokenizer.json"
+_MERGES_PER_TOKEN = 32
+"""Limit of merges, as a multiple of the vocabulary: the vocabularies of Llama 2 and Gemma have two or three a token."""
+_MAX_TOKEN_CHARS = 1024
+"""The longest token that is split into pairs, which takes time quadratic in its length."""
+_UNKNOWN, _CONTROL, _USER = 2, 3, 4
+_KEEPING = ("<unk>", "<s>", "<|endoftext|>")
+"""Phi-3's own tokens after which a space is kept."""
+
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = _WORDS + r"\p{N}{1,3}" + _REST
+_QWEN2 = _WORDS + r"\p{N}" + _REST
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+_PATTERNS: Mapping[str, str | None] = {
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "falcon3": _LLAMA3,
+    "pixtral": _LLAMA3,
+    "dbrx": _LLAMA3,  # Phi-4's too
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "tekken": _TEKKEN,
+    "gpt-2": None,
+    "smollm": None,
+}
+"""Patterns by ``tokenizer.ggml.pre``; None: that of GPT-2, which is built into the library."""
+
+_STARTING = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
+"""Vocabularies whose texts start with the BOS token and whose whole words need no merges."""
+
+_NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+
+
+class GgufTokenizerError(ValueError):
+    """The file's tokenizer cannot be used; the message says what to do instead."""
+
+
+def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
+    """Build the tokenizer of a file's metadata. Raises GgufTokenizerError."""
+    model = metadata.get("tokenizer.ggml.model")
+    tokens = _list(metadata, "tokens", str)
+    if len(set(tokens)) != len(tokens):
+        raise GgufTokenizerError(f"the GGUF file's vocabulary contains a token twice; {_REMEDY}")
+    try:
+        if model == "gpt2":
+            tokenizer, starts = _byte_level(metadata, tokens)
+        elif model == "llama":
+            tokenizer, starts = _sentence_pieces(metadata, tokens), True
+        else:
+            raise GgufTokenizerError(f"the GGUF file's tokenizer is {model!r}; supported are gpt2 and llama: {_REMEDY}")
+    except GgufTokenizerError:
+        raise
+    except Exception as error:  # the library raises bare Exception
+        raise GgufTokenizerError(f"the GGUF file's tokenizer cannot be built ({error}); {_REMEDY}") from error
+    _add_tokens(tokenizer, metadata, tokens)
+    _frame(tokenizer, metadata, tokens, starts)
+    return tokenizer
+
+
+def tokenizer_settings(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The equivalent of tokenizer_config.json: special tokens by name, and chat templates."""
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    tokens = tokens if isinstance(tokens, list) else []
+    found: dict[str, Any] = {}
+    for name, key in _NAMED.items():
+        index = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if type(index) is int and 0 <= index < len(tokens) and isinstance(tokens[index], str):
+            found[name] = tokens[index]
+    prefix = "tokenizer.chat_template"
+    default = metadata.get(prefix)
+    more = [
+        {"name": key.removeprefix(f"{prefix}."), "template": text}
+        for key, text in metadata.items()
+        if key.startswith(f"{prefix}.") and isinstance(text, str)
+    ]
+    if isinstance(default, str):
+        found["chat_template"] = [{"name": "default", "template": default}, *more] if more else default
+    elif more:
+        found["chat_template"] = more
+    return found
+
+
+def _list(metadata: Mapping[str, Any], name: str, kind: type) -> list[Any]:
+    found = metadata.get(f"tokenizer.ggml.{name}")
+    if not isinstance(found, list) or not found or not all(isinstance(one, kind) for one in found):
+        raise GgufTokenizerError(f"the GGUF file has no list tokenizer.ggml.{name}; {_REMEDY}")
+    return found
+
+
+def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> tuple[Tokenizer, bool]:
+    pre = metadata.get("tokenizer.ggml.pre")
+    if not isinstance(pre, str) or pre not in _PATTERNS:
+        raise GgufTokenizerError(
+            f"the GGUF file's pre-tokenizer is {pre!r} (tokenizer.ggml.pre); supported are "
+            f"{', '.join(_PATTERNS)}: {_REMEDY}"
+        )
+    merges = [tuple(merge.split(" ", 1)) for merge in _list(metadata, "merges", str)]
+    starting = pre in _STARTING
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    model = BPE(vocab=vocabulary, merges=merges, fuse_unk=False, byte_fallback=False, ignore_merges=starting)
+    tokenizer = Tokenizer(model)
+    pattern = _PATTERNS[pre]
+    steps: list[Any] = []
+    if pre == "smollm":
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    if pattern is not None:
+        steps.append(pre_tokenizers.Split(Regex(pattern), behavior="isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    if pattern == _QWEN2:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, starting
+
+
+def _sentence_pieces(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
+    scores = _list(metadata, "scores", float)
+    if len(scores) != len(tokens):
+        raise GgufTokenizerError(f"the GGUF file has {len(tokens)} tokens and {len(scores)} scores; {_REMEDY}")
+    index = {token: place for place, token in enumerate(tokens)}
+    kinds = _kinds(metadata, tokens)
+    plain = {token for token, kind in zip(tokens, kinds, strict=True) if kind not in (_UNKNOWN, _CONTROL)}
+    room = _MERGES_PER_TOKEN * len(tokens)
+    found: list[tuple[float, int, tuple[str, str]]] = []
+    for token in plain:
+        if len(token) > _MAX_TOKEN_CHARS:
+            raise GgufTokenizerError(
+                f"the GGUF file's vocabulary has a token of {len(token)} characters; at most {_MAX_TOKEN_CHARS} are "
+                f"read: {_REMEDY}"
+            )
+        pairs = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        place = index[token]
+        found.extend((-scores[place], place, pair) for pair in pairs if pair[0] in plain and pair[1] in plain)
+        if len(found) > room:
+            raise GgufTokenizerError(
+                f"the tokens of the GGUF file's vocabulary form more than {room} pairs, {_MERGES_PER_TOKEN} a token; "
+                f"usual are two or three: {_REMEDY}"
+            )
+    found.sort()
+    unknown = next((token for token, kind in zip(tokens, kinds, strict=True) if kind == _UNKNOWN), None)
+    merges = [pair for _, _, pair in found]
+    tokenizer = Tokenizer(BPE(vocab=index, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    mark = "\u2581"  # SentencePiece's visible space
+    prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    replace = normalizers.Replace(" ", mark)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(mark), replace]) if prefix else replace
+    steps: list[Any] = [decoders.Replace(mark, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if prefix:
+        steps.append(decoders.Strip(content=" ", left=1, right=0))
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer
+
+
+def _kinds(metadata: Mapping[str, Any], tokens: list[str]) -> list[int]:
+    if "tokenizer.ggml.token_type" not in metadata:
+        return [1] * len(tokens)
+    kinds = _list(metadata, "token_type", int)
+    if len(kinds) != len(tokens):
+        raise GgufTokenizerError(f"the GGUF file has {len(tokens)} tokens and {len(kinds)} types of them; {_REMEDY}")
+    return kinds
+
+
+def _add_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: list[str]) -> None:
+    """Add tokens that are matched before pre-tokenization: control tokens and user-defined ones. Most of Phi-3's strip
+    whitespace after them, including newlines, as in its tokenizer.json; no key of a GGUF file says so."""
+    strips = metadata.get("general.architecture") == "phi3" and metadata.get("tokenizer.ggml.model") == "llama"
+    added = [
+        AddedToken(
+            token,
+            special=kind in (_CONTROL, _UNKNOWN),
+            normalized=False,
+            rstrip=strips and token not in _KEEPING,
+        )
+        for token, kind in zip(tokens, _kinds(metadata, tokens), strict=True)
+        if kind in (_CONTROL, _UNKNOWN, _USER) and token
+    ]
+    tokenizer.add_tokens(added)
+
+
+def _frame(tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: list[str], starts: bool) -> None:
+    """Add the tokens at the start and end of every text."""
+    ends = {"bos": starts, "eos": False}
+    parts = {"bos": "", "eos": ""}
+    special: list[tuple[str, int]] = []
+    for name, default in ends.items():
+        index = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if not metadata.get(f"tokenizer.ggml.add_{name}_token", default):
+            continue
+        if type(index) is int and 0 <= index < len(tokens):
+            parts[name] = tokens[index]
+            special.append((tokens[index], index))
+    if special:
+        single = [part for part in (parts["bos"], "$A", parts["eos"]) if part]
+        tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)

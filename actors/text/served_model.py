@@ -1,0 +1,99 @@
+"""ServedModel: tokenizer, template, limits and sampling defaults of the model that an engine serves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from actors.options import Arguments
+from actors.protocol.requests import InvalidRequest
+from actors.text.model_files import ModelFiles, resolve_model_path
+from actors.text.text_codec import TextCodec
+from kernels.contract.info import ModelInfo
+from kernels.contract.tasks import Classify, Task, task_name
+
+__all__ = ["ServedModel"]
+
+
+class ServedModel:
+    """Read from small files before the worker has loaded the weights; :meth:`loaded` updates the limits afterwards.
+
+    ``codec`` is None with --skip-tokenizer-init. ``context_length`` is in tokens.
+    """
+
+    def __init__(self, arguments: Arguments) -> None:
+        """Open the model's directory, downloading it first if it is a hub id: blocks. Raises ModelPathError."""
+        a = arguments
+        assert a.model_path is not None
+        path = resolve_model_path(a.model_path, revision=a.revision, download_dir=a.download_dir)
+        tokenizer_path: Path | None = None
+        if a.tokenizer_path is not None:
+            tokenizer_path = resolve_model_path(
+                a.tokenizer_path, download_dir=a.download_dir, weights=False, argument="--tokenizer-path"
+            )
+        self.files = ModelFiles(path, overrides=a.json_model_override_args, tokenizer_path=tokenizer_path)
+        self.codec: TextCodec | None = None
+        if not a.skip_tokenizer_init:
+            self.codec = TextCodec(self.files, mode=a.tokenizer_mode, chat_template=a.chat_template)
+        self.info: ModelInfo | None = None
+        self.vocab_size = self.files.vocab_size
+        self.context_length = a.context_length or self.files.context_length
+        self.eos_ids = self.files.eos_token_ids() or (self.codec.eos_from_tokenizer() if self.codec else ())
+        self.generation_defaults = self._generation_defaults(a)
+
+    def _generation_defaults(self, arguments: Arguments) -> dict[str, Any]:
+        defaults = dict(self.files.generation_config) if arguments.sampling_defaults == "model" else {}
+        if "temperature" in arguments.preferred_sampling_params:
+            defaults.pop("do_sample", None)  # the server's temperature overrides the model's greedy default
+        return defaults | arguments.preferred_sampling_params
+
+    def loaded(self, info: ModelInfo) -> None:
+        """Take the limits of a worker that has loaded the weights."""
+        self.info = info
+        self.context_length = info.context_length
+        self.vocab_size = info.vocab_size
+
+    def require_task(self, task: Task) -> None:
+        """Raise InvalidRequest for a task that the loaded model cannot do."""
+        name, known = task_name(task), self.info.tasks if self.info is not None else ()
+        if name not in known:
+            reason = "it has no classification head" if isinstance(task, Classify) else "its runner has no such output"
+            raise InvalidRequest(
+                f"This model cannot {name}: {reason}. Its tasks are {', '.join(known)}.",
+                param="task",
+                code="unsupported_task",
+            )
+
+    def require_codec(self) -> TextCodec:
+        if self.codec is None:
+            raise InvalidRequest(
+                "This server runs without a tokenizer (--skip-tokenizer-init): send token ids.", param="prompt"
+            )
+        return self.codec
+
+    def check_ids(self, ids: Sequence[int]) -> None:
+        """Raise InvalidRequest for a token id outside the vocabulary."""
+        for token in (min(ids), max(ids)):
+            if not 0 <= token < self.vocab_size:
+                raise InvalidRequest(
+                    f"prompt contains token id {token}; this model's ids are 0 to {self.vocab_size - 1}.",
+                    param="prompt",
+                )
+
+    def too_long(self, length: int, max_tokens: int | None) -> InvalidRequest:
+        """The error for a prompt of ``length`` tokens that leaves too little room for output or ``max_tokens``."""
+        room = self.context_length - length
+        if max_tokens is None or room < 1:
+            return InvalidRequest(
+                f"The prompt has {length} tokens; this model's maximum context length is {self.context_length} tokens, "
+                "and at least one must be left for the answer. Shorten the prompt.",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        return InvalidRequest(
+            f"max_tokens {max_tokens} does not fit after {length} prompt tokens; this model's maximum context length "
+            f"is {self.context_length} tokens. Request at most {room} tokens, or leave it out to use what fits.",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )

@@ -1,0 +1,179 @@
+"""Worker: runs one rank of the model in a child process, and owns the state of the slots on the device."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import msgspec
+
+from actors.faults import FaultInjector
+from actors.protocol import Load, LoadProgress, LoadRefused, Step, WorkerConfig, WorkerLoaded, WorkerProtocol
+from actors.runtime import Actor, Answered, Later, RequestError, handles_in_thread
+from kernels.contract.config import RunnerConfig
+from kernels.contract.errors import CacheSizeError, ConfigError, LoadError, UnsupportedError
+from kernels.contract.info import ModelInfo
+from kernels.contract.runner import Runner, RunningStep, import_runner, open_runner
+from kernels.contract.step import StepResult
+from telemetry.traces.worker_spans import TracedRow, WorkerSpan, draft_spans, forward_spans
+
+__all__ = ["StaleStep", "Worker"]
+
+_log = logging.getLogger("troupe.worker")
+
+
+class StaleStep(RequestError):
+    """The step names slots of an earlier epoch."""
+
+
+class Worker(Actor[WorkerProtocol]):
+    """The model runs in the actor's thread, the mailbox in another. So the next step has already arrived when one ends,
+    and a stop is noticed while a step runs or a rank waits for its peers. For an asynchronous device, a third thread
+    waits for results while the next step is prepared.
+    """
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._config = config
+        self._faults = FaultInjector(config.faults) if config.faults else None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiting: ThreadPoolExecutor | None = None
+        self._runner: Runner | None = None
+        self._epoch: int | None = None  # the group's epoch when this worker loaded
+        self._idle_work = 0.0, 0.0  # begin and end of the last idle work
+        self._answered = 0.0  # when the last result was sent
+
+    @classmethod
+    def prepare(cls, config: WorkerConfig) -> None:
+        """Import torch, the model's code and the readers of its checkpoint: most of the start that needs no device."""
+        import_runner(config.runner)
+
+    async def started(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._waiting = ThreadPoolExecutor(1, thread_name_prefix="troupe-results")
+
+    async def stopping(self) -> None:
+        if self._waiting is not None:
+            self._waiting.shutdown(wait=True, cancel_futures=True)
+        if self._runner is not None:
+            self._runner.close()
+
+    @handles_in_thread
+    def load(self, message: Load, sent: float) -> None:
+        if message.incarnation != self.context.incarnation:
+            return
+        assert self._loop is not None
+
+        def progress(stage: str, fraction: float) -> None:
+            self.context.parent_tell(LoadProgress(worker=self._config.worker, stage=stage, fraction=fraction))
+
+        progress("import", 0.0)
+        config = msgspec.structs.replace(self._config.runner, rendezvous=message.rendezvous)
+        limit = self._config.load_timeout
+        late = RuntimeError(
+            f"the model was not loaded within {limit:g} s: raise --model-load-timeout if it is only slow"
+        )
+        timer = threading.Timer(limit, self._loop.call_soon_threadsafe, (self.context.crash, late))
+        timer.daemon = True
+        timer.start()
+        try:
+            info = self._load(config, progress)
+        except Exception as error:
+            permanent = _is_permanent(error)
+            if permanent is None:
+                raise
+            _log.debug("The model was not loaded.", exc_info=error)
+            refused = LoadRefused(
+                worker=self._config.worker, reason=str(error), permanent=permanent, epoch=message.epoch
+            )
+            self.context.parent_tell(refused)
+            return
+        finally:
+            timer.cancel()
+        self._epoch = message.epoch
+        self.context.parent_tell(WorkerLoaded(worker=self._config.worker, info=info, epoch=message.epoch))
+
+    def _load(self, config: RunnerConfig, progress: Callable[[str, float], None]) -> ModelInfo:
+        self._runner = open_runner(config, progress)
+        info = self._runner.load()
+        if config.npu_simulator:
+            info = msgspec.structs.replace(info, device=f"{config.device} (simulated {config.npu_simulator})")
+        return info
+
+    @handles_in_thread
+    def step(self, message: Step, sent: float) -> StepResult | Answered[StepResult] | Later[StepResult]:
+        """Run a step, even if its asker has given up: later steps depend on it."""
+        if message.epoch != self._epoch:
+            raise StaleStep(
+                f"Step {message.batch.number} is of epoch {message.epoch}, but this worker is of {self._epoch}."
+            )
+        assert self._runner is not None
+        assert self._waiting is not None
+        batch, begun = message.batch, time.monotonic()
+        (first, last), self._idle_work = self._idle_work, (0.0, 0.0)
+        waited = max(0.0, last - max(first, sent))
+        if self._faults is not None:
+            self._faults.strike_step(batch)
+        step = self._runner.start(batch)
+        if step.done:
+            result = self._finish(step, batch.traces, sent, begun, waited)
+            if step.idle_work is None:
+                return result
+            return Answered(result, partial(self._run_idle_work, step.idle_work) if result.drafted else step.idle_work)
+        return self._waiting.submit(self._finish, step, batch.traces, sent, begun, waited)
+
+    def _run_idle_work(self, work: Callable[[], None]) -> None:
+        begun = time.monotonic()
+        work()
+        self._idle_work = begun, time.monotonic()
+
+    def _finish(
+        self, step: RunningStep, traces: tuple[TracedRow, ...], sent: float, begun: float, waited: float
+    ) -> StepResult:
+        """Build the result of a step. ``waited``: seconds that it waited for the idle work of the previous step.
+
+        If the step had arrived before the previous result, its time counts from that result: this is how long it delays
+        others, including all overhead around the model.
+        """
+        result, rank = step.result(), self._config.worker.rank.tp
+        if rank:  # all ranks sample the same tokens; only rank 0 reports them
+            result = StepResult(result.number, accepted=b"", tokens=b"")
+        now = time.monotonic()
+        since, self._answered = max(sent, self._answered), now
+        timing = msgspec.structs.replace(result.timing, queued=max(0.0, begun - sent))
+        if timing.whole:
+            timing = msgspec.structs.replace(timing, whole=now - since, observe=timing.observe + waited)
+        result = msgspec.structs.replace(result, timing=timing)
+        if not traces:
+            return result
+        spans = forward_spans(
+            traces,
+            begun,
+            time.monotonic(),
+            step=result.number,
+            rank=rank,
+            queued_seconds=timing.queued,
+            prepare_seconds=timing.prepare,
+            device_seconds=timing.run,
+        )
+        if result.drafted:
+            spans += _draft_token_spans(spans, result)
+        return msgspec.structs.replace(result, spans=spans)
+
+
+def _draft_token_spans(spans: tuple[WorkerSpan, ...], result: StepResult) -> tuple[WorkerSpan, ...]:
+    """The spans of a step's draft tokens."""
+    drafted, produced = memoryview(result.drafted).cast("i"), memoryview(result.accepted).cast("i")
+    accepted = sum(tokens - 1 for verified, tokens in zip(drafted, produced, strict=True) if verified and tokens)
+    return draft_spans(spans, result.timing.draft, result.timing.run, sum(drafted), accepted)
+
+
+def _is_permanent(error: Exception) -> bool | None:
+    """Whether a refusal of the runner would recur at every later start; None if the error is not a refusal."""
+    if isinstance(error, CacheSizeError):
+        return False
+    return True if isinstance(error, ConfigError | LoadError | UnsupportedError) else None

@@ -1,0 +1,1 @@
+"""The HTTP APIs, one package each: bodies, handlers, chunks of streams, and routes."""

@@ -1,0 +1,1 @@
+"""Administration: information about the server, abort, cache, trace level, drain."""

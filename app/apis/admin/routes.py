@@ -1,0 +1,78 @@
+"""The routes of administration."""
+
+from __future__ import annotations
+
+from app.apis.admin.handlers import (
+    AbortRequest,
+    TraceLevel,
+    abort_request,
+    drain,
+    flush_cache,
+    model_info,
+    server_info,
+    set_trace_level,
+)
+from app.server.auth import Level
+from app.server.routes import Route
+
+__all__ = ["ROUTES"]
+
+ROUTES: tuple[Route, ...] = (
+    Route(
+        path="/abort_request",
+        methods=("POST",),
+        level=Level.USER,
+        handler=abort_request,
+        summary="Abort a request, or (admin) all of them",
+        body=AbortRequest,
+        tag="operation",
+    ),
+    Route(
+        path="/flush_cache",
+        methods=("POST",),
+        level=Level.ADMIN,
+        handler=flush_cache,
+        summary="Clear the prefix cache",
+        tag="operation",
+    ),
+    Route(
+        path="/set_trace_level",
+        methods=("POST",),
+        level=Level.ADMIN,
+        handler=set_trace_level,
+        summary="Set the trace level",
+        body=TraceLevel,
+        optional_body=True,
+        tag="operation",
+    ),
+    Route(
+        path="/drain",
+        methods=("POST",),
+        level=Level.ADMIN,
+        handler=drain,
+        summary="Admit no more requests",
+        tag="operation",
+    ),
+    *(
+        Route(
+            path=path,
+            methods=("GET",),
+            level=Level.USER,
+            handler=server_info,
+            summary="The server: workers, actors, arguments, load",
+            tag="operation",
+        )
+        for path in ("/server_info", "/get_server_info")
+    ),
+    *(
+        Route(
+            path=path,
+            methods=("GET",),
+            level=Level.USER,
+            handler=model_info,
+            summary="The model",
+            tag="operation",
+        )
+        for path in ("/model_info", "/get_model_info")
+    ),
+)

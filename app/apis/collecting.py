@@ -1,0 +1,111 @@
+"""Deltas collected into whole answers, and several streams merged into one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Literal
+
+import msgspec
+
+from actors.protocol.requests import Delta, FinishReason, RequestAborted, TokenLogprob, Usage
+from actors.requests.streams import RequestStream
+
+__all__ = ["Collected", "Merged", "collect"]
+
+
+class Collected:
+    """The deltas of one choice, collected."""
+
+    __slots__ = (
+        "finish_reason",
+        "logprobs",
+        "matched_stop",
+        "prompt_logprobs",
+        "prompt_token_ids",
+        "text",
+        "token_ids",
+        "usage",
+    )
+
+    def __init__(self) -> None:
+        self.text: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+        self.prompt_token_ids: tuple[int, ...] | None = None
+        self.finish_reason: FinishReason | Literal["abort"] | None = None
+        self.matched_stop: str | int | None = None
+        self.usage = Usage()
+
+    def add(self, delta: Delta) -> None:
+        if delta.text:
+            self.text.append(delta.text)
+        self.token_ids.extend(delta.token_ids)
+        if delta.logprobs is not None:
+            self.logprobs.extend(delta.logprobs)
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
+        if delta.prompt_token_ids is not None:
+            self.prompt_token_ids = delta.prompt_token_ids
+        self.usage = delta.usage
+        if delta.finish_reason is not None:
+            self.finish_reason = delta.finish_reason
+            self.matched_stop = delta.matched_stop
+
+
+async def collect(stream: RequestStream, choices: int, *, keep_aborted: bool = False) -> list[Collected]:
+    """Collect every choice of a stream. An abort raises RequestAborted, or with ``keep_aborted`` returns what
+    arrived."""
+    collected = [Collected() for _ in range(choices)]
+    try:
+        async for delta in stream:
+            collected[delta.index].add(delta)
+    except RequestAborted:
+        if not keep_aborted:
+            raise
+        for choice in collected:
+            choice.finish_reason = choice.finish_reason or "abort"
+    return collected
+
+
+class Merged(AsyncIterator[Delta]):
+    """Several streams as one, in order of arrival. Choice ``i`` of stream ``s`` is choice ``s * choices + i``.
+
+    At most one delta of each stream waits here; further deltas merge inside the engine. After ``stop`` nothing is read;
+    the owner closes the streams.
+    """
+
+    def __init__(self, streams: Sequence[RequestStream], choices: int) -> None:
+        self._ready: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue(maxsize=1)
+        self._open = len(streams)
+        self._pumps = [
+            asyncio.create_task(self._pump(stream, number * choices), name="troupe-merge")
+            for number, stream in enumerate(streams)
+        ]
+
+    async def _pump(self, stream: RequestStream, first: int) -> None:
+        try:
+            async for delta in stream:
+                moved = msgspec.structs.replace(delta, index=first + delta.index) if first else delta
+                await self._ready.put(moved)
+        except Exception as error:
+            await self._ready.put(error)
+        else:
+            await self._ready.put(None)
+
+    async def __anext__(self) -> Delta:
+        while self._open:
+            item = await self._ready.get()
+            if item is None:
+                self._open -= 1
+            elif isinstance(item, BaseException):
+                raise item
+            else:
+                return item
+        raise StopAsyncIteration
+
+    async def stop(self) -> None:
+        for pump in self._pumps:
+            pump.cancel()
+        await asyncio.gather(*self._pumps, return_exceptions=True)

@@ -1,0 +1,255 @@
+"""Chunks of OpenAI's streams, from templates encoded once a request: only variable parts are encoded for each chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from actors.protocol.requests import Delta, Usage
+from app.apis.openai.answers import UsageAnswer, characters, chat_logprobs, completion_logprobs, usage_answer
+from app.apis.openai.requests import ChatRequest, CompletionRequest, StreamOptions
+from app.parsers.base import StreamingParser, ToolCall
+from app.server.exchange import Exchange
+
+__all__ = ["ChatChunks", "CompletionChunks", "UsageReport"]
+
+_encode = msgspec.json.encode
+
+
+class UsageReport:
+    """The usage of a stream so far, and where the body requested it: nowhere, at the end, or in every chunk.
+
+    ``choices``: choices of each prompt.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        options: StreamOptions | None,
+        *,
+        choices: int,
+        cache_report: bool,
+        count_completions: bool = True,
+    ) -> None:
+        self.at_end = bool(options and options.include_usage)
+        self._everywhere = bool(self.at_end and options and options.continuous_usage_stats)
+        self._exchange = exchange
+        self._choices = choices
+        self._cache_report = cache_report
+        self._count_completions = count_completions
+        self._usages: dict[int, Usage] = {}
+
+    def note(self, delta: Delta) -> bytes:
+        """Add a delta's counts. Returns the part of its chunk behind the choices."""
+        self._usages[delta.index] = delta.usage
+        if self._everywhere:
+            return b'],"usage":' + _encode(self.total()) + b"}\n\n"
+        return b'],"usage":null}\n\n' if self.at_end else b"]}\n\n"
+
+    def total(self) -> UsageAnswer:
+        prompts: dict[int, list[Usage]] = {}
+        for index, usage in self._usages.items():
+            prompts.setdefault(index // self._choices, []).append(usage)
+        return usage_answer(
+            prompts.values(), cache_report=self._cache_report, count_completions=self._count_completions
+        )
+
+    def last_chunk(self, head: bytes) -> bytes:
+        total = self.total()
+        self._exchange.tokens = (total.prompt_tokens, total.completion_tokens)
+        return head + b'],"usage":' + _encode(total) + b"}\n\n" if self.at_end else b""
+
+
+def _head(identity: str, kind: bytes, created: int, model: str, fingerprint: str) -> bytes:
+    return b"".join(
+        (
+            b'data: {"id":',
+            _encode(identity),
+            b',"object":"',
+            kind,
+            b'","created":',
+            str(created).encode(),
+            b',"model":',
+            _encode(model),
+            b',"system_fingerprint":',
+            _encode(fingerprint),
+            b',"choices":[',
+        )
+    )
+
+
+def _finish(delta: Delta, reason: str | None = None) -> bytes:
+    """The end of a choice in a chunk. ``reason``: replaces the delta's finish reason."""
+    if delta.finish_reason is None:
+        return b',"finish_reason":null}'
+    finish = b',"finish_reason":"' + (reason or delta.finish_reason).encode() + b'"'
+    matched = _encode(delta.matched_stop)
+    return finish + b',"stop_reason":' + matched + b',"matched_stop":' + matched + b"}"
+
+
+def _token_ids(delta: Delta, wanted: bool) -> bytes:
+    return b',"token_ids":' + _encode(delta.token_ids) if wanted else b""
+
+
+class ChatChunks:
+    """``chat.completion.chunk`` events. Each choice begins with a chunk that has its role.
+
+    ``reader``: creates the parser of tool calls of a choice; None where there are none.
+    """
+
+    def __init__(
+        self,
+        body: ChatRequest,
+        usage: UsageReport,
+        *,
+        identity: str,
+        created: int,
+        model: str,
+        fingerprint: str,
+        reader: Callable[[], StreamingParser] | None = None,
+    ) -> None:
+        self._head = _head(identity, b"chat.completion.chunk", created, model, fingerprint)
+        self._usage = usage
+        self._logprobs = bool(body.logprobs)
+        self._as_ids = bool(body.return_tokens_as_token_ids)
+        self._ids = bool(body.return_token_ids)
+        self._reader = reader
+        self._readers: dict[int, StreamingParser] = {}
+        self._plain = not (self._logprobs or self._ids or reader)
+        self._begun: set[int] = set()
+
+    def chunk(self, delta: Delta) -> bytes:
+        tail = self._usage.note(delta)
+        if self._plain and delta.index in self._begun and delta.text and delta.finish_reason is None:
+            return b'%b{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}%b' % (
+                self._head,
+                delta.index,
+                _encode(delta.text),
+                tail,
+            )
+        index = str(delta.index).encode()
+        pieces: list[bytes] = []
+        if delta.index not in self._begun:
+            self._begun.add(delta.index)
+            pieces += (
+                self._head,
+                b'{"index":',
+                index,
+                b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}',
+                tail,
+            )
+        logprobs = b"null"
+        if self._logprobs and delta.logprobs:
+            logprobs = _encode(chat_logprobs(delta.logprobs, as_ids=self._as_ids))
+        text, calls, finish = self._read(delta)
+        if calls:  # in a separate chunk: clients expect no calls in the last chunk of a choice
+            pieces += (
+                self._head,
+                b'{"index":',
+                index,
+                b',"delta":{"tool_calls":' + _encode(calls) + b'},"logprobs":null,"finish_reason":null}',
+                tail,
+            )
+        pieces += (
+            self._head,
+            b'{"index":',
+            index,
+            b',"delta":{"content":' + _encode(text) + b"}" if text else b',"delta":{}',
+            b',"logprobs":',
+            logprobs,
+            _token_ids(delta, self._ids),
+            finish,
+            tail,
+        )
+        return b"".join(pieces)
+
+    def _read(self, delta: Delta) -> tuple[str, list[ToolCall], bytes]:
+        """The delta's text without its calls, the calls, and the end of the choice."""
+        if self._reader is None:
+            return delta.text, [], _finish(delta)
+        if (reader := self._readers.get(delta.index)) is None:
+            reader = self._readers[delta.index] = self._reader()
+        text, calls = reader.read(delta.text)
+        if delta.finish_reason is None:
+            return text, calls, _finish(delta)
+        rest, last = reader.end()
+        finish = "tool_calls" if reader.calls and delta.finish_reason == "stop" else delta.finish_reason
+        return text + rest, calls + last, _finish(delta, finish)
+
+    def end(self) -> bytes:
+        return self._usage.last_chunk(self._head)
+
+    def aborted(self) -> None:
+        """OpenAI has no finish reason for an abort: the stream ends with an error."""
+
+
+class CompletionChunks:
+    """``text_completion`` events. ``echoes``: per prompt, the text before the first delta; empty for none."""
+
+    def __init__(
+        self,
+        body: CompletionRequest,
+        usage: UsageReport,
+        *,
+        identity: str,
+        created: int,
+        model: str,
+        fingerprint: str,
+        echoes: Sequence[str],
+        choices: int,
+    ) -> None:
+        self._head = _head(identity, b"text_completion", created, model, fingerprint)
+        self._usage = usage
+        self._top = body.logprobs
+        self._echo = bool(body.echo)
+        self._only_prompt = body.max_tokens == 0
+        self._as_ids = bool(body.return_tokens_as_token_ids)
+        self._ids = bool(body.return_token_ids)
+        self._echoes = echoes
+        self._choices = choices
+        self._plain = self._top is None and not (self._echo or self._only_prompt or self._ids)
+        self._offsets: dict[int, int] = {}
+
+    def chunk(self, delta: Delta) -> bytes:
+        tail = self._usage.note(delta)
+        if self._plain and delta.finish_reason is None:
+            return b'%b{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}%b' % (
+                self._head,
+                delta.index,
+                _encode(delta.text),
+                tail,
+            )
+        text = "" if self._only_prompt else delta.text
+        first = delta.index not in self._offsets
+        offset = self._offsets.setdefault(delta.index, 0)
+        if first and self._echo:
+            text = self._echoes[delta.index // self._choices] + text
+        logprobs = b"null"
+        if self._top is not None:
+            entries = () if self._only_prompt else delta.logprobs or ()
+            if first and self._echo:
+                entries = (*(delta.prompt_logprobs or ()), *entries)
+            scored = completion_logprobs(entries, top=self._top, offset=offset, as_ids=self._as_ids)
+            self._offsets[delta.index] = offset + sum(characters(entry) for entry in entries)
+            logprobs = _encode(scored)
+        return b"".join(
+            (
+                self._head,
+                b'{"index":',
+                str(delta.index).encode(),
+                b',"text":',
+                _encode(text),
+                b',"logprobs":',
+                logprobs,
+                _token_ids(delta, self._ids),
+                _finish(delta),
+                tail,
+            )
+        )
+
+    def end(self) -> bytes:
+        return self._usage.last_chunk(self._head)
+
+    def aborted(self) -> None:
+        """OpenAI has no finish reason for an abort: the stream ends with an error."""

@@ -1,0 +1,50 @@
+"""``GET /v1/models`` and ``GET /v1/models/{model}``."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from quart import Response
+
+from app.server.exchange import Exchange
+from app.server.service import Service, json_response
+
+__all__ = ["ModelCard", "ModelList", "get_model", "list_models"]
+
+
+class ModelCard(msgspec.Struct, kw_only=True):
+    """One name of the model. ``root``: its first name, never a path of the server. ``max_model_len``: tokens of prompt
+    and answer."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "troupe"
+    root: str
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+def _card(service: Service, name: str) -> ModelCard:
+    return ModelCard(
+        id=name,
+        created=service.created,
+        root=service.model_name,
+        max_model_len=service.engine.context_length or None,
+    )
+
+
+async def list_models(service: Service, exchange: Exchange, body: None) -> Response:
+    """The served model, once for each of its names."""
+    return json_response(ModelList(data=[_card(service, name) for name in service.model_names]))
+
+
+async def get_model(service: Service, exchange: Exchange, name: str) -> Response:
+    """The served model, by one of its names."""
+    return json_response(_card(service, service.check_model(name)))

@@ -1,0 +1,1 @@
+"""Probes, metrics, version and load."""

@@ -1,0 +1,246 @@
+"""SGLang's native API: ``POST|PUT /generate``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import msgspec
+from quart import Response
+
+from actors.protocol.requests import Acceptance, Delta, TokenLogprob
+from app.apis.collecting import Collected, Merged, collect
+from app.apis.sglang.requests import Batch, GenerateRequest, Item, batch_of, native_names
+from app.server.errors import invalid
+from app.server.exchange import Exchange
+from app.server.service import Service, json_response
+from app.server.sse import sse_response
+
+__all__ = ["GenerateAnswer", "generate"]
+
+_encode = msgspec.json.encode
+
+_REPEATED_FREELY = 2048
+"""Characters up to which every event repeats the whole choice."""
+
+_GROWTH = 1 / 16
+"""A longer answer is repeated after it has grown by this part of its size."""
+
+_ENTRY_SIZE = 24
+"""Characters of a log-probability with its token."""
+
+
+class GenerateAnswer(msgspec.Struct, kw_only=True):
+    """One choice. ``meta_info``: how it ended, its token counts and, if requested, log-probabilities."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: dict[str, Any]
+    index: int | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+async def generate(service: Service, exchange: Exchange, body: GenerateRequest) -> Response:
+    """Generate for one prompt or many, as a whole or as a stream. An aborted request returns the output so far."""
+    batch = batch_of(body)
+    names = native_names(body)
+    service.check_size(len(batch.items), batch.choices, names["prompt"])
+    salt = f"{body.cache_salt}\n{body.extra_key}" if body.cache_salt and body.extra_key else None
+    streams = [
+        service.submit(
+            exchange,
+            item.prompt,
+            item.params,
+            priority=body.priority,
+            cache_salt=salt or body.cache_salt or body.extra_key,
+            label=item.label,
+            rename=names,
+        )
+        for item in batch.items
+    ]
+    await service.accepted(streams, names)
+    for item, stream in zip(batch.items, streams, strict=True):
+        if item.start is not None and item.start >= stream.prompt_tokens:
+            raise invalid(
+                f"logprob_start_len: {item.start} is not within the prompt of {stream.prompt_tokens} tokens. Lower it."
+                " -1 is for no scores of the prompt.",
+                param="logprob_start_len",
+            )
+    answers = _Answers(service, exchange, body, batch, [stream.request_id for stream in streams])
+    if body.stream:
+        source: AsyncIterator[Delta] = streams[0] if len(streams) == 1 else Merged(streams, batch.choices)
+        return sse_response(service, exchange, source, _NativeChunks(answers, service.arguments.stream_output))
+    collected = [choice for stream in streams for choice in await collect(stream, batch.choices, keep_aborted=True)]
+    if exchange.interruption is not None:
+        raise exchange.interruption
+    answer = [answers.of(index, choice, choice.text) for index, choice in enumerate(collected)]
+    answers.note_tokens(collected)
+    return json_response(answer[0] if batch.single and batch.choices == 1 else answer)
+
+
+class _Answers:
+    """The answers of choices, while they are generated and at their end."""
+
+    def __init__(
+        self, service: Service, exchange: Exchange, body: GenerateRequest, batch: Batch, ids: Sequence[str]
+    ) -> None:
+        self.batch = batch
+        self.count = len(batch.items) * batch.choices
+        self._exchange = exchange
+        self._ids = ids
+        self._with_text = bool(body.return_text_in_logprobs)
+        self._with_prompt = bool(body.return_prompt_token_ids)
+        self._weight_version = service.arguments.weight_version
+        self._encoded: tuple[object, tuple[msgspec.Raw, msgspec.Raw]] | None = None  # of the last prompt
+
+    def of(self, index: int, choice: Collected, text: Sequence[str], since: int = 0) -> GenerateAnswer:
+        """``since``: the first output token to report (for disjoint events)."""
+        item = self.batch.items[index // self.batch.choices]
+        answer = GenerateAnswer(
+            text="".join(text), output_ids=choice.token_ids[since:], meta_info=self._meta(item, index, choice, since)
+        )
+        if self._with_prompt and choice.prompt_token_ids is not None:
+            answer.prompt_token_ids = list(choice.prompt_token_ids)
+        return answer
+
+    def _meta(self, item: Item, index: int, choice: Collected, since: int) -> dict[str, Any]:
+        number = index // self.batch.choices
+        meta: dict[str, Any] = {
+            "id": item.label or self._ids[number],
+            "request_id": self._ids[number],
+            "finish_reason": self._finish(choice),
+            "prompt_tokens": choice.usage.prompt_tokens,
+            "weight_version": self._weight_version,
+            "completion_tokens": choice.usage.completion_tokens,
+            "cached_tokens": choice.usage.cached_tokens,
+            "e2e_latency": time.monotonic() - self._exchange.started,
+        }
+        if choice.usage.acceptance is not None:
+            meta |= _acceptance(choice.usage.acceptance)
+        if item.logprobs:
+            prompt = () if item.start is None else (choice.prompt_logprobs or ())[item.start :]
+            scored = choice.logprobs[since:]
+            if choice.prompt_token_ids is not None:  # otherwise an earlier event had the prompt
+                if self._encoded is None or self._encoded[0] is not choice.prompt_logprobs:
+                    self._encoded = (choice.prompt_logprobs, self._of_prompt(prompt))
+                meta["input_token_logprobs"], tops = self._encoded[1]
+                if item.params.logprobs:
+                    meta["input_top_logprobs"] = tops
+            meta["output_token_logprobs"] = [self._entry(entry, entry.logprob) for entry in scored]
+            if item.params.logprobs:
+                meta["output_top_logprobs"] = [self._top(entry) for entry in scored]
+        return meta
+
+    def _of_prompt(self, prompt: Sequence[TokenLogprob]) -> tuple[msgspec.Raw, msgspec.Raw]:
+        """A prompt's log-probabilities and alternatives as JSON, shared by all its choices."""
+        own = [self._entry(entry, None if place == 0 else entry.logprob) for place, entry in enumerate(prompt)]
+        tops = [None if place == 0 else self._top(entry) for place, entry in enumerate(prompt)]
+        return msgspec.Raw(_encode(own)), msgspec.Raw(_encode(tops))
+
+    def _finish(self, choice: Collected) -> dict[str, Any] | None:
+        match choice.finish_reason:
+            case None:
+                return None
+            case "stop":
+                return {"type": "stop", "matched": choice.matched_stop}
+            case "length":
+                return {"type": "length", "length": choice.usage.completion_tokens}
+            case "abort":
+                why = self._exchange.interruption
+                return {"type": "abort", "message": why.message if why is not None else "The request was aborted."}
+
+    def _entry(self, entry: TokenLogprob, logprob: float | None) -> tuple[float | None, int, str | None]:
+        return (logprob, entry.token_id, entry.token if self._with_text else None)
+
+    def _top(self, entry: TokenLogprob) -> list[tuple[float | None, int, str | None]]:
+        return [self._entry(other, other.logprob) for other in entry.top]
+
+    def note_tokens(self, collected: Sequence[Collected]) -> None:
+        prompts = sum(choice.usage.prompt_tokens for choice in collected[:: self.batch.choices])
+        self._exchange.tokens = (prompts, sum(choice.usage.completion_tokens for choice in collected))
+
+
+def _acceptance(found: Acceptance) -> dict[str, Any]:
+    """The names are SGLang's. A length includes the token that is sampled in any case."""
+    return {
+        "spec_verify_ct": found.steps,
+        "spec_accept_length": 1 + found.accepted / found.steps,
+        "spec_accept_rate": found.accepted / found.drafted,
+        "spec_accept_token_num": found.accepted,
+        "spec_draft_token_num": found.drafted,
+        "spec_accept_histogram": list(found.histogram),
+    }
+
+
+class _NativeChunks:
+    """Each event has all of its choice so far, or with ``disjoint`` only the new part. Data of the prompt come once,
+    with the first event of a choice.
+
+    A repeating event is held back until its choice has grown by :data:`_GROWTH`. So a stream is at most some 17 times
+    as long as its last events, for any length of the answer.
+    """
+
+    def __init__(self, answers: _Answers, disjoint: bool) -> None:
+        self._answers = answers
+        self._disjoint = disjoint
+        self._choices = [Collected() for _ in range(answers.count)]
+        self._sent = [_Sent() for _ in range(answers.count)]
+
+    def chunk(self, delta: Delta) -> bytes:
+        choice, sent = self._choices[delta.index], self._sent[delta.index]
+        choice.add(delta)
+        sent.fresh += len(delta.text) + len(delta.token_ids)
+        for entry in delta.logprobs or ():
+            sent.fresh += _ENTRY_SIZE * (1 + len(entry.top))
+        if delta.finish_reason is None and not self._disjoint and not sent.due:
+            return b""
+        return self._event(delta.index)
+
+    def _event(self, index: int) -> bytes:
+        choice, sent = self._choices[index], self._sent[index]
+        answer = self._answers.of(index, choice, choice.text, sent.tokens if self._disjoint else 0)
+        if self._answers.count > 1:
+            answer.index = index
+        if self._disjoint:
+            choice.text.clear()
+        if choice.prompt_token_ids is not None:
+            choice.prompt_token_ids = choice.prompt_logprobs = None
+        sent.done(len(choice.token_ids))
+        return b"data: " + _encode(answer) + b"\n\n"
+
+    def end(self) -> bytes:
+        self._answers.note_tokens(self._choices)
+        return b""
+
+    def aborted(self) -> bytes:
+        """The last events of all choices that have not ended."""
+        events = []
+        for index, choice in enumerate(self._choices):
+            if choice.finish_reason is None:
+                choice.finish_reason = "abort"
+                events.append(self._event(index))
+        self.end()
+        return b"".join(events)
+
+
+class _Sent:
+    """How much of a choice its events have sent, in approximate characters of the answer."""
+
+    __slots__ = ("fresh", "size", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.size = 0
+        self.fresh = 0  # not in any event yet
+
+    @property
+    def due(self) -> bool:
+        """Whether a repeating event is due."""
+        return self.size < _REPEATED_FREELY or self.fresh >= _GROWTH * self.size
+
+    def done(self, tokens: int) -> None:
+        """Mark everything as sent."""
+        self.tokens = tokens
+        self.size += self.fresh
+        self.fresh = 0

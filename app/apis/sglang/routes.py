@@ -1,0 +1,29 @@
+"""The route of SGLang's native API."""
+
+from __future__ import annotations
+
+from app.apis.sglang.handlers import GenerateAnswer, generate
+from app.apis.sglang.requests import NATIVE_SPELLING, GenerateRequest, NativeSampling
+from app.server.auth import Level
+from app.server.routes import Route
+
+__all__ = ["ROUTES"]
+
+ROUTES: tuple[Route, ...] = (
+    Route(
+        path="/generate",
+        methods=("POST", "PUT"),
+        level=Level.USER,
+        handler=generate,
+        summary="Generate for one prompt or many, in SGLang's form",
+        body=GenerateRequest,
+        media=("application/json", "text/event-stream"),
+        answer=GenerateAnswer,
+        tag="native",
+        id_prefix="gen-",
+        operation="generate_content",
+        spelling=NATIVE_SPELLING,
+        nested=(("sampling_params", NativeSampling),),
+        needs_engine=True,
+    ),
+)

@@ -1,0 +1,1 @@
+"""Direct access to the tokenizer."""

@@ -1,0 +1,1 @@
+"""The live page: its files, and the feed of actors and requests."""

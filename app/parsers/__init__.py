@@ -1,0 +1,1 @@
+"""Parsers of model output: formats of tool calls and thoughts. ``registry`` has them by name."""

@@ -1,0 +1,1 @@
+"""Formats of thoughts, one file each."""

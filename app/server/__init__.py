@@ -1,0 +1,1 @@
+"""The HTTP server: connections, middleware, bodies, routes, keys, errors and streams."""

@@ -1,0 +1,219 @@
+"""The application: its routes, and the start and stop of its engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, cast
+
+from quart import Quart, Response, request
+from quart.typing import ResponseReturnValue
+from werkzeug.exceptions import RequestTimeout
+
+from actors.options import Arguments
+from app.cli.greeting import first_steps
+from app.cli.progress import ProgressReport
+from app.server.decoding import check_json_content
+from app.server.errors import ApiError, shutting_down, too_many_uploads
+from app.server.exchange import Exchange
+from app.server.middleware import Application, Middleware
+from app.server.request_body import MAX_BODY
+from app.server.route_table import routes
+from app.server.routes import Route, RouteTable
+from app.server.service import Service
+from app.server.single_process import refuse_sibling_workers
+from app.server.warmup import warm_up
+
+if TYPE_CHECKING:
+    from actors.engine.engine import Engine
+    from actors.workers.early_workers import EarlyWorkers
+
+__all__ = ["Troupe", "create_app"]
+
+log = logging.getLogger("troupe.http")
+
+BODY_TIMEOUT = 60
+"""Seconds for a body."""
+
+_WATCH_SECONDS = 0.1
+_LAST_CHUNK_SECONDS = 2.0
+
+
+class Troupe(Quart):
+    """A Quart application around one engine.
+
+    ``failed`` is set when the engine could not start or gave up; the server then ends the process with ``exit_code``: 2
+    for errors that a restart does not solve, such as a wrong model path, and 3 for all others. Under a plain ASGI
+    server the application continues and answers 503 with the reason.
+    """
+
+    def __init__(self, engine: Engine, arguments: Arguments) -> None:
+        super().__init__("app", static_folder=None, template_folder=None)
+        self.engine = engine
+        self.arguments = arguments
+        self.failed = asyncio.Event()
+        self.exit_code = 0
+        self.url: str | None = None  # for clients on this machine, if known
+        self.service = Service(engine, arguments, RouteTable(routes(arguments)))
+        self.config["MAX_CONTENT_LENGTH"] = MAX_BODY
+        self.config["BODY_TIMEOUT"] = BODY_TIMEOUT
+        self.config["RESPONSE_TIMEOUT"] = None  # Quart's default of 60 s would cut streams
+        self.config["PROVIDE_AUTOMATIC_OPTIONS"] = False
+        self._stop = asyncio.Event()
+        self._watch: asyncio.Task[None] | None = None
+        for route in self.service.table.routes:
+            self._serve(route)
+        self.register_error_handler(Exception, self._answer_error)
+        self.before_serving(self._start)
+        self.after_serving(self._finish)
+        self._middleware = Middleware(cast(Application, super().asgi_app), self.service)
+
+    async def asgi_app(self, scope: Any, receive: Any, send: Any) -> None:
+        """Pass every connection through the middleware."""
+        await self._middleware(scope, receive, send)
+
+    def _serve(self, route: Route) -> None:
+        variable = route.variable
+        rule = route.path if variable is None else f"{route.prefix}<path:{variable}>"
+        self.add_url_rule(
+            rule,
+            endpoint=f"{' '.join(route.methods)} {route.path}",
+            view_func=_view(self.service, route),
+            methods=list(route.methods),
+            strict_slashes=True,
+            merge_slashes=False,
+        )
+
+    async def _answer_error(self, error: Exception) -> ResponseReturnValue:
+        exchange: Exchange = request.scope["troupe.exchange"]  # type: ignore[typeddict-item]
+        answer = self.service.failure(exchange, error)
+        return Response(answer.body(), status=answer.status, headers=answer.headers(), content_type="application/json")
+
+    # -- start and stop -----------------------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        """Start loading. The server already listens, and /ready reports the progress."""
+        refuse_sibling_workers()
+        await self.engine.start(wait=False)
+        self._watch = asyncio.create_task(self._watch_engine(), name="troupe-watch")
+
+    async def _watch_engine(self) -> None:
+        """Report the progress of the start, warm up, and detect an engine that gave up."""
+        started = time.monotonic()
+        status = self.engine.status
+        with ProgressReport() as report:
+            while status.phase == "starting":
+                report.show(status.progress, status.stage)
+                await self.engine.wait_for_start(_WATCH_SECONDS)
+                status = self.engine.status
+        if status.phase == "ready":
+            if not self.service.warm:
+                await warm_up(self.engine)
+                self.service.warm = True
+            log.info("%s is ready after %.1f s", self.service.model_name, time.monotonic() - started)
+            if self.url is not None:
+                for line in first_steps(self.arguments, self.url, chats=self.engine.chats):
+                    log.info(line)
+        while status.phase not in ("failed", "stopped"):
+            await asyncio.sleep(_WATCH_SECONDS * 5)
+            status = self.engine.status
+        if status.phase == "failed":  # the engine has logged why
+            self.exit_code = 2 if status.permanent else 3
+            self.failed.set()
+
+    async def drain(self, timeout: float | None = None) -> bool:
+        """Admit no more requests and let the live ones run for ``timeout`` seconds (default: ``--shutdown-timeout``).
+
+        Requests that still run then end with an error in their API's form. Return True if there were none.
+        """
+        self.engine.begin_drain()
+        limit = self.arguments.shutdown_timeout if timeout is None else timeout
+        complete = await self.engine.drain(limit)
+        await self._end_live(drained=complete)
+        return complete
+
+    async def _end_live(self, *, drained: bool = False) -> None:
+        """End every live exchange, and wait briefly until the clients have the last bytes.
+
+        ``drained``: the engine has finished the requests, and only the last bytes are left to write.
+        """
+        ending = list(self.service.live)
+        # A client that does not read may still be here at a second signal, and after the server stopped listening.
+        cut = sum(not drained and exchange.interruption is None and bool(exchange.stream_ids) for exchange in ending)
+        for exchange in ending:
+            exchange.interruption = shutting_down()
+        if cut:
+            log.warning("The server stops before %d of its requests have ended; their clients receive an error.", cut)
+        await self.engine.abort(all=True)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_CHUNK_SECONDS):
+                for exchange in ending:
+                    if exchange.stream_ids:
+                        await exchange.closed.wait()
+
+    async def _finish(self) -> None:
+        """After the server stopped listening. A plain ASGI server has not called :meth:`drain` and has cut
+        connections."""
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+        if self.engine.status.phase in ("ready", "draining"):
+            self.engine.begin_drain()
+            await self._end_live()
+        await self.engine.aclose()
+
+
+def _view(service: Service, route: Route) -> Callable[..., Awaitable[Response]]:
+    """The view function of a route: read and decode the body, and call the handler."""
+    variable = route.variable
+
+    async def view(**parts: Any) -> Response:
+        exchange: Exchange = request.scope["troupe.exchange"]  # type: ignore[typeddict-item]
+        if exchange.route is not route:
+            raise ApiError(404, "There is nothing at this path.", code="not_found")
+        if variable is not None:
+            return await route.handler(service, exchange, parts[variable])
+        if route.body is None:
+            return await route.handler(service, exchange, None)
+        if route.needs_engine:
+            service.require_ready()
+        headers = request.headers
+        declared = request.content_length
+        if not (route.optional_body and not declared and "Transfer-Encoding" not in headers):
+            check_json_content(headers.get("Content-Type", ""), headers.get("Content-Encoding", ""))
+        data = await _read_body()
+        if exchange.body.refused:
+            raise too_many_uploads()
+        body = service.decode(data or b"{}" if route.optional_body else data, route.body, route, exchange)
+        del data
+        return await route.handler(service, exchange, body)
+
+    return view
+
+
+async def _read_body() -> bytes:
+    """The body of the request.
+
+    Quart's ``get_data`` uses ``asyncio.wait_for``, which on Python 3.11 swallows the cancellation when a client
+    disconnects right after its request.
+    """
+    try:
+        async with asyncio.timeout(request.body_timeout):
+            data: bytes = await request.body
+    except TimeoutError:
+        raise RequestTimeout() from None
+    request.body.clear()
+    return data
+
+
+def create_app(arguments: Arguments, engine: Engine | None = None, early: EarlyWorkers | None = None) -> Troupe:
+    """The application for these arguments. Without ``engine`` it creates one, with the ``early`` workers if given. It
+    starts and closes the engine in both cases."""
+    if engine is None:
+        from actors.engine.engine import Engine
+
+        engine = Engine(arguments=arguments, early=early)
+    return Troupe(engine, arguments)

@@ -1,0 +1,116 @@
+"""HTTP/2 connections: limits on frames that bring nothing, and bodies that arrive after their answer."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import h2.errors
+import h2.events
+from hypercorn.events import Closed, Event, RawData
+from hypercorn.protocol.h2 import H2Protocol
+
+__all__ = ["PIECE", "Http2"]
+
+PIECE = 2048
+"""Bytes handled at a time: 64 KiB of the smallest frames block the event loop for over 0.1 s."""
+
+BURST = 1000
+RATE = 100.0
+"""Frames without a request or data: the burst and the rate a second that a connection may send."""
+
+UPDATES = 4
+"""WINDOW_UPDATE frames that each request and each DATA frame sent to the client allow, beyond that rate. Simple clients
+answer each DATA frame with two: one for its stream, one for the connection."""
+
+MOST_UPDATES = 10 * BURST
+"""WINDOW_UPDATE frames that a connection may save up."""
+
+_PREFACE = 24  # bytes from the client before its first frame
+_HEAD = 9  # bytes of a frame before its payload
+_DATA, _WINDOW_UPDATE = 0x0, 0x8
+
+
+class Http2(H2Protocol):
+    """Hypercorn's protocol without two faults: a flood of frames that cost their sender less than the server
+    (CVE-2019-9512, -9515, -9518), and body data after the answer, which ended all streams of the connection.
+
+    All frames count but the useful ones: h2 reports nothing of a frame to a closed stream, though it reads it and may
+    reply. Useful are a request and its trailers, body data, the end of a stream, and a WINDOW_UPDATE that answers data.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._received = _Frames(_PREFACE)
+        self._sent = _Frames()
+        self._idle = 0  # frames received and not yet counted, less the WINDOW_UPDATE frames that answer data
+        self._updates = 0  # WINDOW_UPDATE frames that may come
+        self._allowance = float(BURST)
+        self._counted = asyncio.get_running_loop().time()
+
+    async def handle(self, event: Event) -> None:
+        if isinstance(event, RawData):
+            kinds = self._received.kinds(event.data)
+            answers = min(self._updates, kinds.count(_WINDOW_UPDATE))
+            self._updates -= answers
+            self._idle += len(kinds) - answers
+        await super().handle(event)
+
+    async def _handle_events(self, events: list[h2.events.Event]) -> None:
+        requests = sum(isinstance(event, h2.events.RequestReceived) for event in events)
+        self._allow_updates(requests)
+        idle, self._idle = self._idle - requests - sum(map(_is_useful, events)), 0
+        if idle and not self._allow(idle):
+            self.connection.close_connection(error_code=h2.errors.ErrorCodes.ENHANCE_YOUR_CALM)
+            await self._flush()
+            await self.send(Closed())
+            return
+        for event in events:
+            if isinstance(event, h2.events.DataReceived) and event.stream_id not in self.streams:
+                self.connection.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
+            else:
+                await super()._handle_events([event])
+        await self._flush()
+
+    async def _flush(self) -> None:
+        data = self.connection.data_to_send()
+        if data:
+            self._allow_updates(self._sent.kinds(data).count(_DATA))
+            await self.send(RawData(data=data))
+
+    def _allow_updates(self, frames: int) -> None:
+        self._updates = min(MOST_UPDATES, self._updates + UPDATES * frames)
+
+    def _allow(self, frames: int) -> bool:
+        """Whether so many more frames are within the rate. Negative: frames that were counted at their head and are
+        useful."""
+        now = asyncio.get_running_loop().time()
+        self._allowance = min(BURST, self._allowance + RATE * (now - self._counted) - frames)
+        self._counted = now
+        return self._allowance >= 0
+
+
+class _Frames:
+    """The frames of one direction of a connection, as its bytes pass by; ``skip`` bytes come before the first one."""
+
+    def __init__(self, skip: int = 0) -> None:
+        self._skip = skip  # bytes before the next head
+        self._rest = b""  # the begin of a head
+
+    def kinds(self, data: bytes) -> list[int]:
+        """The types of the frames whose heads end in ``data``."""
+        data = self._rest + data if self._rest else data
+        begin, kinds = self._skip, []
+        while begin + _HEAD <= len(data):
+            kinds.append(data[begin + 3])
+            begin += _HEAD + int.from_bytes(data[begin : begin + 3])
+        self._rest = data[begin:]
+        self._skip = max(0, begin - len(data))
+        return kinds
+
+
+def _is_useful(event: h2.events.Event) -> bool:
+    """Whether a frame did something for its sender that is bounded elsewhere; requests are counted apart."""
+    if isinstance(event, h2.events.DataReceived):
+        return bool(event.data) or event.stream_ended is not None
+    return isinstance(event, (h2.events.TrailersReceived, h2.events.StreamReset))

@@ -1,0 +1,100 @@
+"""The answer for an unknown path: the right path, or what to use instead."""
+
+from __future__ import annotations
+
+import re
+from difflib import get_close_matches
+
+from app.server.routes import RouteTable
+
+__all__ = ["suggest_path"]
+
+_LONGEST_SHOWN = 128
+_MOST_SEGMENTS = 8
+
+_CHAT, _TEXT = "POST /v1/chat/completions", "POST /v1/completions"
+
+_NOT_BUILT: tuple[tuple[str, str, str], ...] = (
+    # Pattern of paths, the API they belong to, and the path to use.
+    (r"/(v1/)?responses(/.*)?", "OpenAI's Responses API", _CHAT),
+    (r"/(v1/)?(embeddings|embed|encode|embedding|pooling|classify)|/api/embed(dings)?", "Computing embeddings", ""),
+    (r"/(v1/|v2/)?(rerank|score)", "Ranking", ""),
+    (r"/(v1/)?(audio|images|videos|realtime)(/.*)?", "Audio, images and video", _CHAT),
+    (r"/(v1/)?(files|batches|uploads)(/.*)?", "The batch API", _CHAT),
+    (r"/(v1/)?(assistants|threads|conversations|vector_stores|containers|evals)(/.*)?", "This API of OpenAI", _CHAT),
+    (r"/(v1/)?(fine_tuning|fine-tunes|moderations)(/.*)?", "This API of OpenAI", ""),
+    (r"/(v1/)?(load|unload)_lora_adapter|/(v1/)?lora_adapters?(/.*)?", "LoRA", ""),
+    (r"/(anthropic/)?(v1/)?messages(/.*)?|/v1/complete", "Anthropic's API", _CHAT),
+    (r"/v1(beta|alpha|beta1)?/models/.*:\w+", "Google's API", _CHAT),
+    (r"/api/chat", "Ollama's API", _CHAT),
+    (r"/api/generate", "Ollama's API", _TEXT),
+    (r"/api/(tags|ps|show)", "Ollama's API", "GET /v1/models"),
+    (r"/api/(pull|push|create|copy|delete|blobs)(/.*)?", "Ollama's management of models", "troupe serve MODEL"),
+    (r"/api/version", "Ollama's API", "GET /version"),
+    (r"/completion", "llama.cpp's API", _TEXT),
+    (r"/infill", "llama.cpp's API", f"{_TEXT} with suffix"),
+    (r"/(props|slots|lora-adapters)", "llama.cpp's API", "GET /server_info"),
+    (r"/generate_stream", "TGI's API", "POST /generate with stream true"),
+    (r"/info", "TGI's API", "GET /model_info"),
+    (r"/(start|stop)_profile", "Profiling", ""),
+    (
+        r"/(update_weights|get_weights|init_weights|release_memory|resume_memory|destroy_weights)\w*",
+        "Changing weights",
+        "",
+    ),
+    (r"/(pause|continue)_generation|/(pause|resume|sleep|wake_up|is_sleeping|is_paused)", "Pausing", "POST /drain"),
+    (r"/(open|close)_session", "Sessions", "POST /generate, whose prefixes are cached"),
+    (r"/(parse_function_call|separate_reasoning)", "Reading texts for tool calls or thoughts", _CHAT),
+    (r"/invocations", "This API", _CHAT),
+    (r"/get_load|/load", "This path", "GET /v1/loads"),
+)
+_PATTERNS = tuple((re.compile(pattern), what, use) for pattern, what, use in _NOT_BUILT)
+
+
+def suggest_path(table: RouteTable, method: str, path: str) -> str:
+    """A sentence that says what to use instead of ``path``. The path is looked up in the table only."""
+    shown = ascii(path[:_LONGEST_SHOWN])
+    plain = _plain(path)
+    for api in (plain, plain[max(0, plain.rfind("/v1/")) :]):
+        for pattern, what, use in _PATTERNS:
+            if pattern.fullmatch(api):
+                instead = f"use {use}" if use else "GET /openapi.json lists what there is"
+                return f"{what} is not built here, so there is nothing at {shown}; {instead}."
+    if right := _right_path(table, method, plain):
+        verb = method if table.find(method, right) is not None else table.at(right)[0].methods[0]
+        once = path.split("/").count("v1") == 1
+        base = "" if once or not right.startswith("/v1/") else " The base URL of OpenAI clients ends in /v1, once."
+        return f"There is nothing at {shown}; use {verb} {right}.{base}"
+    fixed = [route.path for route in table.routes if route.variable is None and len(route.path) > 1]
+    if near := get_close_matches(plain[:_LONGEST_SHOWN], fixed, n=1, cutoff=0.75):
+        return f"There is nothing at {shown}; did you mean {table.at(near[0])[0].methods[0]} {near[0]}?"
+    return f"There is nothing at {shown}; GET /openapi.json lists what there is."
+
+
+def _plain(path: str) -> str:
+    """The path with single slashes, no trailing slash, and one /v1."""
+    segments = [segment for segment in path.split("/") if segment]
+    first = next((place for place, segment in enumerate(segments) if segment != "v1"), len(segments))
+    return "/" + "/".join(segments[max(0, first - 1) :] if first else segments)
+
+
+def _right_path(table: RouteTable, method: str, plain: str) -> str | None:
+    """The intended path of the table: without a prefix, or with a missing /v1 added."""
+    if plain == "/v1":
+        return "/v1/models"
+    segments = plain.split("/")[1:]
+    if len(segments) > _MOST_SEGMENTS:
+        return None
+    candidates = [plain]
+    for first in range(len(segments)):
+        rest = "/" + "/".join(segments[first:])
+        candidates += ["/v1" + rest, rest] if not rest.startswith("/v1/") else [rest]
+    # Ollama's and Anthropic's own paths are not ours with a prefix: /api/generate takes other bodies.
+    if segments[0] == "api" and segments[1:2] != ["v1"]:
+        return None
+    known = [candidate for candidate in candidates if candidate != "/" and _is_known(table, candidate)]
+    return next((c for c in known if table.find(method, c) is not None), known[0] if known else None)
+
+
+def _is_known(table: RouteTable, path: str) -> bool:
+    return any(route.variable is None or path.startswith("/v1/models/") for route in table.at(path))

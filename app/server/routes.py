@@ -1,0 +1,95 @@
+"""The route table: path, level and body of each operation. Undeclared paths require a key and then return 404."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from app.server.auth import Level
+
+if TYPE_CHECKING:
+    from quart import Response
+
+    from app.server.exchange import Exchange
+    from app.server.service import Service
+
+__all__ = ["Handler", "Route", "RouteTable"]
+
+Handler = Callable[["Service", "Exchange", Any], Awaitable["Response"]]
+
+
+class Route(msgspec.Struct, frozen=True, kw_only=True):
+    """One operation. ``path`` may end in one variable part, as in ``/v1/models/{model}``, which may contain slashes.
+
+    ``body``: the struct of the JSON body; None without a body. ``handler(service, exchange, body)`` receives the body,
+    or the variable part of the path.
+    """
+
+    path: str
+    methods: tuple[str, ...]
+    level: Level
+    handler: Handler
+    summary: str
+    body: type[msgspec.Struct] | None = None
+    optional_body: bool = False  # an absent body is an empty object
+    answer: type[msgspec.Struct] | None = None
+    media: tuple[str, ...] = ("application/json",)  # media types of the answer
+    tag: str = "server"
+    id_prefix: str = "req-"
+    logged: bool = True
+    operation: str = ""  # of those that generate: OpenTelemetry's name, chat | text_completion | generate_content
+    needs_engine: bool = False  # 503 while the engine does not take requests, before the body is read
+    spelling: tuple[tuple[str, str], ...] = ()  # of those that generate: the engine's name of a field -> the body's
+    query: tuple[tuple[str, str, int, int], ...] = ()  # whole numbers after the ?: name, meaning, least and most
+    nested: tuple[
+        tuple[str, type[msgspec.Struct]], ...
+    ] = ()  # fields of the body that hold structs to be screened as well
+
+    @property
+    def variable(self) -> str | None:
+        found = re.search(r"\{(\w+)\}$", self.path)
+        return found.group(1) if found else None
+
+    @property
+    def prefix(self) -> str:
+        """The fixed part of the path."""
+        return self.path.partition("{")[0]
+
+
+class RouteTable:
+    """Finds the route of a raw path, for the key check and for the handler."""
+
+    def __init__(self, routes: Iterable[Route]) -> None:
+        self.routes = tuple(routes)
+        self._fixed: dict[str, list[Route]] = {}
+        self._open: list[Route] = []
+        for route in self.routes:
+            if route.variable is None:
+                self._fixed.setdefault(route.path, []).append(route)
+            else:
+                self._open.append(route)
+
+    def at(self, path: str) -> list[Route]:
+        """All routes of this path, with any method."""
+        found = self._fixed.get(path)
+        if found is not None:
+            return found
+        return [route for route in self._open if path.startswith(route.prefix) and len(path) > len(route.prefix)]
+
+    def find(self, method: str, path: str) -> Route | None:
+        """The route of a request; HEAD uses the route of GET."""
+        wanted = "GET" if method == "HEAD" else method
+        for route in self.at(path):
+            if wanted in route.methods:
+                return route
+        return None
+
+    def methods(self, path: str) -> list[str]:
+        """The methods of a path, for ``Allow``."""
+        names = {method for route in self.at(path) for method in route.methods}
+        if "GET" in names:
+            names.add("HEAD")
+        return sorted(names | {"OPTIONS"}) if names else []

@@ -1,0 +1,266 @@
+"""The state that all handlers share: engine, arguments, model names and live exchanges."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+from quart import Response
+
+from actors.engine.status import EngineStatus
+from actors.options import Arguments
+from actors.protocol.requests import LIMITS, Chat, InvalidRequest, QueueFull, SamplingParams
+from actors.requests.admission import TicketOffice, most_for_one
+from actors.requests.streams import RequestStream
+from app.live.feed.frames import Feed
+from app.server.auth import Keyring, may_access, sees_all
+from app.server.decoding import decode, shallow_objects
+from app.server.errors import ApiError, invalid, shutting_down, to_api_error
+from app.server.exchange import Exchange, is_label
+from app.server.field_screen import FieldScreen, ignored_fields
+from app.server.ids import Ids
+from app.server.routes import Route, RouteTable
+from app.server.upload_budget import UploadBudget
+
+if TYPE_CHECKING:
+    from actors.engine.engine import Engine
+
+__all__ = ["Service", "json_response", "renamed"]
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+SEND_DEADLINE = 120.0
+"""Seconds after which a client that reads nothing is disconnected."""
+
+
+def json_response(value: object, status: int = 200) -> Response:
+    """A JSON answer of msgspec-encodable data."""
+    return Response(msgspec.json.encode(value), status=status, content_type="application/json")
+
+
+class Service:
+    """One engine as one HTTP service."""
+
+    def __init__(self, engine: Engine, arguments: Arguments, table: RouteTable) -> None:
+        self.engine = engine
+        self.arguments = arguments
+        self.table = table
+        self.keyring = Keyring(
+            user=arguments.api_keys,
+            admin=(arguments.admin_api_key,) if arguments.admin_api_key else (),
+        )
+        self.ids = Ids()
+        self.live: set[Exchange] = set()
+        self.uploads = UploadBudget()
+        self.feed = Feed(self)
+        self.created = int(time.time())
+        self.send_deadline = SEND_DEADLINE
+        self._text_tickets = TicketOffice(
+            max_sequences=LIMITS.text_requests, max_tokens=None, tenants=max(1, len(arguments.api_keys))
+        )
+        self._screen = FieldScreen(table.routes, engine.metrics.count_unknown_field)
+        self.warm = arguments.skip_server_warmup  # whether the warm-up requests are done
+
+    # -- model names ---------------------------------------------------------------------------------
+
+    @property
+    def model_name(self) -> str:
+        """The first of the model's names, used in logs and metrics."""
+        return self.engine.model_name
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        return self.engine.model_names
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Changes with the model, its weights' label and its settings: OpenAI's ``system_fingerprint``."""
+        settings = (self.model_name, self.arguments.weight_version, self.arguments.dtype, self.arguments.revision)
+        return "fp_" + hashlib.blake2s(repr(settings).encode(), digest_size=5).hexdigest()
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer under: the requested one, which may be the model's path; the first without any.
+
+        Raises 404 for a model that is not the served one.
+        """
+        if not name:
+            return self.model_name
+        if name in self.model_names or name == self.arguments.model_path:
+            return name
+        served = " or ".join(map(repr, self.model_names))
+        raise ApiError(
+            404,
+            f"The model {name[:128]!r} does not exist here; this server has {served}.",
+            param="model",
+            code="model_not_found",
+        )
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    @property
+    def status(self) -> EngineStatus:
+        """The engine's status; it is ready for clients only after the warm-up."""
+        status = self.engine.status
+        if status.phase == "ready" and not self.warm:
+            return EngineStatus(phase="starting", progress=status.progress, stage="warm-up requests")
+        return status
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    def require_ready(self) -> None:
+        """Raise 503 unless the engine admits requests."""
+        status = self.status
+        if status.phase == "ready":
+            return
+        if status.phase == "starting":
+            raise ApiError(
+                503,
+                f"The model is still loading ({status.stage}, {status.progress:.0%}); GET /ready reports the progress.",
+                kind="service_unavailable_error",
+                code="engine_starting",
+                retry_after=5,
+            )
+        if status.phase == "failed":
+            raise ApiError(
+                503,
+                "The engine has failed and takes no more requests; GET /health has the reason.",
+                kind="service_unavailable_error",
+                code="engine_failed",
+            )
+        raise shutting_down()
+
+    def decode(self, data: bytes, kind: type[Body], route: Route, exchange: Exchange) -> Body:
+        """Decode the body as ``kind``. Fields without effect are reported to the client; unsupported ones raise 400."""
+        body, fields = decode(data, kind)
+        compared: set[str] = set()
+        ignored = [*self._screen.taken(body), *self._screen.left(fields, kind, route, "", compared)]
+        for name, part in route.nested:
+            for inner in shallow_objects(fields.get(name), name):
+                ignored += self._screen.left(inner, part, route, name, compared)
+        if getattr(body, "priority", None) and not self.arguments.enable_priority_scheduling:
+            ignored.append("priority")
+        exchange.ignored = ignored_fields(set(ignored))
+        return body
+
+    def submit(
+        self,
+        exchange: Exchange,
+        prompt: str | Sequence[int] | Chat,
+        params: SamplingParams,
+        *,
+        priority: int | None = None,
+        cache_salt: str | None = None,
+        label: str | None = None,
+        rename: Mapping[str, str] | None = None,
+    ) -> RequestStream:
+        """Submit a request to the engine before anything is awaited; the exchange closes the stream.
+
+        ``label`` is the client's own id of the request. ``rename`` maps parameter names of the engine onto this API's,
+        for error messages.
+        """
+        if label is not None and exchange.label is None and is_label(label):
+            exchange.label = label
+        try:
+            stream = self.engine.generate(
+                prompt,
+                params,
+                request_id=label if label is not None else exchange.label or exchange.request_id,
+                priority=priority or 0,
+                cache_salt=cache_salt,
+                tenant=exchange.tenant,
+                timeline=exchange.take_timeline(label),
+            )
+        except InvalidRequest as error:
+            raise renamed(error, rename) from None
+        if exchange.custom_labels:
+            stream.timeline.request |= exchange.custom_labels
+        exchange.own(stream)
+        return stream
+
+    def check_size(self, prompts: int, choices: int, param: str) -> None:
+        """Raise 400 for a batch of prompts that could never fit into the queue."""
+        bound = self.arguments.max_running_requests + self.arguments.max_queued_requests
+        room = most_for_one(bound, len(self.arguments.api_keys))
+        if prompts > 1 and choices <= LIMITS.n and prompts * choices > room:  # the engine refuses the others
+            raise invalid(
+                f"{param}: {prompts} prompts with {choices} choices each are more than the {room} that this server "
+                "takes of a client at a time; split the request.",
+                param=param,
+            )
+
+    @contextlib.contextmanager
+    def text_request(self, exchange: Exchange) -> Iterator[None]:
+        """Limit requests that use only the tokenizer, so that they do not delay generation. Each key has a share.
+
+        Raises QueueFull.
+        """
+        try:
+            ticket = self._text_tickets.issue(1, 0, time.monotonic(), exchange.tenant)
+        except QueueFull:
+            count = self._text_tickets.sequences
+            raise QueueFull(f"{count} requests for the tokenizer are running. Try again.", retry_after=1.0) from None
+        try:
+            yield
+        finally:
+            self._text_tickets.give_back(ticket, time.monotonic())
+
+    async def abort(self, name: str, tenant: str) -> int:
+        """Abort the requests with this id, the server's or the client's, and return their number.
+
+        Only requests that the key of ``tenant`` may access: ids are no secret, and clients may choose equal ones.
+        """
+        ids = [
+            stream_id
+            for exchange in self.live
+            if name in (exchange.request_id, exchange.label) and may_access(tenant, exchange.tenant)
+            for stream_id in exchange.stream_ids
+        ]
+        if not ids:  # of one prompt of a batch
+            return await self.engine.abort(name, tenant=None if sees_all(tenant) else tenant)
+        return sum([await self.engine.abort(stream_id) for stream_id in ids])
+
+    async def accepted(self, streams: Sequence[RequestStream], rename: Mapping[str, str] | None = None) -> None:
+        """Wait until the request of each stream is tokenized, checked and queued: the last moment for a 400."""
+        try:
+            if len(streams) == 1:
+                await streams[0].ready()
+                return
+            # Together, so that the tokenizer can encode them in one call. All are awaited, so that none is orphaned.
+            outcomes = await asyncio.gather(*(stream.ready() for stream in streams), return_exceptions=True)
+            for outcome in outcomes:
+                if outcome is not None:
+                    raise outcome
+        except InvalidRequest as error:
+            raise renamed(error, rename) from None
+
+    def failure(self, exchange: Exchange, error: BaseException) -> ApiError:
+        """The answer for an error. An abort by the server has the server's reason."""
+        answer = to_api_error(error, exchange.request_id)
+        if answer.code == "request_aborted" and exchange.interruption is not None:
+            answer = exchange.interruption
+        exchange.error = answer
+        exchange.outcome = answer.code or str(answer.status)
+        return answer
+
+    def count_http(self, endpoint: str, status: int) -> None:
+        self.engine.metrics.count_http(endpoint, status)
+
+
+def renamed(error: InvalidRequest, names: Mapping[str, str] | None) -> InvalidRequest:
+    """The same error under the field's name in this API."""
+    if not names or error.param is None:
+        return error
+    head = error.param.partition("[")[0]
+    name = names.get(head)
+    if name is None:
+        return error
+    message = str(error)
+    if message.startswith(head):
+        message = name + message[len(head) :]
+    return InvalidRequest(message, param=name + error.param[len(head) :], code=error.code)

@@ -1,0 +1,106 @@
+"""Server-sent events: a stream of deltas as a response that always ends with [DONE]."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Protocol
+
+from quart import Response
+from quart.wrappers.response import ResponseBody
+
+from actors.protocol.requests import Delta, RequestAborted
+from actors.requests.streams import RequestStream
+from app.apis.collecting import Merged
+from app.server.exchange import DONE, Exchange
+from app.server.service import Service
+
+__all__ = ["ChunkWriter", "sse_response"]
+
+_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+
+
+class ChunkWriter(Protocol):
+    """Turns deltas into events."""
+
+    def chunk(self, delta: Delta) -> bytes:
+        """The events of one delta."""
+        ...
+
+    def end(self) -> bytes:
+        """The events after the last delta, before [DONE]."""
+        ...
+
+    def aborted(self) -> bytes | None:
+        """The events after an abort; None where the API reports an abort as an error."""
+        ...
+
+
+class SseBody(ResponseBody):
+    """The body: one write a delta, the end together with the last, comments while idle, and an error event on failure.
+
+    The exchange closes the engine's streams, even when this body was never started.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        exchange: Exchange,
+        source: AsyncIterator[Delta],
+        writer: ChunkWriter,
+    ) -> None:
+        self._service = service
+        self._exchange = exchange
+        self._source = source
+        self._writer = writer
+        self._ended = False
+
+    async def __aenter__(self) -> SseBody:
+        return self
+
+    async def __aexit__(self, exc_type: type | None, exc_value: BaseException | None, tb: TracebackType | None) -> None:
+        if isinstance(self._source, Merged):
+            await self._source.stop()
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        if self._ended:
+            raise StopAsyncIteration
+        exchange = self._exchange
+        try:
+            exchange.waiting()
+            try:
+                delta = await self._source.__anext__()
+            finally:
+                if (comment := exchange.woken()) is not None:
+                    await comment
+            if isinstance(self._source, RequestStream) and self._source.complete:
+                self._ended = True
+                return self._writer.chunk(delta) + self._writer.end() + DONE
+            return self._writer.chunk(delta)
+        except StopAsyncIteration:
+            self._ended = True
+            return self._writer.end() + DONE
+        except Exception as error:
+            self._ended = True
+            answer = self._service.failure(exchange, error)
+            last = self._writer.aborted() if isinstance(error, RequestAborted) else None
+            return (answer.event() if last is None else last) + DONE
+
+
+def sse_response(
+    service: Service,
+    exchange: Exchange,
+    source: AsyncIterator[Delta],
+    writer: ChunkWriter,
+) -> Response:
+    """A streamed response. Call it only after all checks that could still return an error status."""
+    if exchange.timeline is not None:
+        exchange.timeline.request["gen_ai.request.stream"] = True
+    return Response(SseBody(service, exchange, source, writer), headers=dict(_HEADERS))

@@ -1,1 +1,0 @@
-"""The stage: what the actors and the requests of this server are doing now, for the live page."""

@@ -1,0 +1,52 @@
+"""The configuration of a runner, as plain data: it crosses a process boundary, so nothing here imports torch."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kernels.contract.speculation import SpeculativeSettings
+
+__all__ = ["RunnerConfig"]
+
+
+class RunnerConfig(msgspec.Struct, frozen=True):
+    """All a runner needs to load a model and size its cache."""
+
+    model_path: str
+    device: str = "cpu"
+    dtype: str = "auto"  # auto | float32 | bfloat16 | float16
+    load_format: str = "auto"  # auto | safetensors | dummy
+    config_overrides: str = "{}"  # JSON object merged over config.json
+    quantization: str = ""  # int8 | fp8 | unquant, or the checkpoint's method; empty: follow the checkpoint
+    context_length: int = 0  # 0: the model's own
+    max_slots: int = 257  # slot 0 takes padded rows
+    page_size: int = 16  # tokens
+    max_total_tokens: int = 0  # tokens of cache; 0: from memory
+    mem_fraction_static: float = 0.0  # share of the device's memory for weights and cache; 0: the device's default
+    max_step_tokens: int = 2048  # largest sum(counts) of a step
+    threads: int = 0  # CPU threads; 0: the device decides
+    random_seed: int = 0
+    op_timeout: float = 0.0  # seconds until a hanging kernel or collective is an error; 0: the driver's default
+    tp_rank: int = 0  # of the tp_size processes that run the model together
+    tp_size: int = 1
+    rendezvous: str = ""  # where several ranks meet: the path of a file to create, or host:port where rank 0 listens
+    device_index: int = 0  # of the devices that the worker's process sees
+    npu_simulator: str = ""  # A2 | A3 | A5, then :devices and :memory, to simulate NPUs; empty: real ones
+    attention_backend: str = ""  # ascend | torch_native; empty: the device's choice
+    prefill_attention_backend: str = ""  # the same for prefills alone
+    decode_attention_backend: str = ""  # and for decodes
+    sampling_backend: str = ""  # pytorch | ascend; empty: the device's choice
+    disable_graphs: bool = False  # run every decode without a captured graph
+    graph_rows: tuple[int, ...] = ()  # rows of each captured decode; empty: the device's choice
+    graph_max_rows: int = 0  # of the device's choice; 0: by the device's memory
+    disable_graph_padding: bool = False  # use a graph only for exactly its number of rows
+    graph_tokens: tuple[int, ...] = ()  # tokens of each captured step with prompts; empty: the device's choice
+    graph_max_tokens: int = 0  # of these; 0: the device's choice
+    all_prompt_graphs: bool = False  # capture all of them, even where launching does not dominate
+    disable_prompt_graphs: bool = False  # run every step with prompts without a captured graph
+    speculation: SpeculativeSettings | None = None  # None: off
+    kv_cache_dtype: str = ""  # bfloat16 | int8 | fp8_e4m3 | fp8_e5m2; empty: as the checkpoint says, or the model's
+    kv_cache_quant_method: str = ""  # none | per_token_head; empty: by scales where there are some
+    kv_cache_scales: str = ""  # a JSON file of them
+    fp32_head: bool = False  # logits in float32
+    invariant: bool = False  # a token's results do not depend on what else a step runs

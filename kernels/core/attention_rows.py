@@ -1,0 +1,87 @@
+"""The rows of a step as host arrays, the input of a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+__all__ = ["AttentionRows", "DecodeTokens", "PromptTokens", "StepTokens", "TokenTable"]
+
+
+@dataclass(frozen=True)
+class AttentionRows:
+    """The rows of a step as attention sees them; host arrays. Row r's queries follow those of row r - 1.
+
+    ``starts``, ``counts`` int64 [rows]: row r runs positions ``starts[r] .. starts[r] + counts[r] - 1`` of the cache.
+    ``pages`` int32 [rows, pages]: page i of a row holds its positions ``i * page_size ..``.
+    ``decodes``: the first so many rows run one token each.
+    ``verifies``: so many rows after the decodes run 1 to 64 tokens each, of which most are draft tokens.
+    ``tree`` int64 [verifies, most tokens], on the device: what each of their queries sees from position ``roots[row]``
+    on: bit j is position ``roots[row] + j``; all before is seen (``DraftTree.bits``; up to 64 positions, the query's
+    own among them). A window counts from the query's place in its path: ``roots[row]`` and one more for each bit but
+    one. None: all are causal, as chains are.
+    ``roots`` int64 [verifies]; None: the rows' starts.
+    """
+
+    starts: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int64]
+    pages: npt.NDArray[np.int32]
+    decodes: int
+    verifies: int = 0
+    tree: Tensor | None = None
+    roots: npt.NDArray[np.int64] | None = None
+
+
+@dataclass(frozen=True)
+class StepTokens:
+    """A step of decodes of one token a row, on the host; the tokens themselves the device knows."""
+
+    slots: npt.NDArray[np.int64]  # [rows]
+    lengths: npt.NDArray[np.int64]  # [rows], tokens that each row's sees, itself included
+    grows: npt.NDArray[np.bool_]  # [rows], whether it is the last that is known of its row
+    pages: npt.NDArray[np.int32]  # [rows, columns]
+
+
+@dataclass(frozen=True)
+class PromptTokens:
+    """A step of chunks of prompts, of which the first ``decodes`` rows are decodes, on the host; the tokens themselves
+    the device knows. ``pages`` as ``AttentionRows``.
+    """
+
+    slots: npt.NDArray[np.int64]  # [rows]
+    starts: npt.NDArray[np.int64]  # [rows], the position of the first token
+    counts: npt.NDArray[np.int64]  # [rows]
+    grows: npt.NDArray[np.bool_]  # [rows], whether its last token is the last that is known of the row
+    pages: npt.NDArray[np.int32]  # [rows, columns]
+    decodes: int
+
+
+@dataclass(frozen=True)
+class DecodeTokens:
+    """Decodes of one token a row, or with ``offsets`` of several, on the host."""
+
+    ids: npt.NDArray[np.int32]  # [tokens]
+    positions: npt.NDArray[np.int64]  # [tokens]
+    index: npt.NDArray[np.int64]  # [tokens], places in the cache: page * page_size + offset
+    pages: npt.NDArray[np.int32]  # [rows, columns]
+    lengths: npt.NDArray[np.int64]  # [rows], tokens that the last of each sees, itself included
+    offsets: npt.NDArray[np.int64] | None = None  # [rows + 1], where each row's tokens begin, and all of them end
+    bits: npt.NDArray[np.int64] | None = None  # [rows, n], what each token sees, as AttentionRows.tree; None: chains
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """Tokens, lengths and pages of the sequences by slot, in host arrays that stay in place."""
+
+    tokens: npt.NDArray[np.int32]  # [slots, positions]
+    known: npt.NDArray[np.int64]  # [slots], how many of them there are
+    computed: npt.NDArray[np.int64]  # [slots], of these, with keys and values in the cache
+    targets: npt.NDArray[np.int64]  # [slots], tokens at which a sequence ends
+    pages: npt.NDArray[np.int32]  # [slots, columns]
+    page_count: npt.NDArray[np.int64]  # [slots]
+    page_size: int
+    stops: npt.NDArray[np.int32]  # [slots, n], ids of tokens that end a sequence, and -1 where there are no more,
+    stops_from: npt.NDArray[np.int64]  # [slots], from this position on

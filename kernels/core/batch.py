@@ -1,0 +1,57 @@
+"""The input of one forward pass of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from kernels.contract.caches import CacheSpec, Window
+from kernels.core.attention_rows import AttentionRows
+
+__all__ = ["BoundedRows", "ForwardBatch"]
+
+
+@dataclass(frozen=True)
+class BoundedRows:
+    """The rows of a step in a bounded cache group. Row r runs positions ``starts[r] .. starts[r] + counts[r] - 1``.
+
+    ``pages`` int32 [rows, columns]: column i of a row holds tokens ``i * page_tokens ..``; the null page where the row
+    neither reads nor writes. ``cache_index`` and ``plan`` as in ``ForwardBatch``, of a window; None of a state.
+    """
+
+    starts: npt.NDArray[np.int64]  # [rows]
+    counts: npt.NDArray[np.int64]  # [rows]
+    pages: npt.NDArray[np.int32]
+    page_tokens: int
+    cache_index: Tensor | None = None
+    plan: Any = None
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """Tokens of all rows one after the other; decode rows stand first.
+
+    ``plans``: the device's attention plan for each window length that the model's layers have (0: all tokens).
+    ``states`` [tokens, width]: what a draft model starts from beside its tokens; None for a whole model.
+    ``rows`` and ``bounded``, of models that keep more than keys and values of all tokens: the rows on the host, and
+    those of each bounded cache group, by its spec.
+    """
+
+    token_ids: Tensor  # int [tokens]
+    positions: Tensor  # int64 [tokens], index in the sequence
+    cache_index: Tensor  # int64 [tokens], page * page_size + offset, where keys and values go
+    plans: Mapping[int, Any]
+    states: Tensor | None = None
+    rows: AttentionRows | None = None
+    bounded: Mapping[CacheSpec, BoundedRows] = field(default_factory=dict)
+
+    def in_window(self, spec: Window) -> ForwardBatch:
+        """The batch as the layers of a window group see it: attention over the group's own pages."""
+        rows = self.bounded[spec]
+        assert rows.cache_index is not None
+        return replace(self, cache_index=rows.cache_index, plans={spec.tokens: rows.plan})

@@ -1,0 +1,19 @@
+"""Devices: what a model runs on, as a set of capabilities.
+
+    base.py             Device and DeviceTraits; select.py: the device that an option names
+    memory.py           copies, sizes, state by slot     staged_memory.py: the same through pinned buffers
+    elementwise.py      norms, activations, sums, tables of embeddings
+    linear.py           linear layers from weights of any kind
+    experts.py          layers of experts
+    cache.py            keys and values, page by page    group_caches.py, state_cache.py: caches of each spec
+    attention.py        rotation, placing of heads, plans and attention    latent_attention.py: over latent vectors
+    sampling.py         own kernels for choosing tokens
+    capture.py          graphs and programs (graphs.py: their buffers; prepared.py: what a device returns)
+    drafting.py         kernels between the passes of a draft; a device may have none
+    communication.py    the library of collectives
+    invariant/          capabilities whose results do not depend on what else a step runs
+    cpu/ cuda/ npu/     one class for each capability that has kernels, composed in device.py
+    npu_simulator/      a machine of simulated NPUs, for tests
+
+The base classes are plain torch. A device overrides what it has kernels for; what it lacks is logged once.
+"""

@@ -1,0 +1,124 @@
+"""Attention over the paged cache, from a layer's projection to the values that its queries find."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.core.attention_rows import AttentionRows
+from kernels.core.operators import Norm, PendingResidual
+from kernels.devices.cache import KvCaches
+from kernels.devices.linear import NormThenLinear
+
+__all__ = ["Attention", "ProjectedHeads"]
+
+Cache = TypeVar("Cache")
+"""One layer's keys and values, as the device keeps them."""
+Plan = TypeVar("Plan")
+"""What the device's attention needs to know about a step."""
+
+
+class Attention(ABC, Generic[Cache, Plan]):
+    """Attention of a step's tokens. What varies from step to step (lengths, page tables) reaches it through a plan,
+    built once a step from host arrays and shared by all layers.
+
+    ``signed_sines``: whether ``rotate`` takes the sines of the first half negated.
+    """
+
+    signed_sines: bool = True
+
+    def __init__(self, caches: KvCaches[Cache]) -> None:
+        self.caches = caches
+
+    @abstractmethod
+    def plan(self, rows: AttentionRows, window: int) -> Plan:
+        """The plan of a step. ``window``: tokens that a query sees, 0 for all."""
+
+    def plan_draft(
+        self, starts: Tensor, pages: Tensor, tokens: int, bits: Tensor | None, roots: Tensor | None, window: int
+    ) -> Plan:
+        """The plan of rows of ``tokens`` tokens each that all verify, with all numbers on the device: it is part of
+        what ``Capture.draft`` captures. ``starts``, ``roots`` int64 [rows], ``pages`` int64 [rows, columns].
+        """
+        rows = AttentionRows(
+            starts=starts.cpu().numpy(),
+            counts=np.full(len(starts), tokens, dtype=np.int64),
+            pages=pages.cpu().numpy().astype(np.int32),
+            decodes=0,
+            verifies=len(starts),
+            tree=bits,
+            roots=None if roots is None else roots.cpu().numpy(),
+        )
+        return self.plan(rows, window)
+
+    @abstractmethod
+    def attend(self, queries: Tensor, cache: Cache, plan: Plan, scale: float) -> Tensor:
+        """Causal attention of ``queries`` [tokens, heads, dim] over the pages of their rows -> [tokens, heads * dim].
+
+        The keys and values of the queries' own tokens are already in the cache.
+        """
+
+    def angles(self, positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """``scale`` times cos and sin of ``positions`` int64 [tokens] times ``frequencies`` float32 [dim], each
+        [tokens, 1, dim]."""
+        angles = positions.to(torch.float32).view(-1, 1, 1) * frequencies
+        cos, sin = angles.cos(), angles.sin()
+        if scale != 1.0:
+            cos, sin = cos * scale, sin * scale
+        return cos.to(dtype), sin.to(dtype)
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
+        """Write the rotated ``x`` [tokens, heads, dim] to ``out``; ``cos``, ``sin`` [tokens, 1, dim]."""
+        swapped = x.unflatten(-1, (2, -1)).flip(-2).view(x.shape)
+        torch.addcmul(x * cos, swapped, sin, out=out)
+
+    def place_heads(
+        self, qkv: Tensor, heads: int, norm: Norm | None, cos: Tensor, sin: Tensor, cache: Cache, index: Tensor
+    ) -> Tensor:
+        """Norm and rotate the queries and keys of ``qkv`` [tokens, heads + 2 * kv_heads, dim], in place, and write keys
+        and values to ``index`` of the cache. -> the queries [tokens, heads, dim].
+
+        ``norm``: of [tokens, heads + kv_heads, dim], or none. ``cos``, ``sin`` [tokens, 1, dim].
+        """
+        qk = qkv[:, : (heads + qkv.shape[1]) // 2]
+        self.rotate(qk if norm is None else norm(qk), cos, sin, out=qk)
+        self.caches.write(cache, index, qkv[:, heads:])
+        return qkv[:, :heads]
+
+    def make_heads(
+        self, projection: NormThenLinear, heads: int, kv_heads: int, dim: int, norm: Norm | None
+    ) -> ProjectedHeads[Cache]:
+        """A layer's ``projection`` and the placing of its heads; one kernel if the device has one for both."""
+        return ProjectedHeads(self, projection, heads, kv_heads, dim, norm)
+
+
+class ProjectedHeads(Generic[Cache]):
+    """A layer's projection of the normed stream, whose heads are placed: see ``Attention.place_heads``. ``norm``: of
+    the queries and keys, or none.
+    """
+
+    def __init__(
+        self,
+        attention: Attention[Cache, Any],
+        projection: NormThenLinear,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        norm: Norm | None,
+    ) -> None:
+        self.attention, self.projection = attention, projection
+        self.heads, self.kv_heads, self.dim, self.norm = heads, kv_heads, dim, norm
+        self._place_heads = attention.place_heads
+
+    def __call__(
+        self, x: PendingResidual, residual: Tensor, cos: Tensor, sin: Tensor, cache: Cache, index: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """``x``: the pending summand of ``residual``. -> the queries [tokens, heads, dim] and the sum. May overwrite
+        both inputs."""
+        projected, total = self.projection.add(x, residual)
+        qkv = projected.view(-1, self.heads + 2 * self.kv_heads, self.dim)
+        return self._place_heads(qkv, self.heads, self.norm, cos, sin, cache, index), total

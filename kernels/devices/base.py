@@ -1,0 +1,86 @@
+"""The one interface between models and hardware: a device is a set of capabilities.
+
+A model calls these operators and never asks which device it runs on. Shapes are static for a given number of tokens and
+rows, and no operator reads a tensor back to the host, so that a forward pass can be captured into a graph.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kernels.devices.attention import Attention
+from kernels.devices.cache import KvCaches
+from kernels.devices.capture import Capture
+from kernels.devices.communication import Communication
+from kernels.devices.drafting import Drafting
+from kernels.devices.elementwise import Elementwise
+from kernels.devices.experts import ExpertLayers
+from kernels.devices.linear import LinearLayers
+from kernels.devices.memory import DeviceMemory
+from kernels.devices.sampling import SamplingKernels
+
+__all__ = ["Device", "DeviceTraits"]
+
+
+@dataclass(frozen=True)
+class DeviceTraits:
+    """Facts about a device.
+
+    ``memory_fraction``: the default share of memory for weights and cache. ``cache_tokens``: the default bound of the
+    cache; 0: memory alone bounds it.
+    ``overlaps``: whether work goes on after the call that issued it, so that a step is worth preparing while another
+    runs. ``compiles``: whether kernels are compiled at their first launch, which takes long.
+    ``samples_apart``: whether each row is sampled by itself, so that others cannot change the last bits of its scores.
+    ``verified_tokens``: the number of decodes and draft tokens in a step beyond which more are not worth their time; 0:
+    unknown. ``verifies_apart``: whether draft tokens are worth verifying only in steps of decodes alone.
+    ``cpu_isa``: the instruction set that operators may use on a CPU; "" elsewhere.
+    """
+
+    memory_fraction: float
+    cache_tokens: int = 0
+    overlaps: bool = False
+    compiles: bool = False
+    samples_apart: bool = False
+    verified_tokens: int = 0
+    verifies_apart: bool = False
+    cpu_isa: str = ""
+
+
+class Device(ABC):
+    """One device of one kind, made of capabilities; ``drafting`` is None where it has no kernels for it."""
+
+    name: str
+    torch_device: torch.device
+    traits: DeviceTraits
+    communication: Communication
+    memory: DeviceMemory
+    elementwise: Elementwise
+    linear: LinearLayers
+    experts: ExpertLayers
+    cache: KvCaches[Any]
+    attention: Attention[Any, Any]
+    sampling: SamplingKernels
+    capture: Capture
+    drafting: Drafting | None = None
+
+    @abstractmethod
+    def bind_thread(self) -> None:
+        """Prepare the calling thread to run the model (current device, intra-op threads)."""
+
+    @abstractmethod
+    def select_dtype(self, requested: str, stored: str | None) -> torch.dtype:
+        """The dtype to compute in from now on. ``requested``: auto or a name. ``stored``: the checkpoint's. Raises
+        UnsupportedError."""
+
+    def renew_operators(self) -> bool:
+        """Called between steps while no request is running. -> whether operators were replaced by faster ones, so that
+        decodes must be captured again."""
+        return False
+
+    def explain(self, error: BaseException) -> Exception | None:
+        """The error to raise in place of an error of the device, with a remedy; None for other errors."""
+        return None

@@ -1,0 +1,74 @@
+"""Attention on the CPU: native operators for bf16, else plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.core.attention_rows import AttentionRows
+from kernels.core.operators import Norm
+from kernels.devices.attention import Attention
+from kernels.devices.cpu.cache import CpuCache, CpuCaches
+from kernels.devices.cpu.narrow_cache import NarrowPages, NarrowPlan
+from kernels.devices.cpu.native_operators import NativeOperators
+from kernels.devices.cpu.norm import CpuNorm
+from kernels.devices.cpu.operators import Native
+from kernels.devices.cpu.paged_attention import AttentionPlan, native_attention, paged_attention
+
+__all__ = ["CpuAttention", "CpuPlan"]
+
+CpuPlan = AttentionPlan | NarrowPlan
+
+
+class CpuAttention(Attention[CpuCache, CpuPlan]):
+    def __init__(self, caches: CpuCaches, native: NativeOperators) -> None:
+        super().__init__(caches)
+        self._caches = caches
+        self._native = native
+        self._fitting = native.fitting
+
+    def plan(self, rows: AttentionRows, window: int) -> CpuPlan:
+        planner = self._caches.planner
+        assert planner is not None, "KvCaches.make comes first"
+        native = self._native.current is not None and self._caches.fits_native
+        if self._caches.dtype is None or native:
+            return planner.plan(rows, window, native)
+        return NarrowPlan(planner, rows, window)
+
+    def attend(self, queries: Tensor, cache: CpuCache, plan: CpuPlan, scale: float) -> Tensor:
+        native = self._fitting(queries.dtype, self._caches.fits_native)
+        if isinstance(plan, NarrowPlan):
+            assert isinstance(cache, NarrowPages)
+            over_pages, pages = plan.over_pages
+            return paged_attention(queries, cache.widened(pages, queries.dtype), over_pages, scale)
+        if native is None:
+            assert isinstance(cache, Tensor)
+            return paged_attention(queries, cache, plan, scale)
+        kept = cache.kept if isinstance(cache, NarrowPages) else cache
+        assert kept is not None
+        return native_attention(queries, kept, plan, scale, native)
+
+    def angles(self, positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        native = self._native.current
+        if native is not None and native.recording:
+            return native.angles(frequencies, scale, len(positions))
+        return super().angles(positions, frequencies, scale, dtype)
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
+        native = self._fitting(x.dtype, Native.fits_rotary(x))
+        if native is not None:
+            return native.rotary(x, cos, sin, out)
+        super().rotate(x, cos, sin, out)
+
+    def place_heads(
+        self, qkv: Tensor, heads: int, norm: Norm | None, cos: Tensor, sin: Tensor, cache: CpuCache, index: Tensor
+    ) -> Tensor:
+        kept = cache.kept if isinstance(cache, NarrowPages) else cache
+        if kept is None or not (norm is None or isinstance(norm, CpuNorm)):
+            return super().place_heads(qkv, heads, norm, cos, sin, cache, index)
+        native = self._fitting(qkv.dtype, Native.fits_place(qkv.shape[2]))
+        if native is None:
+            return super().place_heads(qkv, heads, norm, cos, sin, cache, index)
+        weight = None if norm is None else (norm.plain, norm.eps)
+        native.place(qkv, heads, weight, cos, sin, kept, index)
+        return qkv[:, :heads]

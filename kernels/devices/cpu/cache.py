@@ -1,0 +1,101 @@
+"""A model's caches on the CPU: one layer's is one tensor [pages, page_size, 2, kv_heads, head_dim], so that one copy
+gathers a page's keys and values; or in fewer bits ``NarrowPages``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kernels.devices.cache import KvCaches
+from kernels.devices.cpu.large_pages import zeros
+from kernels.devices.cpu.narrow_cache import NarrowPages
+from kernels.devices.cpu.native_operators import NativeOperators
+from kernels.devices.cpu.operators import Native
+from kernels.devices.cpu.paged_attention import AttentionPlanner
+from kernels.weights.quantization.cache import LayerScales, narrow
+
+__all__ = ["CpuCache", "CpuCaches"]
+
+CpuCache = Tensor | NarrowPages
+"""One layer's."""
+
+
+class CpuCaches(KvCaches[CpuCache]):
+    """A cache's memory comes from the system zeroed and is taken only as pages are first written.
+
+    ``planner``: of attention over the caches that were made last. ``fits_native``: whether native attention can read
+    all caches; one plan serves a model and its draft.
+    """
+
+    def __init__(self, native: NativeOperators) -> None:
+        super().__init__()
+        self._fitting = native.fitting
+        self.planner: AttentionPlanner | None = None
+        self.fits_native = True
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        assert self.planner is not None, "make comes first"
+        return self.planner.page_size
+
+    def make(
+        self,
+        layers: int,
+        pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        scales: Sequence[LayerScales] | None = None,
+    ) -> list[CpuCache]:
+        self.planner = AttentionPlanner(page_size, dtype)
+        self.fits_native &= dtype == torch.bfloat16 and Native.fits_attention(page_size, head_dim)
+        shape, kept = (pages, page_size, 2, kv_heads, head_dim), self.dtype
+        if kept is None:
+            return [zeros(shape, dtype) for _ in range(layers)]
+        fixed: Sequence[LayerScales | None] = scales or [None] * layers
+        found = [
+            NarrowPages(
+                zeros(shape, kept),
+                zeros(shape[:-1], self.scale_dtype) if narrow(kept) and layer is None else None,
+                layer,
+            )
+            for layer in fixed
+        ]
+        self.fits_native &= found[0].kept is not None
+        return list(found)
+
+    def clear(self, caches: Sequence[CpuCache], pages: list[int]) -> None:
+        for cache in caches:
+            if isinstance(cache, NarrowPages):
+                cache.clear(pages)
+            else:
+                cache[pages] = 0
+
+    def write(self, cache: CpuCache, index: Tensor, keys_values: Tensor) -> None:
+        native = self._fitting(keys_values.dtype, not isinstance(cache, NarrowPages) or cache.kept is not None)
+        if isinstance(cache, NarrowPages):
+            cache.write(index, keys_values, native)
+        elif native is not None:
+            native.write(cache, index, keys_values)
+        else:
+            cache.view(-1, *keys_values.shape[1:]).index_copy_(0, index, keys_values)
+
+    def move(self, cache: CpuCache, source: Tensor, target: Tensor) -> None:
+        if isinstance(cache, NarrowPages):
+            return cache.move(source, target)
+        tokens = cache.view(-1, *cache.shape[2:])
+        tokens.index_copy_(0, target, tokens.index_select(0, source))
+
+    def gather(self, cache: CpuCache, places: Tensor) -> Tensor:
+        """The contents of ``places`` int64 [n]: [n, 2, kv_heads, dim], float32 if the cache has 8 bits."""
+        if isinstance(cache, NarrowPages):
+            return cache.widened_tokens(places)
+        return cache.view(-1, *cache.shape[2:]).index_select(0, places)
+
+    def kv_heads(self, cache: CpuCache) -> int:
+        """Key heads of a cache."""
+        return (cache.values if isinstance(cache, NarrowPages) else cache).shape[3]

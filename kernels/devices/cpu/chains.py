@@ -1,0 +1,204 @@
+"""What a draft sees, chains of draft tokens with their verification, and that alone: each one call of the native
+library (chains.h, cycle.h)."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from kernels.core.attention_rows import TokenTable
+from kernels.core.operators import Draws
+from kernels.devices.cpu.native.library import Chain, Cycle, Cycled, Observation, Op, RowTokens, Table
+from kernels.devices.cpu.program import Program
+from kernels.devices.prepared import ChainPasses, CycleResult, DraftCycle, DraftSlots, ObserveTokens, VerifyChains
+
+__all__ = ["cycle", "described", "observe", "verify"]
+
+_IDLE = 4
+
+Longs = npt.NDArray[np.int64]
+
+
+def described(table: TokenTable) -> Table:
+    """The same for the library, for as long as ``table`` is there."""
+    return Table(
+        table.tokens.ctypes.data,
+        table.tokens.shape[1],
+        table.known.ctypes.data,
+        table.computed.ctypes.data,
+        table.page_count.ctypes.data,
+        table.targets.ctypes.data,
+        table.pages.ctypes.data,
+        table.pages.shape[1],
+        table.page_size,
+        table.stops.ctypes.data,
+        table.stops.shape[1],
+        table.stops_from.ctypes.data,
+    )
+
+
+def observe(
+    program: Program, table: TokenTable, ahead: int, given: Tensor, left: Tensor | None, states: Tensor | None
+) -> ObserveTokens:
+    """See ``HostPass.observe``."""
+    native, where, rows = program.native, described(table), RowTokens()
+    seen = _observation(ahead, given, left, states)
+    before = (native.address, program.ops, program.count, ctypes.byref(where), ctypes.byref(rows), ctypes.byref(seen))
+    held = (program, table, where, given, left, states)
+
+    def run(slots: Longs, starts: Longs, counts: Longs, features: npt.NDArray[np.int16] | None, places: Longs) -> None:
+        assert held
+        rows.rows = len(slots)
+        rows.slots, rows.starts, rows.counts = slots.ctypes.data, starts.ctypes.data, counts.ctypes.data
+        if features is not None:
+            seen.features, seen.stride = features.ctypes.data, features.strides[0] // features.itemsize
+            seen.places = places.ctypes.data
+        native.library.observe(*before)
+
+    return run
+
+
+def _observation(ahead: int, given: Tensor, left: Tensor | None, states: Tensor | None) -> Observation:
+    seen = Observation(ahead=ahead, given=given.data_ptr(), width=given.shape[1])
+    if left is not None and states is not None:
+        seen.left, seen.states, seen.kept = left.data_ptr(), states.data_ptr(), states.shape[1]
+    return seen
+
+
+def cycle(
+    model: Program,
+    observing: Program,
+    head: Program,
+    then: Program,
+    draft: ChainPasses,
+    places: DraftSlots,
+    table: TokenTable,
+    logits: Tensor,
+    argmax: Longs,
+    broken: npt.NDArray[np.bool_],
+    features: npt.NDArray[np.int16] | None,
+    most: int,
+    longest: int,
+) -> DraftCycle:
+    """See ``HostPass.cycle``."""
+    native, ids, room = model.native, draft.ids, len(draft.headed)
+    vocab = draft.first.logits.shape[1] if ids is None else int(ids.max()) + 1
+    chosen, unsound = np.zeros((2, room), dtype=np.int64), np.zeros((2, room), dtype=np.bool_)
+    draws: list[Op] = []
+    for number, each in enumerate((draft.first, draft.later)):
+        op = native.drawing(each.logits, chosen[number], unsound[number])
+        op.c, op.i1 = None if ids is None else ids.data_ptr(), vocab
+        draws.append(op)
+    drawn, unfit = np.zeros(len(argmax), dtype=np.int64), np.zeros(len(argmax), dtype=np.bool_)
+    draws.append(native.drawing(logits, drawn, unfit))
+    pointer = ctypes.c_void_p
+    chain = Chain(
+        (pointer * 2)(ctypes.addressof(head.ops), ctypes.addressof(then.ops)),
+        (ctypes.c_int64 * 2)(head.count, then.count),
+        (pointer * 2)(draft.first.tokens.data_ptr(), draft.later.tokens.data_ptr()),
+        (pointer * 2)(*[ctypes.addressof(op) for op in draws[:2]]),
+        None if ids is None else ids.data_ptr(),
+        draft.states.data_ptr(),
+        draft.headed.data_ptr(),
+        draft.before.data_ptr(),
+        draft.states.shape[1],
+    )
+    seen = _observation(draft.ahead, draft.seen, draft.left, draft.states)
+    if features is not None:
+        seen.features, seen.stride = features.ctypes.data, features.strides[0] // features.itemsize
+    given = Cycle(
+        chain,
+        places.reached.ctypes.data,
+        places.first,
+        places.begin,
+        places.spare,
+        ctypes.addressof(model.ops),
+        model.count,
+        argmax.ctypes.data,
+        broken.ctypes.data,
+        ctypes.addressof(draws[2]),
+        most,
+        longest,
+        ctypes.addressof(observing.ops),
+        observing.count,
+        seen,
+        len(draft.seen),
+    )
+    roots, accepted = np.zeros((2, room), dtype=np.int64)
+    emitted, drafted, depths = np.zeros((3, room), dtype=np.int32)
+    tokens, kept = np.zeros(len(argmax), dtype=np.int32), np.zeros(len(argmax), dtype=np.int64)
+    ended = np.zeros(room, dtype=np.bool_)
+    found = Cycled(*[part.ctypes.data for part in (roots, accepted, emitted, drafted, depths, tokens, kept)])
+    found.ended = ended.ctypes.data
+    where = described(table)
+    call = native.library.cycle
+    before = (native.address, ctypes.byref(given), ctypes.byref(where))
+    held: tuple[object, ...]
+    held = (model, observing, head, then, draft, places, table, logits, argmax, broken, features, chosen, unsound)
+    held += (drawn, unfit, draws, ended)
+    into = ctypes.byref(found)
+    last, at = np.zeros(0, dtype=np.int64), 0
+
+    def run(
+        slots: Longs, drafts: bytes, left: Longs | None, steps: int, how: Draws | None, unseen: bool
+    ) -> tuple[CycleResult | None, bool]:
+        nonlocal last, at
+        assert held
+        rows = len(slots)
+        if slots is not last:  # each question for an address takes a microsecond or more
+            last, at = slots, slots.ctypes.data
+        drawing = None if how is None else how.ctypes.data
+        most_left = None if left is None else left.ctypes.data
+        code = call(*before, at, rows, drafts, most_left, steps, drawing, unseen, into)
+        if code == _IDLE:
+            rows = 0
+        elif code:
+            return None, bool(found.seen)
+        counts = accepted[:rows]
+        total = int(counts[0]) if rows == 1 else int(counts.sum())
+        result = CycleResult(
+            roots[:rows],
+            counts,
+            kept[:total],
+            emitted[:rows].tobytes(),
+            drafted[:rows].tobytes(),
+            depths[:rows].tobytes(),
+            tokens[:total].tobytes(),
+            found.drafted_at,
+            bool(found.over),
+        )
+        return result, bool(found.seen)
+
+    return run
+
+
+def verify(
+    program: Program, table: TokenTable, logits: Tensor, argmax: Longs, broken: npt.NDArray[np.bool_]
+) -> VerifyChains:
+    """See ``HostPass.verify``."""
+    native, where, rows = program.native, described(table), RowTokens()
+    drawn, unsound = np.zeros(len(argmax), dtype=np.int64), np.zeros(len(argmax), dtype=np.bool_)
+    draw = native.drawing(logits, drawn, unsound)
+    before = (native.address, program.ops, program.count, ctypes.byref(where), ctypes.byref(rows))
+    results, drawing = (argmax.ctypes.data, broken.ctypes.data), ctypes.byref(draw)
+    call = native.library.verify
+    held = (program, table, where, logits, argmax, broken, drawn, unsound)
+
+    def run(slots: Longs, roots: Longs, counts: Longs, tokens: Longs, draws: Draws | None) -> Longs | None:
+        assert held
+        accepted = np.empty(len(slots), dtype=np.int64)
+        rows.rows = len(slots)
+        rows.slots, rows.starts, rows.counts = slots.ctypes.data, roots.ctypes.data, counts.ctypes.data
+        if draws is not None:
+            draw.b = draws.ctypes.data
+        code = call(
+            *(*before, tokens.ctypes.data, tokens.shape[1], *results),
+            None if draws is None else drawing,
+            accepted.ctypes.data,
+        )
+        return None if code else accepted
+
+    return run

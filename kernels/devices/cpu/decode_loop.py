@@ -1,0 +1,132 @@
+"""Passes on the host, and loops of decodes: each step in one call of the native library (decode_loop.h)."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from kernels.core.attention_rows import DecodeTokens, TokenTable
+from kernels.core.operators import Draws
+from kernels.devices.cpu import chains
+from kernels.devices.cpu.native.library import Head, RowTokens
+from kernels.devices.cpu.program import Program
+from kernels.devices.prepared import (
+    Advance,
+    ChainPasses,
+    DraftCycle,
+    DraftSlots,
+    HostPass,
+    ObserveTokens,
+    PassLogits,
+    ReachEnds,
+    VerifyChains,
+)
+
+__all__ = ["CpuPass"]
+
+_DONE, _OVER = 0, 3
+
+
+class CpuPass:
+    """See ``HostPass``."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+
+    def __call__(self, rows: DecodeTokens) -> None:
+        self._program.run_decodes(rows)
+
+    def advance(
+        self, table: TokenTable, logits: Tensor, argmax: npt.NDArray[np.int64], broken: npt.NDArray[np.bool_]
+    ) -> Advance:
+        program = self._program
+        native, found = program.native, np.zeros(len(argmax), dtype=np.int32)
+        drawn, unsound = np.zeros(len(argmax), dtype=np.int64), np.zeros(len(argmax), dtype=np.bool_)
+        draw = native.drawing(logits, drawn, unsound)
+        described = chains.described(table)
+        run = native.library.advance
+        before = (native.address, program.ops, program.count, ctypes.byref(described))
+        results = (argmax.ctypes.data, broken.ctypes.data)
+        where, drawing = found.ctypes.data, ctypes.byref(draw)
+        held = (program, table, logits, argmax, broken, drawn, unsound)
+
+        def advance(slots: npt.NDArray[np.int64], draws: Draws | None) -> bytes | None:
+            assert held
+            if draws is not None:
+                draw.b = draws.ctypes.data
+            code = run(*before, slots.ctypes.data, len(slots), *results, None if draws is None else drawing, where)
+            if code == _DONE:
+                return found[: len(slots)].tobytes()
+            return b"" if code == _OVER else None
+
+        return advance
+
+    def observe(
+        self, table: TokenTable, ahead: int, given: Tensor, left: Tensor | None, states: Tensor | None
+    ) -> ObserveTokens:
+        return chains.observe(self._program, table, ahead, given, left, states)
+
+    def cycle(
+        self,
+        draft: ChainPasses,
+        places: DraftSlots,
+        table: TokenTable,
+        logits: Tensor,
+        argmax: npt.NDArray[np.int64],
+        broken: npt.NDArray[np.bool_],
+        features: npt.NDArray[np.int16] | None,
+        most: int,
+        longest: int,
+    ) -> DraftCycle:
+        assert isinstance(draft.observe, CpuPass)
+        assert isinstance(draft.head, CpuPass)
+        assert isinstance(draft.then, CpuPass)
+        passes = (self._program, draft.observe._program, draft.head._program, draft.then._program)
+        return chains.cycle(*passes, draft, places, table, logits, argmax, broken, features, most, longest)
+
+    def verify(
+        self, table: TokenTable, logits: Tensor, argmax: npt.NDArray[np.int64], broken: npt.NDArray[np.bool_]
+    ) -> VerifyChains:
+        return chains.verify(self._program, table, logits, argmax, broken)
+
+    def reach(
+        self,
+        head: HostPass,
+        table: TokenTable,
+        hidden: Tensor,
+        last: Tensor,
+        found: PassLogits,
+        broken: npt.NDArray[np.bool_],
+    ) -> ReachEnds:
+        assert isinstance(head, CpuPass)
+        model, then = self._program, head._program
+        native, room = model.native, len(last)
+        where, rows, tokens = chains.described(table), RowTokens(), np.zeros(room, dtype=np.int32)
+        drawn, unsound = np.zeros(room, dtype=np.int64), np.zeros(room, dtype=np.bool_)
+        draw = native.drawing(found.logits, drawn, unsound)
+        ending = Head(
+            ctypes.addressof(then.ops), then.count, hidden.data_ptr(), hidden.stride(0), last.data_ptr(), last.shape[1]
+        )
+        call = native.library.reach
+        before = (native.address, model.ops, model.count, *map(ctypes.byref, (where, rows, ending)))
+        results, drawing = (found.tokens.data_ptr(), broken.ctypes.data), ctypes.byref(draw)
+        held = (model, then, table, where, hidden, last, found, broken, drawn, unsound)
+
+        def reach(
+            slots: npt.NDArray[np.int64],
+            starts: npt.NDArray[np.int64],
+            counts: npt.NDArray[np.int64],
+            draws: Draws | None,
+        ) -> bytes | None:
+            assert held
+            rows.rows = len(slots)
+            rows.slots, rows.starts, rows.counts = slots.ctypes.data, starts.ctypes.data, counts.ctypes.data
+            if draws is not None:
+                draw.b = draws.ctypes.data
+            code = call(*before, *results, None if draws is None else drawing, tokens.ctypes.data)
+            return None if code else tokens[: len(slots)].tobytes()
+
+        return reach

@@ -1,0 +1,404 @@
+// Attention of one query a row, or of a few, over its pages; each page is read once, for all heads.
+//
+// Scores are K Q^T of 16 tokens of a page, as they are in the cache, with up to 16 columns: the queries of the heads of a group, one
+// query after another. On AMX both are tiles. Weights and values are summed in float32, token after token, relative to a power of two
+// for each column; changing the power rounds nothing. Sums of pieces of a sequence are added at the end, whichever thread found them
+// (pieces.h). So a column's result is the same bits whatever columns are beside it, and whatever tokens that it does not see lie
+// between those that it sees: a draft token is verified with the numbers that it would be decoded with.
+#pragma once
+#include <vector>
+
+#include "matrix.h"
+#include "narrow.h"
+#include "planes.h"
+#include "pieces.h"
+#include "program.h"
+#include "scratch.h"
+#include "weighing.h"
+
+namespace troupe {
+
+// sums [COLUMNS][dim], from vector `vector` on: adds weight * value of `tokens` tokens. weights [token][lanes]. The processor
+// prefetches keys by itself, in each of 16 tokens, but values later than this does.
+template <int VECTORS, int COLUMNS, class T>
+void add_values(const T* value, int64_t token, int64_t tokens, const float* weights, int64_t lanes, float* sums, int64_t dim,
+                int64_t vector) {
+    __m512 added[COLUMNS][VECTORS];
+    sums += vector * TILE;
+    value += vector * TILE;
+    for (int c = 0; c < COLUMNS; c++)
+        for (int v = 0; v < VECTORS; v++) added[c][v] = _mm512_load_ps(sums + c * dim + v * TILE);
+    for (int64_t i = 0; i < tokens; i++, value += token, weights += lanes) {
+        for (int v = 0; v < VECTORS; v++) {
+            if (v % 2 == 0) _mm_prefetch(reinterpret_cast<const char*>(value + (VECTORS + v) * TILE), _MM_HINT_T0);
+            const __m512 part = load(value + v * TILE);
+            for (int c = 0; c < COLUMNS; c++)
+                added[c][v] = _mm512_fmadd_ps(_mm512_set1_ps(weights[c]), part, added[c][v]);
+        }
+    }
+    for (int c = 0; c < COLUMNS; c++)
+        for (int v = 0; v < VECTORS; v++) _mm512_store_ps(sums + c * dim + v * TILE, added[c][v]);
+}
+
+// A converted value serves as many columns as registers can sum: few columns over much of the head, or many over a part.
+template <class T>
+void all_values(const T* value, int64_t token, int64_t tokens, const float* weights, int64_t lanes, float* sums, int64_t dim,
+                int64_t columns) {
+    auto all = [&]<int VECTORS, int COLUMNS>() {
+        for (int64_t vector = 0; vector < dim / TILE; vector += VECTORS)
+            add_values<VECTORS, COLUMNS, T>(value, token, tokens, weights, lanes, sums, dim, vector);
+    };
+    auto few = [&]<int COLUMNS>() {
+        if (dim % (8 * TILE) == 0) return all.template operator()<COLUMNS == 4 ? 4 : 8, COLUMNS>();
+        if (dim % (4 * TILE) == 0) return all.template operator()<4, COLUMNS>();
+        all.template operator()<2, COLUMNS>();
+    };
+    switch (padded(columns)) {
+        case 1: return few.template operator()<1>();
+        case 2: return few.template operator()<2>();
+        case 3: return few.template operator()<3>();
+        case 4: return few.template operator()<4>();
+        case 8: return all.template operator()<2, 8>();
+        case 12: return all.template operator()<2, 12>();
+        default: return all.template operator()<1, 16>();
+    }
+}
+
+struct Attending {
+    const Op* op;
+    const Step* step;
+    std::vector<Scratch<float>>* spaces;  // by thread
+    int64_t split = 1;                    // chunks of a row
+    Pieces* pieces = nullptr;             // of rows, if they are attended to in such
+};
+
+constexpr int64_t SOONER = 4 * TILE;  // tokens by which attention prefetches
+
+// Prefetches tokens: a core does it by itself within a page of memory, but not in the next one.
+struct Coming {
+    const char* first;
+    int64_t token, values, size;  // bytes: of a token, from its keys to its values, and of either
+
+    Coming(const Op& op, int64_t heads, int64_t head, int64_t kv_heads, int64_t dim) {
+        const int64_t each = op.narrow ? dim : dim * static_cast<int64_t>(sizeof(bf16));
+        first = static_cast<const char*>(op.b) + head * each;
+        token = 2 * kv_heads * each, values = kv_heads * each, size = heads * each;
+    }
+
+    // With a large second cache the sequence stays there, and the processor itself prefetches tokens of 16 bits in more than a few
+    // lines.
+    bool worthwhile(bool narrow, int64_t tokens) const { return !AMX || (tokens * token > SECOND / 2 && (narrow || size <= THIN)); }
+
+    // Sixteen tokens.
+    void fetch(int64_t place) const {
+        const char* from = first + place * token;
+        for (int64_t i = 0; i < TILE; i++, from += token)
+            for (int64_t byte = 0; byte < size; byte += LINE) {
+                _mm_prefetch(from + byte, AMX ? _MM_HINT_T0 : _MM_HINT_T1);
+                _mm_prefetch(from + values + byte, AMX ? _MM_HINT_T0 : _MM_HINT_T1);
+            }
+    }
+};
+
+#ifdef __AMX_TILE__
+
+// Tiles 0-3 hold the scores of `columns` columns, 4-5 keys, 6-7 queries.
+inline void configure_columns(int64_t columns) {
+    const int id = static_cast<int>(1 << 16 | columns);
+    if (configured == id) return;
+    configured = id;
+    TileShapes config;
+    for (int tile = 0; tile < 8; tile++) {
+        config.bytes[tile] = static_cast<uint16_t>(tile == 4 || tile == 5 ? 64 : 4 * columns);
+        config.rows[tile] = TILE;
+    }
+    config.load();
+}
+
+// Copies a query [dim] to a column of `each` columns.
+inline void place_query(const bf16* from, int64_t dim, int64_t column, int64_t each, uint32_t* to) {
+    for (int64_t pair = 0; pair < dim / 2; pair++) std::memcpy(to + pair * each + column, from + 2 * pair, 4);
+}
+
+// Scores of a tile's columns [token][column], `row` bytes from one token to the next. `keys`: of the first of these kv heads;
+// `token`: elements from one token to the next.
+inline void score_floats(const Columns& of, const bf16* keys, int64_t token, int64_t dim, int64_t each, int64_t asked_each,
+                         float* out, int64_t row) {
+    keys += of.head * dim;
+    const uint32_t* asked = of.asked;
+    for (int64_t h = 0; h < of.heads; h++, keys += dim, asked += asked_each, out += of.count) {
+        if (h % 2) {
+            _tile_zero(1);
+            for (int64_t depth = 0; depth < dim; depth += DEPTH) {
+                _tile_loadd(5, keys + depth, 2 * token);
+                _tile_loadd(7, asked + depth / 2 * each, 4 * each);
+                _tile_dpbf16ps(1, 5, 7);
+            }
+            _tile_stored(1, out, row);
+        } else {
+            _tile_zero(0);
+            for (int64_t depth = 0; depth < dim; depth += DEPTH) {
+                _tile_loadd(4, keys + depth, 2 * token);
+                _tile_loadd(6, asked + depth / 2 * each, 4 * each);
+                _tile_dpbf16ps(0, 4, 6);
+            }
+            _tile_stored(0, out, row);
+        }
+    }
+}
+
+// The same of int8 keys, as integers: the sums of the upper bytes, and PLANE behind them those of the lower ones.
+inline void score_whole(const Columns& of, const int8_t* keys, int64_t token, int64_t dim, int64_t each, int64_t asked_each,
+                        float* out, int64_t row) {
+    keys += of.head * dim;
+    const uint32_t* asked = of.asked;
+    for (int64_t h = 0; h < of.heads; h++, keys += dim, asked += asked_each, out += of.count) {
+        _tile_zero(0);
+        _tile_zero(1);
+        for (int64_t depth = 0; depth < dim; depth += LINE) {
+            const uint32_t* upper = asked + depth / 4 * each;
+            _tile_loadd(4, keys + depth, token);
+            _tile_loadd(6, upper, 4 * each);
+            _tile_loadd(7, upper + dim / 4 * each, 4 * each);
+            _tile_dpbssd(0, 4, 6);
+            _tile_dpbssd(1, 4, 7);
+        }
+        _tile_stored(0, out, row);
+        _tile_stored(1, out + PLANE, row);
+    }
+}
+
+#else
+
+inline void configure_columns(int64_t) {}
+
+// Copies a query [dim] to a column.
+inline void place_query(const bf16* from, int64_t dim, int64_t column, int64_t, uint32_t* to) {
+    std::memcpy(to + column * dim / 2, from, dim * sizeof(bf16));
+}
+
+// The sum of the 16 lanes of each of 16 vectors.
+[[gnu::always_inline]] inline __m512 add_lanes(const __m512 (&sums)[TILE]) {
+    const auto quarters = [&](int64_t i) {  // of four vectors, in each quarter
+        const __m512 low = _mm512_add_ps(_mm512_unpacklo_ps(sums[i], sums[i + 1]), _mm512_unpackhi_ps(sums[i], sums[i + 1]));
+        const __m512 high = _mm512_add_ps(_mm512_unpacklo_ps(sums[i + 2], sums[i + 3]), _mm512_unpackhi_ps(sums[i + 2], sums[i + 3]));
+        return _mm512_add_ps(_mm512_shuffle_ps(low, high, 0x44), _mm512_shuffle_ps(low, high, 0xee));
+    };
+    const auto halve = [](__m512 a, __m512 b) {
+        return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+    };
+    return halve(halve(quarters(0), quarters(4)), halve(quarters(8), quarters(12)));
+}
+
+// Scores of 16 tokens and up to four queries [column][dim]. `row`: floats from one token's scores to the next.
+template <int COLUMNS>
+void score_columns(const bf16* keys, int64_t token, int64_t dim, const bf16* queries, float* out, int64_t row) {
+    constexpr int64_t EACH = COLUMNS == 3 ? FOUR : COLUMNS, TOKENS_OF = TILE / EACH;  // lanes of a token, and tokens of a vector
+    for (int64_t i = 0; i < TILE; i += TOKENS_OF, keys += TOKENS_OF * token, out += TOKENS_OF * row) {
+        __m512 sums[TILE] = {};
+        for (int64_t d = 0; d < dim; d += DEPTH) {
+            __m512i asked[COLUMNS];
+#pragma GCC unroll 4
+            for (int c = 0; c < COLUMNS; c++) asked[c] = _mm512_loadu_si512(queries + c * dim + d);
+#pragma GCC unroll 16
+            for (int64_t t = 0; t < TOKENS_OF; t++) {
+                const __m512i key = _mm512_loadu_si512(keys + t * token + d);
+#pragma GCC unroll 4
+                for (int c = 0; c < COLUMNS; c++) sums[t * EACH + c] = dot(sums[t * EACH + c], key, asked[c]);
+            }
+        }
+        alignas(64) float found[TILE];
+        _mm512_store_ps(found, add_lanes(sums));
+#pragma GCC unroll 16
+        for (int64_t t = 0; t < TOKENS_OF; t++) std::memcpy(out + t * row, found + t * EACH, COLUMNS * sizeof(float));
+    }
+}
+
+// Scores of a tile's columns [token][column], `row` bytes from one token to the next. `keys`: of the first of these kv heads;
+// `token`: elements from one token to the next. A column's score does not depend on the columns beside it: a lane sums every
+// sixteenth pair of dims, and then lanes are added.
+inline void score_floats(const Columns& of, const bf16* keys, int64_t token, int64_t dim, int64_t, int64_t asked_each, float* out,
+                         int64_t row) {
+    keys += of.head * dim;
+    const uint32_t* asked = of.asked;
+    for (int64_t h = 0; h < of.heads; h++, keys += dim, asked += asked_each, out += of.count) {
+        const bf16* queries = reinterpret_cast<const bf16*>(asked);
+        for (int64_t c = 0; c < of.count; c += FOUR)
+            with_rows(std::min(FOUR, of.count - c), [&]<int COLUMNS>() {
+                score_columns<COLUMNS>(keys, token, dim, queries + c * dim, out + c, row / static_cast<int64_t>(sizeof(float)));
+            });
+    }
+}
+
+// Never called: int8 keys become bf16 first (Sixteen::whole_keys).
+inline void score_whole(const Columns&, const int8_t*, int64_t, int64_t, int64_t, int64_t, float*, int64_t) {}
+
+#endif
+
+// Attends with some kv heads of one row, from `head` on. `piece`: one of the row's pieces, whose sums are kept in `pieces`; -1: all.
+inline void attend(const Attending& task, int64_t row, int64_t piece, int64_t head, int64_t heads, int thread) {
+    const Op& op = *task.op;
+    const Step& step = *task.step;
+    const int64_t dim = op.i0, kv_heads = op.i2, group = op.i1 / kv_heads, window = op.i3, token = 2 * kv_heads * dim;
+    const Seen seen(step, row);
+    const int64_t wide = seen.count * group;         // columns of a head
+    const int64_t each = std::min(wide, TILE);       // of a tile
+    const int64_t together = wide < TILE ? TILE / wide : 1;  // heads of a tile
+    const int64_t parts = (wide + TILE - 1) / TILE;  // tiles of a head
+    const int64_t tiles = (heads + together - 1) / together * parts;
+    const Cached cached = {static_cast<const bf16*>(op.b) + head * dim, token, step.pages + row * step.pages_stride, op.i4};
+
+    std::vector<Columns> all(tiles);
+    const int64_t asked_each = dim / 2 * each, sums_each = padded(each) * dim;
+    const int64_t lanes = std::min(together, heads) * each <= FOUR ? FOUR : TILE;  // of a token among scores
+    const Kept kept(op, op.b, dim, kv_heads);
+    const int64_t narrow = op.narrow ? Sixteen::size(heads, dim) / 2 : 0;
+    float* space = (*task.spaces)[thread].of(2 * SCORES + narrow + heads * parts * (asked_each + 2 * sums_each));
+    float* const scores[2] = {space, space + SCORES};
+    std::memset(space, 0, 2 * SCORES * sizeof(float));  // lanes of no column stay so
+    space += 2 * SCORES;
+    Sixteen made(kept, head, heads, reinterpret_cast<bf16*>(space));
+    space += narrow;
+    std::memset(space, 0, heads * parts * (asked_each + 2 * sums_each) * sizeof(float));
+    int64_t first = seen.end, latest = 0;
+    uint64_t any = 0;
+    for (int64_t t = 0; t < tiles; t++) {
+        Columns& of = all[t];
+        of.head = t / parts * together;
+        of.heads = std::min(together, heads - of.head);
+        of.column = t % parts * TILE;
+        of.count = std::min(wide - of.column, TILE);
+        of.sums = space;
+        of.totals = of.sums + of.heads * sums_each;
+        space += 2 * of.heads * sums_each;
+        uint32_t* asked = reinterpret_cast<uint32_t*>(space);
+        of.asked = asked;
+        space += of.heads * asked_each;
+        for (int64_t c = 0; c < TILE; c++) of.power[c] = of.total_power[c] = UNSEEN;
+        for (int64_t h = 0; h < of.heads; h++)
+            for (int64_t c = 0; c < of.count; c++) {
+                const int64_t query = (of.column + c) / group, lane = h * of.count + c;
+                const bf16* from = static_cast<const bf16*>(op.a) + (seen.first + query) * op.stride_a +
+                                   ((head + of.head + h) * group + (of.column + c) % group) * dim;
+                uint32_t* to = asked + h * asked_each + c;
+                float factor = static_cast<float>(op.f0) * LOG2_E;
+                if (made.whole_keys()) {
+                    factor *= round_query(from, dim, to, each);
+                } else {
+                    place_query(from, dim, c, each, asked + h * asked_each);
+                }
+                for (int64_t i = lane; i < TILE; i += lanes) of.factors[i] = factor;
+                of.lengths[lane] = seen.root + __builtin_popcountll(seen.of(query, 0));
+                any |= of.bits[lane] = seen.of(query, window);
+                of.firsts[lane] = window ? std::max<int64_t>(0, seen.root + __builtin_popcountll(of.bits[lane]) - window) : 0;
+                first = std::min(first, of.firsts[lane]);
+                latest = std::max(latest, of.firsts[lane]);
+            }
+    }
+    const int64_t whole_end = std::min(seen.end, seen.root + 64 - __builtin_clzll(any | 1));
+    const int64_t end = piece >= 0 ? std::min(whole_end, task.pieces->end(row, piece)) : whole_end;
+    if (piece >= 0) first = std::max(first, task.pieces->begin(piece));
+
+    configure_columns(each);
+    written();
+    const ScalesOf scales(made, kept, each, lanes);
+    const int64_t begin = first / TILE * TILE, line = op.narrow ? made.token() : token;
+    for (int64_t turn = 0; op.narrow && turn < 2 && begin + turn * TILE < end; turn++)
+        made.widen(cached.place(begin + turn * TILE), turn);
+    written();
+
+    // Scores of the 16 tokens from `position` on, the `turn`th or a later one with the same remainder by 2.
+    const auto score = [&](const Columns& of, int64_t position, int64_t turn, float* out) {
+        const int64_t row = lanes * static_cast<int64_t>(sizeof(float));
+        if (made.whole_keys()) return score_whole(of, made.whole_at(turn, 0), token, dim, each, asked_each, out, row);
+        score_floats(of, op.narrow ? made.keys(turn) : cached.at(position), line, dim, each, asked_each, out, row);
+    };
+    const Coming coming(op, heads, head, kv_heads, dim);
+    const bool fetched = coming.worthwhile(op.narrow, whole_end);
+    int64_t slot = 0;
+    if (begin < end) score(all[0], begin, 0, scores[0]);
+    for (int64_t position = begin, turn = 0; position < end; position += TILE, turn ^= 1) {
+        if (fetched && position + SOONER < end) coming.fetch(cached.place(position + SOONER));
+        const int64_t low = std::max<int64_t>(0, first - position), high = std::min(TILE, end - position);
+        const bool plain = position >= latest && position + high <= seen.root;
+        for (int64_t t = 0; t < tiles; t++, slot ^= 1) {
+            Columns& of = all[t];
+            if (position % PIECE == 0 && position > begin)
+                of.total(lanes, dim, [&](int64_t lane) { return apart(position, of.lengths[lane]); });
+            // A load of what was stored just now would wait for the store, so the next scores are found first.
+            if (t + 1 < tiles) score(all[t + 1], position, turn, scores[slot ^ 1]);
+            else if (position + TILE < end) score(all[0], position + TILE, turn ^ 1, scores[slot ^ 1]);
+            __mmask16 masks[TILE];
+            const bool all_by_all = plain && low == 0 && high == TILE;
+            for (int64_t i = 0; !all_by_all && i < TILE; i++) {
+                const bool within = i >= low && i < high;
+                masks[i] = within && plain ? 0xffff : 0;
+                for (int64_t c = 0; within && !plain && c < of.heads * of.count; c++) {
+                    const int64_t beyond = position + i - seen.root;
+                    const bool sees = beyond < 0 ? position + i >= of.firsts[c] : of.bits[c] >> beyond & 1;
+                    masks[i] |= static_cast<__mmask16>(sees << c);
+                }
+            }
+            float* found = scores[slot];
+            weigh_all(of, found, all_by_all ? nullptr : masks, lanes, dim, made, scales, turn, op.narrow);
+            const auto add = [&](const auto* values, int64_t line) {
+                for (int64_t h = 0; h < of.heads; h++)
+                    all_values(values + low * line + (of.head + h) * dim, line, high - low, found + low * lanes + h * of.count,
+                               lanes, of.sums + h * sums_each, dim, of.count);
+            };
+            if (!op.narrow) add(cached.at(position) + kv_heads * dim, token);
+            else if (made.whole()) add(made.whole_at(turn, 1), token);
+            else add(made.values(turn), line);
+        }
+        if (op.narrow && position + 2 * TILE < end) {
+            made.widen(cached.place(position + 2 * TILE), turn);
+            written();
+        }
+    }
+
+    for (Columns& of : all) {
+        if (piece < 0) of.total(lanes, dim, [](int64_t) { return true; });
+        for (int64_t h = 0; h < of.heads; h++)
+            for (int64_t c = 0; c < of.count; c++) {
+                const int64_t query = (of.column + c) / group, lane = h * of.count + c;
+                const int64_t asking = (head + of.head + h) * group + (of.column + c) % group;
+                const int64_t at = h * sums_each + c * dim;
+                if (piece >= 0) {
+                    task.pieces->keep(row, piece, asking, {of.sums + at, of.whole[lane], of.power[lane]});
+                } else {
+                    bf16* out = static_cast<bf16*>(op.out) + (seen.first + query) * op.stride_out + asking * dim;
+                    finish({of.totals + at, of.total_whole[lane], of.total_power[lane]}, dim, out);
+                }
+            }
+    }
+}
+
+// A chunk is a row, or, of few rows, some kv heads of a row, or a piece of a row.
+inline void attend_chunk(void* context, int64_t chunk, int thread) {
+    const Attending& task = *static_cast<const Attending*>(context);
+    if (task.pieces) {
+        const auto [row, piece] = task.pieces->of(chunk);
+        return attend(task, row, piece, 0, task.op->i2, thread);
+    }
+    const int64_t heads = task.op->i2 / task.split;
+    attend(task, chunk / task.split, -1, chunk % task.split * heads, heads, thread);
+}
+
+// Threads share few rows by kv heads; by pieces of the sequence where a head's keys are only a line or two of memory.
+inline void attention(Team& team, std::vector<Scratch<float>>& spaces, const Op& op, const Step& step) {
+    Attending task = {&op, &step, &spaces};
+    const int64_t sequences = step.sequences - step.prompts, wanted = 2 * team.size();
+    while (sequences * task.split < wanted && op.i2 % (2 * task.split) == 0) task.split *= 2;
+    const int64_t bytes = op.i2 / task.split * op.i0 * static_cast<int64_t>(op.narrow ? 1 : sizeof(bf16));
+    if (sequences >= wanted || bytes >= THIN) return team.each(sequences * task.split, attend_chunk, &task);
+    static thread_local Scratch<float> memory;
+    Pieces pieces(op, step, sequences, memory);
+    if (pieces.count() < std::min(wanted, 4 * sequences * task.split)) return team.each(sequences * task.split, attend_chunk, &task);
+    task.pieces = &pieces;
+    team.each(pieces.count(), attend_chunk, &task);
+    for (int64_t row = 0; row < sequences; row++)
+        for (int64_t asking = 0; asking < op.i1; asking++)
+            finish(pieces.all(row, asking), op.i0, static_cast<bf16*>(op.out) + Seen(step, row).first * op.stride_out + asking * op.i0);
+}
+
+}  // namespace troupe

@@ -1,0 +1,173 @@
+// A step of draft tokens in one call: a draft makes a chain behind each slot's last token, the model verifies the chains, and
+// the slots know what was right. What lies between takes Python as long as a draft takes for several draft tokens.
+#pragma once
+#include <time.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "chains.h"
+#include "program.h"
+#include "race.h"
+#include "decode_loop.h"
+
+namespace troupe {
+
+// `Cycle` of library.py mirrors this. Of a draft's cache `reached` places are filled by slot, and the first draft token takes the
+// `first` behind the root's; where a sequence has no page, the slot has `spare` of its own from page `begin` on. Of the model
+// `ops` leaves `argmax` and `broken` [tokens], and `draw` draws. A row verifies `most` draft tokens, and no sequence is
+// `longest` long. `observing` sees up to `most_seen` tokens as `seen` says, but for their places.
+struct Cycle {
+    Chain chain;
+    int64_t* reached;
+    int64_t first, begin, spare;
+    const Op* ops;
+    int64_t count;
+    const int64_t* argmax;
+    const uint8_t* broken;
+    const Op* draw;
+    int64_t most, longest;
+    Ops observing;
+    Observation seen;
+    int64_t most_seen;
+};
+
+// `Cycled` of library.py mirrors this: of each row the root's position, how many tokens were accepted, twice, how many
+// draft tokens were verified, and of how many it is known whether they were right: one more where the first that would have ended
+// the sequence was wrong. Of each token accepted what it is, and where its features are. `drafted_at`: seconds of the clock
+// that runs from the system's start. `ended`: which sequences are at their end, `over`: whether all are. `seen`: whether what
+// was accepted before was seen.
+struct Cycled {
+    int64_t *roots, *accepted;
+    int32_t *emitted, *drafted, *depths, *tokens;
+    int64_t* places;
+    double drafted_at;
+    uint8_t* ended;
+    int64_t over, seen;
+};
+
+inline double seconds() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+}
+
+// The pages of `places` draft tokens behind each root, and of all before them: [rows, columns].
+inline std::vector<int32_t> draft_pages(const SlotTable& table, const Cycle& cycle, const std::vector<int64_t>& slots,
+                                        const std::vector<int64_t>& starts, int64_t places, int64_t& columns) {
+    const int64_t last = *std::max_element(starts.begin(), starts.end()) + places - 1;
+    columns = std::max<int64_t>(0, last) / table.page_size + 1;
+    std::vector<int32_t> pages(slots.size() * columns);
+    for (size_t row = 0; row < slots.size(); row++) {
+        const int64_t held = table.page_count[slots[row]];
+        for (int64_t column = 0; column < columns; column++) {
+            const int64_t beyond = std::min(column - held, cycle.spare - 1);
+            pages[row * columns + column] =
+                column < held ? table.pages[slots[row] * table.columns + column]
+                              : cycle.spare ? static_cast<int32_t>(cycle.begin + cycle.spare * slots[row] + beyond) : 0;
+        }
+    }
+    return pages;
+}
+
+// The draft sees what the cycle before accepted of the same rows. -> whether it could.
+template <class Running>
+bool see(const Running& running, StepMemory& memory, const Cycle& cycle, const SlotTable& table, const int64_t* slots,
+         int64_t rows, const Cycled& before) {
+    std::vector<int64_t> starts(rows), counts(rows);
+    int64_t tokens = 0;
+    for (int64_t row = 0; row < rows; row++) {
+        const int64_t slot = slots[row], room = table.page_count[slot] * table.page_size;
+        int64_t end = before.roots[row] + before.accepted[row];
+        starts[row] = before.roots[row];
+        if (cycle.first) starts[row] = cycle.reached[slot], end = std::min(end + 1, room);  // it goes on from where it is
+        counts[row] = end - starts[row];
+        if (counts[row] < 1) return false;
+        tokens += counts[row];
+    }
+    if (tokens > cycle.most_seen) return false;
+    Observation seen = cycle.seen;
+    seen.places = before.places;
+    observe(running, memory, cycle.observing, table, {rows, slots, starts.data(), counts.data()}, seen);
+    for (int64_t row = 0; row < rows; row++) cycle.reached[slots[row]] = starts[row] + counts[row];
+    return true;
+}
+
+// Up to `drafts` [rows] draft tokens, in `steps` levels, of slots whose sequences may have `left` [rows] tokens more, drawn as `how`
+// [rows] says (or null). `unseen`: the draft is to see what `found` holds first; where `left` is null, that also says what is
+// left. IDLE when there are none to make; otherwise an Advanced, with nothing kept but when it is DONE.
+template <class Running>
+Advanced cycle(const Running& running, StepMemory& memory, const Cycle& cycle, const SlotTable& table, const int64_t* slots,
+               int64_t rows, const int32_t* drafts, const int64_t* left, int64_t steps, const Draw* how, bool unseen,
+               Cycled& found) {
+    found.seen = unseen && see(running, memory, cycle, table, slots, rows, found);
+    if (unseen && !found.seen) return UNFIT;
+    std::vector<int64_t> limits(rows), chosen, drafting, roots, starts;
+    std::vector<Draw> draws;
+    int64_t most = 0;
+    for (int64_t row = 0; row < rows; row++) {
+        const int64_t slot = slots[row], known = table.known[slot], room = table.page_count[slot] * table.page_size;
+        if (table.computed[slot] + 1 != known || known > room || known >= cycle.longest) return UNFIT;
+        found.roots[row] = known - 1;
+        const int64_t still = left ? left[row] : found.ended[row] ? 0 : table.targets[slot] - known;
+        found.ended[row] = still <= 0;
+        limits[row] = std::min({static_cast<int64_t>(drafts[row]), room - known, still - 1, cycle.most});
+        most = std::max(most, limits[row]);
+        if (limits[row] <= 0) continue;
+        if (cycle.reached[slot] != known - 1 + cycle.first) return UNFIT;
+        chosen.push_back(row), drafting.push_back(slot), roots.push_back(known - 1), starts.push_back(known - 1 + cycle.first);
+        if (how) draws.push_back(how[row]);
+    }
+    if (chosen.empty()) return IDLE;
+    const int64_t some = chosen.size();
+    steps = std::min(steps, most);
+    int64_t columns;
+    const std::vector<int32_t> pages = draft_pages(table, cycle, drafting, starts, std::max<int64_t>(1, steps - 1), columns);
+    const Behind behind = {some, drafting.data(), roots.data(), starts.data(), pages.data(), columns, table.page_size};
+    Chain chain = cycle.chain;
+    Op drawing[2];
+    for (int64_t then = 0; then < 2; then++) {
+        if (how) drawing[then] = *chain.draws[then], drawing[then].b = draws.data();
+        chain.draws[then] = how ? &drawing[then] : nullptr;
+    }
+    std::vector<int64_t> drafted(steps * some), lengths(some);
+    draft_chains(running, memory, chain, table, behind, steps, drafted.data(), lengths.data());
+    found.drafted_at = seconds();
+
+    const int64_t stride = steps + 1;
+    std::vector<int64_t> counts(rows, 1), tokens(rows * stride);
+    for (int64_t i = 0; i < some; i++) {
+        counts[chosen[i]] = std::min(limits[chosen[i]], lengths[i]) + 1;
+        for (int64_t level = 0; level < steps; level++) tokens[chosen[i] * stride + 1 + level] = drafted[level * some + i];
+    }
+    for (int64_t row = 0; row < rows; row++) tokens[row * stride] = table.tokens[slots[row] * table.tokens_stride + found.roots[row]];
+    draws.clear();
+    for (int64_t row = 0; how && row < rows; row++) draws.insert(draws.end(), counts[row], how[row]);
+    Op draw;
+    if (how) draw = *cycle.draw, draw.b = draws.data();
+    const RowTokens verified = {rows, slots, found.roots, counts.data()};
+    const int64_t* said = verify(running, memory, Ops{cycle.ops, cycle.count}, table, verified, tokens.data(), stride,
+                                 cycle.argmax, how ? &draw : nullptr);
+    const Advanced kept = accept(table, verified, said, cycle.broken, memory, found.accepted);
+    if (kept != DONE) return kept;
+    found.over = true;
+    for (int64_t row = 0, at = 0; row < rows; row++) {
+        const int64_t first = memory.offsets[row];
+        bool ends = found.ended[row] || table.known[slots[row]] >= table.targets[slots[row]];
+        found.emitted[row] = static_cast<int32_t>(found.accepted[row]);
+        found.drafted[row] = found.depths[row] = static_cast<int32_t>(counts[row] - 1);
+        for (int64_t i = 0; i < found.accepted[row]; i++, at++) {
+            found.tokens[at] = static_cast<int32_t>(said[first + i]), found.places[at] = first + i;
+            ends |= table.ends(slots[row], found.roots[row] + 1 + i, said[first + i]);
+        }
+        found.ended[row] = ends, found.over &= ends;
+    }
+    for (int64_t i = 0; i < some; i++) {
+        const int64_t row = chosen[i], right = found.accepted[row] - 1;
+        const bool reached = lengths[i] < std::min(steps, limits[row]) && right == lengths[i];
+        found.depths[row] += reached && said[memory.offsets[row] + right] != drafted[right * some + i];
+    }
+    return DONE;
+}
+
+}  // namespace troupe

@@ -1,0 +1,333 @@
+// Layers of experts: each token takes a few, by what its router says, and each expert that any takes multiplies its
+// tokens once, by the products of dense layers. All experts' products share their chunks, so that threads wait for one
+// another twice a layer.
+//
+// Pairs of a token and an expert that it takes stand in the order of the experts, and of the tokens within. What a token
+// gets is added in float32 in that order, whatever the tokens beside it.
+#pragma once
+#include <variant>
+
+#include "attention.h"
+#include "blocks.h"
+#include "fp8.h"
+#include "grouped.h"
+#include "program.h"
+#include "rows.h"
+#include "whole.h"
+
+namespace troupe {
+
+// One expert: the products of its gates and others, and those that lead back. Their `out` counts the columns of the result
+// before theirs. `clip`: of their largest that tokens are held within before each, 0: all; `fake_quantized`: whether they are
+// then rounded.
+struct Expert {
+    const Op *up, *down;
+    int64_t ups, downs, fake_quantized_up, fake_quantized_down;
+    double clip_up, clip_down;
+};
+
+using AnyProduct = std::variant<Product, Product8, Grouped<4>, Grouped<8>, BlockProduct<2>, BlockProduct<3>, BlockProduct<4>,
+                                BlockProduct<5>, BlockProduct<6>, Fp8Product>;
+
+struct Job {
+    AnyProduct product;
+    int64_t first;  // of its tokens among those of all jobs
+    int64_t begin;  // its first chunk
+};
+
+// What a layer leaves to the next, as memory: pairs' inputs, gates with others, inner numbers and results.
+struct Experts {
+    std::vector<float> weights;  // [tokens, chosen], in the order of the experts
+    std::vector<int32_t> ids, places, tokens, active;
+    std::vector<int64_t> begins;  // pairs of an expert, and where the last's end
+    Scratch<bf16> inputs, both, inner, results, ordered;
+    Tokens8 rounded;
+    Planes planes;
+    std::vector<Job> jobs;
+    std::vector<Job*> large;
+};
+
+struct Layer {
+    Team& team;
+    std::vector<Panel>& panels;
+    Experts& memory;
+    const Op& op;
+    const Step& step;
+
+    int64_t hidden() const { return op.i0; }
+    int64_t count() const { return op.i1; }
+    int64_t chosen() const { return op.i2; }
+    int64_t inner() const { return op.i3; }
+    int64_t pairs() const { return step.rows * chosen(); }
+    const Expert& expert(int64_t index) const { return static_cast<const Expert*>(op.c)[index]; }
+};
+
+// Of what is far below, nothing; of a NaN, one: `max` of one and another takes the second.
+inline __m512 share_of(__m512 below) { return exp(_mm512_max_ps(_mm512_set1_ps(-200.0f), below)); }
+
+// The most likely experts of a token and their shares of a softmax over all, or over them. Numbers that are none are taken
+// last and make all shares none.
+inline void choose(const Layer& layer, int64_t row) {
+    thread_local std::vector<float> held;
+    const int64_t count = layer.count(), chosen = layer.chosen(), wide = (count + TILE - 1) / TILE * TILE;
+    if (static_cast<int64_t>(held.size()) < wide) held.resize(wide);
+    const bf16* logits = static_cast<const bf16*>(layer.op.b) + row * layer.op.stride_b;
+    const __m512 least = _mm512_set1_ps(-FLT_MAX), none = _mm512_set1_ps(-INFINITY);
+    const auto mask = [&](int64_t i) { return static_cast<__mmask16>(count - i >= TILE ? 0xffff : (1 << (count - i)) - 1); };
+    __m512 most = least;
+    for (int64_t i = 0; i < wide; i += TILE) {
+        const __m512 value = _mm512_mask_max_ps(none, mask(i), load(logits + i, mask(i)), least);
+        _mm512_storeu_ps(held.data() + i, value);
+        most = _mm512_max_ps(most, value);
+    }
+    const __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(most));
+    __m512 sums = _mm512_setzero_ps();
+    for (int64_t i = 0; i < wide; i += TILE)
+        sums = _mm512_mask_add_ps(sums, mask(i), sums, share_of(_mm512_sub_ps(load(logits + i, mask(i)), top)));
+    const float whole = _mm512_reduce_add_ps(sums);
+    float some = 0;
+    int32_t* ids = layer.memory.ids.data() + row * chosen;
+    float* weights = layer.memory.weights.data() + row * chosen;
+    for (int64_t taken = 0; taken < chosen; taken++) {
+        most = none;
+        for (int64_t i = 0; i < wide; i += TILE) most = _mm512_max_ps(most, _mm512_loadu_ps(held.data() + i));
+        const float value = _mm512_reduce_max_ps(most);
+        int64_t at = 0;
+        while (held[at] != value) at++;
+        held[at] = -INFINITY;
+        const float share = _mm512_cvtss_f32(share_of(_mm512_sub_ps(_mm512_set1_ps(value), top)));
+        some += share;
+        int64_t place = taken;
+        for (; place > 0 && ids[place - 1] > at; place--) ids[place] = ids[place - 1], weights[place] = weights[place - 1];
+        ids[place] = static_cast<int32_t>(at), weights[place] = share;
+    }
+    if (!layer.op.i4 || std::isnan(whole)) some = whole;
+    for (int64_t i = 0; i < chosen; i++) weights[i] /= some;
+}
+
+inline void choose_chunk(void* context, int64_t chunk, int) {
+    const Layer& layer = *static_cast<const Layer*>(context);
+    for (int64_t row = 8 * chunk; row < std::min(layer.step.rows, 8 * chunk + 8); row++) choose(layer, row);
+}
+
+// Where each pair stands.
+inline void arrange(const Layer& layer) {
+    Experts& at = layer.memory;
+    at.begins.assign(layer.count() + 1, 0);
+    at.places.resize(layer.pairs()), at.tokens.resize(layer.pairs()), at.active.clear();
+    for (int64_t i = 0; i < layer.pairs(); i++) at.begins[at.ids[i] + 1]++;
+    for (int64_t e = 0; e < layer.count(); e++) {
+        if (at.begins[e + 1]) at.active.push_back(static_cast<int32_t>(e));
+        at.begins[e + 1] += at.begins[e];
+    }
+    thread_local std::vector<int64_t> next;
+    next.assign(at.begins.begin(), at.begins.end() - 1);
+    for (int64_t i = 0; i < layer.pairs(); i++) {
+        const int64_t place = next[at.ids[i]]++;
+        at.places[i] = static_cast<int32_t>(place), at.tokens[place] = static_cast<int32_t>(i / layer.chosen());
+    }
+}
+
+inline void prepare_row(bf16* x, int64_t size, double clip, int64_t fake_quantized) {
+    if (clip != 0) clip_row(x, x, size, static_cast<float>(clip));
+    if (fake_quantized) fake_quantize_row(x, x, size);
+}
+
+inline void gather_chunk(void* context, int64_t chunk, int) {
+    const Layer& layer = *static_cast<const Layer*>(context);
+    const Experts& at = layer.memory;
+    const int64_t expert = at.active[chunk], hidden = layer.hidden();
+    bf16* inputs = layer.memory.inputs.of(0);
+    for (int64_t pair = at.begins[expert]; pair < at.begins[expert + 1]; pair++) {
+        const bf16* x = static_cast<const bf16*>(layer.op.a) + at.tokens[pair] * layer.op.stride_a;
+        std::memcpy(inputs + pair * hidden, x, 2 * hidden);
+        prepare_row(inputs + pair * hidden, hidden, layer.expert(expert).clip_up, layer.expert(expert).fake_quantized_up);
+    }
+}
+
+// Between an expert's products: gates that are not yet, and rounding.
+inline void between_chunk(void* context, int64_t chunk, int) {
+    const Layer& layer = *static_cast<const Layer*>(context);
+    const Experts& at = layer.memory;
+    const int64_t expert = at.active[chunk], width = layer.inner();
+    const bf16* both = layer.memory.both.of(0);
+    bf16* inner = layer.memory.inner.of(0);
+    for (int64_t pair = at.begins[expert]; pair < at.begins[expert + 1]; pair++) {
+        if (!layer.expert(expert).up->gated) silu_row(both + 2 * pair * width, inner + pair * width, width);
+        prepare_row(inner + pair * width, width, layer.expert(expert).clip_down, layer.expert(expert).fake_quantized_down);
+    }
+}
+
+inline int64_t rows_of(const Job& job) {
+    return std::visit([](const auto& p) { return p.rows; }, job.product);
+}
+
+inline void add_job(Layer& layer, const Op& op, int64_t expert, const bf16* x, int64_t stride_x, bf16* out, int64_t stride) {
+    Experts& at = layer.memory;
+    const int64_t first = at.begins[expert], rows = at.begins[expert + 1] - first;
+    const auto operands = [&](int64_t bytes) {
+        return Operands{reinterpret_cast<const char*>(x), 2 * stride_x, static_cast<const char*>(op.b),
+                        static_cast<const bf16*>(op.c), out + reinterpret_cast<int64_t>(op.out), stride, rows,
+                        op.i0 * bytes / LINE, op.i1, op.gated != 0, &layer.panels};
+    };
+    const int64_t before = at.jobs.empty() ? 0 : at.jobs.back().first + rows_of(at.jobs.back());
+    const auto add = [&](AnyProduct product) { at.jobs.push_back({product, before, 0}); };
+    switch (op.kind) {
+        case LINEAR: return add(Product{operands(sizeof(bf16))});
+        case LINEAR8:
+            return add(Product8{operands(sizeof(int8_t)), x, stride_x, &at.rounded, static_cast<float>(op.f0), op.i2, before});
+        case GROUPED: {
+            const Widened of = {{operands(sizeof(bf16))}};
+            const auto* order = reinterpret_cast<const int64_t*>(op.i4);
+            const bool zeroed = op.f0 != 0;
+            return op.i3 == 4 ? add(Grouped<4>{of, order, nullptr, op.i2, zeroed}) : add(Grouped<8>{of, order, nullptr, op.i2, zeroed});
+        }
+        case FP8: return add(Fp8Product{{{operands(sizeof(bf16))}}, op.i2});
+        case BLOCKS:
+            return with_bits(*static_cast<const Layout*>(op.b), [&]<int BITS>() {
+                add(BlockProduct<BITS>{{{operands(sizeof(bf16))}}});
+            });
+    }
+}
+
+// A product's inputs as its weight has them: rounded, or in another order.
+inline void prepare_chunk(void* context, int64_t chunk, int) {
+    const Layer& layer = *static_cast<const Layer*>(context);
+    Job& job = layer.memory.jobs[chunk];
+    std::visit([&]<class P>(P& p) {
+        if constexpr (requires { p.tokens; }) {
+            for (int64_t row = 0; row < p.rows; row++) round_token(p, row);
+            p.x = reinterpret_cast<const char*>(p.tokens->values.data() + job.first * p.inputs()), p.stride_x = p.inputs();
+        }
+        if constexpr (requires { p.order; }) {
+            if (p.order) {
+                bf16* ordered = layer.memory.ordered.of(0) + job.first * p.inputs();
+                for (int64_t row = 0; row < p.rows; row++) order_inputs(p, row, ordered + row * p.inputs());
+                p.x = reinterpret_cast<const char*>(ordered), p.stride_x = p.inputs() * sizeof(bf16);
+            }
+        }
+        if constexpr (requires { p.whole; })
+            if (const Preparing<P> preparing = {p, layer.memory.planes, job.first}; preparing.wanted()) {
+                for (int64_t row = 0; row < p.rows; row++) preparing.row(row);
+                preparing.tell(p);
+            }
+    }, job.product);
+}
+
+inline void multiply_chunk(Product& p, int64_t chunk, int thread) { multiply_few<Product>(&p, chunk, thread); }
+inline void multiply_chunk(Product8& p, int64_t chunk, int thread) { multiply_few<Product8>(&p, chunk, thread); }
+template <class P>
+void multiply_chunk(P& p, int64_t chunk, int thread) {
+    multiply_widened_chunk<P>(&p, chunk, thread);
+}
+
+inline void shared_chunk(void* context, int64_t chunk, int thread) {
+    auto& jobs = *static_cast<std::vector<Job>*>(context);
+    const auto after = std::upper_bound(jobs.begin(), jobs.end(), chunk,
+                                        [](int64_t one, const Job& job) { return one < job.begin; });
+    Job& job = *(after - 1);  // one without chunks begins where the next does
+    std::visit([&](auto& p) { multiply_chunk(p, chunk - job.begin, thread); }, job.product);
+}
+
+inline void alone_chunk(void* context, int64_t chunk, int thread) {
+    std::visit([&]<class P>(P& p) {
+        Panels<P> panels = divide_rows(p, 1);
+        multiply_panels<P>(&panels, 0, thread);
+    }, (*static_cast<std::vector<Job*>*>(context))[chunk]->product);
+}
+
+// All jobs. Those with many tokens come last.
+inline void run_jobs(Layer& layer) {
+    Experts& at = layer.memory;
+    if (at.jobs.empty()) return;
+    const int64_t inputs = std::visit([](auto& p) { return p.inputs(); }, at.jobs[0].product);
+    const int64_t tokens = at.jobs.back().first + rows_of(at.jobs.back());
+    bool prepared = false;
+    for (Job& job : at.jobs) {
+        std::visit([&]<class P>(P& p) {
+            if constexpr (requires { p.tokens; }) prepared = true, at.rounded.reserve(tokens, inputs);
+            if constexpr (requires { p.order; })
+                if (p.order) prepared = true, at.ordered.of(tokens * inputs);
+            if constexpr (requires { p.whole; })
+                if (const Preparing<P> preparing = {p, at.planes}; preparing.wanted()) prepared = true, preparing.reserve(tokens);
+                else preparing.tell(p);
+        }, job.product);
+    }
+    if (prepared) layer.team.each(at.jobs.size(), prepare_chunk, &layer);
+    int64_t chunks = 0;
+    for (Job& job : at.jobs) {
+        job.begin = chunks;
+        std::visit([&](auto& p) {
+            if (p.rows < FEW) chunks += divide(p, layer.team.size());
+        }, job.product);
+    }
+    layer.team.each(chunks, shared_chunk, &at.jobs);
+    at.large.clear();
+    for (Job& job : at.jobs)
+        if (rows_of(job) >= FEW) at.large.push_back(&job);
+    if (static_cast<int>(at.large.size()) < 2 * layer.team.size()) {
+        for (Job* job : at.large) std::visit([&](auto& p) { multiply_all(layer.team, p); }, job->product);
+    } else {  // each by a thread, those with the most tokens first
+        std::sort(at.large.begin(), at.large.end(), [](Job* one, Job* two) { return rows_of(*one) > rows_of(*two); });
+        layer.team.each(at.large.size(), alone_chunk, &at.large);
+    }
+    at.jobs.clear();
+}
+
+inline void add_up_chunk(void* context, int64_t chunk, int) {
+    const Layer& layer = *static_cast<const Layer*>(context);
+    const int64_t hidden = layer.hidden(), chosen = layer.chosen();
+    const bf16* results = layer.memory.results.of(0);
+    for (int64_t row = 8 * chunk; row < std::min(layer.step.rows, 8 * chunk + 8); row++) {
+        const int32_t* places = layer.memory.places.data() + row * chosen;
+        const float* weights = layer.memory.weights.data() + row * chosen;
+        bf16* out = static_cast<bf16*>(layer.op.out) + row * layer.op.stride_out;
+        for (int64_t i = 0; i < hidden; i += TILE) {
+            __m512 sum = _mm512_setzero_ps();
+            for (int64_t j = 0; j < chosen; j++)
+                sum = _mm512_fmadd_ps(_mm512_set1_ps(weights[j]), load(results + places[j] * hidden + i), sum);
+            store(out + i, sum);
+        }
+    }
+}
+
+inline void run_experts(Layer layer) {
+    Experts& at = layer.memory;
+    const int64_t pairs = layer.pairs(), rows = layer.step.rows, hidden = layer.hidden(), width = layer.inner();
+    at.jobs.clear();  // of a call that ended early
+    at.ids.resize(pairs), at.weights.resize(pairs);
+    layer.team.each((rows + 7) / 8, choose_chunk, &layer);
+    arrange(layer);
+    bool gather = rows > 1, between = false;
+    for (int32_t e : at.active) {
+        const Expert& expert = layer.expert(e);
+        gather |= expert.fake_quantized_up || expert.clip_up != 0;
+        between |= expert.fake_quantized_down || expert.clip_down != 0 || !expert.up->gated;
+    }
+    bf16 *inner = at.inner.of(pairs * width), *results = at.results.of(pairs * hidden);
+    const bf16* inputs = static_cast<const bf16*>(layer.op.a);
+    if (gather) {
+        inputs = at.inputs.of(pairs * hidden);
+        layer.team.each(at.active.size(), gather_chunk, &layer);
+    }
+    bf16* both = between ? at.both.of(2 * pairs * width) : nullptr;
+    for (int32_t e : at.active) {
+        const Expert& expert = layer.expert(e);
+        const int64_t first = at.begins[e];
+        for (const Op* op = expert.up; op < expert.up + expert.ups; op++)
+            add_job(layer, *op, e, inputs + (gather ? first * hidden : 0), hidden,
+                    op->gated ? inner + first * width : both + 2 * first * width, op->gated ? width : 2 * width);
+    }
+    run_jobs(layer);
+    if (between) layer.team.each(at.active.size(), between_chunk, &layer);
+    for (int32_t e : at.active) {
+        const Expert& expert = layer.expert(e);
+        const int64_t first = at.begins[e];
+        for (const Op* op = expert.down; op < expert.down + expert.downs; op++)
+            add_job(layer, *op, e, inner + first * width, width, results + first * hidden, hidden);
+    }
+    run_jobs(layer);
+    layer.team.each((rows + 7) / 8, add_up_chunk, &layer);
+}
+
+}  // namespace troupe

@@ -1,0 +1,418 @@
+"""The native operators as a library: compiled once a machine, in the background, and kept in the user's cache.
+
+They need AMX, or AVX-512 with BF16, VNNI and VBMI, and a C++ compiler when they are first used. Each level of
+`kernels.contract.cpu_isa` has a library of its own, from the same source. Where something is missing, and until the
+library is compiled, the CPU device does the same with PyTorch's operators.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+import weakref
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kernels.contract.cpu_isa import CpuIsa, chosen_isa
+from kernels.devices.native_cache import is_trusted, make_private, native_cache
+
+__all__ = [
+    "NEEDED_ISA",
+    "OPERATORS",
+    "Awaited",
+    "BuildError",
+    "Chain",
+    "Cycle",
+    "Cycled",
+    "Head",
+    "Library",
+    "Observation",
+    "Op",
+    "RowTokens",
+    "Source",
+    "Step",
+    "Table",
+    "build",
+    "built",
+    "open_library",
+    "operators",
+    "start_build",
+]
+
+HERE = Path(__file__).parent
+NAME = "native.so"
+
+
+class Source(NamedTuple):
+    """The source of a library: ``main``, which includes headers beside it. ``cache``: its folder's name there."""
+
+    main: Path
+    flags: tuple[str, ...]
+    cache: str
+
+
+FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC", "-pthread", "-fno-math-errno")
+COMPILERS = ("g++", "clang++", "c++")
+_PROCESSORS = {
+    CpuIsa.AMX: ("-march=sapphirerapids",),
+    CpuIsa.AVX512: ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", "-mavx512vbmi"),
+}
+OPERATORS = {isa: Source(HERE / "program.cpp", FLAGS + flags, f"cpu-{isa}") for isa, flags in _PROCESSORS.items()}
+"""The library of each level that has native operators."""
+NEEDED_ISA = min(OPERATORS)
+
+
+class BuildError(RuntimeError):
+    """The library could not be compiled."""
+
+
+class Op(ctypes.Structure):
+    """``Op`` of program.h."""
+
+    _fields_ = (
+        ("kind", ctypes.c_int64),
+        ("a", ctypes.c_void_p),
+        ("b", ctypes.c_void_p),
+        ("c", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("stride_a", ctypes.c_int64),
+        ("stride_b", ctypes.c_int64),
+        ("stride_out", ctypes.c_int64),
+        ("i0", ctypes.c_int64),
+        ("i1", ctypes.c_int64),
+        ("i2", ctypes.c_int64),
+        ("i3", ctypes.c_int64),
+        ("i4", ctypes.c_int64),
+        ("gated", ctypes.c_int64),
+        ("f0", ctypes.c_double),
+        ("narrow", ctypes.c_int64),
+        ("scales", ctypes.c_void_p),
+        ("fixed", ctypes.c_void_p),
+        ("offsets", ctypes.c_void_p),
+        ("by_head", ctypes.c_void_p),
+    )
+
+
+class Step(ctypes.Structure):
+    """``Step`` of program.h."""
+
+    _fields_ = (
+        ("rows", ctypes.c_int64),
+        ("ids", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("index", ctypes.c_void_p),
+        ("pages", ctypes.c_void_p),
+        ("pages_stride", ctypes.c_int64),
+        ("lengths", ctypes.c_void_p),
+        ("sequences", ctypes.c_int64),
+        ("decodes", ctypes.c_int64),
+        ("offsets", ctypes.c_void_p),
+        ("roots", ctypes.c_void_p),
+        ("bits", ctypes.c_void_p),
+        ("bits_stride", ctypes.c_int64),
+        ("prompts", ctypes.c_int64),
+    )
+
+
+class Table(ctypes.Structure):
+    """``SlotTable`` of decode_loop.h."""
+
+    _fields_ = (
+        ("tokens", ctypes.c_void_p),
+        ("tokens_stride", ctypes.c_int64),
+        ("known", ctypes.c_void_p),
+        ("computed", ctypes.c_void_p),
+        ("page_count", ctypes.c_void_p),
+        ("targets", ctypes.c_void_p),
+        ("pages", ctypes.c_void_p),
+        ("columns", ctypes.c_int64),
+        ("page_size", ctypes.c_int64),
+        ("stops", ctypes.c_void_p),
+        ("most_stops", ctypes.c_int64),
+        ("stops_from", ctypes.c_void_p),
+    )
+
+
+class RowTokens(ctypes.Structure):
+    """``RowTokens`` of chains.h."""
+
+    _fields_ = (
+        ("rows", ctypes.c_int64),
+        ("slots", ctypes.c_void_p),
+        ("starts", ctypes.c_void_p),
+        ("counts", ctypes.c_void_p),
+    )
+
+
+class Observation(ctypes.Structure):
+    """``Observation`` of chains.h."""
+
+    _fields_ = (
+        ("ahead", ctypes.c_int64),
+        ("features", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
+        ("places", ctypes.c_void_p),
+        ("given", ctypes.c_void_p),
+        ("width", ctypes.c_int64),
+        ("left", ctypes.c_void_p),
+        ("states", ctypes.c_void_p),
+        ("kept", ctypes.c_int64),
+    )
+
+
+class Chain(ctypes.Structure):
+    """``Chain`` of chains.h."""
+
+    _fields_ = (
+        ("ops", ctypes.c_void_p * 2),
+        ("counts", ctypes.c_int64 * 2),
+        ("chosen", ctypes.c_void_p * 2),
+        ("draws", ctypes.c_void_p * 2),
+        ("stands_for", ctypes.c_void_p),
+        ("states", ctypes.c_void_p),
+        ("headed", ctypes.c_void_p),
+        ("before", ctypes.c_void_p),
+        ("width", ctypes.c_int64),
+    )
+
+
+class Cycle(ctypes.Structure):
+    """``Cycle`` of cycle.h."""
+
+    _fields_ = (
+        ("chain", Chain),
+        ("reached", ctypes.c_void_p),
+        ("first", ctypes.c_int64),
+        ("begin", ctypes.c_int64),
+        ("spare", ctypes.c_int64),
+        ("ops", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("argmax", ctypes.c_void_p),
+        ("broken", ctypes.c_void_p),
+        ("draw", ctypes.c_void_p),
+        ("most", ctypes.c_int64),
+        ("longest", ctypes.c_int64),
+        ("observing", ctypes.c_void_p),
+        ("observing_count", ctypes.c_int64),
+        ("seen", Observation),
+        ("most_seen", ctypes.c_int64),
+    )
+
+
+class Cycled(ctypes.Structure):
+    """``Cycled`` of cycle.h."""
+
+    _fields_ = (
+        ("roots", ctypes.c_void_p),
+        ("accepted", ctypes.c_void_p),
+        ("emitted", ctypes.c_void_p),
+        ("drafted", ctypes.c_void_p),
+        ("depths", ctypes.c_void_p),
+        ("tokens", ctypes.c_void_p),
+        ("places", ctypes.c_void_p),
+        ("drafted_at", ctypes.c_double),
+        ("ended", ctypes.c_void_p),
+        ("over", ctypes.c_int64),
+        ("seen", ctypes.c_int64),
+    )
+
+
+class Head(ctypes.Structure):
+    """``Head`` of ends.h."""
+
+    _fields_ = (
+        ("ops", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("hidden", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
+        ("last", ctypes.c_void_p),
+        ("width", ctypes.c_int64),
+    )
+
+
+class Library:
+    """The functions of one compiled library."""
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        self.ready = library.troupe_ready
+        self.open, self.close = library.troupe_open, library.troupe_close
+        self.packed_grouped, self.pack_grouped = library.troupe_packed_grouped, library.troupe_pack_grouped
+        self.packed_fp8, self.pack_fp8 = library.troupe_packed_fp8, library.troupe_pack_fp8
+        self.packed_blocks = library.troupe_packed_blocks
+        self.begin_blocks, self.pack_blocks = library.troupe_begin_blocks, library.troupe_pack_blocks
+        self.packed8, self.pack8 = library.troupe_packed8, library.troupe_pack8
+        self.packed, self.pack, self.run = library.troupe_packed, library.troupe_pack, library.troupe_run
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        self.open.argtypes, self.open.restype = [ctypes.c_int], pointer
+        self.close.argtypes, self.close.restype = [pointer], None
+        self.packed.argtypes, self.packed.restype = [number, number], number
+        self.pack.argtypes, self.pack.restype = [pointer, number, number, pointer], None
+        self.packed8.argtypes, self.packed8.restype = [number, number], number
+        self.pack8.argtypes = [pointer, pointer, pointer, number, number, pointer]
+        self.pack8.restype = None
+        self.packed_grouped.argtypes, self.packed_grouped.restype = [number] * 4, number
+        self.pack_grouped.argtypes = [pointer, pointer, pointer, number, number, number, number, pointer]
+        self.pack_grouped.restype = None
+        self.packed_fp8.argtypes, self.packed_fp8.restype = [number] * 3, number
+        self.pack_fp8.argtypes, self.pack_fp8.restype = [pointer, pointer, *[number] * 3, pointer], None
+        self.packed_blocks.argtypes, self.packed_blocks.restype = [pointer, number, number], number
+        self.begin_blocks.argtypes, self.begin_blocks.restype = [pointer, number, number, pointer], None
+        self.pack_blocks.argtypes, self.pack_blocks.restype = [pointer, number, number, number, pointer], None
+        self.run.argtypes, self.run.restype = [pointer, pointer, number, ctypes.POINTER(Step)], ctypes.c_int
+        self.run.errcheck = _ran
+        self.advance = library.troupe_advance
+        self.advance.argtypes = [pointer, pointer, number, ctypes.POINTER(Table), pointer, number, *[pointer] * 4]
+        self.advance.restype = number
+        table, rows = ctypes.POINTER(Table), ctypes.POINTER(RowTokens)
+        self.observe = library.troupe_observe
+        self.observe.argtypes = [pointer, pointer, number, table, rows, ctypes.POINTER(Observation)]
+        self.observe.restype, self.observe.errcheck = ctypes.c_int, _ran
+        self.cycle = library.troupe_cycle
+        self.cycle.argtypes = [
+            *(pointer, ctypes.POINTER(Cycle), table, pointer, number, pointer, pointer, number, pointer),
+            *(ctypes.c_int, ctypes.POINTER(Cycled)),
+        ]
+        self.cycle.restype = number
+        self.verify = library.troupe_verify
+        self.verify.argtypes = [pointer, pointer, number, table, rows, pointer, number, *[pointer] * 4]
+        self.verify.restype = number
+        self.reach = library.troupe_reach
+        self.reach.argtypes = [pointer, pointer, number, table, rows, ctypes.POINTER(Head), *[pointer] * 4]
+        self.reach.restype = number
+
+
+def _ran(enough: Any, function: Any, arguments: tuple[Any, ...]) -> Any:
+    if not enough:
+        raise MemoryError(
+            "there is no memory for what the native operators hold of a step; lower --chunked-prefill-size, "
+            "--max-total-tokens or --max-running-requests, or give the process more"
+        )
+
+
+def operators() -> Source:
+    """The library of the level that this process may use (`chosen_isa`). Raises KeyError if that has none."""
+    return OPERATORS[chosen_isa()]
+
+
+def open_library(source: Source | None = None) -> Library | None:
+    """The library, by default that of `operators`, where it is compiled and this processor and system can run it."""
+    path = built(source)
+    if path is None:
+        return None
+    try:
+        library = Library(path)
+    except (OSError, AttributeError):  # of another system that shares the cache
+        return None
+    return library if library.ready() else None
+
+
+def built(source: Source | None = None) -> Path | None:
+    """The compiled library, if it is there and no other user could have written it."""
+    folder = _folder(source or operators())
+    path = folder and folder / NAME
+    return path if path is not None and path.is_file() and is_trusted(path) else None
+
+
+def build(source: Source | None = None) -> Path:
+    """Compile the library, unless it is there. Raises BuildError."""
+    source = source or operators()
+    found = built(source)
+    if found is not None:
+        return found
+    compiling = start_build(source)
+    if compiling is None:
+        raise BuildError(
+            f"no C++ compiler (install one of {', '.join(COMPILERS)}) or no folder that only this user may "
+            "write to (see XDG_CACHE_HOME)"
+        )
+    compiling.wait()
+    found = built(source)
+    if found is None:
+        raise BuildError("the C++ compiler could not compile the native operators; is it g++ 12 or later?")
+    return found
+
+
+class Awaited:
+    """A build by another process: it is over when the lock on the folder is free. ``folder``: open; taken over."""
+
+    def __init__(self, folder: int) -> None:
+        self._folder = folder
+        weakref.finalize(self, os.close, folder)
+
+    def poll(self) -> int | None:
+        """None while it is under way."""
+        try:
+            fcntl.flock(self._folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return None
+        fcntl.flock(self._folder, fcntl.LOCK_UN)
+        return 0
+
+    def wait(self) -> int:
+        fcntl.flock(self._folder, fcntl.LOCK_SH)
+        fcntl.flock(self._folder, fcntl.LOCK_UN)
+        return 0
+
+
+def start_build(source: Source | None = None) -> subprocess.Popen[bytes] | Awaited | None:
+    """Start to compile the library beside other work; None without a compiler or a private folder.
+
+    The second process waits for the first: on two cores every worker of many would compile for minutes.
+    """
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        return None
+    source = source or operators()
+    folder = _folder(source)
+    if folder is None:
+        return None
+    try:
+        make_private(folder)
+        if not is_trusted(folder):
+            return None
+        lock = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return Awaited(lock)
+    except OSError:
+        pass  # a file system without locks: the second process compiles too, and both results are the same
+    if built(source) is not None:  # by now
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        return Awaited(lock)
+    try:
+        return _compile(source, compiler, folder, lock)
+    except OSError:
+        return None
+    finally:
+        os.close(lock)  # the build has it
+
+
+def _compile(source: Source, compiler: str, folder: Path, lock: int) -> subprocess.Popen[bytes]:
+    """Compile in a process that holds the lock until it ends. Raises OSError."""
+    descriptor, scratch = tempfile.mkstemp(dir=folder, prefix="building-")
+    os.close(descriptor)
+    # In a shell, so that no process must wait for it. The compiled file is renamed to its name once it is whole.
+    script = 'nice "$@" && chmod 700 "$0" && mv -f "$0" "${0%/*}/' + NAME + '" || rm -f "$0"'
+    command = ("/bin/sh", "-c", script, scratch, compiler, *source.flags, "-o", scratch, str(source.main))
+    null = subprocess.DEVNULL
+    return subprocess.Popen(command, stdin=null, stdout=null, stderr=null, pass_fds=(lock,))
+
+
+def _folder(source: Source) -> Path | None:
+    """Where this library is kept; None for a user without a home."""
+    digest = hashlib.sha256(" ".join(source.flags).encode())
+    for part in sorted((*source.main.parent.glob("*.h"), *source.main.parent.glob("*.cpp"))):
+        digest.update(part.read_bytes())
+    try:
+        return native_cache(source.cache) / digest.hexdigest()[:16]
+    except RuntimeError:
+        return None

@@ -1,0 +1,138 @@
+// Sums of pieces of a sequence: tokens are summed by piece, whatever number of threads share them. Pieces end at multiples of PIECE,
+// except among the last tokens, which a draft may see in another order than its decode does.
+#pragma once
+#include <algorithm>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "program.h"
+#include "scratch.h"
+#include "tiles.h"
+#include "vectors.h"
+
+namespace troupe {
+
+constexpr int64_t PIECE = 256;   // tokens
+constexpr int64_t DRAFTED = 64;  // the most tokens of a draft
+constexpr int64_t THIN = 256;    // bytes of kv heads of a token that one core should read together
+
+// Whether the tokens of a sequence of `length` before `position`, a multiple of PIECE, are a piece apart from those behind it.
+inline bool apart(int64_t position, int64_t length) { return position + DRAFTED <= length; }
+
+struct Cached {
+    const bf16* keys;     // of the first of some kv heads, in page 0
+    int64_t token;        // elements from one token to the next
+    const int32_t* pages;
+    int64_t page_size;
+
+    const bf16* at(int64_t position) const { return keys + place(position) * token; }
+    int64_t place(int64_t position) const { return pages[position / page_size] * page_size + position % page_size; }
+};
+
+// What the queries of one row see.
+struct Seen {
+    int64_t first, count, end;  // its tokens in the step, and its tokens in the cache
+    int64_t root;               // each query sees all tokens before this position
+    const uint64_t* bits;       // what each query sees from there on; null: all up to its own position
+
+    Seen(const Step& step, int64_t row) {
+        first = step.offsets ? step.offsets[row] : row;
+        count = step.offsets ? step.offsets[row + 1] - first : 1;
+        end = step.lengths[row];
+        const int64_t draft = row - step.decodes;
+        const bool tree = step.bits && draft >= 0;
+        root = tree && step.roots ? step.roots[draft] : end - count;
+        bits = tree ? step.bits + draft * step.bits_stride : nullptr;
+    }
+
+    // The query's bits; a window keeps the last ones.
+    uint64_t of(int64_t query, int64_t window) const {
+        uint64_t found = bits ? bits[query] : ~uint64_t{0} >> (63 - query);
+        if (window)
+            while (__builtin_popcountll(found) > window) found &= found - 1;
+        return found;
+    }
+};
+
+// A column's sums [dim] and the sum of its weights, relative to 2 to a power.
+struct Partial {
+    float* sums;
+    float whole, power;
+
+    void add(const Partial& other, int64_t dim) {
+        const float most = std::max(power, other.power);
+        const auto by = [&](float from) {
+            return _mm512_scalef_ps(_mm512_set1_ps(1.0f), _mm512_set1_ps(from - most));
+        };
+        const __m512 first = by(power), second = by(other.power);
+        for (int64_t d = 0; d < dim; d += TILE)
+            _mm512_store_ps(sums + d, _mm512_fmadd_ps(_mm512_load_ps(other.sums + d), second,
+                                                      _mm512_mul_ps(_mm512_load_ps(sums + d), first)));
+        whole = whole * _mm512_cvtss_f32(first) + other.whole * _mm512_cvtss_f32(second), power = most;
+    }
+};
+
+inline void finish(const Partial& of, int64_t dim, bf16* out) {
+    const __m512 scale = _mm512_set1_ps(1 / of.whole);
+    for (int64_t d = 0; d < dim; d += TILE) store(out + d, _mm512_mul_ps(_mm512_load_ps(of.sums + d), scale));
+}
+
+// Pieces of rows of one query each: [row][piece][head of queries][sums, and 16 for the others].
+class Pieces {
+  public:
+    // There are none where a row has more queries.
+    Pieces(const Op& op, const Step& step, int64_t rows, Scratch<float>& memory) : heads_(op.i1), dim_(op.i0) {
+        for (int64_t row = 0; row < rows; row++) {
+            const Seen seen(step, row);
+            if (seen.count != 1) {
+                starts_.resize(1);
+                return;
+            }
+            const int64_t first = op.i3 ? std::max<int64_t>(0, seen.end - op.i3) : 0;
+            const int64_t last = std::max<int64_t>(0, seen.end - DRAFTED) / PIECE;
+            firsts_.push_back(std::min(first / PIECE, last)), lasts_.push_back(last);
+            starts_.push_back(starts_.back() + last + 1 - firsts_.back());
+        }
+        memory_ = memory.of(count() * heads_ * each());
+    }
+
+    int64_t count() const { return starts_.back(); }
+
+    // Row and piece.
+    std::pair<int64_t, int64_t> of(int64_t chunk) const {
+        int64_t row = 0;
+        while (starts_[row + 1] <= chunk) row++;
+        return {row, firsts_[row] + chunk - starts_[row]};
+    }
+
+    int64_t begin(int64_t piece) const { return piece * PIECE; }
+    int64_t end(int64_t row, int64_t piece) const { return piece == lasts_[row] ? INT64_MAX : (piece + 1) * PIECE; }
+
+    void keep(int64_t row, int64_t piece, int64_t head, const Partial& of) const {
+        float* to = at(starts_[row] + piece - firsts_[row], head);
+        std::memcpy(to, of.sums, dim_ * sizeof(float));
+        to[dim_] = of.whole, to[dim_ + 1] = of.power;
+    }
+
+    // Adds the pieces of a row's head, in the memory of the first one.
+    Partial all(int64_t row, int64_t head) const {
+        const auto found = [&](int64_t chunk) {
+            float* from = at(chunk, head);
+            return Partial{from, from[dim_], from[dim_ + 1]};
+        };
+        Partial sum = found(starts_[row]);
+        for (int64_t chunk = starts_[row] + 1; chunk < starts_[row + 1]; chunk++) sum.add(found(chunk), dim_);
+        return sum;
+    }
+
+  private:
+    int64_t each() const { return dim_ + TILE; }
+    float* at(int64_t chunk, int64_t head) const { return memory_ + (chunk * heads_ + head) * each(); }
+
+    const int64_t heads_, dim_;
+    std::vector<int64_t> firsts_, lasts_, starts_ = {0};  // of a row: its pieces, and where they begin
+    float* memory_ = nullptr;
+};
+
+}  // namespace troupe

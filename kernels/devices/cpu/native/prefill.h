@@ -1,0 +1,284 @@
+// Causal attention of a row's chunk of queries over all keys so far, block after block of keys (FlashAttention,
+// arXiv:2205.14135).
+//
+// Keys and values are copied in the order of tiles.h once, for all queries and all heads of a group. Scores are K Q^T of 32 tokens
+// and 32 queries of a head, so that each query is a lane of vectors; their weights, rounded to bf16, wait in a core's first cache
+// until V^T P is added up over a block of tokens.
+#pragma once
+#include "attention.h"
+
+namespace troupe {
+
+constexpr int64_t QUERIES = 2 * TILE;
+constexpr int64_t TOGETHER = 8;        // blocks of 32 tokens, whose weights are added up together
+constexpr int64_t LAID_OUT = 1 << 21;  // elements of keys, and of values, that stay in the cores' second caches
+
+// The queries of one head and their sums, 16 queries at a time.
+struct Asking {
+    const bf16* queries;  // [32 dims][16 queries][pair of dims][query][2]
+    float* sums;          // [16 queries][dim][query]
+    float* whole;         // [query]: sums of weights
+    float* power;         // [query]: weights and sums are relative to 2 to this power
+    bf16* weights;        // [block][16 queries][pair of tokens][query][2] of blocks of 32 tokens
+    int64_t waiting = 0;  // blocks of weights that are not yet in the sums
+    const bf16* values;   // the values of these blocks
+};
+
+struct Workspace {
+    Scratch<float> floats;
+    Scratch<bf16> halves;
+    std::vector<Asking> heads;
+};
+
+struct Prefilling {
+    const Op* op;
+    const int32_t* pages;
+    int64_t begin;         // the first of its queries in the step
+    int64_t start, count;  // that one's position, and how many there are
+    int64_t first_block;   // the first block of 32 tokens that any query sees
+    int64_t blocks;        // their number from there on
+    int64_t head, heads;   // the kv heads whose keys and values are copied at a time
+    bf16 *keys, *values;   // [kv head][block of 32 tokens][dim * 32]
+    std::vector<Workspace>* spaces;  // by thread
+};
+
+// Copies a block of 32 tokens, for each kv head: keys [32 dims][token][32], values [dim][token], zeros beyond the last token.
+inline void lay_out_chunk(void* context, int64_t block, int) {
+    const Prefilling& task = *static_cast<const Prefilling*>(context);
+    const int64_t dim = task.op->i0, kv_heads = task.op->i2, token = 2 * kv_heads * dim;
+    const int64_t position = (task.first_block + block) * DEPTH, tokens = std::min(DEPTH, task.start + task.count - position);
+    const Cached cached = {static_cast<const bf16*>(task.op->b) + task.head * dim, token, task.pages, task.op->i4};
+    const Kept kept(*task.op, task.op->b, dim, kv_heads);
+    int64_t places[DEPTH];
+    for (int64_t i = 0; i < tokens; i++) places[i] = cached.place(position + i);
+    auto line = [&](int64_t i, int64_t head, int64_t d) {
+        if (i >= tokens) return _mm512_setzero_si512();
+        if (task.op->narrow) return kept.line(places[i], task.head + head, d);
+        return _mm512_loadu_si512(cached.keys + places[i] * token + head * dim + d);
+    };
+    alignas(64) uint16_t order[DEPTH];  // of two tokens' dims
+    for (int64_t i = 0; i < DEPTH; i++) order[i] = static_cast<uint16_t>(i / 2 + i % 2 * DEPTH);
+    const __m512i low = _mm512_load_si512(order), high = _mm512_add_epi16(low, _mm512_set1_epi16(TILE));
+    for (int64_t head = 0; head < task.heads; head++) {
+        bf16* keys = task.keys + (head * task.blocks + block) * dim * DEPTH;
+        for (int64_t i = 0; i < DEPTH; i++)
+            for (int64_t d = 0; d < dim; d += DEPTH) _mm512_store_si512(keys + d * DEPTH + i * DEPTH, line(i, head, d));
+        bf16* values = task.values + (head * task.blocks + block) * dim * DEPTH;
+        for (int64_t d = 0; d < dim; d += DEPTH) {
+            __m512i first[TILE], second[TILE];  // [pair of tokens][dim][2]
+            for (int64_t pair = 0; pair < TILE; pair++) {
+                const __m512i even = line(2 * pair, kv_heads + head, d), odd = line(2 * pair + 1, kv_heads + head, d);
+                first[pair] = _mm512_permutex2var_epi16(even, low, odd);
+                second[pair] = _mm512_permutex2var_epi16(even, high, odd);
+            }
+            transpose(first), transpose(second);
+            for (int64_t i = 0; i < TILE; i++, values += DEPTH) {
+                _mm512_store_si512(values, first[i]);
+                _mm512_store_si512(values + TILE * DEPTH, second[i]);
+            }
+            values += TILE * DEPTH;
+        }
+    }
+}
+
+// 2^x with a relative error below 1e-4, a twentieth of bf16's rounding; a NaN stays one.
+inline __m512 rough_exp2(__m512 x) {
+    const __m512 r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // the fraction
+    __m512 p = _mm512_fmadd_ps(r, _mm512_set1_ps(7.802452e-2f), _mm512_set1_ps(2.2606716e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.9583354e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(9.9992522e-1f));
+    return _mm512_scalef_ps(p, x);
+}
+
+// The tokens that 16 queries see: positions `least` < t <= `last`.
+struct Sight {
+    __m512i last, least;
+
+    __mmask16 of(int64_t position) const {
+        const __m512i at = _mm512_set1_epi32(static_cast<int>(position));
+        return _mm512_cmple_epi32_mask(at, last) & _mm512_cmpgt_epi32_mask(at, least);
+    }
+};
+
+// K Q^T of 32 tokens: [16 queries][token][query].
+inline void score(const bf16* keys, const bf16* queries, int64_t dim, float* scores) {
+    TileSums<float> tiles(DEPTH, scores, scores + DEPTH * TILE, TILE);
+    tiles.begin();
+    tiles.add(keys, LINE, LINES, queries, dim / DEPTH);
+    tiles.end();
+}
+
+// Adds V^T P of the waiting blocks.
+inline void add_up(Asking& of, int64_t dim) {
+    written();
+    for (int64_t d = 0; d < dim && of.waiting; d += DEPTH) {
+        float *low = of.sums + d * TILE, *high = low + dim * TILE;
+        TileSums<float> tiles(DEPTH, low, high, TILE);
+        tiles.resume();
+        tiles.add(of.values + d * DEPTH, LINE, dim * LINE, of.weights, of.waiting);
+        tiles.end();
+    }
+    of.values += of.waiting * dim * DEPTH;
+    of.waiting = 0;
+}
+
+// Raises a query's power of two to its largest score where the weights so far are too small beside it.
+template <bool ALL>
+void raise(Asking& of, const float* scores, int64_t position, const Sight* sights, __m512 factor, int64_t dim) {
+    for (int64_t half = 0; half < 2; half++, scores += DEPTH * TILE) {
+        __m512 most = _mm512_set1_ps(2 * UNSEEN), other = most;
+        for (int64_t i = 0; i < DEPTH; i += 2) {
+            const __m512 even = _mm512_load_ps(scores + i * TILE), odd = _mm512_load_ps(scores + (i + 1) * TILE);
+            if (ALL) {
+                most = _mm512_max_ps(most, even), other = _mm512_max_ps(other, odd);
+            } else {
+                most = _mm512_mask_max_ps(most, sights[half].of(position + i), most, even);
+                other = _mm512_mask_max_ps(other, sights[half].of(position + i + 1), other, odd);
+            }
+        }
+        most = _mm512_mul_ps(_mm512_max_ps(most, other), factor);
+        const __m512 before = _mm512_load_ps(of.power + half * TILE);
+        const __mmask16 far = _mm512_cmp_ps_mask(most, _mm512_add_ps(before, _mm512_set1_ps(FAR)), _CMP_GT_OQ);
+        if (!far) continue;
+        add_up(of, dim);
+        const __m512 power = _mm512_mask_mov_ps(before, far, most), by = exp2(_mm512_sub_ps(before, power));
+        _mm512_store_ps(of.power + half * TILE, power);
+        _mm512_store_ps(of.whole + half * TILE, _mm512_mul_ps(_mm512_load_ps(of.whole + half * TILE), by));
+        float* sums = of.sums + half * dim * TILE;
+        for (int64_t d = 0; d < dim; d++, sums += TILE) _mm512_store_ps(sums, _mm512_mul_ps(_mm512_load_ps(sums), by));
+    }
+}
+
+// Makes weights of the scores of 32 tokens from `position` on. ALL: every query sees all of them.
+template <bool ALL>
+void weigh(Asking& of, const float* scores, int64_t position, const Sight* sights, __m512 factor, int64_t dim) {
+    raise<ALL>(of, scores, position, sights, factor, dim);
+    alignas(64) static constexpr uint16_t ORDER[] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                     8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    const __m512i order = _mm512_load_si512(ORDER);
+    bf16* out = of.weights + of.waiting++ * QUERIES * DEPTH;
+    for (int64_t half = 0; half < 2; half++, scores += DEPTH * TILE) {
+        const __m512 power = _mm512_load_ps(of.power + half * TILE);
+        __m512 whole = _mm512_load_ps(of.whole + half * TILE), more = _mm512_setzero_ps();
+        for (int64_t i = 0; i < DEPTH; i += 2, out += DEPTH) {
+            __m512 even = rough_exp2(_mm512_fmsub_ps(_mm512_load_ps(scores + i * TILE), factor, power));
+            __m512 odd = rough_exp2(_mm512_fmsub_ps(_mm512_load_ps(scores + (i + 1) * TILE), factor, power));
+            if (!ALL) {
+                even = _mm512_maskz_mov_ps(sights[half].of(position + i), even);
+                odd = _mm512_maskz_mov_ps(sights[half].of(position + i + 1), odd);
+            }
+            whole = _mm512_add_ps(whole, even);
+            more = _mm512_add_ps(more, odd);
+            const __m512i both = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(odd, even));
+            _mm512_store_si512(out, _mm512_permutexvar_epi16(order, both));
+        }
+        _mm512_store_ps(of.whole + half * TILE, _mm512_add_ps(whole, more));
+    }
+}
+
+// Copies up to 32 queries of one head [query][dim], `stride` apart, in the order of Asking.
+inline void lay_out_queries(const bf16* from, int64_t stride, int64_t queries, int64_t dim, bf16* out) {
+    for (int64_t d = 0; d < dim; d += DEPTH)
+        for (int64_t half = 0; half < QUERIES; half += TILE, out += TILE * DEPTH) {
+            __m512i part[TILE];
+            for (int64_t q = 0; q < TILE; q++)
+                part[q] = half + q < queries ? _mm512_loadu_si512(from + (half + q) * stride + d) : _mm512_setzero_si512();
+            transpose(part);
+            for (int64_t i = 0; i < TILE; i++) _mm512_store_si512(out + i * DEPTH, part[i]);
+        }
+}
+
+// Divides the sums by those of the weights -> [query][dim].
+inline void divide_sums(const Asking& of, int64_t queries, int64_t dim, bf16* to, int64_t stride) {
+    for (int64_t half = 0; half < queries; half += TILE) {
+        const __m512 by = _mm512_div_ps(_mm512_set1_ps(1), _mm512_load_ps(of.whole + half));
+        for (int64_t d = 0; d < dim; d += DEPTH) {
+            __m512i low[TILE], high[TILE];
+            const float* sums = of.sums + half * dim + d * TILE;
+            for (int64_t i = 0; i < TILE; i++, sums += TILE) {
+                low[i] = _mm512_castps_si512(_mm512_mul_ps(_mm512_load_ps(sums), by));
+                high[i] = _mm512_castps_si512(_mm512_mul_ps(_mm512_load_ps(sums + TILE * TILE), by));
+            }
+            transpose(low);
+            transpose(high);
+            bf16* out = to + half * stride + d;
+            for (int64_t q = 0; q < std::min(TILE, queries - half); q++, out += stride) {
+                const __m512 first = _mm512_castsi512_ps(low[q]), second = _mm512_castsi512_ps(high[q]);
+                _mm512_storeu_si512(out, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second, first)));
+            }
+        }
+    }
+}
+
+// 32 queries of all heads of a group; the last ones, which see the most, come first.
+inline void prefill_chunk(void* context, int64_t chunk, int thread) {
+    const Prefilling& task = *static_cast<const Prefilling*>(context);
+    const Op& op = *task.op;
+    const int64_t dim = op.i0, group = op.i1 / op.i2, window = op.i3, chunks = (task.count + QUERIES - 1) / QUERIES;
+    const int64_t head = chunk / chunks, query = (chunks - 1 - chunk % chunks) * QUERIES;
+    const int64_t queries = std::min(QUERIES, task.count - query);
+    const int64_t low = task.start + query, high = low + queries;  // positions of the queries
+    const int64_t first = window ? std::max<int64_t>(0, low + 1 - window) / DEPTH : 0;
+    const int64_t end = (high + DEPTH - 1) / DEPTH, heads = (task.head + head) * group;
+
+    Workspace& space = (*task.spaces)[thread];
+    const int64_t floats = QUERIES * (dim + 2), halves = QUERIES * dim;
+    float* scores = space.floats.of(QUERIES * DEPTH + group * floats);
+    bf16* weights = space.halves.of(TOGETHER * QUERIES * DEPTH + group * halves);
+    std::memset(scores + QUERIES * DEPTH, 0, group * floats * sizeof(float));
+    const bf16* from = static_cast<const bf16*>(op.a) + (task.begin + query) * op.stride_a + heads * dim;
+    const int64_t offset = (head * task.blocks + first - task.first_block) * dim * DEPTH;
+    space.heads.resize(group);
+    for (int64_t h = 0; h < group; h++) {
+        bf16* laid_out = weights + TOGETHER * QUERIES * DEPTH + h * halves;
+        float* sums = scores + QUERIES * DEPTH + h * floats;
+        lay_out_queries(from + h * dim, op.stride_a, queries, dim, laid_out);
+        space.heads[h] = {laid_out, sums, sums + QUERIES * dim, sums + QUERIES * (dim + 1), weights, 0, task.values + offset};
+        for (int64_t q = 0; q < QUERIES; q++) space.heads[h].power[q] = UNSEEN;
+    }
+    Sight sights[2];
+    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i latest = _mm512_set1_epi32(static_cast<int>(high - 1)), none = _mm512_set1_epi32(-1);
+    for (int64_t half = 0; half < 2; half++) {
+        const __m512i own = _mm512_add_epi32(lanes, _mm512_set1_epi32(static_cast<int>(low + half * TILE)));
+        sights[half].last = _mm512_min_epi32(own, latest);
+        sights[half].least = window ? _mm512_sub_epi32(sights[half].last, _mm512_set1_epi32(static_cast<int>(window))) : none;
+    }
+
+    written();
+    const __m512 factor = _mm512_set1_ps(static_cast<float>(op.f0) * LOG2_E);
+    for (int64_t begin = first; begin < end; begin += TOGETHER)
+        for (Asking& of : space.heads) {
+            for (int64_t block = begin; block < std::min(begin + TOGETHER, end); block++) {
+                const int64_t position = block * DEPTH;
+                score(task.keys + offset + (block - first) * dim * DEPTH, of.queries, dim, scores);
+                if (position + DEPTH <= low + 1 && (!window || position + window >= high))
+                    weigh<true>(of, scores, position, sights, factor, dim);
+                else
+                    weigh<false>(of, scores, position, sights, factor, dim);
+            }
+            add_up(of, dim);
+        }
+    for (int64_t h = 0; h < group; h++)
+        divide_sums(space.heads[h], queries, dim,
+                    static_cast<bf16*>(op.out) + (task.begin + query) * op.stride_out + (heads + h) * dim, op.stride_out);
+}
+
+// Attends to the chunk of a prompt that is a step's sequence. `space` is reused, because new memory of a process is expensive.
+inline void prefill(Team& team, std::vector<Workspace>& spaces, Scratch<bf16>& space, const Op& op, const Step& step,
+                    int64_t sequence) {
+    const int64_t begin = step.offsets[sequence], count = step.offsets[sequence + 1] - begin;
+    const int64_t start = step.lengths[sequence] - count, first = op.i3 ? std::max<int64_t>(0, start + 1 - op.i3) / DEPTH : 0;
+    const int64_t blocks = (start + count + DEPTH - 1) / DEPTH - first, each = blocks * op.i0 * DEPTH;
+    const int64_t most = std::clamp<int64_t>(LAID_OUT / each, 1, op.i2);  // kv heads at a time
+    bf16* keys = space.of(2 * most * each);
+    Prefilling task = {&op, step.pages + sequence * step.pages_stride, begin, start, count, first, blocks, 0, 0, keys,
+                       keys + most * each, &spaces};
+    for (; task.head < op.i2; task.head += task.heads) {
+        task.heads = std::min(most, op.i2 - task.head);
+        team.each(blocks, lay_out_chunk, &task);
+        team.each(task.heads * ((count + QUERIES - 1) / QUERIES), prefill_chunk, &task);
+    }
+}
+
+}  // namespace troupe

@@ -1,0 +1,453 @@
+// Runs programs of operators: see program.h for what they are, and kernels/devices/cpu/program.py for where they come from.
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cmath>
+
+#include "attention.h"
+#include "blocks.h"
+#include "chains.h"
+#include "cycle.h"
+#include "ends.h"
+#include "experts.h"
+#include "fp8.h"
+#include "grouped.h"
+#include "matrix.h"
+#include "narrow.h"
+#include "prefill.h"
+#include "program.h"
+#include "race.h"
+#include "rows.h"
+#include "decode_loop.h"
+#include "team.h"
+#include "whole.h"
+
+namespace troupe {
+
+struct Engine {
+    explicit Engine(int threads) : team(threads), panels(team.size()), scores(team.size()), spaces(team.size()) {}
+    Team team;
+    std::vector<Panel> panels;
+    std::vector<Scratch<float>> scores;
+    std::vector<Workspace> spaces;
+    Scratch<bf16> laid_out;
+    Tokens8 tokens;
+    Planes planes;
+    std::vector<bf16> ordered;
+    StepMemory memory;
+    Experts experts;
+};
+
+struct Rows {
+    const Op* op;
+    const Step* step;
+    void (*call)(const Op&, const Step&, int64_t);
+    int64_t each;
+};
+
+void rows_chunk(void* context, int64_t chunk, int) {
+    const Rows& rows = *static_cast<const Rows*>(context);
+    const int64_t end = std::min(rows.step->rows, (chunk + 1) * rows.each);
+    for (int64_t row = chunk * rows.each; row < end; row++) rows.call(*rows.op, *rows.step, row);
+}
+
+template <class T>
+T* at(void* base, int64_t row, int64_t stride) {
+    return static_cast<T*>(base) + row * stride;
+}
+
+void embed(const Op& op, const Step& step, int64_t row) {
+    bf16* out = at<bf16>(op.out, row, op.stride_out);
+    if (op.i1 == 2) {
+        unpack_blocks(static_cast<uint8_t*>(op.a), step.ids[row], op.i0, out);
+    } else if (op.i1) {
+        unpack(static_cast<bf16*>(op.a), step.ids[row], op.i0, out);
+    } else {
+        std::memcpy(out, at<bf16>(op.a, step.ids[row], op.i0), 2 * op.i0);
+    }
+}
+
+bf16 rounded(float x) {
+    return static_cast<bf16>(_mm_cvtsi128_si32(reinterpret_cast<__m128i>(_mm_cvtneps_pbh(_mm_set_ss(x)))));
+}
+
+void angles(const Op& op, const Step& step, int64_t row) {
+    const float* frequencies = static_cast<const float*>(op.a);
+    const float position = static_cast<float>(step.positions[row]), scale = static_cast<float>(op.f0);
+    for (int64_t i = 0; i < op.i0 / 2; i++) {  // the halves differ in the sign of their sines
+        const float angle = position * frequencies[i + op.i0 / 2];
+        const bf16 cosine = rounded(std::cos(angle) * scale), sine = rounded(std::sin(angle) * scale);
+        at<bf16>(op.out, row, op.i0)[i] = at<bf16>(op.out, row, op.i0)[i + op.i0 / 2] = cosine;
+        at<bf16>(op.b, row, op.i0)[i] = sine ^ 0x8000;
+        at<bf16>(op.b, row, op.i0)[i + op.i0 / 2] = sine;
+    }
+}
+
+void norm(const Op& op, const Step&, int64_t row) {
+    const bf16* x = op.a ? at<bf16>(op.a, row, op.stride_a) : nullptr;
+    bf16* residual = at<bf16>(op.b, row, op.stride_b);
+    bf16* out = at<bf16>(op.out, row, op.stride_out);
+    const float* weight = static_cast<const float*>(op.c);
+    for (int64_t head = 0; head < op.i1; head++) {
+        __m512 squares = _mm512_setzero_ps();
+        for (int64_t i = 0; i < op.i0; i += 16) {
+            __m512 value = load(residual + i);
+            if (x) {
+                store(residual + i, _mm512_add_ps(value, load(x + i)));
+                value = load(residual + i);
+            }
+            squares = _mm512_fmadd_ps(value, value, squares);
+        }
+        const float mean = _mm512_reduce_add_ps(squares) / static_cast<float>(op.i0);
+        const __m512 factor = _mm512_set1_ps(1.0f / std::sqrt(mean + static_cast<float>(op.f0)));
+        for (int64_t i = 0; i < op.i0; i += 16)
+            store(out + i, _mm512_mul_ps(_mm512_mul_ps(load(residual + i), factor), _mm512_loadu_ps(weight + i)));
+        residual += op.i0, out += op.i0, weight += op.i0;
+        if (x) x += op.i0;
+    }
+}
+
+void rotary(const Op& op, const Step&, int64_t row) {
+    const bf16 *x = at<bf16>(op.a, row, op.stride_a), *cos = at<bf16>(op.b, row, op.i0), *sin = at<bf16>(op.c, row, op.i0);
+    bf16* out = at<bf16>(op.out, row, op.stride_out);
+    const int64_t half = op.i0 / 2;
+    for (int64_t head = 0; head < op.i1; head++, x += op.i0, out += op.i0)
+        for (int64_t i = 0; i < half; i += 16) {
+            __m512 low = load(x + i), high = load(x + half + i);
+            store(out + i, _mm512_fmadd_ps(low, load(cos + i), _mm512_mul_ps(high, load(sin + i))));
+            store(out + half + i,
+                  _mm512_fmadd_ps(high, load(cos + half + i), _mm512_mul_ps(low, load(sin + half + i))));
+        }
+}
+
+inline __m512 as_stored(__m512 x) {
+    const __m512i wide = _mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+
+void place(const Op& op, const Step& step, int64_t row) {
+    const int64_t dim = op.i0, half = dim / 2, heads = op.i1, kv_heads = op.i2;
+    const Kept kept(op, op.out, dim, kv_heads);
+    bf16 *x = at<bf16>(op.a, row, op.stride_a), *cached = at<bf16>(op.out, step.index[row], 2 * kv_heads * dim);
+    alignas(64) bf16 key[256];
+    const float* weight = reinterpret_cast<const float*>(op.i4);
+    alignas(64) float cos[256], sin[256], part[256];
+    for (int64_t i = 0; i < dim; i += 16) {
+        _mm512_store_ps(cos + i, load(at<bf16>(op.b, row, dim) + i));
+        _mm512_store_ps(sin + i, load(at<bf16>(op.c, row, dim) + i));
+    }
+    for (int64_t head = 0; head < heads; head++, x += dim) {
+        __m512 squares = _mm512_setzero_ps();
+        for (int64_t i = 0; i < dim; i += 16) {
+            const __m512 value = load(x + i);
+            _mm512_store_ps(part + i, value);
+            squares = _mm512_fmadd_ps(value, value, squares);
+        }
+        if (weight) {
+            const float mean = _mm512_reduce_add_ps(squares) / static_cast<float>(dim);
+            const __m512 factor = _mm512_set1_ps(1.0f / std::sqrt(mean + static_cast<float>(op.f0)));
+            for (int64_t i = 0; i < dim; i += 16) {
+                const __m512 scaled = _mm512_mul_ps(_mm512_load_ps(part + i), factor);
+                _mm512_store_ps(part + i, as_stored(_mm512_mul_ps(scaled, _mm512_loadu_ps(weight + i))));
+            }
+            weight += dim;
+        }
+        const int64_t kept_head = head - heads + kv_heads;
+        bf16* out = kept_head < 0 ? x : op.narrow ? key : cached + kept_head * dim;
+        for (int64_t i = 0; i < half; i += 16) {
+            const __m512 low = _mm512_load_ps(part + i), high = _mm512_load_ps(part + half + i);
+            store(out + i, _mm512_fmadd_ps(low, _mm512_load_ps(cos + i), _mm512_mul_ps(high, _mm512_load_ps(sin + i))));
+            store(out + half + i, _mm512_fmadd_ps(high, _mm512_load_ps(cos + half + i),
+                                                  _mm512_mul_ps(low, _mm512_load_ps(sin + half + i))));
+        }
+        if (op.narrow && kept_head >= 0) kept.store(step.index[row], kept_head, key);
+    }
+    if (!op.narrow) std::memcpy(cached + kv_heads * dim, x, 2 * kv_heads * dim);
+    for (int64_t head = 0; op.narrow && head < kv_heads; head++) kept.store(step.index[row], kv_heads + head, x + head * dim);
+}
+
+void write(const Op& op, const Step& step, int64_t row) {
+    std::memcpy(at<bf16>(op.out, step.index[row], op.i0), at<bf16>(op.a, row, op.stride_a), 2 * op.i0);
+}
+
+void fake_quantize(const Op& op, const Step&, int64_t row) {
+    fake_quantize_row(at<bf16>(op.a, row, op.stride_a), at<bf16>(op.out, row, op.stride_out), op.i0);
+}
+
+void silu_and_mul(const Op& op, const Step&, int64_t row) {
+    silu_row(at<bf16>(op.a, row, op.stride_a), at<bf16>(op.out, row, op.stride_out), op.i0);
+}
+
+void add(const Op& op, const Step&, int64_t row) {
+    const bf16* x = at<bf16>(op.a, row, op.stride_a);
+    bf16* out = at<bf16>(op.out, row, op.stride_out);
+    if (!op.b) {
+        std::memcpy(out, x, 2 * op.i0);
+        return;
+    }
+    const bf16* y = at<bf16>(op.b, row, op.stride_b);
+    if (op.c) return add_weighted(x, y, *at<bf16>(op.c, row, op.i1), out, op.i0);
+    for (int64_t i = 0; i < op.i0; i += 16) store(out + i, _mm512_add_ps(load(x + i), load(y + i)));
+}
+
+// The first of the largest: lanes keep their first, then the least id of the best lanes wins. -> whether a value is NaN or
+// +inf, or all are -inf.
+bool argmax_of(const Op& op, int64_t row, int64_t& id, float& top) {
+    const bf16* logits = at<bf16>(op.a, row, op.stride_a);
+    const __m512i sixteen = _mm512_set1_epi32(16);
+    const __m512 none = _mm512_set1_ps(-INFINITY);
+    __m512 most = none;
+    __m512i ids = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), best = ids;
+    __mmask16 broken = 0;
+    for (int64_t i = 0; i < op.i0; i += 16) {
+        const int64_t left = op.i0 - i;
+        const __mmask16 here = left >= 16 ? 0xffff : static_cast<__mmask16>((1 << left) - 1);
+        const __m512 value = _mm512_mask_mov_ps(none, here, load(logits + i, here));
+        const __mmask16 more = _mm512_cmp_ps_mask(value, most, _CMP_GT_OQ);
+        broken |= _mm512_cmp_ps_mask(value, _mm512_set1_ps(INFINITY), _CMP_NLT_UQ);
+        most = _mm512_mask_mov_ps(most, more, value);
+        best = _mm512_mask_mov_epi32(best, more, ids);
+        ids = _mm512_add_epi32(ids, sixteen);
+    }
+    top = _mm512_reduce_max_ps(most);
+    const __mmask16 winners = _mm512_cmp_ps_mask(most, _mm512_set1_ps(top), _CMP_EQ_OQ);
+    const bool failed = broken || top == -INFINITY;
+    id = failed ? 0 : _mm512_mask_reduce_min_epi32(winners, best);
+    return failed;
+}
+
+void greedy(const Op& op, const Step&, int64_t row) {
+    float top;
+    static_cast<uint8_t*>(op.b)[row] = argmax_of(op, row, static_cast<int64_t*>(op.out)[row], top);
+}
+
+void draw(const Op& op, const Step& step, int64_t row) {
+    float top;
+    int64_t& id = static_cast<int64_t*>(op.out)[row];
+    const bool failed = argmax_of(op, row, id, top);
+    reinterpret_cast<uint8_t*>(op.i4)[row] = failed;
+    const Draw& how = static_cast<const Draw*>(op.b)[row];
+    if (!failed && how.temperature > 0)
+        id = Race(at<bf16>(op.a, row, op.stride_a), op.i0, static_cast<const int64_t*>(op.c), op.i1, how, step.positions[row])
+                 .run(id, top);
+}
+
+// `bytes`: of an input.
+Operands operands(Engine& engine, const Op& op, const Step& step, int64_t bytes) {
+    return {static_cast<char*>(op.a), op.stride_a * static_cast<int64_t>(sizeof(bf16)), static_cast<char*>(op.b),
+            static_cast<bf16*>(op.c), static_cast<bf16*>(op.out), op.stride_out, step.rows, op.i0 * bytes / LINE, op.i1,
+            op.gated != 0, &engine.panels};
+}
+
+void run(Engine& engine, const Op& op, const Step& step) {
+    Rows rows = {&op, &step, nullptr, 8};  // fewer are not worth a claim
+    switch (op.kind) {
+        case LINEAR: return multiply(engine.team, Product{operands(engine, op, step, sizeof(bf16))});
+        case LINEAR8:
+            return multiply(engine.team, Product8{operands(engine, op, step, sizeof(int8_t)), static_cast<bf16*>(op.a),
+                                                  op.stride_a, &engine.tokens, static_cast<float>(op.f0), op.i2});
+        case GROUPED: {
+            const Widened of = {{operands(engine, op, step, sizeof(bf16))}};
+            const auto* order = reinterpret_cast<const int64_t*>(op.i4);
+            const bool zeroed = op.f0 != 0;
+            if (op.i3 == 4) return multiply(engine.team, Grouped<4>{of, order, &engine.ordered, op.i2, zeroed}, engine.planes);
+            return multiply(engine.team, Grouped<8>{of, order, &engine.ordered, op.i2, zeroed}, engine.planes);
+        }
+        case FP8: return multiply_made(engine.team, Fp8Product{{{operands(engine, op, step, sizeof(bf16))}}, op.i2}, engine.planes);
+        case BLOCKS:
+            return with_bits(*static_cast<const Layout*>(op.b), [&]<int BITS>() {
+                multiply_made(engine.team, BlockProduct<BITS>{{{operands(engine, op, step, sizeof(bf16))}}}, engine.planes);
+            });
+        case EXPERTS: return run_experts({engine.team, engine.panels, engine.experts, op, step});
+        case ATTENTION:
+            attention(engine.team, engine.scores, op, step);
+            for (int64_t sequence = step.sequences - step.prompts; sequence < step.sequences; sequence++)
+                prefill(engine.team, engine.spaces, engine.laid_out, op, step, sequence);
+            return;
+        case EMBED: rows.call = embed; break;
+        case ANGLES: rows.call = angles; break;
+        case NORM: rows.call = norm; break;
+        case ROTARY: rows.call = rotary; break;
+        case WRITE: rows.call = write; break;
+        case PLACE: rows.call = place; break;
+        case WRITE_NARROW: rows.call = write_narrow; break;
+        case SILU: rows.call = silu_and_mul; break;
+        case FAKE_QUANTIZE: rows.call = fake_quantize; break;
+        case GREEDY: rows.call = greedy; break;
+        case DRAW: rows.call = draw; rows.each = 1; break;
+        case ADD: rows.call = add; break;
+        default: return;
+    }
+    engine.team.each((step.rows + rows.each - 1) / rows.each, rows_chunk, &rows);
+}
+
+// Runs programs by an engine. However a call ends, the helpers then sleep, and the tiles are free for other libraries.
+struct Running {
+    Engine& on;
+    explicit Running(void* engine) : on(*static_cast<Engine*>(engine)) {}
+    ~Running() {
+        on.team.rest();
+        release_tiles();
+    }
+    void operator()(const Ops& ops, const Step& step) const {
+        for (int64_t i = 0; i < ops.count && step.rows > 0; i++) run(on, ops.first[i], step);
+    }
+};
+
+}  // namespace troupe
+
+using namespace troupe;
+
+extern "C" {
+
+// Whether the processor has every instruction set that this was compiled for, and the system lends AMX's tiles to this process.
+int troupe_ready() {
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512dq") ||
+        !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512vbmi") ||
+        !__builtin_cpu_supports("avx512vnni"))
+        return 0;
+#ifdef __AMX_TILE__
+    if (!__builtin_cpu_supports("avx512fp16") || !__builtin_cpu_supports("amx-bf16") || !__builtin_cpu_supports("amx-int8")) return 0;
+    constexpr long request_permission = 0x1023, tile_data = 18;
+    return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+#else
+    return 1;
+#endif
+}
+
+// null: the system could not start so many threads.
+void* troupe_open(int threads) try {
+    return new Engine(threads);
+} catch (const std::exception&) {
+    return nullptr;
+}
+
+void troupe_close(void* engine) { delete static_cast<Engine*>(engine); }
+
+int64_t troupe_packed(int64_t outputs, int64_t inputs) { return blocks(outputs) * WIDE * inputs; }
+
+// `packed`: memory that is written to for the first time. Large pages, where it has room for them, are read faster.
+static void in_large_pages(void* packed, int64_t bytes) {
+    const uintptr_t page = sysconf(_SC_PAGESIZE), begin = (reinterpret_cast<uintptr_t>(packed) + page - 1) / page * page;
+    uintptr_t end = reinterpret_cast<uintptr_t>(packed) + bytes;
+    constexpr uintptr_t large = 2 << 20;
+    if (begin % large == 0) end = end / large * large;  // memory of its own, whose last one would be mostly empty
+    if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+}
+
+void troupe_pack(const void* weight, int64_t outputs, int64_t inputs, void* packed) {
+    in_large_pages(packed, 2 * troupe_packed(outputs, inputs));
+    pack(static_cast<const bf16*>(weight), outputs, inputs, static_cast<bf16*>(packed));
+}
+
+int64_t troupe_packed8(int64_t outputs, int64_t inputs) { return packed8(outputs, inputs); }
+
+void troupe_pack8(const void* weight, const void* scales, const void* correction, int64_t outputs, int64_t inputs,
+                  void* packed) {
+    in_large_pages(packed, packed8(outputs, inputs));
+    pack8(static_cast<const int8_t*>(weight), static_cast<const float*>(scales),
+          static_cast<const int32_t*>(correction), outputs, inputs, static_cast<int8_t*>(packed));
+}
+
+int64_t troupe_packed_grouped(int64_t outputs, int64_t inputs, int64_t group, int64_t bits) {
+    return packed_grouped(outputs, inputs, group, bits);
+}
+
+void troupe_pack_grouped(const void* values, const void* scales, const void* zeros, int64_t outputs, int64_t inputs,
+                         int64_t group, int64_t bits, void* packed) {
+    in_large_pages(packed, packed_grouped(outputs, inputs, group, bits));
+    pack_grouped(static_cast<const uint8_t*>(values), static_cast<const float*>(scales),
+                 static_cast<const uint8_t*>(zeros), outputs, inputs, group, bits, static_cast<uint8_t*>(packed));
+}
+
+int64_t troupe_packed_fp8(int64_t outputs, int64_t inputs, int64_t group) { return packed_fp8(outputs, inputs, group); }
+
+void troupe_pack_fp8(const void* values, const void* scales, int64_t outputs, int64_t inputs, int64_t group, void* packed) {
+    in_large_pages(packed, packed_fp8(outputs, inputs, group));
+    pack_fp8(static_cast<const uint8_t*>(values), static_cast<const float*>(scales), outputs, inputs, group,
+             static_cast<uint8_t*>(packed));
+}
+
+int64_t troupe_packed_blocks(const Layout* layout, int64_t outputs, int64_t inputs) {
+    return packed_blocks(*layout, outputs, inputs);
+}
+
+void troupe_begin_blocks(const Layout* layout, int64_t outputs, int64_t inputs, void* packed) {
+    in_large_pages(packed, packed_blocks(*layout, outputs, inputs));
+    std::memcpy(packed, layout, sizeof(Layout));
+}
+
+void troupe_pack_blocks(const Blocks* from, int64_t first, int64_t outputs, int64_t inputs, void* packed) {
+    pack_blocks(*from, first, outputs, inputs, static_cast<uint8_t*>(packed));
+}
+
+// -> whether there was memory for all of it.
+int troupe_run(void* engine, const Op* ops, int64_t count, const Step* step) try {
+    Running{engine}(Ops{ops, count}, *step);
+    return true;
+} catch (const std::exception&) {
+    return false;
+}
+
+// One token more of each of the slots, by a program that leaves the most likely in `argmax`, and whether one is not to be
+// used in `broken`; `draw` (or null): a DRAW that finds others. -> an Advanced.
+int64_t troupe_advance(void* engine, const Op* ops, int64_t count, const SlotTable* table, const int64_t* slots, int64_t rows,
+                       const int64_t* argmax, const uint8_t* broken, const Op* draw, int32_t* found) try {
+    const Running running(engine);
+    Step step;
+    const Advanced prepared = prepare(*table, slots, rows, running.on.memory, step);
+    if (prepared != DONE) return prepared;
+    running(Ops{ops, count}, step);
+    if (draw) {
+        step.positions = step.lengths;  // where what is drawn will stand
+        running(Ops{draw, 1}, step);
+        argmax = static_cast<const int64_t*>(draw->out);
+    }
+    return keep(*table, slots, rows, argmax, broken, found);
+} catch (const std::exception&) {  // of memory: the step is left to others, who say so
+    return UNFIT;
+}
+
+// Draft tokens: see chains.h. A draft sees what was computed; -> whether there was memory for it. ...
+int troupe_observe(void* engine, const Op* ops, int64_t count, const SlotTable* table, const RowTokens* rows,
+                   const Observation* seen) try {
+    const Running running(engine);
+    observe(running, running.on.memory, Ops{ops, count}, *table, *rows, *seen);
+    return true;
+} catch (const std::exception&) {
+    return false;
+}
+
+// ... Chains are drafted and verified: see cycle.h. -> an Advanced.
+int64_t troupe_cycle(void* engine, const Cycle* given, const SlotTable* table, const int64_t* slots, int64_t rows,
+                     const int32_t* drafts, const int64_t* left, int64_t steps, const Draw* how, int unseen,
+                     Cycled* found) try {
+    found->seen = false;
+    const Running running(engine);
+    return cycle(running, running.on.memory, *given, *table, slots, rows, drafts, left, steps, how, unseen, *found);
+} catch (const std::exception&) {
+    return UNFIT;
+}
+
+// ... The model verifies chains, tokens [rows, stride] with the roots first. -> an Advanced.
+int64_t troupe_verify(void* engine, const Op* ops, int64_t count, const SlotTable* table, const RowTokens* rows,
+                      const int64_t* tokens, int64_t stride, const int64_t* argmax, const uint8_t* broken, const Op* draw,
+                      int64_t* accepted) try {
+    const Running running(engine);
+    StepMemory& memory = running.on.memory;
+    argmax = verify(running, memory, Ops{ops, count}, *table, *rows, tokens, stride, argmax, draw);
+    return accept(*table, *rows, argmax, broken, memory, accepted);
+} catch (const std::exception&) {
+    return UNFIT;
+}
+
+// Sequences are run up to their last known tokens: see ends.h. -> an Advanced.
+int64_t troupe_reach(void* engine, const Op* ops, int64_t count, const SlotTable* table, const RowTokens* rows,
+                     const Head* head, const int64_t* argmax, const uint8_t* broken, const Op* draw, int32_t* found) try {
+    const Running running(engine);
+    return reach(running, running.on.memory, Ops{ops, count}, *table, *rows, *head, argmax, broken, draw, found);
+} catch (const std::exception&) {
+    return UNFIT;
+}
+}

@@ -1,0 +1,75 @@
+// What a program of the CPU's native operators is made of. kernels/devices/cpu/native/library.py mirrors these structs.
+#pragma once
+#include <cstdint>
+
+namespace troupe {
+
+enum Kind : int64_t { EMBED, ANGLES, NORM, LINEAR, ROTARY, WRITE, ATTENTION, SILU, EXPERTS, GREEDY, ADD, LINEAR8, GROUPED, BLOCKS,
+                      WRITE_NARROW, FAKE_QUANTIZE, PLACE, DRAW, FP8 };
+
+// Tensors are bf16 unless said otherwise, row-major, their rows (tokens) `stride` elements apart.
+//   EMBED      a table [vocab, i0] -> out; i1: whether it is packed as the weight of a LINEAR
+//   ANGLES     a frequencies float [i0], f0 scale -> out cosines, b sines [rows, i0]
+//   NORM       a x or null, b residual: residual += x; out = norm(residual) * c, c float [i1, i0]: i1 heads of i0, f0 eps
+//   LINEAR     a x, b packed weight, c bias or null -> out; i0 inputs, i1 outputs; gated: those are gates and as many
+//              others, out is silu(gate) * other, i1 a multiple of 64
+//   LINEAR8    as LINEAR with b a weight of int8 (whole.h); f0 scale of every token, 0: each its own; i2 offset
+//   GROUPED    as LINEAR with b a weight of groups (grouped.h); i2 inputs of a group, i3 bits, i4 address of the inputs'
+//              order int64 [i0], 0: as they come; f0: whether zeros are others than the middle
+//   FP8        as LINEAR with b a weight of e4m3 (fp8.h); i2 inputs that have a scale of their own
+//   BLOCKS     as LINEAR with b a weight in blocks (blocks.h)
+//   ROTARY     a x, b cosines, c sines -> out; i0 dim, i1 heads
+//   PLACE      a queries, keys and values: NORM and ROTARY of the first two, in one pass, and WRITE; b cosines, c sines, out
+//              cache; i0 dim, i1 heads of queries and keys, i2 kv heads, i4 address of the norm's weight or 0, f0 eps
+//   WRITE      a keys and values -> out cache; i0 elements of a token
+//   WRITE_NARROW  a keys and values -> out cache of 8 bits (narrow.h); i0 dim, i1 heads of a token
+//   ATTENTION  a queries, b cache [pages, i4, 2, i2, i0] -> out; i0 dim, i1 heads, i2 kv heads, i3 window, f0 scale
+//   FAKE_QUANTIZE     a x -> out, each row rounded to whole shares of its largest over 127; i0 elements of a row, a multiple of 16
+//   SILU       a gate | up [rows, 2 * i0] -> out [rows, i0]
+//   ADD        a x, b y or null -> out = x + y; i0 elements of a row. c logits or null: out = x + sigmoid(logit) * y, i1 from
+//              one to the next
+//   EXPERTS    a x, b logits of a router, c Expert[i1] (experts.h) -> out; i0 elements of a row, i2 experts that a row takes, i3
+//              inner dimension, i4: whether their weights add up to one
+//   GREEDY     a logits [rows, i0] -> out int64 [rows] the most likely ids, b bool [rows]: a NaN, +inf or nothing but -inf
+//   DRAW       as GREEDY with i4 for b, and b Draw[rows] (race.h): sampled for the step's positions. c int64 [i0] or null: the
+//              tokens that the logits are of, of i1 in all
+// PLACE, WRITE_NARROW and ATTENTION know caches of 8 bits: `narrow` says of which numbers (0: bf16). `scales` bf16
+// [pages, tokens, 2, kv heads], or `fixed` float [2, kv heads, dim] with `offsets` or null; `by_head` float [2, kv heads] where
+// these are the same for all dims.
+struct Op {
+    int64_t kind;
+    void *a, *b, *c, *out;
+    int64_t stride_a, stride_b, stride_out;
+    int64_t i0, i1, i2, i3, i4, gated;
+    double f0;
+    int64_t narrow;
+    void *scales, *fixed, *offsets, *by_head;
+};
+
+// One step's inputs. ATTENTION alone knows `sequences`: row r of `pages` holds the page ids of sequence r, `lengths` its
+// tokens in the cache, the step's included. The step's rows `offsets[r] .. offsets[r + 1]` are its queries (null: one
+// each). Behind the first `decodes`, drafts may be trees: `bits` of each query [.., bits_stride] say what it sees from
+// position `roots[r - decodes]` on, of which it sees all before (null: from its first query's position on). The last
+// `prompts` sequences are chunks of prompts, which are attended to in blocks.
+struct Step {
+    int64_t rows;
+    const int32_t* ids;
+    const int64_t* positions;
+    const int64_t* index;
+    const int32_t* pages;
+    int64_t pages_stride;
+    const int64_t* lengths;
+    int64_t sequences, decodes;
+    const int64_t* offsets;
+    const int64_t* roots;
+    const uint64_t* bits;
+    int64_t bits_stride;
+    int64_t prompts;
+};
+
+struct Ops {
+    const Op* first;
+    int64_t count;
+};
+
+}  // namespace troupe

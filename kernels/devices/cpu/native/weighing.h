@@ -1,0 +1,173 @@
+// Turns scores into weights, relative to a power of two for each column (attention.h). With up to four columns four tokens share a
+// vector; else each token has its own. Either way a column's weights are the same bits.
+#pragma once
+#include "narrow.h"
+#include "pieces.h"
+
+namespace troupe {
+
+constexpr int64_t FOUR = 4;                 // columns up to which tokens share vectors
+constexpr int64_t PLANE = TILE * TILE;      // scores of a tile
+constexpr int64_t SCORES = 2 * PLANE;       // of integers: of both bytes
+constexpr float UNSEEN = -1e30f;
+constexpr float FAR = 60;  // powers of two that weights may come to
+
+// The columns of one tile of scores: all columns of several kv heads, or some of one. With few columns a column's numbers are repeated
+// for each of four tokens.
+struct Columns {
+    int64_t head, heads;     // kv heads
+    int64_t column, count;   // of each: the first, and how many
+    const uint32_t* asked;   // [head][pair of dims][column], or of integers [head][upper, lower][four dims][column]
+    float* sums;             // [head][padded column][dim]
+    alignas(64) float whole[TILE] = {};    // sums of weights
+    alignas(64) float power[TILE];         // the powers of two to which weights and sums are relative
+    alignas(64) float factors[TILE] = {};  // of scores
+    float* totals;           // as `sums`, of the pieces before
+    float total_whole[TILE] = {}, total_power[TILE];
+    uint64_t bits[TILE] = {};
+    int64_t firsts[TILE], lengths[TILE];
+
+    // Adds the sums of columns for which `asked`(lane) to the totals, and clears them.
+    template <class Asked>
+    void total(int64_t lanes, int64_t dim, const Asked& asked);
+};
+
+// Columns that have memory for sums: `columns`, or the next multiple of four.
+inline int64_t padded(int64_t columns) { return columns <= 4 ? columns : (columns + 3) / 4 * 4; }
+
+template <class Asked>
+void Columns::total(int64_t lanes, int64_t dim, const Asked& asked) {
+    for (int64_t lane = 0; lane < heads * count; lane++) {
+        if (!asked(lane)) continue;
+        const int64_t at = (lane / count * padded(count) + lane % count) * dim;
+        Partial found = {totals + at, total_whole[lane], total_power[lane]};
+        found.add({sums + at, whole[lane], power[lane]}, dim);
+        total_whole[lane] = found.whole, total_power[lane] = found.power;
+        std::memset(sums + at, 0, dim * sizeof(float));
+        whole[lane] = 0;
+        for (int64_t i = lane; i < TILE; i += lanes) power[i] = UNSEEN;
+    }
+}
+
+// Scales of cached tokens, which scores and weights are multiplied by. Lanes without a column count as further kv heads: behind a
+// token's last head comes the next token, and behind the last token of a vector memory may end.
+class ScalesOf {
+  public:
+    // `each`: columns of a kv head in a tile.
+    ScalesOf(const Sixteen& made, const Kept& kept, int64_t each, int64_t lanes) : made_(made), kept_(kept), lanes_(lanes) {
+        alignas(64) uint32_t heads[TILE] = {}, words[TILE] = {};
+        for (int64_t lane = 0; lane < TILE; lane++) {
+            heads[lane] = static_cast<uint32_t>(lane % lanes / each);
+            words[lane] = static_cast<uint32_t>(lane / lanes * kept.heads + heads[lane]) << 16;
+        }
+        heads_ = _mm512_load_si512(heads), words_ = _mm512_load_si512(words);
+        count_ = (TILE / lanes - 1) * kept.heads + heads[lanes - 1] + 1;
+        together_ = count_ <= WIDE;
+    }
+
+    // For the `i`th vector of scores of `turn`, whose first kv head is `head`: the scales of keys (part 0) or values (1).
+    __m512 operator()(int64_t turn, int64_t i, int64_t part, int64_t head) const {
+        const int64_t from = part * (kept_.heads / 2) + made_.head() + head;
+        if (!kept_.scales) {
+            if (!kept_.by_head) return _mm512_set1_ps(1.0f);
+            const __m512i last = _mm512_set1_epi32(static_cast<int>(kept_.heads - from - 1));
+            return _mm512_i32gather_ps(_mm512_min_epi32(heads_, last), kept_.by_head + from, 4);
+        }
+        const int64_t there = TILE / lanes_ * kept_.heads - from;  // of the vector's tokens
+        const bf16* all = kept_.scales + (made_.place(turn) + i * (TILE / lanes_)) * kept_.heads + from;
+        if (together_) {
+            const __mmask32 mask = ~0u >> (WIDE - std::min(count_, there));
+            return _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, words_, _mm512_maskz_loadu_epi16(mask, all)));
+        }
+        alignas(64) uint32_t found[TILE], at[TILE];
+        _mm512_store_si512(at, words_);
+        const uint32_t last = static_cast<uint32_t>(there - 1);
+        for (int64_t lane = 0; lane < TILE; lane++)
+            found[lane] = static_cast<uint32_t>(all[std::min(at[lane] >> 16, last)]) << 16;
+        return _mm512_castsi512_ps(_mm512_load_si512(found));
+    }
+
+  private:
+    const Sixteen& made_;
+    const Kept& kept_;
+    const int64_t lanes_;
+    __m512i heads_, words_;  // of each lane, `words` in the upper half
+    int64_t count_;          // of words
+    bool together_;
+};
+
+// Turns scores of 16 tokens, `LANES` each, into weights, in place. `seen`: the columns that see each token; null: all see all.
+// WHOLE_NUMBERS: scores are integers, in two parts. `scale_of`(vector, part), if SCALED.
+template <int64_t LANES, bool SCALED, bool WHOLE_NUMBERS, class Scale>
+void weigh(Columns& of, float* scores, const __mmask16* seen, int64_t dim, const Scale& scale_of) {
+    constexpr int64_t TOKENS_OF = TILE / LANES, COUNT = LANES;  // tokens of a vector, and vectors
+    __m512 rest[COUNT], n[COUNT], most = _mm512_set1_ps(UNSEEN);
+    __mmask16 masks[COUNT];
+    const __m512 factor = _mm512_load_ps(of.factors);
+    for (int64_t i = 0; i < COUNT; i++) {
+        masks[i] = 0xffff;
+        if (seen) {
+            masks[i] = 0;
+            for (int64_t t = 0; t < TOKENS_OF; t++)
+                masks[i] |= static_cast<__mmask16>((seen[i * TOKENS_OF + t] & ((1u << LANES) - 1)) << (t * LANES));
+        }
+        __m512 by = factor, score = _mm512_load_ps(scores + i * TILE);
+        if constexpr (SCALED) by = _mm512_mul_ps(by, scale_of(i, 0));
+        if constexpr (WHOLE_NUMBERS) {
+            const __m512i lower = _mm512_load_si512(scores + PLANE + i * TILE);
+            score = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(_mm512_castps_si512(score), 8), lower));
+        }
+        const __m512 x = _mm512_mul_ps(score, by);
+        n[i] = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        rest[i] = _mm512_sub_ps(x, n[i]);
+        most = _mm512_mask_max_ps(most, masks[i], most, n[i]);
+    }
+    if constexpr (LANES == FOUR) {
+        most = _mm512_max_ps(most, _mm512_shuffle_f32x4(most, most, 0x4e));
+        most = _mm512_max_ps(most, _mm512_shuffle_f32x4(most, most, 0xb1));
+    }
+    __m512 power = _mm512_load_ps(of.power), whole = _mm512_load_ps(of.whole);
+    const __mmask16 far = _mm512_cmp_ps_mask(most, _mm512_add_ps(power, _mm512_set1_ps(FAR)), _CMP_GT_OQ);
+    if (far) {
+        alignas(64) float by[TILE];
+        const __m512 scale = _mm512_mask_scalef_ps(_mm512_set1_ps(1), far, _mm512_set1_ps(1), _mm512_sub_ps(power, most));
+        _mm512_store_ps(by, scale);
+        whole = _mm512_mul_ps(whole, scale);
+        power = _mm512_mask_mov_ps(power, far, most);
+        _mm512_store_ps(of.power, power);
+        for (int64_t c = 0; c < of.heads * of.count; c++) {
+            float* sums = of.sums + (c / of.count * padded(of.count) + c % of.count) * dim;
+            for (int64_t d = 0; d < dim; d += TILE)
+                _mm512_store_ps(sums + d, _mm512_mul_ps(_mm512_load_ps(sums + d), _mm512_set1_ps(by[c])));
+        }
+    }
+    for (int64_t i = 0; i < COUNT; i++) {
+        __m512 weight = _mm512_maskz_scalef_ps(masks[i], exp2_near(rest[i]), _mm512_sub_ps(n[i], power));
+        if constexpr (LANES == TILE) {
+            whole = _mm512_add_ps(whole, weight);
+        } else {  // one token after the other
+            __m128 sum = _mm512_castps512_ps128(whole);
+            sum = _mm_add_ps(sum, _mm512_castps512_ps128(weight));
+            sum = _mm_add_ps(sum, _mm512_extractf32x4_ps(weight, 1));
+            sum = _mm_add_ps(sum, _mm512_extractf32x4_ps(weight, 2));
+            sum = _mm_add_ps(sum, _mm512_extractf32x4_ps(weight, 3));
+            whole = _mm512_castps128_ps512(sum);
+        }
+        if constexpr (SCALED) weight = _mm512_maskz_mul_ps(masks[i], weight, scale_of(i, 1));
+        _mm512_store_ps(scores + i * TILE, weight);
+    }
+    _mm512_store_ps(of.whole, whole);
+}
+
+inline void weigh_all(Columns& of, float* scores, const __mmask16* seen, int64_t lanes, int64_t dim, const Sixteen& made,
+                      const ScalesOf& scales, int64_t turn, bool narrow) {
+    const auto scale_of = [&](int64_t i, int64_t part) { return scales(turn, i, part, of.head); };
+    const auto run = [&]<int64_t LANES>() {
+        if (!narrow) return weigh<LANES, false, false>(of, scores, seen, dim, scale_of);
+        if (made.whole_keys()) return weigh<LANES, true, true>(of, scores, seen, dim, scale_of);
+        weigh<LANES, true, false>(of, scores, seen, dim, scale_of);
+    };
+    lanes == FOUR ? run.template operator()<FOUR>() : run.template operator()<TILE>();
+}
+
+}  // namespace troupe

@@ -1,0 +1,379 @@
+"""The native operators and what each of them takes."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kernels.core.operators import Draws
+from kernels.devices.cpu.native.library import Op, Step
+from kernels.devices.cpu.native_blocks import NativeBlocks, NativeRows
+from kernels.devices.cpu.native_experts import ExpertTable
+from kernels.devices.cpu.native_fp8 import NativeFp8
+from kernels.devices.cpu.native_grouped import NativeGrouped
+from kernels.devices.cpu.native_int8 import NativeInt8
+from kernels.devices.cpu.products import NativeWeight, Products, products
+from kernels.devices.cpu.recording import Engine
+from kernels.weights.quantization.cache import LayerScales
+
+__all__ = ["Kept", "Native", "NativeWeight"]
+
+_EMBED, _ANGLES, _NORM = range(3)
+_ROTARY, _WRITE, _ATTENTION, _SILU, _EXPERTS, _GREEDY, _ADD = range(4, 11)
+_WRITE_NARROW, _FAKE_QUANTIZE, _PLACE, _DRAW = range(14, 18)
+_NARROW = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}
+_HEAD_DIMS = (32, 64, 96, 128, 256)
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """A layer's keys and values of 8 bits. ``values`` [pages, page_size, 2, kv_heads, dim]; ``scales`` bf16 [pages,
+    page_size, 2, kv_heads], each token's, or ``fixed``; ``by_head`` f32 [2, kv_heads]: where all dims share one.
+    """
+
+    values: Tensor
+    scales: Tensor | None
+    fixed: LayerScales | None
+    by_head: Tensor | None
+
+
+class Native(Engine):
+    """The native operators, on ``threads`` threads. bf16 tensors whose last dimension is contiguous.
+
+    An operator that does not fit its arguments must not be called: see the ``fits`` of each.
+    """
+
+    def embed(self, table: Tensor, rows: int) -> Tensor:
+        """The embeddings of the step's token ids. Only while recording."""
+        width = table.shape[1]
+        out = self._empty(rows, width)
+        op = Op(kind=_EMBED, a=table.data_ptr(), out=out.data_ptr(), stride_out=width, i0=width)
+        self._call(op, Step(rows), table)
+        return out
+
+    def lookup(self, ids: Tensor, weight: NativeWeight | NativeRows) -> Tensor:
+        """Rows ``ids`` int [tokens] of a weight, bit by bit; while recording, of the step's token ids. IndexError."""
+        rows, width = len(ids), weight.inputs
+        out = self._empty(rows, width)
+        op = Op(kind=_EMBED, a=weight.memory.data_ptr(), out=out.data_ptr(), stride_out=width, i0=width)
+        op.i1 = 2 if isinstance(weight, NativeRows) else 1
+        given = ids.to(torch.int32).contiguous()
+        if rows and not 0 <= int(given.min()) <= int(given.max()) < weight.outputs:
+            raise IndexError(f"an id is not one of the {weight.outputs} rows; look up these alone")
+        self._call(op, Step(rows, given.data_ptr()), weight.memory)
+        return out
+
+    def angles(self, frequencies: Tensor, scale: float, rows: int) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines of the step's positions. Only while recording."""
+        dim = len(frequencies)
+        cos, sin = self._empty(rows, dim), self._empty(rows, dim)
+        op = Op(kind=_ANGLES, a=frequencies.data_ptr(), b=sin.data_ptr(), out=cos.data_ptr(), i0=dim, f0=scale)
+        self._call(op, Step(rows), frequencies)
+        return cos.view(rows, 1, dim), sin.view(rows, 1, dim)
+
+    @staticmethod
+    def fits_norm(weight: Tensor) -> bool:
+        return weight.shape[-1] % 16 == 0
+
+    def norm(self, x: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """The norm of ``residual`` [rows, dim] or [rows, heads, dim], to which ``x`` is added first.
+
+        ``weight`` float32 [dim] or [heads, dim].
+        """
+        rows, dim = len(residual), weight.shape[-1]
+        out = self._empty(rows, weight.numel())
+        op = Op(
+            kind=_NORM,
+            a=None if x is None else x.data_ptr(),
+            b=residual.data_ptr(),
+            c=weight.data_ptr(),
+            out=out.data_ptr(),
+            stride_a=0 if x is None else x.stride(0),
+            stride_b=residual.stride(0),
+            stride_out=weight.numel(),
+            i0=dim,
+            i1=weight.numel() // dim,
+            f0=eps,
+        )
+        self._call(op, Step(rows), weight)
+        return out.view(residual.shape)
+
+    @staticmethod
+    def fits_linear(weight: Tensor) -> bool:
+        return weight.shape[1] % 32 == 0
+
+    @staticmethod
+    def fits_gated(outputs: int) -> bool:
+        return outputs % 64 == 0
+
+    def linear(self, x: Tensor, weight: NativeWeight, bias: Tensor | None, gated: bool = False) -> Tensor:
+        """``gated``: the weight's outputs are gates and as many others; the result is ``silu(gates) * others``."""
+        return self._multiply(x, weight.outputs // 2 if gated else weight.outputs, products(weight, bias, gated))
+
+    def linear_int8(self, x: Tensor, weight: NativeInt8, bias: Tensor | None, gated: bool = False) -> Tensor:
+        """As ``linear``, of tokens that are rounded to whole numbers."""
+        return self._multiply(x, weight.outputs // 2 if gated else weight.outputs, products(weight, bias, gated))
+
+    def linear_grouped(
+        self, x: Tensor, weight: NativeGrouped | NativeFp8, bias: Tensor | None, gated: bool = False
+    ) -> Tensor:
+        """As ``linear``, with a weight of whole numbers, or of e4m3, of which groups share a scale."""
+        return self._multiply(x, weight.outputs // 2 if gated else weight.outputs, products(weight, bias, gated))
+
+    def linear_blocks(self, x: Tensor, weight: NativeBlocks, bias: Tensor | None, gated: bool = False) -> Tensor:
+        """As ``linear``, with a weight in blocks; ``gated``: in those of one type."""
+        return self._multiply(x, weight.outputs // 2 if gated else weight.outputs, products(weight, bias, gated))
+
+    def _multiply(self, x: Tensor, width: int, found: Products) -> Tensor:
+        out = self._empty(len(x), width)
+        for op, first, kept in found:
+            op.a, op.stride_a = x.data_ptr(), x.stride(0)
+            op.out, op.stride_out = out[:, first:].data_ptr(), width
+            self._call(op, Step(len(x)), *kept)
+        return out
+
+    @staticmethod
+    def fits_experts(x: Tensor) -> bool:
+        return x.shape[1] % 16 == 0 and x.dtype == torch.bfloat16
+
+    def experts(self, x: Tensor, logits: Tensor, table: ExpertTable, chosen: int, normalized: bool) -> Tensor:
+        """A layer of experts, of which each token takes the ``chosen`` most likely by ``logits`` [rows, experts]."""
+        rows, width = x.shape
+        out = self._empty(rows, width)
+        op = Op(
+            kind=_EXPERTS,
+            a=x.data_ptr(),
+            b=logits.data_ptr(),
+            c=table.address,
+            out=out.data_ptr(),
+            stride_a=x.stride(0),
+            stride_b=logits.stride(0),
+            stride_out=width,
+            i0=width,
+            i1=logits.shape[1],
+            i2=chosen,
+            i3=table.inner,
+            i4=normalized,
+        )
+        self._call(op, Step(rows), table)
+        return out
+
+    @staticmethod
+    def fits_rotary(x: Tensor) -> bool:
+        return x.shape[-1] % 32 == 0
+
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
+        """``x`` and ``out`` [rows, heads, dim] with their heads one after the other."""
+        rows, heads, dim = x.shape
+        op = Op(
+            kind=_ROTARY,
+            a=x.data_ptr(),
+            b=cos.data_ptr(),
+            c=sin.data_ptr(),
+            out=out.data_ptr(),
+            stride_a=x.stride(0),
+            stride_out=out.stride(0),
+            i0=dim,
+            i1=heads,
+        )
+        self._call(op, Step(rows))
+
+    def write(self, cache: Tensor, index: Tensor, keys_values: Tensor) -> None:
+        """``keys_values`` [rows, 2 * kv_heads, dim] to ``index`` int64; while recording, to the step's."""
+        width = math.prod(keys_values.shape[1:])
+        op = Op(kind=_WRITE, a=keys_values.data_ptr(), out=cache.data_ptr(), stride_a=keys_values.stride(0), i0=width)
+        self._call(op, Step(len(keys_values), index=index.data_ptr()), cache)
+
+    def write_narrow(self, cache: Kept, index: Tensor, keys_values: Tensor) -> None:
+        """``write`` to a cache of 8 bits; its dimension must be a multiple of 32."""
+        op = Op(
+            kind=_WRITE_NARROW,
+            a=keys_values.data_ptr(),
+            out=cache.values.data_ptr(),
+            stride_a=keys_values.stride(0),
+            i0=keys_values.shape[2],
+            i1=keys_values.shape[1],
+        )
+        self._call(_of(op, cache), Step(len(keys_values), index=index.data_ptr()), *_held(cache))
+
+    @staticmethod
+    def fits_place(dim: int) -> bool:
+        return dim in _HEAD_DIMS
+
+    def place(
+        self,
+        qkv: Tensor,
+        heads: int,
+        norm: tuple[Tensor, float] | None,
+        cos: Tensor,
+        sin: Tensor,
+        cache: Tensor | Kept,
+        index: Tensor,
+    ) -> None:
+        """Norm and rotate the queries of ``qkv`` [rows, heads + 2 * kv_heads, dim] in place, and the keys on their way
+        to the cache, where values follow them; while recording to the step's index.
+
+        ``norm``: its weight float32 [heads + kv_heads, dim] and eps.
+        """
+        rows, every, dim = qkv.shape
+        kv_heads = (every - heads) // 2
+        weight, eps = norm or (None, 0.0)
+        op = Op(
+            kind=_PLACE,
+            a=qkv.data_ptr(),
+            b=cos.data_ptr(),
+            c=sin.data_ptr(),
+            out=_values(cache).data_ptr(),
+            stride_a=qkv.stride(0),
+            i0=dim,
+            i1=heads + kv_heads,
+            i2=kv_heads,
+            i4=0 if weight is None else weight.data_ptr(),
+            f0=eps,
+        )
+        self._call(_of(op, cache), Step(rows, index=index.data_ptr()), *_held(cache), weight)
+
+    @staticmethod
+    def fits_attention(page_size: int, dim: int) -> bool:
+        return page_size % 16 == 0 and dim in _HEAD_DIMS
+
+    def attention(
+        self, queries: Tensor, cache: Tensor | Kept, step: Step, window: int, scale: float, out: Tensor
+    ) -> None:
+        """``queries`` [rows, heads, dim] over the pages of ``step``; ``out`` [rows, heads * dim]."""
+        _, heads, dim = queries.shape
+        _, page_size, _, kv_heads, _ = _values(cache).shape
+        op = Op(
+            kind=_ATTENTION,
+            a=queries.data_ptr(),
+            b=_values(cache).data_ptr(),
+            out=out.data_ptr(),
+            stride_a=queries.stride(0),
+            stride_out=out.stride(0),
+            i0=dim,
+            i1=heads,
+            i2=kv_heads,
+            i3=window,
+            i4=page_size,
+            f0=scale,
+        )
+        self._call(_of(op, cache), step, *_held(cache))
+
+    @staticmethod
+    def fits_add(width: int) -> bool:
+        return width % 16 == 0
+
+    def empty_rows(self, rows: int, width: int) -> Tensor:
+        """Where the results of ``add`` go."""
+        return self._empty(rows, width)
+
+    def add(self, x: Tensor, y: Tensor | None, out: Tensor, logits: Tensor | None = None) -> None:
+        """``out`` [rows, width] = ``x`` + ``y``, or a copy of ``x``. ``logits`` [rows, 1]: of whose sigmoid ``y`` is
+        multiplied with."""
+        op = Op(
+            kind=_ADD,
+            a=x.data_ptr(),
+            b=None if y is None else y.data_ptr(),
+            c=None if logits is None else logits.data_ptr(),
+            out=out.data_ptr(),
+            stride_a=x.stride(0),
+            stride_b=0 if y is None else y.stride(0),
+            stride_out=out.stride(0),
+            i0=x.shape[1],
+            i1=0 if logits is None else logits.stride(0),
+        )
+        self._call(op, Step(len(x)))
+
+    def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The most likely ids int64 [rows] of ``logits`` [rows, vocab], and whether a row's are not to be used."""
+        tokens, broken = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits), dtype=torch.bool)
+        op = Op(
+            kind=_GREEDY,
+            a=logits.data_ptr(),
+            b=broken.data_ptr(),
+            out=tokens.data_ptr(),
+            stride_a=logits.stride(0),
+            i0=logits.shape[1],
+        )
+        self._call(op, Step(len(logits)), tokens, broken)
+        return tokens, broken
+
+    def draw(
+        self, logits: Tensor, draws: Draws, positions: Tensor, ids: Tensor | None, vocab: int
+    ) -> tuple[Tensor, Tensor]:
+        """The same, sampled as ``draws`` [rows] say; see ``kernels.core.operators.Draw``. Never recorded."""
+        tokens, broken = np.empty(len(logits), dtype=np.int64), np.empty(len(logits), dtype=np.bool_)
+        op = self.drawing(logits, tokens, broken)
+        op.b, op.c, op.i1 = draws.ctypes.data, None if ids is None else ids.data_ptr(), vocab
+        step = Step(len(logits))
+        step.positions = positions.data_ptr()
+        self.library.run(self._engine, ctypes.byref(op), 1, step)
+        return torch.from_numpy(tokens), torch.from_numpy(broken)
+
+    def drawing(self, logits: Tensor, tokens: npt.NDArray[np.int64], broken: npt.NDArray[np.bool_]) -> Op:
+        """To draw of ``logits`` [rows, vocab] to ``tokens`` and ``broken`` [rows], but for how, which is its ``b``."""
+        return Op(
+            kind=_DRAW,
+            a=logits.data_ptr(),
+            out=tokens.ctypes.data,
+            stride_a=logits.stride(0),
+            i0=logits.shape[1],
+            i1=logits.shape[1],
+            i4=broken.ctypes.data,
+        )
+
+    def empty_attention(self, queries: Tensor) -> Tensor:
+        """Where the result of ``attention`` goes."""
+        return self._empty(len(queries), queries.shape[1] * queries.shape[2])
+
+    @staticmethod
+    def fits_silu(x: Tensor) -> bool:
+        return x.shape[1] % 32 == 0
+
+    @staticmethod
+    def fits_fake_quantize(x: Tensor) -> bool:
+        return x.shape[1] % 16 == 0
+
+    def fake_quantize(self, x: Tensor) -> Tensor:
+        """Each token of ``x`` rounded to 255 steps up to its largest."""
+        rows, width = x.shape
+        out = self._empty(rows, width)
+        op = Op(
+            kind=_FAKE_QUANTIZE, a=x.data_ptr(), out=out.data_ptr(), stride_a=x.stride(0), stride_out=width, i0=width
+        )
+        self._call(op, Step(rows))
+        return out
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        rows, inner = x.shape[0], x.shape[1] // 2
+        out = self._empty(rows, inner)
+        op = Op(kind=_SILU, a=x.data_ptr(), out=out.data_ptr(), stride_a=x.stride(0), stride_out=inner, i0=inner)
+        self._call(op, Step(rows))
+        return out
+
+
+def _values(cache: Tensor | Kept) -> Tensor:
+    return cache.values if isinstance(cache, Kept) else cache
+
+
+def _held(cache: Tensor | Kept) -> tuple[Tensor | None, ...]:
+    """Objects that a program refers to."""
+    if not isinstance(cache, Kept):
+        return (cache,)
+    fixed = (None, None) if cache.fixed is None else (cache.fixed.scales, cache.fixed.offsets)
+    return cache.values, cache.scales, cache.by_head, *fixed
+
+
+def _of(op: Op, cache: Tensor | Kept) -> Op:
+    """The operator with the parameters of a cache of 8 bits."""
+    if isinstance(cache, Kept):
+        op.narrow = _NARROW[cache.values.dtype]
+        parts = (None if part is None else part.data_ptr() for part in _held(cache))
+        _, op.scales, op.by_head, op.fixed, op.offsets = parts
+    return op

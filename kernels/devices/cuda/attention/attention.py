@@ -1,0 +1,62 @@
+"""Attention on an NVIDIA GPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.core.attention_rows import AttentionRows
+from kernels.core.operators import Norm
+from kernels.devices.attention import Attention, ProjectedHeads
+from kernels.devices.cuda.attention.decode import DecodeScratch
+from kernels.devices.cuda.attention.plan import AttentionPlan, attention, plan_attention, plan_draft
+from kernels.devices.cuda.cache import CudaCache, CudaCaches
+from kernels.devices.cuda.elementwise.angles import angles
+from kernels.devices.cuda.elementwise.heads import place_heads
+from kernels.devices.cuda.elementwise.norms import CudaNorm
+from kernels.devices.cuda.matmul.qkv_projection import CudaHeads
+from kernels.devices.linear import NormThenLinear
+from kernels.devices.memory import DeviceMemory
+
+__all__ = ["CudaAttention"]
+
+
+class CudaAttention(Attention[CudaCache, AttentionPlan]):
+    """``invariant``: whether a token's results must not depend on the other rows of a step."""
+
+    def __init__(self, caches: CudaCaches, memory: DeviceMemory, page_size: int, invariant: bool = False) -> None:
+        super().__init__(caches)
+        self._caches = caches
+        self._put = memory.put
+        self._page_size = page_size
+        self._invariant = invariant
+        self._scratch = None if invariant else DecodeScratch(memory.torch_device)
+
+    def plan(self, rows: AttentionRows, window: int) -> AttentionPlan:
+        return plan_attention(rows, window, self._caches.kv_heads, self._put)
+
+    def plan_draft(
+        self, starts: Tensor, pages: Tensor, tokens: int, bits: Tensor | None, roots: Tensor | None, window: int
+    ) -> AttentionPlan:
+        return plan_draft(starts, pages, tokens, bits, roots, window, self._page_size)
+
+    def attend(self, queries: Tensor, cache: CudaCache, plan: AttentionPlan, scale: float) -> Tensor:
+        return attention(queries, cache, plan, scale, self._scratch)
+
+    def angles(self, positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return angles(positions, frequencies, scale, dtype)
+
+    def place_heads(
+        self, qkv: Tensor, heads: int, norm: Norm | None, cos: Tensor, sin: Tensor, cache: CudaCache, index: Tensor
+    ) -> Tensor:
+        assert norm is None or isinstance(norm, CudaNorm)
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        kv_heads = (qkv.shape[1] - heads) // 2
+        place_heads(qkv, heads, kv_heads, weight, eps, cos, sin, cache, index, alone=self._invariant)
+        return qkv[:, :heads]
+
+    def make_heads(
+        self, projection: NormThenLinear, heads: int, kv_heads: int, dim: int, norm: Norm | None
+    ) -> ProjectedHeads[CudaCache]:
+        kind = ProjectedHeads if self._invariant else CudaHeads
+        return kind(self, projection, heads, kv_heads, dim, norm)

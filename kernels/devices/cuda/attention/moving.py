@@ -1,0 +1,159 @@
+"""Moves keys and values of accepted draft tokens to consecutive places, in all layers with one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.devices.cuda.attention.narrow_cache import NarrowCache, bits
+from kernels.devices.cuda.launch import overlapping
+
+__all__ = ["move_accepted", "move_caches"]
+
+
+@triton.jit(do_not_specialize=["each"])
+def _move(
+    pointers,
+    like,
+    source,
+    target,
+    each,
+    heads: tl.constexpr,
+    dim: tl.constexpr,
+    page_size: tl.constexpr,
+    token_block: tl.constexpr,
+    dim_block: tl.constexpr,
+):
+    """Move a row's tokens of one layer and head, keys or values."""
+    row, head, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    cache = tl.load(pointers + layer).to(tl.pointer_type(like.dtype.element_ty))
+    token = tl.arange(0, token_block)
+    at = tl.arange(0, dim_block)
+    there = token < each
+    begin = tl.load(source + row * each + token, mask=there, other=0)
+    end = tl.load(target + row * each + token, mask=there, other=0)
+    mask = (there & (begin != end))[:, None] & (at < dim)[None, :]
+    old = ((begin // page_size * heads + head) * page_size + begin % page_size) * dim
+    new = ((end // page_size * heads + head) * page_size + end % page_size) * dim
+    moved = tl.load(cache + old[:, None] + at[None, :], mask=mask)
+    tl.debug_barrier()  # read the whole row before writing any of it
+    tl.store(cache + new[:, None] + at[None, :], moved, mask=mask)
+
+
+@triton.jit(do_not_specialize=["outcome_stride"])
+def _move_accepted(
+    pointers,
+    like,
+    index,
+    rows,
+    outcome,
+    outcome_stride,
+    levels: tl.constexpr,
+    heads: tl.constexpr,
+    dim: tl.constexpr,
+    page_size: tl.constexpr,
+    token_block: tl.constexpr,
+    dim_block: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """The same of the nodes that were accepted."""
+    row, head, layer = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    level = tl.arange(0, token_block)
+    at = tl.arange(0, dim_block)
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
+    cache = tl.load(pointers + layer).to(tl.pointer_type(like.dtype.element_ty))
+    own = outcome + row * outcome_stride
+    there = (level < levels) & (level < tl.abs(tl.load(own)))
+    first = tl.load(rows + row * 4 + 3)
+    node = tl.load(own + 2 + level, mask=there, other=0)
+    begin = tl.load(index + first + node, mask=there, other=0)
+    end = tl.load(index + first + level, mask=there, other=0)
+    mask = (there & (begin != end))[:, None] & (at < dim)[None, :]
+    old = ((begin // page_size * heads + head) * page_size + begin % page_size) * dim
+    new = ((end // page_size * heads + head) * page_size + end % page_size) * dim
+    moved = tl.load(cache + old[:, None] + at[None, :], mask=mask)
+    tl.debug_barrier()  # read the whole row before writing any of it
+    tl.store(cache + new[:, None] + at[None, :], moved, mask=mask)
+
+
+def move_caches(
+    caches: Sequence[Tensor | NarrowCache],
+    source: Tensor,
+    target: Tensor,
+    each: int,
+    put: Callable[[npt.NDArray[np.int64]], Tensor],
+) -> None:
+    """``caches`` [pages, 2, kv_heads, page_size, dim] of one shape; ``source``, ``target`` int64 [rows * each]."""
+    for parts in _kinds(caches):
+        _move_parts(parts, source, target, each, put)
+
+
+def move_accepted(
+    caches: Sequence[Tensor | NarrowCache],
+    index: Tensor,
+    rows: Tensor,
+    outcome: Tensor,
+    pointers: Callable[[Sequence[Tensor]], Tensor],
+) -> None:
+    """``Drafting.move_accepted``. ``pointers``: makes int64 [caches], the addresses of the caches."""
+    pdl = overlapping(index.device)
+    for parts in _kinds(caches):
+        _, both, kv_heads, page_size, dim = parts[0].shape
+        levels = outcome.shape[1] - 2
+        _move_accepted[(len(outcome), both * kv_heads, len(parts))](
+            pointers(parts),
+            parts[0],
+            index,
+            rows,
+            outcome,
+            outcome.stride(0),
+            levels,
+            both * kv_heads,
+            dim,
+            page_size,
+            triton.next_power_of_2(levels),
+            triton.next_power_of_2(dim),
+            pdl,
+            num_warps=1,
+            launch_pdl=pdl,
+        )
+
+
+def _kinds(caches: Sequence[Tensor | NarrowCache]) -> list[list[Tensor]]:
+    """The tensors of ``caches``, by dtype and shape: those of a list are moved in one launch."""
+    whole = [cache for cache in caches if isinstance(cache, Tensor)]
+    narrow = [cache for cache in caches if isinstance(cache, NarrowCache)]
+    scales = [cache.scales.unsqueeze(-1) for cache in narrow if cache.scales is not None]
+    return [parts for parts in (whole, [bits(cache.values) for cache in narrow], scales) if parts]
+
+
+def _move_parts(
+    caches: Sequence[Tensor],
+    source: Tensor,
+    target: Tensor,
+    each: int,
+    put: Callable[[npt.NDArray[np.int64]], Tensor],
+) -> None:
+    _, both, kv_heads, page_size, dim = caches[0].shape
+    pointers = put(np.array([cache.data_ptr() for cache in caches], dtype=np.int64))
+    _move[(len(source) // each, both * kv_heads, len(caches))](
+        pointers,
+        caches[0],
+        source,
+        target,
+        each,
+        both * kv_heads,
+        dim,
+        page_size,
+        triton.next_power_of_2(each),
+        triton.next_power_of_2(dim),
+        num_warps=1,
+    )

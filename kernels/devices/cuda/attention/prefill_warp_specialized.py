@@ -1,0 +1,314 @@
+"""Prefill attention for compute capability 9.0, with specialized warps (Shah et al., FlashAttention-3, arXiv
+2407.08608).
+
+One warp issues copies of queries, keys and values (TMA), as early as the buffers allow. Two groups of four warps
+process 64 queries of a tile each. A group issues a block's scores and the previous block's product with its values,
+then computes the softmax weights while the matrix unit works on that product or on the other group's. Scores, weights
+and sums stay in registers.
+
+There is one program for each multiprocessor. Tiles are assigned back and forth, so that all programs have similar work,
+and the next tile's data is loaded while one finishes.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.devices.cuda.attention.prefill import PrefillBlocks
+from kernels.devices.cuda.launch import multiprocessors
+
+__all__ = ["attend_prompts"]
+
+_ROWS: Final = 64  # queries of a group of warps, and tokens of a copy: what wgmma takes
+_STAGES: Final = 2  # buffered blocks of keys, and of values
+_WARPS: Final = 4
+_REGISTERS: Final = 168  # of a thread, on average
+_GROUP: Final = 240  # of a thread that computes
+_ASKING: Final = 24  # of a thread that issues copies
+
+
+@gluon.jit
+def _exp2(x):
+    """exp2 that flushes denormal numbers to zero: handling them would take three of four instructions."""
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _tile(blocks, turn, every, heads: gl.constexpr):
+    """A program's tile in a turn: its row, first query, number of queries (0 without a tile), their first position, and
+    head.
+    """
+    programs, program = gl.num_programs(0), gl.program_id(0)
+    number = turn * programs + gl.where(turn % 2 == 0, program, programs - 1 - program)
+    tile = gl.minimum(number, every - 1)
+    block = blocks + tile // heads * 4
+    count = gl.where(number < every, gl.load(block + 2), 0)
+    return gl.load(block), gl.load(block + 1), count, gl.load(block + 3), tile % heads
+
+
+@gluon.jit
+def _blocks(count, start):
+    """Blocks of 128 keys that some query of a tile attends to."""
+    return gl.where(count > 0, (start + count + 127) // 128, 0)
+
+
+@gluon.jit
+def _both(cache, bar, pieces, slot, first, second, panels: gl.constexpr):
+    """Request the two halves of a block, which start at the given lines of the cache."""
+    mbarrier.expect(bar, panels * 2 * 64 * 64 * 2)
+    for panel in gl.static_range(panels):
+        to = (slot * panels + panel) * 2
+        tma.async_copy_global_to_shared(cache, [first, panel * 64], bar, pieces.index(to))
+        tma.async_copy_global_to_shared(cache, [second, panel * 64], bar, pieces.index(to + 1))
+
+
+@gluon.jit
+def _ask(
+    queries,
+    cache,
+    shared,
+    blocks,
+    pages,
+    every,
+    page_stride,
+    heads: gl.constexpr,
+    kv_heads: gl.constexpr,
+    dim: gl.constexpr,
+    page_size: gl.constexpr,
+    stages: gl.constexpr,
+):
+    """Load the tiles' queries, and their keys and values in pieces from the last one on. The barriers of loaded data
+    come first, then those of consumed data.
+    """
+    asked, keys, values, query_bars, key_bars, value_bars = shared
+    panels: gl.constexpr = dim // 64
+    below: gl.constexpr = kv_heads * page_size
+    ring = 0
+    row, first_query, count, start, head = _tile(blocks, 0, every, heads)
+    for turn in range((every + gl.num_programs(0) - 1) // gl.num_programs(0)):
+        number = _blocks(count, start)
+        line = head // (heads // kv_heads) * page_size
+        table = pages + row.to(gl.int64) * page_stride
+        position = gl.maximum(number - 1, 0) * 128
+        page = gl.load(table + position // page_size)
+        # After the end of the row there is no page: load the other half again; it is masked for all queries.
+        other = gl.load(table + gl.minimum(position + 64, gl.maximum(start + count - 1, 0)) // page_size)
+        for group in gl.static_range(2):
+            place = turn % 2 * 2 + group
+            mbarrier.wait(query_bars.index(4 + place), (turn // 2) % 2 ^ 1)
+            mbarrier.expect(query_bars.index(place), 64 * dim * 2)
+            at = [first_query + group * 64, head * dim]
+            tma.async_copy_global_to_shared(queries, at, query_bars.index(place), asked.index(place))
+        row, first_query, count, start, head = _tile(blocks, turn + 1, every, heads)
+        before, other_before = 0, 0
+        for step in range(number + 1):
+            first = page * (2 * below) + line + position % page_size
+            second = other * (2 * below) + line + (position + 64) % page_size
+            if step < number:
+                # Read the next block's pages while this one waits for a buffer.
+                position = gl.maximum(position - 128, 0)
+                page = gl.load(table + position // page_size)
+                other = gl.load(table + (position + 64) // page_size)
+                slot = (ring + step) % stages
+                mbarrier.wait(key_bars.index(stages + slot), (ring + step) // stages % 2 ^ 1)
+                _both(cache, key_bars.index(slot), keys, slot, first, second, panels)
+            if step > 0:
+                slot = (ring + step - 1) % stages
+                mbarrier.wait(value_bars.index(stages + slot), (ring + step - 1) // stages % 2 ^ 1)
+                bar = value_bars.index(slot)
+                _both(cache, bar, values, slot, before + below, other_before + below, panels)
+            before, other_before = first, second
+        ring += number
+
+
+@gluon.jit
+def _weights(score, top, scale):
+    """The weights of each query, the largest score so far, and the factor for earlier weights."""
+    above = gl.maximum(top, gl.max(score, 1) * scale)
+    above = gl.maximum(above, -1e30)  # all keys of a block may be masked for a query
+    return _exp2(score * scale - above[:, None]), above, _exp2(top - above)
+
+
+@gluon.jit
+def _answer(
+    shared,
+    blocks,
+    out,
+    scale,
+    every,
+    heads: gl.constexpr,
+    dim: gl.constexpr,
+    stages: gl.constexpr,
+    group: gl.constexpr,
+):
+    """Attend with the queries ``group * 64 ..`` of each tile."""
+    asked, keys, values, query_bars, key_bars, value_bars = shared
+    like: gl.constexpr = out.dtype.element_ty
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    total_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, dim, 16])
+    weight_layout: gl.constexpr = gl.DotOperandLayout(0, total_layout, 2)
+    per_query: gl.constexpr = gl.SliceLayout(1, score_layout)
+    per_total: gl.constexpr = gl.SliceLayout(1, total_layout)
+    beside: gl.constexpr = gl.BlockedLayout([1, 8], [256 // dim, dim // 8], [4, 1], [1, 0])
+    member = group * 64 + gl.arange(0, 64, layout=per_query)
+    offset = gl.arange(0, 128, layout=gl.SliceLayout(0, score_layout))
+    nothing = gl.zeros([64, 128], gl.float32, score_layout)
+    ring = 0
+    _, next_query, next_count, next_start, next_head = _tile(blocks, 0, every, heads)
+    for turn in range((every + gl.num_programs(0) - 1) // gl.num_programs(0)):
+        first_query, count, start, head = next_query, next_count, next_start, next_head
+        _, next_query, next_count, next_start, next_head = _tile(blocks, turn + 1, every, heads)
+        number = _blocks(count, start)
+        place = turn % 2 * 2 + group
+        query = asked.index(place)
+        mbarrier.wait(query_bars.index(place), turn // 2 % 2)
+        if number > 0:
+            begin = (number - 1) * 128
+            slot = ring % stages
+            mbarrier.wait(key_bars.index(slot), ring // stages % 2)
+            score = warpgroup_mma(query, keys.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
+            score = warpgroup_mma_wait(0, deps=[score])
+            mbarrier.arrive(key_bars.index(stages + slot), count=1)
+            score = gl.where((begin + offset)[None, :] <= (start + member)[:, None], score, -float("inf"))
+            top = gl.full([64], -float("inf"), gl.float32, layout=per_query)
+            weight, top, shrink = _weights(score, top, scale)
+            norm = gl.sum(weight, 1)
+            weight = gl.convert_layout(weight.to(like), weight_layout)
+            total = gl.zeros([64, dim], gl.float32, total_layout)
+            slot = (ring + 1) % stages
+            mbarrier.wait(key_bars.index(slot), (ring + 1) // stages % 2, pred=number > 1)
+            for step in range(1, number):
+                begin -= 128
+                slot = (ring + step) % stages
+                score = warpgroup_mma(query, keys.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
+                before = (ring + step - 1) % stages
+                mbarrier.wait(value_bars.index(before), (ring + step - 1) // stages % 2)
+                total = warpgroup_mma(weight, values.index(before), total, is_async=True)
+                score = warpgroup_mma_wait(1, deps=[score])
+                mbarrier.arrive(key_bars.index(stages + slot), count=1)
+                if begin + 127 > start + group * 64:  # there are keys behind the first query
+                    score = gl.where((begin + offset)[None, :] <= (start + member)[:, None], score, -float("inf"))
+                grown, top, shrink = _weights(score, top, scale)
+                norm = norm * shrink + gl.sum(grown, 1)
+                # This wait is a loop: the compiler keeps the computation of weights before it, beside the product.
+                slot = (ring + step + 1) % stages
+                mbarrier.wait(key_bars.index(slot), (ring + step + 1) // stages % 2, pred=step < number - 1)
+                total = warpgroup_mma_wait(0, deps=[total])
+                mbarrier.arrive(value_bars.index(stages + before), count=1)
+                total = total * gl.convert_layout(shrink, per_total)[:, None]
+                weight = gl.convert_layout(grown.to(like), weight_layout)
+            mbarrier.arrive(query_bars.index(4 + place), count=1)
+            slot = (ring + number - 1) % stages
+            mbarrier.wait(value_bars.index(slot), (ring + number - 1) // stages % 2)
+            total = warpgroup_mma(weight, values.index(slot), total, is_async=True)
+            total = warpgroup_mma_wait(0, deps=[total])
+            mbarrier.arrive(value_bars.index(stages + slot), count=1)
+            ring += number
+            found = (total * gl.convert_layout(1.0 / norm, per_total)[:, None]).to(like)
+            of = group * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, beside))
+            at = gl.arange(0, dim, layout=gl.SliceLayout(0, beside))
+            result = out + (first_query + of).to(gl.int64)[:, None] * (heads * dim) + head * dim + at[None, :]
+            gl.store(result, gl.convert_layout(found, beside), mask=(of < count)[:, None])
+        else:
+            mbarrier.arrive(query_bars.index(4 + place), count=1)
+
+
+@gluon.jit(
+    do_not_specialize=["every", "page_stride"],
+    do_not_specialize_on_alignment=["pages", "blocks"],  # alignment differs between steps in graphs and others
+)
+def _specialized(
+    queries,
+    cache,
+    pages,
+    blocks,
+    out,
+    scale,
+    every,
+    page_stride,
+    heads: gl.constexpr,
+    kv_heads: gl.constexpr,
+    dim: gl.constexpr,
+    page_size: gl.constexpr,
+    stages: gl.constexpr,
+    group_registers: gl.constexpr,
+    asking_registers: gl.constexpr,
+):
+    """``every``: number of tiles: blocks times heads."""
+    like: gl.constexpr = out.dtype.element_ty
+    asked = gl.allocate_shared_memory(like, [4, 64, dim], queries.layout)  # of this tile, and of the next
+    keys = gl.allocate_shared_memory(like, [stages, 128, dim], cache.layout)
+    values = gl.allocate_shared_memory(like, [stages, 128, dim], cache.layout)
+    query_bars = gl.allocate_shared_memory(gl.int64, [8, 1], mbarrier.MBarrierLayout())
+    key_bars = gl.allocate_shared_memory(gl.int64, [2 * stages, 1], mbarrier.MBarrierLayout())
+    value_bars = gl.allocate_shared_memory(gl.int64, [2 * stages, 1], mbarrier.MBarrierLayout())
+    for place in gl.static_range(8):
+        mbarrier.init(query_bars.index(place), count=1)
+    for stage in gl.static_range(stages):
+        mbarrier.init(key_bars.index(stage), count=1)
+        mbarrier.init(value_bars.index(stage), count=1)
+        mbarrier.init(key_bars.index(stages + stage), count=2)  # both groups must read it
+        mbarrier.init(value_bars.index(stages + stage), count=2)
+    fence_async_shared()
+    gl.thread_barrier()
+    shared = (asked, keys, values, query_bars, key_bars, value_bars)
+    # The same memory in pieces of 64 tokens and 64 numbers, as the engine lays out a block.
+    key_pieces = keys._reinterpret(like, [stages * (dim // 64) * 2, 64, 64], cache.layout)
+    value_pieces = values._reinterpret(like, [stages * (dim // 64) * 2, 64, 64], cache.layout)
+    pieces = (asked, key_pieces, value_pieces, query_bars, key_bars, value_bars)
+    gl.warp_specialize(
+        [
+            (_answer, (shared, blocks, out, scale, every, heads, dim, stages, 0)),
+            (_answer, (shared, blocks, out, scale, every, heads, dim, stages, 1)),
+            (
+                _ask,
+                (queries, cache, pieces, blocks, pages, every, page_stride, heads, kv_heads, dim, page_size, stages),
+            ),
+        ],
+        [4, 1],
+        [group_registers, asking_registers],
+    )
+
+
+def attend_prompts(
+    queries: Tensor, cache: Tensor, plan: PrefillBlocks, scale: float, out: Tensor, programs: int | None = None
+) -> Tensor:
+    """As ``attend_prefills``, in 16 bits, without a window, for head dimensions 64 or 128 and pages of a multiple of 64
+    tokens. ``programs``: None for as many as run at once.
+    """
+    tokens, heads, dim = queries.shape
+    count, _, kv_heads, page_size, _ = cache.shape
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
+    every = len(plan.blocks) * heads
+    _specialized[(min(every, programs or multiprocessors(queries.device)),)](
+        TensorDescriptor(queries, [tokens, heads * dim], [queries.stride(0), 1], [_ROWS, dim], layout),
+        TensorDescriptor(cache, [count * 2 * kv_heads * page_size, dim], [dim, 1], [_ROWS, 64], layout),
+        plan.pages,
+        plan.blocks,
+        out,
+        scale * 1.4426950408889634,
+        every,
+        plan.pages.stride(0),
+        heads,
+        kv_heads,
+        dim,
+        page_size,
+        _STAGES,
+        _GROUP,
+        _ASKING,
+        num_warps=_WARPS,
+        maxnreg=_REGISTERS,
+    )
+    return out

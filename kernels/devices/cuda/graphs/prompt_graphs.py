@@ -1,0 +1,231 @@
+"""CUDA graphs of steps with chunks of prompts, and of decodes in the same step.
+
+On a small model the device runs a prompt faster than the host launches its kernels. A graph has a fixed number of
+tokens and rows. A step describes itself to the graph by numbers: where each token comes from and goes to, the tiles of
+the prompts' attention, and the last token of each row. Missing tokens are padding in the null page. Rows that are not
+decodes attend to one token in decode attention, and the prompts' attention overwrites their results.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kernels.core.arrays import ragged
+from kernels.core.attention_rows import PromptTokens
+from kernels.core.batch import ForwardBatch
+from kernels.devices.capture import StepCaptureRequest
+from kernels.devices.cuda.attention.decode import split_count
+from kernels.devices.cuda.attention.plan import AttentionPlan, DecodeRows
+from kernels.devices.cuda.attention.prefill import TILE, PrefillBlocks
+from kernels.devices.cuda.graphs.decode_graphs import Kind, capture_each, launches_last
+from kernels.devices.cuda.graphs.step_graphs import leave
+from kernels.devices.cuda.launch import is_precompiling
+from kernels.devices.graphs import Put
+from kernels.devices.prepared import StepFound
+
+__all__ = ["PromptGraphs", "prompt_sizes"]
+
+_log = logging.getLogger("troupe.kernels.cuda")
+
+_HEADER = 5
+"""Numbers of a row before its pages: three as in ``leave``, one of padding, and the tokens that a decode attends to."""
+_CHUNKS = 64  # most rows of a step that are not decodes
+_ROWS = (8, 64, 256)
+_FEWEST = 128  # fewest tokens of a graph; further sizes are powers of two
+_KIND = Kind(
+    "step of (tokens, rows) %s with prompts",
+    "--disable-piecewise-cuda-graph silences this",
+    "lower --mem-fraction-static or --piecewise-cuda-graph-max-tokens",
+    smaller=True,
+)
+
+Size = tuple[int, int]
+"""The tokens and the rows of a step."""
+
+
+def prompt_sizes(asked: Sequence[int], most: int, max_rows: int) -> list[Size]:
+    """The tokens and rows of each graph, ascending. ``asked``: a list of tokens, or none for powers of two and the
+    decodes beside them. ``most``: tokens of a step, ``max_rows``: of its rows. Useless sizes of the list are logged.
+    """
+    rows = sorted({min(count, max_rows) for count in (*_ROWS, max_rows)})
+    useless = sorted(size for size in set(asked) if not rows[0] <= size <= most)
+    if useless:
+        _log.warning(
+            "--piecewise-cuda-graph-tokens: no graph of %s tokens, as one holds %d rows and a step has up to %d; "
+            "leave these out, or raise --chunked-prefill-size.",
+            useless,
+            rows[0],
+            most,
+        )
+    chunks = [1 << bits for bits in range(_FEWEST.bit_length() - 1, most.bit_length()) if 1 << bits < most]
+    found: set[Size] = set()
+    for index, count in enumerate(rows):
+        beside = count if index else 0
+        tokens = asked or (*(chunk + beside for chunk in chunks), most)
+        found |= {(size, count) for size in tokens if count <= size <= most}
+    return sorted(found)
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """The input of a step's graph, int32 ``words``: the first ``longs`` are int64, the slots, positions and
+    places in the cache of its tokens and the last token of each row; then tiles [tiles, 4] as ``PrefillBlocks`` has
+    them, a row's pages named by where they begin.
+    """
+
+    longs: int
+    words: int
+
+    @classmethod
+    def of(cls, size: Size) -> _Numbers:
+        tokens, rows = size
+        return cls(3 * tokens + rows, 2 * (3 * tokens + rows) + 4 * (-(-tokens // TILE) + min(rows, _CHUNKS)))
+
+
+_NOTHING = PromptTokens(
+    slots=np.zeros(1, dtype=np.int64),
+    starts=np.zeros(1, dtype=np.int64),
+    counts=np.ones(1, dtype=np.int64),
+    grows=np.zeros(1, dtype=np.bool_),
+    pages=np.zeros((1, 1), dtype=np.int32),
+    decodes=1,
+)
+"""The row that graphs are captured with: a decode in the null page."""
+
+
+class PromptGraphs:
+    """Captures steps of ``sizes``, the largest first. ``paying``: only those that pay. ``fits``: returns whether memory
+    suffices for the graphs so far. For the rest see ``StepGraphs``.
+    """
+
+    def __init__(
+        self,
+        request: StepCaptureRequest,
+        sizes: Sequence[Size],
+        kv_heads: int,
+        page_size: int,
+        paying: bool,
+        fits: Callable[[], bool],
+        put: Put,
+    ) -> None:
+        columns, device = request.columns, request.table.device
+        self._forward, self._table, self._windows = request.forward, request.table, request.windows
+        self._kv_heads, self._page_size, self._put = kv_heads, page_size, put
+        rows = max((size[1] for size in sizes), default=0)
+        # Row 0 is the row of padding tokens: its pages are page 0.
+        # Rows begin where a vector does, as other steps' do: kernels are compiled for that once.
+        width = -(-(_HEADER + max(columns, -(-TILE // page_size))) // 4) * 4
+        self._state = torch.zeros((1 + rows, width), dtype=torch.int32, device=device)
+        self._state[:, 2] = self._state[:, _HEADER - 1] = 1  # a token in the cache
+        self._numbers = {size: put(self._fill(_NOTHING, size)) for size in sizes}
+        self._most = rows
+        self._kept: tuple[Tensor, Tensor] | None = None
+        begun = time.perf_counter()
+        self._prompts = max((size[0] for size in sizes), default=0)  # tokens of prompts in a step, at most
+        if paying and not is_precompiling():
+            self._prompts, sizes = self._paying(sizes)
+            self._most = max((size[1] for size in sizes), default=0)
+            self._kept = None  # of the sizes that are left, instead
+        captured = capture_each(
+            sorted(sizes, reverse=True),
+            self._run,
+            device,
+            lambda could: could and fits(),
+            _KIND,
+        )
+        self._graphs = captured
+        self.sizes = sorted(captured)
+        if is_precompiling():
+            return
+        taken = time.perf_counter() - begun
+        _log.info("Steps with prompts: graphs of (tokens, rows) %s, captured in %.2f s.", self.sizes, taken)
+
+    def run(self, given: PromptTokens) -> StepFound | None:
+        """Run the step; None if no graph fits it."""
+        count, tokens = len(given.slots), int(given.counts.sum())
+        if count - given.decodes > _CHUNKS or tokens - given.decodes > self._prompts:  # that many did not pay
+            return None
+        size = next((size for size in self.sizes if size[0] >= tokens and size[1] >= count), None)
+        if size is None:
+            return None
+        numbers = self._fill(given, size)
+        state = np.zeros((size[1], _HEADER + given.pages.shape[1]), dtype=np.int32)
+        state[:, 2] = state[:, _HEADER - 1] = 1
+        state[:count, 0], state[:count, 1], state[:count, 2] = given.slots, given.grows, given.starts + given.counts
+        state[: given.decodes, _HEADER - 1] = given.starts[: given.decodes] + 1
+        state[:count, _HEADER:] = given.pages
+        new = self._put(np.concatenate((numbers, state.ravel())))
+        self._numbers[size].copy_(new[: len(numbers)])
+        self._state[1 : 1 + size[1], : state.shape[1]].copy_(new[len(numbers) :].view(state.shape))
+        replay, found = self._graphs[size]
+        replay()
+        return StepFound(found.hidden[:count], found.logits[:count], found.argmax[:count])
+
+    def _fill(self, given: PromptTokens, size: Size) -> npt.NDArray[np.int32]:
+        """The numbers of ``size``."""
+        tokens, layout = int(given.counts.sum()), _Numbers.of(size)
+        numbers = np.zeros(layout.words, dtype=np.int32)
+        longs = numbers[: 2 * layout.longs].view(np.int64)
+        slots, positions, index = longs[: 3 * size[0]].reshape(3, size[0])
+        row = np.repeat(np.arange(len(given.slots)), given.counts)
+        at = ragged(given.starts, given.counts)
+        slots[:tokens], positions[:tokens] = given.slots[row], at
+        index[:tokens] = given.pages[row, at // self._page_size] * np.int64(self._page_size) + at % self._page_size
+        index[tokens:] = np.arange(size[0] - tokens) % self._page_size
+        offsets = np.cumsum(given.counts) - given.counts
+        longs[3 * size[0] : 3 * size[0] + len(given.slots)] = offsets + given.counts - 1
+        # Rows of prompts and the padding row, each of whose tiles starts at position 0.
+        some, stride = slice(given.decodes, None), self._state.shape[1]
+        missing = size[0] - tokens
+        counts = np.append(given.counts[some], missing)
+        each = -(-counts // TILE)
+        begin = ragged(np.zeros(len(each), dtype=np.int64), each) * TILE
+        of = np.repeat(np.arange(len(each)), each)
+        pages = np.append(1 + np.arange(given.decodes, len(given.slots)), 0) * stride + _HEADER
+        first = np.append(offsets[some], tokens)
+        position = np.append(given.starts[some], 0)[of] + np.where(of < len(each) - 1, begin, 0)
+        tiles = np.stack((pages[of], first[of] + begin, np.minimum(counts[of] - begin, TILE), position), axis=1)
+        numbers[2 * layout.longs :][: tiles.size] = tiles[np.argsort(-position, kind="stable")].ravel()
+        return numbers
+
+    def _paying(self, sizes: Sequence[Size]) -> tuple[int, list[Size]]:
+        """Find the number of prompt tokens up to which steps are bound by the host, and the sizes up to it. Never
+        fails: without memory there are no sizes."""
+        fewest, most = min((size[1] for size in sizes), default=0), 0
+        for size in sorted(size for size in sizes if size[1] == fewest):
+            try:
+                if not launches_last(partial(self._run, size), self._table.device):
+                    break
+            except torch.OutOfMemoryError:
+                break
+            most = size[0]
+        return most, [size for size in sizes if most and size[0] - (size[1] if size[1] > fewest else 0) <= most]
+
+    def _run(self, size: Size) -> StepFound:
+        (tokens, rows), layout = size, _Numbers.of(size)
+        numbers = self._numbers[size]
+        longs = numbers[: 2 * layout.longs].view(torch.int64)
+        slots, positions, index = longs[: 3 * tokens].view(3, tokens)
+        last, tiles = longs[3 * tokens :], numbers[2 * layout.longs :].view(-1, 4)
+        state, context = self._state[1 : 1 + rows], (self._state.shape[1] - _HEADER) * self._page_size
+        decodes = DecodeRows(state[:, _HEADER - 1 :], split_count(rows, self._kv_heads, context))
+        blocks = PrefillBlocks(tiles, self._state.view(-1, 1), TILE // 2, tokens > TILE)
+        plans = {window: AttentionPlan(decodes, blocks, window) for window in self._windows}
+        hidden, logits = self._forward(ForwardBatch(self._table[slots, positions], positions, index, plans), last)
+        found = torch.empty(rows, dtype=torch.int32, device=state.device)
+        if self._kept is None:
+            self._kept = hidden.new_empty(self._most, hidden.shape[1]), logits.new_empty(self._most, logits.shape[1])
+        # In buffers that all graphs share: memory of one graph cannot be used by others.
+        kept = StepFound(self._kept[0][:rows], self._kept[1][:rows], found)
+        leave(state, self._table, logits, kept.logits, found)
+        kept.hidden.copy_(hidden)
+        return kept

@@ -1,0 +1,249 @@
+"""Whole steps of decodes in CUDA graphs: a small copy as input, one graph, and its tokens copied to the host.
+
+The input of a step describes its rows: slots, lengths, pages. The graph finds their tokens in the table by slot, runs
+the model and its output layer, and writes the argmax tokens back to the table, where the next step finds them. Rows
+with other sampling overwrite their tokens: a step also returns the logits. It increments the lengths of its rows, so
+that nothing is copied if the next step has the same rows and pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.core.attention_rows import StepTokens
+from kernels.core.batch import ForwardBatch
+from kernels.devices.capture import StepCaptureRequest
+from kernels.devices.cuda.attention.decode import LAUNCHED, split_count
+from kernels.devices.cuda.attention.plan import AttentionPlan, DecodeRows
+from kernels.devices.cuda.elementwise.sampling import best_of, find_largest
+from kernels.devices.cuda.graphs.arrivals import ArrivalRing
+from kernels.devices.cuda.graphs.decode_graphs import capture_each
+from kernels.devices.cuda.launch import overlapping
+from kernels.devices.graphs import Put
+from kernels.devices.prepared import StepFound
+
+__all__ = ["StepGraphs", "enter", "leave"]
+
+_HEADER = 3
+"""Numbers of a row before its pages: its slot, whether it grows, and its tokens in the cache."""
+_BLOCK = 64
+
+
+@triton.jit(do_not_specialize=["rows", "state_stride", "table_stride"])
+def _enter(
+    state,
+    table,
+    tokens,
+    positions,
+    index,
+    place,
+    rows,
+    state_stride,
+    table_stride,
+    header: tl.constexpr,
+    page_size: tl.constexpr,
+    places: tl.constexpr,
+    block: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """Write each row's last token, its position and its place in the cache, and the step's place in the ring."""
+    row = tl.program_id(0) * block + tl.arange(0, block)
+    there = row < rows
+    own = state + row.to(tl.int64) * state_stride
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
+    slot = tl.load(own, mask=there, other=0).to(tl.int64)
+    position = tl.load(own + 2, mask=there, other=1) - 1
+    page = tl.load(own + header + position // page_size, mask=there, other=0).to(tl.int64)
+    tl.store(tokens + row, tl.load(table + slot * table_stride + position, mask=there, other=0), mask=there)
+    tl.store(positions + row, position.to(tl.int64), mask=there)
+    tl.store(index + row, page * page_size + position % page_size, mask=there)
+    if tl.program_id(0) == 0:
+        tl.store(place, (tl.load(place) + 1) % places)
+
+
+@triton.jit(do_not_specialize=["state_stride", "table_stride", "ring_stride"])
+def _leave(
+    state,
+    table,
+    values,
+    ids,
+    found,
+    ring,
+    place,
+    parts,
+    state_stride,
+    table_stride,
+    ring_stride,
+    block: tl.constexpr,
+    brings: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """Write the next token of a growing row to the table and count it; those of other rows go to row 0. ``brings``:
+    also write to the ring."""
+    row = tl.program_id(0).to(tl.int64)
+    own = state + row * state_stride
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
+    token, fails = best_of(values, ids, row, parts, block)
+    grows = tl.load(own + 1)
+    slot = (tl.load(own) * grows).to(tl.int64)
+    length = tl.load(own + 2)
+    reported = tl.where(fails, -1, token)
+    if brings:
+        tl.store(ring + tl.load(place).to(tl.int64) * ring_stride + row, reported)
+    tl.store(table + slot * table_stride + length, token)
+    tl.store(found + row, reported)
+    tl.store(own + 2, length + grows)
+
+
+def enter(
+    state: Tensor,
+    table: Tensor,
+    page_size: int,
+    tokens: Tensor,
+    positions: Tensor,
+    index: Tensor,
+    arrivals: ArrivalRing,
+) -> None:
+    """``state`` int32 [rows, 3 + columns]; ``table`` int32 [slots, positions]. ``tokens`` int32, ``positions`` and
+    ``index`` int64 [rows] are written: see ``ForwardBatch``. The step's place of ``arrivals`` is the next one from here
+    on.
+    """
+    rows, pdl = len(state), overlapping(state.device)
+    _enter[(triton.cdiv(rows, _BLOCK),)](
+        state,
+        table,
+        tokens,
+        positions,
+        index,
+        arrivals.place,
+        rows,
+        state.stride(0),
+        table.stride(0),
+        _HEADER,
+        page_size,
+        len(arrivals.memory),
+        _BLOCK,
+        pdl,
+        num_warps=2,
+        launch_pdl=pdl,
+    )
+
+
+def leave(
+    state: Tensor, table: Tensor, logits: Tensor, kept: Tensor, found: Tensor, arrivals: ArrivalRing | None = None
+) -> None:
+    """The most likely tokens of ``logits`` [rows, vocab] to ``found`` int32 [rows], -1 where ``argmax`` says that a
+    row fails, to the step's place of ``arrivals``, and to the table; the logits to ``kept``, as large and dense. A row
+    that grows has a token more in ``state`` then.
+    """
+    values, ids = find_largest(logits.contiguous(), kept)
+    (rows, parts), pdl = values.shape, overlapping(state.device)
+    _leave[(rows,)](
+        state,
+        table,
+        values,
+        ids,
+        found,
+        found if arrivals is None else arrivals.memory,
+        found if arrivals is None else arrivals.place,
+        parts,
+        state.stride(0),
+        table.stride(0),
+        0 if arrivals is None else arrivals.memory.stride(0),
+        triton.next_power_of_2(parts),
+        arrivals is not None,
+        pdl,
+        num_warps=1,
+        launch_pdl=pdl,
+    )
+
+
+@dataclass(frozen=True)
+class _Step:
+    replay: Callable[[], None]
+    found: StepFound
+
+
+class StepGraphs:
+    """Captures steps of ``sizes`` rows, the largest first. ``columns``: most pages of a sequence. ``padded``: whether a
+    step may use a graph of a larger batch. For the rest see ``StepCaptureRequest``.
+    """
+
+    def __init__(
+        self,
+        request: StepCaptureRequest,
+        sizes: Sequence[int],
+        kv_heads: int,
+        page_size: int,
+        padded: bool,
+        put: Put,
+    ) -> None:
+        rows, columns, device = max(sizes), request.columns, request.table.device
+        self._forward, self._table, self._windows = request.forward, request.table, request.windows
+        self._kv_heads, self._page_size, self._padded, self._put = kv_heads, page_size, padded, put
+        self._state = torch.zeros((rows, _HEADER + columns), dtype=torch.int32, device=device)
+        self._state[:, 2] = 1  # a token in the cache
+        self._held = np.full(self._state.shape, -1, dtype=np.int32)  # what the device has, once it was brought
+        self._tokens = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._positions, self._index = torch.zeros((2, rows), dtype=torch.int64, device=device)
+        self._logits: Tensor | None = None
+        self._arrivals = ArrivalRing(rows, device)
+        captured = capture_each(sorted(sizes, reverse=True), self._run, device, lambda could: could)
+        self._steps = {size: _Step(replay, found) for size, (replay, found) in captured.items()}
+        self.sizes = sorted(self._steps)
+        self._arrivals.begin()
+
+    def run(self, given: StepTokens) -> StepFound | None:
+        """Run the step; None if no graph fits it."""
+        count = len(given.slots)
+        size = next((size for size in self.sizes if size >= count), 0)
+        if not size or (size > count and not self._padded):
+            return None
+        state = np.zeros((size, _HEADER + given.pages.shape[1]), dtype=np.int32)
+        state[count:, 2] = 1  # padding rows attend to a token of the null page
+        state[:count, 0], state[:count, 1], state[:count, 2] = given.slots, given.grows, given.lengths
+        state[:count, _HEADER:] = given.pages
+        self._bring(state)
+        self._arrivals.clear()
+        step = self._steps[size]
+        step.replay()
+        arrives, found = self._arrivals.follow(count), step.found
+        return StepFound(found.hidden[:count], found.logits[:count], found.argmax[:count], arrives)
+
+    def _bring(self, state: npt.NDArray[np.int32]) -> None:
+        """``state`` to the device, unless it is what the step before has left there: most steps are of the rows of the
+        one before, and of no page more."""
+        rows, columns = state.shape
+        held = self._held[:rows, :columns]
+        if not np.array_equal(held, state):
+            self._state[:rows, :columns].copy_(self._put(state))
+            held[:] = state
+        held[:, 2] += held[:, 1]
+
+    def _run(self, size: int) -> StepFound:
+        state, context = self._state[:size], (self._state.shape[1] - _HEADER) * self._page_size
+        tokens, positions, index = self._tokens[:size], self._positions[:size], self._index[:size]
+        enter(state, self._table, self._page_size, tokens, positions, index, self._arrivals)
+        decodes = DecodeRows(state[:, 2:], split_count(size, self._kv_heads, max(context, LAUNCHED)))
+        plans = {window: AttentionPlan(decodes, None, window) for window in self._windows}
+        hidden, logits = self._forward(ForwardBatch(tokens, positions, index, plans), None)
+        found = torch.empty(size, dtype=torch.int32, device=state.device)
+        if self._logits is None:  # the largest step comes first
+            self._logits = logits.new_empty(logits.shape)
+        # In a place that all graphs share: what each keeps of its own, no other can use.
+        kept = self._logits[:size]
+        leave(state, self._table, logits, kept, found, self._arrivals)
+        return StepFound(hidden, kept, found)

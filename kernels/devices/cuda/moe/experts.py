@@ -1,0 +1,250 @@
+"""Mixture of experts as two grouped products without a read by the host, so that a graph can capture them.
+
+Pairs of a token and one of its experts are sorted by expert. A program multiplies some rows of one expert's weight with
+a block of its pairs, and finds its expert itself. So an expert's weight is read once for every block of its pairs, and
+not at all if no token chose it. Weights of 8 and 4 bits are dequantized in registers; inputs are not quantized.
+
+An integer n becomes a 16-bit float by its bits alone: 0x4300 | n is 128 + n in bfloat16, for n of 4 bits, and
+0x6400 | n is 1024 + n in float16 (Kim et al., arXiv 2211.10017, section 3.2). The difference to its zero point is
+exact, so that a group's scale multiplies sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.core.operators import Linear
+from kernels.devices.cuda.elementwise.activation import swiglu
+from kernels.devices.experts import ExpertInputs, ExpertLayers, ExpertWeights, StackedExperts, choose, refusal
+from kernels.weights.quantization.weights import Fp8Weight, GroupedWeight, Int8Weight, Projection, QuantizedWeight
+
+__all__ = ["CudaExpertLayers", "CudaExperts"]
+
+_ROWS = 64
+_BLOCK = 64
+_LEAST = 16  # inputs of the matrix unit's product
+_FEW, _MANY = 16, 64  # pairs of a block
+
+
+@triton.jit
+def _less(n, zero, bits: tl.constexpr, like: tl.constexpr):
+    """``n - zero`` for integers."""
+    if like == tl.float16:
+        number = (n.to(tl.int16) | 0x6400).to(like, bitcast=True) - (1024.0 + zero).to(like)
+    elif like == tl.bfloat16 and bits == 4:
+        number = (n.to(tl.int16) | 0x4300).to(like, bitcast=True) - (128.0 + zero).to(like)
+    else:
+        number = (n.to(tl.float32) - zero).to(like)
+    return number
+
+
+@triton.jit
+def _multiply(
+    x,
+    weight,
+    scales,
+    zeros,
+    order,
+    counts,
+    out,
+    outputs,
+    count_experts,
+    each: tl.constexpr,
+    inputs: tl.constexpr,
+    experts: tl.constexpr,
+    rows: tl.constexpr,
+    block: tl.constexpr,
+    pairs: tl.constexpr,
+    bits: tl.constexpr,
+    group: tl.constexpr,
+    tall: tl.constexpr,
+    zeroed: tl.constexpr,
+    scaled: tl.constexpr,
+):
+    """``out`` [pairs, outputs] of ``x`` [pairs / each, inputs] and ``weight`` [experts, outputs, inputs], or half as
+    many bytes for 4 ``bits``. ``order``: the pairs sorted by expert; each expert has ``counts`` pairs.
+
+    ``scales``: with ``group`` [experts, outputs / tall, inputs / group], else if ``scaled`` [experts, outputs].
+    ``zeros`` like the scales, if ``zeroed``, for unsigned integer weights.
+    """
+    number = tl.program_id(1)
+    every = tl.arange(0, experts)
+    count = tl.load(counts + every, mask=every < count_experts, other=0)
+    blocks = (count + pairs - 1) // pairs
+    ends = tl.cumsum(blocks, 0)
+    if number >= tl.sum(blocks, 0):
+        return
+    expert = tl.sum((ends <= number).to(tl.int32), 0)
+    mine = every == expert
+    at = (number - tl.sum(tl.where(mine, ends - blocks, 0), 0)) * pairs + tl.arange(0, pairs)
+    here = at < tl.sum(tl.where(mine, count, 0), 0)
+    first = tl.sum(tl.where(every < expert, count, 0), 0)
+    pair = tl.load(order + first + at, mask=here, other=0).to(tl.int64)
+    output = tl.program_id(0) * rows + tl.arange(0, rows)
+    known = tl.minimum(output, outputs - 1)
+    row = expert.to(tl.int64) * outputs + known
+    if group > 0:
+        groups: tl.constexpr = (inputs + group - 1) // group
+        factor = (expert.to(tl.int64) * tl.cdiv(outputs, tall) + known // tall) * groups
+    total = tl.zeros([rows, pairs], tl.float32)
+    for begin in tl.range(0, inputs, block):
+        column = begin + tl.arange(0, block)
+        inside = column < inputs
+        values = x + (pair // each)[:, None] * inputs + column[None, :]
+        v = tl.load(values, mask=here[:, None] & inside[None, :], other=0.0)
+        if bits == 4:
+            byte = begin // 2 + tl.arange(0, block // 2)
+            two = tl.load(
+                weight + row[:, None] * (inputs // 2) + byte[None, :], mask=(byte < inputs // 2)[None, :], other=0
+            )
+            w = tl.interleave(two & 15, two >> 4)
+        else:
+            w = tl.load(weight + row[:, None] * inputs + column[None, :], mask=inside[None, :], other=0.0)
+        if w.dtype == tl.uint8:
+            if zeroed:
+                zero = tl.load(zeros + factor + begin // group).to(tl.float32)
+            else:
+                zero = tl.full([rows], 8.0 if bits == 4 else 128.0, tl.float32)
+            wide = _less(w, zero[:, None], bits, v.dtype)
+        else:
+            wide = w.to(v.dtype)
+        if group > 0:
+            scale = tl.load(scales + factor + begin // group).to(tl.float32)
+            total += tl.dot(wide, tl.trans(v), input_precision="ieee") * scale[:, None]
+        else:
+            total = tl.dot(wide, tl.trans(v), total, input_precision="ieee")
+    if scaled:
+        total *= tl.load(scales + row)[:, None]
+    place = out + pair[None, :] * outputs + output[:, None]
+    tl.store(place, total.to(out.dtype.element_ty), mask=here[None, :] & (output < outputs)[:, None])
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """The weights of all experts. ``values`` [experts, outputs, inputs] in floats, int8, fp8, or uint8 with two 4-bit
+    values (``bits``) a byte. ``scales``: [experts, outputs], or one for ``group`` inputs of ``tall`` outputs, [experts,
+    outputs / tall, inputs / group]; ``zeros`` uint8 like these.
+    """
+
+    values: Tensor
+    scales: Tensor | None = None
+    zeros: Tensor | None = None
+    bits: int = 16
+    group: int = 0
+    tall: int = 1
+    before: ExpertInputs | None = None
+
+
+class CudaExperts(StackedExperts[_Stack]):
+    """MoE layers in floats, int8, fp8 (with a scale an output, or in blocks), or 4 and 8 bits in groups."""
+
+    @staticmethod
+    def kind(weight: Tensor | QuantizedWeight, capability: tuple[int, int]) -> tuple[object, ...] | None:
+        """The kind that all experts of a layer must share; None if the kernel does not take it on a device of that
+        compute capability."""
+        if isinstance(weight, Tensor):
+            return (Tensor, weight.dtype)
+        prepared = weight.clip is not None, weight.dtype
+        if isinstance(weight, Int8Weight):
+            return (Int8Weight, *prepared) if weight.activation in ("dynamic", None) else None
+        if isinstance(weight, Fp8Weight):
+            fits = capability >= (8, 9) and (weight.block is None or _block(weight.block[1]) >= _LEAST)
+            return (Fp8Weight, weight.block, *prepared) if fits and weight.activation in ("dynamic", None) else None
+        if isinstance(weight, GroupedWeight) and _block(weight.group) >= _LEAST:
+            form = weight.bits, weight.group, weight.zeros is None, weight.order is None, weight.activation
+            return (GroupedWeight, weight.scales.dtype, *form, *prepared)
+        return None
+
+    def stack(self, weights: Sequence[Projection]) -> _Stack:
+        floats = [weight for weight in weights if isinstance(weight, Tensor)]
+        if floats:
+            return _Stack(torch.stack(floats))
+        before = ExpertInputs.of(weights)
+        grouped = [weight for weight in weights if isinstance(weight, GroupedWeight)]
+        if grouped:
+            zeros = [weight.zeros for weight in grouped if weight.zeros is not None]
+            return _Stack(
+                torch.stack([weight.values for weight in grouped]),
+                torch.stack([weight.scales for weight in grouped]),
+                torch.stack(zeros) if zeros else None,
+                grouped[0].bits,
+                grouped[0].group,
+                before=before,
+            )
+        narrow = [weight for weight in weights if isinstance(weight, Int8Weight | Fp8Weight)]
+        values = torch.stack([weight.values for weight in narrow])
+        scales = torch.stack([weight.scales.float() for weight in narrow])
+        tall, group = (isinstance(narrow[0], Fp8Weight) and narrow[0].block) or (1, 0)
+        return _Stack(values, scales, None, 8, group, tall, before)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weights, experts = choose(self.router(x), self.chosen, self.normalized)
+        flat = experts.flatten()
+        order = flat.argsort(stable=True).to(torch.int32)
+        counts = torch.zeros(self.count, dtype=torch.int32, device=x.device)
+        counts.index_add_(0, flat, torch.ones_like(order))
+        rows, each = x.contiguous(), self.chosen
+        if self.gate_up.before is not None:
+            rows, each = self.gate_up.before(x.repeat_interleave(self.chosen, 0), flat), 1
+        inner = swiglu(self._product(rows, self.gate_up, order, counts, each))
+        if self.down.before is not None:
+            inner = self.down.before(inner, flat)
+        found = self._product(inner, self.down, order, counts, 1).view(len(x), self.chosen, -1)
+        return (found.float() * weights.unsqueeze(2)).sum(1).to(x.dtype)
+
+    def _product(self, x: Tensor, weight: _Stack, order: Tensor, counts: Tensor, each: int) -> Tensor:
+        values, scales = weight.values, weight.scales
+        pairs, outputs, inputs = len(order), values.shape[1], x.shape[1]
+        size = _FEW if pairs <= _FEW * self.count else _MANY
+        out = x.new_empty((pairs, outputs))
+        most = min(pairs, pairs // size + min(self.count, pairs))  # upper bound of blocks for any routing
+        _multiply[(triton.cdiv(outputs, _ROWS), most)](
+            x,
+            values,
+            values if scales is None else scales,
+            values if weight.zeros is None else weight.zeros,
+            order,
+            counts,
+            out,
+            outputs,
+            self.count,
+            each,
+            inputs,
+            triton.next_power_of_2(self.count),
+            _ROWS,
+            _block(weight.group) if weight.group else _BLOCK,
+            size,
+            weight.bits,
+            weight.group,
+            weight.tall,
+            weight.zeros is not None,
+            scales is not None and not weight.group,
+            num_warps=4,
+            num_stages=3,
+        )
+        return out
+
+
+def _block(group: int) -> int:
+    """Inputs multiplied at a time, all of one group."""
+    return min(_BLOCK, group & -group)
+
+
+class CudaExpertLayers(ExpertLayers):
+    def make(
+        self, router: Tensor, bias: Tensor | None, experts: Sequence[ExpertWeights], chosen: int, normalized: bool
+    ) -> Linear:
+        device = self.linear.elementwise.torch_device
+        kind = partial(CudaExperts.kind, capability=torch.cuda.get_device_capability(device))
+        experts = self.stackable(experts, kind)
+        made, reason = self.linear.make_dense(router, bias), refusal(experts, kind)
+        if reason is not None:
+            return self.make_in_turn(made, experts, chosen, normalized, reason)
+        return CudaExperts(made, experts, chosen, normalized)

@@ -1,0 +1,263 @@
+"""Layers of experts of which each token takes a few.
+
+The reference runs experts in turn: tokens are sorted by the experts that they take, and each expert that any token
+takes runs once, over its tokens. The results are weighted and added in float32, always in the order of the experts, so
+that a token's result does not depend on the others. Devices with kernels for all experts at once stack their weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from kernels.core.operators import Linear
+from kernels.devices.fallbacks import Fallbacks
+from kernels.devices.linear import LinearLayers
+from kernels.weights.quantization.tokens import clip_tokens, fake_quantize_tokens
+from kernels.weights.quantization.weights import (
+    GroupedWeight,
+    Int8Weight,
+    Projection,
+    QuantizedWeight,
+    StaticActivation,
+)
+
+__all__ = [
+    "ExpertInputs",
+    "ExpertLayers",
+    "ExpertWeights",
+    "ExpertsInTurn",
+    "StackedExperts",
+    "choose",
+    "may_be_dense",
+    "refusal",
+]
+
+_Stack = TypeVar("_Stack")
+_BLOCK = 1 << 22  # elements of rows that are prepared at a time
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """The weights of one expert. ``gate_up`` [2 * inner, hidden] is gate's, then up's; ``down`` [hidden, inner]."""
+
+    gate_up: Projection
+    gate_up_bias: Tensor | None
+    down: Projection
+    down_bias: Tensor | None
+
+
+def choose(logits: Tensor, chosen: int, normalized: bool) -> tuple[Tensor, Tensor]:
+    """``logits`` [tokens, experts] -> the weights float32 [tokens, chosen] of the experts that each token takes, which
+    are those of a softmax over all, and the experts int64. ``normalized``: the weights add up to one."""
+    weights, experts = logits.softmax(-1, dtype=torch.float32).topk(chosen, -1)
+    return weights / weights.sum(-1, keepdim=True) if normalized else weights, experts
+
+
+class ExpertsInTurn:
+    """[tokens, hidden] -> [tokens, hidden]. How many tokens an expert has is read back to the host.
+
+    ``router``: to a logit for each expert. ``experts``: (gate and up, down) of each.
+    """
+
+    def __init__(
+        self,
+        router: Callable[[Tensor], Tensor],
+        experts: Sequence[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]],
+        chosen: int,
+        normalized: bool,
+    ) -> None:
+        self.router = router
+        self.experts = tuple(experts)
+        self.chosen = chosen
+        self.normalized = normalized
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weights, experts = choose(self.router(x), self.chosen, self.normalized)
+        order = experts.flatten().argsort(stable=True)
+        counts = experts.flatten().bincount(minlength=len(self.experts)).tolist()
+        tokens, weights = order // self.chosen, weights.flatten()[order].unsqueeze(1)
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        begin = 0
+        for count, (gate_up, down) in zip(counts, self.experts, strict=True):
+            if count:
+                here = slice(begin, begin + count)
+                begin += count
+                out.index_add_(0, tokens[here], down(gate_up(x[tokens[here]])) * weights[here])
+        return out.to(x.dtype)
+
+
+class StackedExperts(ABC, Generic[_Stack]):
+    """[tokens, hidden] -> [tokens, hidden]. ``router``: to a logit for each expert. ``gate_up``, ``down``: of all."""
+
+    def __init__(
+        self, router: Callable[[Tensor], Tensor], experts: Sequence[ExpertWeights], chosen: int, normalized: bool
+    ) -> None:
+        self.router = router
+        self.count = len(experts)
+        self.chosen = chosen
+        self.normalized = normalized
+        self.gate_up = self.stack([expert.gate_up for expert in experts])
+        self.down = self.stack([expert.down for expert in experts])
+
+    @abstractmethod
+    def stack(self, weights: Sequence[Projection]) -> _Stack:
+        """Weights of one kind."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class ExpertInputs:
+    """Steps on inputs before they are multiplied. ``orders`` int64 [experts, inputs]: the order in which each expert's
+    weight has them. ``clips`` float32 [experts, 1]: the share of their largest magnitude that they are clamped to.
+    ``fake_quantizes``: whether tokens are rounded to 8 bits."""
+
+    orders: Tensor | None
+    clips: Tensor | None
+    fake_quantizes: bool
+
+    @classmethod
+    def of(cls, weights: Sequence[Projection]) -> ExpertInputs | None:
+        """None: nothing. ``weights``: of one kind."""
+        quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+        groups = [weight for weight in quantized if isinstance(weight, GroupedWeight)]
+        orders = [weight.order for weight in groups if weight.order is not None]
+        clips = [weight.clip for weight in quantized if weight.clip is not None]
+        fake_quantizes = any(weight.activation is not None for weight in groups)
+        if not orders and not clips and not fake_quantizes:
+            return None
+        return cls(
+            torch.stack(orders) if orders else None, torch.stack(clips).float() if clips else None, fake_quantizes
+        )
+
+    def __call__(self, rows: Tensor, experts: Tensor) -> Tensor:
+        """``rows`` [pairs, inputs], each of the expert ``experts`` int [pairs]."""
+        size = max(1, _BLOCK // rows.shape[1])
+        if len(rows) <= size:
+            return self._prepared(rows, experts)
+        out = torch.empty_like(rows)
+        # An index of all elements takes four times the rows' own memory, and so do floats in which they are rounded.
+        for some, owners, target in zip(rows.split(size), experts.split(size), out.split(size), strict=True):
+            target.copy_(self._prepared(some, owners))
+        return out
+
+    def _prepared(self, rows: Tensor, experts: Tensor) -> Tensor:
+        if self.orders is not None:
+            rows = rows.gather(1, self.orders.index_select(0, experts))
+        if self.clips is not None:
+            rows = clip_tokens(rows, self.clips.index_select(0, experts))
+        return fake_quantize_tokens(rows) if self.fake_quantizes else rows
+
+
+def may_be_dense(weight: QuantizedWeight) -> bool:
+    """Whether the weight in floats is all there is to it: its inputs are rounded by no scale that was found before."""
+    return not (isinstance(weight, Int8Weight) and isinstance(weight.activation, StaticActivation))
+
+
+def refusal(experts: Sequence[ExpertWeights], kind: Callable[[Tensor | QuantizedWeight], object]) -> str | None:
+    """Why experts cannot stand side by side; None: they can. ``kind``: what those of a layer must share, None for a
+    weight that there is no kernel for."""
+    if any(expert.gate_up_bias is not None or expert.down_bias is not None for expert in experts):
+        return "they have biases"
+    for part in ([expert.gate_up for expert in experts], [expert.down for expert in experts]):
+        kinds = set()
+        for weight in part:
+            if isinstance(weight, tuple):
+                return "gates are of another kind than what they are multiplied with"
+            kinds.add(kind(weight))
+            if None in kinds:
+                return f"no kernel takes {_named(weight)}"
+        if len(kinds) > 1:
+            return "they are of different kinds"
+    return None
+
+
+def _named(weight: Tensor | QuantizedWeight) -> str:
+    if isinstance(weight, Tensor):
+        return f"{str(weight.dtype).removeprefix('torch.')} of {list(weight.shape)}"
+    if not may_be_dense(weight):
+        return "inputs that are rounded by scales found before"
+    return f"{type(weight).__name__} of {list(weight.shape)}"
+
+
+class ExpertLayers:
+    """Makes layers of experts; these run in turn, unless a device has kernels for all at once.
+
+    ``reads_back``: whether a layer made so far reads something back to the host, which no graph can hold.
+    """
+
+    def __init__(self, linear: LinearLayers, fallbacks: Fallbacks) -> None:
+        self.linear = linear
+        self.fallbacks = fallbacks
+        self.reads_back = False
+
+    def make(
+        self, router: Tensor, bias: Tensor | None, experts: Sequence[ExpertWeights], chosen: int, normalized: bool
+    ) -> Linear:
+        """A layer of experts of which each token takes ``chosen``: [tokens, hidden] -> [tokens, hidden].
+
+        ``router`` [experts, hidden] and ``bias`` [experts] give a logit for each. ``normalized``: the weights of those
+        that are chosen add up to one.
+        """
+        reason = "there is no kernel for all at once"
+        return self.make_in_turn(self.linear.make_dense(router, bias), experts, chosen, normalized, reason)
+
+    def make_in_turn(
+        self, router: Linear, experts: Sequence[ExpertWeights], chosen: int, normalized: bool, reason: str
+    ) -> Linear:
+        """The same by ``ExpertsInTurn``. ``reason``: for the log."""
+        self.reads_back = True
+        self.fallbacks.log(
+            "experts are run one by one (%s): the host reads back which are chosen, so decodes are not captured", reason
+        )
+        made = [
+            (
+                self.linear.make_gated(expert.gate_up, expert.gate_up_bias),
+                self.linear.make_projection(expert.down, expert.down_bias),
+            )
+            for expert in experts
+        ]
+        return ExpertsInTurn(router, made, chosen, normalized)
+
+    def stackable(
+        self, experts: Sequence[ExpertWeights], kind: Callable[[Tensor | QuantizedWeight], object]
+    ) -> list[ExpertWeights]:
+        """The experts with weights of no ``kind``, or of several, as floats, so that all can be multiplied at once; all
+        as they are if that would not suffice."""
+
+        def floats(weight: Tensor | QuantizedWeight) -> Tensor:
+            if isinstance(weight, Tensor):
+                return weight
+            self.fallbacks.log(
+                "experts in %s are dequantized to %s while they are loaded: no kernel of all experts takes them",
+                type(weight).__name__,
+                weight.dtype,
+            )
+            dense = self.linear.dequantize(weight, weight.dtype)
+            self.linear.dequantized_bytes += dense.nbytes - weight.nbytes
+            return dense
+
+        def one(weight: Projection, dense: Callable[[Tensor | QuantizedWeight], Tensor]) -> Projection:
+            pieces = weight if isinstance(weight, tuple) else (weight,)
+            if not all(isinstance(piece, Tensor) or may_be_dense(piece) for piece in pieces):
+                return weight
+            if len(pieces) > 1:
+                return torch.cat([dense(piece) for piece in pieces])
+            return pieces[0] if kind(pieces[0]) is not None else dense(pieces[0])
+
+        def every(dense: Callable[[Tensor | QuantizedWeight], Tensor]) -> list[ExpertWeights]:
+            return [
+                dataclasses.replace(expert, gate_up=one(expert.gate_up, dense), down=one(expert.down, dense))
+                for expert in experts
+            ]
+
+        described = every(lambda weight: torch.empty(weight.shape, dtype=weight.dtype, device="meta"))
+        return every(floats) if refusal(described, kind) is None else list(experts)

@@ -1,0 +1,18 @@
+"""What a kind of device does for every model: facts that hold before a device is opened."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["DeviceFeatures"]
+
+
+@dataclass(frozen=True)
+class DeviceFeatures:
+    """``collectives``: torch.distributed's library for several ranks; "": it runs one rank alone. ``cache_dtypes``:
+    what keys and values can be kept in, by the names of ``CACHE_DTYPES``. ``captures``: whether decodes are
+    captured."""
+
+    collectives: str
+    cache_dtypes: frozenset[str]
+    captures: bool

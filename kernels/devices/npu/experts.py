@@ -1,0 +1,206 @@
+"""Mixture-of-experts layers by the NPU's grouped matrix products: one operator sorts tokens by expert, another
+multiplies those of all experts. The host reads nothing, so graphs can capture it (facts 4.2 and 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch_npu
+from torch import Tensor
+
+from kernels.core.operators import Linear
+from kernels.devices.experts import ExpertInputs, ExpertLayers, ExpertWeights, StackedExperts, refusal
+from kernels.devices.fallbacks import Fallbacks
+from kernels.devices.linear import LinearLayers
+from kernels.devices.npu.microscaling import mx_fits, mx_scales, round_mx
+from kernels.devices.npu.operators import FRACTAL_NZ
+from kernels.devices.npu.soc import Soc
+from kernels.weights.quantization.weights import Fp8Weight, GroupedWeight, Int8Weight, Projection, QuantizedWeight
+
+__all__ = ["NpuExpertLayers", "NpuExperts"]
+
+_MOST = 65535
+"""The largest dimension of npu_grouped_matmul."""
+_HALVES = (torch.bfloat16, torch.float16)
+_TILE = {2: (16, 16), 1: (16, 32)}
+"""Tile sizes by bytes of an element."""
+_GROUPS = 32
+"""Divisors of valid group sizes."""
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """The weights of all experts. ``values`` [experts, inputs, outputs] in floats, int8 or e4m3, or eight 4-bit values
+    an int32 along the outputs. ``scales`` [experts, outputs]: for int8 by int8, in bfloat16 if the output is (A2 and A3
+    support no other), else f32. ``powers``: for e4m3 by e4m3, bytes of e8m0 [experts, inputs / 64, outputs, 2].
+    ``factors``: scales of integer weights with floating inputs, applied after adding ``offsets``: [experts, outputs],
+    or with groups [experts, groups, outputs], in the inputs' dtype.
+    """
+
+    values: Tensor
+    scales: Tensor | None = None
+    powers: Tensor | None = None
+    factors: Tensor | None = None
+    offsets: Tensor | None = None
+    before: ExpertInputs | None = None
+
+
+class NpuExperts(StackedExperts[_Stack]):
+    """MoE layers in 16-bit floats, in int8 with per-token quantized activations, in MXFP8 if the device supports it, or
+    weight-only in 4 bits (grouped or not) or 8.
+
+    Weights are [experts, inputs, outputs]; those of floats and of int8 by int8 are in NZ tiles if the device keeps
+    them, others in rows.
+    """
+
+    def __init__(
+        self,
+        router: Callable[[Tensor], Tensor],
+        experts: Sequence[ExpertWeights],
+        chosen: int,
+        normalized: bool,
+        soc: Soc,
+    ) -> None:
+        self._soc = soc
+        super().__init__(router, experts, chosen, normalized)
+
+    @staticmethod
+    def kind(weight: Tensor | QuantizedWeight, soc: Soc) -> tuple[object, ...] | None:
+        """The kind that all experts of a layer must share; None if the operators of ``soc`` do not take the weight."""
+        if max(weight.shape) > _MOST or weight.dtype not in _HALVES:
+            return None
+        if isinstance(weight, Tensor):
+            return (Tensor,)
+        clipped = weight.clip is not None
+        if isinstance(weight, Int8Weight):
+            return (Int8Weight, weight.activation, clipped) if weight.activation in ("dynamic", None) else None
+        if isinstance(weight, Fp8Weight):
+            return (Fp8Weight, clipped) if mx_fits(weight, soc) else None
+        if isinstance(weight, GroupedWeight):
+            apart = weight.group < weight.shape[1]
+            groups = weight.bits == 4 and weight.group % _GROUPS == 0
+            fits = (weight.bits == 8 or weight.shape[0] % 8 == 0) and (not apart or groups)
+            form = weight.bits, weight.group if apart else None, weight.order is None, weight.activation
+            return (GroupedWeight, *form, clipped) if fits else None
+        return None
+
+    def stack(self, weights: Sequence[Projection]) -> _Stack:
+        before = ExpertInputs.of(weights)
+        floats = [weight for weight in weights if isinstance(weight, Tensor)]
+        if floats:
+            return _Stack(self._tiles(torch.stack([weight.t() for weight in floats])))
+        whole = [weight for weight in weights if isinstance(weight, Int8Weight)]
+        if whole:
+            values = torch.stack([weight.values.t() for weight in whole])
+            scales = torch.stack([weight.scales for weight in whole])
+            if whole[0].activation is not None:
+                if whole[0].dtype == torch.bfloat16:
+                    scales = scales.to(torch.bfloat16)
+                return _Stack(self._tiles(values), scales, before=before)
+            factors = scales.to(whole[0].dtype)
+            return _Stack(values, None, None, factors, torch.zeros_like(factors), before)
+        eighths = [weight for weight in weights if isinstance(weight, Fp8Weight)]
+        if eighths:
+            values = torch.stack([weight.values.view(torch.uint8) for weight in eighths]).view(torch.float8_e4m3fn)
+            powers = torch.stack([mx_scales(weight) for weight in eighths])
+            return _Stack(values.transpose(1, 2), None, powers.transpose(1, 2), before=before)
+        return _stack_of_groups([weight for weight in weights if isinstance(weight, GroupedWeight)], before)
+
+    def _tiles(self, values: Tensor) -> Tensor:
+        """[experts, inputs, outputs] in the cube unit's tiles where the device keeps them and they divide it."""
+        rows, columns = _TILE[values.itemsize]
+        tiled = self._soc.nz_weights and values.shape[1] % rows == 0 and values.shape[2] % columns == 0
+        return torch_npu.npu_format_cast(values, FRACTAL_NZ) if tiled else values
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weights, experts, _ = torch_npu.npu_moe_gating_top_k_softmax(self.router(x).float(), None, self.chosen)
+        if self.normalized:
+            weights = weights / weights.sum(-1, keepdim=True)
+        rounds = self.gate_up.scales is not None and self.gate_up.before is None
+        rows, index, counts, scales = torch_npu.npu_moe_init_routing_v2(
+            x.contiguous(),
+            experts,
+            active_num=len(x) * self.chosen,
+            expert_num=self.count,
+            expert_tokens_num_type=1,  # counts
+            expert_tokens_num_flag=True,
+            quant_mode=1 if rounds else -1,
+            active_expert_range=[0, self.count],
+        )
+        owners = experts.flatten()
+        if self.gate_up.before is not None or self.down.before is not None:
+            owners = torch.empty_like(owners).index_copy_(0, index.long(), owners)
+        if self.gate_up.before is not None:
+            rows = self.gate_up.before(rows, owners)
+        if not rounds:
+            rows, scales = _rounded(rows, self.gate_up)
+        inner = torch_npu.npu_swiglu(_multiply(rows, scales, self.gate_up, counts, x.dtype))
+        if self.down.before is not None:
+            inner = self.down.before(inner, owners)
+        inner, scales = _rounded(inner, self.down)
+        out = _multiply(inner, scales, self.down, counts, x.dtype)
+        found = out.index_select(0, index).view(len(x), self.chosen, -1)
+        weighted: Tensor = (found.float() * weights.unsqueeze(2)).sum(1).to(x.dtype)
+        return weighted
+
+
+def _rounded(rows: Tensor, weight: _Stack) -> tuple[Tensor, Tensor | None]:
+    """Quantize ``rows`` [tokens, inputs] as ``weight`` requires; returns them and their scales, if any."""
+    if weight.powers is not None:
+        return round_mx(rows)
+    if weight.scales is None:
+        return rows, None
+    whole, scales = torch_npu.npu_dynamic_quant(rows)
+    return whole, scales
+
+
+def _multiply(rows: Tensor, scales: Tensor | None, weight: _Stack, counts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply ``rows`` [tokens, inputs], sorted by expert; each expert has ``counts`` int64 [experts] rows."""
+    more: dict[str, object] = {}
+    if weight.scales is not None:
+        more = {"scale": [weight.scales], "per_token_scale": [scales], "output_dtype": dtype}
+    if weight.powers is not None:
+        more = {"scale": [weight.powers], "per_token_scale": [scales], "output_dtype": dtype}
+        more |= dict.fromkeys(("scale_dtype", "per_token_scale_dtype"), torch_npu.float8_e8m0fnu)
+    if weight.factors is not None:
+        more = {"antiquant_scale": [weight.factors], "antiquant_offset": [weight.offsets]}
+    found: Tensor = torch_npu.npu_grouped_matmul(
+        [rows], [weight.values], split_item=2, group_type=0, group_list=counts, group_list_type=1, **more
+    )[0]
+    return found
+
+
+def _stack_of_groups(weights: Sequence[GroupedWeight], before: ExpertInputs | None) -> _Stack:
+    values, factors, offsets = [], [], []
+    for weight in weights:
+        middle = 1 << (weight.bits - 1)
+        whole = (weight.unpacked().to(torch.int32) - middle).t().contiguous()
+        packs = weight.bits == 4
+        values.append(torch_npu.npu_convert_weight_to_int4pack(whole) if packs else whole.to(torch.int8))
+        factor = weight.scales.t().to(weight.dtype)
+        offset = torch.zeros_like(factor)
+        if weight.zeros is not None:
+            offset = middle - weight.zeros.t().to(weight.dtype)
+        apart = weight.group < weight.shape[1]
+        factors.append(factor if apart else factor[0])
+        offsets.append(offset if apart else offset[0])
+    return _Stack(torch.stack(values), None, None, torch.stack(factors), torch.stack(offsets), before)
+
+
+class NpuExpertLayers(ExpertLayers):
+    def __init__(self, linear: LinearLayers, fallbacks: Fallbacks, soc: Soc) -> None:
+        super().__init__(linear, fallbacks)
+        self.soc = soc
+
+    def make(
+        self, router: Tensor, bias: Tensor | None, experts: Sequence[ExpertWeights], chosen: int, normalized: bool
+    ) -> Linear:
+        kind = partial(NpuExperts.kind, soc=self.soc)
+        experts = self.stackable(experts, kind)
+        reason = refusal(experts, kind)
+        if reason is not None:
+            return self.make_in_turn(self.linear.make_dense(router, bias), experts, chosen, normalized, reason)
+        return NpuExperts(self.linear.make_dense(router, bias, shared=True), experts, chosen, normalized, self.soc)

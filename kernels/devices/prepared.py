@@ -1,0 +1,290 @@
+"""Passes and steps that a device has captured, to be run in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from kernels.core.attention_rows import DecodeTokens, PromptTokens, StepTokens, TokenTable
+from kernels.core.batch import ForwardBatch
+from kernels.core.operators import Acceptance, Draws
+from kernels.core.tree import DraftTree
+
+__all__ = [
+    "Advance",
+    "ChainPasses",
+    "CycleResult",
+    "Decodes",
+    "DraftCycle",
+    "DraftSlots",
+    "HostPass",
+    "ObserveTokens",
+    "PassEnd",
+    "PassFound",
+    "PassHead",
+    "PassLogits",
+    "ReachEnds",
+    "StepForward",
+    "StepFound",
+    "Steps",
+    "Verify",
+    "VerifyChains",
+]
+
+Longs = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class PassHead:
+    """The end of a pass of few rows that verify.
+
+    ``find``: from the pass's result to the logits of its tokens [tokens, vocab], and the two results of ``Greedy``.
+    ``accept``: from the trees, the rows as ``Drafting.accept`` takes them, the slots of the nodes' keys and values
+    int64 [tokens], and the results of ``Greedy``, to what is accepted; its keys and values are in place then. None if
+    the number of accepted tokens is not decided by the model alone. ``features``: the part of the result that a draft
+    reads.
+    """
+
+    find: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+    accept: Callable[[DraftTree, Tensor, Tensor, Tensor, Tensor], Acceptance] | None = None
+    features: Callable[[Tensor], Tensor] | None = None
+
+
+class PassEnd(NamedTuple):
+    """Results of a pass that accepts, in tensors that stay where they are: the ``rows`` as ``Drafting.accept`` takes
+    them, their ``pages`` int32 [rows, columns], what was ``accepted``, and the ``features`` [tokens, n]."""
+
+    rows: Tensor
+    pages: Tensor
+    accepted: Acceptance
+    features: Tensor
+
+
+class PassFound(NamedTuple):
+    """Results of a pass that verifies: the ``result``, and the slots of its keys and values int64 [tokens]. If they
+    were captured, also the results of its ``head``, or what was ``accepted`` and the key of its end in
+    ``Decodes.ends``. All are overwritten by the next call."""
+
+    result: Tensor
+    index: Tensor  # type: ignore[assignment]  # in place of tuple.index
+    head: tuple[Tensor, Tensor, Tensor] | None = None
+    accepted: Acceptance | None = None
+    end: int = 0
+
+
+Verify = Callable[[Longs | None, npt.NDArray[np.int32], DraftTree, Longs | None], PassFound | None]
+
+
+@dataclass(frozen=True)
+class Decodes:
+    """Captured passes. ``rows``: the numbers of rows that they were captured for.
+
+    ``run``: the result [tokens, hidden] of a batch of decodes and drafts; None if no captured pass fits. The result is
+    overwritten by the next call. ``prompts``: chunks of prompts of up to so many tokens fit as well.
+
+    ``verify``: runs rows that all verify a tree, without a batch, from the roots' positions int64 [rows], their pages
+    int32 [rows, columns] and the trees; None as for ``run``, also for trees of fewer nodes. If all rows are greedy and
+    want nothing else, the slots int64 [rows] are passed too: then the pass may accept. No positions are passed if the
+    pass that accepted last had the same rows: the roots are where its accepted tokens end, and the host need not know.
+    It is None if the device has no such pass. ``ends``: of passes that accept, by the number of rows.
+    """
+
+    rows: tuple[int, ...]
+    run: Callable[[ForwardBatch], Tensor | None]
+    prompts: int = 0
+    verify: Verify | None = None
+    ends: Mapping[int, PassEnd] = field(default_factory=dict)
+
+
+StepForward = Callable[[ForwardBatch, Tensor | None], tuple[Tensor, Tensor]]
+"""From a batch to hidden states [rows, hidden] and logits of its tokens ``last`` int64 [rows], or of all."""
+
+
+@dataclass(frozen=True)
+class StepFound:
+    """Results of a step: ``hidden`` [rows, hidden] and ``logits`` [rows, vocab] of each row's last token.
+
+    ``argmax`` int32 [rows]: each row's next token, or -1 if its logits are broken. For rows that grow it, or 0, is in
+    the table of tokens. ``arrives``: waits for a copy of ``argmax`` that the step itself brings to the host.
+    """
+
+    hidden: Tensor
+    logits: Tensor
+    argmax: Tensor
+    arrives: Callable[[], list[Tensor]] | None = None
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Captured whole steps of decodes. ``rows``: the numbers of rows that they were captured for.
+
+    ``run``: None if no captured step fits. Its results are overwritten by the next call. ``prompts``: the same for
+    steps with chunks of prompts whose tokens are not scored; None if there are none.
+    """
+
+    rows: tuple[int, ...]
+    run: Callable[[StepTokens], StepFound | None]
+    prompts: Callable[[PromptTokens], StepFound | None] | None = None
+
+
+Advance = Callable[[npt.NDArray[np.int64], Draws | None], bytes | None]
+"""Decodes one token of each of the slots int64 [rows], sampled by ``Draws`` [rows] or greedily, and appends it to the
+table.
+
+Returns these int32 [rows]; no bytes if all sequences have ended; None if a row has no decode to run or its logits are
+broken: state is unchanged, and the caller may try the next executor."""
+
+
+ObserveTokens = Callable[[Longs, Longs, Longs, npt.NDArray[np.int16] | None, Longs], None]
+"""Runs a draft over tokens of ``slots``: ``counts`` of each from position ``starts`` on, all int64 [rows]. The tokens'
+rows in ``features`` [.., width] (their bits, or None) are ``places`` int64 [tokens]."""
+
+VerifyChains = Callable[[Longs, Longs, Longs, Longs, Draws | None], Longs | None]
+"""Verifies chains: the first ``counts`` of ``tokens`` int64 [rows, n] of each of ``slots``, from the root at position
+``roots`` on. The tokens that follow, sampled by ``Draws`` [tokens] or greedily, are appended to the table.
+
+Returns how many each row gained, int64 [rows]; None if logits are broken: state is unchanged, and the caller may try
+the next executor."""
+
+
+ReachEnds = Callable[[Longs, Longs, Longs, Draws | None], bytes | None]
+"""Runs ``counts`` tokens of each of ``slots`` from position ``starts`` on, int64 [rows], up to the last known token.
+The tokens that follow, sampled by ``Draws`` [rows] or greedily, are appended to the table.
+
+Returns these int32 [rows]; None if logits are broken: state is unchanged, and the caller may try the next executor."""
+
+
+@dataclass(frozen=True)
+class PassLogits:
+    """Results of a draft's pass: ``logits`` [rows, vocab] and their argmax ``tokens`` int64 [rows]."""
+
+    logits: Tensor
+    tokens: Tensor
+
+
+@dataclass(frozen=True)
+class ChainPasses:
+    """Passes of a draft that drafts one token after the other.
+
+    ``observe`` reads accepted tokens, each with the token ``ahead`` of it (see ``HostPass.observe``): features are
+    copied to ``seen`` [tokens, n], and it writes ``left`` [tokens, n]. ``head`` drafts the first token from ``headed``
+    [rows, n], where the ``states`` [slots, n] of the last tokens are copied; ``then`` drafts the others from ``before``
+    [rows, n], where it writes its next input. ``ids``: the tokens that logits are of; None: all.
+    """
+
+    observe: HostPass
+    ahead: int
+    seen: Tensor
+    left: Tensor
+    head: HostPass
+    then: HostPass
+    first: PassLogits
+    later: PassLogits
+    ids: Tensor | None
+    states: Tensor
+    headed: Tensor
+    before: Tensor
+
+
+@dataclass(frozen=True)
+class DraftSlots:
+    """Slots of a draft's cache. ``reached`` int64 [slots]: how many of each slot are filled. A sequence's first draft
+    token takes the one ``first`` behind its root's position. A sequence without a page left has ``spare`` of its own;
+    those of all slots follow from page ``begin`` on."""
+
+    reached: Longs
+    first: int
+    begin: int
+    spare: int
+
+
+class CycleResult(NamedTuple):
+    """Rows whose chains were verified; overwritten by the next step. There are no rows if there was nothing to draft.
+
+    ``roots``: positions, and ``accepted``: numbers of tokens, int64 [rows]. ``emitted``, ``drafted``, ``depths`` int32
+    [rows]: the same numbers, those of verified draft tokens, and these with the next one if it was wrong and would have
+    ended the sequence. ``tokens`` int32: the accepted ones, row by row; ``places`` int64: the step's tokens that they
+    follow. ``drafted_at``: ``time.perf_counter`` between drafting and verification. ``over``: whether all sequences
+    have ended."""
+
+    roots: Longs
+    accepted: Longs
+    places: Longs
+    emitted: bytes
+    drafted: bytes
+    depths: bytes
+    tokens: bytes
+    drafted_at: float
+    over: bool
+
+
+DraftCycle = Callable[[Longs, bytes, Longs | None, int, Draws | None, bool], tuple[CycleResult | None, bool]]
+"""Drafts behind the last tokens of ``slots`` int64 [rows], up to ``drafts`` int32 [rows] of each in a given number of
+levels, and verifies; sampled by ``Draws`` [rows] or greedily. A sequence may grow by ``left`` int64 [rows] tokens.
+Accepted tokens are appended to the table. If asked, the draft first observes what the previous cycle of the same slots
+accepted; that cycle also knows what is ``left``.
+
+Returns None if a row does not allow this or logits are broken: state is unchanged, and the caller may try the next
+executor. Also returns whether the draft has observed."""
+
+
+class HostPass(Protocol):
+    """A captured pass: after each call the tensors that it returned when it was captured hold its results."""
+
+    def __call__(self, rows: DecodeTokens) -> None: ...
+
+    def advance(
+        self, table: TokenTable, logits: Tensor, argmax: npt.NDArray[np.int64], broken: npt.NDArray[np.bool_]
+    ) -> Advance:
+        """Whole decode steps by this pass. ``logits`` [tokens, vocab], ``argmax``, ``broken``: results of it.
+
+        ``table``: of the sequences; its arrays stay where they are.
+        """
+        ...
+
+    def observe(
+        self, table: TokenTable, ahead: int, given: Tensor, left: Tensor | None, states: Tensor | None
+    ) -> ObserveTokens:
+        """This pass is a draft's: with a position goes the token ``ahead`` of it, whose features are read from
+        ``given`` [tokens, width]. The rows of ``left`` [tokens, n] of each sequence's last token are copied to
+        ``states`` [slots, n]."""
+        ...
+
+    def cycle(
+        self,
+        draft: ChainPasses,
+        places: DraftSlots,
+        table: TokenTable,
+        logits: Tensor,
+        argmax: Longs,
+        broken: npt.NDArray[np.bool_],
+        features: npt.NDArray[np.int16] | None,
+        most: int,
+        longest: int,
+    ) -> DraftCycle:
+        """This pass is the model's, with results as in ``advance``. The draft observes the rows of ``features``
+        [tokens, n] (their bits) of accepted tokens; None: it reads none. ``most``: draft tokens that are verified of a
+        row. ``longest``: tokens at which a sequence has no room for more."""
+        ...
+
+    def verify(self, table: TokenTable, logits: Tensor, argmax: Longs, broken: npt.NDArray[np.bool_]) -> VerifyChains:
+        """This pass is the model's, with results as in ``advance``."""
+        ...
+
+    def reach(
+        self,
+        head: HostPass,
+        table: TokenTable,
+        hidden: Tensor,
+        last: Tensor,
+        found: PassLogits,
+        broken: npt.NDArray[np.bool_],
+    ) -> ReachEnds:
+        """This pass is the model's and writes ``hidden`` [tokens, n]; the rows of the sequences' last tokens are copied
+        to ``last`` [rows, n], from which ``head`` makes ``found`` and ``broken``, as in ``advance``."""
+        ...

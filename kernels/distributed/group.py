@@ -1,0 +1,192 @@
+"""The ranks that run one model together, and the collectives between them.
+
+All ranks open one store: a file in a folder that only this user may enter, or, where an address was given, a port that
+rank 0 listens on. Through the store the ranks find each other and agree on what each of them finds out for itself;
+tensors travel by the device's own backend (hccl, nccl, gloo).
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+
+from kernels.contract.config import RunnerConfig
+from kernels.devices.base import Device
+
+__all__ = ["Group", "GroupError", "ProcessGroup", "join_group"]
+
+JOIN_SECONDS = 300.0
+"""Until rank 0 must have opened the store: it imports torch first."""
+
+LOAD_SECONDS = 1800.0
+"""That one rank may load longer than another."""
+
+COLLECTIVE_SECONDS = 1800.0
+"""Until a collective that a peer does not join is an error, by default."""
+
+_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class GroupError(RuntimeError):
+    """A rank did not find the others, or lost them. The worker must be started anew with all its peers."""
+
+
+class Group:
+    """A model that runs on one device: nothing is shared, and there are no peers."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of every rank's ``x``, equal on all. May overwrite ``x``."""
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Every rank's ``x`` [rows, part], in the order of ranks -> [rows, size * part], the same bits on all."""
+        return x
+
+    def least(self, value: int) -> int:
+        """The least of every rank's ``value``, on the host. All ranks must ask, in the same order."""
+        return value
+
+    def close(self) -> None:
+        """Leave. The group is of no further use."""
+
+
+class ProcessGroup(Group):
+    """Ranks in a process each, by torch.distributed. ``backend``: of the tensors' device.
+
+    A collective waits for its peers for ``timeout`` seconds at most, then it is an error: raises GroupError, or what
+    the device says.
+    """
+
+    def __init__(self, backend: str, store: Store, rank: int, size: int, timeout: float) -> None:
+        self.rank, self.size = rank, size
+        self._backend, self._store = backend, store
+        self._asked = 0
+        try:
+            dist.init_process_group(
+                backend,
+                store=PrefixStore("group", store),
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=timeout),
+            )
+        except RuntimeError as error:
+            raise self._error(f"the {backend} group could not be made", error) from error
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        try:
+            dist.all_reduce(x)
+        except RuntimeError as error:
+            self._raise(error)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        rows, part = x.shape
+        parts = x.new_empty((self.size * rows, part))
+        try:
+            _gather(parts, x.contiguous())
+        except RuntimeError as error:
+            self._raise(error)
+        return parts.view(self.size, rows, part).transpose(0, 1).reshape(rows, self.size * part)
+
+    def least(self, value: int) -> int:
+        self._asked += 1
+        name = f"least {self._asked}"
+        try:
+            self._store.set(f"{name}/{self.rank}", str(value))
+            return min(int(self._store.get(f"{name}/{rank}")) for rank in range(self.size))
+        except RuntimeError as error:
+            raise self._error("the ranks could not agree", error) from error
+
+    def close(self) -> None:
+        # NCCL's destruction waits for the peers to come to it, and the ranks stop one after the other.
+        if self._backend == "nccl":
+            dist.distributed_c10d._abort_process_group()
+        else:
+            dist.destroy_process_group()
+
+    def _raise(self, error: RuntimeError) -> None:
+        """An accelerator's error has a number that the device explains; gloo's names a socket."""
+        if self._backend != "gloo":
+            raise error
+        raise self._error("a collective failed", error) from error
+
+    def _error(self, what: str, error: RuntimeError) -> GroupError:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return GroupError(
+            f"rank {self.rank} of {self.size}: {what} ({lines[0]}); see which of the other workers died or hung first"
+        )
+
+
+def join_group(device: Device, config: RunnerConfig) -> Group:
+    """The group that the config names; all its ranks must join. Raises GroupError."""
+    rank, size = config.tp_rank, config.tp_size
+    if size == 1:
+        return Group()
+    device.bind_thread()
+    store = _open_store(config.rendezvous, rank, size)
+    store.set_timeout(timedelta(seconds=LOAD_SECONDS))
+    _meet(store, rank, size)
+    return ProcessGroup(device.communication.backend, store, rank, size, config.op_timeout or COLLECTIVE_SECONDS)
+
+
+def _meet(store: Store, rank: int, size: int) -> None:
+    """Return when all ranks are here: one may still import torch, and a group waits no longer than a collective."""
+    store.set(f"here/{rank}", "")
+    for other in range(size):
+        try:
+            store.wait([f"here/{other}"], timedelta(seconds=JOIN_SECONDS))
+        except RuntimeError as error:
+            raise GroupError(
+                f"rank {rank} of {size}: rank {other} did not come within {JOIN_SECONDS:g} s; see what its worker does"
+            ) from error
+
+
+def _open_store(rendezvous: str, rank: int, size: int) -> Store:
+    if not Path(rendezvous).is_absolute():
+        return _open_port(rendezvous, rank, size)
+    if not Path(rendezvous).parent.is_dir():  # torch would wait for it
+        raise GroupError(f"rank {rank} of {size} cannot open {rendezvous}: its folder was deleted; see TMPDIR")
+    try:
+        return FileStore(rendezvous, size)
+    except (RuntimeError, OSError) as error:
+        raise GroupError(f"rank {rank} of {size} cannot open {rendezvous} ({error}); see TMPDIR") from error
+
+
+def _open_port(address: str, rank: int, size: int) -> Store:
+    """Open the store on a port. Whatever reaches the port may read and write it: torch asks for no password."""
+    host, _, port = address.rpartition(":")
+    patience = timedelta(seconds=JOIN_SECONDS)
+    try:
+        if rank:
+            return TCPStore(host, int(port), size, False, patience, wait_for_workers=False)
+        # A store that makes its own socket listens on every interface.
+        listener = _listen(host, int(port))
+        return TCPStore(
+            host, int(port), size, True, patience, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+    except (RuntimeError, OSError) as error:
+        what = "cannot listen" if rank == 0 else f"found no rank 0 within {JOIN_SECONDS:g} s"
+        hint = "is the port of --dist-init-addr taken?" if rank == 0 else "see what the worker of rank 0 died of"
+        raise GroupError(f"rank {rank} of {size} {what} at {address} ({error}); {hint}") from error
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(place)
+        listener.listen(1024)
+    except OSError:
+        listener.close()
+        raise
+    return listener

@@ -1,0 +1,84 @@
+"""Captures a model's passes and steps at load, to reduce the work of the host in each step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+
+from kernels.contract.config import RunnerConfig
+from kernels.core.batch import ForwardBatch
+from kernels.core.operators import Acceptance
+from kernels.core.tree import DraftTree
+from kernels.devices.base import Device
+from kernels.devices.capture import CaptureRequest, StepCaptureRequest
+from kernels.devices.prepared import Decodes, PassHead, Steps
+from kernels.models.decoder import Decoder
+from kernels.state.slots import SlotTable
+
+__all__ = ["Passes"]
+
+
+class Passes:
+    """Captures passes of ``model`` over ``caches``, with the tables of ``slots``. ``agree``: see ``CaptureRequest``."""
+
+    def __init__(
+        self,
+        config: RunnerConfig,
+        device: Device,
+        model: Decoder,
+        caches: list[Any],
+        slots: SlotTable,
+        windows: Iterable[int],
+        agree: Callable[[bool], bool],
+    ) -> None:
+        self._config, self._device, self._agree = config, device, agree
+        self._model, self._caches, self._slots, self._windows = model, caches, slots, sorted(windows)
+
+    def capture_decodes(self, rows: int, tokens: int = 1, tree: bool = False, depth: int = 0) -> Decodes | None:
+        """Capture passes of decodes and drafts (``Capture.decodes``). ``depth``: the longest path that is verified."""
+        device, model, table = self._device, self._model, self._slots.tokens
+        drafting, greedy = device.drafting, device.sampling.greedy
+        speculation, head = self._config.speculation, None
+
+        def find(result: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            assert greedy is not None
+            logits = model.logits(model.split(result)[0])
+            return logits, *greedy(logits)
+
+        def accept(given: DraftTree, rows: Tensor, index: Tensor, sampled: Tensor, broken: Tensor) -> Acceptance:
+            assert drafting is not None
+            found = drafting.accept(given, rows, sampled, broken, min(depth, tokens - 1), forced, table)
+            assert found is not None
+            if tree:
+                drafting.move_accepted(self._caches, index, found.rows, found.outcome)
+            return found
+
+        if speculation is not None and tokens > 1 and greedy is not None and self._config.tp_size == 1:
+            forced = int(speculation.fixed_acceptance)
+            known = drafting is not None and forced == speculation.fixed_acceptance
+            head = PassHead(find, accept if known else None, lambda result: model.split(result)[1])
+        request = CaptureRequest(
+            forward=lambda batch: model.forward(batch, self._caches),
+            windows=self._windows,
+            max_rows=rows,
+            columns=self._slots.pages.shape[1],
+            agree=self._agree,
+            tokens=tokens,
+            tree=tree,
+            prompts=self._config.max_step_tokens,
+            head=head,
+        )
+        return device.capture.decodes(request)
+
+    def capture_steps(self, rows: int) -> Steps | None:
+        """Capture whole steps (``Capture.steps``)."""
+        model, caches = self._model, self._caches
+
+        def forward(batch: ForwardBatch, last: Tensor | None) -> tuple[Tensor, Tensor]:
+            hidden = model.split(model.forward(batch, caches, wanted=last))[0]
+            return hidden, model.logits(hidden)
+
+        columns = self._slots.pages.shape[1]
+        return self._device.capture.steps(StepCaptureRequest(forward, self._slots.tokens, self._windows, rows, columns))

@@ -1,0 +1,102 @@
+"""The ordered list of executors, made when a model is loaded."""
+
+from __future__ import annotations
+
+from kernels.devices.prepared import Decodes, Steps
+from kernels.execution.captures import Passes
+from kernels.execution.executors import Executor
+from kernels.execution.executors.captured_pass import CapturedPass
+from kernels.execution.executors.eager_pass import EagerPass
+from kernels.execution.executors.following_pass import FollowingPass
+from kernels.execution.executors.host_chains import HostChains
+from kernels.execution.executors.host_decode import HostDecode
+from kernels.execution.executors.host_prompt_ends import HostPromptEnds
+from kernels.execution.executors.no_rows import NoRows
+from kernels.execution.executors.verify_pass import VerifyPass
+from kernels.execution.executors.whole_step import WholeStep
+from kernels.execution.pending_step import StepContext
+from kernels.models.host_model import HostModel
+from kernels.speculation.early_draft import Following
+from kernels.speculation.host_loop import HostDraftLoop
+from kernels.speculation.speculator import Speculator
+
+__all__ = ["make_executors"]
+
+
+def make_executors(context: StepContext) -> tuple[tuple[Executor, ...], tuple[int, ...]]:
+    """Capture what the device can capture, including the drafter's passes. Returns the executors that pay off on the
+    device, in the order in which they are tried, and the numbers of rows that decodes were captured for.
+
+    Every rank of the group must call it. Call it again once the device has better operators.
+    """
+    loaded = context.loaded
+    if not loaded.groups.is_plain:  # captures read one page table only
+        return (NoRows(), EagerPass(context)), ()
+    max_rows = loaded.config.max_slots - 1
+    passes = Passes(
+        loaded.config, loaded.device, loaded.model, loaded.caches, loaded.slots, loaded.windows, loaded.agree
+    )
+    steps = passes.capture_steps(max_rows) if loaded.speculator is None and loaded.group.size == 1 else None
+    decodes = passes.capture_decodes(max_rows) if steps is None else None
+    held = steps or decodes
+    if loaded.speculator is None:
+        found = _plain(context, max_rows, steps, decodes)
+    else:
+        found = _speculative(context, loaded.speculator, passes, max_rows, decodes)
+    return (*found, EagerPass(context)), held.rows if held is not None else ()
+
+
+def _plain(context: StepContext, max_rows: int, steps: Steps | None, decodes: Decodes | None) -> list[Executor]:
+    """The executors of a runner that does not speculate."""
+    found: list[Executor] = [*_unobserved(context, max_rows, False), NoRows()]
+    if steps is not None:
+        found.append(WholeStep(context, steps))
+    if decodes is not None:
+        found.append(CapturedPass(decodes, None))
+    return found
+
+
+def _speculative(
+    context: StepContext, speculator: Speculator, passes: Passes, max_rows: int, decodes: Decodes | None
+) -> list[Executor]:
+    """The executors of a runner that speculates."""
+    loaded = context.loaded
+    settings, drafter, windows = loaded.config.speculation, speculator.drafter, sorted(loaded.windows)
+    assert settings is not None
+    found: list[Executor] = _unobserved(context, max_rows, True) if settings.adaptive.enabled else []
+    rows = min(max_rows, loaded.config.max_step_tokens // drafter.most_nodes)
+    verifies = passes.capture_decodes(rows, drafter.most_nodes, drafter.branches, drafter.depth)
+    drafter.capture(loaded.agree, verifies.ends if verifies is not None else {})
+    speculator.verifier.prepare(drafter.most_nodes, loaded.caches if drafter.branches else [])
+    if verifies is not None and verifies.ends and loaded.group.size == 1:
+        found.append(FollowingPass(context, Following(speculator, loaded.device, loaded.slots, verifies)))
+    host = HostModel.make(loaded.device, loaded.model, loaded.caches, windows, rows * drafter.most_nodes)
+    if host is not None:
+        decode = HostDecode(context, host, rows)
+        found.insert(0, decode)
+        ends = HostPromptEnds.make(context, windows, rows)
+        drafts = drafter.host_drafts(loaded.slots, rows)
+        speculator.observer.use_host(drafts, host.features.shape[1])
+        if drafts is not None and speculator.is_exact:
+            chains = HostDraftLoop(speculator, drafts, host, loaded.caches, rows)
+            found.append(HostChains(context, chains, decode))
+        if ends is not None:
+            found.append(ends)
+    found.append(NoRows())
+    if verifies is not None and verifies.verify is not None:
+        found.append(VerifyPass(context, verifies, verifies.verify))
+    if decodes is not None or verifies is not None:
+        found.append(CapturedPass(decodes, verifies))
+    return found
+
+
+def _unobserved(context: StepContext, max_rows: int, unobserved: bool) -> list[Executor]:
+    """Executors on the CPU for steps that no draft observes (``unobserved``), or of a runner without a draft."""
+    loaded = context.loaded
+    windows = sorted(loaded.windows)
+    model = HostModel.make(loaded.device, loaded.model, loaded.caches, windows, max_rows, False)
+    if model is None:
+        return []
+    found: list[Executor] = [HostDecode(context, model, max_rows, unobserved)]
+    ends = HostPromptEnds.make(context, windows, max_rows, unobserved, False)
+    return found if ends is None else [*found, ends]

@@ -1,0 +1,36 @@
+"""Runs the model's part of a step in a captured graph; drafting, sampling and verification run around it."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.contract.runner import RunningStep
+from kernels.devices.prepared import Decodes, PassFound
+from kernels.execution.pending_step import PendingStep
+
+__all__ = ["CapturedPass"]
+
+
+class CapturedPass:
+    """Takes steps that fit a captured pass. ``decodes``: passes of rows without draft tokens. ``verifies``: passes with
+    rows that verify. Either may be missing."""
+
+    def __init__(self, decodes: Decodes | None, verifies: Decodes | None) -> None:
+        self._decodes, self._verifies = decodes, verifies
+
+    @torch.inference_mode()
+    def execute(self, step: PendingStep) -> RunningStep | None:
+        rows = step.form()
+        if rows is None:
+            return None
+        captured = self._verifies if rows.verifies else self._decodes
+        prompts = rows.counts[rows.decodes + rows.verifies :]
+        if captured is None or (len(prompts) and prompts.max() > captured.prompts):
+            return None
+        batch = step.forward_batch()
+        step.begin()
+        result = captured.run(batch)
+        if result is None:
+            return None
+        step.prepare().graph_rows = len(rows.slots)
+        return step.complete_pass(PassFound(result, batch.cache_index))

@@ -1,0 +1,37 @@
+"""Runs any step eagerly, operator by operator."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.contract.runner import RunningStep
+from kernels.devices.prepared import PassFound
+from kernels.execution.pending_step import PendingStep, StepContext
+from kernels.state.step_rows import StepRows
+
+__all__ = ["EagerPass"]
+
+
+class EagerPass:
+    """Takes every step that has rows."""
+
+    def __init__(self, context: StepContext) -> None:
+        self._loaded = context.loaded
+
+    @torch.inference_mode()
+    def execute(self, step: PendingStep) -> RunningStep | None:
+        rows = step.form()
+        if rows is None:
+            return None
+        batch, loaded = step.forward_batch(), self._loaded
+        step.begin()
+        result = loaded.model.forward(batch, loaded.caches, wanted=self._last_tokens(rows))
+        return step.complete_pass(PassFound(result, batch.cache_index))
+
+    def _last_tokens(self, rows: StepRows) -> Tensor | None:
+        """Indices of the rows' last tokens in the batch, if the results of all other tokens are unused; else None."""
+        loaded = self._loaded
+        if loaded.speculator is not None or rows.decodes == len(rows.slots) or loaded.outputs.needs_prompt_scores(rows):
+            return None
+        return loaded.device.memory.put(rows.last)

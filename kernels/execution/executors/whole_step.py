@@ -1,0 +1,43 @@
+"""Runs decodes and prompts in a graph that reads its tokens from the device's table and samples the argmax."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.contract.runner import RunningStep
+from kernels.core.attention_rows import PromptTokens, StepTokens
+from kernels.devices.prepared import StepFound, Steps
+from kernels.execution.pending_step import PendingStep, StepContext
+
+__all__ = ["WholeStep"]
+
+
+class WholeStep:
+    """Takes steps that fit one of the captured ``steps``."""
+
+    def __init__(self, context: StepContext, steps: Steps) -> None:
+        self._slots, self._outputs, self._steps = context.loaded.slots, context.loaded.outputs, steps
+
+    @torch.inference_mode()
+    def execute(self, step: PendingStep) -> RunningStep | None:
+        rows = step.form()
+        if rows is None:
+            return None
+        steps, pages = self._steps, step.writes.pages
+        ends = rows.starts + rows.counts
+        grows = ends == self._slots.known[rows.slots]
+        found: StepFound | None = None
+        if rows.decodes == len(rows.slots):
+            found = steps.run(StepTokens(rows.slots, ends, grows, pages))
+        elif steps.prompts is not None and not self._outputs.needs_prompt_scores(rows):
+            found = steps.prompts(PromptTokens(rows.slots, rows.starts, rows.counts, grows, pages, rows.decodes))
+        if found is None:
+            return None
+        step.begin()
+        builder = step.prepare()
+        builder.graph_rows = len(rows.slots)
+        if self._outputs.is_all_greedy(rows, grows):
+            self._outputs.commit_greedy(rows, grows, found, builder)
+        else:
+            self._outputs.read_step(rows, found, builder)
+        return step.complete()

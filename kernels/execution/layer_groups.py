@@ -1,0 +1,111 @@
+"""The cache groups of a loaded model: the caches of its layers, and their part of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from kernels.contract.caches import CacheGroup, CacheSpec, GroupPages, Paged, Window, is_plain
+from kernels.contract.errors import ConfigError
+from kernels.core.arrays import Ints, Longs
+from kernels.core.attention_rows import AttentionRows
+from kernels.core.batch import BoundedRows, ForwardBatch
+from kernels.devices.base import Device
+from kernels.devices.group_caches import make_group
+from kernels.state.bounded_tables import BoundedTable
+from kernels.weights.quantization.cache import LayerScales
+
+__all__ = ["LayerGroups", "check_groups"]
+
+
+def check_groups(groups: Sequence[CacheGroup], layers: int) -> None:
+    """Raises ConfigError unless each layer is in one group, and no two groups have the same spec."""
+    named = sorted(layer for group in groups for layer in group.layers)
+    if named != list(range(layers)):
+        raise ConfigError(f"the cache groups hold layers {named}, and the model has layers 0 to {layers - 1}")
+    if len({group.spec for group in groups}) < len(groups):
+        raise ConfigError("two cache groups have the same spec; make one of them")
+
+
+class LayerGroups:
+    """``groups`` with their pages on a device. ``page_size``: tokens of a main page.
+
+    If all groups are plain pages they share one page table, and their steps need nothing from here. Raises
+    UnsupportedError.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        groups: tuple[GroupPages, ...],
+        page_size: int,
+        dtype: torch.dtype,
+        scales: Sequence[LayerScales] | None = None,
+    ) -> None:
+        self._device, self._page_size = device, page_size
+        self.groups = groups
+        self.bounded = tuple(group for group in groups if group.bounded)
+        self.is_plain = is_plain([group.group for group in groups])
+        by_layer: dict[int, Any] = {}
+        self._group_caches: list[list[Any]] = []
+        for group in groups:
+            made = make_group(device, group, page_size, dtype, scales)
+            self._group_caches.append(made)
+            by_layer.update(zip(group.group.layers, made, strict=True))
+        self.caches = [by_layer[layer] for layer in range(len(by_layer))]
+
+    def windows(self, windows: frozenset[int]) -> frozenset[int]:
+        """The ``windows`` of the model that need a plan over the main pages."""
+        return windows if any(isinstance(group.group.spec, Paged) for group in self.groups) else frozenset()
+
+    def place(
+        self, batch: ForwardBatch, rows: AttentionRows, slots: Longs, tables: Sequence[BoundedTable]
+    ) -> ForwardBatch:
+        """The batch with the rows of every bounded group. ``rows`` belong to ``slots``; ``tables``: of these groups."""
+        return self._with_pages(batch, rows, [table.rows(slots, rows.starts, rows.counts) for table in tables])
+
+    def place_null(self, batch: ForwardBatch, rows: AttentionRows) -> ForwardBatch:
+        """``place`` for rows without a request, whose bounded pages are the null page."""
+        lengths = rows.starts + rows.counts
+        return self._with_pages(
+            batch,
+            rows,
+            [
+                np.zeros((len(lengths), -(-int(lengths.max()) // group.page_tokens)), dtype=np.int32)
+                for group in self.bounded
+            ],
+        )
+
+    def clear(self, pages: list[int]) -> None:
+        """Zero these main pages. Latent vectors that a row does not own are never read."""
+        for group, caches in zip(self.groups, self._group_caches, strict=True):
+            if isinstance(group.group.spec, Paged):
+                self._device.cache.clear(caches, pages)
+
+    def clear_bounded(self, index: int, pages: list[int]) -> None:
+        """Zero these pages of bounded group ``index``. A state that a row does not own is never read."""
+        group = self.bounded[index]
+        if isinstance(group.group.spec, Window):
+            self._device.cache.clear(self._group_caches[self.groups.index(group)], pages)
+
+    def _with_pages(self, batch: ForwardBatch, rows: AttentionRows, pages: Sequence[Ints]) -> ForwardBatch:
+        bounded: Mapping[CacheSpec, BoundedRows] = {
+            group.group.spec: self._rows(group, rows, table) for group, table in zip(self.bounded, pages, strict=True)
+        }
+        return dataclasses.replace(batch, rows=rows, bounded=bounded)
+
+    def _rows(self, group: GroupPages, rows: AttentionRows, pages: Ints) -> BoundedRows:
+        size, spec = group.page_tokens, group.group.spec
+        if not isinstance(spec, Window):
+            return BoundedRows(rows.starts, rows.counts, pages, size)
+        row = np.repeat(np.arange(len(rows.starts)), rows.counts)
+        offsets = np.cumsum(rows.counts) - rows.counts
+        positions = np.arange(len(row)) + np.repeat(rows.starts - offsets, rows.counts)
+        index = pages[row, positions // size] * np.int64(size) + positions % size
+        own = AttentionRows(rows.starts, rows.counts, pages, rows.decodes)
+        plan = self._device.attention.plan(own, spec.tokens)
+        return BoundedRows(rows.starts, rows.counts, pages, size, self._device.memory.put(index), plan)

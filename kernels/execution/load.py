@@ -1,0 +1,349 @@
+"""Loads a model: its weights, its cache, the tables of its slots.
+
+The files are opened first, and an unsupported model is refused. Then the ranks rendezvous, and each loads its part of
+the weights. The remaining memory determines the size of the cache.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from kernels.contract.caches import CacheGroup, is_plain
+from kernels.contract.config import RunnerConfig
+from kernels.contract.errors import ConfigError
+from kernels.contract.info import ModelInfo
+from kernels.core.layer_context import LayerContext, RowAdapters
+from kernels.devices.base import Device
+from kernels.devices.group_caches import token_bytes
+from kernels.devices.memory import MemoryUsage
+from kernels.distributed.group import Group
+from kernels.execution.captures import Passes
+from kernels.execution.layer_groups import LayerGroups, check_groups
+from kernels.execution.outputs import StepOutputs
+from kernels.execution.warmup import WarmUp
+from kernels.models.config import ModelConfig, local_config
+from kernels.models.decoder import Decoder
+from kernels.models.kinds import one_of_each_kind
+from kernels.models.layers.builder import ModelBuilder
+from kernels.models.reading import read_config
+from kernels.models.registry import build, caches, tensors
+from kernels.sampling.sampler import Sampler
+from kernels.speculation.drafter import Drafter, DrafterContext
+from kernels.speculation.load import captured_layers, draft_device, make_drafter
+from kernels.speculation.speculator import Speculator
+from kernels.speculation.warmup import TargetParts, precompile_drafts
+from kernels.state.cache_dtype import CacheChoice, choose_cache
+from kernels.state.cache_size import cache_pages, context_length
+from kernels.state.group_sizes import GroupSizes
+from kernels.state.slots import SlotTable
+from kernels.weights.loading import CheckpointFiles, Placement, WeightLoader, open_weights
+from kernels.weights.quantization.detect import detect_scheme
+from kernels.weights.tensors import Shard
+
+__all__ = ["LoadedModel", "OpenModel", "Phases", "load_model", "open_model"]
+
+Progress = Callable[[str, float], None]
+"""Called with a stage (weights | cache | warmup) and the fraction of the whole load that is done."""
+
+
+class Phases:
+    """The seconds of each phase of loading."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._begun = time.perf_counter()
+
+    def end(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.seconds[phase] = now - self._begun
+        self._begun = now
+
+
+@dataclass(frozen=True, eq=False)
+class OpenModel:
+    """A model whose files are open, with nothing on the device yet.
+
+    ``whole``: sizes of the full model; ``part``: of this rank's part. ``context``: tokens that a sequence may have.
+    ``captures``: layers whose results the drafter reads. ``cache``: dtype and scales of keys and values. ``groups``:
+    the cache groups of the layers.
+    """
+
+    whole: ModelConfig
+    part: ModelConfig
+    dtype: torch.dtype
+    context: int
+    captures: tuple[int, ...]
+    weights: WeightLoader
+    cache: CacheChoice
+    groups: tuple[CacheGroup, ...]
+    adapters: RowAdapters | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """A loaded model with everything that its steps need. ``caches``: one a layer, in ``groups``; ``draft_caches``: the
+    drafter's.
+
+    ``windows``: window lengths of the layers. ``speculator``: None without a draft. ``info``: the description, still
+    without load times and captured graphs.
+    """
+
+    config: RunnerConfig
+    device: Device
+    group: Group
+    model: Decoder
+    windows: frozenset[int]
+    sampler: Sampler
+    slots: SlotTable
+    caches: list[Any]
+    groups: LayerGroups
+    draft_caches: list[Any]
+    speculator: Speculator | None
+    outputs: StepOutputs
+    info: ModelInfo
+
+    def agree(self, could: bool) -> bool:
+        """Whether every rank of the group passed True. All ranks must call it."""
+        return bool(self.group.least(int(could)))
+
+    def clear_pages(self, pages: list[int]) -> None:
+        """Overwrite pages of the model's and the draft's caches with zeros."""
+        self.groups.clear(pages)
+        if self.draft_caches:
+            self.device.cache.clear(self.draft_caches, pages)
+
+
+def open_model(config: RunnerConfig, device: Device, progress: Progress) -> OpenModel:
+    """Open the files and check that the model can run. Raises ConfigError, LoadError or UnsupportedError."""
+    whole = read_config(config.model_path, config.config_overrides, quantized=True)
+    part = local_config(whole, config.tp_size)
+    dtype = device.select_dtype(config.dtype, part.dtype)
+    context = context_length(config, part)
+    captures = captured_layers(config.speculation, whole) if config.speculation is not None else ()
+    scheme = detect_scheme(config.model_path, config.quantization, config.config_overrides)
+    weights = open_weights(
+        CheckpointFiles(config.model_path, config.load_format, config.random_seed),
+        tensors(whole) if scheme is None else scheme.adapt(tensors(whole)),
+        Placement(dtype, device.torch_device, Shard(config.tp_rank, config.tp_size)),
+        scheme,
+        lambda fraction: progress("weights", 0.9 * fraction),
+    )
+    cache = choose_cache(config, whole, dtype, device)
+    device.cache.dtype = cache.dtype
+    groups = _open_groups(config, part, cache)
+    return OpenModel(whole, part, dtype, context, captures, weights, cache, groups)
+
+
+def _open_groups(config: RunnerConfig, part: ModelConfig, cache: CacheChoice) -> tuple[CacheGroup, ...]:
+    """The cache groups of a rank's layers. Raises ConfigError for options that only plain pages support."""
+    groups = caches(part)
+    check_groups(groups, part.layers)
+    if is_plain(groups):
+        return groups
+    kinds = ", ".join(sorted({type(group.spec).__name__.lower() for group in groups}))
+    if config.speculation is not None:
+        raise ConfigError(
+            f"speculative decoding needs keys and values of all tokens in every layer, and the layers of "
+            f"{part.architecture} keep: {kinds}; leave --speculative-algorithm out"
+        )
+    if cache.dtype is not None:
+        raise ConfigError(
+            f"--kv-cache-dtype is for keys and values of all tokens in every layer, and the layers of "
+            f"{part.architecture} keep: {kinds}; leave it out"
+        )
+    return groups
+
+
+def load_model(
+    opened: OpenModel, config: RunnerConfig, device: Device, group: Group, progress: Progress, clock: Phases
+) -> LoadedModel:
+    """Load the weights, make the cache, warm up. Every rank of the group must call it.
+
+    Raises ConfigError, LoadError, UnsupportedError or CacheSizeError.
+    """
+    part, dtype, weights, speculation = opened.part, opened.dtype, opened.weights, config.speculation
+    rows = None
+    if opened.adapters is not None:
+        rows = LayerContext(opened.adapters, device.torch_device, group.rank, group.size)
+    make = ModelBuilder(weights, device, group, dtype, opened.context, opened.captures, config.fp32_head, rows=rows)
+    model = build(part, make)
+    sampler = Sampler(
+        part.vocab_size,
+        config.max_slots,
+        device.torch_device,
+        device.sampling.top_k_top_p,
+        device.memory.put,
+        device.sampling.greedy,
+        device.sampling.draw,
+        device.traits.samples_apart,
+    )
+    scales = opened.cache.scales
+    sizes = GroupSizes.of(
+        opened.groups,
+        lambda spec: token_bytes(device, spec, dtype, scales is not None),
+        config.page_size,
+        config.max_slots - 1,
+        config.max_step_tokens,
+        opened.context,
+    )
+    windows = frozenset(part.windows)
+    drafter: Drafter | None = None
+    weight_bytes, draft_bytes = weights.weight_bytes + device.linear.dequantized_bytes, 0
+    if speculation is not None:
+        own = draft_device(config, speculation, device, part.dtype)
+        before = own.linear.dequantized_bytes
+        drafter = make_drafter(
+            DrafterContext(config, speculation, own, group, model, part, opened.whole, dtype, opened.context)
+        )
+        draft_bytes = drafter.weight_bytes + own.linear.dequantized_bytes - before
+    max_drafts = drafter.most_nodes - 1 if drafter is not None else 0
+    group.least(0)  # a barrier: all ranks have read their weights before one waits in a collective
+    clock.end("weights")
+
+    reserved = _step_memory(opened, config, device, model, sampler, sizes, drafter, group)
+    spare = drafter.spare_bytes if drafter is not None else 0
+    memory = device.memory.usage()
+    pages = group.least(
+        cache_pages(
+            config,
+            sizes.token_bytes,
+            opened.context,
+            weight_bytes + draft_bytes + spare,
+            MemoryUsage(memory.total, max(0, memory.free - reserved - spare)),
+            device.traits.memory_fraction,
+            device.traits.cache_tokens,
+            drafter.cache_bytes if drafter is not None else 0,
+            1 + 2 * max_drafts,
+            None if is_plain(opened.groups) else sizes,
+        )
+    )
+    context = min(opened.context, (pages - 1) * config.page_size)
+    if rows is not None:
+        rows.open(pages, config.page_size)
+    # The model's caches come last: a device plans attention for the heads of the last caches.
+    draft_caches: list[Any] = drafter.make_caches(pages) if drafter is not None else []
+    groups = LayerGroups(device, sizes.with_pages(pages), config.page_size, dtype, scales)
+    windows = groups.windows(windows)
+    slots = SlotTable(
+        device, config.max_slots, context, config.page_size, pages, part.vocab_size, max_drafts, groups.bounded
+    )
+    speculator: Speculator | None = None
+    if drafter is not None and speculation is not None:
+        speculator = Speculator(drafter, speculation, device, sampler, slots)
+    outputs = StepOutputs(device, model, sampler, slots, groups.caches, speculator)
+    clock.end("cache")
+    progress("cache", 0.92)
+    _make_warm_up(config, device, model, sampler, windows, groups).warm_up(groups.caches, slots)
+    info = ModelInfo(
+        architecture=part.architecture,
+        dtype=str(dtype).removeprefix("torch."),
+        device=device.name,
+        cpu_isa=device.traits.cpu_isa,
+        vocab_size=part.vocab_size,
+        context_length=context,
+        layers=part.layers,
+        parameters=weights.parameters,
+        weight_bytes=weight_bytes,
+        num_pages=pages,
+        page_size=config.page_size,
+        cache_bytes=sizes.bytes(pages),
+        cache_groups=groups.groups,
+        cache_dtype=str(opened.cache.dtype or dtype).removeprefix("torch."),
+        cache_token_bytes=sizes.token_bytes,
+        load_seconds={},
+        speculative_nodes=drafter.most_nodes if drafter is not None else 1,
+        speculative_depth=drafter.depth if drafter is not None else 0,
+        speculative_levels=drafter.levels(speculation) if drafter is not None and speculation is not None else (0,),
+        speculative_tokens=device.traits.verified_tokens if drafter is not None and drafter.stepwise else 0,
+        speculative_apart=drafter is not None and device.traits.verifies_apart,
+        draft_parameters=drafter.parameters if drafter is not None else 0,
+        draft_weight_bytes=draft_bytes,
+    )
+    return LoadedModel(
+        config,
+        device,
+        group,
+        model,
+        windows,
+        sampler,
+        slots,
+        groups.caches,
+        groups,
+        draft_caches,
+        speculator,
+        outputs,
+        info,
+    )
+
+
+def _make_warm_up(
+    config: RunnerConfig,
+    device: Device,
+    model: Decoder,
+    sampler: Sampler,
+    windows: frozenset[int],
+    groups: LayerGroups,
+) -> WarmUp:
+    return WarmUp(config, device, model, sampler, windows, None if groups.is_plain else groups)
+
+
+def _step_memory(
+    opened: OpenModel,
+    config: RunnerConfig,
+    device: Device,
+    model: Decoder,
+    sampler: Sampler,
+    sizes: GroupSizes,
+    drafter: Drafter | None,
+    group: Group,
+) -> int:
+    """Bytes that the largest step needs besides weights and cache; 0 if the device does not measure. Kernels are
+    compiled before, if that takes long."""
+    part, longest = opened.part, config.max_step_tokens
+    pages, max_drafts = -(-longest // config.page_size), drafter.most_nodes - 1 if drafter is not None else 0
+    if model.rows is not None:
+        model.rows.open(pages, config.page_size)
+    draft_caches = drafter.make_caches(1) if drafter is not None and device.traits.compiles else []
+    null = tuple(msgspec.structs.replace(each, num_pages=1 if each.bounded else pages) for each in sizes.groups)
+    groups = LayerGroups(device, null, config.page_size, opened.dtype, opened.cache.scales)
+    caches = groups.caches
+    warm_up = _make_warm_up(config, device, model, sampler, groups.windows(frozenset(part.windows)), groups)
+    # A row that verifies samples after each draft token.
+    sampled = min((config.max_slots - 1) * (1 + max_drafts), longest)
+
+    given = np.array([longest]), sampled, np.arange(pages, dtype=np.int32)[None]
+
+    def make_slots() -> SlotTable:
+        return SlotTable(device, config.max_slots, opened.context, config.page_size, pages, part.vocab_size, max_drafts)
+
+    def largest() -> None:
+        warm_up.run(caches, make_slots(), *given)
+
+    def passes() -> None:
+        some, own = one_of_each_kind(model, caches)
+        others = warm_up.of(some)
+        others.logits(own, *given)
+        others.precompile_passes(own)
+        captured = Passes(config, device, some, own, make_slots(), part.windows, lambda could: could)
+        rows = config.max_slots - 1
+        if drafter is None:
+            captured.capture_steps(rows)
+        else:
+            captured.capture_decodes(rows)
+            rows = min(rows, longest // drafter.most_nodes)
+            verifies = captured.capture_decodes(rows, drafter.most_nodes, drafter.branches, drafter.depth)
+            drafter.capture(lambda could: could, verifies.ends if verifies is not None else {})
+            target = TargetParts(device, some, part, opened.dtype, own, make_slots())
+            precompile_drafts(config, drafter, target)
+
+    if group.size == 1 and groups.is_plain:  # several ranks would deadlock in passes that only some of them can run
+        device.capture.precompile(passes)
+    draft_caches.clear()  # the drafter holds the same list
+    return device.memory.measure_step(largest)

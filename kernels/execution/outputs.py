@@ -1,0 +1,210 @@
+"""Computes a step's outputs from hidden states: prompt scores, samples, accepted draft tokens, rows that are not
+finite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kernels.devices.base import Device
+from kernels.devices.prepared import PassFound, StepFound
+from kernels.execution.result_builder import PromptScores, ResultBuilder
+from kernels.models.decoder import Decoder
+from kernels.sampling.sampler import Sampled, Sampler
+from kernels.speculation.early_draft import Followed
+from kernels.speculation.speculator import Speculator
+from kernels.speculation.verify import Samples, Verified
+from kernels.state.slots import SlotTable
+from kernels.state.step_rows import StepRows
+
+__all__ = ["StepOutputs"]
+
+Bools = npt.NDArray[np.bool_]
+
+SCORE_ROWS = 64  # prompt positions whose logits exist at a time
+
+
+class StepOutputs:
+    """Computes the outputs of one runner's steps. ``caches``: the model's, in which accepted draft tokens are moved."""
+
+    def __init__(
+        self,
+        device: Device,
+        model: Decoder,
+        sampler: Sampler,
+        slots: SlotTable,
+        caches: list[Any],
+        speculator: Speculator | None,
+    ) -> None:
+        self._device = device
+        self._model = model
+        self._sampler = sampler
+        self._slots = slots
+        self._caches = caches
+        self._speculator = speculator
+
+    def is_all_greedy(self, step: StepRows, grows: Bools) -> bool:
+        """Whether every row needs the argmax or no token, and nothing else. ``grows`` [rows]: whether a row reaches its
+        last known token."""
+        state = self._slots
+        prompts = step.slots[step.decodes :] if grows.all() else step.slots
+        if (state.prompt_logprobs[prompts] >= 0).any():
+            return False
+        return self._sampler.plain(tuple(step.slots.tolist()))
+
+    def commit_greedy(self, step: StepRows, grows: Bools, found: StepFound, builder: ResultBuilder) -> None:
+        """Take the argmax tokens that a captured step has written to the table of tokens, for rows that are all
+        greedy."""
+        state = self._slots
+        state.computed[step.slots] += step.counts
+        state.grew(step.slots[grows])
+        builder.argmax, builder.sampled_rows, builder.sampling = found.argmax, step.rows, grows
+        builder.arrives = found.arrives
+
+    def needs_prompt_scores(self, step: StepRows) -> bool:
+        """Whether a row needs scores of its prompt's tokens, other than the last one."""
+        state, slots = self._slots, step.slots
+        return bool(((state.prompt_logprobs[slots] >= 0) & (step.starts + 1 < state.prompt_length[slots])).any())
+
+    def read_step(self, step: StepRows, found: StepFound, builder: ResultBuilder) -> None:
+        """Score and sample the rows of a captured whole step, as ``read`` does for a pass."""
+        self._slots.computed[step.slots] += step.counts
+        self._score_prompts(step, found.hidden, builder)
+        self._test_chunks(step, found.hidden, builder)
+        self._pool(step, found.hidden, builder)
+        self._sample(step, found.hidden, builder, found.logits)
+
+    def read(self, step: StepRows, found: PassFound, builder: ResultBuilder) -> None:
+        """Score and sample the rows of a pass. ``found``: the model's result, for all tokens or each row's last; where
+        keys and values were written; and the head's results, if it ran."""
+        hidden, features = self._model.split(found.result)
+        self._slots.computed[step.slots] += step.certain()
+        self._score_prompts(step, hidden, builder)
+        self._test_chunks(step, hidden, builder)
+        self._pool(step, hidden, builder)
+        if self._speculator is not None:
+            self._sample_verified(self._speculator, step, hidden, features, found, builder)
+        else:
+            self._sample(step, hidden, builder)
+
+    def _score_prompts(self, step: StepRows, hidden: Tensor, builder: ResultBuilder) -> None:
+        """Add the requested log-probabilities of the prompt tokens that this step's positions predict."""
+        state = self._slots
+        wanted = state.prompt_logprobs[step.slots]
+        for row in np.flatnonzero(wanted >= 0).tolist():
+            slot, start, offset = int(step.slots[row]), int(step.starts[row]), int(step.offsets[row])
+            scored = min(int(step.counts[row]), int(state.prompt_length[slot]) - 1 - start)
+            parts = []
+            for begin in range(0, scored, SCORE_ROWS):
+                end = min(begin + SCORE_ROWS, scored)
+                logits = self._model.logits(hidden[offset + begin : offset + end])
+                targets = state.tokens[slot, start + 1 + begin : start + 1 + end].to(torch.int64)
+                parts.append(self._sampler.score_prompt(logits, targets, int(wanted[row])))
+            if parts:
+                scores = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+                builder.prompts.append(PromptScores(int(step.rows[row]), *scores))
+
+    def _test_chunks(self, step: StepRows, hidden: Tensor, builder: ResultBuilder) -> None:
+        """Check rows that sample nothing too, because their pages are shared before a token is sampled from them. The
+        last token is enough: it attends to all others.
+        """
+        short = np.flatnonzero(step.starts + step.counts < self._slots.known[step.slots])
+        if len(short):
+            last = hidden.index_select(0, self._device.memory.put(self._places(step, hidden)[short]))
+            builder.chunk_rows, builder.chunks_broken = step.rows[short], ~last.isfinite().all(-1)
+
+    def _pool(self, step: StepRows, hidden: Tensor, builder: ResultBuilder) -> None:
+        """Add the vectors of rows that end the prompt of an embedding task: the final hidden state of the last token,
+        float32. Call it before the slots grow."""
+        embeds = self._slots.embeds
+        if not embeds:
+            return
+        ends = step.starts + step.counts == self._slots.prompt_length[step.slots]
+        rows = [row for row in np.flatnonzero(ends).tolist() if int(step.slots[row]) in embeds]
+        if not rows:
+            return
+        vectors = hidden.index_select(0, self._device.memory.put(self._places(step, hidden)[rows])).float()
+        wanted = [embeds[int(step.slots[row])].normalize for row in rows]
+        lengths = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True).clamp_min(1e-12)
+        kept = self._device.memory.put(np.array(wanted, dtype=np.int64)).bool().unsqueeze(1)
+        builder.pooled_rows, builder.pooled = step.rows[rows], torch.where(kept, vectors / lengths, vectors)
+
+    def _sample(self, step: StepRows, hidden: Tensor, builder: ResultBuilder, logits: Tensor | None = None) -> None:
+        """Sample the next token of rows that reached their last known one. ``logits``: of each row's last token, if
+        they were computed."""
+        state = self._slots
+        reached = np.flatnonzero(step.starts + step.counts == state.known[step.slots])
+        if not len(reached):
+            return
+        slots = step.slots[reached]
+        lengths = state.known[slots]
+        chosen, wanted = (hidden, self._places(step, hidden)[reached]) if logits is None else (logits, reached)
+        if len(wanted) < len(chosen):
+            chosen = chosen.index_select(0, self._device.memory.put(wanted))
+        at_slots, at = self._device.memory.put(slots), self._device.memory.put(lengths)
+        sampled = self._sampler.sample(
+            self._model.logits(chosen) if logits is None else chosen,
+            at_slots,
+            at,
+            state.tokens,
+            host_slots=slots.tolist(),
+            longest=int(lengths.max()),
+        )
+        state.append(slots, at_slots, at, sampled.tokens)
+        builder.sampled, builder.sampled_rows = sampled, step.rows[reached]
+
+    @staticmethod
+    def _places(step: StepRows, hidden: Tensor) -> npt.NDArray[np.int64]:
+        """The index of each row's last token in ``hidden``, which has all tokens or only these."""
+        return step.last if len(hidden) > len(step.rows) else np.arange(len(step.rows))
+
+    def _sample_verified(
+        self,
+        speculator: Speculator,
+        step: StepRows,
+        hidden: Tensor,
+        features: Tensor,
+        found: PassFound,
+        builder: ResultBuilder,
+    ) -> None:
+        """``_sample`` for steps with draft tokens: sample after each of them, and accept the right ones."""
+        reached = step.starts + step.counts == self._slots.known[step.slots]
+        reached[step.verifying] = True
+        verified: Verified | None = None
+        if step.drafts is None:
+            self._sample(step, hidden, builder)
+        elif found.accepted is not None:
+            verified = speculator.early_drafts.take_accepted(found)
+        else:
+            samples = Samples.of(step, self._slots.known)
+            if found.head is not None and len(samples.tokens) == len(hidden):
+                logits, *greedy = found.head
+                verified = speculator.sample(step, samples, logits, Sampled(*greedy))
+            else:
+                every = len(samples.tokens) == len(hidden)
+                chosen = hidden if every else hidden[self._device.memory.put(samples.tokens)]
+                verified = speculator.sample(step, samples, self._model.logits(chosen))
+            speculator.verifier.move(step, found.index, verified.outcome, self._caches)
+        if verified is not None:
+            self._report(step, verified, builder)
+        builder.arrives = speculator.record_run(step, reached, features, builder.sampled, verified)
+
+    def followed(self, step: StepRows, followed: Followed, builder: ResultBuilder) -> None:
+        """Read a pass that was launched before the host knew the result of the one before."""
+        assert self._speculator is not None
+        verified, features = followed.verified, self._model.split(followed.found.result)[1]
+        self._report(step, verified, builder)
+        reached = np.ones(len(step.slots), dtype=bool)
+        builder.arrives = self._speculator.record_run(step, reached, features, builder.sampled, verified)
+        self._speculator.early_drafts.set_followed(self._speculator.last_run, followed.found.end, followed.behind)
+
+    @staticmethod
+    def _report(step: StepRows, verified: Verified, builder: ResultBuilder) -> None:
+        builder.sampled, builder.sampled_rows = verified.sampled, step.rows[verified.rows]
+        builder.places, builder.outcome = verified.places, verified.outcome
+        builder.verified_rows = step.rows[step.verifying]
+        builder.drafted = step.counts[step.verifying] - 1

@@ -1,0 +1,270 @@
+"""A step before it runs, with the preparation that all executors share."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from kernels.contract.runner import RunningStep
+from kernels.contract.step import RowError, StepBatch, StepResult, StepTiming
+from kernels.core.arrays import Ints, Longs, unpack_ints
+from kernels.core.attention_rows import AttentionRows
+from kernels.core.batch import ForwardBatch
+from kernels.devices.memory import Fetched
+from kernels.devices.prepared import PassFound
+from kernels.execution.device_errors import device_errors
+from kernels.execution.load import LoadedModel
+from kernels.execution.result_builder import ResultBuilder
+from kernels.speculation.speculator import Speculator
+from kernels.state.in_flight_writes import InFlightWrites, StepWrites
+from kernels.state.slot_updates import SlotUpdates
+from kernels.state.step_rows import StepRows
+
+__all__ = ["PendingStep", "StepContext"]
+
+
+class StepContext:
+    """State that all steps of one runner share.
+
+    renew: see ``SlotUpdates``.
+    """
+
+    def __init__(self, loaded: LoadedModel, renew: Callable[[], None]) -> None:
+        self.loaded = loaded
+        self.in_flight_writes = InFlightWrites()
+        self.slot_updates = SlotUpdates(
+            loaded.slots,
+            loaded.sampler,
+            self.in_flight_writes,
+            loaded.speculator,
+            loaded.clear_pages,
+            loaded.groups.clear_bounded,
+            renew,
+            loaded.model.rows,
+        )
+        self.ended = 0.0
+        """``time.perf_counter`` of the last result."""
+        self._thread = threading.get_ident()
+
+    def bind_thread(self) -> None:
+        """Make the device usable in this thread, which is the model's from now on."""
+        if self._thread != threading.get_ident():
+            self.loaded.device.bind_thread()
+            self._thread = threading.get_ident()
+
+    @torch.inference_mode()
+    def idle_work(self) -> None:
+        """Run the observation left by a step with draft tokens (``RunningStep.idle_work``)."""
+        assert self.loaded.speculator is not None
+        with device_errors(self.loaded.device):
+            self.loaded.speculator.flush_idle()
+
+
+class PendingStep:
+    """A step that no executor has taken yet.
+
+    Each part of its preparation runs once, for the first executor that needs it: page grants (``grant``), slot changes
+    (``update``), counting the accepted tokens of the step before (``prepare``), rows and draft tokens (``form``).
+    ``begun``: ``time.perf_counter`` at the call that requested the step.
+    """
+
+    _granted: list[RowError] | None = None
+    _builder: ResultBuilder | None = None
+    _prepared = False
+    _formed = False
+    _writes: StepWrites | None = None
+    _forward: ForwardBatch | None = None
+    _started = 0.0
+    rows: StepRows | None = None
+    """The rows that can run, once the step is formed; None when there is none."""
+
+    def __init__(self, context: StepContext, batch: StepBatch, begun: float) -> None:
+        self._context, self.batch, self.begun = context, batch, begun
+
+    # -- before the rows are known -------------------------------------------------------------------------------------
+
+    def grant(self) -> bool:
+        """Append the granted pages, before any other part of the step. Returns whether all grants were valid."""
+        if self._granted is None:
+            self._granted = self._context.slot_updates.grant(self.batch)
+        return not self._granted
+
+    def update(self) -> ResultBuilder:
+        """Apply the step's slot changes. Before ``prepare`` only a step without admissions and releases may call it."""
+        if self._builder is None:
+            context, batch = self._context, self.batch
+            context.bind_thread()
+            context.slot_updates.drop_broken()
+            builder = ResultBuilder(unpack_ints(batch.slots), unpack_ints(batch.generations))
+            context.slot_updates.update(batch, builder.failed, self._granted)
+            self._builder = builder
+        return self._builder
+
+    def prepare(self) -> ResultBuilder:
+        """Count the accepted tokens of the step before, then change the slots. Raises ValueError for a malformed
+        batch."""
+        if not self._prepared:
+            self._prepare()
+        assert self._builder is not None
+        return self._builder
+
+    @torch.inference_mode()
+    def _prepare(self) -> None:
+        context, batch, speculator = self._context, self.batch, self._context.loaded.speculator
+        context.bind_thread()
+        context.slot_updates.drop_broken()
+        rows = len(batch.slots)
+        if not rows == len(batch.generations) == len(batch.counts):
+            raise ValueError("slots, generations and counts of a step must have one entry for each row")
+        tokens, most = int(unpack_ints(batch.counts).sum()), context.loaded.config.max_step_tokens
+        if tokens > most:
+            raise ValueError(f"a step of {tokens} tokens is over max_step_tokens, {most}")
+        draft_seconds = 0.0
+        if speculator is not None:
+            speculator.begin_step(bool(batch.draft_limits), bool(batch.released), batch.unobserved)
+            draft_seconds = time.perf_counter() - self.begun
+        self.update().draft = draft_seconds
+        self._prepared = True
+
+    # -- rows ----------------------------------------------------------------------------------------------------------
+
+    def form(self) -> StepRows | None:
+        """Find the rows that can run, and draft for those that speculate. Returns ``rows``."""
+        if not self._formed:
+            self.prepare()
+            self._form()
+        return self.rows
+
+    @torch.inference_mode()
+    def _form(self) -> None:
+        batch, loaded, builder = self.batch, self._context.loaded, self.prepare()
+        counts = unpack_ints(batch.counts)
+        rows = self._runnable(counts, builder)
+        if len(rows):
+            step = StepRows(rows, builder.slots[rows].astype(np.int64), counts[rows].astype(np.int64), loaded.slots)
+            if loaded.speculator is not None and batch.draft_limits:
+                step = self._draft(loaded.speculator, step, builder)
+            self.rows = step
+        self._formed = True
+
+    def _runnable(self, counts: Ints, builder: ResultBuilder) -> Longs:
+        """Indices of the rows that can run. Every request with another row fails, once."""
+        errors = self._context.loaded.slots.errors(builder.slots, builder.generations, counts)
+        if not errors:
+            return np.arange(len(counts))
+        reported = {(error.slot, error.generation) for error in builder.failed}
+        for row, message in errors.items():
+            name = (int(builder.slots[row]), int(builder.generations[row]))
+            if name not in reported:
+                builder.failed.append(RowError(*name, message))
+        return np.array([row for row in range(len(counts)) if row not in errors], dtype=np.int64)
+
+    def _draft(self, speculator: Speculator, step: StepRows, builder: ResultBuilder) -> StepRows:
+        begun, limits = time.perf_counter(), unpack_ints(self.batch.draft_limits)
+        if len(limits) != len(builder.slots):
+            raise ValueError("drafts of a step must have one entry for each row, or none")
+        step = speculator.draft(step, limits[step.rows].astype(np.int64), self.batch.draft_levels)
+        builder.draft += time.perf_counter() - begun
+        return step
+
+    @property
+    def writes(self) -> StepWrites:
+        """The pages that the rows write to."""
+        if self._writes is None:
+            assert self.rows is not None
+            step, state = self.rows, self._context.loaded.slots
+            last = (step.starts + step.counts - 1) // state.page_size
+            pages = state.pages[step.slots, : int(last.max()) + 1]
+            generations = state.generation[step.slots]
+            self._writes = StepWrites(step.slots, generations, step.starts // state.page_size, last, pages)
+        return self._writes
+
+    def forward_batch(self) -> ForwardBatch:
+        """The model's input for the rows, on the device."""
+        if self._forward is None:
+            self._forward = self._make_forward_batch()
+        return self._forward
+
+    def _make_forward_batch(self) -> ForwardBatch:
+        assert self.rows is not None
+        step, loaded = self.rows, self._context.loaded
+        state, device = loaded.slots, loaded.device
+        if step.decodes == len(step.slots):
+            token_slots, positions = step.slots, step.starts
+        else:
+            token_slots = np.repeat(step.slots, step.counts)
+            positions = np.arange(len(token_slots)) + np.repeat(step.starts - step.offsets, step.counts)
+        size = state.page_size
+        index = state.pages[token_slots, positions // size] * np.int64(size) + positions % size
+        at = device.memory.put(positions)
+        token_ids = state.read(token_slots, positions, at)
+        attention = AttentionRows(step.starts, step.counts, self.writes.pages, step.decodes)
+        if step.drafts is not None and loaded.speculator is not None:
+            token_ids, at = loaded.speculator.verifier.place(step, token_ids, at)
+            bits = None if step.drafts.tree.linear else step.drafts.tree.bits
+            attention = dataclasses.replace(attention, verifies=step.verifies, tree=bits)
+        plans = {window: device.attention.plan(attention, window) for window in loaded.windows}
+        batch = ForwardBatch(token_ids=token_ids, positions=at, cache_index=device.memory.put(index), plans=plans)
+        return batch if loaded.groups.is_plain else loaded.groups.place(batch, attention, step.slots, state.bounded)
+
+    # -- running -------------------------------------------------------------------------------------------------------
+
+    def begin(self, started: float = 0.0) -> None:
+        """Record that the rows are launched now and write to their pages. ``started``: ``time.perf_counter`` of the
+        launch; 0: now."""
+        if not self._started:
+            self._context.in_flight_writes.begin(self.writes)
+            self._started = started or time.perf_counter()
+
+    def complete(self) -> RunningStep:
+        """Start to fetch the collected results. No other executor may take the step afterwards."""
+        context, builder, writes = self._context, self.update(), self._writes if self._started else None
+        device, started = context.loaded.device, self._started or time.perf_counter()
+        # A graph's output is overwritten by its next replay; results of verification are not.
+        fetched = builder.arrives or device.memory.fetch(builder.tensors(), lasting=builder.outcome is not None)
+        thread = threading.get_ident()
+
+        def finish() -> StepResult:
+            with device_errors(device):
+                if threading.get_ident() != thread:
+                    device.bind_thread()
+                return self._finish(fetched, builder, writes, started)
+
+        # All ranks must drop a broken row before the same step. A page of a bounded group may get a new owner before it
+        # is cleared: no step may use it by then.
+        loaded = context.loaded
+        return RunningStep(finish, not device.traits.overlaps or loaded.group.size > 1 or bool(loaded.slots.bounded))
+
+    def complete_pass(self, found: PassFound) -> RunningStep:
+        """Read the results ``found`` of the model's pass, then ``complete``."""
+        loaded, builder = self._context.loaded, self.update()
+        assert self.rows is not None
+        loaded.outputs.read(self.rows, found, builder)
+        running = self.complete()
+        if loaded.speculator is not None:
+            loaded.speculator.draft_early()
+        return running
+
+    def _finish(
+        self, fetched: Fetched, builder: ResultBuilder, writes: StepWrites | None, started: float
+    ) -> StepResult:
+        """Wait for the results and pack them. Runs in the waiting thread, so it shares no state with later steps."""
+        host, context = fetched(), self._context
+        ended = time.perf_counter()
+        timing = StepTiming(
+            prepare=started - self.begun,
+            run=ended - max(started, context.ended),
+            graph_rows=builder.graph_rows,
+            draft=builder.draft,
+            whole=ended - max(self.begun, context.ended),
+        )
+        context.ended = ended
+        result, broken = builder.pack(self.batch.number, host, timing)
+        if writes is not None:
+            context.in_flight_writes.finish(writes, broken)
+        return result

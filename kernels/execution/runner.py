@@ -1,0 +1,113 @@
+"""Runs a model step by step (``kernels.contract.step``)."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import msgspec
+import torch
+
+from kernels.contract.config import RunnerConfig
+from kernels.contract.info import ModelInfo
+from kernels.contract.runner import Progress, RunningStep
+from kernels.contract.step import StepBatch, StepResult
+from kernels.core.layer_context import RowAdapters
+from kernels.devices.select import select_device
+from kernels.distributed.group import Group, join_group
+from kernels.execution.device_errors import device_errors
+from kernels.execution.executor_list import make_executors
+from kernels.execution.executors import Executor
+from kernels.execution.load import LoadedModel, Phases, load_model, open_model
+from kernels.execution.pending_step import PendingStep, StepContext
+from kernels.speculation.warmup import warm_up_drafts
+
+__all__ = ["ModelRunner"]
+
+
+class ModelRunner:
+    """One model on one device: see ``kernels.contract.runner.Runner``.
+
+    Results are deterministic: the same steps give the same tokens. A row's logits do not depend on the contents of
+    other rows. They are bit-equal between batches of different shape (sizes, lengths, padding, chunk borders) only with
+    ``RunnerConfig.invariant``, because shapes change the order of sums.
+
+    progress: called while the model is loaded.
+    adapters: what ``Admission.adapter`` chooses from; None: the model has no adapters.
+    """
+
+    def __init__(
+        self, config: RunnerConfig, progress: Progress | None = None, adapters: RowAdapters | None = None
+    ) -> None:
+        self._config, self._adapters = config, adapters
+        self._progress: Progress = progress or (lambda stage, fraction: None)
+        self._device = select_device(config)
+        self._group = Group()
+        self._executors: tuple[Executor, ...] = ()
+
+    @torch.inference_mode()
+    def load(self) -> ModelInfo:
+        """Read the weights, make the cache, warm up.
+
+        Raises ConfigError, LoadError, UnsupportedError or CacheSizeError: each a ValueError or RuntimeError whose
+        message says what to do.
+        """
+        with device_errors(self._device):
+            return self._load()
+
+    def _load(self) -> ModelInfo:
+        config, device, clock = self._config, self._device, Phases()
+        device.bind_thread()
+        opened = dataclasses.replace(open_model(config, device, self._progress), adapters=self._adapters)
+        self._group = join_group(device, config)
+        self._loaded: LoadedModel = load_model(opened, config, device, self._group, self._progress, clock)
+        loaded = self._loaded
+        self._context = StepContext(loaded, self._renew)
+        self._executors, graph_rows = make_executors(self._context)
+        if loaded.speculator is not None and device.traits.compiles:
+            warm_up_drafts(self.start, loaded.info, loaded.speculator.drafter, config.max_slots, config.max_step_tokens)
+        clock.end("warmup")
+        self._progress("warmup", 1.0)
+        return msgspec.structs.replace(loaded.info, load_seconds=clock.seconds, graph_rows=graph_rows)
+
+    def _renew(self) -> None:
+        """Capture again if the device has got faster operators."""
+        if self._device.renew_operators():
+            self._executors, _ = make_executors(self._context)
+
+    @torch.inference_mode()
+    def run(self, batch: StepBatch) -> StepResult:
+        """Run one step and wait for it. An error of one row is returned in ``failed`` and leaves the others alone. A
+        slot whose admission failed, or whose logits are not finite, is dropped. Raises ValueError for a batch that is
+        malformed as a whole.
+        """
+        result = self.start(batch).result()
+        self._context.slot_updates.drop_broken()
+        return result
+
+    def start(self, batch: StepBatch) -> RunningStep:
+        """Launch one step without waiting for its results, if the device works asynchronously. Results of earlier steps
+        need not be known; a row whose logits were not finite in one of them then fails again.
+        """
+        step = PendingStep(self._context, batch, time.perf_counter())
+        try:
+            if batch.admitted:
+                step.prepare()  # before the walk: an admission may renew the executors
+            for executor in self._executors:
+                running = executor.execute(step)
+                if running is not None:
+                    return running
+        except Exception as error:
+            explained = self._device.explain(error)
+            if explained is None:
+                raise
+            raise explained from error
+        raise AssertionError("the last executor takes every step")
+
+    def close(self) -> None:
+        """Drop the model and the cache. The runner is of no further use."""
+        self._executors = ()
+        for name in ("_context", "_loaded"):
+            self.__dict__.pop(name, None)
+        self._group.close()
+        self._group = Group()

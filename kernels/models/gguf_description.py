@@ -1,0 +1,240 @@
+"""Converts a GGUF file's metadata to the equivalent config.json and generation_config.json.
+
+Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. No PyTorch: the engine's process reads it too.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+from kernels.contract.errors import GgufError
+from kernels.contract.limits import MAX_EXPERTS, MAX_EXPERTS_OF_MODEL
+from kernels.models.registry import BUILT_IN, find_gguf
+from kernels.weights.gguf.header import GgufHeader
+from kernels.weights.gguf.joined import cut
+
+__all__ = ["describe", "generation_defaults"]
+
+_ENDS = frozenset({"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"})
+"""Control tokens that end an answer wherever they are found: many files name only one of theirs."""
+
+_CONTROL = 3
+_FLOATS = {0: "float32", 1: "float16", 30: "bfloat16"}
+_SAMPLING = ("temp", "top_k", "top_p", "min_p")
+
+
+def describe(header: GgufHeader) -> dict[str, Any]:
+    """The object of config.json. Raises GgufError, naming the key."""
+    meta = _Metadata(header)
+    name = meta.text("general.architecture")
+    architecture = find_gguf(name, bool(header.metadata.get(f"{name}.expert_count")))
+    if architecture is None:
+        read = ", ".join(sorted({entry.gguf for entry in BUILT_IN if entry.gguf}))
+        raise GgufError(
+            f"{header.path} has architecture {name!r} (general.architecture); those that are read from GGUF are "
+            f"{read} (Mistral and Mixtral are llama): use a model of one of these"
+        )
+    if meta.number("split.count", 1) > 1:
+        raise GgufError(
+            f"{header.path} is one of several files of a model; join them with llama-gguf-split --merge and give the "
+            "whole one"
+        )
+    experts = _experts(header, meta, name)
+    hidden = meta.size(f"{name}.embedding_length")
+    heads = meta.size(f"{name}.attention.head_count")
+    dim = meta.size(f"{name}.attention.key_length", hidden // heads)
+    if meta.size(f"{name}.attention.value_length", dim) != dim:
+        raise GgufError(f"{header.path}: heads of keys and of values of different sizes are not supported")
+    if meta.size(f"{name}.rope.dimension_count", dim) != dim:
+        raise GgufError(f"{header.path}: {name}.rope.dimension_count rotates part of a head, which is not supported")
+    embeddings = header.tensors.get("token_embd.weight")
+    if embeddings is None or len(embeddings.shape) != 2:
+        raise GgufError(f"{header.path} has no matrix token_embd.weight: it is no whole model; download it again")
+    layers = meta.size(f"{name}.block_count")
+    # Every layer has tensors: a number of them that the head could not hold is not counted up to.
+    last = f"blk.{layers - 1}."
+    if layers > len(header.tensors) or not any(tensor.startswith(last) for tensor in header.tensors):
+        raise GgufError(
+            f"{header.path} has no tensor {last}*, the last of {name}.block_count {layers} layers: it is no whole "
+            "model; download it again"
+        )
+    if layers * experts.get("num_experts", 0) > MAX_EXPERTS_OF_MODEL:
+        most = MAX_EXPERTS_OF_MODEL // layers
+        raise meta.wrong(f"{name}.expert_count", f"at most {most} in each of {layers} layers")
+    tensors = cut(header.tensors)
+    # 0: none. As in llama.cpp, a window in a file of llama has no meaning.
+    window = 0 if name == "llama" else meta.number(f"{name}.attention.sliding_window", 0)
+    if window and name == "olmo2":
+        raise GgufError(
+            f"{header.path} is an OLMo 3 ({name}.attention.sliding_window), which is not supported: use an OLMo 2, "
+            "whose layers see all tokens"
+        )
+    return {
+        "architectures": [architecture],
+        "model_type": name,
+        "vocab_size": embeddings.shape[0],
+        "hidden_size": hidden,
+        "intermediate_size": meta.size(f"{name}.feed_forward_length", experts.get("moe_intermediate_size")),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": meta.size(f"{name}.attention.head_count_kv", heads),
+        "head_dim": dim,
+        "rms_norm_eps": meta.number(f"{name}.attention.layer_norm_rms_epsilon", 1e-5),
+        "max_position_embeddings": meta.size(f"{name}.context_length"),
+        "rope_parameters": _rope(header, meta, name, dim),
+        "attention_bias": name == "llama" and "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
+        "sliding_window": meta.size(f"{name}.attention.sliding_window") if window else None,
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "dtype": _dtype(header),
+        "bos_token_id": header.metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": _ends(header) or None,
+        **experts,
+    }
+
+
+def _experts(header: GgufHeader, meta: _Metadata, name: str) -> dict[str, Any]:
+    """What is said of experts; empty: there are none. llama.cpp makes the weights of those that are chosen add up to
+    one, whatever the model's maker says of it, but for Qwen2-MoE."""
+    if not meta.number(f"{name}.expert_count", 0):
+        if name.endswith("moe"):
+            raise meta.wrong(f"{name}.expert_count", "a whole number of at least 1")
+        return {}
+    if name not in ("llama", "qwen2moe", "qwen3moe"):
+        raise GgufError(
+            f"{header.path} is a mixture of experts of {name} ({name}.expert_count); those that are read are llama, "
+            "qwen2moe and qwen3moe: use a model of one of these"
+        )
+    count, used = meta.size(f"{name}.expert_count"), meta.size(f"{name}.expert_used_count")
+    if count > MAX_EXPERTS:
+        raise meta.wrong(f"{name}.expert_count", f"at most {MAX_EXPERTS}")
+    found = {"num_experts": count, "num_experts_per_tok": used, "norm_topk_prob": name != "qwen2moe"}
+    if name == "qwen2moe":
+        return found | _beside_the_shared(meta, used)
+    shared = next((tensor for tensor in header.tensors if tensor.partition(".weight")[0].endswith("_shexp")), "")
+    if shared or meta.number(f"{name}.expert_shared_count", 0):
+        raise GgufError(
+            f"{header.path} has an expert that all tokens take ({shared or f'{name}.expert_shared_count'}), which a "
+            f"model of {name} has not here: of those that have one qwen2moe is read; use such a model"
+        )
+    if name == "llama":
+        return found
+    return found | {"moe_intermediate_size": meta.size(f"{name}.expert_feed_forward_length")}
+
+
+def _beside_the_shared(meta: _Metadata, used: int) -> dict[str, Any]:
+    """Sizes of Qwen2-MoE's experts, and of the one that all tokens take. Early files say neither: then those that a
+    token takes are together as wide as that one, which is as wide as a plain layer."""
+    name = "qwen2moe"
+    whole = meta.size(f"{name}.feed_forward_length")
+    return {
+        "moe_intermediate_size": meta.size(f"{name}.expert_feed_forward_length", max(whole // used, 1)),
+        "shared_expert_intermediate_size": meta.size(f"{name}.expert_shared_feed_forward_length", whole),
+    }
+
+
+def generation_defaults(header: GgufHeader) -> dict[str, Any]:
+    """The object of generation_config.json: what ends an answer, and how the maker wants it sampled."""
+    found: dict[str, Any] = {"eos_token_id": ends} if (ends := _ends(header)) else {}
+    for key in _SAMPLING:
+        value = header.metadata.get(f"general.sampling.{key}")
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            found["temperature" if key == "temp" else key] = value
+    return found
+
+
+class _Metadata:
+    def __init__(self, header: GgufHeader) -> None:
+        self._header = header
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self._header.metadata.get(key, default)
+        if not isinstance(value, str):
+            raise self.wrong(key, "a string")
+        return value
+
+    def size(self, key: str, default: int | None = None) -> int:
+        value = self._header.metadata.get(key, default)
+        if isinstance(value, list) and value and all(type(one) is int and one == value[0] for one in value):
+            value = value[0]  # some writers say it for each layer
+        if type(value) is not int or value < 1:
+            raise self.wrong(key, "a whole number of at least 1")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        value = self._header.metadata.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise self.wrong(key, "a number")
+        return value
+
+    def wrong(self, key: str, wanted: str) -> GgufError:
+        value = self._header.metadata.get(key)
+        found = "is missing" if value is None else f"is {str(value)[:80]!r}"
+        return GgufError(
+            f"{self._header.path}: {key} must be {wanted}, and {found}; convert the model again with a newer "
+            "llama.cpp, or download it again"
+        )
+
+
+def _rope(header: GgufHeader, meta: _Metadata, name: str, dim: int) -> dict[str, Any]:
+    kind = meta.text(f"{name}.rope.scaling.type", "none")
+    if "rope_factors_long.weight" in header.tensors:
+        raise GgufError(
+            f"{header.path}: {name} stretches long sequences by factors of their own (rope_factors_long.weight), which "
+            "is not supported: use the model for short ones (4k)"
+        )
+    theta = meta.number(f"{name}.rope.freq_base", 10000.0)
+    factor = meta.number(f"{name}.rope.scaling.factor", meta.number(f"{name}.rope.scale_linear", 1.0))
+    found: dict[str, Any] = {"rope_theta": theta, "rope_type": "default"}
+    if "rope_freqs.weight" in header.tensors:  # what Llama 3.1's way of stretching comes to
+        return found | {"rope_type": "factors", "factors": _factors(header, dim)}
+    if kind == "yarn":
+        attention = meta.number(f"{name}.rope.scaling.attn_factor", 1.0)
+        found |= {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": meta.size(
+                f"{name}.rope.scaling.original_context_length", meta.size(f"{name}.context_length")
+            ),
+            "beta_fast": meta.number(f"{name}.rope.scaling.yarn_beta_fast", 32.0),
+            "beta_slow": meta.number(f"{name}.rope.scaling.yarn_beta_slow", 1.0),
+            "attention_factor": attention * (1.0 + 0.1 * math.log(factor)) if factor > 1.0 else attention,
+        }
+    elif kind not in ("none", "linear"):
+        raise GgufError(f"{name}.rope.scaling.type {kind!r} is not supported; supported are none, linear, yarn")
+    elif factor != 1.0:
+        found |= {"rope_type": "linear", "factor": factor}
+    return found
+
+
+def _factors(header: GgufHeader, dim: int) -> list[float]:
+    stored = header.tensors["rope_freqs.weight"]
+    bytes_ = 4 * (dim // 2)
+    if stored.kind != 0 or stored.shape != (dim // 2,) or stored.offset + bytes_ > header.size:
+        raise GgufError(
+            f"{header.path}: rope_freqs.weight must be {dim // 2} float32 inside the file, and is of type "
+            f"{stored.kind} and shape {list(stored.shape)}; download it again"
+        )
+    with header.path.open("rb") as file:
+        file.seek(stored.offset)
+        return list(struct.unpack(f"<{dim // 2}f", file.read(bytes_)))
+
+
+def _dtype(header: GgufHeader) -> str:
+    """Of a file in floats its own, else bfloat16: what quantized weights are multiplied with."""
+    matrices = [one for name, one in header.tensors.items() if len(one.shape) > 1 and "ffn_gate_inp" not in name]
+    kinds = {one.kind for one in matrices}
+    return _FLOATS.get(kinds.pop(), "bfloat16") if len(kinds) == 1 else "bfloat16"
+
+
+def _ends(header: GgufHeader) -> list[int]:
+    metadata: Mapping[str, Any] = header.metadata
+    found = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    tokens, kinds = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
+    if isinstance(tokens, list) and isinstance(kinds, list):
+        pairs = enumerate(zip(tokens, kinds, strict=False))
+        found += [index for index, (token, kind) in pairs if kind == _CONTROL and token in _ENDS]
+    return list(dict.fromkeys(index for index in found if type(index) is int))

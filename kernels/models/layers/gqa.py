@@ -1,0 +1,105 @@
+"""Grouped-query attention over the paged cache (Ainslie et al., arXiv 2305.13245)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from kernels.contract.caches import CacheGroup, Paged
+from kernels.core.batch import ForwardBatch
+from kernels.core.operators import Linear, Norm, PendingResidual
+from kernels.devices.attention import ProjectedHeads
+from kernels.devices.linear import NormThenLinear, ResidualLinear
+from kernels.models.config import ModelConfig
+from kernels.models.layers.builder import LayerBuilder
+from kernels.weights.tensors import TensorSpec, by_inputs, by_outputs, linear, norm
+
+__all__ = ["Attention", "Heads", "attention", "caches", "tensors"]
+
+
+def tensors(config: ModelConfig, module: str, gguf: str, interleaved: bool = False) -> Iterator[TensorSpec]:
+    """``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj``, and the norms of query and key heads where there are any.
+
+    ``gguf``: what their names begin with there. ``interleaved``: the file interleaves the halves of each head.
+    """
+    hidden, heads, kv_heads, dim = config.hidden_size, config.heads, config.kv_heads, config.head_dim
+    queries, keys = heads * dim, kv_heads * dim
+    bias, by_head, by_key_head = config.qkv_bias, by_outputs((queries, heads)), by_outputs((keys, kv_heads))
+    rotary, rotary_keys = (heads, kv_heads) if interleaved else (0, 0)
+    yield from linear(f"{module}.q_proj", (queries, hidden), by_head, f"{gguf}_q", bias=bias, rotary_heads=rotary)
+    yield from linear(f"{module}.k_proj", (keys, hidden), by_key_head, f"{gguf}_k", bias=bias, rotary_heads=rotary_keys)
+    yield from linear(f"{module}.v_proj", (keys, hidden), by_key_head, f"{gguf}_v", bias=bias)
+    yield from linear(
+        f"{module}.o_proj", (hidden, queries), by_inputs(queries, heads), f"{gguf}_output", bias=config.output_bias
+    )
+    if config.qk_norm:
+        yield norm(f"{module}.q_norm", dim, f"{gguf}_q_norm")
+        yield norm(f"{module}.k_norm", dim, f"{gguf}_k_norm")
+
+
+def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
+    """Keys and values of all tokens. Layers that see a window keep all tokens, too: graphs, host loops and drafts know
+    one page table. A family that gives pages back declares ``Window`` groups itself (``ForwardBatch.in_window``)."""
+    return (CacheGroup(Paged(config.kv_heads, config.head_dim, config.head_dim), tuple(range(config.layers))),)
+
+
+def attention(make: LayerBuilder, config: ModelConfig, module: str, window: int) -> Attention:
+    """The layer of ``tensors``. ``window``: tokens that a query sees, 0 for all."""
+    norms = None
+    if config.qk_norm:
+        names = f"{module}.q_norm", f"{module}.k_norm"
+        norms = make.head_norms(*names, config.heads, config.kv_heads, config.norm_eps)
+    return Attention(
+        make,
+        Heads(config.heads, config.kv_heads, config.head_dim),
+        make.linear(f"{module}.q_proj", f"{module}.k_proj", f"{module}.v_proj"),
+        make.into_stream(f"{module}.o_proj"),
+        window,
+        norms,
+    )
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Query and key heads of this rank, each of ``dim`` numbers."""
+
+    count: int
+    kv_count: int
+    dim: int
+
+
+class Attention:
+    """``qkv``: the heads of queries, keys and values, in this order. ``norms``: of query and key heads."""
+
+    def __init__(
+        self,
+        make: LayerBuilder,
+        heads: Heads,
+        qkv: Linear,
+        output: ResidualLinear,
+        window: int,
+        norms: Norm | None = None,
+    ) -> None:
+        self._make_heads, self._attend = make.ops.attention.make_heads, make.ops.attention.attend
+        self.heads, self.qkv, self.output, self.window, self.head_norms = heads, qkv, output, window, norms
+        self.scale, self.rows = heads.dim**-0.5, make.rows
+
+    def behind(self, projection: NormThenLinear) -> ProjectedHeads[Any]:
+        """All from ``projection``, of ``qkv``, up to attention."""
+        heads = self.heads
+        return self._make_heads(projection, heads.count, heads.kv_count, heads.dim, self.head_norms)
+
+    def find(
+        self, queries: Tensor, residual: Tensor, cache: Any, batch: ForwardBatch, wanted: Tensor | None = None
+    ) -> tuple[PendingResidual, Tensor]:
+        """Attention of the placed ``queries`` [tokens, heads, dim], projected into the ``residual`` stream, as
+        ``ResidualLinear`` returns it. ``wanted`` int64 [rows]: of these tokens alone."""
+        found = self._attend(queries, cache, batch.plans[self.window], self.scale)
+        if wanted is not None:
+            found, residual = found.index_select(0, wanted), residual.index_select(0, wanted)
+            if self.rows is not None:
+                self.rows.select(wanted)
+        return self.output(found, residual)

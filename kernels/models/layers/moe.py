@@ -1,0 +1,112 @@
+"""Mixture-of-experts feed-forward layer: each token is routed to a few of many SwiGLU experts (Shazeer et al., arXiv
+1701.06538), and optionally to a shared expert (https://huggingface.co/Qwen/Qwen1.5-MoE-A2.7B).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kernels.devices.experts import ExpertWeights
+from kernels.models.config import ExpertsConfig
+from kernels.models.layers.builder import LayerBuilder
+from kernels.weights.tensors import GgufPlace, Role, Stacked, TensorSpec, by_inputs, by_outputs, linear
+
+__all__ = ["QWEN", "ExpertNames", "SparseFeedForward", "tensors"]
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """A checkpoint's names of a layer's expert block and of an expert's projections."""
+
+    block: str
+    gate: str
+    up: str
+    down: str
+
+
+QWEN = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
+_SHARED = "shared_expert"
+
+
+def tensors(
+    config: ExpertsConfig, hidden: int, layer: str, gguf: str, names: ExpertNames = QWEN
+) -> Iterator[TensorSpec]:
+    """A layer's router, its experts, and the one that all tokens take. ``layer``, ``gguf``: the layer's names.
+
+    Checkpoints keep experts apart, or as transformers has them in memory: ``mlp.experts.gate_up_proj`` [experts, 2 *
+    inner, hidden] is gate's, then up's; ``mlp.experts.down_proj`` [experts, hidden, inner].
+    """
+    block, stored = f"{layer}.{names.block}", f"{layer}.mlp"
+    (router,) = linear(f"{block}.gate", (config.count, hidden), None, f"{gguf}.ffn_gate_inp", role=Role.ROUTER)
+    yield router if block == stored else dataclasses.replace(router, aliases=(f"{stored}.gate.weight",))
+    inner, count = config.inner, config.count
+    rows, columns = by_outputs((inner, inner)), by_inputs(inner, inner)
+    both, down = f"{stored}.experts.gate_up_proj", f"{stored}.experts.down_proj"
+    projections = (  # name, role, shape, split; name in GGUF; part and parts of the stacked tensor
+        (names.gate, Role.PROJECTION, (inner, hidden), rows, "ffn_gate", both, 0, 2),
+        (names.up, Role.PROJECTION, (inner, hidden), rows, "ffn_up", both, 1, 2),
+        (names.down, Role.DOWN, (hidden, inner), columns, "ffn_down", down, 0, 1),
+    )
+    for expert in range(count):
+        for name, role, shape, split, place, held, part, parts in projections:
+            stacked = Stacked(expert, count, held, part, parts, f"{gguf}.{place}_exps.weight")
+            apart = GgufPlace(f"{gguf}.{place}.{expert}.weight")
+            weight = f"{block}.experts.{expert}.{name}.weight"
+            yield TensorSpec(weight, shape, role, split, apart, (), stacked)
+    if config.shared:
+        name, width = f"{block}.{_SHARED}", config.shared
+        outputs, inputs = by_outputs((width, width)), by_inputs(width, width)
+        yield from linear(f"{name}.{names.gate}", (width, hidden), outputs, f"{gguf}.ffn_gate_shexp")
+        yield from linear(f"{name}.{names.up}", (width, hidden), outputs, f"{gguf}.ffn_up_shexp")
+        yield from linear(f"{name}.{names.down}", (hidden, width), inputs, f"{gguf}.ffn_down_shexp", role=Role.DOWN)
+        yield from linear(f"{name}_gate", (1, hidden), None, f"{gguf}.ffn_gate_inp_shexp", role=Role.ROUTER)
+
+
+class SharedExpert:
+    """``sigmoid(weight @ x) * down(silu(gate(x)) * up(x))``. Each rank has its part of the inner dimension."""
+
+    def __init__(self, make: LayerBuilder, names: ExpertNames, module: str) -> None:
+        self._add_weighted = make.ops.elementwise.add_weighted
+        self.gate_up = make.gated(f"{module}.{names.gate}", f"{module}.{names.up}")
+        down = f"{module}.{names.down}"
+        make.refuse_adapters((down,))
+        self.down = make.ops.linear.make_projection(make.source.projection([down]), make.row_bias(down))
+        weight = make.source.take([f"{module}_gate.weight"])
+        self.weight = make.ops.linear.make_dense(weight, make.source.biases([f"{module}_gate"]), shared=True)
+
+    def add(self, x: Tensor, others: Tensor) -> Tensor:
+        """The sum with ``others`` [tokens, hidden], the result of the other experts for ``x`` [tokens, hidden]. May
+        overwrite them."""
+        return self._add_weighted(others, self.down(self.gate_up(x)), self.weight(x))
+
+
+class SparseFeedForward:
+    """``sum(weight[e] * down[e](silu(gate[e](x)) * up[e](x)))`` over the experts e that a token takes, and the one that
+    all take. Each rank has its part of every expert's inner dimension."""
+
+    def __init__(self, make: LayerBuilder, config: ExpertsConfig, layer: str, names: ExpertNames = QWEN) -> None:
+        block, source = f"{layer}.{names.block}", make.source
+        self.group = make.mesh
+        experts = []
+        for expert in range(config.count):
+            name = f"{block}.experts.{expert}"
+            gates, down = [f"{name}.{names.gate}", f"{name}.{names.up}"], f"{name}.{names.down}"
+            make.refuse_adapters((*gates, down))
+            experts.append(
+                ExpertWeights(
+                    source.projection(gates), source.biases(gates), source.projection([down]), make.row_bias(down)
+                )
+            )
+        router, bias = source.take([f"{block}.gate.weight"]), source.biases([f"{block}.gate"])
+        self.experts = make.ops.experts.make(router, bias, experts, config.chosen, config.normalized)
+        self.shared = SharedExpert(make, names, f"{block}.{_SHARED}") if config.shared else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = self.experts(x)
+        if self.shared is not None:
+            out = self.shared.add(x, out)
+        return out if self.group.size == 1 else self.group.all_reduce(out)

@@ -1,0 +1,83 @@
+"""The two ends of a decoder, divided over ranks by the vocabulary: token embeddings and logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from kernels.core.operators import Linear, Lookup
+from kernels.devices.linear import TableLookup
+from kernels.distributed.group import Group
+from kernels.models.config import ModelConfig
+from kernels.models.layers.builder import ModelBuilder
+from kernels.weights.tensors import TensorSpec, embedding, output
+
+__all__ = ["VocabularyEmbedding", "VocabularyHead", "tensors", "vocabulary"]
+
+
+def tensors(config: ModelConfig, embed: str = "model.embed_tokens", head: str = "lm_head") -> Iterator[TensorSpec]:
+    """The table of embeddings, and the output where it has a weight of its own."""
+    yield embedding(embed, config.vocab_size, config.hidden_size, "token_embd")
+    if not config.tied_embeddings:
+        yield output(head, config.vocab_size, config.hidden_size, "output")
+
+
+def vocabulary(
+    make: ModelBuilder, config: ModelConfig, embed: str = "model.embed_tokens", head: str = "lm_head"
+) -> tuple[VocabularyEmbedding, VocabularyHead]:
+    """The embedding and the output of ``tensors``. Nothing else holds a tied table, which a device may repack."""
+    ops, mesh = make.ops, make.mesh
+    if config.tied_embeddings and make.fp32_head:
+        floats = make.source.take([f"{embed}.weight"])
+        linear = ops.linear.make_float_head(floats, True)
+        return VocabularyEmbedding(mesh, ops.linear.make_lookup(floats), len(floats)), VocabularyHead(mesh, linear)
+    table = make.source.table(embed)
+    if config.tied_embeddings:
+        lookup, linear = ops.linear.make_tied(table)
+    else:
+        lookup = ops.linear.make_lookup(table)
+        weight = make.source.projection([head])
+        layers = ops.linear
+        linear = layers.make_float_head(weight, False) if make.fp32_head else layers.make_projection(weight, None)
+    return VocabularyEmbedding(mesh, lookup, table.shape[0]), VocabularyHead(mesh, linear)
+
+
+class VocabularyEmbedding:
+    """Rows of a table, of which each rank has ``size``: ``lookup`` finds these, as ``Elementwise.embed`` does."""
+
+    def __init__(self, group: Group, lookup: Lookup, size: int) -> None:
+        self.group = group
+        self.lookup = lookup
+        self.size = size
+        self.first = group.rank * size
+
+    @property
+    def table(self) -> Tensor | None:
+        """[vocab, hidden] where it is dense and whole, for kernels that look up themselves."""
+        return self.lookup.table if self.group.size == 1 and isinstance(self.lookup, TableLookup) else None
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """``ids`` int [tokens] -> [tokens, hidden], whole on every rank."""
+        if self.group.size == 1:
+            return self.lookup(ids)
+        row = ids - self.first
+        elsewhere = (row < 0) | (row >= self.size)
+        found = self.lookup(row.masked_fill(elsewhere, 0))
+        return self.group.all_reduce(found.masked_fill(elsewhere.unsqueeze(1), 0))
+
+
+class VocabularyHead:
+    """Logits of the whole vocabulary on every rank, each rank having computed its own part of them.
+
+    Logits are bit-equal on all ranks, and noise is a function of seed, position and token. So every rank samples the
+    same tokens, and no rank sends them to the others.
+    """
+
+    def __init__(self, group: Group, linear: Linear) -> None:
+        self.group = group
+        self.linear = linear
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """``hidden`` [rows, hidden] -> [rows, vocab] in the dtype that ``linear`` gives."""
+        return self.group.all_gather(self.linear(hidden))

@@ -1,0 +1,40 @@
+"""The sizes of a model, from a Hugging Face directory or from a GGUF file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kernels.contract.errors import ConfigError
+from kernels.models.config import ConfigReader, ModelConfig
+from kernels.models.gguf_description import describe
+from kernels.models.registry import find
+from kernels.weights.config_json import merge_overrides
+from kernels.weights.config_json import read_json as read_config_json
+from kernels.weights.gguf.header import read_header
+
+__all__ = ["parse_config", "read_config", "read_json"]
+
+
+def read_config(model_path: str | Path, overrides: str = "{}", quantized: bool = False) -> ModelConfig:
+    """Parse ``model_path/config.json`` with the JSON object ``overrides`` merged over it.
+
+    ``model_path`` may also be a GGUF file, whose metadata says the same. ``quantized``: whether weights may be
+    quantized; ``kernels.weights.quantization.detect`` finds how. Raises ConfigError, saying what to do.
+    """
+    return parse_config(merge_overrides(read_json(model_path), overrides), quantized)
+
+
+def read_json(model_path: str | Path) -> dict[str, Any]:
+    """The object of config.json, of a GGUF file the one that it stands for. Raises ConfigError, saying what to do."""
+    return describe(read_header(model_path)) if Path(model_path).is_file() else read_config_json(model_path)
+
+
+def parse_config(raw: Mapping[str, Any], quantized: bool = False) -> ModelConfig:
+    """Check a config.json object. Raises ConfigError, naming the key."""
+    names = raw.get("architectures") or []
+    architecture, family = find(names if isinstance(names, list) else [names])
+    if raw.get("quantization_config") and not quantized:
+        raise ConfigError("this checkpoint is quantized (quantization_config); use the bf16 or fp32 checkpoint instead")
+    return family.config(ConfigReader(raw, architecture))

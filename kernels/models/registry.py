@@ -1,0 +1,210 @@
+"""The model families, by architecture. A family is one file, imported when a model of it is opened.
+
+To add a family: write its file and add one line to ``BUILT_IN``. A distribution adds one without a change here through
+the entry point group ``troupe.models``: the entry's name is the architecture, its value the module. GGUF files are read
+for it where the module has ``GGUF``, the name in ``general.architecture``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Protocol, cast
+
+from kernels.contract.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kernels.contract.caches import CacheGroup
+    from kernels.models.config import ConfigReader, ModelConfig
+    from kernels.models.decoder import Decoder
+    from kernels.models.layers.builder import ModelBuilder
+    from kernels.weights.tensors import Tensors, TensorSpec
+
+__all__ = [
+    "BUILT_IN",
+    "GROUP",
+    "Entry",
+    "Family",
+    "Support",
+    "build",
+    "caches",
+    "entries",
+    "families",
+    "find",
+    "find_gguf",
+    "tensors",
+]
+
+GROUP = "troupe.models"
+
+
+class Family(Protocol):
+    """What a family's module has."""
+
+    def config(self, raw: ConfigReader) -> ModelConfig:
+        """The sizes in config.json. Raises ConfigError, naming the key."""
+        ...
+
+    def tensors(self, config: ModelConfig) -> Iterator[TensorSpec]:
+        """Every tensor of a checkpoint of these sizes."""
+        ...
+
+    def caches(self, config: ModelConfig) -> tuple[CacheGroup, ...]:
+        """What the layers keep of the tokens before, on one rank of these sizes."""
+        ...
+
+    def build(self, config: ModelConfig, make: ModelBuilder) -> Decoder:
+        """The decoder of one rank, whose sizes are ``config``."""
+        ...
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A family. ``gguf``: its name in GGUF files; "": none. ``gguf_experts``: only of files with experts."""
+
+    architecture: str
+    module: str
+    gguf: str = ""
+    gguf_experts: bool = False
+
+
+BUILT_IN = (
+    Entry("LlamaForCausalLM", "kernels.models.llama", gguf="llama"),
+    Entry("MiMoForCausalLM", "kernels.models.mimo"),
+    Entry("MistralForCausalLM", "kernels.models.mistral", gguf="llama"),
+    Entry("MixtralForCausalLM", "kernels.models.mixtral", gguf="llama", gguf_experts=True),
+    Entry("Olmo2ForCausalLM", "kernels.models.olmo2", gguf="olmo2"),
+    Entry("Phi3ForCausalLM", "kernels.models.phi3", gguf="phi3"),
+    Entry("Qwen2ForCausalLM", "kernels.models.qwen2", gguf="qwen2"),
+    Entry("Qwen2MoeForCausalLM", "kernels.models.qwen2_moe", gguf="qwen2moe", gguf_experts=True),
+    Entry("Qwen3ForCausalLM", "kernels.models.qwen3", gguf="qwen3"),
+    Entry("Qwen3MoeForCausalLM", "kernels.models.qwen3_moe", gguf="qwen3moe", gguf_experts=True),
+)
+_BY_ARCHITECTURE = {entry.architecture: entry for entry in BUILT_IN}
+
+
+def entries() -> dict[str, Entry]:
+    """All families by architecture: those built in, then those that installed distributions add."""
+    added = {point.name: Entry(point.name, point.value) for point in entry_points(group=GROUP)}
+    return _BY_ARCHITECTURE | {name: entry for name, entry in added.items() if name not in _BY_ARCHITECTURE}
+
+
+def find(architectures: Iterable[object]) -> tuple[str, Family]:
+    """The first of ``architectures`` that is supported, and its family. Raises ConfigError that names all that are."""
+    names = list(architectures)
+    entry = _first(names, _BY_ARCHITECTURE)
+    if entry is None and (entry := _first(names, known := entries())) is None:
+        raise ConfigError(
+            f"no supported architecture in config.json (architectures: {names}); "
+            f"supported are {', '.join(sorted(known))}"
+        )
+    return entry.architecture, _load(entry)
+
+
+def _first(names: Iterable[object], known: Mapping[str, Entry]) -> Entry | None:
+    return next((known[name] for name in names if isinstance(name, str) and name in known), None)
+
+
+def _load(entry: Entry) -> Family:
+    try:
+        module = import_module(entry.module)
+    except ImportError as error:
+        raise ConfigError(
+            f"the family of {entry.architecture} cannot be imported ({error}); reinstall the distribution that adds "
+            f"{entry.module}"
+        ) from error
+    missing = [name for name in ("config", "tensors", "caches", "build") if not callable(getattr(module, name, None))]
+    if missing:
+        raise ConfigError(f"the family {entry.module} of {entry.architecture} has no {' and no '.join(missing)}")
+    return cast(Family, module)
+
+
+def find_gguf(name: str, experts: bool) -> str | None:
+    """The architecture of a GGUF file's ``general.architecture``; None for one that is not read."""
+    fitting = [entry for entry in BUILT_IN if entry.gguf == name]
+    chosen = next((entry for entry in fitting if entry.gguf_experts == experts), None)
+    if chosen is not None or fitting:
+        return (chosen or fitting[0]).architecture
+    added = (entry for entry in entries().values() if entry not in BUILT_IN)
+    return next((entry.architecture for entry in added if getattr(_load(entry), "GGUF", "") == name), None)
+
+
+def tensors(config: ModelConfig) -> Tensors:
+    """The declared tensors of a whole model, by name."""
+    from kernels.weights.tensors import table_of
+
+    return table_of(find([config.architecture])[1].tensors(config))
+
+
+def caches(config: ModelConfig) -> tuple[CacheGroup, ...]:
+    """What the layers of one rank's model keep of the tokens before."""
+    return find([config.architecture])[1].caches(config)
+
+
+def build(config: ModelConfig, make: ModelBuilder) -> Decoder:
+    """The model of one rank, whose sizes are ``config``. Raises ConfigError for layers to capture that it lacks."""
+    captures = make.captures
+    wrong = [layer for layer in captures if not 0 <= layer < config.layers]
+    if wrong or len(set(captures)) != len(captures):
+        raise ConfigError(
+            f"the layers to capture, {list(captures)}, must be different ones of this model's 0 to {config.layers - 1}"
+        )
+    return find([config.architecture])[1].build(config, make)
+
+
+@dataclass(frozen=True)
+class Support:
+    """What a family supports. ``gguf``: its name in GGUF files; "": none. ``experts``: layers of experts. ``windows``:
+    layers with a sliding window. ``tied``: embeddings that are also the output. ``quantizable``: quantized weights.
+    """
+
+    architecture: str
+    gguf: str
+    experts: bool
+    windows: bool
+    tied: bool
+    quantizable: bool
+
+
+_EXAMPLE = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "sliding_window": 16,
+    "use_sliding_window": True,
+    "max_window_layers": 1,
+    "tie_word_embeddings": True,
+}
+"""A small model with everything that a family may have."""
+
+
+def families() -> tuple[Support, ...]:
+    """What each family supports, found by opening a small model of it that asks for everything."""
+    from kernels.models.config import ConfigReader
+    from kernels.weights.tensors import Role
+
+    found = []
+    for entry in entries().values():
+        family = _load(entry)
+        config = family.config(ConfigReader(_EXAMPLE, entry.architecture))
+        specs = list(family.tensors(config))
+        found.append(
+            Support(
+                entry.architecture,
+                entry.gguf or getattr(family, "GGUF", ""),
+                experts=any(spec.stacked is not None for spec in specs),
+                windows=any(config.windows),
+                tied=not any(spec.role is Role.OUTPUT for spec in specs),
+                quantizable=any(spec.quantizable for spec in specs),
+            )
+        )
+    return tuple(found)

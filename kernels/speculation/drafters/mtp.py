@@ -1,0 +1,308 @@
+"""Multi-token prediction: a model's own heads draft the tokens after the next (DeepSeek-V3, arXiv 2412.19437, section
+2.2).
+
+    state = final_norm(layer(projection(embedding and feature, each behind a norm of its own)))
+
+The feature is the target's last hidden state after its final norm; the target's head turns the state into logits. A
+single head runs once for each draft token, as EAGLE's does. Several heads (``MultiHeads``) run once each a draft: head
+k drafts the token k + 2 positions on. It joins the state of head k - 1 at position i (head 0: the target's feature)
+with the token at position i + k + 1, so its last k positions wait for tokens that are not known yet. A draft runs these
+positions with the tokens of the heads before; the next observation runs them again with the known tokens.
+
+Public layouts, in the target's checkpoint or in a separate one:
+
+* DeepSeek-V3's: ``model.layers.N`` with ``enorm``, ``hnorm``, ``eh_proj`` of embedding | feature, ``shared_head.norm``;
+* MiMo's: ``model.mtp_layers.i`` with ``token_layernorm``, ``hidden_layernorm``, ``input_proj`` of feature | embedding,
+  ``final_layernorm``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kernels.contract.errors import ConfigError, LoadError
+from kernels.contract.step import Admission
+from kernels.core.attention_rows import AttentionRows
+from kernels.core.batch import ForwardBatch
+from kernels.core.tree import Drafts, DraftTree, chain
+from kernels.devices.linear import norm_of_sum
+from kernels.devices.prepared import PassEnd
+from kernels.models.config import ModelConfig
+from kernels.speculation.drafter import AcceptedRows, Drafter, DrafterContext, DraftRows, Observation
+from kernels.speculation.drafters.heads import HeadDrafter, HeadLayer, HeadModel, open_checkpoint
+from kernels.speculation.drafting import DraftSampler
+from kernels.speculation.expansion import observed_rows
+from kernels.speculation.host_drafts import HostDrafts
+from kernels.speculation.load import DraftCheckpoint, DraftWeights, layer_tensors, need_same_hidden_size, plain
+from kernels.state.slots import SlotTable
+from kernels.weights.tensors import Tensors, TensorSpec
+
+__all__ = ["DEEPSEEK", "MIMO", "Layout", "MtpDrafter", "MtpModel", "MultiHeads"]
+
+Ints = npt.NDArray[np.int32]
+Longs = npt.NDArray[np.int64]
+
+
+class MultiHeads(Drafter):
+    """Drafts chains with one token a head. For each slot it keeps features and the first head's states of as many last
+    positions as there are heads.
+    """
+
+    features = True
+    stepwise = True
+
+    def __init__(self, context: DrafterContext, heads: Sequence[HeadModel]) -> None:
+        if context.settings.topk > 1:
+            raise ConfigError("several heads draft a chain: use --speculative-eagle-topk 1 with them")
+        self._context, self._heads = context, heads
+        self._sampler = DraftSampler(heads[0].ids, context.device.sampling.greedy)
+        self._kept = len(heads)
+        self._caches: list[Any] = []
+        config, slots = heads[0].config, context.config.max_slots
+        layer_bytes = context.device.cache.token_bytes(config.kv_heads, config.head_dim, context.dtype)
+        self.cache_bytes = len(heads) * layer_bytes
+        self.depth, self.most_nodes = self._kept, min(self._kept + 1, context.settings.num_draft_tokens)
+        shape = (slots * self._kept, config.hidden_size)
+        self._features = torch.zeros(shape, dtype=context.dtype, device=context.device.torch_device)
+        self._states = torch.zeros_like(self._features)
+        self._held: Longs = np.zeros(slots, dtype=np.int64)  # number of positions whose state is stored ...
+        self._next: Longs = np.zeros(slots, dtype=np.int64)  # ... up to this position, exclusive
+
+    def make_caches(self, pages: int) -> list[Any]:
+        config, context = self._heads[0].config, self._context
+        self._caches = context.device.cache.make(
+            self._kept, pages, context.config.page_size, config.kv_heads, config.head_dim, context.dtype
+        )
+        return self._caches
+
+    def admit(self, admission: Admission, tokens: Ints) -> None:
+        self._held[admission.slot] = 0
+
+    def observe(self, seen: Observation) -> None:
+        assert seen.features is not None, "made from features"
+        # Earlier positions, whose tokens were not all known, run again if their features are stored.
+        again = np.where(self._next[seen.slots] == seen.starts, np.minimum(self._held[seen.slots], self._kept - 1), 0)
+        starts, counts = seen.starts - again, seen.counts + again
+        rows = np.repeat(np.arange(len(starts)), counts)
+        place = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)  # in its row
+        positions = starts[rows] + place
+        new = np.cumsum(seen.counts) - seen.counts
+        kept = seen.slots[rows] * self._kept + self._kept - again[rows] + place
+        count = len(self._features)
+        source = np.where(place < again[rows], kept, count + new[rows] + place - again[rows])
+        features = torch.cat((self._features, seen.features)).index_select(0, self._put(source))
+        table, at = seen.table.view(-1), self._after(seen.slots[rows], positions, seen.table)
+        index = self._index(rows, positions, seen.pages)
+        plans = self._plans(observed_rows(starts, counts, seen.pages))
+        last = np.cumsum(counts) - 1
+        behind = np.arange(self._kept) - self._kept + 1
+        keep = self._put(np.maximum(last[:, None] + behind, (last - counts + 1)[:, None]).reshape(-1))
+        into = self._put((seen.slots[:, None] * self._kept + np.arange(self._kept)).reshape(-1))
+        self._features.index_copy_(0, into, features.index_select(0, keep))
+        states = features
+        for number, (head, cache) in enumerate(zip(self._heads, self._caches, strict=True)):
+            batch = ForwardBatch(table[(at + number).clamp(max=len(table) - 1)], self._put(positions), index, plans)
+            states = head.forward(batch, states, [cache])
+            if number == 0:
+                self._states.index_copy_(0, into, states.index_select(0, keep))
+        self._held[seen.slots] = np.minimum(counts, self._kept)
+        self._next[seen.slots] = seen.starts + seen.counts
+
+    def draft(self, rows: DraftRows) -> Drafts:
+        steps = max(1, min(rows.steps, self._kept, int(rows.limits.max())))
+        known = (self._held[rows.slots] > 0) & (self._next[rows.slots] == rows.roots)
+        counts = np.where(known, np.minimum(self._held[rows.slots], self._kept), 1)  # unknown tokens do not run
+        starts = np.maximum(rows.roots - counts, 0)
+        row = np.repeat(np.arange(len(starts)), counts)
+        place = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+        positions = starts[row] + place
+        last = self._put(np.cumsum(counts) - 1)
+        kept = rows.slots[row] * self._kept + self._kept - counts[row] + place
+        states = self._states.index_select(0, self._put(kept))
+        index = self._index(row, positions, np.where(known[:, None], rows.pages, 0))
+        plans = self._plans(AttentionRows(starts, counts, rows.pages, 0, len(starts)))
+        table, at = rows.table.view(-1), self._after(rows.slots[row], positions, rows.table)
+        # The draft tokens of a row follow its known tokens: head k reads the last k of them.
+        beyond = self._put(positions - rows.roots[row])
+        which = self._put(row * (self._kept + 1))
+        tokens = torch.zeros((len(starts), self._kept + 1), dtype=torch.int64, device=states.device)
+        tokens[:, 0] = rows.root_tokens
+        at_positions = self._put(positions)
+        for step in range(steps):
+            if step:
+                ahead = beyond + (step + 1)  # distance of the token read from the root
+                drafted = tokens.view(-1)[which + ahead.clamp(min=0)]
+                given = table[(at + step).clamp(max=len(table) - 1)].to(torch.int64)
+                read = torch.where(ahead > 0, drafted, given)
+                states = self._heads[step].forward(
+                    ForwardBatch(read, at_positions, index, plans), states, [self._caches[step]]
+                )
+            logits = self._heads[step].logits(states.index_select(0, last))
+            tokens[:, step + 1] = self._sampler.best(logits, rows.noise, rows.root_positions, 1 + step)
+        nodes = np.where(known, np.minimum(rows.limits, min(steps, self.most_nodes - 1)), 0) + 1
+        return Drafts(chain(tokens[:, : steps + 1]), nodes)
+
+    def _put(self, array: Longs) -> Tensor:
+        return self._context.device.memory.put(np.ascontiguousarray(array))
+
+    def _after(self, slots: Longs, positions: Longs, table: Tensor) -> Tensor:
+        """Indices into the flattened table of the tokens after ``positions``. After a slot's last known token the heads
+        read undefined tokens; these positions run again when the token is known.
+        """
+        return self._put(slots * table.shape[1] + positions + 1)
+
+    def _index(self, rows: Longs, positions: Longs, pages: Ints) -> Tensor:
+        page_size = self._context.config.page_size
+        return self._put(pages[rows, positions // page_size] * np.int64(page_size) + positions % page_size)
+
+    def _plans(self, rows: AttentionRows) -> dict[int, Any]:
+        return {0: self._context.device.attention.plan(rows, 0)}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names of a head's parts. ``token_first``: whether the projection reads the token before the state. ``unused``:
+    copies of the target's tensors.
+    """
+
+    layers: str
+    token_norm: str
+    state_norm: str
+    projection: str
+    last_norm: str
+    token_first: bool
+    unused: tuple[str, ...] = ()
+
+
+DEEPSEEK = Layout(
+    "layers", "enorm", "hnorm", "eh_proj", "shared_head.norm", True, ("embed_tokens.weight", "shared_head.head.weight")
+)
+MIMO = Layout("mtp_layers", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", False)
+
+
+def _find(checkpoint: DraftCheckpoint) -> tuple[Layout, list[str]]:
+    """The layout, and the heads' names in order. Raises LoadError where there are none."""
+    if checkpoint.dummy:
+        count = int(checkpoint.raw.get("num_nextn_predict_layers") or 1)
+        return MIMO, [f"{MIMO.layers}.{index}" for index in range(count)]
+    for layout in (DEEPSEEK, MIMO):
+        pattern = re.compile(rf"{layout.layers}\.(\d+)\.{layout.projection}")
+        found = sorted(int(match[1]) for name in checkpoint.modules if (match := pattern.fullmatch(name)))
+        if found:
+            return layout, [f"{layout.layers}.{index}" for index in found]
+    raise LoadError(
+        f"the weights in {checkpoint.path} have no head for tokens after the next: neither model.layers.N.eh_proj nor "
+        "model.mtp_layers.N.input_proj; give --speculative-draft-model-path, or use another algorithm"
+    )
+
+
+class MtpHead(HeadModel):
+    """One head, ``prefix`` in the checkpoint."""
+
+    def __init__(self, context: DrafterContext, weights: DraftWeights, layout: Layout, prefix: str) -> None:
+        super().__init__(context, weights)
+        self.token_first = layout.token_first
+        self.token_norm = self.norm(f"{prefix}.{layout.token_norm}.weight")
+        self.state_norm = self.norm(f"{prefix}.{layout.state_norm}.weight")
+        projection = weights.projection([f"{prefix}.{layout.projection}"])
+        self.projection = context.device.linear.make_projection(projection, None)
+        self.input_norm = self.norm(f"{prefix}.input_layernorm.weight")
+        self.layer = HeadLayer(weights, prefix, context)
+        self.last_norm = self.norm(f"{prefix}.{layout.last_norm}.weight")
+
+    def forward(self, batch: ForwardBatch, states: Tensor, caches: list[Any]) -> Tensor:
+        cos, sin = self.rotary(batch.positions)
+        (cache,) = caches
+        both = (self.ends.embed(batch.token_ids), self.token_norm), (states, self.state_norm)
+        first, second = both if self.token_first else both[::-1]
+        residual = self.projection(self.device.elementwise.norm_pair(*first, *second))
+        x, residual = self.layer(self.input_norm(residual), residual, cos, sin, cache, batch)
+        return norm_of_sum(self.last_norm, x, residual)[0]
+
+
+class MtpModel:
+    """The first ``count`` heads of a checkpoint. Raises ConfigError or LoadError."""
+
+    def __init__(self, context: DrafterContext, checkpoint: DraftCheckpoint, count: int) -> None:
+        layout, prefixes = _find(checkpoint)
+        if count > len(prefixes):
+            raise ConfigError(
+                f"{count} speculative steps of a head each need as many heads, and {checkpoint.path} has "
+                f"{len(prefixes)}: lower --speculative-num-steps or leave out --enable-multi-layer-eagle"
+            )
+        prefixes = prefixes[:count]
+        architecture = context.whole.architecture
+        whole = checkpoint.config(architecture, 1, prefixes[0], layer_types=None, sliding_window=None)
+        need_same_hidden_size(checkpoint, whole, context.whole)
+        tensors: dict[str, TensorSpec] = {}
+        for prefix in prefixes:
+            tensors |= _tensors(checkpoint, layout, prefix, whole, context.whole.vocab_size)
+        self.weights = DraftWeights(context, checkpoint, tensors, whole)
+        self.heads = [MtpHead(context, self.weights, layout, prefix) for prefix in prefixes]
+
+
+def _tensors(checkpoint: DraftCheckpoint, layout: Layout, prefix: str, config: ModelConfig, vocab: int) -> Tensors:
+    hidden = config.hidden_size
+    found = dict(layer_tensors(config, prefix))
+    for norm in (layout.token_norm, layout.state_norm, layout.last_norm):
+        found |= plain(f"{prefix}.{norm}.weight", hidden)
+    found |= plain(f"{prefix}.{layout.projection}.weight", hidden, 2 * hidden)
+    for name in layout.unused:
+        if checkpoint.has(f"{prefix}.{name}"):
+            found |= plain(f"{prefix}.{name}", vocab, hidden)
+    return found
+
+
+class MtpDrafter(Drafter):
+    """One head for all steps, or with ``settings.multi_layer`` a head for each step."""
+
+    features = True
+    stepwise = True
+
+    def __init__(self, context: DrafterContext) -> None:
+        settings = context.settings
+        checkpoint = open_checkpoint(context)
+        several = settings.multi_layer and settings.num_steps > 1
+        model = MtpModel(context, checkpoint, settings.num_steps if several else 1)
+        self._drafter: Drafter = MultiHeads(context, model.heads) if several else HeadDrafter(context, model.heads[0])
+        self.parameters, self.weight_bytes = model.weights.parameters, model.weights.weight_bytes
+        self.cache_bytes, self.spare_bytes = self._drafter.cache_bytes, self._drafter.spare_bytes
+        self.depth, self.most_nodes = self._drafter.depth, self._drafter.most_nodes
+
+    def make_caches(self, pages: int) -> list[Any]:
+        return self._drafter.make_caches(pages)
+
+    def observe(self, seen: Observation) -> None:
+        self._drafter.observe(seen)
+
+    def draft(self, rows: DraftRows) -> Drafts:
+        return self._drafter.draft(rows)
+
+    def capture(self, agree: Callable[[bool], bool], ends: Mapping[int, PassEnd]) -> None:
+        self._drafter.capture(agree, ends)
+
+    def host_drafts(self, state: SlotTable, rows: int) -> HostDrafts | None:
+        return self._drafter.host_drafts(state, rows)
+
+    def reach(self) -> int:
+        return self._drafter.reach()
+
+    def draft_early(self, accepted: AcceptedRows) -> DraftTree | None:
+        return self._drafter.draft_early(accepted)
+
+    def draft_after_pass(self, end: int, rows: int) -> DraftTree | None:
+        return self._drafter.draft_after_pass(end, rows)
+
+    def mark_observed(self, slots: Longs, lengths: Longs) -> None:
+        self._drafter.mark_observed(slots, lengths)
+
+    def admit(self, admission: Admission, tokens: npt.NDArray[np.int32]) -> None:
+        self._drafter.admit(admission, tokens)

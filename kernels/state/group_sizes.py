@@ -1,0 +1,118 @@
+"""Divides the cache's memory among the groups of a model's layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from kernels.contract.caches import CacheGroup, GroupPages, Latent, Paged, State, Window
+
+__all__ = ["GroupBytes", "GroupSizes", "snapshot_pages"]
+
+_MOST_SNAPSHOT_PAGES = 256
+"""Most main pages between two snapshots of a state."""
+_SNAPSHOT_PAGES = 16
+"""The same if no other group determines the bytes of a page."""
+_SHARE = 2
+"""Main pages for each page of a bounded group: prefixes without such pages are computed again."""
+
+GroupBytes = Callable[[Paged | Latent], int]
+"""Bytes of one token in one layer, as a device keeps it."""
+
+
+def snapshot_pages(state_bytes: int, page_bytes: int) -> int:
+    """Main pages between snapshots of a state: a power of two, so that snapshots take at most the memory of the other
+    groups for the same tokens.
+
+    state_bytes: of one state, over its layers. page_bytes: of a main page, over the other groups' layers.
+    """
+    if not page_bytes:
+        return _SNAPSHOT_PAGES
+    pages = 1
+    while pages < _MOST_SNAPSHOT_PAGES and pages * page_bytes < state_bytes:
+        pages *= 2
+    return pages
+
+
+@dataclass(frozen=True)
+class GroupSizes:
+    """The sizes of each group's pages, independent of the available memory.
+
+    page_size: tokens of a main page. slots: sequences that may run. step_tokens: of the largest step. context: tokens
+    that a sequence may have.
+    """
+
+    groups: tuple[GroupPages, ...]
+    page_size: int
+    slots: int
+    step_tokens: int
+    context: int
+
+    @classmethod
+    def of(
+        cls,
+        groups: Sequence[CacheGroup],
+        token_bytes: GroupBytes,
+        page_size: int,
+        slots: int,
+        step_tokens: int,
+        context: int,
+    ) -> GroupSizes:
+        """token_bytes: of one token in one layer."""
+        found: list[GroupPages] = []
+        pages = 0  # bytes of a page of tokens, over all groups that keep tokens
+        for group in groups:
+            spec = group.spec
+            if not isinstance(spec, State):
+                kept = spec.paged if isinstance(spec, Window) else spec
+                size = len(group.layers) * token_bytes(kept) * page_size
+                pages += size
+                found.append(GroupPages(group, 0, page_size, size))
+            else:
+                found.append(GroupPages(group, 0, 0, len(group.layers) * spec.sequence_bytes()))
+        sized = [
+            group
+            if group.page_tokens
+            else msgspec.structs.replace(group, page_tokens=page_size * snapshot_pages(group.page_bytes, pages))
+            for group in found
+        ]
+        return cls(tuple(sized), page_size, slots, step_tokens, context)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in the groups that keep all tokens, over their layers."""
+        return sum(group.page_bytes for group in self.groups if not group.bounded) // self.page_size
+
+    def with_pages(self, pages: int) -> tuple[GroupPages, ...]:
+        """All groups for ``pages`` main pages; page 0 of each is included."""
+        return tuple(
+            msgspec.structs.replace(group, num_pages=self._bounded(group, pages) + 1 if group.bounded else pages)
+            for group in self.groups
+        )
+
+    def bytes(self, pages: int) -> int:
+        """Bytes of all groups."""
+        return sum(group.num_pages * group.page_bytes for group in self.with_pages(pages))
+
+    def most_pages(self, budget: int, most: int) -> int:
+        """The most main pages, page 0 included and at most ``most``, with which all groups fit in ``budget`` bytes; 0
+        if none fit."""
+        low, high = 0, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.bytes(middle) <= budget:
+                low = middle
+            else:
+                high = middle - 1
+        return low if low > 1 else 0
+
+    def _bounded(self, group: GroupPages, pages: int) -> int:
+        """Pages of the group: enough for one sequence, at most as many as all slots can use."""
+        columns = -(-(self.context + 2 + self.page_size) // group.page_tokens)
+        one = min(group.sequence_pages(self.page_size), columns) + group.step_pages(self.step_tokens)
+        all_slots = self.slots * min(group.sequence_pages(self.page_size), columns)
+        all_slots += group.step_pages(self.step_tokens)
+        shared = pages * self.page_size // (group.page_tokens * _SHARE)
+        return max(one, min(all_slots, shared)) if isinstance(group.group.spec, Window) else max(all_slots, shared)

@@ -1,0 +1,88 @@
+"""The rows of a step, in the order in which the model runs them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kernels.core.tree import Drafts
+from kernels.state.slots import SlotTable
+
+__all__ = ["ReachedRows", "StepRows"]
+
+Longs = npt.NDArray[np.int64]
+
+
+class StepRows:
+    """Decodes, then rows that verify draft tokens, then prefills.
+
+    ``rows`` int64: their index in the message. ``slots``. ``counts``: tokens that each runs, draft tokens among them.
+    ``starts``: the position of the first. ``offsets``: its place in the batch. ``drafts``: the trees of the rows that
+    verify, one each; None when none does.
+    """
+
+    def __init__(self, rows: Longs, slots: Longs, counts: Longs, state: SlotTable) -> None:
+        self.rows = rows
+        self.slots = slots
+        self.counts = counts
+        self.starts: Longs = state.computed[slots]
+        self.offsets: Longs = np.cumsum(counts) - counts
+        longer = np.flatnonzero(counts != 1)
+        self.decodes = int(longer[0]) if len(longer) else len(counts)
+        self.verifies = 0
+        self.drafts: Drafts | None = None
+
+    def with_drafts(self, verifying: Longs, drafts: Drafts) -> StepRows:
+        """The same rows, of which the decodes ``verifying`` run the first ``drafts.nodes`` of their trees."""
+        others = np.ones(self.decodes, dtype=bool)
+        others[verifying] = False
+        order = np.concatenate((np.flatnonzero(others), verifying, np.arange(self.decodes, len(self.rows))))
+        found = object.__new__(StepRows)
+        found.rows, found.slots, found.starts = self.rows[order], self.slots[order], self.starts[order]
+        found.counts = self.counts[order]
+        found.decodes, found.verifies, found.drafts = self.decodes - len(verifying), len(verifying), drafts
+        found.counts[found.verifying] = drafts.nodes
+        found.offsets = np.cumsum(found.counts) - found.counts
+        return found
+
+    @property
+    def verifying(self) -> slice:
+        """The rows that verify draft tokens."""
+        return slice(self.decodes, self.decodes + self.verifies)
+
+    @property
+    def verified_tokens(self) -> slice:
+        """The tokens of the verifying rows in the batch."""
+        verified = self.counts[self.verifying]
+        first = self.decodes
+        return slice(first, first + int(verified.sum()))
+
+    @property
+    def last(self) -> Longs:
+        """Index in the batch of each row's last token."""
+        return self.offsets + self.counts - 1
+
+    def certain(self) -> Longs:
+        """Tokens of each row that the step certainly computes. Accepted draft tokens are counted later."""
+        if not self.verifies:
+            return self.counts
+        certain = self.counts.copy()
+        certain[self.verifying] = 0
+        return certain
+
+
+@dataclass(frozen=True, eq=False)
+class ReachedRows:
+    """Rows that ran to their last known token, and sampled the next one: prompts, their ends, and decodes.
+
+    ``tokens``: int32 [rows], what each row sampled. Row r ran ``counts[r]`` tokens of ``slots[r]`` from position
+    ``starts[r]`` on, int64 [rows]. ``features`` [tokens, n]: features of these tokens, as their bits, row after row.
+    """
+
+    tokens: bytes
+    slots: Longs
+    starts: Longs
+    counts: Longs
+    features: npt.NDArray[np.int16]

@@ -1,0 +1,55 @@
+"""config.json of a Hugging Face directory, read as data: no code of a checkpoint is ever run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kernels.contract.errors import ConfigError
+
+__all__ = ["merge_overrides", "read_json", "read_merged"]
+
+
+def read_merged(model_path: str | Path, overrides: str) -> dict[str, Any]:
+    """``read_json`` with the JSON object ``overrides`` merged over it. Raises ConfigError, saying what to do."""
+    return merge_overrides(read_json(model_path), overrides)
+
+
+def read_json(model_path: str | Path) -> dict[str, Any]:
+    """``model_path/config.json`` as it is. Raises ConfigError, saying what to do."""
+    path = Path(model_path) / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path} does not exist; give a directory with config.json and *.safetensors (a Hugging Face checkpoint)"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON ({error}); download the checkpoint again") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} must be a JSON object; download the checkpoint again")
+    return raw
+
+
+def merge_overrides(raw: Mapping[str, Any], overrides: str) -> dict[str, Any]:
+    """``raw`` with the JSON object ``overrides`` over it: nested objects are merged key by key, other values replace.
+
+    Raises ConfigError, saying what to do.
+    """
+    try:
+        extra = json.loads(overrides or "{}")
+    except ValueError as error:
+        raise ConfigError(f"the model override arguments are not JSON: {error}") from error
+    if not isinstance(extra, dict):
+        raise ConfigError("the model override arguments must be a JSON object")
+    return _merge(raw, extra)
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged

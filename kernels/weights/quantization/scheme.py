@@ -1,0 +1,75 @@
+"""The contract of a quantization scheme: the tensors that replace a projection's weight, and how they are read.
+
+Each scheme is one file of this package; ``detect_scheme`` selects the one of a checkpoint. For every quantizable tensor
+that the model declares, the loader gets the stored tensors from the scheme, compares them with the headers of the
+files, and only then lets the scheme read them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from kernels.weights.quantization.weights import QuantizedWeight
+from kernels.weights.tensors import Tensors, TensorSpec
+
+__all__ = ["Files", "Scheme", "Stored"]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor as a file must store it. ``dtypes``: allowed ones, by their names in safetensors (I8, U8, I32, I64,
+    F8_E4M3, F8_E8M0, BF16, F16, F32). ``shapes``: allowed ones, where tools differ. ``optional``: may be missing.
+    """
+
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    optional: bool = False
+
+
+class Files(Protocol):
+    """The tensors of a checkpoint."""
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a tensor."""
+        ...
+
+    def read(self, name: str) -> Tensor:
+        """A tensor as it is stored, on the host. Raises LoadError when it is not there."""
+        ...
+
+
+class Scheme(ABC):
+    """The scheme of one checkpoint. ``name``: for users, with the sizes (``awq 4 bit, groups of 128``)."""
+
+    name: str
+
+    def adapt(self, tensors: Tensors) -> Tensors:
+        """Adapt the tensors that a model declares: add biases that only this checkpoint has, and drop those that it
+        stores in other tensors. Raises ConfigError for a checkpoint of another model.
+        """
+        return tensors
+
+    @abstractmethod
+    def tensors(self, weight: TensorSpec) -> dict[str, Stored] | None:
+        """The stored tensors, by full name, that replace a quantizable ``weight``; None: the weight is stored in
+        floats, as without a scheme. Raises LoadError for a shape that the scheme does not support."""
+
+    @abstractmethod
+    def read(self, files: Files, weight: TensorSpec) -> QuantizedWeight:
+        """The whole weight, on the host. Called only where ``tensors`` returns some."""
+
+    def keeps_table(self, table: TensorSpec) -> bool:
+        """Whether the table of embeddings is stored quantized and may stay so."""
+        return False
+
+    def convert(self, weight: TensorSpec, floats: Tensor) -> QuantizedWeight | None:
+        """Quantize a rank's part of a weight that is stored in floats; None: it stays in floats."""
+        return None
+
+    def ignores(self, name: str, tensors: Tensors) -> bool:
+        """Whether to ignore the stored tensor ``name``, which is none of the model's ``tensors``."""
+        return False

@@ -1,0 +1,217 @@
+"""The safetensors files of a Hugging Face directory.
+
+Pickled checkpoints (``pytorch_model.bin``) are refused: unpickling runs code.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from kernels.contract.errors import LoadError
+from kernels.contract.limits import MAX_EXPERTS
+from kernels.weights.quantization.scheme import Scheme, Stored
+from kernels.weights.tensors import Part, Stacked, Tensors
+
+__all__ = ["SafetensorsCheckpoint", "expected_tensors"]
+
+_FLOATS = ("F16", "BF16", "F32", "F64")
+
+
+def expected_tensors(tensors: Tensors, scheme: Scheme | None) -> dict[str, Stored]:
+    """The tensors that files of ``scheme`` must store for a model of ``tensors``."""
+    found: dict[str, Stored] = {}
+    for name, spec in tensors.items():
+        stored = scheme.tensors(spec) if scheme is not None and spec.quantizable else None
+        found.update({name: Stored(_FLOATS, (spec.shape,))} if stored is None else stored)
+    return found
+
+
+@dataclass(frozen=True)
+class _Expert:
+    """Rows ``begin`` to ``end`` of one expert in the stacked tensor ``stored``, which has ``columns``."""
+
+    stored: str
+    expert: int
+    begin: int
+    end: int
+    columns: int
+
+    @staticmethod
+    def find(stacked: Stacked, shape: tuple[int, ...]) -> _Expert | None:
+        """The place of an expert in a tensor of ``shape``; None if the shape does not fit."""
+        if len(shape) != 3 or not stacked.expert < shape[0] <= MAX_EXPERTS or not shape[1] or not shape[2]:
+            return None
+        rows, rest = divmod(shape[1], stacked.parts)
+        begin = stacked.part * rows
+        return None if rest else _Expert(stacked.stored, stacked.expert, begin, begin + rows, shape[2])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.end - self.begin, self.columns
+
+    def index(self, part: Part | None) -> tuple[slice, slice, slice]:
+        """The index of the expert, or of a part of it, with a leading dimension of one."""
+        rows, columns = slice(self.begin, self.end), slice(None)
+        if part is not None and part.dimension == 0:
+            rows = slice(self.begin + part.begin, self.begin + part.end)
+        elif part is not None:
+            columns = slice(part.begin, part.end)
+        return slice(self.expert, self.expert + 1), rows, columns
+
+
+class SafetensorsCheckpoint:
+    """The safetensors files of one directory. ``tensors``: the model's, which the files may store under other names or
+    stacked; empty: only stored names are known."""
+
+    def __init__(self, directory: Path, tensors: Tensors = MappingProxyType({})) -> None:
+        self._directory = directory
+        self._tensors = tensors
+        self._files: dict[str, safe_open] = {}
+        self._file_of = self._read_names()
+        self._experts: dict[str, _Expert] = {}
+        self._aliases: dict[str, str] = {}
+        self._misshapen: dict[str, tuple[int, ...]] = {}  # stacked tensors that do not hold the model's experts
+        stacks: dict[str, tuple[int, ...]] = {}
+        for name, spec in tensors.items():
+            if name in self._file_of:
+                continue
+            alias = next((alias for alias in spec.aliases if alias in self._file_of), None)
+            if alias is not None:
+                self._aliases[name] = alias
+                self._file_of[name] = self._file_of.pop(alias)
+            elif spec.stacked is not None and spec.stacked.stored in self._file_of:
+                stored = spec.stacked.stored
+                shape = stacks.get(stored)
+                if shape is None:
+                    shape = stacks[stored] = self._header(stored)[0]
+                expert = _Expert.find(spec.stacked, shape)
+                if expert is not None:
+                    self._experts[name] = expert
+                    self._file_of[name] = self._file_of[stored]
+                if shape[:1] != (spec.stacked.count,) or (expert is None and spec.stacked.expert < shape[0]):
+                    self._misshapen[stored] = shape
+        for stored in stacks:
+            if stored not in self._misshapen:
+                del self._file_of[stored]
+
+    def _read_names(self) -> dict[str, Path]:
+        single, index = self._directory / "model.safetensors", self._directory / "model.safetensors.index.json"
+        if single.is_file():
+            return dict.fromkeys(self._open(single).keys(), single)
+        if not index.is_file():
+            raise LoadError(self._nothing_to_load())
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            names = {str(name): str(file) for name, file in weight_map.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise LoadError(f"{index} cannot be read ({error!r}); download the checkpoint again") from error
+        for file in sorted(set(names.values())):
+            if Path(file).name != file:
+                raise LoadError(f"{index} names a file outside its directory: {file!r}")
+            if not (self._directory / file).is_file():
+                raise LoadError(f"{self._directory / file} is missing; download the checkpoint again")
+        held = {file: set(self._open(self._directory / file).keys()) for file in set(names.values())}
+        # A tensor that the index lists and its file lacks counts as missing.
+        return {name: self._directory / file for name, file in names.items() if name in held[file]}
+
+    def _nothing_to_load(self) -> str:
+        if not self._directory.is_dir():
+            return f"{self._directory} is not a directory; give the directory of a Hugging Face checkpoint"
+        if list(self._directory.glob("*.bin")) or list(self._directory.glob("*.pth")):
+            return (
+                f"{self._directory} holds pickled weights only, which are not loaded because they can run code; "
+                "convert them to safetensors (transformers: from_pretrained, then save_pretrained)"
+            )
+        return (
+            f"{self._directory} has neither model.safetensors nor model.safetensors.index.json; download the weights, "
+            "or start with --load-format dummy for made-up ones"
+        )
+
+    def _open(self, path: Path) -> safe_open:
+        if path.name not in self._files:
+            try:
+                self._files[path.name] = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise LoadError(f"{path} is not a whole safetensors file ({error}); download it again") from error
+        return self._files[path.name]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: self._header(name)[0] for name in self._file_of}
+
+    def _stored(self, name: str) -> str:
+        return self._aliases.get(name, name)
+
+    def _header(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Shape and dtype."""
+        piece = self._experts.get(name)
+        found = self._open(self._file_of[name]).get_slice(self._stored(name) if piece is None else piece.stored)
+        return tuple(found.get_shape()) if piece is None else piece.shape, found.get_dtype()
+
+    def _part(self, name: str, part: Part | None) -> Tensor:
+        file, piece = self._open(self._file_of[name]), self._experts.get(name)
+        found: Tensor
+        if piece is not None:
+            found = file.get_slice(piece.stored)[piece.index(part)][0]
+        else:
+            stored = self._stored(name)
+            found = file.get_tensor(stored) if part is None else file.get_slice(stored)[part.index]
+        return found
+
+    def read(self, name: str) -> Tensor:
+        if name not in self._file_of:
+            raise LoadError(f"the weights in {self._directory} have no tensor {name}; download the checkpoint again")
+        try:
+            return self._part(name, None)
+        except (SafetensorError, OSError) as error:
+            raise LoadError(f"{self._file_of[name]}: {name} cannot be read ({error}); download it again") from error
+
+    def has(self, name: str) -> bool:
+        return name in self._file_of
+
+    def check(self, scheme: Scheme | None = None) -> None:
+        """Compare the tensors with those of the model and its scheme. Raises LoadError that names every problem."""
+        expected = expected_tensors(self._tensors, scheme)
+        says = "config.json asks" if scheme is None else f"config.json ({scheme.name}) asks"
+        wrong = [f"{name} is missing" for name in expected if not self.has(name) and not expected[name].optional]
+        for name, stored in expected.items():
+            if self.has(name):
+                shape, dtype = self._header(name)
+                if shape not in stored.shapes:
+                    wanted = " or ".join(str(list(each)) for each in stored.shapes)
+                    wrong.append(f"{name} has shape {list(shape)}, {says} for {wanted}")
+                elif dtype not in stored.dtypes:
+                    wrong.append(f"{name} is stored as {dtype}, not as one of {', '.join(stored.dtypes)}")
+        layers = {name.split(".")[2] for name in self._tensors if name.startswith("model.layers.")}
+        for name in self._file_of:
+            parts = name.split(".")
+            if (
+                name.startswith("model.layers.")
+                and parts[2] in layers
+                and name not in expected
+                and parts[-1] != "inv_freq"
+                and not (scheme is not None and scheme.ignores(name, self._tensors))
+            ):
+                if name in self._misshapen:  # checked first, because all of its experts are missing too
+                    wrong.insert(
+                        0, f"{name} has shape {list(self._misshapen[name])}, which does not hold the model's experts"
+                    )
+                else:
+                    wrong.append(f"{name} is in the checkpoint and not in the model")
+        if wrong:
+            more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+            raise LoadError(
+                f"the weights in {self._directory} do not fit its config.json: {'; '.join(wrong[:8])}{more}. "
+                "Check that both come from one model and that the download is whole"
+            )
+
+    def fill(self, name: str, target: Tensor, part: Part | None) -> None:
+        try:
+            target.copy_(self._part(name, part))
+        except (SafetensorError, OSError) as error:
+            raise LoadError(f"{self._file_of[name]}: {name} cannot be read ({error}); download it again") from error

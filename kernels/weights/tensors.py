@@ -1,0 +1,231 @@
+"""The declaration of a model's tensors, from which everything that reads weights works.
+
+A family's file (kernels.models) declares every tensor once: its name and shape, its role, how it is divided over ranks
+(Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3), and where GGUF files keep it. Loading, quantization schemes,
+dummy weights and ranks read these declarations and never look at a name's ending.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "GgufPlace",
+    "Part",
+    "Role",
+    "Shard",
+    "Split",
+    "Stacked",
+    "TensorSpec",
+    "Tensors",
+    "by_inputs",
+    "by_outputs",
+    "embedding",
+    "linear",
+    "norm",
+    "output",
+    "table_of",
+]
+
+
+class Role(Enum):
+    """What a tensor is for. Only projections (``DOWN`` and ``OUTPUT`` among them) may be quantized by a scheme."""
+
+    EMBEDDING = "table of token embeddings"
+    OUTPUT = "projection to the vocabulary"
+    PROJECTION = "projection"
+    DOWN = "projection that reads the gated activations of a feed-forward layer"
+    ROUTER = "small projection that stays in floats, such as the choice of experts"
+    NORM = "weight of a norm"
+    BIAS = "bias"
+
+
+_QUANTIZABLE = frozenset((Role.OUTPUT, Role.PROJECTION, Role.DOWN))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Indices ``begin .. end`` of one dimension of a tensor."""
+
+    dimension: int
+    begin: int
+    end: int
+
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """The part's shape."""
+        return (*whole[: self.dimension], self.end - self.begin, *whole[self.dimension + 1 :])
+
+    def of(self, whole: Tensor) -> Tensor:
+        """A view of the part."""
+        return whole.narrow(self.dimension, self.begin, self.end - self.begin)
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """The part as an index."""
+        return (*(slice(None),) * self.dimension, slice(self.begin, self.end))
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One of the ``size`` ranks that a model's tensors are divided over."""
+
+    rank: int = 0
+    size: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How a tensor is divided over ranks along one dimension.
+
+    ``sections``: (length, units) of the tensors that are fused along it, one for a plain tensor. A unit (a head, a
+    column) stays whole. Each rank has ``units / ranks`` consecutive units; with more ranks than units, consecutive
+    ranks share a unit.
+    """
+
+    dimension: int
+    sections: tuple[tuple[int, int], ...]
+
+    def parts(self, shard: Shard) -> tuple[Part, ...]:
+        """The parts of rank ``shard``, one for each section. ``units`` and ranks must divide one another."""
+        found, begin = [], 0
+        for length, units in self.sections:
+            unit, count = length // units, max(1, units // shard.size)
+            first = shard.rank * units // shard.size
+            found.append(Part(self.dimension, begin + first * unit, begin + (first + count) * unit))
+            begin += length
+        return tuple(found)
+
+
+def by_outputs(*sections: tuple[int, int]) -> Split:
+    """Divided along outputs, by (length, units) of each fused section."""
+    return Split(0, sections)
+
+
+def by_inputs(length: int, units: int) -> Split:
+    """Divided along inputs."""
+    return Split(1, ((length, units),))
+
+
+@dataclass(frozen=True, slots=True)
+class GgufPlace:
+    """Where GGUF files keep a tensor. ``rotary_heads``: its rows are heads whose halves the file interleaves; 0: rows
+    are in Hugging Face's order."""
+
+    name: str
+    rotary_heads: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Stacked:
+    """Where files that keep all ``count`` experts of a layer in one tensor have this ``expert``.
+
+    ``stored``: the tensor in safetensors, [count, rows, columns]; this expert's rows are part ``part`` of ``parts``
+    equal ones. ``gguf``: the tensor in GGUF, [count, rows, columns].
+    """
+
+    expert: int
+    count: int
+    stored: str
+    part: int = 0
+    parts: int = 1
+    gguf: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of a checkpoint.
+
+    ``name``: its Hugging Face name, which ends in ``.weight`` or ``.bias``. ``split``: how ranks divide it; None: each
+    rank has all of it. ``gguf``: None where GGUF files have no such tensor. ``aliases``: other names in safetensors.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    role: Role
+    split: Split | None = None
+    gguf: GgufPlace | None = None
+    aliases: tuple[str, ...] = ()
+    stacked: Stacked | None = None
+
+    @property
+    def module(self) -> str:
+        """The module's name: the tensor's without its last part."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def quantizable(self) -> bool:
+        """Whether a quantization scheme may store it in another form."""
+        return self.role in _QUANTIZABLE
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Outputs and inputs of a projection."""
+        return self.shape[0], self.shape[1]
+
+    def parts(self, shard: Shard) -> tuple[Part, ...]:
+        """The parts that a rank holds, in order; empty: the whole tensor."""
+        return () if self.split is None or shard.size == 1 else self.split.parts(shard)
+
+    def bias(self) -> TensorSpec:
+        """The bias of this projection or norm."""
+        split = self.split if self.split is not None and self.split.dimension == 0 else None
+        place = None if self.gguf is None else dataclasses.replace(self.gguf, name=_bias(self.gguf.name))
+        return TensorSpec(_bias(self.name), self.shape[:1], Role.BIAS, split, place)
+
+
+Tensors = Mapping[str, TensorSpec]
+"""Declared tensors of a whole model, by name."""
+
+
+def table_of(declared: Iterable[TensorSpec]) -> dict[str, TensorSpec]:
+    """Declared tensors by name."""
+    return {spec.name: spec for spec in declared}
+
+
+def _bias(name: str) -> str:
+    return f"{name.removesuffix('.weight')}.bias"
+
+
+def _place(gguf: str, heads: int = 0) -> GgufPlace | None:
+    return GgufPlace(f"{gguf}.weight", heads) if gguf else None
+
+
+def linear(
+    module: str,
+    shape: tuple[int, int],
+    split: Split | None = None,
+    gguf: str = "",
+    *,
+    bias: bool = False,
+    role: Role = Role.PROJECTION,
+    rotary_heads: int = 0,
+) -> Iterator[TensorSpec]:
+    """The weight [outputs, inputs] of a linear layer, and its bias where it has one. ``gguf``: its module there."""
+    weight = TensorSpec(f"{module}.weight", shape, role, split, _place(gguf, rotary_heads))
+    yield weight
+    if bias:
+        yield weight.bias()
+
+
+def norm(module: str, size: int, gguf: str = "", split: Split | None = None) -> TensorSpec:
+    """The weight of a norm over ``size`` numbers."""
+    return TensorSpec(f"{module}.weight", (size,), Role.NORM, split, _place(gguf))
+
+
+def embedding(module: str, vocab: int, hidden: int, gguf: str = "") -> TensorSpec:
+    """The table of token embeddings, divided by the vocabulary."""
+    split = by_outputs((vocab, vocab))
+    return TensorSpec(f"{module}.weight", (vocab, hidden), Role.EMBEDDING, split, _place(gguf))
+
+
+def output(module: str, vocab: int, hidden: int, gguf: str = "") -> TensorSpec:
+    """The projection to the vocabulary, divided by it."""
+    split = by_outputs((vocab, vocab))
+    return TensorSpec(f"{module}.weight", (vocab, hidden), Role.OUTPUT, split, _place(gguf))

@@ -1,0 +1,1 @@
+"""Log records, their output, and the logs of requests and steps."""

@@ -1,0 +1,1 @@
+"""Metrics of one engine: names, counters, and how a scrape reads them."""

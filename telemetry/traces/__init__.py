@@ -1,0 +1,1 @@
+"""Traces of requests: spans, their export, and spans of workers."""

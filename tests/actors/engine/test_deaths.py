@@ -1,0 +1,62 @@
+"""How the deaths of an engine's actors are told."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from actors.boards.health_board import HealthBoard
+from actors.engine.deaths import Deaths
+from actors.engine.lifecycle import Lifecycle
+from actors.runtime import ChildCrash, Event, EventKind
+
+ALONE = ChildCrash("GroupError: rank 0 of 2: a collective failed", "Traceback of rank 0")
+
+
+def died(cause: ChildCrash) -> Event:
+    return Event(EventKind.DIED, "worker-0", 1.0, 0, cause)
+
+
+@pytest.fixture
+def deaths() -> Deaths:
+    replica: Any = SimpleNamespace(board=SimpleNamespace(read_batch=None))
+    traffic: Any = None
+    return Deaths("cpu", Lifecycle(), traffic, model_info=lambda: None, find=lambda actor: replica)
+
+
+@pytest.mark.parametrize(
+    ("phase", "cause", "told"),
+    [
+        ("ready", ALONE, True),
+        ("draining", ALONE, True),
+        ("stopped", ALONE, False),
+        ("stopped", ChildCrash("MemoryError: none left"), True),
+    ],
+)
+async def test_a_rank_left_by_its_peers_at_the_end_is_no_death_to_tell(
+    deaths: Deaths, phase: Any, cause: ChildCrash, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("troupe").propagate = True
+    deaths._lifecycle.phase = phase
+    with caplog.at_level(logging.INFO, "troupe.engine"):
+        deaths.log(died(cause))
+    assert ("Actor worker-0 died: " + cause.reason in caplog.text) == told
+    assert bool(caplog.records) == told
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_only_a_worker_that_never_loaded_ends_an_engine_that_starts(loaded: bool) -> None:
+    """That of another replica may still load when the worker of this one dies."""
+    board, lifecycle = HealthBoard(), Lifecycle()
+    info: Any = None
+    board.worker = (info, 0) if loaded else None
+    replica: Any = SimpleNamespace(board=board)
+    traffic: Any = SimpleNamespace(died=lambda *given: None)
+    deaths = Deaths("cpu", lifecycle, traffic, model_info=lambda: None, find=lambda actor: replica)
+    deaths.on_event(died(ChildCrash("killed")))
+    assert lifecycle.broken.is_set() != loaded
+    deaths.on_event(died(ChildCrash("killed before it had loaded again")))
+    assert lifecycle.broken.is_set() != loaded

@@ -1,0 +1,206 @@
+"""Every fault at every stage of a request's way. Whatever breaks: each request ends exactly once, the streams beside it
+say what they would have said, and nothing is left over.
+
+The table below says what becomes of the request that the fault is meant for, and why a fault cannot be where it is not
+tried.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from actors.faults import Fault
+from actors.protocol.requests import Chat, EngineDraining, RequestTimeout, SamplingParams
+from actors.text.detokenizer import Detokenizer
+from tests.kits.breaking import Reading, Rig, breakable
+from tests.kits.waiting import PATIENCE, until
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.long]
+
+BESIDE = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+VICTIM = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=440, ignore_eos=True)
+PROMPTS = ["Once upon a time", "The lazy dog", list(range(10, 60))]
+CHAT = Chat(messages=[{"role": "user", "content": "What is the capital of France? one two three four five six " * 3}])
+
+IN_THE_LOOP = "no frame of a child carries this stage: its actor lives in the engine's own loop"
+NO_AWAIT = "its handler awaits nothing: what hangs there is the engine's loop, and /live says so to its manager"
+
+WHOLE, FAILS, LEFT, LATE, CUT = "goes on", "fails alone", "its reader left", "its time is over", "cut by the deadline"
+
+STAGES = ("render", "admission", "queue", "prefill", "decode", "detokenize", "stream", "drain")
+WIRE = ("dropped", "duplicate", "late", "corrupt")
+EXPECTED: dict[str, dict[str, str]] = {
+    "exception": dict.fromkeys(STAGES, WHOLE) | {"admission": FAILS, "stream": FAILS},
+    "memory": dict.fromkeys(STAGES, WHOLE) | {"render": FAILS, "admission": FAILS, "stream": FAILS},
+    "device_memory": {"prefill": WHOLE, "decode": WHOLE},
+    "hang": dict.fromkeys(STAGES, WHOLE) | {"admission": LATE, "detokenize": NO_AWAIT, "stream": LEFT, "drain": CUT},
+    "kill": dict.fromkeys(STAGES, WHOLE),
+    "slow": dict.fromkeys(STAGES, WHOLE),
+    **{
+        fault: dict.fromkeys(STAGES, WHOLE) | dict.fromkeys(("admission", "queue", "detokenize", "stream"), IN_THE_LOOP)
+        for fault in WIRE
+    },
+    "hang-up": dict.fromkeys(STAGES, LEFT),
+    "deadline": dict.fromkeys(STAGES, LATE),
+}
+CELLS = [(stage, fault) for fault, stages in EXPECTED.items() for stage in stages]
+POSSIBLE = [(stage, fault) for stage, fault in CELLS if EXPECTED[fault][stage] not in (IN_THE_LOOP, NO_AWAIT)]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def rig(tiny_model: Path) -> AsyncIterator[Rig]:
+    with pytest.MonkeyPatch.context() as patch:
+        async with breakable(tiny_model, patch, watchdog_timeout=2.0) as made:
+            yield made
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def undisturbed(rig: Rig) -> dict[str, tuple[object, ...]]:
+    beside = [(await rig.read(prompt, BESIDE)).seen() for prompt in PROMPTS]
+    return {str(index): seen for index, seen in enumerate(beside)} | {"victim": (await rig.read(CHAT, VICTIM)).seen()}
+
+
+async def test_every_stage_meets_every_fault() -> None:
+    for fault, stages in EXPECTED.items():
+        assert set(stages) == ({"prefill", "decode"} if fault == "device_memory" else set(STAGES))
+
+
+async def test_what_cannot_be_cannot_be(rig: Rig) -> None:
+    processes = {actor.name: actor.pid for actor in rig.engine.actors()}
+    assert [processes[name] for name in ("tokenizer-0", "scheduler", "cache", "detokenizer")] == [None] * 4
+    assert processes["worker-0"]
+    assert processes["renderer-0"]
+    assert not inspect.iscoroutinefunction(Detokenizer.emit)
+
+
+@pytest.mark.parametrize(("stage", "fault"), POSSIBLE)
+async def test_a_fault(rig: Rig, undisturbed: dict[str, tuple[object, ...]], stage: str, fault: str) -> None:
+    cell = Cell(rig, stage, fault, EXPECTED[fault][stage])
+    try:
+        await asyncio.wait_for(cell.play(), PATIENCE)
+    finally:
+        rig.engine.lifecycle.phase = "ready"  # a drain is for good, but the other cells need this engine
+        rig.plan.clear()
+        rig.forgive()
+    assert rig.plan.pending() == 0
+    for index, reading in enumerate(cell.beside):
+        if cell.expected == CUT and reading.error is not None:
+            assert isinstance(reading.error, EngineDraining)
+        else:
+            assert reading.error is None
+            assert reading.seen() == undisturbed[str(index)]
+    cell.judge(undisturbed["victim"])
+    await rig.rest()
+
+
+class Cell:
+    """One fault at one stage, with a request that it is meant for and others beside it."""
+
+    def __init__(self, rig: Rig, stage: str, fault: str, expected: str) -> None:
+        self.rig = rig
+        self.stage = stage
+        self.fault = fault
+        self.expected = expected
+        self.beside: list[Reading] = []
+        self.victim: Reading | None = None
+        self.drained: bool | BaseException | None = None
+
+    async def play(self) -> None:
+        rig = self.rig
+        started = [rig.start(prompt, BESIDE) for prompt in PROMPTS]
+        for reading, _ in started:
+            reading.stream._faults = None  # what strikes a reader is meant for the victim's
+        self.beside = [reading for reading, _ in started]
+        await until(lambda: all(reading.count >= 3 for reading in self.beside), "they do not decode")
+        before_victim = self.stage not in ("decode", "detokenize", "stream", "drain")
+        if before_victim:
+            self.arm()
+        victim, reader = self.start_victim()
+        if not before_victim:
+            await until(lambda: victim.count >= 2 or reader.done(), "the victim does not decode")
+            if self.stage != "drain":
+                self.arm()
+        drain = asyncio.create_task(self.drain()) if self.stage == "drain" else None
+        if self.fault in ("hang-up", "hang") and self.expected == LEFT:
+            await until(lambda: rig.plan.pending() == 0, "the stage was not reached")
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+            await victim.stream.aclose()
+        elif self.expected == LATE and self.stage in ("stream", "drain"):
+            await until(lambda: rig.plan.pending() == 0, "the stage was not reached")
+            await self.read_from_a_halted_worker(reader)
+        else:
+            await reader
+        if self.expected == FAILS:
+            # Who reads goes with what he raised, and so does his stream.
+            victim.stream, victim.error = None, victim.error and victim.error.with_traceback(None)  # type: ignore[assignment]
+            gc.collect()
+        for _, task in started:
+            await task
+        if drain is not None:
+            await drain
+        assert rig.plan.pending() == 0, "the fault did not happen"
+        assert not rig.wire._armed, "the fault did not happen"
+
+    async def read_from_a_halted_worker(self, reader: asyncio.Task[Reading]) -> None:
+        """The fault does not hold up the worker, which could have ended the request in time."""
+        pid = self.rig.worker_pid
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            await reader
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+    def arm(self) -> None:
+        rig, stage = self.rig, self.stage
+        if self.fault in WIRE:
+            rig.wire.arm("renderer-0" if stage == "render" else "worker-0", self.fault)
+            return
+        kind = {"hang-up": "slow", "deadline": "slow"}.get(self.fault, self.fault)
+        nth = {"prefill": 2, "decode": 3, "detokenize": 2}.get(stage, 1)
+        rig.plan.add(Fault(stage, kind, nth=nth, seconds=0.5 if self.fault == "deadline" else 0.3))  # type: ignore[arg-type]
+
+    def start_victim(self) -> tuple[Reading, asyncio.Task[Reading]]:
+        # A salt of its own: its prompt is computed, whatever ran before.
+        keywords: dict[str, Any] = {"cache_salt": f"{self.stage} {self.fault}"}
+        if self.expected == LATE:
+            keywords["timeout"] = 0.35
+        params = VICTIM if self.expected != LATE else LONG
+        self.victim, reader = self.rig.start(CHAT, params, **keywords)
+        return self.victim, reader
+
+    async def drain(self) -> None:
+        self.arm()
+        try:
+            self.drained = await self.rig.engine.drain(0.2 if self.expected == CUT else PATIENCE)
+        except Exception as error:
+            self.drained = error
+
+    def judge(self, expected: tuple[object, ...]) -> None:
+        victim = self.victim
+        assert victim is not None
+        if self.expected == WHOLE:
+            assert victim.error is None
+            assert victim.seen() == expected
+        elif self.expected == FAILS:
+            assert victim.error is not None
+        elif self.expected == LATE:
+            assert isinstance(victim.error, RequestTimeout)
+        elif self.expected == CUT:
+            assert self.drained is False
+            assert victim.error is None or isinstance(victim.error, EngineDraining)
+        if self.stage == "drain" and self.fault in ("exception", "memory"):
+            assert isinstance(self.drained, Exception)
+        elif self.stage == "drain" and self.expected != CUT:
+            assert self.drained is True

@@ -1,0 +1,68 @@
+"""What becomes of a worker that refuses to load its model: a first start ends, a later life is a death like others."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from actors.protocol import LoadRefused
+from actors.workers.group import WorkerGroup
+from actors.workers.worker import _is_permanent
+from kernels.contract.errors import CacheSizeError, ConfigError, LoadError, UnsupportedError
+from kernels.contract.topology import WorkerId
+
+WORKER = WorkerId(0)
+
+
+class Told:
+    """A group of one worker in the life ``epoch``, and what it did."""
+
+    def __init__(self, epoch: int) -> None:
+        self.refused: list[tuple[str, bool]] = []
+        self.crashed: list[str] = []
+        system: Any = SimpleNamespace(crash_actor=lambda worker, error: self.crashed.append(error.reason))
+        nothing: Any = None
+        self.group = WorkerGroup(
+            system,
+            [WORKER],
+            address=None,
+            configure=nothing,
+            on_progress=nothing,
+            on_loaded=nothing,
+            on_refused=lambda reason, permanent: self.refused.append((reason, permanent)),
+        )
+        self.group.workers[WORKER], self.group._running, self.group._epoch = nothing, {WORKER: epoch}, epoch
+
+    def tell(self, epoch: int) -> None:
+        self.group._on_report(LoadRefused(worker=WORKER, reason="no such dtype", permanent=True, epoch=epoch))
+
+
+def test_a_refusal_of_the_first_life_ends_the_start() -> None:
+    told = Told(epoch=0)
+    told.tell(0)
+    assert (told.refused, told.crashed) == ([("no such dtype", True)], [])
+
+
+def test_a_refusal_of_a_later_life_is_a_death_and_an_old_one_nothing() -> None:
+    told = Told(epoch=2)
+    told.tell(1)
+    assert (told.refused, told.crashed) == ([], [])
+    told.tell(2)
+    assert (told.refused, told.crashed) == ([], ["no such dtype"])
+
+
+@pytest.mark.parametrize(
+    ("error", "permanent"),
+    [
+        (ConfigError("heads"), True),
+        (LoadError("weights"), True),
+        (UnsupportedError("dtype"), True),
+        (CacheSizeError("memory"), False),
+        (ValueError("a mistake of ours"), None),
+        (RuntimeError("out of memory"), None),
+    ],
+)
+def test_only_lack_of_memory_may_heal_by_itself(error: Exception, permanent: bool | None) -> None:
+    assert _is_permanent(error) is permanent

@@ -1,0 +1,243 @@
+"""Values: read, checked, refused, described."""
+
+import math
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from actors.options import ARGUMENTS, Argument, ArgumentError, Arguments
+
+
+def problem(**keywords: object) -> str:
+    with pytest.raises(ArgumentError) as caught:
+        Arguments.from_keywords(**keywords)
+    return str(caught.value)
+
+
+def test_keywords_by_every_kind_of_name() -> None:
+    arguments = Arguments.from_keywords(
+        model="m", max_num_seqs=8, enable_prefix_caching=False, hf_overrides={"a": 1}, dtype="half", warmups=["batch"]
+    )
+    assert arguments.model_path == "m"
+    assert arguments.max_running_requests == 8
+    assert arguments.disable_radix_cache
+    assert arguments.json_model_override_args == {"a": 1}
+    assert arguments.dtype == "float16"
+    assert arguments.warmups == ("batch",)
+
+
+def test_text_is_read_as_the_type() -> None:
+    arguments = Arguments.from_keywords(
+        port="9000",
+        mem_fraction_static="0.5",
+        stream_output="true",
+        json_model_override_args='{"rope": {"a": 1}}',
+        warmups="batch, generate",
+        request_timeout="none",
+        tokenizer_mode="SLOW",
+    )
+    assert arguments.port == 9000
+    assert arguments.mem_fraction_static == 0.5
+    assert arguments.stream_output is True
+    assert arguments.json_model_override_args == {"rope": {"a": 1}}
+    assert arguments.warmups == ("batch", "generate")
+    assert arguments.request_timeout is None
+    assert arguments.tokenizer_mode == "slow"
+
+
+def test_a_path_is_taken_for_its_text() -> None:
+    arguments = Arguments.from_keywords(model=Path("a/model"), kv_cache_dtype="int8", quantization_param_path=Path("f"))
+    assert arguments.model_path == str(Path("a/model"))
+    assert arguments.quantization_param_path == "f"
+    assert "must be" in problem(dtype=Path("int3"))
+
+
+def test_preferred_sampling_parameters() -> None:
+    preferred = {"temperature": 0.6, "top_k": 20, "presence_penalty": -1}
+    assert Arguments.from_keywords(preferred_sampling_params=preferred).preferred_sampling_params == preferred
+
+
+def test_none_means_left_out() -> None:
+    assert Arguments.from_keywords(max_running_requests=None, enable_lora=None, dtype=None) == Arguments()
+
+
+def test_an_int_for_a_float_becomes_one() -> None:
+    value = Arguments.from_keywords(shutdown_timeout=5).shutdown_timeout
+    assert value == 5.0
+    assert isinstance(value, float)
+
+
+def test_an_unknown_name_gets_the_nearest_one() -> None:
+    assert problem(max_nun_seqs=3) == "max_nun_seqs: there is no such argument; did you mean max_num_seqs?"
+    assert "troupe serve --help" in problem(xyzzy=1)
+
+
+def test_an_unbuilt_feature_is_refused_with_reason_and_remedy() -> None:
+    assert "LoRA adapters are not built yet; merge" in problem(enable_lora=True)
+    assert "pipeline parallelism is not built yet" in problem(pp=2)
+    assert "code from model repositories" in problem(trust_remote_code=True)
+    assert "this device is not built yet; use npu, cuda or cpu" in problem(device="xpu")
+    assert "bf16 weights with --quantization int8" in problem(quantization="nvfp4")
+    assert "leave it out for checkpoints of ModelSlim" in problem(quantization="mxfp8")
+    assert "collectives are those of the device" in problem(enable_nccl_nvls=True)
+    assert "AWQ and GPTQ checkpoints are recognized" in problem(quantization="awq_marlin")
+
+
+def test_a_value_that_changes_nothing_is_accepted() -> None:
+    keywords = {
+        "tensor_parallel_size": 1,
+        "dp_size": "1",
+        "kv_cache_dtype": "auto",
+        "enable_lora": False,
+        "no_enable_lora": True,
+        "enable_mixed_chunk": True,
+        "hicache_ratio": 2,
+        "encoder_urls": [],
+        "model_impl": "auto",
+        "model_loader_extra_config": {},
+        "speculative_algorithm": None,
+    }
+    assert Arguments.from_keywords(**keywords) == Arguments()
+
+
+def test_a_negated_refusal_is_not_a_way_around_it() -> None:
+    assert "LoRA" in problem(no_enable_lora=False)
+    assert "share a step" in problem(no_enable_mixed_chunk=True)
+
+
+@pytest.mark.parametrize(
+    "argument", [argument for argument in ARGUMENTS if argument.kind in ("int", "float")], ids=lambda a: a.name
+)
+def test_numbers_are_bounded(argument: Argument) -> None:
+    assert argument.minimum is not None
+    assert argument.maximum is not None
+    field, low, high = argument.field, argument.minimum, argument.maximum
+    wrong: list[object] = [high + 1, low - 3, 10**400, -math.inf, math.inf, math.nan, "many", True, [1], "1e999"]
+    if argument.above:
+        wrong.append(low)
+    for value in wrong:
+        assert problem(**{field: value}).startswith(f"{field}: must be a")
+    with pytest.raises(ArgumentError):
+        Arguments(**{field: high + 1})
+
+
+def test_special_values_outside_the_bounds() -> None:
+    assert Arguments.from_keywords(chunked_prefill_size=-1).chunked_prefill_size == -1
+    assert "or -1, not 0" in problem(chunked_prefill_size=0)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "said"),
+    [
+        ({"port": 1.5}, "an integer"),
+        ({"stream_output": "maybe"}, "true or false"),
+        ({"stream_output": 2}, "true or false"),
+        ({"schedule_policy": "Best"}, "lpm or fcfs, not 'Best'"),
+        ({"schedule_policy": ["lpm"]}, "lpm or fcfs"),
+        ({"json_model_override_args": "{"}, "JSON object"),
+        ({"json_model_override_args": "[1]"}, "JSON object"),
+        ({"json_model_override_args": "[" * 60000}, "JSON object"),
+        ({"json_model_override_args": '"' + "x" * 70000 + '"'}, "at most"),
+        ({"chat_template": ""}, "empty"),
+        ({"chat_template": "a\0b"}, "NUL"),
+        ({"host": "x" * 70000}, "at most"),
+        ({"warmups": "generate,nothing"}, "generate, long-prompt or batch"),
+        ({"fastapi_root_path": "llm"}, "begin with a slash"),
+        ({"fastapi_root_path": "/llm/"}, "begin with a slash"),
+        ({"model_loader_extra_config": {"x": 1}}, "loaders have no options"),
+        ({"model_impl": "transformers"}, "the engine has only its own model implementations"),
+        ({"preferred_sampling_params": {"max_tokens": 3}}, "max_tokens cannot be set"),
+        ({"preferred_sampling_params": {"top_p": 0}}, "top_p must be a number above 0 up to 1, not 0"),
+        ({"preferred_sampling_params": {"top_k": 1.5}}, "top_k must be an integer"),
+        ({"config": "file.yaml"}, "command line only"),
+    ],
+)
+def test_wrong_values(keywords: dict[str, object], said: str) -> None:
+    assert said in problem(**keywords)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "said"),
+    [
+        ({"api_key": " , "}, "open to all"),
+        ({"schedule_low_priority_values_first": True}, "needs enable_priority_scheduling"),
+        ({"priority_scheduling_preemption_threshold": 5}, "needs enable_priority_scheduling"),
+        ({"enable_priority_scheduling": True, "abort_on_priority_when_disabled": True}, "contradicts"),
+        ({"dynamic_batch_tokenizer_batch_size": 4}, "needs enable_dynamic_batch_tokenizer"),
+        ({"dynamic_batch_tokenizer_batch_timeout": 1}, "needs enable_dynamic_batch_tokenizer"),
+        (
+            {"enable_dynamic_batch_tokenizer": True, "disable_tokenizer_batch_encode": True},
+            "enable_dynamic_batch_tokenizer contradicts disable_tokenizer_batch_encode",
+        ),
+        ({"skip_server_warmup": True, "warmups": "batch"}, "warmups contradicts skip_server_warmup"),
+        ({"soft_watchdog_timeout": 300}, "soft_watchdog_timeout 300 must be less than watchdog_timeout, 300"),
+        ({"soft_watchdog_timeout": 9, "watchdog_timeout": 5}, "must be less than watchdog_timeout, 5"),
+        ({"schedule_policy": "lpm", "disable_radix_cache": True}, "lpm needs the prefix cache"),
+        ({"radix_eviction_policy": "lfu", "disable_radix_cache": True}, "eviction_policy needs the prefix cache"),
+        ({"gpu_id_step": 2}, "gpu_id_step needs tensor_parallel_size"),
+        ({"cuda_graph_max_bs": 8, "enforce_eager": True}, "cuda_graph_max_bs contradicts disable_cuda_graph"),
+        (
+            {"tokenizer_metrics_custom_labels_header": "x-team"},
+            "custom_labels_header needs tokenizer_metrics_allowed_custom_labels",
+        ),
+        ({"skip_tokenizer_init": True, "chat_template": "x"}, "loads no tokenizer"),
+        (
+            {"skip_tokenizer_init": True, "tokenizer_mode": "slow", "tool_call_parser": "hermes"},
+            "leave it out, or tokenizer_mode, tool_call_parser",
+        ),
+        ({"max_total_tokens": 16, "page_size": 32}, "less than one page"),
+        ({"page_size": 16, "block_size": 32}, "contradicts page_size"),
+        ({"piecewise_cuda_graph_tokens": (64,), "piecewise_cuda_graph_max_tokens": 128}, "lists all sizes"),
+        (
+            {"enable_piecewise_cuda_graph": True, "disable_piecewise_cuda_graph": True},
+            "enable_piecewise_cuda_graph contradicts disable_piecewise_cuda_graph",
+        ),
+        ({"piecewise_cuda_graph_tokens": (64,), "enforce_eager": True}, "contradicts disable_cuda_graph"),
+        (
+            {"piecewise_cuda_graph_max_tokens": 64, "disable_cuda_graph_padding": True},
+            "contradicts disable_cuda_graph_padding",
+        ),
+        ({"disable_radix_cache": True, "enable_prefix_caching": True}, "contradicts disable_radix_cache"),
+    ],
+)
+def test_contradictions(keywords: dict[str, object], said: str) -> None:
+    assert said in problem(**keywords)
+
+
+@pytest.mark.parametrize(("hard", "stall"), [(300.0, 60.0), (600.0, 60.0), (10.0, 2.0)])
+def test_a_stall_is_reported_before_its_actor_is_killed(hard: float, stall: float) -> None:
+    assert Arguments(watchdog_timeout=hard).stall_seconds == stall
+    assert Arguments(watchdog_timeout=hard, soft_watchdog_timeout=7.0).stall_seconds == 7.0
+
+
+def test_all_problems_are_reported_at_once() -> None:
+    with pytest.raises(ArgumentError) as caught:
+        Arguments.from_keywords(port=-1, enable_lora=True, xyzzy=1)
+    assert len(caught.value.problems) == 3
+    assert isinstance(caught.value, ValueError)
+
+
+def test_the_struct_checks_itself_however_it_is_made() -> None:
+    with pytest.raises(ArgumentError, match="port"):
+        Arguments(port=-1)
+    with pytest.raises(ArgumentError, match="page_size"):
+        msgspec.structs.replace(Arguments(), page_size=0)
+    with pytest.raises(AttributeError):
+        Arguments().port = 1  # type: ignore[misc]
+
+
+def test_keys_are_never_shown() -> None:
+    arguments = Arguments.from_keywords(model="m", api_key="hidden-1", admin_api_key="hidden-2")
+    described = arguments.describe()
+    assert described["api_key"] == described["admin_api_key"] == "***"
+    assert described["model_path"] == "m"
+    assert "hidden" not in repr(arguments) + str(described) + msgspec.json.encode(described).decode()
+    assert Arguments().describe()["api_key"] is None
+    assert "hidden" not in problem(api_key=["hidden-3"])
+
+
+def test_the_model_name() -> None:
+    assert Arguments.from_keywords(model="a/b").model_name == "a/b"
+    assert Arguments.from_keywords(model="a/b", served_model_name="c").model_name == "c"
+    assert Arguments().model_name == ""

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import pytest
+
+from actors.protocol.requests import Chat, InvalidRequest
+from actors.text.chat_template import ChatTemplate, check_template
+
+SIMPLE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def chat(*contents: str, **options: object) -> Chat:
+    roles = ["user", "assistant"]
+    messages = [{"role": roles[i % 2], "content": c} for i, c in enumerate(contents)]
+    return Chat(messages=messages, **options)  # type: ignore[arg-type]
+
+
+def test_renders_roles_and_the_generation_prompt() -> None:
+    template = ChatTemplate(SIMPLE, {})
+    assert template.render(chat("hi", "yo", "so")) == "[user]hi[assistant]yo[user]so[assistant]"
+    assert template.render(chat("hi", add_generation_prompt=False)) == "[user]hi"
+
+
+def test_the_final_message_can_be_continued() -> None:
+    template = ChatTemplate(SIMPLE + "<end>", {})
+    assert template.render(chat("hi", "Once up", continue_final_message=True)) == "[user]hi[assistant]Once up"
+
+
+def test_tojson_writes_plain_json_with_the_spaces_models_were_trained_on() -> None:
+    template = ChatTemplate("{{ tools | tojson }}", {})
+    tools = [{"name": "f", "note": 'a<b>, "c": é'}]
+    assert template.render(chat("x", tools=tools)) == '[{"name": "f", "note": "a<b>, \\"c\\": é"}]'
+
+
+def test_the_template_may_refuse() -> None:
+    template = ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
+    with pytest.raises(InvalidRequest, match="roles must alternate") as caught:
+        template.render(chat("x"))
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize("refusal", ["'x' * 10000000", "['x' * 10000000]"])
+def test_a_refusal_of_any_length_becomes_a_short_message(refusal: str) -> None:
+    with pytest.raises(InvalidRequest, match="refuses these messages") as caught:
+        ChatTemplate(f"{{{{ raise_exception({refusal}) }}}}", {}).render(chat("x"))
+    assert len(str(caught.value)) < 600
+
+
+def test_a_syntax_error_with_a_long_name_becomes_a_short_message() -> None:
+    with pytest.raises(ValueError, match="does not compile") as caught:
+        check_template("{% " + "x" * 100_000 + " %}")
+    assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ ''.__class__.__base__.__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ cycler.__init__.__globals__ }}",
+    ],
+)
+def test_the_sandbox_refuses_what_a_template_has_no_business_with(source: str) -> None:
+    with pytest.raises(InvalidRequest):
+        ChatTemplate(source, {}).render(chat("x"))
+
+
+@pytest.mark.parametrize("source", ["{{ '{0} {1}'.format(messages[0].content) }}", "{{ 'x' * (10 ** 30) }}"])
+def test_whatever_a_template_raises_is_the_request_s_own(source: str) -> None:
+    with pytest.raises(InvalidRequest, match="cannot render"):
+        ChatTemplate(source, {}).render(chat("x"))
+
+
+def test_an_endless_output_is_cut_off() -> None:
+    inner = "{% for j in range(99999) %}{{ 'x' * 999 }}{% endfor %}"
+    template = ChatTemplate("{% for i in range(99999) %}" + inner + "{% endfor %}", {})
+    with pytest.raises(InvalidRequest, match="more than"):
+        template.render(chat("x"))
+
+
+@pytest.mark.parametrize("name", ["messages", "bos_token", "self"])
+def test_reserved_names_cannot_be_set_by_a_request(name: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        ChatTemplate(SIMPLE, {"bos_token": "<s>"}).render(chat("x", template_kwargs={name: []}))
+    assert caught.value.param == f"chat_template_kwargs.{name}"
+
+
+def test_other_template_kwargs_reach_the_template() -> None:
+    template = ChatTemplate("{% if enable_thinking %}<think>{% endif %}", {})
+    assert template.render(chat("x", template_kwargs={"enable_thinking": True})) == "<think>"
+
+
+def test_a_broken_template_names_the_place() -> None:
+    with pytest.raises(ValueError, match="line 2"):
+        ChatTemplate("ok\n{% if %}", {})

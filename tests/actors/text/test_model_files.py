@@ -1,0 +1,57 @@
+"""Where a model comes from, and which failures a later start may heal."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pytest
+
+from actors.engine.lifecycle import Lifecycle
+from actors.text.model_files import ModelDownloadError, ModelPathError, resolve_model_path
+
+
+class _HubError(OSError):
+    def __init__(self, status: int | None) -> None:
+        super().__init__("the hub")
+        if status is not None:
+            self.response = SimpleNamespace(status_code=status)
+
+
+@pytest.mark.parametrize(
+    ("error", "permanent"),
+    [
+        (_HubError(404), True),
+        (_HubError(401), True),
+        (_HubError(503), False),
+        (_HubError(429), False),
+        (_HubError(None), False),  # no network
+        (ValueError("no name of a repository"), True),
+    ],
+)
+def test_a_hub_that_does_not_answer_may_answer_a_later_start(
+    error: Exception, permanent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def download(*_: object, **__: object) -> Any:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(ModelPathError) as caught:
+        resolve_model_path("owner/name")
+    assert isinstance(caught.value, ModelDownloadError) is not permanent
+    lifecycle = Lifecycle()
+    lifecycle.failed(caught.value)
+    assert lifecycle.status.permanent is permanent
+
+
+def test_the_argument_that_names_a_path_is_reported() -> None:
+    with pytest.raises(ModelPathError, match="--tokenizer-path /no/such"):
+        resolve_model_path("/no/such", argument="--tokenizer-path")
+
+
+def test_the_first_reason_to_give_up_decides_whether_it_is_permanent() -> None:
+    lifecycle = Lifecycle()
+    lifecycle.give_up("no memory is left")
+    lifecycle.give_up("a wrong dtype", permanent=True)
+    assert (lifecycle.error, lifecycle.permanent) == ("no memory is left", False)

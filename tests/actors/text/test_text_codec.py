@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from actors.protocol.requests import Chat
+from actors.text.chat_template import ChatTemplate
+from actors.text.model_files import ModelFiles, ModelPathError, resolve_model_path
+from actors.text.text_codec import LONG_TEXT, TextCodec
+from tests.kits.tiny_model import make_tiny_model
+
+
+def test_round_trip_and_chat(tiny_model: Path) -> None:
+    codec = TextCodec(ModelFiles(tiny_model))
+    text = "naïve café 東京 🎭 <tag>"
+    assert codec.decode(codec.encode(text)) == text
+    assert codec.template is not None
+    rendered = ChatTemplate(codec.template, codec.special_tokens).render(
+        Chat(messages=[{"role": "user", "content": "hi"}])
+    )
+    ids = codec.encode(rendered)
+    assert codec.decode(ids, skip_special_tokens=False) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_token_bytes_join_to_the_text(tiny_model: Path) -> None:
+    codec = TextCodec(ModelFiles(tiny_model))
+    text = " 🎬 naïve"
+    assert b"".join(codec.token_bytes(i) for i in codec.encode(text)) == text.encode()
+    assert codec.token_text(2) == "<|im_end|>"
+    assert codec.token_bytes(10_000) == b""
+
+
+def test_a_model_may_have_no_template_but_not_a_broken_one(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert TextCodec(ModelFiles(tmp_path)).template is None
+    (tmp_path / "chat_template.jinja").write_text("one\n{% if %}")
+    with pytest.raises(ModelPathError, match="line 2"):
+        TextCodec(ModelFiles(tmp_path))
+
+
+def test_chat_template_from_a_file_and_a_wrong_name(tiny_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_text("mine")
+    codec = TextCodec(ModelFiles(tiny_model), chat_template=str(file))
+    assert codec.template == "mine"
+    with pytest.raises(ModelPathError, match="--chat-template"):
+        TextCodec(ModelFiles(tiny_model), chat_template="no-such-template")
+
+
+def test_a_built_in_template_is_chosen_by_its_name(tiny_model: Path) -> None:
+    def text(name: str, **variables: str) -> str:
+        template = TextCodec(ModelFiles(tiny_model), chat_template=name).template
+        assert template is not None
+        return ChatTemplate(template, variables).render(Chat(messages=[{"role": "user", "content": " hi"}]))
+
+    assert text("chatml") == "<|im_start|>user\n hi<|im_end|>\n<|im_start|>assistant\n"
+    assert text("llama-3-instruct", bos_token="<b>") == (
+        "<b><|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+    )
+    assert text("{{ messages[0].content }}!") == " hi!"
+    with pytest.raises(
+        ModelPathError, match=r"gemma-it is neither a file .* one of chatml, llama-3-instruct, the path"
+    ):
+        TextCodec(ModelFiles(tiny_model), chat_template="gemma-it")
+
+
+def test_a_slow_tokenizer_is_made_of_the_other_files(tmp_path: Path) -> None:
+    """Its tokenizer.json and its other files say different things."""
+    make_tiny_model(tmp_path)
+    with pytest.raises(ModelPathError, match=r"tokenizer-mode slow .* has none of them"):
+        TextCodec(ModelFiles(tmp_path), mode="slow")
+    made = json.loads((tmp_path / "tokenizer.json").read_text())
+    (tmp_path / "vocab.json").write_text(json.dumps(made["model"]["vocab"]))
+    (tmp_path / "merges.txt").write_text("\n".join(" ".join(pair) for pair in made["model"]["merges"]))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    text = "The quick brown fox"
+    right = TextCodec(ModelFiles(tmp_path)).encode(text)
+    made["model"]["merges"] = []
+    (tmp_path / "tokenizer.json").write_text(json.dumps(made))
+    assert len(TextCodec(ModelFiles(tmp_path)).encode(text)) == len(text)
+    slow = TextCodec(ModelFiles(tmp_path), mode="slow")
+    assert slow.encode(text) == right
+    assert slow.decode(right) == text
+
+
+def test_a_revision_of_a_model_that_is_here_is_refused(tiny_model: Path) -> None:
+    with pytest.raises(ModelPathError, match="--revision is for hub repositories"):
+        resolve_model_path(str(tiny_model), revision="main")
+
+
+def test_overrides_and_generation_config(tiny_model: Path) -> None:
+    files = ModelFiles(tiny_model, overrides={"max_position_embeddings": 99})
+    assert files.context_length == 99
+    assert files.eos_token_ids() == (2, 0)
+
+
+def test_paths_that_are_no_model(tmp_path: Path) -> None:
+    for nothing in (str(tmp_path / "nothing"), "models/nothing.gguf"):  # no name of a repository
+        with pytest.raises(ModelPathError, match=r"does not exist.*\.gguf file"):
+            resolve_model_path(nothing)
+    with pytest.raises(ModelPathError, match=r"config\.json"):
+        ModelFiles(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ModelPathError, match="JSON object"):
+        ModelFiles(tmp_path)
+    with pytest.raises(ModelPathError, match="is a file"):
+        resolve_model_path(str(tmp_path / "config.json"))
+
+
+def test_long_texts_encode_alike_and_are_bounded(tiny_model: Path) -> None:
+    codec = TextCodec(ModelFiles(tiny_model))
+    text = "the quick 東京 fox " * (LONG_TEXT // 8)
+    assert len(text) > LONG_TEXT
+    assert codec.encode(text) == codec.tokenizer.encode(text).ids
+    assert codec.most_chars(len(codec.encode(text))) >= len(text)

@@ -1,0 +1,139 @@
+"""The next step is prepared while one runs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from actors.protocol import Step, WorkerConfig
+from actors.runtime import Answered, Later
+from actors.workers.worker import StaleStep, Worker
+from kernels.contract.config import RunnerConfig
+from kernels.contract.runner import RunningStep
+from kernels.contract.step import StepBatch, StepResult, StepTiming
+
+
+class Device:
+    """A runner whose steps end when they are told to. ``done``: as on a CPU, where nothing is left to wait for.
+    ``drafted`` and ``rest``: what each has drafted, and leaves to do; ``whole``: what it tells of its time, and
+    ``runs`` is called while it runs."""
+
+    def __init__(
+        self,
+        done: bool,
+        drafted: bytes = b"",
+        rest: Callable[[], None] | None = None,
+        whole: float = 0.0,
+        runs: Callable[[], None] | None = None,
+    ) -> None:
+        self.runs = runs
+        self.done, self.drafted, self.rest, self.timing = done, drafted, rest, StepTiming(whole=whole)
+        self.started: list[int] = []
+        self.may_end = threading.Event()
+
+    def start(self, batch: StepBatch) -> RunningStep:
+        if batch.number == 13:
+            raise RuntimeError("the device is lost")
+        self.started.append(batch.number)
+
+        def finish() -> StepResult:
+            assert self.done or self.may_end.wait(60)
+            if self.runs is not None:
+                self.runs()
+            return StepResult(number=batch.number, accepted=b"", tokens=b"", drafted=self.drafted, timing=self.timing)
+
+        return RunningStep(finish, self.done, self.rest)
+
+
+def worker_on(device: Any, monkeypatch: pytest.MonkeyPatch) -> Worker:
+    monkeypatch.setattr(Worker, "context", SimpleNamespace(incarnation=1), raising=False)
+    worker = Worker(WorkerConfig(RunnerConfig("")))
+    worker._epoch = 1
+    worker._runner = device
+    worker._waiting = ThreadPoolExecutor(1)
+    return worker
+
+
+def step(number: int) -> Step:
+    return Step(epoch=1, batch=StepBatch(number=number, slots=b"", generations=b"", counts=b""))
+
+
+def test_a_step_is_prepared_while_another_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(done=False)
+    worker = worker_on(device, monkeypatch)
+    answers = [worker.step(step(number), 0.0) for number in (1, 2)]
+    assert device.started == [1, 2]
+    assert all(isinstance(answer, Later) for answer in answers)
+    assert not any(answer.done() for answer in answers)
+    device.may_end.set()
+    assert [answer.result(60).number for answer in answers] == [1, 2]
+
+
+def test_a_step_reports_how_long_it_waited_for_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = worker_on(Device(done=True), monkeypatch)
+    answer = worker.step(step(1), time.monotonic() - 5.0)
+    assert isinstance(answer, StepResult)
+    assert answer.timing.queued >= 5.0
+
+
+def test_what_is_done_is_answered_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = worker_on(Device(done=True), monkeypatch)
+    answer = worker.step(step(1), 0.0)
+    assert isinstance(answer, StepResult)
+    assert answer.number == 1
+    with pytest.raises(RuntimeError, match="lost"):
+        worker.step(step(13), 0.0)
+
+
+@pytest.mark.parametrize(("drafted", "whole"), [(b"", 1.0), (b"\x02\0\0\0", 1.0), (b"\x02\0\0\0", 0.0)])
+def test_work_after_a_steps_reply_counts_as_draft_cost(
+    drafted: bytes, whole: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far as the next step, sent meanwhile or before, waits for it; once. What runs nothing takes no time."""
+    clock = [10.0]
+
+    def passes(seconds: float) -> None:
+        clock[0] += seconds
+
+    monkeypatch.setattr("actors.workers.worker.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    for sent, waited in ((-1.0, 2.0), (1.5, 0.5), (3.0, 0.0)):
+        device = Device(True, drafted, lambda: passes(2.0), whole, lambda: passes(1.0))
+        worker = worker_on(device, monkeypatch)
+        first = worker.step(step(1), clock[0])
+        assert isinstance(first, Answered)
+        begun = clock[0]
+        first.then()
+        assert clock[0] == begun + 2.0
+        clock[0] = max(clock[0], begun + sent)
+        answer = worker.step(step(2), begun + sent)
+        assert isinstance(answer, Answered)
+        assert answer.answer.timing.whole == (1.0 + waited if whole else 0.0)
+        assert answer.answer.timing.observe == (waited if drafted and whole else 0.0)
+
+
+def test_a_step_takes_what_it_keeps_others_from_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the answer before it, if it was there by then: also what is around the model."""
+    clock = [10.0]
+    monkeypatch.setattr("actors.workers.worker.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    worker = worker_on(Device(True, whole=0.5), monkeypatch)
+    worker.step(step(1), 9.0)
+    told = []
+    for sent, now in ((9.5, 12.0), (13.0, 14.0), (12.5, 15.0)):
+        clock[0] = now
+        answer = worker.step(step(2), sent)
+        assert isinstance(answer, StepResult)
+        told.append(answer.timing.whole)
+    assert told == [2.0, 1.0, 1.0]
+
+
+def test_a_step_of_an_earlier_life_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = worker_on(Device(done=True), monkeypatch)
+    worker._epoch = 2
+    with pytest.raises(StaleStep, match="of epoch 1"):
+        worker.step(step(1), 0.0)

@@ -1,0 +1,120 @@
+"""Tool calls in the answers of the chat API."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+
+from actors.options import Arguments
+from app.server.application import create_app
+from tests.kits.app_requests import BODY, events, post
+from tests.kits.fake_engine import FakeEngine
+
+NAMES = ("get_weather", "add")
+OSLO = '<tool_call>\n{"name": "get_weather", "arguments": {"city":  "Oslo"}}\n</tool_call>'
+SUM = '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>'
+CALLS = {re.sub("</?tool_call>", "", text).strip() for text in (OSLO, SUM, '{"name": "add"}')}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in NAMES]
+
+
+def pieces(*texts: str, size: int = 7) -> list[str]:
+    return [text[at : at + size] for text in texts for at in range(0, len(text), size)]
+
+
+async def test_an_answer_holds_the_calls(application, engine) -> None:
+    engine.answer = pieces(OSLO, "\n", SUM)
+    _, data = await post(application, {**BODY, "tools": TOOLS, "n": 2})
+    for choice in msgspec.json.decode(data)["choices"]:
+        assert choice["finish_reason"] == "tool_calls"
+        assert choice["message"]["content"] is None
+        first, second = choice["message"]["tool_calls"]
+        assert first.pop("id") != second.pop("id")
+        assert first == {"type": "function", "function": {"name": "get_weather", "arguments": '{"city":  "Oslo"}'}}
+        assert second == {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    _, data = await post(application, {**BODY, "tools": TOOLS, "parallel_tool_calls": False})
+    assert len(msgspec.json.decode(data)["choices"][0]["message"]["tool_calls"]) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_template_may_begin_the_thought(stream: bool, application, engine) -> None:
+    detokenize, engine.answer = engine.detokenize, pieces(OSLO, "</think>")
+
+    async def without_special_tokens(ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        text: str = await detokenize(ids)
+        return text.replace("<think>", "") if skip_special_tokens else text
+
+    engine.detokenize = without_special_tokens
+    for said, count in (("Hello! <think>\n", 0), ("<think></think>", 1)):  # the fake engine's prompts end with it
+        body = {"messages": [{"role": "user", "content": said}], "tools": TOOLS, "stream": stream}
+        _, data = await post(application, body)
+        assert data.count(b'"name":"get_weather"') == count
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tools_need_not_be_called(stream: bool, application, engine) -> None:
+    engine.answer = pieces("No need. ", "<tool_call>what?</tool_call>")
+    _, data = await post(application, {**BODY, "tools": TOOLS, "stream": stream})
+    if stream:
+        choices = [event["choices"][0] for event in events(data)[:-1]]
+        assert not any("tool_calls" in choice["delta"] for choice in choices)
+        text, end = "".join(choice["delta"].get("content", "") for choice in choices), choices[-1]["finish_reason"]
+    else:
+        [choice] = msgspec.json.decode(data)["choices"]
+        assert "tool_calls" not in choice["message"]
+        text, end = choice["message"]["content"], choice["finish_reason"]
+    assert (text, end) == ("No need. <tool_call>what?</tool_call>", "stop")
+
+
+async def test_marks_are_read_where_they_are_special_tokens(application, engine) -> None:
+    marks = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+    asked = ({}, marks), ({"skip_special_tokens": True}, ()), ({"tool_choice": "none"}, ()), ({"tools": []}, ())
+    for fields, shown in asked:
+        await post(application, {**BODY, "tools": TOOLS, **fields})
+        params = engine.requests[-1]["params"]
+        assert (params.skip_special_tokens, params.shown_special_tokens) == (True, shown)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [({}, {}), ({"tools": TOOLS, "tool_choice": "none"}, {}), ({"tools": TOOLS}, {"tool_call_parser": "off"})],
+)
+async def test_without_tools_or_parser_all_is_text(fields, options, stream: bool) -> None:
+    arguments = Arguments(model_path="/models/fake", served_model_name=("fake",), skip_server_warmup=True, **options)
+    engine = FakeEngine(arguments)
+    engine.answer = pieces("Look: ", OSLO)
+    _, data = await post(create_app(arguments, engine), {**BODY, **fields, "stream": stream})
+    if stream:
+        choices = [event["choices"][0] for event in events(data)[:-1]]
+        text, end = "".join(choice["delta"].get("content", "") for choice in choices), choices[-1]["finish_reason"]
+    else:
+        [choice] = msgspec.json.decode(data)["choices"]
+        text, end = choice["message"]["content"], choice["finish_reason"]
+        assert "tool_calls" not in choice["message"]
+    assert (text, end) == (f"Look: {OSLO}", "stop")
+
+
+async def test_the_openai_client_assembles_the_calls_of_a_stream(application, engine, serve) -> None:
+    engine.answer = pieces("Let me look.\n", OSLO, SUM)
+    client = openai.AsyncOpenAI(
+        base_url=f"{await serve(application)}/v1", api_key="none", _strict_response_validation=True, max_retries=0
+    )
+    async with client:
+        asked: dict[str, Any] = {**BODY, "tools": TOOLS, "tool_choice": "auto", "logprobs": True}
+        async with client.chat.completions.stream(**asked) as stream:
+            kinds = [event.type async for event in stream]
+            [choice] = (await stream.get_final_completion()).choices
+        whole = await client.chat.completions.create(**asked)
+    assert kinds.count("tool_calls.function.arguments.done") == 2
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "Let me look.\n"
+    assert len(choice.logprobs.content) == len(engine.answer)
+    assert [call.function.name for call in choice.message.tool_calls] == list(NAMES)
+    functions = [(call.type, call.function.arguments) for call in choice.message.tool_calls]
+    assert functions == [("function", '{"city":  "Oslo"}'), ("function", '{"a": 1}')]
+    assert [(call.type, call.function.arguments) for call in whole.choices[0].message.tool_calls] == functions

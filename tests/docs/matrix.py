@@ -1,0 +1,80 @@
+"""The matrix of model families, devices and features as Markdown, from the registry of models and what devices say."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from kernels.devices.cpu.device import CpuDevice
+from kernels.devices.cuda.features import FEATURES as CUDA
+from kernels.devices.features import DeviceFeatures
+from kernels.devices.npu.features import FEATURES as NPU
+from kernels.models.registry import BUILT_IN, Support, families
+from tests.kits.device_features import features_of
+from tests.kits.driver import FAMILIES, SPARSE
+
+__all__ = ["matrix"]
+
+DEVICES: Mapping[str, DeviceFeatures] = {"CPU": features_of(CpuDevice(1)), "NVIDIA GPU": CUDA, "Ascend NPU¹": NPU}
+FEATURES: Mapping[str, str] = {
+    "F": "float weights",
+    "Q": "quantized weights",
+    "K": "cache of int8",
+    "E": "cache of fp8",
+    "S": "speculative decoding",
+    "T": "tensor parallelism",
+    "G": "decode steps captured into graphs, or on a CPU into programs of native operators",
+}
+COMPARED = frozenset(f"{family}ForCausalLM" for family, _ in (FAMILIES | SPARSE).values())
+"""Families whose answers tests compare with transformers' on every device."""
+
+
+def matrix() -> str:
+    """A row for each architecture, a column for each device."""
+    head = ["family", "`architectures` of config.json", *DEVICES, "GGUF"]
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    built_in = {entry.architecture: entry for entry in BUILT_IN}
+    found = [family for family in families() if family.architecture in built_in]
+    for family in sorted(found, key=lambda family: family.architecture):
+        architecture = family.architecture
+        note = "" if architecture in COMPARED else "²"
+        does = [
+            " ".join(_letters(family, features)) + ("" if device == "CPU" else note)
+            for device, features in DEVICES.items()
+        ]
+        cells = [_name(built_in[architecture].module), f"`{architecture}`", *does, "yes" if family.gguf else "no"]
+        lines.append(f"| {' | '.join(cells)} |")
+    legend = ", ".join(f"{letter} {feature}" for letter, feature in FEATURES.items())
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"{legend}. ¹ The NPU code has run on a simulator only, on the real torch_npu; no hardware has been seen. "
+            "² No test compares this family's answers on this device.",
+        ]
+    )
+
+
+def _letters(family: Support, features: DeviceFeatures) -> Iterator[str]:
+    """What a device does for a family, by the letters of ``FEATURES``. Every device has linear layers of floats, and a
+    cache whose tokens can be moved, which is all that the verification of draft tokens needs."""
+    yield "F"
+    if family.quantizable:
+        yield "Q"
+    if "int8" in features.cache_dtypes:
+        yield "K"
+    if any(name.startswith("fp8") for name in features.cache_dtypes):
+        yield "E"
+    yield "S"
+    if features.collectives:
+        yield "T"
+    if features.captures:
+        yield "G"
+
+
+def _name(module: str) -> str:
+    """The family's name: the first words of its file, before the paper in parentheses."""
+    file = Path(__file__).parents[2] / f"{module.replace('.', '/')}.py"
+    docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    return docstring.partition(" (")[0]

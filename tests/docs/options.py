@@ -1,0 +1,37 @@
+"""The list of all options as Markdown, from the table of options."""
+
+from __future__ import annotations
+
+from actors.options import ARGUMENTS, Argument
+from app.cli.help import default_of
+
+__all__ = ["options"]
+
+
+def options() -> str:
+    """A section for each group: name, default, effect and bounds of each option."""
+    parts = []
+    for group in dict.fromkeys(argument.group for argument in ARGUMENTS):
+        parts += [f"## {group}", "", "| option | default | effect |", "|---|---|---|"]
+        parts += [_row(argument) for argument in ARGUMENTS if argument.group == group]
+        parts.append("")
+    return "\n".join(parts)
+
+
+def _row(argument: Argument) -> str:
+    names = [argument.name, *argument.aliases, *_opposites(argument)]
+    spelled = ", ".join(f"`--{name}`" if len(name) > 1 else f"`-{name}`" for name in names)
+    effect = argument.help
+    if argument.choices:
+        effect += f" Choices: {', '.join(f'`{choice}`' for choice in argument.choices)}."
+    elif argument.kind in ("int", "float"):
+        effect += f" {argument.bounds[0].upper()}{argument.bounds[1:]}."
+    return f"| {spelled} | {_cell(default_of(argument))} | {_cell(effect)} |"
+
+
+def _opposites(argument: Argument) -> tuple[str, ...]:
+    return argument.opposites or ((f"no-{argument.name}",) if argument.default is True else ())
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").replace("\n", " ")

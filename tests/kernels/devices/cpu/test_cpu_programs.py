@@ -1,0 +1,252 @@
+"""The CPU's native programs against the model's passes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from app.understudy.drafts import DRAFTS, draft_path
+from kernels.contract.speculation import SpeculativeSettings
+from kernels.contract.step import SlotSampling
+from kernels.devices.capture import CaptureRequest
+from kernels.devices.cpu.capture import CpuCapture
+from kernels.devices.cpu.device import CpuDevice
+from kernels.devices.cpu.native import library
+from kernels.devices.cpu.program import Program
+from kernels.execution.executors.host_decode import HostDecode
+from tests.kits.declared import shapes_of
+from tests.kits.native import compiled, needs_native
+from tests.kits.speculation.captures import decoder
+from tests.kits.speculation.paged import Paged
+
+__all__ = ["compiled"]
+
+pytestmark = [needs_native, pytest.mark.usefixtures("compiled")]
+
+BF16 = torch.bfloat16
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 211,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+ALL = SlotSampling(temperature=0.0, logprobs=211)
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    generator = torch.Generator().manual_seed(1)
+    save_file(
+        {
+            name: torch.randn(shape, generator=generator).mul_(0.3).add_(len(shape) == 1).to(BF16)
+            for name, shape in shapes_of(tmp_path).items()
+        },
+        tmp_path / "model.safetensors",
+    )
+    return tmp_path
+
+
+def scored(driver, prompts):
+    """Log-probabilities of every token after each of a few mixed steps, and the rows that ran in a program."""
+    for slot, prompt in enumerate(prompts, 1):
+        driver.admit(slot, prompt, sampling=ALL)
+    found, programs = [], []
+    for rows in ([(1, 40)], [(1, 1), (2, 5)], [(1, 1), (2, 1)], [(2, 1)], [(1, 1), (2, 1)]):
+        result = driver.step(rows)
+        programs.append(result.timing.graph_rows)
+        ids = np.frombuffer(result.top_ids, np.int32).reshape(-1, 211)
+        logprobs = np.empty(ids.shape, np.float32)
+        np.put_along_axis(logprobs, ids, np.frombuffer(result.top_logprobs, np.float32).reshape(-1, 211), 1)
+        found.append(logprobs)
+    return np.concatenate(found), programs
+
+
+def test_a_program_computes_what_the_model_does(model, drive, prompts, monkeypatch):
+    texts = prompts(40, 5)
+    found, programs = scored(drive(model, dtype="bfloat16"), texts)
+    assert programs == [1, 2, 2, 1, 2]  # prompts run in one, too
+    monkeypatch.setattr(CpuCapture, "decodes", lambda *args, **options: None)
+    one_by_one, programs = scored(drive(model, dtype="bfloat16"), texts)
+    assert programs == [0] * 5
+    np.testing.assert_array_equal(found, one_by_one)
+    monkeypatch.setattr("kernels.devices.cpu.native_operators.open_library", lambda source: None)
+    expected, _ = scored(drive(model, dtype="bfloat16"), texts)
+    likely = expected > -8
+    assert np.abs(found - expected)[likely].max() < 0.4
+
+
+def test_a_model_with_one_copy_of_a_tied_weight_computes_the_same(model, drive, prompts, monkeypatch):
+    texts = prompts(40, 5)
+    expected, _ = scored(drive(model, dtype="bfloat16"), texts)
+    monkeypatch.setattr("kernels.devices.cpu.dense_linear.SHARED_PACK_BYTES", 0)
+    found, programs = scored(drive(model, dtype="bfloat16"), texts)
+    assert programs == [1, 2, 2, 1, 2]
+    np.testing.assert_array_equal(found, expected)
+
+
+def generated(driver, prompts, steady):
+    """Tokens of steps that are decodes of the most likely alone, but where a third request comes and one leaves."""
+    one, two, three = prompts
+    for slot, prompt in ((1, one), (2, two)):
+        driver.admit(slot, prompt)
+        driver.step([(slot, len(prompt))])
+    found = [driver.step([(2, 1), (1, 1)]).tokens for _ in range(20)]
+    driver.admit(3, three, sampling=SlotSampling(temperature=0.0, repetition_penalty=1.5))
+    driver.step([(1, 1), (3, len(three))])
+    found += [driver.step([(3, 1), (2, 1)]).tokens for _ in range(3)]
+    driver.release(3)
+    found += [driver.step([(1, 1), (2, 1)]).tokens for _ in range(3)]
+    assert steady == [2] * 20 + [2] * 3
+    return found
+
+
+def test_steady_decodes_are_the_same_in_one_call(model, drive, prompts, monkeypatch):
+    texts, counts, run = prompts(9, 5, 7), [], HostDecode.advance
+    monkeypatch.setattr(HostDecode, "advance", lambda self: counts.append(len(self._slots)) or run(self))
+    found = generated(drive(model, dtype="bfloat16"), texts, counts)
+    monkeypatch.setattr(CpuCapture, "host_pass", lambda *args: None)
+    assert generated(drive(model, dtype="bfloat16"), texts, counts) == found
+
+
+def test_a_bad_grant_of_steady_decodes_fails_alone(model, drive, prompts):
+    driver = drive(model, dtype="bfloat16")
+    for slot, prompt in enumerate(prompts(9, 5), 1):
+        driver.admit(slot, prompt)
+        driver.step([(slot, len(prompt))])
+    driver.step([(1, 1), (2, 1)])
+    driver._granted.append((1, 0))
+    held = driver.runner._loaded.slots.page_count[2]
+    driver._granted.append((2, 7))
+    result = driver.step([(1, 1), (2, 1)])
+    assert [error.slot for error in result.failed] == [1]
+    assert np.frombuffer(result.accepted, np.int32).tolist() == [0, 1]
+    assert driver.runner._loaded.slots.page_count[2] == held + 1
+    assert not driver.step([(2, 1)]).failed
+
+
+def test_a_row_of_steady_decodes_that_is_not_finite_fails_alone(model, drive, prompts):
+    driver = drive(model, dtype="bfloat16")
+    for slot, prompt in enumerate(prompts(9, 5), 1):
+        driver.admit(slot, prompt)
+        driver.step([(slot, len(prompt))])
+    driver.step([(1, 1), (2, 1)])
+    before = driver.runner._loaded.slots.known[2]
+    with torch.inference_mode():
+        driver.runner._loaded.caches[0][driver.pages[1][0]] = float("nan")
+    result = driver.step([(1, 1), (2, 1)])
+    assert [(error.slot, "finite" in error.message) for error in result.failed] == [(1, True)]
+    assert np.frombuffer(result.accepted, np.int32).tolist() == [0, 1]
+    assert driver.runner._loaded.slots.known[2] == before + 1
+    assert not driver.step([(2, 1)]).failed
+
+
+@pytest.mark.parametrize("threads", [1, 3], ids=["alone", "team"])
+def test_a_program_hands_out_layers_as_the_model_does(model, threads):
+    platform = CpuDevice(threads)
+    platform.select_dtype("bfloat16", None)
+    paged = Paged(platform=platform, dtype=BF16)
+    config, target = decoder(model, paged, (0, 2))
+    caches = paged.caches(config)
+    target.forward(paged.batch([(0, 0, 20), (1, 0, 9)], range(29)), caches)
+    decodes = paged.batch([(0, 20, 1), (1, 9, 1)], [5, 6])
+    expected = target.forward(decodes, caches)
+    program = platform.capture.decodes(CaptureRequest(lambda batch: target.forward(batch, caches), [0], 4, 8, bool))
+    assert program is not None
+    found = program.run(decodes)
+    assert found.shape == (2, 3 * config.hidden_size)
+    assert torch.equal(found, expected)
+    plain = Paged(dtype=torch.float32)
+    _, target = decoder(model, plain, (0, 2))
+    caches = plain.caches(config)
+    target.forward(plain.batch([(0, 0, 20), (1, 0, 9)], range(29)), caches)
+    expected = target.forward(plain.batch([(0, 20, 1), (1, 9, 1)], [5, 6]), caches)
+    parts = [wide.unflatten(1, (3, -1)) for wide in (found.float(), expected)]
+    assert torch.cosine_similarity(*parts, dim=-1).min() > 0.99
+    assert torch.allclose(*(part.norm(dim=-1) for part in parts), rtol=0.03)
+
+
+@pytest.mark.parametrize(("algorithm", "topk"), [("EAGLE", 1), ("EAGLE3", 3), ("MTP", 2), ("DFLASH", 1)])
+def test_programs_draft_what_passes_do(algorithm, topk, drive, prompts, monkeypatch):
+    """Of the model in the box, whose drafts' shapes all have native operators."""
+    model, draft = DRAFTS.parent / "model", draft_path(algorithm)
+    settings = SpeculativeSettings(algorithm, str(draft), num_steps=4, topk=topk, num_draft_tokens=6)
+
+    def drafted():
+        driver = drive(model, dtype="bfloat16", speculation=settings)
+        drafter, found, recorded = driver.runner._loaded.speculator.drafter, [], []
+        draft, run = drafter.draft, Program.run
+        drafter.draft = lambda rows: found.append(draft(rows)) or found[-1]
+        with monkeypatch.context() as patch:
+            patch.setattr(Program, "run", lambda self, *args: recorded.append(self) or run(self, *args))
+            for slot, prompt in enumerate(prompts(30, 9), 1):
+                driver.admit(slot, prompt)
+            driver.step([(1, 30), (2, 9)])
+            for _ in range(4):
+                driver.step([(1, 1), (2, 1)], {1: 5, 2: 5})
+        return [drafts.tree.tokens.tolist() for drafts in found], len(set(map(id, recorded)))
+
+    monkeypatch.setattr(CpuCapture, "host_pass", lambda *args: None)  # chains would run in calls of their own
+    found, programs = drafted()
+    assert programs >= (2 if algorithm == "DFLASH" else 3)  # the target's, and the draft's
+    monkeypatch.setattr(CpuCapture, "decodes", lambda *args, **options: None)
+    expected, programs = drafted()
+    assert programs == 0
+    assert found == expected
+    assert len(found) == 4
+
+
+def test_a_shape_without_native_operators_is_not_recorded(model, drive, prompts):
+    driver = drive(model, dtype="bfloat16", page_size=8)
+    driver.admit(1, *prompts(12))
+    driver.generate(1, 14)
+    assert driver.step([(1, 1)]).timing.graph_rows == 0
+
+
+def test_operators_are_taken_over_between_requests(model, drive, prompts, monkeypatch, tmp_path, compiled):
+    """A server that finds nothing compiled starts at once, and goes over when it is."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("kernels.devices.cpu.native_operators.start_build", lambda source: build)
+    build = _Build()
+    driver = drive(model, dtype="bfloat16")
+    (one, two) = prompts(6, 7)
+    driver.admit(1, one, sampling=ALL)
+    driver.step([(1, 6)])
+    library._folder(library.operators()).mkdir(parents=True)
+    shutil.copy(compiled, library._folder(library.operators()))
+    build.done = True
+    driver.admit(2, two, sampling=ALL)
+    driver.step([(1, 1), (2, 7)])
+    assert driver.step([(1, 1)]).timing.graph_rows == 0  # a request is there that knows the other operators
+    driver.release(1)
+    driver.release(2)
+    driver.admit(3, two, sampling=ALL)
+    driver.step([(3, 7)])
+    result = driver.step([(3, 1)])
+    assert result.timing.graph_rows == 1
+    fresh = drive(model, dtype="bfloat16")
+    fresh.admit(3, two, sampling=ALL)
+    fresh.step([(3, 7)])
+    assert fresh.step([(3, 1)]).top_logprobs == result.top_logprobs  # packed weights came over unharmed
+
+
+class _Build:
+    done = False
+
+    def poll(self):
+        return 0 if self.done else None

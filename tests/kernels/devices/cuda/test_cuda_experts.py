@@ -1,0 +1,181 @@
+"""Layers of experts in two products: as experts one by one, and compiled for GPUs that are not there."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import pytest
+import torch
+import triton
+
+from kernels.devices.cuda.moe.experts import CudaExperts
+from kernels.devices.experts import ExpertsInTurn, ExpertWeights, refusal
+from kernels.weights.quantization.tokens import clip_tokens, fake_quantize_tokens
+from kernels.weights.quantization.weights import (
+    Fp8Weight,
+    GroupedWeight,
+    Int8Weight,
+    StaticActivation,
+    quantize_fp8,
+    quantize_int8,
+)
+from tests.kernels.devices.cuda.compiled import SHARED, compiling, empty
+
+BF16 = torch.bfloat16
+HIDDEN, INNER = 128, 64
+
+
+def grouped(bits, group, zeros=False, shuffled=False, **more):
+    def round_(weight):
+        outputs, inputs = weight.shape
+        generator = torch.Generator().manual_seed(outputs + group)
+
+        def whole(*shape):
+            return torch.randint(0, 1 << bits, shape, dtype=torch.uint8, generator=generator)
+
+        values = whole(outputs, inputs)
+        if bits == 4:
+            values = values[:, 0::2] | values[:, 1::2] << 4
+        scales = torch.rand(outputs, inputs // group, generator=generator) / (1 << bits)
+        order = torch.randperm(inputs, generator=generator) if shuffled else None
+        return GroupedWeight(values, scales, whole(*scales.shape) if zeros else None, group, bits, order, **more)
+
+    return round_
+
+
+def blocks(tall, wide, kind=torch.float32):
+    def round_(weight):
+        shape = -(-weight.shape[0] // tall), -(-weight.shape[1] // wide)
+        scales = 2.0 ** torch.randint(-4, 2, shape, generator=torch.Generator().manual_seed(tall))
+        return Fp8Weight(weight.float().to(torch.float8_e4m3fn), scales.to(kind), (tall, wide))
+
+    return round_
+
+
+KINDS = {
+    "floats": lambda weight: weight,
+    "int8": quantize_int8,
+    "int8 clipped": lambda weight: dataclasses.replace(quantize_int8(weight), clip=torch.tensor([0.7])),
+    "fp8": quantize_fp8,
+    "fp8 blocks": blocks(48, 64),
+    "mxfp8": blocks(1, 32, torch.float8_e8m0fnu),
+    "4 bits": grouped(4, 64),
+    "4 bits, zeros": grouped(4, 32, zeros=True),
+    "8 bits": grouped(8, 16, zeros=True),
+    "act-order": grouped(4, 32, shuffled=True),
+    "4 by 8": grouped(4, 16, activation="dynamic"),
+}
+
+
+def layers(kind, dtype, device, count=5, hidden=HIDDEN, inner=INNER):
+    """A router, and experts as a layer takes them and as functions."""
+    generator = torch.Generator().manual_seed(count)
+
+    def random(*shape):
+        return (torch.randn(*shape, generator=generator) / shape[-1] ** 0.5).to(dtype)
+
+    def linear(weight):
+        if isinstance(weight, torch.Tensor):
+            return lambda x: x.float() @ weight.float().t()
+        dense = weight.dequantize(torch.float32)
+
+        def run(x):
+            x = x if weight.clip is None else clip_tokens(x, weight.clip)
+            return (
+                fake_quantize_tokens(x) if getattr(weight, "group", 0) and weight.activation else x
+            ).float() @ dense.t()
+
+        return run
+
+    def gated(weight):
+        both = linear(weight)
+        return lambda x: torch.nn.functional.silu(both(x)[:, :inner]) * both(x)[:, inner:]
+
+    given, functions = [], []
+    for _ in range(count):
+        pair = [random(2 * inner, hidden), random(hidden, inner)]
+        pair = [KINDS[kind](weight) for weight in pair]
+        pair = [weight if kind == "floats" else dataclasses.replace(weight, dtype=dtype) for weight in pair]
+        first = gated(pair[0])
+        functions.append((lambda x, first=first: first(x).to(dtype), linear(pair[1])))
+        given.append(ExpertWeights(pair[0].to(device), None, pair[1].to(device), None))
+    return random(count, hidden), given, functions
+
+
+def refused(experts, capability=(9, 0)):
+    return refusal(experts, partial(CudaExperts.kind, capability=capability))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("dtype", "tokens"), [(torch.float16, 1), (torch.float32, 7), (torch.float16, 100), (BF16, 7)])
+def test_two_products_are_those_of_experts_one_by_one(kind, dtype, tokens, device):
+    if dtype == BF16 and device.type == "cpu":
+        pytest.skip("the interpreter has no products of bfloat16")
+    router, given, functions = layers(kind, dtype, device)
+    x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(tokens)).to(dtype)
+    assert refused(given) is None
+    onto = router.to(device)
+    found = CudaExperts(lambda x: x @ onto.t(), given, 2, True)(x.to(device)).cpu()
+    expected = ExpertsInTurn(lambda x: x @ router.t(), functions, 2, True)(x)
+    limit = 1e-4 if dtype == torch.float32 else 2e-2
+    assert (found - expected).float().norm() <= limit * expected.float().norm()
+
+
+def test_what_the_kernel_does_not_take():
+    _, given, _ = layers("int8", BF16, "cpu")
+    first = given[0]
+    assert refused(given, (8, 0)) is None
+    assert refused(layers("fp8", BF16, "cpu")[1], (8, 0)) == "no kernel takes Fp8Weight of [128, 128]"
+    assert refused([*given, *layers("floats", BF16, "cpu")[1]]) == "they are of different kinds"
+    static = dataclasses.replace(first.down, activation=StaticActivation(torch.ones(1)))
+    for change, reason in (
+        ({"down_bias": torch.zeros(80)}, "they have biases"),
+        ({"down": dataclasses.replace(first.down, clip=torch.ones(1))}, "they are of different kinds"),
+        ({"down": static}, "no kernel takes inputs that are rounded by scales found before"),
+        ({"gate_up": (first.gate_up, first.down)}, "gates are of another kind than what they are multiplied with"),
+    ):
+        assert refused([*given[1:], dataclasses.replace(first, **change)]) == reason
+    assert "no kernel takes" in refused(layers("fp8 blocks", BF16, "cpu")[1], (8, 0))
+    assert CudaExperts.kind(grouped(4, 8)(torch.zeros(32, 32)), (9, 0)) is None
+
+
+def narrow(outputs, inputs, dtype, *scales, **more):
+    kind = Int8Weight if dtype == torch.int8 else Fp8Weight
+    return kind(empty(outputs, inputs, dtype=dtype), empty(*(scales or (outputs,)), dtype=torch.float32), **more)
+
+
+def in_groups(outputs, inputs, bits, zeros):
+    groups = outputs, inputs // 128
+    values = empty(outputs, inputs * bits // 8, dtype=torch.uint8)
+    zero = empty(*groups, dtype=torch.uint8) if zeros else None
+    return GroupedWeight(values, empty(*groups, dtype=torch.float16), zero, 128, bits)
+
+
+FORMS = (
+    empty,
+    lambda *shape: narrow(*shape, torch.int8),
+    lambda *shape: in_groups(*shape, 4, True),
+    lambda *shape: in_groups(*shape, 8, False),
+    lambda *shape: narrow(*shape, torch.float8_e4m3fn),
+    lambda *shape: narrow(*shape, torch.float8_e4m3fn, shape[0] // 128, shape[1] // 128, block=(128, 128)),
+)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted, not compiled")
+@pytest.mark.parametrize("capability", [80, 90])
+def test_it_compiles(capability, monkeypatch, tmp_path):
+    """For 128 experts of which a token takes 8, as Qwen3-30B-A3B has them."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # compiled anew, also what an earlier run compiled
+    with compiling(monkeypatch, capability) as found:
+        for form in FORMS[: len(FORMS) if capability >= 90 else 4]:
+            weights = [form(*shape) for shape in ((1536, 2048), (2048, 768))]
+            onto, expert = empty(2048, 128), ExpertWeights(weights[0], None, weights[1], None)
+            layer = CudaExperts(lambda x, onto=onto: x @ onto, [expert] * 128, 8, True)
+            for tokens in (1, 300):
+                layer(empty(tokens, 2048))
+    assert len(found) >= 6
+    products = [kernel for kernel in found if kernel.kernel == "_multiply"]
+    assert products
+    assert all(kernel.shared <= SHARED[capability] and kernel.spilled == 0 for kernel in products)

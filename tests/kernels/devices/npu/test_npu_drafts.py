@@ -1,0 +1,77 @@
+"""Drafts on a simulated NPU: what is drafted is what follows from scratch, and what is said stays the same."""
+
+from __future__ import annotations
+
+import pytest
+from tokenizers import Tokenizer
+
+from app.understudy.drafts import DRAFTS, draft_path
+from kernels.contract.speculation import SpeculativeSettings
+from kernels.contract.step import SlotSampling
+from kernels.devices.npu.native_attention import native_attention
+from tests.kits.speculation.dflash import DFLASH, SHAPES, block
+from tests.kits.speculation.drafting import Plain, make_target, seeded, write
+from tests.kits.speculation.layouts import make_layout
+from tests.kits.speculation.lossless import truth
+from tests.kits.speculation.oracles import run_mixed
+from tests.kits.speculation.runner_drafts import ASKED, LENGTH, SAMPLINGS, compare, eagle_chain
+
+OPTIONS = {"device": "npu", "page_size": 128, "max_step_tokens": 64, "max_total_tokens": 8 * 128, "max_slots": 5}
+
+
+@pytest.mark.parametrize("name", ["eagle", "deepseek"])
+def test_heads(name, drive, tmp_path):
+    _, algorithm, target, draft, _, plain = make_layout(name, tmp_path)
+    compare(
+        target, algorithm, draft, lambda known, steps: eagle_chain(plain, known, steps), drive, count=3, options=OPTIONS
+    )
+
+
+def test_blocks(drive, tmp_path):
+    (tmp_path / "target").mkdir()
+    target, own = make_target(tmp_path / "target")
+    weights = seeded(SHAPES, 41)
+    draft = write(tmp_path / "draft", DFLASH, weights)
+
+    def expected(known, steps):
+        return block(known, Plain(weights), own["model.embed_tokens.weight"], 0, 4).argmax(-1).tolist()[:steps]
+
+    compare(target, "DFLASH", draft, expected, drive, count=3, options=OPTIONS)
+
+
+def test_trees(drive, tmp_path):
+    _, algorithm, target, draft, _, _ = make_layout("eagle3", tmp_path)
+    settings = SpeculativeSettings(algorithm, draft_model_path=str(draft), num_steps=4, topk=3, num_draft_tokens=10)
+    said, _ = truth(drive, target, ASKED[3:], SAMPLINGS[3:], LENGTH, **OPTIONS)
+    driver = drive(target, speculation=settings, **OPTIONS)
+    assert run_mixed(driver, ASKED[3:], SAMPLINGS[3:], said, LENGTH)[0] == said
+
+
+@pytest.mark.parametrize(("algorithm", "topk"), [("EAGLE3", 3), ("DFLASH", 1)])
+def test_the_drafts_in_the_box_are_believed(algorithm, topk, drive):
+    """In bfloat16, by fused attention and in graphs."""
+    model = DRAFTS.parent / "model"
+    tokens = Tokenizer.from_file(str(model / "tokenizer.json")).encode("What is the capital of France?").ids
+    settings = SpeculativeSettings(algorithm, str(draft_path(algorithm)), num_steps=4, topk=topk, num_draft_tokens=6)
+    driver = drive(model, dtype="bfloat16", speculation=settings, **OPTIONS | {"max_slots": 2})
+    driver.admit(1, tokens, sampling=SlotSampling(temperature=0.0))
+    driver.step([(1, len(tokens))])
+    for _ in range(12):
+        assert not driver.step([(1, 1)], {1: 5}).failed
+    assert len(driver.tokens[1]) - len(tokens) > 18
+
+
+@pytest.mark.parametrize("backend", ["", "torch_native"])
+def test_a_draft_has_attention_of_its_own(backend, drive, monkeypatch):
+    called = []
+    monkeypatch.setattr(
+        "kernels.devices.npu.attention.native_attention", lambda *args: called.append(args) or native_attention(*args)
+    )
+    settings = SpeculativeSettings("EAGLE", str(draft_path("EAGLE")), draft_attention_backend=backend)
+    model = DRAFTS.parent / "model"
+    driver = drive(model, dtype="bfloat16", speculation=settings, disable_graphs=True, **OPTIONS | {"max_slots": 2})
+    driver.admit(1, [5, 6, 7, 8])
+    driver.step([(1, 4)])
+    called.clear()
+    driver.step([(1, 1)], {1: 3})
+    assert len(called) == (3 if backend else 0)  # what was observed, and two draft tokens that are gone on from

@@ -1,0 +1,300 @@
+"""Layers of experts on simulated NPUs: grouped products give what experts one by one do, in graphs too."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch_npu
+
+from kernels.contract.step import SlotSampling
+from kernels.devices.experts import ExpertsInTurn, ExpertWeights, refusal
+from kernels.devices.npu.experts import NpuExperts
+from kernels.devices.npu.operators import FRACTAL_NZ
+from kernels.devices.npu.soc import Soc
+from kernels.devices.npu_simulator.constraints import ConstraintError
+from kernels.weights.quantization.int8 import Int8Linear
+from kernels.weights.quantization.packed import grouped
+from kernels.weights.quantization.tokens import clip_tokens, fake_quantize_tokens
+from kernels.weights.quantization.weights import StaticActivation, quantize_int8
+from tests.kits.modelslim import write
+from tests.kits.quantized import fp8_blocks, rewrite
+from tests.kits.quantized_words import Rounded, awq, gptq
+
+BF16 = torch.bfloat16
+A3 = Soc("A3", "Ascend910_9391")
+PAGE = 128
+SHAPES = ((64, 64), (64, 32))
+FP8 = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+GPTQ = {"quant_method": "gptq", "bits": 8, "group_size": 16, "desc_act": False, "sym": False}
+OPTIONS = {"device": "npu", "page_size": PAGE, "max_step_tokens": 256, "max_total_tokens": 16 * PAGE}
+
+
+def refused(experts):
+    return refusal(experts, partial(NpuExperts.kind, soc=A3))
+
+
+def weights(count, hidden, inner):
+    generator = torch.Generator().manual_seed(4)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator).div_(shape[-1] ** 0.5).to(BF16)
+
+    return random(count, hidden), [(random(2 * inner, hidden), random(hidden, inner)) for _ in range(count)]
+
+
+def gated(linear):
+    def run(x):
+        gate, up = linear(x).float().chunk(2, -1)
+        return (torch.nn.functional.silu(gate) * up).to(x.dtype)
+
+    return run
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["floats", "int8"])
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_grouped_products_are_those_of_experts_one_by_one(whole, normalized, tokens):
+    router, experts = weights(6, 64, 32)
+    x = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(tokens)).to(BF16)
+    given, linears = [], []
+    for gate_up, down in experts:
+        if whole:
+            first, second = quantize_int8(gate_up), quantize_int8(down)
+            linears.append((gated(Int8Linear(first, None)), Int8Linear(second, None)))
+            given.append(ExpertWeights(first.to(torch.device("npu")), None, second.to(torch.device("npu")), None))
+        else:
+            linears.append((gated(lambda x, w=gate_up: x @ w.t()), lambda x, w=down: x @ w.t()))
+            given.append(ExpertWeights(gate_up.npu(), None, down.npu(), None))
+    assert refused(given) is None
+    onto = router.npu()
+    found = NpuExperts(lambda x: x @ onto.t(), given, 2, normalized, A3)(x.npu())
+    expected = ExpertsInTurn(lambda x: x @ router.t(), linears, 2, normalized)(x)
+    torch.testing.assert_close(found.cpu(), expected, atol=2e-2, rtol=2e-2)
+
+
+def test_what_the_operators_do_not_take_is_run_one_by_one():
+    _, [(gate_up, down), *_] = weights(2, 64, 32)
+    bias = torch.zeros(64)
+    assert refused([ExpertWeights(gate_up, bias, down, None)]) == "they have biases"
+    assert "no kernel takes float32" in refused([ExpertWeights(gate_up.float(), None, down.float(), None)])
+    whole = quantize_int8(gate_up)
+    mixed = [ExpertWeights(whole, None, down, None), ExpertWeights(gate_up, None, down, None)]
+    assert refused(mixed) == "they are of different kinds"
+    halves = [grouped(torch.zeros(*shape, dtype=torch.uint8), torch.ones(shape[0], 4), None, 4) for shape in SHAPES]
+    assert "no kernel takes GroupedWeight" in refused([ExpertWeights(halves[0], None, halves[1], None)])  # of 16 and 8
+    assert "gates are of" in refused([ExpertWeights((gate_up, quantize_int8(gate_up)), None, down, None)])
+    static = dataclasses.replace(whole, activation=StaticActivation(torch.ones(1)))
+    assert "scales found before" in refused([ExpertWeights(static, None, down, None)])
+
+
+def test_weights_are_in_tiles_where_the_device_keeps_them():
+    """Floats and int8 by int8; of others the vendor does not say that they may be."""
+    router, experts = weights(3, 64, 32)
+    for kind, tiled in ((None, True), (quantize_int8, True), (lambda weight: rounded("int8", weight), False)):
+        given = []
+        for pair in experts:
+            first, second = pair if kind is None else map(kind, pair)
+            given.append(ExpertWeights(first.to("npu"), None, second.to("npu"), None))
+        for soc, kept in ((A3, tiled), (Soc("A5", "Ascend950"), False)):
+            layer = NpuExperts(lambda x: x @ router.npu().t(), given, 2, True, soc)
+            formats = {torch_npu.get_npu_format(stack.values) for stack in (layer.gate_up, layer.down)}
+            assert formats == {FRACTAL_NZ if kept else 2}
+
+
+def test_scales_of_whole_numbers_have_the_dtype_of_what_comes_out():
+    """As A2 and A3 take them: bfloat16 beside bfloat16, else float32."""
+    rows, counts = torch.ones(4, 64, dtype=torch.int8).npu(), torch.tensor([1, 3]).npu()
+    values, tokens = torch.ones(2, 64, 32, dtype=torch.int8).npu(), torch.ones(4).npu()
+    scales = torch.ones(2, 32).npu()
+    for dtype, wrong, right in ((BF16, scales, scales.to(BF16)), (torch.float16, scales.to(BF16), scales)):
+
+        def product(given, dtype=dtype):
+            options = {"scale": [given], "per_token_scale": [tokens], "output_dtype": dtype, "group_list": counts}
+            options |= {"split_item": 2, "group_type": 0, "group_list_type": 1}
+            return torch_npu.npu_grouped_matmul([rows], [values], **options)[0]
+
+        assert product(right).cpu().equal(torch.full((4, 32), 64, dtype=dtype))
+        with pytest.raises(ConstraintError, match="scale: must be"):
+            product(wrong)
+
+
+def scores(driver, prompt):
+    driver.admit(1, prompt, sampling=SlotSampling(temperature=0.0, prompt_logprobs=0))
+    return np.frombuffer(driver.step([(1, len(prompt))]).prompt_logprobs, np.float32)
+
+
+@pytest.mark.parametrize("name", ["qwen2-moe", "qwen3-moe", "qwen3-moe-one", "qwen3-moe-some", "mixtral"])
+def test_graphs_generate_what_eager_steps_generate(name, reference, drive, prompts, simulator):
+    """And that is likely to the model in float32."""
+    model, (first, second) = reference(name), prompts(40, 9)
+    said = []
+    for graphs in (False, True):
+        driver = drive(model.path, dtype="bfloat16", disable_graphs=not graphs, **OPTIONS)
+        assert bool(driver.info.graph_rows) == graphs
+        for slot, prompt in enumerate((first, second), start=1):
+            driver.admit(slot, prompt)
+            driver.step([(slot, len(prompt))])
+        for _ in range(20):
+            assert not driver.step([(1, 1), (2, 1)]).failed
+        said.append(driver.tokens)
+    assert said[0] == said[1]
+    wide = model.logprobs(said[0][1])[39:-1]
+    chosen = wide.gather(1, torch.tensor(said[0][1][40:])[:, None])[:, 0]
+    assert (wide.amax(-1) - chosen).mean() < 0.3
+    assert simulator.engine.calls["npu.npu_grouped_matmul.default"] > 0
+
+
+def test_gate_and_down_may_be_of_other_kinds(reference, drive, prompts, tmp_path):
+    source, (prompt,) = reference("parallel-moe").path, prompts(40)
+    for number, floats in enumerate((("down_proj",), ("gate_proj", "up_proj"))):
+        kinds = dict.fromkeys(floats, "FLOAT")
+        path, _ = write(
+            source,
+            tmp_path / str(number),
+            lambda module, kinds=kinds: kinds.get(module.rpartition(".")[2], "W8A8_DYNAMIC"),
+        )
+        drivers = [drive(path, dtype="bfloat16", page_size=PAGE), drive(path, dtype="bfloat16", **OPTIONS)]
+        assert drivers[1].info.graph_rows
+        on_cpu, found = (scores(driver, prompt) for driver in drivers)
+        assert np.abs(on_cpu - found).mean() < 0.4
+
+
+def rounded(kind, weight):
+    """In 4 bits, with zeros or not, in groups of 32 or not; or in 8. "by 8": of tokens that are rounded to 8 bits."""
+    if kind == "int8":
+        return dataclasses.replace(quantize_int8(weight), activation=None)
+    if kind == "int8 clipped":
+        return dataclasses.replace(quantize_int8(weight), clip=torch.tensor([0.9]))
+    group = 32 if "groups" in kind else weight.shape[1]
+    found = Rounded.of(weight.float(), int(kind[0]), group, "zeros" not in kind, "act-order" in kind)
+    order = found.index.argsort(stable=True) if "act-order" in kind else None
+    values = found.values.to(torch.uint8)
+    zeros = found.zeros.to(torch.uint8) if "zeros" in kind else None
+    made = grouped(values if order is None else values[:, order], found.scales, zeros, int(kind[0]), order)
+    return dataclasses.replace(made, activation="dynamic" if "by 8" in kind else None)
+
+
+def prepared(weight, x):
+    x = x if weight.clip is None else clip_tokens(x, weight.clip)
+    return fake_quantize_tokens(x) if weight.activation else x
+
+
+FORMS = ("4", "4 zeros", "4 groups", "4 groups zeros", "4 groups act-order", "4 groups by 8", "8 zeros", "int8")
+
+
+@pytest.mark.parametrize("kind", [*FORMS, "int8 clipped"])
+def test_weights_that_are_made_floats_on_the_way(kind):
+    router, experts = weights(6, 64, 64)
+    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(3)).to(BF16)
+    given, linears = [], []
+    for pair in experts:
+        narrow = [rounded(kind, weight) for weight in pair]
+        dense = [weight.dequantize(BF16) for weight in narrow]
+        first, second = (lambda x, w=w, one=one: prepared(one, x) @ w.t() for one, w in zip(narrow, dense, strict=True))
+        linears.append((gated(first), second))
+        given.append(ExpertWeights(narrow[0].to(torch.device("npu")), None, narrow[1].to(torch.device("npu")), None))
+    assert refused(given) is None
+    onto = router.npu()
+    layer = NpuExperts(lambda x: x @ onto.t(), given, 2, True, A3)
+    found = layer(x.npu())
+    expected = ExpertsInTurn(lambda x: x @ router.t(), linears, 2, True)(x)
+    torch.testing.assert_close(found.cpu(), expected, atol=3e-2, rtol=3e-2)
+
+
+def test_words_of_four_bits_are_in_graphs(reference, drive, prompts, tmp_path):
+    source, (prompt,) = reference("parallel-moe").path, prompts(40)
+    settings = {"quant_method": "awq", "bits": 4, "group_size": 32, "modules_to_not_convert": ["gate"]}
+    path = rewrite(source, tmp_path, awq(4, 32), settings)
+    drivers = [drive(path, dtype="bfloat16", page_size=PAGE), drive(path, dtype="bfloat16", **OPTIONS)]
+    assert drivers[1].info.graph_rows
+    on_cpu, found = (scores(driver, prompt) for driver in drivers)
+    assert np.abs(on_cpu - found).mean() < 0.4
+    assert len(drivers[1].generate(1, 50)) == 50
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *(("parallel-moe", kind) for kind in ("int8", "W8A8_DYNAMIC", "W4A8_DYNAMIC")),
+        ("parallel-shared", "W8A8_DYNAMIC"),
+    ],
+)
+def test_quantized_experts_are_in_graphs(name, kind, reference, drive, prompts, tmp_path):
+    source, (prompt,) = reference(name).path, prompts(40)
+    path, flag = (source, "int8") if kind == "int8" else (write(source, tmp_path, lambda module: kind)[0], "")
+    drivers = [
+        drive(path, quantization=flag, dtype="bfloat16", page_size=PAGE),
+        drive(path, quantization=flag, dtype="bfloat16", **OPTIONS),
+    ]
+    assert drivers[1].info.graph_rows
+    on_cpu, found = (scores(driver, prompt) for driver in drivers)
+    assert np.abs(on_cpu - found).mean() < 0.4
+    assert len(drivers[1].generate(1, 50)) == 50
+
+
+@pytest.mark.parametrize(
+    ("form", "told"),
+    [
+        (lambda path, to: write(path, to, lambda module: "W4A8_DYNAMIC", group=32)[0], False),
+        (lambda path, to: write(path, to, lambda module: "W8A8_MXFP8")[0], True),
+        (lambda path, to: rewrite(path, to, fp8_blocks(16, 16), FP8), True),
+        (lambda path, to: rewrite(path, to, gptq(8, 16), GPTQ), True),
+        (
+            lambda path, to: write(path, to, lambda module: "FLOAT" if "gate_proj" in module else "W8A8_DYNAMIC")[0],
+            True,
+        ),
+    ],
+    ids=["4 by 8 in groups", "mxfp8", "fp8 blocks", "8 bits in groups", "gates of another kind"],
+)
+def test_experts_in_forms_of_no_kernel_are_in_graphs(form, told, reference, drive, prompts, tmp_path, caplog):
+    path, (prompt,) = form(reference("parallel-moe").path, tmp_path), prompts(20)
+    with caplog.at_level(logging.WARNING, "troupe.kernels"):
+        driver = drive(path, dtype="bfloat16", **OPTIONS)
+    assert sum("experts in" in record.message for record in caplog.records) == told
+    assert driver.info.graph_rows
+    found, on_cpu = scores(driver, prompt), scores(drive(path, dtype="bfloat16", page_size=PAGE), prompt)
+    assert np.abs(on_cpu - found).mean() < 0.4
+    assert len(driver.generate(1, 30)) == 30
+
+
+def test_experts_that_run_one_by_one_leave_decodes_out_of_graphs(reference, drive, prompts, tmp_path, caplog):
+    def mixed(module):
+        return "W8A8_DYNAMIC" if ".experts.1." in module else "FLOAT"
+
+    path, _ = write(reference("parallel-moe").path, tmp_path, mixed)
+    with caplog.at_level(logging.WARNING, "troupe.kernels"):
+        driver = drive(path, dtype="bfloat16", **OPTIONS)
+    told = [record.message for record in caplog.records if "experts are run one by one" in record.message]
+    assert len(told) == 1
+    assert "they are of different kinds" in told[0]
+    assert not driver.info.graph_rows
+    (prompt,) = prompts(20)
+    driver.admit(1, prompt)
+    assert len(driver.generate(1, 30)) == 30
+
+
+def test_what_the_device_does_not_take():
+    x, weight = torch.ones(4, 32, dtype=BF16).npu(), torch.ones(3, 32, 16, dtype=BF16).npu()
+    counts = torch.tensor([1, 0, 3]).npu()
+    right = {"split_item": 2, "group_type": 0, "group_list_type": 1}
+    assert torch_npu.npu_grouped_matmul([x], [weight], group_list=counts, **right)[0].shape == (4, 16)
+    with pytest.raises(ConstraintError, match="group_list: must be int64"):
+        torch_npu.npu_grouped_matmul([x], [weight], group_list=counts.int(), **right)
+    with pytest.raises(ConstraintError, match=r"weight: must be \[experts, 32, N\]"):
+        torch_npu.npu_grouped_matmul([x], [weight.transpose(1, 2)], group_list=counts, **right)
+    with pytest.raises(ConstraintError, match="scale: must be one tensor of"):
+        torch_npu.npu_grouped_matmul(
+            [x.to(torch.int8)], [weight.to(torch.int8)], group_list=counts, output_dtype=BF16, **right
+        )
+    experts = torch.zeros(4, 2, dtype=torch.int32).npu()
+    with pytest.raises(ConstraintError, match="expert_idx: must be int32"):
+        torch_npu.npu_moe_init_routing_v2(x, experts.long(), active_num=8, expert_num=3)
+    with pytest.raises(ConstraintError, match="active_num: 7 is not simulated: 8 is"):
+        torch_npu.npu_moe_init_routing_v2(x, experts, active_num=7, expert_num=3)
+    with pytest.raises(ConstraintError, match="k: must be 1 to 3, is 4"):
+        torch_npu.npu_moe_gating_top_k_softmax(torch.ones(2, 3).npu(), None, 4)

@@ -1,0 +1,57 @@
+"""Latent attention and states in plain torch, against the same computed from whole sequences."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.contract.caches import State
+from kernels.core.attention_rows import AttentionRows
+from kernels.core.batch import BoundedRows
+from kernels.devices.latent_attention import attend_latent, make_latent, write_latent
+from kernels.devices.state_cache import advance_states, make_states
+
+CPU = torch.device("cpu")
+
+
+def rows(starts: list[int], counts: list[int], pages: list[list[int]]) -> AttentionRows:
+    return AttentionRows(np.array(starts), np.array(counts), np.array(pages, dtype=np.int32), 0)
+
+
+def test_latent_attention_reads_the_tokens_before_and_no_others() -> None:
+    torch.manual_seed(0)
+    cache = make_latent(8, 4, 6, torch.float32, CPU)
+    cache.fill_(torch.nan)
+    vectors, queries = torch.randn(7, 6), torch.randn(7, 3, 6)
+    pages = torch.tensor([5, 2])
+    index = pages.repeat_interleave(4)[:7] * 4 + torch.arange(7) % 4
+    write_latent(cache, index, vectors)
+    found = torch.cat(
+        [
+            attend_latent(queries[:5], cache, rows([0], [5], [[5, 2]]), 4, 0.5),
+            attend_latent(queries[5:], cache, rows([5], [2], [[5, 2]]), 4, 0.5),
+        ]
+    )
+    scores = torch.einsum("qhw,kw->hqk", queries, vectors) * 0.5
+    scores.masked_fill_(torch.ones(7, 7).triu(1).bool(), -torch.inf)
+    torch.testing.assert_close(found, torch.einsum("hqk,kd->qhd", scores.softmax(-1), vectors[:, :4]))
+
+
+def test_states_are_kept_at_the_end_of_every_column() -> None:
+    cache = make_states(State(((2,),)), 8, CPU)
+    values = torch.arange(1.0, 12.0)
+
+    def advance(tokens: slice, states: list[Tensor]) -> list[Tensor]:
+        return [states[0] + values[tokens].sum()]
+
+    def bounded(starts: list[int], counts: list[int], pages: list[list[int]]) -> BoundedRows:
+        return BoundedRows(np.array(starts), np.array(counts), np.array(pages, dtype=np.int32), 4)
+
+    advance_states(cache, bounded([0, 0], [9, 2], [[3, 5, 1], [2, 0, 0]]), advance)
+    assert cache[0][:, 0].tolist() == [0, 45, 21, 10, 0, 36, 0, 0]
+    values = torch.tensor([100.0, 1000.0])
+    advance_states(cache, bounded([8, 2], [1, 1], [[0, 5, 6], [2, 0, 0]]), advance)
+    assert cache[0][6, 0] == 136  # on from the snapshot after 8 tokens, which stays
+    assert cache[0][5, 0] == 36
+    assert cache[0][2, 0] == 1021

@@ -1,0 +1,51 @@
+"""How a rank finds its group, and leaves it."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from kernels.contract.config import RunnerConfig
+from kernels.devices.cpu.device import CpuDevice
+from kernels.distributed import group
+from kernels.distributed.group import GroupError, ProcessGroup, join_group
+
+
+@pytest.mark.parametrize(
+    ("backend", "way"), [("nccl", "_abort_process_group"), ("gloo", "destroy_process_group"), ("hccl", "destroy")]
+)
+def test_a_rank_of_nccl_leaves_without_its_peers(monkeypatch, backend, way):
+    """Its destruction waits for them, and they are told to stop only when this rank has."""
+    called = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: None)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: called.append("destroy_process_group"))
+    monkeypatch.setattr(
+        dist.distributed_c10d, "_abort_process_group", lambda: called.append("_abort_process_group"), raising=True
+    )
+    ProcessGroup(backend, dist.HashStore(), 1, 2, 60.0).close()
+    assert len(called) == 1
+    assert called[0].startswith(way)
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_group_is_made_when_all_ranks_are_here(monkeypatch, comes):
+    """A rank may take longer to come than a collective may last."""
+    made = []
+    store = dist.HashStore()
+    monkeypatch.setattr(group, "_open_store", lambda *told: store)
+    monkeypatch.setattr(group, "JOIN_SECONDS", 0.01)
+    monkeypatch.setattr(dist, "init_process_group", lambda *told, timeout, **options: made.append(timeout.seconds))
+    config = RunnerConfig(model_path="", tp_rank=0, tp_size=2, rendezvous="127.0.0.1:1", op_timeout=2.0)
+    if comes:
+        store.set("here/1", "")
+        assert join_group(CpuDevice(threads=1), config).size == 2
+    else:
+        with pytest.raises(GroupError, match=r"rank 0 of 2: rank 1 did not come within 0.01 s"):
+            join_group(CpuDevice(threads=1), config)
+    assert made == ([2] if comes else [])
+
+
+def test_a_store_whose_folder_is_gone_is_an_error_that_names_it(tmp_path):
+    config = RunnerConfig(model_path="", tp_rank=1, tp_size=2, rendezvous=str(tmp_path / "gone" / "store"))
+    with pytest.raises(GroupError, match=r"rank 1 of 2 cannot open .*/gone/store: its folder was deleted"):
+        join_group(CpuDevice(threads=1), config)

@@ -1,0 +1,310 @@
+"""Small models whose layers keep windows, latent vectors and states: planner, prefix cache and runner together give
+what the model gives without a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from actors.caching import PrefixCache
+from actors.protocol import SequenceSpec
+from actors.scheduling import Planner, PlannerConfig
+from actors.scheduling.testing import drive
+from kernels.contract.caches import PageRun, State, Window
+from kernels.contract.config import RunnerConfig
+from kernels.contract.errors import ConfigError
+from kernels.contract.speculation import SpeculativeSettings
+from kernels.contract.step import Admission, SlotSampling, StepBatch
+from kernels.devices import group_caches
+from kernels.execution.runner import ModelRunner
+from tests.kits.mixed_caches import install, make_mixed_model
+
+KINDS = {
+    "full": ("full", "full"),
+    "window": ("window", "window"),
+    "latent": ("latent", "latent"),
+    "state": ("state", "state"),
+    "full-window": ("full", "window", "window"),
+    "latent-state": ("state", "latent", "state"),
+    "all": ("full", "window", "latent", "state"),
+}
+GREEDY = SlotSampling(temperature=0.0)
+PAGE = 4
+
+
+def pack(values: Sequence[int]) -> bytes:
+    return np.array(values, dtype=np.int32).tobytes()
+
+
+def unpack(data: bytes) -> list[int]:
+    return np.frombuffer(data, dtype=np.int32).tolist()
+
+
+@pytest.fixture(autouse=True)
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(install(tmp_path / "site")))
+
+
+@pytest.fixture(params=KINDS)
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return make_mixed_model(tmp_path / "model", KINDS[request.param])
+
+
+def make_runner(model: Path, **options: Any) -> tuple[ModelRunner, Any]:
+    defaults = {"dtype": "float32", "max_total_tokens": 1024, "max_slots": 9, "threads": 1, "page_size": PAGE}
+    runner = ModelRunner(RunnerConfig(model_path=str(model), **(defaults | {"max_step_tokens": 256} | options)))
+    return runner, runner.load()
+
+
+class Uncached:
+    """The model without a cache: every token comes of a run of all tokens before it, in one step."""
+
+    def __init__(self, model: Path) -> None:
+        self._runner, info = make_runner(model)
+        self._groups, self._number = info.bounded_groups, 0
+
+    def says(self, prompt: Sequence[int], count: int) -> list[int]:
+        tokens = list(prompt)
+        for _ in range(count):
+            self._number += 1
+            runs = tuple(PageRun(0, pack(self._pages(len(tokens), group.page_tokens))) for group in self._groups)
+            admission = Admission(
+                1,
+                self._number,
+                pack(tokens),
+                len(prompt),
+                0,
+                pack(self._pages(len(tokens), PAGE)),
+                GREEDY,
+                bounded=runs,
+            )
+            result = self._runner.run(
+                StepBatch(
+                    self._number,
+                    pack([1]),
+                    pack([self._number]),
+                    pack([len(tokens)]),
+                    admitted=(admission,),
+                    released=pack([1]) if self._number > 1 else b"",
+                )
+            )
+            assert not result.failed
+            tokens += unpack(result.tokens)
+        return tokens[len(prompt) :]
+
+    @staticmethod
+    def _pages(tokens: int, size: int) -> list[int]:
+        return list(range(1, -(-tokens // size) + 1))
+
+
+class Line:
+    """Planner and prefix cache before a runner."""
+
+    def __init__(self, model: Path, runner: dict[str, Any] | None = None, **config: Any) -> None:
+        self.config = PlannerConfig(**({"max_running": 6, "max_slots": 9, "step_tokens": 20} | config))
+        self._model, self._options = model, {"max_step_tokens": self.config.step_tokens} | (runner or {})
+        self.planner = Planner(self.config)
+        self.said: dict[int, list[int]] = {}
+        self.cached: dict[int, int] = {}
+        self.ends: list[int] = []
+        self.most_used: list[int] = []
+        self.start_worker()
+
+    def start_worker(self) -> None:
+        self.runner, self.info = make_runner(self._model, **self._options)
+        self.cache = PrefixCache(self.info.num_pages, PAGE, bounded=self.info.bounded_groups)
+        self.sent: list[StepBatch] = []
+        self.planner.worker_ready(self.info, 0.0)
+
+    def submit(self, number: int, prompt: Sequence[int], count: int, **fields: Any) -> None:
+        self.said[number] = []
+        spec = SequenceSpec(
+            sequence=number, prompt=pack(prompt), sampling=GREEDY, max_tokens=count, arrival=float(number), **fields
+        )
+        self.planner.submit([spec], 0.0)
+
+    def step(self) -> bool:
+        while self.planner.can_send:
+            plan = drive(self.planner.plan(0.0), self.cache)
+            self.cache.check()
+            if plan is None:
+                break
+            assert not plan.emissions
+            assert plan.batch is not None
+            self.sent.append(plan.batch)
+        usage = self.cache.usage().bounded
+        self.most_used = [
+            max(pair) for pair in zip(self.most_used or [0] * len(usage), (g.used for g in usage), strict=True)
+        ]
+        if not self.sent:
+            return False
+        result = self.runner.run(self.sent.pop(0))
+        assert not result.failed
+        for emission in self.planner.finish_step(result, 0.0):
+            self.said[emission.sequence] += emission.tokens
+            self.cached[emission.sequence] = emission.cached_tokens
+            self.ends += [emission.sequence] * (emission.ended is not None)
+        return True
+
+    def play(self) -> None:
+        while self.step():
+            pass
+        assert not self.planner.has_work
+        usage = self.cache.usage()
+        assert usage.used == 0
+        assert all(group.used == 0 for group in usage.bounded)
+        assert sorted(self.ends) == sorted(self.said)
+
+
+def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, 380, length).tolist() for length in lengths]
+
+
+def test_chunks_and_decodes_give_what_the_model_gives_without_a_cache(model: Path) -> None:
+    asked = prompts(5, 61, 33)
+    line, uncached = Line(model), Uncached(model)
+    for number, prompt in enumerate(asked):
+        line.submit(number, prompt, 12)
+    line.play()
+    assert [line.said[number] for number in range(3)] == [uncached.says(prompt, 12) for prompt in asked]
+
+
+def test_a_cached_prefix_gives_the_same_tokens(model: Path) -> None:
+    (shared, first, second) = prompts(70, 9, 6)
+    line, uncached = Line(model), Uncached(model)
+    line.submit(0, shared + first, 6)
+    line.play()
+    line.submit(1, shared + second, 6)
+    line.submit(2, shared + first, 6)
+    line.play()
+    assert line.cached[1] > 0
+    assert line.cached[2] >= line.cached[1]
+    assert line.said[1] == uncached.says(shared + second, 6)
+    assert line.said[2] == line.said[0] == uncached.says(shared + first, 6)
+
+
+def test_preempted_sequences_go_on_with_the_same_tokens(model: Path) -> None:
+    asked = prompts(30, 47, 30)
+    line, uncached = Line(model, max_running=2, priority_scheduling=True), Uncached(model)
+    for number, prompt in enumerate(asked[:2]):
+        line.submit(number, prompt, 20)
+    for _ in range(9):
+        line.step()
+    line.submit(2, asked[2], 20, priority=100)
+    line.play()
+    assert line.planner.load(0.0).preemptions == 1
+    assert [line.said[number] for number in range(3)] == [uncached.says(prompt, 20) for prompt in asked]
+
+
+@pytest.mark.parametrize("kinds", ["full", "latent-state"])
+def test_sequences_that_lack_pages_take_turns(kinds: str, tmp_path: Path) -> None:
+    asked, model = prompts(30, 30, 30), make_mixed_model(tmp_path / "model", KINDS[kinds])
+    line, uncached = Line(model, {"max_total_tokens": 27 * PAGE}, conservativeness=0.0), Uncached(model)
+    for number, prompt in enumerate(asked):
+        line.submit(number, prompt, 20)
+    line.play()
+    assert line.planner.load(0.0).preemptions > 0
+    assert [line.said[number] for number in range(3)] == [uncached.says(prompt, 20) for prompt in asked]
+
+
+def test_sequences_wait_for_room_in_a_window_group(tmp_path: Path) -> None:
+    asked, model = prompts(60, 61, 62, 63), make_mixed_model(tmp_path / "model", KINDS["full-window"])
+    line, uncached = Line(model, {"max_total_tokens": 220}), Uncached(model)
+    for number, prompt in enumerate(asked):
+        line.submit(number, prompt, 4)
+    line.step()
+    load = line.planner.load(0.0)
+    assert load.running < len(asked)
+    line.play()
+    assert [line.said[number] for number in range(4)] == [uncached.says(prompt, 4) for prompt in asked]
+
+
+def test_a_new_worker_goes_on_where_the_old_one_was(model: Path) -> None:
+    asked = prompts(26, 41)
+    line, uncached = Line(model), Uncached(model)
+    for number, prompt in enumerate(asked):
+        line.submit(number, prompt, 16)
+    for _ in range(9):
+        line.step()
+    line.start_worker()
+    line.play()
+    assert [line.said[number] for number in range(2)] == [uncached.says(prompt, 16) for prompt in asked]
+
+
+def test_pages_outside_of_the_window_are_given_back(tmp_path: Path) -> None:
+    line = Line(make_mixed_model(tmp_path / "model", KINDS["full-window"], window=10))
+    (prompt,) = prompts(120)
+    line.submit(0, prompt, 100)
+    line.play()
+    (group,) = line.info.bounded_groups
+    assert isinstance(group.group.spec, Window)
+    assert line.most_used[0] <= group.sequence_pages(PAGE) + group.step_pages(20) < 220 // PAGE
+
+
+def test_a_prefix_of_a_state_ends_at_a_snapshot(tmp_path: Path) -> None:
+    line = Line(make_mixed_model(tmp_path / "model", KINDS["latent-state"]))
+    (group,) = line.info.bounded_groups
+    assert isinstance(group.group.spec, State)
+    assert group.page_tokens > PAGE
+    (prompt,) = prompts(3 * group.page_tokens + 5)
+    line.submit(0, prompt, 1)
+    line.play()
+    assert line.cache.usage().bounded[0].evictable == 3
+    line.submit(1, prompt[: 2 * group.page_tokens + PAGE + 1], 1)
+    line.play()
+    assert line.cached[1] == 2 * group.page_tokens
+
+
+def test_a_window_changes_the_tokens(tmp_path: Path) -> None:
+    """Otherwise the comparisons above would say nothing of it."""
+    (prompt,) = prompts(60)
+    said = [
+        Uncached(make_mixed_model(tmp_path / str(window), KINDS["window"], window=window)).says(prompt, 4)
+        for window in (8, 64)
+    ]
+    assert said[0] != said[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"speculation": SpeculativeSettings("NGRAM")}, "--speculative-algorithm"),
+        ({"kv_cache_dtype": "int8"}, "--kv-cache-dtype"),
+    ],
+)
+def test_options_for_plain_pages_are_refused_for_others(tmp_path: Path, options: dict[str, Any], says: str) -> None:
+    model = make_mixed_model(tmp_path / "model", KINDS["full-window"])
+    with pytest.raises(ConfigError, match=says):
+        make_runner(model, **options)
+
+
+def test_a_draft_model_that_keeps_more_than_plain_pages_is_refused(tmp_path: Path) -> None:
+    target = make_mixed_model(tmp_path / "target", KINDS["full"])
+    draft = make_mixed_model(tmp_path / "draft", KINDS["full-window"])
+    settings = SpeculativeSettings("STANDALONE", draft_model_path=str(draft), num_steps=2, topk=1, num_draft_tokens=3)
+    with pytest.raises(ConfigError, match="a draft model must keep keys and values of all tokens"):
+        make_runner(target, speculation=settings)
+
+
+def test_layers_in_plain_torch_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    group_caches._log_plain.cache_clear()
+    caplog.set_level("INFO", "troupe.kernels")
+    make_runner(make_mixed_model(tmp_path / "model", KINDS["latent-state"]))
+    found = [record.getMessage() for record in caplog.records if "plain torch" in record.getMessage()]
+    assert len(found) == 2
+    assert ("states" in found[0]) != ("states" in found[1])
+
+
+def test_a_plain_model_has_one_group_of_all_its_memory(tiny_model: Path) -> None:
+    _, info = make_runner(tiny_model)
+    (group,) = info.cache_groups
+    assert info.bounded_groups == ()
+    assert group.num_pages == info.num_pages
+    assert group.page_bytes * group.num_pages == info.cache_bytes
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(info), type=type(info)) == info

@@ -1,0 +1,60 @@
+"""How the cache's memory is divided among groups of layers."""
+
+from __future__ import annotations
+
+import pytest
+
+from kernels.contract.caches import CacheGroup, Latent, Paged, State, Window
+from kernels.state.group_sizes import GroupSizes, snapshot_pages
+
+PAGED = Paged(kv_heads=1, k_dim=4, v_dim=4)
+FULL = CacheGroup(PAGED, (0, 2))
+WINDOW = CacheGroup(Window(PAGED, 64), (1, 3))
+STATE = CacheGroup(State(((8, 8),)), (4,))
+
+
+def sizes(*groups: CacheGroup, slots: int = 4, context: int = 4096) -> GroupSizes:
+    return GroupSizes.of(groups, lambda spec: spec.token_bytes(2), 16, slots, 128, context)
+
+
+def test_groups_that_keep_all_tokens_have_the_main_pages() -> None:
+    found = sizes(FULL, CacheGroup(Latent(12, 4), (1,)))
+    assert [group.num_pages for group in found.with_pages(100)] == [100, 100]
+    assert found.token_bytes == 2 * 16 + 32
+    assert found.bytes(100) == 100 * 16 * found.token_bytes
+
+
+def test_a_window_has_pages_for_all_slots_at_most() -> None:
+    _, window = sizes(FULL, WINDOW).with_pages(100_000)
+    assert window.num_pages == 1 + 4 * window.sequence_pages(16) + window.step_pages(128)
+
+
+@pytest.mark.parametrize("pages", [2, 100, 10_000])
+def test_a_window_has_pages_for_one_sequence_at_least(pages: int) -> None:
+    _, window = sizes(FULL, WINDOW, slots=1000).with_pages(pages)
+    assert window.num_pages - 1 >= window.sequence_pages(16) + window.step_pages(128)
+    assert window.num_pages - 1 <= max(pages // 2, window.sequence_pages(16) + window.step_pages(128))
+
+
+def test_a_state_has_pages_for_all_slots_and_snapshots_beside() -> None:
+    (_, few), (_, many) = (sizes(FULL, STATE).with_pages(pages) for pages in (2, 100_000))
+    assert few.num_pages - 1 == 4 * few.sequence_pages(16) + few.step_pages(128)
+    assert many.num_pages - 1 == 100_000 * 16 // (many.page_tokens * 2)
+
+
+def test_snapshots_weigh_no_more_than_the_other_groups() -> None:
+    _, state = sizes(FULL, STATE).groups
+    main = 16 * 2 * 16
+    assert (state.page_bytes, main) == (256, 512)
+    assert state.page_tokens == 16
+    assert [snapshot_pages(size, 100) for size in (1, 100, 101, 900, 10**9)] == [1, 1, 2, 16, 256]
+    assert snapshot_pages(100, 0) == 16
+
+
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW), (WINDOW,), (STATE,), (FULL, WINDOW, STATE)])
+def test_as_many_pages_as_fit_a_budget(groups: tuple[CacheGroup, ...]) -> None:
+    found = sizes(*groups)
+    for budget in (0, 10_000, 1_000_000, 30_000_000):
+        pages = found.most_pages(budget, 5000)
+        assert pages == 0 or found.bytes(pages) <= budget
+        assert pages == 5000 or found.bytes(max(pages, 1) + 1) > budget
