@@ -16,7 +16,9 @@ PATIENCE = 300.0
 _NOT = "it did not come true"
 
 
-async def until(condition: Callable[[], object], what: str = _NOT, seconds: float = PATIENCE) -> None:
+async def until(
+    condition: Callable[[], object], what: str | Callable[[], str] = _NOT, seconds: float = PATIENCE
+) -> None:
     """Wait until ``condition`` is true; fail with ``what`` after ``seconds``."""
     try:
         async with asyncio.timeout(seconds):
@@ -25,7 +27,7 @@ async def until(condition: Callable[[], object], what: str = _NOT, seconds: floa
                     return
                 await asyncio.sleep(0.005)
     except TimeoutError:
-        raise AssertionError(what) from None
+        raise AssertionError(what() if callable(what) else what) from None
 
 
 def blocking_until(condition: Callable[[], object], what: str = _NOT, seconds: float = PATIENCE) -> None:
