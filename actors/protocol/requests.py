@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from actors.runtime import RequestError
+from kernels.contract.grammar import Grammar
 from kernels.contract.tasks import TaskResult
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "EngineFailed",
     "EngineNotReady",
     "FinishReason",
+    "Grammar",
     "InvalidRequest",
     "Limits",
     "QueueFull",
@@ -55,6 +57,10 @@ class Limits(msgspec.Struct, frozen=True):
     cache_salt_chars: int = 256
     template_chars: int = 65536  # of a request's own chat template
     template_kwargs_bytes: int = 65536  # as JSON
+    grammar_bytes: int = 65536  # of a grammar's text
+    grammar_depth: int = 64  # of its brackets
+    grammar_choices: int = 1024
+    grammar_seconds: float = 10.0  # to compile it
     schema_bytes: int = 65536  # of one tool's parameters, as JSON
     tools_bytes: int = 1 << 20  # of all tools, and of all tool calls in a conversation, as JSON
     text_requests: int = 64  # tokenizing, detokenizing and the like at a time, which take no ticket
@@ -98,6 +104,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     bad_words: tuple[str, ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
+    grammar: Grammar | None = None  # what the text must match
+    grammar_after: tuple[int, ...] = ()  # it begins behind these tokens, such as a thought's end mark; empty: at once
     speculative: bool = True  # whether tokens may be drafted ahead, where the engine does; the output is the same
     speculative_num_draft_tokens: int | None = None  # verified in one pass, the last known one among them; None: all
 

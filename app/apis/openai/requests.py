@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from actors.protocol.requests import LIMITS
+from app.apis.grammars import GrammarFields
 
 __all__ = [
     "Alternatives",
@@ -114,7 +115,7 @@ class Labels(msgspec.Struct, kw_only=True):
     stream_reasoning: Annotated[bool, _no_effect("thoughts stay in the text")] | None = None
 
 
-class SamplingFields(Labels, kw_only=True):
+class SamplingFields(Labels, GrammarFields, kw_only=True):
     """Fields of completions and chat completions."""
 
     model: Name | None = None
