@@ -313,7 +313,7 @@ class Intake:
         asked = [worker.ask(message, timeout=_COMPILE_TIMEOUT) for worker in route.workers]
         for answer in await asyncio.gather(*asked, return_exceptions=True):
             if isinstance(answer, str) and answer:
-                raise InvalidRequest(f"grammar: {answer}.", param="grammar", code="invalid_grammar")
+                raise InvalidRequest(f"grammar: {answer.rstrip('.')}.", param="grammar", code="invalid_grammar")
             if isinstance(answer, BaseException):
                 if not isinstance(answer, Exception):
                     raise answer

@@ -1,6 +1,7 @@
 """Sampling: from a step's logits to one token a row, on the device, batched over the rows.
 
-The order of the transforms: masks of grammars (``masks``), allowed tokens, bans, bad words, min_tokens and logit_bias (``edits``), penalties
+The order of the transforms: masks of grammars (``masks``), allowed tokens, bans, bad words, min_tokens and logit_bias
+(``edits``), penalties
 (``penalties``), temperature, top-k, top-p (``nucleus``), min-p, then the race of the noise's clocks (``noise``).
 Log-probabilities are those of the raw logits, before all transforms and at temperature 1. Ties are broken by the lowest
 id. A row's token depends only on its own logits, history, position and parameters.

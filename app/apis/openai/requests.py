@@ -90,8 +90,8 @@ def _no_effect(what: str) -> Meta:
     return Meta(description=f"Checked, and without effect here: {what}.")
 
 
-class Labels(msgspec.Struct, kw_only=True):
-    """Fields that change no token of an answer."""
+class Labels(GrammarFields, kw_only=True):
+    """Fields that change no token of an answer, beside those that constrain it."""
 
     user: Annotated[Name, _no_effect("no answer depends on it")] | None = None
     metadata: (
@@ -115,7 +115,7 @@ class Labels(msgspec.Struct, kw_only=True):
     stream_reasoning: Annotated[bool, _no_effect("thoughts stay in the text")] | None = None
 
 
-class SamplingFields(Labels, GrammarFields, kw_only=True):
+class SamplingFields(Labels, kw_only=True):
     """Fields of completions and chat completions."""
 
     model: Name | None = None
