@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kernels.contract.errors import UnsupportedError
 from kernels.contract.grammar import Grammar, GrammarError, GrammarSettings
 
 __all__ = [
@@ -20,7 +18,6 @@ __all__ = [
     "Compiled",
     "GrammarBackend",
     "Matcher",
-    "open_backend",
     "read_tags",
     "tokenizer_json",
 ]
@@ -57,26 +54,6 @@ class GrammarBackend(Protocol):
     def compile(self, grammar: Grammar) -> Compiled:
         """Raises GrammarError. Thread safe; it holds the interpreter's lock only briefly."""
         ...
-
-
-def open_backend(settings: GrammarSettings, vocab_size: int) -> GrammarBackend:
-    """Import the library and read the tokenizer: up to a second. ``vocab_size``: width of the logits.
-
-    Raises UnsupportedError.
-    """
-    try:
-        module = import_module(f"kernels.grammar.{settings.backend}_backend")
-        return cast(GrammarBackend, module.open_backend(settings, vocab_size))
-    except ImportError as error:
-        raise UnsupportedError(
-            f"--grammar-backend {settings.backend} needs the package {settings.backend}: pip install "
-            f'"troupe-llm[{settings.backend}]" ({error})'
-        ) from error
-    except (ValueError, RuntimeError) as error:
-        raise UnsupportedError(
-            f"{settings.backend} cannot read this model's tokenizer ({str(error)[:300]}); try the other "
-            "--grammar-backend"
-        ) from error
 
 
 def tokenizer_json(settings: GrammarSettings) -> str:

@@ -6,10 +6,13 @@ import threading
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from kernels.contract.grammar import Grammar, GrammarSettings
-from kernels.grammar.backend import Compiled, GrammarBackend, open_backend
+from kernels.contract.errors import UnsupportedError
+from kernels.contract.grammar import Grammar, GrammarError, GrammarSettings
+from kernels.grammar.backend import Compiled, GrammarBackend
 
-__all__ = ["GrammarCompiler"]
+__all__ = ["GrammarCompiler", "open_backend"]
+
+_ERROR_CHARS = 400
 
 _KEPT = 256
 _THREADS = 2
@@ -44,4 +47,37 @@ class GrammarCompiler:
         with self._opening:
             if self._backend is None:
                 self._backend = open_backend(self._settings, self._vocab_size)
-        return self._backend.compile(grammar)
+        try:
+            return self._backend.compile(grammar)
+        except GrammarError as error:
+            raise GrammarError(_one_line(str(error))) from error
+
+
+def open_backend(settings: GrammarSettings, vocab_size: int) -> GrammarBackend:
+    """Import the library and read the tokenizer: up to a second. ``vocab_size``: width of the logits.
+
+    Raises UnsupportedError.
+    """
+    name = settings.backend
+    try:
+        if name == "xgrammar":
+            from kernels.grammar.xgrammar_backend import XGrammar
+
+            return XGrammar(settings, vocab_size)
+        from kernels.grammar.llguidance_backend import LlGuidance
+
+        return LlGuidance(settings, vocab_size)
+    except ImportError as error:
+        raise UnsupportedError(
+            f'--grammar-backend {name} needs the package {name}: pip install "troupe-llm[{name}]" ({error})'
+        ) from error
+    except (ValueError, RuntimeError) as error:
+        raise UnsupportedError(
+            f"{name} cannot read this model's tokenizer ({_one_line(str(error))}); try the other --grammar-backend"
+        ) from error
+
+
+def _one_line(message: str) -> str:
+    """Printable, and short enough for an error of the API."""
+    line = " ".join(message.split())
+    return "".join(sign if sign.isprintable() else "?" for sign in line)[:_ERROR_CHARS]

@@ -1,4 +1,4 @@
-"""Keywords of JSON schemas that xgrammar does not follow, and ignores without a word."""
+"""JSON schemas for xgrammar: keywords that it ignores without a word are refused, and lengths become patterns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from kernels.contract.grammar import GrammarError
 
-__all__ = ["check_keywords"]
+__all__ = ["adapt_schema"]
 
 _IGNORED = frozenset(
     {
@@ -20,11 +20,25 @@ _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _ONE = ("items", "additionalProperties", "additionalItems", "propertyNames")
 
 
-def check_keywords(schema: object) -> None:
-    """Raise GrammarError that names the first keywords that would be ignored."""
-    found = sorted({name for part in _parts(schema) for name in part if name in _IGNORED})
+_LENGTHS = ("minLength", "maxLength")
+
+
+def adapt_schema(schema: object) -> None:
+    """Change a schema in place. Raises GrammarError that names the keywords that would be ignored.
+
+    Its own texts of a bounded length may hold raw control characters, which JSON forbids.
+    """
+    parts = list(_parts(schema))
+    found = {name for part in parts for name in part if name in _IGNORED}
+    for part in parts:
+        lengths = [name for name in _LENGTHS if name in part]
+        if lengths and ("pattern" in part or "format" in part):
+            found.update(f"{name} beside pattern or format" for name in lengths)
+        elif lengths and part.get("type") == "string":
+            least, most = part.pop("minLength", 0), part.pop("maxLength", "")
+            part["pattern"] = f'^[^"\\\\\\x00-\\x1f]{{{least},{most}}}$'
     if found:
-        raise GrammarError(f"xgrammar does not support {', '.join(found)}; use --grammar-backend llguidance")
+        raise GrammarError(f"xgrammar does not support {', '.join(sorted(found))}; use --grammar-backend llguidance")
 
 
 def _parts(schema: object) -> Iterator[dict[str, object]]:

@@ -13,13 +13,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from kernels.contract.grammar import Grammar, GrammarError, GrammarSettings
 from kernels.grammar.backend import MOST_WHITESPACE, Bits, Compiled, read_tags, tokenizer_json
 
-__all__ = ["open_backend"]
-
-_ERROR_CHARS = 500
-
-
-def open_backend(settings: GrammarSettings, vocab_size: int) -> LlGuidance:
-    return LlGuidance(settings, vocab_size)
+__all__ = ["LlGuidance"]
 
 
 class LlGuidance:
@@ -39,7 +33,7 @@ class LlGuidance:
         except GrammarError:
             raise
         except Exception as error:  # the library's converters raise bare exceptions
-            raise GrammarError(str(error)[:_ERROR_CHARS]) from error
+            raise GrammarError(str(error)) from error
         first = llguidance.LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
         if first.is_error():
             raise GrammarError(_first_lines(first.get_error()))
@@ -98,4 +92,4 @@ class LlMatcher:
 
 
 def _first_lines(message: str) -> str:
-    return message.split("<state>")[0].strip()[:_ERROR_CHARS]
+    return message.split("<state>")[0].strip()

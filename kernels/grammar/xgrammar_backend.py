@@ -15,16 +15,11 @@ import xgrammar
 
 from kernels.contract.grammar import Grammar, GrammarError, GrammarSettings
 from kernels.grammar.backend import MOST_WHITESPACE, Bits, Compiled, read_tags, tokenizer_json
-from kernels.grammar.keywords import check_keywords
+from kernels.grammar.keywords import adapt_schema
 
-__all__ = ["open_backend"]
+__all__ = ["XGrammar"]
 
-_ERROR_CHARS = 500
 _ANY_OBJECT = '{"type": "object"}'
-
-
-def open_backend(settings: GrammarSettings, vocab_size: int) -> XGrammar:
-    return XGrammar(settings, vocab_size)
 
 
 class XGrammar:
@@ -74,19 +69,19 @@ class XGrammar:
         if grammar.kind == "structural_tag":
             tags = read_tags(text)
             for tag in tags.structures:
-                check_keywords(tag.schema)
+                adapt_schema(tag.schema)
             items = [
                 xgrammar.StructuralTagItem(begin=t.begin, schema=_schema(t.schema), end=t.end) for t in tags.structures
             ]
             return compiler.compile_structural_tag(items, tags.triggers)
         if grammar.whitespace or self._settings.whitespace:
             raise GrammarError("xgrammar takes no pattern of white space; use --grammar-backend llguidance")
-        check_keywords(msgspec.json.decode(text or _ANY_OBJECT))
+        schema = msgspec.json.decode(text or _ANY_OBJECT)
+        adapt_schema(schema)
+        text = msgspec.json.encode(schema).decode()
         if self._settings.compact or grammar.whitespace == "":
-            return compiler.compile_json_schema(
-                text or _ANY_OBJECT, any_whitespace=False, separators=(",", ":"), strict_mode=False
-            )
-        return compiler.compile_json_schema(text or _ANY_OBJECT, max_whitespace_cnt=MOST_WHITESPACE, strict_mode=False)
+            return compiler.compile_json_schema(text, any_whitespace=False, separators=(",", ":"), strict_mode=False)
+        return compiler.compile_json_schema(text, max_whitespace_cnt=MOST_WHITESPACE, strict_mode=False)
 
 
 class XMatcher:
@@ -117,4 +112,4 @@ def _schema(schema: dict[str, Any] | bool) -> dict[str, Any]:
 
 def _readable(message: str) -> str:
     """Without the time and the place in the library's source."""
-    return re.sub(r"\[\d\d:\d\d:\d\d\] \S+: ", "", message).strip()[:_ERROR_CHARS]
+    return re.sub(r"\[\d\d:\d\d:\d\d\] \S+: ", "", message).strip()
