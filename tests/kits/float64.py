@@ -69,7 +69,7 @@ def assert_near(found: Tensor, exact: Tensor, noise: Tensor | float) -> None:
     """``found`` bf16 is ``exact`` float64, rounded once, but for ``noise`` float64."""
     assert found.dtype == torch.bfloat16
     assert found.shape == exact.shape
-    over = (found.double() - exact).abs() - (exact.abs() * BF16 + noise + NORMAL)
+    over = (found.double() - exact).abs() - ((exact.abs() + noise) * BF16 + noise + NORMAL)
     assert bool((over <= 0).all()), f"{over.max().item()} more than rounding explains, at {int(over.argmax())}"
 
 

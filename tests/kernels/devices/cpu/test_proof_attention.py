@@ -111,9 +111,9 @@ def cache_of(device: CpuDevice, shape: tuple[int, int, int, int], name: str, sca
 
 
 def attended(queries: Tensor, kept: Tensor, seen: Tensor, scale: float, slip: float) -> tuple[Tensor, Tensor]:
-    """Of ``queries`` [queries, heads, dim], ``kept`` [tokens, 2, kv_heads, dim] and ``seen`` [queries, tokens]: the values
-    that are found [queries, heads * dim], and how far they may be off if each product of a score is wrong by ``slip`` of
-    itself."""
+    """Of ``queries`` [queries, heads, dim], ``kept`` [tokens, 2, kv_heads, dim] and ``seen`` [queries, tokens]: the
+    values that are found [queries, heads * dim], and how far they may be off if each product of a score is wrong by
+    ``slip`` of itself."""
     keys, values = kept.double().repeat_interleave(queries.shape[1] // kept.shape[2], 2).unbind(1)
     wide, hidden = queries.double() * scale, ~seen[:, None]
     weights = torch.einsum("qhd,thd->qht", wide, keys).masked_fill(hidden, -torch.inf).softmax(-1)
@@ -156,8 +156,8 @@ def test_attention_is_that_of_float64(name: str, device: CpuDevice, data: st.Dat
     for row, (one, places, begin) in enumerate(zip(step.sequences, step.places, step.queries, strict=True)):
         kept = device.cache.gather(cache, places)
         short = one.count == 1 or one.parents is not None or one.count <= 48
-        # Decodes and drafts: float32, where a dot product of 256 adds up 2^-24 for each dim; int8 keys meet queries of 16
-        # bits. Else: weights are rounded to bf16, and so are the keys and values that are made of a cache of 8 bits.
+        # Decodes and drafts: float32, where a dot product of 256 adds up 2^-24 for each dim; int8 keys meet queries of
+        # 16 bits. Else: weights are rounded to bf16, and so are the keys and values that are made of a cache of 8 bits.
         tight = native and short
         slip = (
             2.0**-18

@@ -218,8 +218,8 @@ def test_experts_are_those_of_float64(
         gate, other = (x.double() @ up.double().T).chunk(2, 1)
         exact += gate * gate.sigmoid() * other @ down.double().T * share
     assert found.dtype == torch.bfloat16
-    # Inner numbers, and with torch results, are rounded to bf16. In int8 each number of both products is rounded to a 127th
-    # of its row's largest, some 3 times its usual size: a hundredth of a product for each of four factors.
+    # Inner numbers, and with torch results, are rounded to bf16. In int8 each number of both products is rounded to a
+    # 127th of its row's largest, some 3 times its usual size: a hundredth of a product for each of four factors.
     limit = 4 * BF16 if kind == "floats" else 0.06
     assert bool(((found.double() - exact).norm(dim=1) <= limit * exact.norm(dim=1)).all())
     alone(device, layer, x, found)

@@ -147,7 +147,7 @@ def test_a_product_is_that_of_float64(kind: str, device: CpuDevice, data: st.Dat
         assert bool(((found.double() - exact).norm(dim=1) <= 2 * BF16 * exact.norm(dim=1)).all())
 
 
-@pytest.mark.parametrize("kind", ["bf16", "int8", "grouped4", "grouped8", "fp8", "Q4_0", "Q4_K"])
+@pytest.mark.parametrize("kind", ["bf16", "int8", "grouped4", "grouped8", "fp8", "Q4_1", "Q4_K"])
 @proof(10)
 @given(data=st.data())
 def test_a_gated_product_is_that_of_float64(kind: str, device: CpuDevice, data: st.DataObject) -> None:

@@ -15,11 +15,11 @@ FAMILIES = ["native-qwen3", "native-mistral", "native-moe"]
 ALL = SlotSampling(temperature=0.0, logprobs=VOCAB)
 LIMITS = {"": 0.3, "int8": 0.4}
 """Root mean squares of errors of likely tokens' log-probabilities: logits are up to 30, and activations are rounded to
-bf16 some twenty times, each time by 2^-9 of themselves; keys and values of int8 by a 250th of a head's largest number."""
+bf16 some twenty times, each time by 2^-9 of themselves; keys and values of int8 by a 250th of a head's largest."""
 LIKELY = -8.0
 NEAR = 0.7
-"""Log-probabilities that rounding may swap: several times the usual error, of hundreds of tokens. More only where it swaps
-experts, of one token in twenty."""
+"""Log-probabilities that rounding may swap: several times the usual error, of hundreds of tokens. More only where it
+swaps experts, of one token in twenty."""
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_tokens_of_native_calls_are_those_of_float64(name, algorithm, reference,
     for slot, prompt in enumerate(texts, 1):
         driver.admit(slot, prompt)
     driver.step([(slot, len(prompt)) for slot, prompt in enumerate(texts, 1)])
-    drafts = {slot: 4 for slot in (1, 2, 3)} if algorithm else None
+    drafts = dict.fromkeys((1, 2, 3), 4) if algorithm else None
     for _ in range(40):
         assert not driver.step([(slot, 1) for slot in (1, 2, 3)], drafts).failed
     for slot, prompt in enumerate(texts, 1):
