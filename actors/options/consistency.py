@@ -60,9 +60,8 @@ _DEFAULTS = {argument.field: argument.default for argument in ARGUMENTS}
 _OF_TEXTS = (
     *("tokenizer_path", "tokenizer_mode", "tokenizer_worker_num", "enable_dynamic_batch_tokenizer"),
     *("enable_tokenizer_batch_encode", "chat_template", "trust_request_chat_template", "completion_template"),
-    "tool_call_parser",
-    "constrained_json_whitespace_pattern",
-    "constrained_json_disable_any_whitespace",
+    *("tool_call_parser", "reasoning_parser"),
+    *("constrained_json_whitespace_pattern", "constrained_json_disable_any_whitespace"),
 )
 """Arguments that need a tokenizer."""
 

@@ -27,6 +27,7 @@ __all__ = [
     "RequestFailed",
     "RequestTimeout",
     "SamplingParams",
+    "Thought",
     "TokenLogprob",
     "Usage",
 ]
@@ -73,6 +74,18 @@ class Limits(msgspec.Struct, frozen=True):
 LIMITS = Limits()
 
 
+class Thought(msgspec.Struct, frozen=True, kw_only=True):
+    """The marks around a model's thought, which no grammar constrains.
+
+    ``always``: the answer begins in a thought unless the prompt has ended it; otherwise only where the prompt ends with
+    ``begin``, or the model starts with it.
+    """
+
+    begin: str
+    end: str
+    always: bool = False
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are chosen and when a request ends. The engine checks every field
     (``actors.requests.sampling_rules``).
@@ -105,7 +118,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     bad_words: tuple[str, ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     grammar: Grammar | None = None  # what the text must match
-    grammar_after: tuple[int, ...] = ()  # it begins behind these tokens, such as a thought's end mark; empty: at once
+    thought: Thought | None = None  # the grammar begins behind it
     speculative: bool = True  # whether tokens may be drafted ahead, where the engine does; the output is the same
     speculative_num_draft_tokens: int | None = None  # verified in one pass, the last known one among them; None: all
 

@@ -15,7 +15,7 @@ import random
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 import numpy as np
@@ -34,6 +34,7 @@ from actors.protocol.requests import (
     RequestAborted,
     RequestTimeout,
     SamplingParams,
+    Thought,
 )
 from actors.requests.admission import Ticket, TicketOffice
 from actors.requests.router import Route, Router
@@ -45,7 +46,7 @@ from actors.text.served_model import ServedModel
 from kernels.contract.tasks import Classify, Embed, Generate, Score, Task
 from telemetry.timeline import Outcome, RequestTimeline, Timelines, Value
 
-__all__ = ["GENERATE", "Intake", "Prompt", "RequestOptions"]
+__all__ = ["GENERATE", "Intake", "Prompt", "RequestOptions", "grammar_start"]
 
 Prompt = str | Sequence[int] | Chat
 
@@ -365,6 +366,9 @@ class Intake:
         # A text that is complete by its grammar ends, whatever else the request asks for.
         eos_ids = () if params.ignore_eos and params.grammar is None else self._model.eos_ids
         stop_ids = tuple(dict.fromkeys((*eos_ids, *params.stop_token_ids)))
+        start: tuple[tuple[int, ...], int] = ((), -1)
+        if params.grammar is not None and params.thought is not None and self._model.codec is not None:
+            start = grammar_start(params.thought, ids, self._model.codec.mark)
         # The first choice scores the prompt for all; the others wait for its pages in the prefix cache.
         unscored = msgspec.structs.replace(params, prompt_logprobs=None)
         specs = tuple(
@@ -372,7 +376,12 @@ class Intake:
                 sequence=next(self._numbers),
                 prompt=packed,
                 sampling=slot_sampling(
-                    unscored if index else params, index=index, seed=seed, stop_ids=stop_ids, bad_words=bad_words
+                    unscored if index else params,
+                    index=index,
+                    seed=seed,
+                    stop_ids=stop_ids,
+                    bad_words=bad_words,
+                    grammar_start=start,
                 ),
                 max_tokens=max_tokens,
                 min_tokens=params.min_tokens if params.grammar is None else 0,
@@ -478,6 +487,30 @@ class Intake:
         message = "The reader left before the end." if reader_left else str(buffer.error or "")
         reasons = tuple(given or reason for given in buffer.finish_reasons) if request.sequences else ()
         self._timelines.close(request.timeline, Outcome(finish_reasons=reasons, error_type=error, message=message))
+
+
+_PROMPT_END = 16
+"""Tokens of a prompt in which a mark is searched: white space and an empty thought may follow it."""
+
+
+def grammar_start(
+    thought: Thought, prompt: Sequence[int], encode: Callable[[str], tuple[int, ...]]
+) -> tuple[tuple[int, ...], int]:
+    """Where a grammar begins: SlotSampling's grammar_after and grammar_opens."""
+    begin, end = encode(thought.begin), encode(thought.end)
+    tail = tuple(prompt[-_PROMPT_END:])
+    opened, closed = _last(tail, begin), _last(tail, end)
+    if closed > opened:
+        return (), -1
+    if opened >= 0 or thought.always:
+        return end, -1
+    return (end, begin[0]) if len(begin) == 1 else ((), -1)
+
+
+def _last(tokens: tuple[int, ...], part: tuple[int, ...]) -> int:
+    """Where ``part`` stands last in ``tokens``; -1: nowhere."""
+    found = [at for at in range(len(tokens) - len(part) + 1) if part and tokens[at : at + len(part)] == part]
+    return found[-1] if found else -1
 
 
 def _abort(route: Route, sequences: Sequence[int]) -> None:

@@ -68,7 +68,8 @@ def validate(params: SamplingParams, *, vocab_size: int | None = None, limits: L
             raise _invalid("allowed_token_ids", "allowed_token_ids is empty: nothing could be sampled. Leave it out.")
     if params.grammar is not None:
         _check_grammar(params.grammar, limits)
-    _check_ids("grammar_after", params.grammar_after, limits.stop_token_ids, vocab_size)
+    if params.thought is not None:
+        _check_strings("thought", (params.thought.begin, params.thought.end), 2, limits.stop_string_chars)
     if params.logit_bias is not None:
         _check_bias(params.logit_bias, limits, vocab_size)
 
@@ -98,6 +99,7 @@ def slot_sampling(
     seed: int,
     stop_ids: Sequence[int] = (),
     bad_words: Sequence[Sequence[int]] = (),
+    grammar_start: tuple[tuple[int, ...], int] = ((), -1),
     limits: Limits = LIMITS,
 ) -> SlotSampling:
     """What a worker's slot needs of validated and resolved `params`, for the choice number `index`.
@@ -105,7 +107,8 @@ def slot_sampling(
     seed: the request's, given or drawn. The first choice samples with the seed itself, exactly as a request with
     ``n=1`` does; choice ``i`` with ``seed + i * step`` modulo 2**64 for a fixed odd step, so the choices of a request
     differ and each can be repeated. stop_ids: end-of-sequence and stop tokens, held back by min_tokens. bad_words:
-    their token sequences. Raises :class:`InvalidRequest` when these have too many tokens.
+    their token sequences. grammar_start: SlotSampling's
+    grammar_after and grammar_opens. Raises :class:`InvalidRequest` when these have too many tokens.
     """
     total = sum(len(word) for word in bad_words)
     if total > limits.bad_words_tokens:
@@ -134,7 +137,8 @@ def slot_sampling(
         prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
         max_drafts=_max_drafts(params),
         grammar=params.grammar,
-        grammar_after=tuple(params.grammar_after) if params.grammar is not None else (),
+        grammar_after=grammar_start[0],
+        grammar_opens=grammar_start[1],
     )
 
 

@@ -144,6 +144,11 @@ class TextCodec:
             raise InvalidRequest("The prompt contains a lone surrogate. Send UTF-8.", param="prompt") from None
         return ids
 
+    def mark(self, text: str) -> tuple[int, ...]:
+        """The tokens of a mark: its own, if it has one."""
+        found = self.tokenizer.token_to_id(text)
+        return tuple(self.encode(text, add_special_tokens=False)) if found is None else (int(found),)
+
     def most_chars(self, tokens: int) -> int:
         """Most characters that a text of ``tokens`` tokens can have."""
         # A normalizer may make a text shorter before it is cut into tokens.

@@ -61,6 +61,7 @@ class SlotSampling(msgspec.Struct, frozen=True, omit_defaults=True, array_like=T
     max_drafts: int = -1  # draft tokens that a step verifies of this request; -1: as many as the runner does
     grammar: Grammar | None = None  # what the output must match
     grammar_after: tuple[int, ...] = ()  # tokens behind which the grammar begins; empty: with the first
+    grammar_opens: int = -1  # the first token that lets it begin only behind these; -1: it always does
 
 
 class Admission(msgspec.Struct, frozen=True, array_like=True):

@@ -251,6 +251,7 @@ def load_model(
         dtype=str(dtype).removeprefix("torch."),
         device=device.name,
         cpu_isa=device.traits.cpu_isa,
+        cpu_operators=device.operators,
         vocab_size=part.vocab_size,
         context_length=context,
         layers=part.layers,

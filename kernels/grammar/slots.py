@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
 from kernels.contract.grammar import GrammarError, GrammarSettings
-from kernels.contract.step import Admission
+from kernels.contract.step import Admission, SlotSampling
 from kernels.devices.memory import DeviceMemory, Fetched
 from kernels.grammar.backend import Bits, Compiled, Matcher
 from kernels.grammar.compiler import GrammarCompiler
@@ -21,6 +22,7 @@ __all__ = ["NO_MASKS", "GrammarSlots", "StepMasks"]
 
 Longs = npt.NDArray[np.int64]
 
+_BITS: Bits = (1 << np.arange(32, dtype=np.int64)).astype(np.uint32).view(np.int32)
 _ALL = -1  # a word of bits: every token is allowed
 
 
@@ -60,7 +62,7 @@ class GrammarSlots:
         self._arriving: list[tuple[Fetched, list[tuple[int, _Text]]]] = []
         self._thought: Bits = np.full(-(-vocab_size // 32), _ALL, dtype=np.int32)
         for token in self._eos:
-            self._thought[token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF).astype(np.int32)
+            self._thought[token // 32] &= ~_bit(token)
 
     def admit(self, admission: Admission) -> None:
         """A request has taken a slot. Raises GrammarError for a grammar that is known to be wrong."""
@@ -71,7 +73,7 @@ class GrammarSlots:
         if compiled.done():
             compiled.result()
         output = np.frombuffer(admission.tokens, dtype=np.int32)[admission.prompt_length :].tolist()
-        text = _Text(compiled, sampling.grammar_after, self._eos, admission.prompt_length)
+        text = _Text(compiled, sampling, self._eos, admission.prompt_length)
         if self._table is None:
             text.arrived = output
         self._texts[admission.slot] = text
@@ -124,12 +126,16 @@ class GrammarSlots:
         return arrived
 
 
-class _Text:
-    """One text. ``after``: tokens behind which the grammar begins; empty: with the first. ``position``: in the slot's
-    tokens, of the next one to follow."""
+def _bit(token: int) -> Any:
+    return _BITS[token % 32]
 
-    def __init__(self, compiled: Future[Compiled], after: tuple[int, ...], eos: frozenset[int], position: int) -> None:
-        self._compiled, self._after, self._eos = compiled, after, eos
+
+class _Text:
+    """One text. ``position``: in the slot's tokens, of the next one to follow."""
+
+    def __init__(self, compiled: Future[Compiled], sampling: SlotSampling, eos: frozenset[int], position: int) -> None:
+        self._compiled, self._after, self._eos = compiled, sampling.grammar_after, eos
+        self._opens = sampling.grammar_opens
         self._matcher: Matcher | None = None
         self._tail: tuple[int, ...] = ()
         self._ended = False
@@ -142,6 +148,9 @@ class _Text:
             self.position += 1
             if self._ended:
                 continue  # steps that were sent before the end was known
+            opens, self._opens = self._opens, -1
+            if opens >= 0 and token != opens:
+                self._after = ()  # no thought
             if self._after:
                 self._tail = (*self._tail, token)[-len(self._after) :]
                 if self._tail == self._after:
@@ -155,6 +164,9 @@ class _Text:
         """Write the allowed tokens. ``thought``: those of a text before its grammar."""
         if self._ended:
             row[:] = _ALL
+        elif self._opens >= 0:
+            self._started().fill(row)
+            row[self._opens // 32] |= _bit(self._opens)
         elif self._after:
             row[:] = thought
         else:

@@ -83,6 +83,10 @@ class CpuDevice(Device):
         self.native.open()
         return torch.bfloat16
 
+    @property
+    def operators(self) -> str:
+        return self.native.origin
+
     def renew_operators(self) -> bool:
         return self.native.renew()
 

@@ -11,7 +11,7 @@ import torch
 
 from kernels.contract.cpu_isa import CpuIsa
 from kernels.devices.cpu.dense_linear import bf16_is_fast
-from kernels.devices.cpu.native.library import OPERATORS, Awaited, built, open_library, start_build
+from kernels.devices.cpu.native.library import OPERATORS, SHIPPED, Awaited, built, open_library, start_build
 from kernels.devices.cpu.operators import Native
 from kernels.devices.cpu.recording import NotNative
 
@@ -36,6 +36,13 @@ class NativeOperators:
         self.current: Native | None = None
         self.building: subprocess.Popen[bytes] | Awaited | None = None
         self._adopting: weakref.WeakSet[_Adopts] = weakref.WeakSet()
+
+    @property
+    def origin(self) -> str:
+        """Where the operators come from: see ``Device.operators``."""
+        if self.current is None:
+            return "none" if self.building is None else "pending"
+        return "wheel" if self.current.library.path.parent == SHIPPED else "compiled"
 
     @property
     def recording(self) -> bool:

@@ -104,8 +104,6 @@ OPENAI: dict[str, list[Any]] = SAMPLING | {
     "store": [5],
     "service_tier": ["banana", 5],
     "verbosity": ["banana"],
-    "separate_reasoning": [5],
-    "stream_reasoning": [5],
     "response_format": [5, {"type": "xml"}, {"type": "json_schema"}, {"type": "structural_tag"}],
     "structured_outputs": [5, {"regex": "a", "choice": ["a"]}],
     **{
@@ -242,6 +240,9 @@ TABLE: dict[str, dict[str, list[Any]]] = {
         "tool_choice": [OVER_NAME, "required", {"type": "function"}, deep(100)],
         "parallel_tool_calls": [5],
         "reasoning_effort": ["banana", "", 5],
+        "separate_reasoning": [5],
+        "stream_reasoning": [5],
+        "include_reasoning": [5],
         "reasoning": [{"max_tokens": 5}, {"effort": "x" * 33}],
         "reasoning.effort": [({"effort": "x" * 33}, "reasoning.effort", {})],
     },
