@@ -60,7 +60,7 @@ _DEFAULTS = {argument.field: argument.default for argument in ARGUMENTS}
 _OF_TEXTS = (
     *("tokenizer_path", "tokenizer_mode", "tokenizer_worker_num", "enable_dynamic_batch_tokenizer"),
     *("enable_tokenizer_batch_encode", "chat_template", "trust_request_chat_template", "completion_template"),
-    "tool_call_parser",
+    *("tool_call_parser", "reasoning_parser"),
 )
 """Arguments that need a tokenizer."""
 

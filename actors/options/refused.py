@@ -101,10 +101,15 @@ _TABLE: tuple[Refused, ...] = (
     ),
     Refused(
         group="API",
-        reason="reasoning parsers are not built yet",
-        remedy="leave it out; reasoning stays in the answer's text",
-        flags=("enable-reasoning",),
-        unset=("reasoning-parser", "reasoning-config"),
+        reason="the marks of thoughts are those of --reasoning-parser",
+        remedy="leave it out",
+        unset=("reasoning-config",),
+    ),
+    Refused(
+        group="API",
+        reason="thoughts are always recognized",
+        remedy="leave it out, or use --reasoning-parser off to leave them in the text",
+        always=("enable-reasoning",),
     ),
     Refused(
         group="API",

@@ -110,8 +110,6 @@ class Labels(msgspec.Struct, kw_only=True):
     store: Annotated[bool, _no_effect("no answer is stored")] | None = None
     service_tier: Annotated[ServiceTier, _no_effect("all requests have the same tier")] | None = None
     verbosity: Annotated[Literal["low", "medium", "high"], _no_effect("ask for it in the conversation")] | None = None
-    separate_reasoning: Annotated[bool, _no_effect("thoughts stay in the text")] | None = None
-    stream_reasoning: Annotated[bool, _no_effect("thoughts stay in the text")] | None = None
 
 
 class SamplingFields(Labels, kw_only=True):
@@ -224,7 +222,11 @@ class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ChatRequest(SamplingFields, kw_only=True):
-    """``POST /v1/chat/completions``."""
+    """``POST /v1/chat/completions``.
+
+    ``separate_reasoning`` false leaves the thought in the content, ``stream_reasoning`` false sends it as a whole when
+    it ends, ``include_reasoning`` false leaves it out of the answer.
+    """
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=LIMITS.messages)]
     max_completion_tokens: Count | None = None
@@ -235,6 +237,9 @@ class ChatRequest(SamplingFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
     reasoning: Reasoning | None = None
+    separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
+    include_reasoning: bool | None = None
     chat_template: OwnTemplate | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=32)] | None = None
     add_generation_prompt: bool | None = None

@@ -84,8 +84,6 @@ OPENAI: dict[str, list[Any]] = SAMPLING | {
     "store": [5],
     "service_tier": ["banana", 5],
     "verbosity": ["banana"],
-    "separate_reasoning": [5],
-    "stream_reasoning": [5],
 }
 MESSAGE = {"role": "user", "content": "hi"}
 
@@ -208,6 +206,9 @@ TABLE: dict[str, dict[str, list[Any]]] = {
         "tool_choice": [OVER_NAME, "required", {"type": "function"}, deep(100)],
         "parallel_tool_calls": [5],
         "reasoning_effort": ["banana", "", 5],
+        "separate_reasoning": [5],
+        "stream_reasoning": [5],
+        "include_reasoning": [5],
         "reasoning": [{"max_tokens": 5}, {"effort": "x" * 33}],
         "reasoning.effort": [({"effort": "x" * 33}, "reasoning.effort", {})],
     },
