@@ -18,7 +18,7 @@ from kernels.devices.invariant.products import TILE, TiledLinear
 from kernels.devices.select import select_device
 from tests.kits.driver import VOCAB
 from tests.kits.gguf_writer import write_gguf
-from tests.kits.native import MISSING, require_native
+from tests.kits.native import require_native
 
 LENGTH = 150  # more than a block of keys
 SAMPLED = SlotSampling(temperature=0.8, top_p=0.9, seed=5, logprobs=3)
@@ -153,17 +153,22 @@ MODELS = {
     "Q4_1": ("native-qwen3", {"dtype": "bfloat16"}),
     "Q8_0": ("native-qwen3", {"dtype": "bfloat16"}),
 }
-"""Those of native operators, too, where this level has them; the last ones as GGUF files of these types."""
+"""The native ones are for levels with native operators; the last ones are GGUF files of these types."""
 
 
 def model_of(name, reference, drive, tmp_path_factory, **more):
-    if not MISSING:
+    native = name.startswith(("native", "Q"))
+    if native:
         require_native()
     family, options = MODELS[name]
     path = reference(family).path
     if name.startswith("Q"):
         path = write_gguf(path, tmp_path_factory.mktemp("gguf") / "model.gguf", name)
-    return drive(path, invariant=True, max_slots=8, **options | more)
+    driver = drive(path, invariant=True, max_slots=8, **options | more)
+    if native:  # decodes are a program, but where experts run in turn
+        assert bool(driver.info.graph_rows) == (name != "native-experts-fp8")
+        assert driver.info.cpu_operators in ("wheel", "compiled")
+    return driver
 
 
 @pytest.mark.parametrize("name", MODELS)
