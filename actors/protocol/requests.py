@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from actors.runtime import RequestError
+from kernels.contract.step import ThoughtBudget
 from kernels.contract.tasks import TaskResult
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "RequestFailed",
     "RequestTimeout",
     "SamplingParams",
+    "ThoughtBudget",
     "TokenLogprob",
     "Usage",
 ]
@@ -86,6 +88,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
+    thought_budget: ThoughtBudget | None = None  # the output tokens after which a thought is ended
     seed: int | None = None  # None: drawn once per request
     n: int = 1
     stop: tuple[str, ...] = ()

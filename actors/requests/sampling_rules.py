@@ -65,6 +65,10 @@ def validate(params: SamplingParams, *, vocab_size: int | None = None, limits: L
         _check_ids("allowed_token_ids", params.allowed_token_ids, limits.allowed_token_ids, vocab_size)
         if not params.allowed_token_ids:
             raise _invalid("allowed_token_ids", "allowed_token_ids is empty: nothing could be sampled. Leave it out.")
+    if params.thought_budget is not None:
+        budget = params.thought_budget
+        _check_integer("thought_budget", budget.tokens, 0, _INT32_MAX, "It counts tokens; leave it out for no limit.")
+        _check_ids("thought_budget", (budget.end, max(0, budget.begin)), 2, vocab_size)
     if params.logit_bias is not None:
         _check_bias(params.logit_bias, limits, vocab_size)
 
@@ -126,6 +130,7 @@ def slot_sampling(
         bias_values=tuple(float(value) for value in bias.values()),
         allowed_ids=tuple(params.allowed_token_ids or ()),
         bad_words=tuple(tuple(word) for word in bad_words),
+        thought_budget=params.thought_budget,
         logprobs=-1 if params.logprobs is None else params.logprobs,
         prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
         max_drafts=_max_drafts(params),
