@@ -8,6 +8,7 @@ import msgspec
 
 from actors.runtime import RequestError
 from kernels.contract.grammar import Grammar
+from kernels.contract.step import ThoughtBudget
 from kernels.contract.tasks import TaskResult
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "RequestTimeout",
     "SamplingParams",
     "Thought",
+    "ThoughtBudget",
     "TokenLogprob",
     "Usage",
 ]
@@ -105,6 +107,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
+    thought_budget: ThoughtBudget | None = None  # the output tokens after which a thought is ended
     seed: int | None = None  # None: drawn once per request
     n: int = 1
     stop: tuple[str, ...] = ()

@@ -70,6 +70,10 @@ def validate(params: SamplingParams, *, vocab_size: int | None = None, limits: L
         _check_grammar(params.grammar, limits)
     if params.thought is not None:
         _check_strings("thought", (params.thought.begin, params.thought.end), 2, limits.stop_string_chars)
+    if params.thought_budget is not None:
+        budget = params.thought_budget
+        _check_integer("thought_budget", budget.tokens, 0, _INT32_MAX, "It counts tokens; leave it out for no limit.")
+        _check_ids("thought_budget", (budget.end, max(0, budget.begin)), 2, vocab_size)
     if params.logit_bias is not None:
         _check_bias(params.logit_bias, limits, vocab_size)
 
@@ -133,6 +137,7 @@ def slot_sampling(
         bias_values=tuple(float(value) for value in bias.values()),
         allowed_ids=tuple(params.allowed_token_ids or ()),
         bad_words=tuple(tuple(word) for word in bad_words),
+        thought_budget=params.thought_budget,
         logprobs=-1 if params.logprobs is None else params.logprobs,
         prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
         max_drafts=_max_drafts(params),

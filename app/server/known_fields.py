@@ -71,6 +71,7 @@ _FORM = "use response_format, e.g. {'type': 'json_schema', 'json_schema': {'sche
 _CODE = "code from requests is never run; leave it out"
 _ROLE = "put it into the conversation, as a message"
 _THINKING = "use chat_template_kwargs, e.g. {'enable_thinking': false}"
+_CHATS = "limits the thoughts of a chat; use /v1/chat/completions"
 _SAMPLER = "this sampler is not available; use temperature, top_p, top_k or min_p"
 _BEAMS = "beam search is not available; leave it out"
 _NATIVE_ONLY = "belongs to another API; its fields go into the body itself, under the names of GET /openapi.json"
@@ -199,8 +200,7 @@ KNOWN: dict[str, Known] = {
     **_each(_THINKING, "reasoning", "thinking", "require_reasoning", "reasoning_format", neutral=("none", "auto")),
     **{name: _refused_unless(_is_null, _THINKING) for name in ("think", "enable_thinking", "reasoning_budget")},
     "include_reasoning": _refused_unless(lambda value: value in (None, True), _THINKING),
-    **_each(_LATER, "thinking_token_budget", "thinking_budget"),
-    "max_thinking_tokens": _refused(_LATER, 0),
+    **_each(_CHATS, "thinking_token_budget", "thinking_budget", "max_thinking_tokens"),
     # not supported
     **_each(
         _LATER,

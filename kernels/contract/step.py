@@ -35,7 +35,19 @@ __all__ = [
     "StepBatch",
     "StepResult",
     "StepTiming",
+    "ThoughtBudget",
 ]
+
+
+class ThoughtBudget(msgspec.Struct, frozen=True, array_like=True):
+    """A thought of at most ``tokens`` output tokens: then the token ``end`` is sampled, unless the thought has ended.
+
+    ``begin``: the token that begins a thought, in the output or among the prompt's last; -1: there always is a thought.
+    """
+
+    tokens: int
+    begin: int
+    end: int
 
 
 class SlotSampling(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
@@ -56,6 +68,7 @@ class SlotSampling(msgspec.Struct, frozen=True, omit_defaults=True, array_like=T
     bias_values: tuple[float, ...] = ()
     allowed_ids: tuple[int, ...] = ()  # non-empty: nothing else is sampled
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences never completed
+    thought_budget: ThoughtBudget | None = None
     logprobs: int = -1  # -1: none; 0: the sampled token's; k: and the k most likely
     prompt_logprobs: int = -1  # the same for each prompt token
     max_drafts: int = -1  # draft tokens that a step verifies of this request; -1: as many as the runner does

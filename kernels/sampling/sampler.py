@@ -98,7 +98,7 @@ class _Slots:
         self.logprobs[slot] = sampling.logprobs
         self.edits.pop(slot, None)
         if SlotEdits.any(sampling):
-            edits = SlotEdits(sampling, vocab_size)
+            edits = SlotEdits(sampling, vocab_size, prompt_length)
             if edits:
                 self.edits[slot] = edits
         penalized = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty) != (1, 0, 0)
@@ -223,7 +223,7 @@ class Sampler:
         state, at = self._slots, np.array(slots, dtype=np.int64)
         if np.any(state.repetition[at] != 1) or np.any(state.frequency[at]) or np.any(state.presence[at]):
             return True
-        return bool(state.edits) and any(slot in state.edits and bool(state.edits[slot].words) for slot in set(slots))
+        return bool(state.edits) and any(slot in state.edits and state.edits[slot].reads_history for slot in set(slots))
 
     @staticmethod
     def chances(keys: Tensor, positions: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 from quart import Response
 
-from actors.protocol.requests import Thought
+from actors.protocol.requests import Thought, ThoughtBudget
 from app.apis.collecting import Collected, collect
 from app.apis.openai.answers import (
     ChatAnswer,
@@ -25,6 +25,7 @@ from app.apis.openai.parameters import chat_names, chat_params, chat_prompt, lab
 from app.apis.openai.requests import ChatRequest
 from app.parsers.base import CalledFunction, ToolCall
 from app.parsers.registry import OutputFormat
+from app.server.errors import invalid
 from app.server.exchange import Exchange
 from app.server.service import Service, json_response
 from app.server.sse import sse_response
@@ -43,6 +44,8 @@ async def chat_completions(service: Service, exchange: Exchange, body: ChatReque
         params = msgspec.structs.replace(params, shown_special_tokens=marks)
     if params.grammar is not None and (thought := _thought(form)) is not None:
         params = msgspec.structs.replace(params, thought=thought)
+    if (budget := await _thought_budget(service, body, form)) is not None:
+        params = msgspec.structs.replace(params, thought_budget=budget)
     stream = service.submit(
         exchange,
         chat_prompt(body, service.arguments, form.tools),
@@ -79,6 +82,33 @@ def _thought(form: OutputFormat) -> Thought | None:
         return Thought(begin="<|channel|>analysis<|message|>", end="<|channel|>final<|message|>", always=True)
     thoughts = form.thoughts
     return None if thoughts is None else Thought(begin=thoughts.begin, end=thoughts.end, always=thoughts.always)
+
+
+async def _thought_budget(service: Service, body: ChatRequest, form: OutputFormat) -> ThoughtBudget | None:
+    """The limit of thoughts that a body asks for. Raises 400 where none can be kept."""
+    given = {name: getattr(body, name) for name in ("thinking_budget", "max_thinking_tokens", "thinking_token_budget")}
+    if body.reasoning is not None:
+        given["reasoning.max_tokens"] = body.reasoning.max_tokens
+    found = [(name, tokens) for name, tokens in given.items() if tokens is not None]
+    if not found:
+        return None
+    name, tokens = found[0]
+    thoughts = form.thoughts
+    if thoughts is None or form.harmony:
+        raise invalid(
+            f"{name}: this server knows no end mark of this model's thoughts; leave it out, or start the server with "
+            "--reasoning-parser.",
+            param=name,
+            code="unsupported_parameter",
+        )
+    begin, end = await service.mark_token(thoughts.begin), await service.mark_token(thoughts.end)
+    if end is None or (begin is None and not thoughts.always):
+        raise invalid(
+            f"{name}: the marks of this model's thoughts are several tokens; leave it out.",
+            param=name,
+            code="unsupported_parameter",
+        )
+    return ThoughtBudget(tokens, -1 if thoughts.always or begin is None else begin, end)
 
 
 async def _reader(

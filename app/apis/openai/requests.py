@@ -217,16 +217,18 @@ class Tool(msgspec.Struct, kw_only=True):
 
 
 class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Another spelling of ``reasoning_effort``; limits on thinking are not supported."""
+    """Another spelling of ``reasoning_effort`` and ``thinking_budget``."""
 
     effort: Effort | None = None
+    max_tokens: Least | None = None
 
 
 class ChatRequest(SamplingFields, kw_only=True):
     """``POST /v1/chat/completions``.
 
     ``separate_reasoning`` false leaves the thought in the content, ``stream_reasoning`` false sends it as a whole when
-    it ends, ``include_reasoning`` false leaves it out of the answer.
+    it ends, ``include_reasoning`` false leaves it out of the answer. ``thinking_budget`` (also
+    ``max_thinking_tokens``, ``thinking_token_budget``): tokens after which a thought is ended.
     """
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=LIMITS.messages)]
@@ -241,6 +243,9 @@ class ChatRequest(SamplingFields, kw_only=True):
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
     include_reasoning: bool | None = None
+    thinking_budget: Least | None = None
+    max_thinking_tokens: Least | None = None
+    thinking_token_budget: Least | None = None
     chat_template: OwnTemplate | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=32)] | None = None
     add_generation_prompt: bool | None = None

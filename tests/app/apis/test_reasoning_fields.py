@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from actors.options import Arguments
+from actors.protocol.requests import ThoughtBudget
 from app.server.application import create_app
 from tests.kits.app_requests import BODY, events, post
 from tests.kits.fake_engine import FakeEngine
@@ -154,3 +155,13 @@ async def test_the_openai_client_reads_the_thought(serve: Any) -> None:
             thought += (chunk.choices[0].delta.model_extra or {}).get("reasoning_content") or ""
     assert answer.choices[0].message.model_extra["reasoning_content"] == thought == "Hm, so"
     assert answer.usage.completion_tokens_details.reasoning_tokens == 3
+
+
+async def test_a_budget_names_the_marks_tokens() -> None:
+    application, engine = served()
+    for fields in ({"thinking_budget": 7}, {"max_thinking_tokens": 7}, {"reasoning": {"max_tokens": 7}}):
+        await post(application, {**BODY, **fields})
+        assert engine.requests[-1]["params"].thought_budget == ThoughtBudget(7, 1000, 1003)
+    for name, options in (("off", {"reasoning_parser": "off"}), ("kimi", {"reasoning_parser": "kimi"})):
+        response, data = await post(served(**options)[0], {**BODY, "thinking_budget": 7})
+        assert (response.status_code, msgspec.json.decode(data)["error"]["param"]) == (400, "thinking_budget"), name
