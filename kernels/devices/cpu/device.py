@@ -75,13 +75,20 @@ class CpuDevice(Device):
 
     def select_dtype(self, requested: str, stored: str | None) -> torch.dtype:
         if requested == "auto":
-            requested = "float32" if stored in (None, "float32") or not bf16_is_fast() else "bfloat16"
+            requested = "float32" if stored in (None, "float32") or not self._has_bf16() else "bfloat16"
         if requested not in ("bfloat16", "float32"):
             raise UnsupportedError(f"dtype {requested!r} is not supported on cpu; use auto, bfloat16 or float32")
         if requested == "float32":
             return torch.float32
         self.native.open()
         return torch.bfloat16
+
+    def _has_bf16(self) -> bool:
+        """Whether operators of bf16 are faster than those of float32: oneDNN's, or native ones, once they are compiled."""
+        if bf16_is_fast():
+            return True
+        self.native.open()
+        return self.native.wait() is not None
 
     def renew_operators(self) -> bool:
         return self.native.renew()

@@ -61,6 +61,7 @@ COMPILERS = ("g++", "clang++", "c++")
 _PROCESSORS = {
     CpuIsa.AMX: ("-march=sapphirerapids",),
     CpuIsa.AVX512: ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", "-mavx512vbmi"),
+    CpuIsa.AVX2: ("-mavx2", "-mfma", "-mf16c"),
 }
 OPERATORS = {isa: Source(HERE / "program.cpp", FLAGS + flags, f"cpu-{isa}") for isa, flags in _PROCESSORS.items()}
 """The library of each level that has native operators."""
