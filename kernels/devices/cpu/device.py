@@ -1,5 +1,5 @@
-"""The CPU: native operators for bf16 on AMX or on AVX-512 with BF16, VNNI and VBMI, unless the user limits it to less;
-else plain torch operators, bf16 through oneDNN, and float32."""
+"""The CPU: native operators for bf16 on AMX, AVX-512 with BF16, VNNI and VBMI, AVX2 or NEON, unless the user limits it
+to none; else plain torch operators, bf16 through oneDNN, and float32."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class CpuDevice(Device):
         return torch.bfloat16
 
     def _has_bf16(self) -> bool:
-        """Whether operators of bf16 are faster than those of float32: oneDNN's, or native ones, once they are compiled."""
+        """Whether bf16 is faster than float32: by oneDNN, or by native operators, once they are compiled."""
         if bf16_is_fast():
             return True
         self.native.open()

@@ -66,8 +66,9 @@ class NativeOperators:
         return True
 
     def wait(self) -> Native | None:
-        """The operators, once they are compiled: without them a weight would have to be kept as floats as well, or bf16 is
-        slow."""
+        """The operators, once they are compiled: without them a weight would have to be kept as floats as well, or
+        bf16 is slow.
+        """
         if self.current is None and self.building is not None:
             _log.info("the native operators are compiled, once on this machine, before the model is loaded")
             self.building.wait()

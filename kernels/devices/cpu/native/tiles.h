@@ -216,6 +216,7 @@ template <int ROWS, int HALVES, class Sum>
         weight += TILE * LINE;
         for (const char*& row : rows) row += of.next;
     }
+    asm("" : "+r"(low), "+r"(high), "+r"(stride));  // else every address of sums stays in a register meanwhile
 #pragma GCC unroll 8
     for (int row = 0; row < ROWS; row++)
 #pragma GCC unroll 2

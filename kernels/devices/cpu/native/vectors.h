@@ -43,8 +43,10 @@ inline Mask first_lanes(int64_t count) { return count >= 16 ? 0xffff : static_ca
 #include "vectors_avx512.h"
 #elif defined(__AVX2__)
 #include "vectors_avx2.h"
-#else
+#elif defined(__aarch64__)
 #include "vectors_neon.h"
+#else
+#error "these operators need AVX2, AVX-512 or NEON"
 #endif
 
 namespace troupe {

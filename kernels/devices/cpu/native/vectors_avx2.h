@@ -74,6 +74,11 @@ inline void transpose_part(IntPart (&rows)[PART]) {
 
 namespace troupe {
 
+constexpr bool BYTE_DOTS = false;
+
+inline Floats dot(Floats sum, Ints a, Ints b) { return dot_as_floats(sum, a, b); }
+inline Ints dot(Ints sum, Ints a, Ints b) { return dot_as_words(sum, a, b); }
+
 inline void stream_line(void* to, Ints x) {
     _mm256_stream_si256(static_cast<__m256i*>(to), raw(x.part[0]));
     _mm256_stream_si256(static_cast<__m256i*>(to) + 1, raw(x.part[1]));

@@ -316,19 +316,16 @@ inline Ints dot_words(Ints sum, Ints a, Ints b) {
     return ints([](IntPart s, IntPart x, IntPart y) { return s + dot_part(x, y); }, sum, a, b);
 }
 
-#ifndef TROUPE_DOTS  // the processor has none: bf16 are floats, and bytes are words
-constexpr bool BYTE_DOTS = false;
-
-inline Floats dot(Floats sum, Ints a, Ints b) {
+// Products of bf16 as floats, and of bytes as words: where the processor has none of its own.
+inline Floats dot_as_floats(Floats sum, Ints a, Ints b) {
     const Ints odd = splat(static_cast<int32_t>(0xffff0000));
     sum = fma(from_bits(a << 16), from_bits(b << 16), sum);
     return fma(from_bits(a & odd), from_bits(b & odd), sum);
 }
-inline Ints dot(Ints sum, Ints a, Ints b) {
+inline Ints dot_as_words(Ints sum, Ints a, Ints b) {
     sum = dot_words(sum, a & splat_words(0xff), words_signed_right(words_left(b, 8), 8));
     return dot_words(sum, words_right(a, 8), words_signed_right(b, 8));
 }
-#endif
 
 inline void transpose(Ints* rows) {
     Ints found[16];
