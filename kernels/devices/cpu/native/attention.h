@@ -26,18 +26,18 @@ void add_values(const T* value, int64_t token, int64_t tokens, const float* weig
     Floats added[COLUMNS][VECTORS];
     sums += vector * TILE;
     value += vector * TILE;
-    for (int c = 0; c < COLUMNS; c++)
-        for (int v = 0; v < VECTORS; v++) added[c][v] = load(sums + c * dim + v * TILE);
-    for (int64_t i = 0; i < tokens; i++, value += token, weights += lanes) {
-        for (int v = 0; v < VECTORS; v++) {
+    // call(column, vector, where its sums are)
+    const auto each = [&](const auto& call) {
+        unrolled<COLUMNS>([&](auto c) { unrolled<VECTORS>([&](auto v) { call(c, v, sums + c * dim + v * TILE); }); });
+    };
+    each([&](auto c, auto v, const float* from) { added[c][v] = load(from); });
+    for (int64_t i = 0; i < tokens; i++, value += token, weights += lanes)
+        unrolled<VECTORS>([&](auto v) {
             if (v % 2 == 0) prefetch(value + (VECTORS + v) * TILE);
             const Floats part = load(value + v * TILE);
-            for (int c = 0; c < COLUMNS; c++)
-                added[c][v] = fma(splat(weights[c]), part, added[c][v]);
-        }
-    }
-    for (int c = 0; c < COLUMNS; c++)
-        for (int v = 0; v < VECTORS; v++) store(sums + c * dim + v * TILE, added[c][v]);
+            unrolled<COLUMNS>([&](auto c) { added[c][v] = fma(splat(weights[c]), part, added[c][v]); });
+        });
+    each([&](auto c, auto v, float* to) { store(to, added[c][v]); });
 }
 
 // A converted value serves as many columns as registers can sum: few columns over much of the head, or many over a part.
@@ -49,10 +49,10 @@ void all_values(const T* value, int64_t token, int64_t tokens, const float* weig
             add_values<VECTORS, COLUMNS, T>(value, token, tokens, weights + column, lanes, sums + column * dim, dim, vector);
     };
     auto few = [&]<int COLUMNS>(int64_t column) {
-        constexpr int64_t MOST_OF = LARGE ? COLUMNS == 4 ? 4 : 8 : COLUMNS == 1 ? 4 : 2;
+        constexpr int64_t MOST_OF = LARGE ? COLUMNS == 4 ? 4 : 8 : COLUMNS == 1 ? 4 : COLUMNS == 2 ? 2 : 1;
         if (dim % (MOST_OF * TILE) == 0) return all.template operator()<MOST_OF, COLUMNS>(column);
         if (LARGE && dim % (4 * TILE) == 0) return all.template operator()<4, COLUMNS>(column);
-        all.template operator()<2, COLUMNS>(column);
+        all.template operator()<LARGE ? 2 : 1, COLUMNS>(column);
     };
     const int64_t count = padded(columns);
     if (count <= 4 || !LARGE)
@@ -183,23 +183,19 @@ void score_columns(const bf16* keys, int64_t token, int64_t dim, const bf16* que
     constexpr int64_t BESIDE = LARGE ? TOKENS_OF : FOUR / EACH;  // tokens whose sums are in registers at a time
     for (int64_t i = 0; i < TILE; i += TOKENS_OF, keys += TOKENS_OF * token, out += TOKENS_OF * row) {
         Floats sums[TILE] = {};
-#pragma GCC unroll 4
-        for (int64_t first = 0; first < TOKENS_OF; first += BESIDE) {
+        unrolled<TOKENS_OF / BESIDE>([&](auto part) {
+            constexpr int64_t first = part * BESIDE;
             Floats some[BESIDE * EACH] = {};
             for (int64_t d = 0; d < dim; d += DEPTH) {
                 Ints asked[COLUMNS];
-#pragma GCC unroll 4
-                for (int c = 0; c < COLUMNS; c++) asked[c] = load_line(queries + c * dim + d);
-#pragma GCC unroll 16
-                for (int64_t t = 0; t < BESIDE; t++) {
+                unrolled<COLUMNS>([&](auto c) { asked[c] = load_line(queries + c * dim + d); });
+                unrolled<BESIDE>([&](auto t) {
                     const Ints key = load_line(keys + (first + t) * token + d);
-#pragma GCC unroll 4
-                    for (int c = 0; c < COLUMNS; c++) some[t * EACH + c] = dot(some[t * EACH + c], key, asked[c]);
-                }
+                    unrolled<COLUMNS>([&](auto c) { some[t * EACH + c] = dot(some[t * EACH + c], key, asked[c]); });
+                });
             }
-#pragma GCC unroll 16
-            for (int64_t i = 0; i < BESIDE * EACH; i++) sums[first * EACH + i] = some[i];
-        }
+            unrolled<BESIDE * EACH>([&](auto i) { sums[first * EACH + i] = some[i]; });
+        });
         alignas(64) float found[TILE];
         store(found, add_lanes(sums));
 #pragma GCC unroll 16

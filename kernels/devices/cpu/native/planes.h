@@ -103,23 +103,19 @@ struct VectorSums {
 
     // Adds four inputs of a line: their codes, of 16 outputs each.
     void add(const Whole& x, int64_t line, int64_t four, const Ints (&codes)[HALF_COUNT]) {
-#pragma GCC unroll 4
-        for (int row = 0; row < ROWS; row++) {
+        unrolled<ROWS>([&](auto row) {
             const int8_t* from = x.values + (row * x.lines + line) * LINE + (BYTE_DOTS ? 4 : 8) * four;
-            int32_t numbers[2];
-            std::memcpy(numbers, from, 4);
-            std::memcpy(numbers + 1, from + (BYTE_DOTS ? DEPTH : 4), 4);
-#pragma GCC unroll 2
-            for (int half = 0; half < HALF_COUNT; half++) {
+            const Ints first = splat_at(from), second = splat_at(from + (BYTE_DOTS ? DEPTH : 4));
+            unrolled<HALF_COUNT>([&](auto half) {
                 auto& sum = sums[row][half];
                 if constexpr (BYTE_DOTS) {
-                    for (int plane = 0; plane < 2; plane++) sum[plane] = dot(sum[plane], codes[half], splat(numbers[plane]));
+                    sum[0] = dot(sum[0], codes[half], first);
+                    sum[1] = dot(sum[1], codes[half], second);
                 } else {
-                    sum[0] = dot_words(sum[0], even_bytes(codes[half]), splat(numbers[0]));
-                    sum[0] = dot_words(sum[0], odd_bytes(codes[half]), splat(numbers[1]));
+                    sum[0] = dot_words(dot_words(sum[0], even_bytes(codes[half]), first), odd_bytes(codes[half]), second);
                 }
-            }
-        }
+            });
+        });
     }
 
     // The products of a token and 16 outputs. `offset`: the token's.

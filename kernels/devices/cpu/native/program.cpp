@@ -1,4 +1,5 @@
 // Runs programs of operators: see program.h for what they are, and kernels/devices/cpu/program.py for where they come from.
+#include <sys/auxv.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -299,6 +300,12 @@ int troupe_ready() {
         return 0;
 #elif defined(__AVX2__)
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;  // and F16C, for which Clang does not ask
+#endif
+#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+    if (!(getauxval(AT_HWCAP2) & HWCAP2_BF16)) return 0;
+#endif
+#ifdef __ARM_FEATURE_MATMUL_INT8
+    if (!(getauxval(AT_HWCAP2) & HWCAP2_I8MM)) return 0;
 #endif
 #ifdef __AMX_TILE__
     if (!__builtin_cpu_supports("avx512fp16") || !__builtin_cpu_supports("amx-bf16") || !__builtin_cpu_supports("amx-int8")) return 0;

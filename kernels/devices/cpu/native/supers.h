@@ -25,25 +25,24 @@ void multiply_halves(const S& of, const Whole& x, int64_t first, float* sums) {
             const auto part = [&]<int PLACE>() {
                 VectorSums<ROWS, HALF_COUNT> sum;
                 const uint8_t* cell = of.cell(line);
-#pragma GCC unroll 8
-                for (int64_t four = twice ? 4 * PLACE : 0; four < (twice ? 4 * PLACE + 4 : 8); four++) {
+                unrolled<twice ? 4 : 8>([&](auto n) {
+                    constexpr int64_t four = n + (twice ? 4 * PLACE : 0);
                     Ints codes[HALF_COUNT];
-#pragma GCC unroll 2
-                    for (int half = 0; half < HALF_COUNT; half++) codes[half] = of.codes(cell, first + half, four);
+                    unrolled<HALF_COUNT>([&](auto half) { codes[half] = of.codes(cell, first + half, four); });
                     sum.add(x, line, four, codes);
-                }
-                for (int half = 0; half < HALF_COUNT; half++) {
+                });
+                unrolled<HALF_COUNT>([&](auto half) {
                     const Floats by = S::GROUP ? of.whole(line, PLACE, first + half) : Floats{};
-                    for (int row = 0; row < ROWS; row++) {
+                    unrolled<ROWS>([&](auto row) {
                         const Floats value = sum.of(row, half, x.offsets + (row * x.lines + line) * OFFSETS + (twice ? PLACE : HALVES));
                         values[row][half] = !S::GROUP ? value : PLACE ? fma(value, by, values[row][half]) : value * by;
-                    }
-                }
+                    });
+                });
             };
             part.template operator()<0>();
             if constexpr (twice) part.template operator()<1>();
-            for (int half = 0; half < HALF_COUNT; half++) {
-                for (int row = 0; row < ROWS; row++) {
+            unrolled<HALF_COUNT>([&](auto half) {
+                unrolled<ROWS>([&](auto row) {
                     const float* scales = x.scales + (row * x.lines + line) * SCALES;
                     some[row][half] = fma(values[row][half], splat(scales[0]), some[row][half]);
                     const auto take = [&](Floats by, float sum) { less[row][half] = fma(by, splat(sum), less[row][half]); };
@@ -51,15 +50,18 @@ void multiply_halves(const S& of, const Whole& x, int64_t first, float* sums) {
                     if constexpr (S::ZEROS && S::GROUP == DEPTH) take(of.less(line, 0, first + half), scales[1]);
                     if constexpr (S::ZEROS && twice)
                         for (int part = 0; part < HALVES; part++) take(of.less(line, part, first + half), scales[2 + part]);
-                }
-            }
+                });
+            });
         }
-        for (int half = 0; half < HALF_COUNT; half++)
-            for (int row = 0; row < ROWS; row++)
+        unrolled<HALF_COUNT>([&](auto half) {
+            unrolled<ROWS>([&](auto row) {
                 found[row][half] = of.end(super, first + half, some[row][half], less[row][half], found[row][half]);
+            });
+        });
     }
-    for (int row = 0; row < ROWS; row++)
-        for (int half = 0; half < HALF_COUNT; half++) store(sums + row * WIDE + (first + half) * TILE, found[row][half]);
+    unrolled<ROWS>([&](auto row) {
+        unrolled<HALF_COUNT>([&](auto half) { store(sums + row * WIDE + (first + half) * TILE, found[row][half]); });
+    });
 }
 
 // All of the outputs: both halves at a time where half of the registers hold their sums.

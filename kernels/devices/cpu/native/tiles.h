@@ -186,12 +186,11 @@ template <int ROWS, int HALVES, class Sum>
 [[gnu::noinline]] void multiply_rows(const Lines& of, Sum* low, Sum* high, int64_t stride, bool fresh) {
     using Vector = decltype(load_sums(low));
     Vector sums[ROWS][HALVES] = {};
-    const auto place = [&](int row, int half) { return (half ? high : low) + row * stride; };
-    if (!fresh)
-#pragma GCC unroll 8  // an array stays in registers only if no index is a variable
-        for (int row = 0; row < ROWS; row++)
-#pragma GCC unroll 2
-            for (int half = 0; half < HALVES; half++) sums[row][half] = load_sums(place(row, half));
+    // call(row, half, where its sums are)
+    const auto each = [&](const auto& call) {
+        unrolled<ROWS>([&](auto row) { unrolled<HALVES>([&](auto half) { call(row, half, (half ? high : low) + row * stride); }); });
+    };
+    if (!fresh) each([&](auto row, auto half, const Sum* from) { sums[row][half] = load_sums(from); });
     // Three rows share a register for their address, so that all addresses stay in registers.
     const char *weight = of.weight, *ahead = of.weight + of.ahead;
     const char* rows[] = {of.x, of.x + 3 * of.stride, of.x + 6 * of.stride};
@@ -200,27 +199,19 @@ template <int ROWS, int HALVES, class Sum>
 #pragma GCC unroll 4
         for (int64_t i = 0; i < LINE; i += 4, weight += LINE, ahead += 2 * LINE) {
             Ints lines[HALVES];
-#pragma GCC unroll 2
-            for (int half = 0; half < HALVES; half++) lines[half] = load_line(weight + half * TILE * LINE);
+            unrolled<HALVES>([&](auto half) { lines[half] = load_line(weight + half * TILE * LINE); });
             prefetch(ahead);
             prefetch(ahead + LINE);
-#pragma GCC unroll 8
-            for (int row = 0; row < ROWS; row++) {
-                int32_t few;
-                std::memcpy(&few, rows[row / 3] + row % 3 * apart + i, 4);
-                const Ints token = splat(few);
-#pragma GCC unroll 2
-                for (int half = 0; half < HALVES; half++) sums[row][half] = dot(sums[row][half], token, lines[half]);
-            }
+            unrolled<ROWS>([&](auto row) {
+                const Ints token = splat_at(rows[row / 3] + row % 3 * apart + i);
+                unrolled<HALVES>([&](auto half) { sums[row][half] = dot(sums[row][half], token, lines[half]); });
+            });
         }
         weight += TILE * LINE;
         for (const char*& row : rows) row += of.next;
     }
     asm("" : "+r"(low), "+r"(high), "+r"(stride));  // else every address of sums stays in a register meanwhile
-#pragma GCC unroll 8
-    for (int row = 0; row < ROWS; row++)
-#pragma GCC unroll 2
-        for (int half = 0; half < HALVES; half++) store_sums(place(row, half), sums[row][half]);
+    each([&](auto row, auto half, Sum* to) { store_sums(to, sums[row][half]); });
 }
 
 // Sums of ROWS rows and two blocks from zero, the second with its weights at `other`: twice the independent products of a block, whose
@@ -235,26 +226,17 @@ template <int ROWS, class Sum>
 #pragma GCC unroll 4
         for (int64_t i = 0; i < LINE; i += 4, weight += LINE) {
             const char* second = weight + apart;
-            const Ints lines[] = {load_line(weight), load_line(weight + TILE * LINE), load_line(second),
-                                     load_line(second + TILE * LINE)};
-            for (int64_t half : {int64_t{0}, TILE * LINE}) {
-                prefetch(weight + of.ahead + half);
-                prefetch(second + of.ahead + half);
-            }
-#pragma GCC unroll 8
-            for (int row = 0; row < ROWS; row++) {
-                int32_t few;
-                std::memcpy(&few, tokens + row * of.stride + i, 4);
-                const Ints token = splat(few);
-#pragma GCC unroll 4
-                for (int part = 0; part < 4; part++) found[row][part] = dot(found[row][part], token, lines[part]);
-            }
+            unrolled<4>([&](auto part) {
+                const char* from = (part < 2 ? weight : second) + part % 2 * TILE * LINE;
+                const Ints line = load_line(from);
+                prefetch(from + of.ahead);
+                unrolled<ROWS>([&](auto row) { found[row][part] = dot(found[row][part], splat_at(tokens + row * of.stride + i), line); });
+            });
         }
-#pragma GCC unroll 8
-    for (int row = 0; row < ROWS; row++) {
+    unrolled<ROWS>([&](auto row) {
         store_sums(sums + row * WIDE, found[row][0]), store_sums(sums + row * WIDE + TILE, found[row][1]);
         store_sums(others + row * WIDE, found[row][2]), store_sums(others + row * WIDE + TILE, found[row][3]);
-    }
+    });
 }
 
 // call<ROWS>() for 1 to GROUP_ROWS rows.

@@ -5,6 +5,7 @@
 //
 //   fma, fms, fnma     a * b + c, a * b - c, c - a * b, rounded once
 //   max, min           of a NaN and another the second
+//   splat_at(x)        all lanes have the four bytes at x
 //   scale(x, p)        x times 2 to the power floor(p); where a register has no instruction for it, 0 below 2^-127
 //   select, keep       a where the mask's bit is set, else b, or 0
 //   select_bits        the same bit by bit; select_bytes(x, y, ..): of bytes that are equal; select_words(x, y, ..): of words of which
@@ -26,6 +27,8 @@
 #include <bit>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
+#include <utility>
 
 namespace troupe {
 
@@ -33,6 +36,12 @@ using bf16 = uint16_t;
 using Mask = uint16_t;
 
 inline float to_float(bf16 x) { return std::bit_cast<float>(static_cast<uint32_t>(x) << 16); }
+
+// call(0), call(1), ... call(N - 1), of constants: an array stays in registers only if no index is a variable.
+template <int N, class Call>
+[[gnu::always_inline]] inline void unrolled(const Call& call) {
+    [&]<int... I>(std::integer_sequence<int, I...>) { (call(std::integral_constant<int, I>()), ...); }(std::make_integer_sequence<int, N>());
+}
 
 // The mask of the first `count` lanes.
 inline Mask first_lanes(int64_t count) { return count >= 16 ? 0xffff : static_cast<Mask>((1 << count) - 1); }

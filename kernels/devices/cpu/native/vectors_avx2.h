@@ -19,8 +19,13 @@ inline FloatPart fma_part(FloatPart a, FloatPart b, FloatPart c) { return (Float
 inline FloatPart round_part(FloatPart x) { return (FloatPart)_mm256_round_ps(raw(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline FloatPart floor_part(FloatPart x) { return (FloatPart)_mm256_round_ps(raw(x), _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
 inline IntPart nearest_part(FloatPart x) { return (IntPart)_mm256_cvtps_epi32(raw(x)); }
+inline IntPart splat_part_at(const void* from) { return (IntPart)_mm256_broadcast_ss(static_cast<const float*>(from)); }
 inline int signs(IntPart x) { return _mm256_movemask_ps((__m256)x); }
-inline IntPart dot_part(IntPart a, IntPart b) { return (IntPart)_mm256_madd_epi16(raw(a), raw(b)); }
+inline IntPart add_dot_part(IntPart sum, IntPart a, IntPart b) {
+    sum += (IntPart)_mm256_madd_epi16(raw(a), raw(b));
+    asm("" : "+x"(sum));  // GCC would add up all products at the end, and keep them in memory until then
+    return sum;
+}
 inline IntPart look_up_part(IntPart table, IntPart at) { return (IntPart)_mm256_shuffle_epi8(raw(table), raw(at)); }
 
 // Numbers of 16 bits in lanes.

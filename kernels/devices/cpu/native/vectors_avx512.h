@@ -20,6 +20,11 @@ constexpr bool BYTE_DOTS = true;   // whether products of bytes are as fast as t
 
 inline Floats splat(float x) { return {_mm512_set1_ps(x)}; }
 inline Ints splat(int32_t x) { return {_mm512_set1_epi32(x)}; }
+inline Ints splat_at(const void* from) {
+    int32_t x;
+    std::memcpy(&x, from, 4);
+    return splat(x);
+}
 inline Ints splat_words(int x) { return {_mm512_set1_epi16(static_cast<int16_t>(x))}; }
 inline Ints splat_bytes(int x) { return {_mm512_set1_epi8(static_cast<char>(x))}; }
 inline Ints lane_numbers() { return {_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0)}; }

@@ -21,10 +21,11 @@ inline FloatPart fma_part(FloatPart a, FloatPart b, FloatPart c) { return (Float
 inline FloatPart round_part(FloatPart x) { return (FloatPart)vrndnq_f32(raw(x)); }
 inline FloatPart floor_part(FloatPart x) { return (FloatPart)vrndmq_f32(raw(x)); }
 inline IntPart nearest_part(FloatPart x) { return (IntPart)vcvtnq_s32_f32(raw(x)); }
+inline IntPart splat_part_at(const void* from) { return (IntPart)vld1q_dup_s32(static_cast<const int32_t*>(from)); }
 inline int signs(IntPart x) { return vaddvq_u32(vandq_u32((uint32x4_t)x, (uint32x4_t){1, 2, 4, 8})); }
-inline IntPart dot_part(IntPart a, IntPart b) {
+inline IntPart add_dot_part(IntPart sum, IntPart a, IntPart b) {
     const int16x8_t x = (int16x8_t)a, y = (int16x8_t)b;
-    return (IntPart)vpaddq_s32(vmull_s16(vget_low_s16(x), vget_low_s16(y)), vmull_high_s16(x, y));
+    return sum + (IntPart)vpaddq_s32(vmull_s16(vget_low_s16(x), vget_low_s16(y)), vmull_high_s16(x, y));
 }
 inline IntPart look_up_part(IntPart table, IntPart at) { return (IntPart)vqtbl1q_u8(bytes(table), bytes(at)); }
 

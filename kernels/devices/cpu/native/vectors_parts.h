@@ -4,9 +4,6 @@
 // A part is a vector of the compiler's (GCC's vector extension). Whole vectors are none: GCC passes those that are longer than a
 // register through memory.
 #pragma once
-#include <type_traits>
-#include <utility>
-
 namespace troupe {
 
 constexpr int PARTS = 16 / PART;
@@ -53,6 +50,7 @@ inline Part load_part(const void* from) {
 
 inline Floats splat(float x) { return by_index<Floats>([&](int) { return FloatPart{} + x; }); }
 inline Ints splat(int32_t x) { return by_index<Ints>([&](int) { return IntPart{} + x; }); }
+inline Ints splat_at(const void* from) { return by_index<Ints>([&](int) { return splat_part_at(from); }); }
 inline Ints splat_words(int x) { return splat(static_cast<int32_t>(0x10001u * static_cast<uint16_t>(x))); }
 inline Ints splat_bytes(int x) { return splat(static_cast<int32_t>(0x1010101u * static_cast<uint8_t>(x))); }
 
@@ -198,9 +196,17 @@ inline Ints lane_numbers() {
     return load_unsigned(all);
 }
 
-inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
-inline void store_line(void* to, Ints x) { std::memcpy(to, &x, sizeof x); }
-inline void store_words(void* to, Ints x, int64_t count) { std::memcpy(to, &x, count >= 32 ? 64 : 2 * count); }
+// Part by part: of a copy of 64 bytes GCC 12 makes a move in one piece, for which eight registers only are right.
+inline void store_line(void* to, Ints x) {
+    unrolled<PARTS>([&](auto i) { std::memcpy(static_cast<char*>(to) + i * 4 * PART, &x.part[i], 4 * PART); });
+}
+inline void store(float* to, Floats x) { store_line(to, bits_of(x)); }
+inline void store_words(void* to, Ints x, int64_t count) {
+    if (count >= 32) return store_line(to, x);
+    char some[64];
+    store_line(some, x);
+    std::memcpy(to, some, 2 * count);
+}
 // The lowest byte of each lane; store_fours: of four the second and third swapped.
 inline void store_bytes(void* to, Ints x) {
 #pragma GCC unroll 4
@@ -313,7 +319,7 @@ struct PairOrder {
 
 // Adds the products of the two words of each lane.
 inline Ints dot_words(Ints sum, Ints a, Ints b) {
-    return ints([](IntPart s, IntPart x, IntPart y) { return s + dot_part(x, y); }, sum, a, b);
+    return ints(add_dot_part, sum, a, b);
 }
 
 // Products of bf16 as floats, and of bytes as words: where the processor has none of its own.
@@ -340,7 +346,7 @@ inline void transpose(Ints* rows) {
 #pragma GCC unroll 8
             for (int row = 0; row < PART; row++) found[j * PART + row].part[i] = block[row];
         }
-    std::memcpy(rows, found, sizeof found);
+    for (int i = 0; i < 16; i++) rows[i] = found[i];
 }
 
 }  // namespace troupe
