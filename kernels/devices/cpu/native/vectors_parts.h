@@ -69,8 +69,8 @@ inline Floats fnma(Floats a, Floats b, Floats c) {
 }
 inline Floats max(Floats a, Floats b) { return by_part([](FloatPart x, FloatPart y) { return x > y ? x : y; }, a, b); }
 inline Floats min(Floats a, Floats b) { return by_part([](FloatPart x, FloatPart y) { return x < y ? x : y; }, a, b); }
-inline Floats round(Floats x) { return by_part(round_part, x); }
-inline Floats floor(Floats x) { return by_part(floor_part, x); }
+inline Floats round(Floats x) { return by_part([](FloatPart y) { return round_part(y); }, x); }
+inline Floats floor(Floats x) { return by_part([](FloatPart y) { return floor_part(y); }, x); }
 inline Floats fraction(Floats x) { return x - floor(x); }
 
 inline Ints operator+(Ints a, Ints b) { return ints([](IntPart x, IntPart y) { return x + y; }, a, b); }
@@ -111,7 +111,7 @@ inline Ints select_words(Ints x, Ints clear, Ints a, Ints b) {
 }
 
 inline Floats to_floats(Ints x) { return by_part([](IntPart y) { return __builtin_convertvector(y, FloatPart); }, x); }
-inline Ints to_ints(Floats x) { return ints(nearest_part, x); }
+inline Ints to_ints(Floats x) { return ints([](FloatPart y) { return nearest_part(y); }, x); }
 inline Ints bits_of(Floats x) { return ints([](FloatPart y) { return (IntPart)y; }, x); }
 inline Floats from_bits(Ints x) { return by_part([](IntPart y) { return (FloatPart)y; }, x); }
 inline Floats abs(Floats x) { return from_bits(bits_of(x) & splat(0x7fffffff)); }
@@ -188,8 +188,8 @@ inline Floats load(const bf16* from, Mask mask) {
     std::memcpy(some, from, std::bit_width(mask) * sizeof(bf16));
     return load(some);
 }
-inline Floats from_halves(Ints x) { return by_part(from_halves_part, x); }
-inline Ints to_halves(Floats x) { return ints(to_halves_part, x); }
+inline Floats from_halves(Ints x) { return by_part([](IntPart y) { return from_halves_part(y); }, x); }
+inline Ints to_halves(Floats x) { return ints([](FloatPart y) { return to_halves_part(y); }, x); }
 inline Floats load_halves(const void* from) { return from_halves(load_wider<HalfWords>(static_cast<const bf16*>(from))); }
 inline Ints lane_numbers() {
     static constexpr uint8_t all[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -238,7 +238,7 @@ inline Ints table_of_bytes(const void* from) {
     for (int i = 0; i < 4; i++) std::memcpy(reinterpret_cast<char*>(&x) + 16 * i, from, 16);
     return x;
 }
-inline Ints look_up_bytes(Ints table, Ints at) { return ints(look_up_part, table, at); }
+inline Ints look_up_bytes(Ints table, Ints at) { return ints([](IntPart t, IntPart x) { return look_up_part(t, x); }, table, at); }
 inline Ints look_up_words(Ints table, Ints at) {  // each of up to eight, as two bytes
     const auto one = [](IntPart t, IntPart x) {
         return look_up_part(t, (IntPart)(((WordsPart)x & 7) * 0x202 + 0x100));
@@ -319,7 +319,7 @@ struct PairOrder {
 
 // Adds the products of the two words of each lane.
 inline Ints dot_words(Ints sum, Ints a, Ints b) {
-    return ints(add_dot_part, sum, a, b);
+    return ints([](IntPart s, IntPart x, IntPart y) { return add_dot_part(s, x, y); }, sum, a, b);
 }
 
 // Products of bf16 as floats, and of bytes as words: where the processor has none of its own.
