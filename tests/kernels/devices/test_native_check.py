@@ -42,6 +42,7 @@ def test_operators_of_this_processor_compute_what_they_say(tmp_path):
     check([str(compiled("g++", flags, tmp_path))])
 
 
+@pytest.mark.long
 @needs_aarch64
 @pytest.mark.parametrize("features", [PLAIN, WHOLE], ids=["plain", "bf16-i8mm"])
 def test_operators_of_aarch64_compute_what_they_say(features, tmp_path):

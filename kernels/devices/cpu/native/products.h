@@ -29,7 +29,7 @@ constexpr int64_t STEPS = 8;    // lines that few rows are multiplied with while
 // Without AMX up to PAIRED rows are multiplied with two blocks at a time, if the product's weights have at most SMALL bytes: then they are
 // likely to be in a cache, while memory is faster read in one stream.
 constexpr int64_t PAIRED = LARGE ? 2 : 1, SMALL = 2 << 20;
-constexpr int64_t PREFETCHED = (AMX ? 4 : 8) << 10;  // bytes by which weights of few rows are prefetched (AMX: of few bits)
+constexpr int64_t PREFETCHED = (AMX ? 4 : LARGE ? 8 : 2) << 10;  // bytes by which weights of few rows are prefetched (AMX: of few bits)
 constexpr int64_t SECOND = (AMX ? 2048 : 1024) << 10;  // bytes of a core's second cache
 constexpr int64_t TOKENS = SECOND / 16 * 9;            // bytes of a panel's tokens that it holds beside weights
 constexpr int64_t MOST = 576;                          // rows of a panel

@@ -161,8 +161,8 @@ class TileSums {
 inline void release_tiles() {}
 inline void written() {}
 
-constexpr int64_t GROUP_ROWS = LARGE ? 8 : 5;  // rows whose sums are in registers at a time: enough for two products a cycle
-constexpr int64_t BROAD_ROWS = LARGE ? 8 : 2;  // up to so many rows are multiplied with both halves of a block at a time
+constexpr int64_t GROUP_ROWS = LARGE ? 8 : 4;  // rows whose sums are in registers at a time: enough for two products a cycle
+constexpr int64_t BROAD_ROWS = LARGE ? 8 : 1;  // up to so many rows are multiplied with both halves of a block at a time
 
 inline Floats load_sums(const float* from) { return load(from); }
 inline Ints load_sums(const int32_t* from) { return load_line(from); }
