@@ -102,11 +102,11 @@ struct VectorSums {
     Ints sums[ROWS][HALF_COUNT][1 + BYTE_DOTS] = {};
 
     // Adds four inputs of a line: their codes, of 16 outputs each.
-    void add(const Whole& x, int64_t line, int64_t four, const Ints (&codes)[HALF_COUNT]) {
-        unrolled<ROWS>([&](auto row) {
+    [[gnu::always_inline]] void add(const Whole& x, int64_t line, int64_t four, const Ints (&codes)[HALF_COUNT]) {
+        unrolled<ROWS>([&](auto row) __attribute__((always_inline)) {
             const int8_t* from = x.values + (row * x.lines + line) * LINE + (BYTE_DOTS ? 4 : 8) * four;
             const Ints first = splat_at(from), second = splat_at(from + (BYTE_DOTS ? DEPTH : 4));
-            unrolled<HALF_COUNT>([&](auto half) {
+            unrolled<HALF_COUNT>([&](auto half) __attribute__((always_inline)) {
                 auto& sum = sums[row][half];
                 if constexpr (BYTE_DOTS) {
                     sum[0] = dot(sum[0], codes[half], first);

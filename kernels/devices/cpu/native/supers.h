@@ -64,10 +64,10 @@ void multiply_halves(const S& of, const Whole& x, int64_t first, float* sums) {
     });
 }
 
-// All of the outputs: both halves at a time where half of the registers hold their sums.
+// All of the outputs: both halves at a time where registers hold their sums.
 template <int ROWS, class S>
 void multiply_vectors(const S& of, const Whole& x, float* sums) {
-    if constexpr (ROWS * 2 * (1 + BYTE_DOTS) <= REGISTERS / 2) return multiply_halves<ROWS, 2>(of, x, 0, sums);
+    if constexpr (LARGE || ROWS == 1) return multiply_halves<ROWS, 2>(of, x, 0, sums);
     for (int64_t half = 0; half < 2; half++) multiply_halves<ROWS, 1>(of, x, half, sums);
 }
 
