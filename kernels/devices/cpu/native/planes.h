@@ -103,10 +103,10 @@ struct VectorSums {
 
     // Adds four inputs of a line: their codes, of 16 outputs each.
     [[gnu::always_inline]] void add(const Whole& x, int64_t line, int64_t four, const Ints (&codes)[HALF_COUNT]) {
-        unrolled<ROWS>([&](auto row) __attribute__((always_inline)) {
+        unrolled<ROWS>([&](auto row) ALWAYS_INLINE {
             const int8_t* from = x.values + (row * x.lines + line) * LINE + (BYTE_DOTS ? 4 : 8) * four;
             const Ints first = splat_at(from), second = splat_at(from + (BYTE_DOTS ? DEPTH : 4));
-            unrolled<HALF_COUNT>([&](auto half) __attribute__((always_inline)) {
+            unrolled<HALF_COUNT>([&](auto half) ALWAYS_INLINE {
                 auto& sum = sums[row][half];
                 if constexpr (BYTE_DOTS) {
                     sum[0] = dot(sum[0], codes[half], first);

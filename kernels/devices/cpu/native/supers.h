@@ -22,18 +22,18 @@ void multiply_halves(const S& of, const Whole& x, int64_t first, float* sums) {
         for (const int64_t end = line + of.lines(); line < end; line++) {
             if (first == 0) of.fetch(line);
             Floats values[ROWS][HALF_COUNT];
-            const auto part = [&]<int PLACE>() {
+            const auto part = [&]<int PLACE>() ALWAYS_INLINE {
                 VectorSums<ROWS, HALF_COUNT> sum;
                 const uint8_t* cell = of.cell(line);
-                unrolled<twice ? 4 : 8>([&](auto n) {
+                unrolled<twice ? 4 : 8>([&](auto n) ALWAYS_INLINE {
                     constexpr int64_t four = n + (twice ? 4 * PLACE : 0);
                     Ints codes[HALF_COUNT];
-                    unrolled<HALF_COUNT>([&](auto half) { codes[half] = of.codes(cell, first + half, four); });
+                    unrolled<HALF_COUNT>([&](auto half) ALWAYS_INLINE { codes[half] = of.codes(cell, first + half, four); });
                     sum.add(x, line, four, codes);
                 });
-                unrolled<HALF_COUNT>([&](auto half) {
+                unrolled<HALF_COUNT>([&](auto half) ALWAYS_INLINE {
                     const Floats by = S::GROUP ? of.whole(line, PLACE, first + half) : Floats{};
-                    unrolled<ROWS>([&](auto row) {
+                    unrolled<ROWS>([&](auto row) ALWAYS_INLINE {
                         const Floats value = sum.of(row, half, x.offsets + (row * x.lines + line) * OFFSETS + (twice ? PLACE : HALVES));
                         values[row][half] = !S::GROUP ? value : PLACE ? fma(value, by, values[row][half]) : value * by;
                     });
@@ -41,8 +41,8 @@ void multiply_halves(const S& of, const Whole& x, int64_t first, float* sums) {
             };
             part.template operator()<0>();
             if constexpr (twice) part.template operator()<1>();
-            unrolled<HALF_COUNT>([&](auto half) {
-                unrolled<ROWS>([&](auto row) {
+            unrolled<HALF_COUNT>([&](auto half) ALWAYS_INLINE {
+                unrolled<ROWS>([&](auto row) ALWAYS_INLINE {
                     const float* scales = x.scales + (row * x.lines + line) * SCALES;
                     some[row][half] = fma(values[row][half], splat(scales[0]), some[row][half]);
                     const auto take = [&](Floats by, float sum) { less[row][half] = fma(by, splat(sum), less[row][half]); };
@@ -53,14 +53,14 @@ void multiply_halves(const S& of, const Whole& x, int64_t first, float* sums) {
                 });
             });
         }
-        unrolled<HALF_COUNT>([&](auto half) {
-            unrolled<ROWS>([&](auto row) {
+        unrolled<HALF_COUNT>([&](auto half) ALWAYS_INLINE {
+            unrolled<ROWS>([&](auto row) ALWAYS_INLINE {
                 found[row][half] = of.end(super, first + half, some[row][half], less[row][half], found[row][half]);
             });
         });
     }
-    unrolled<ROWS>([&](auto row) {
-        unrolled<HALF_COUNT>([&](auto half) { store(sums + row * WIDE + (first + half) * TILE, found[row][half]); });
+    unrolled<ROWS>([&](auto row) ALWAYS_INLINE {
+        unrolled<HALF_COUNT>([&](auto half) ALWAYS_INLINE { store(sums + row * WIDE + (first + half) * TILE, found[row][half]); });
     });
 }
 
