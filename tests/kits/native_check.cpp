@@ -99,7 +99,8 @@ void check_vectors() {
     uint8_t line[64], other[64], table[128];
     for (int i = 0; i < 64; i++) line[i] = static_cast<uint8_t>(below(256)), other[i] = static_cast<uint8_t>(below(256));
     for (int i = 0; i < 128; i++) table[i] = static_cast<uint8_t>(below(256));
-    const auto looked_up = bytes_of_line(ByteTable(table)(load_line(line))), small = bytes_of_line(look_up_bytes(table_of_bytes(table), load_line(line) & splat_bytes(15)));
+    const auto looked_up = bytes_of_line(ByteTable(table)(load_line(line)));
+    const auto small = bytes_of_line(look_up_bytes(table_of_bytes(table), load_line(line) & splat_bytes(15)));
     const Ints ordered = order_bytes(load_line(line)), second = order_bytes(load_line(other));
     const auto low = bytes_of_line(interleave_ordered<0>(ordered, second)), high = bytes_of_line(interleave_ordered<1>(ordered, second));
     const auto words = bytes_of_line(interleave_words<1>(load_line(line), load_line(other)));
@@ -131,7 +132,7 @@ void check_vectors() {
 
 // Operators.
 
-struct Running2 {
+struct RunOp {
     void* engine = troupe_open(2);
     void operator()(const Op& op, const Step& step) const { expect(troupe_run(engine, &op, 1, &step), "an operator had no memory"); }
 } const run_op;
@@ -159,13 +160,15 @@ void check_product(Op op, const std::vector<bf16>& x, const std::function<double
 }
 
 void check_products() {
-    const int64_t inputs = 512, outputs = 72, group = 64;
+    const int64_t inputs = 512, outputs = 40, group = 64;
     Op op = {};
     op.i0 = inputs, op.i1 = outputs;
-    for (int64_t rows : {1, 2, 3, 7, 33, 130}) {
+    for (int64_t rows : {1, 3, 33, 130}) {
         const std::vector<bf16> x = random_bf16(rows * inputs), weight = random_bf16(outputs * inputs);
         const auto space = [](int64_t bytes) { return std::vector<char>(bytes + 4096); };
-        const auto aligned = [](std::vector<char>& of) { return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(of.data()) + 4095) / 4096 * 4096); };
+        const auto aligned = [](std::vector<char>& of) {
+            return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(of.data()) + 4095) / 4096 * 4096);
+        };
         auto memory = space(2 * troupe_packed(outputs, inputs));
         op.b = aligned(memory);
         troupe_pack(weight.data(), outputs, inputs, op.b);
@@ -207,8 +210,8 @@ void check_products() {
             const double size = power ? std::ldexp(8 + rest, power - 10) : std::ldexp(rest, -9);
             return code & 0x80 ? -size : size;
         };
-        check_product(op, x, [&](int64_t o, int64_t i) { return e4m3(eighths[o * inputs + i]) * scales[o * inputs / group + i / group]; }, rows,
-                      0.005, "FP8");
+        const auto eighth = [&](int64_t o, int64_t i) { return e4m3(eighths[o * inputs + i]) * scales[o * inputs / group + i / group]; };
+        check_product(op, x, eighth, rows, 0.005, "FP8");
 
         for (int64_t bits = 2; bits <= 6; bits++) {
             Layout layout = {};
@@ -287,7 +290,8 @@ void check_rows() {
     for (int64_t row = 0; row < rows; row++) {
         double most = 0;
         for (int64_t i = 0; i < size; i++) most = std::max(most, std::abs(static_cast<double>(at(row, i, size))));
-        for (int64_t i = 0; i < size; i++) expect_near(to_float(out[row * size + i]), at(row, i, size), 0.51 * most / 127 + 0.004 * most, "FAKE_QUANTIZE");
+        for (int64_t i = 0; i < size; i++)
+            expect_near(to_float(out[row * size + i]), at(row, i, size), 0.51 * most / 127 + 0.004 * most, "FAKE_QUANTIZE");
     }
 
     const int64_t vocab = 1000;  // no multiple of 16
@@ -311,7 +315,8 @@ void check_rows() {
 
 // Attention of queries over a cache of one sequence. `count`: queries, the last tokens of `tokens`. `kind`: of the cache's numbers.
 void check_attention(int64_t tokens, int64_t count, int64_t window, bool prompt, int64_t kind, int64_t group) {
-    const int64_t dim = 64, kv_heads = 2, heads = kv_heads * group, page = 16, pages = (tokens + page - 1) / page, token = 2 * kv_heads * dim;
+    const int64_t dim = 64, kv_heads = 2, heads = kv_heads * group, token = 2 * kv_heads * dim;
+    const int64_t page = 16, pages = (tokens + page - 1) / page;
     const std::string what = "ATTENTION of " + std::to_string(count) + " to " + std::to_string(tokens) + " tokens, cache " +
                              std::to_string(kind) + ", group " + std::to_string(group);
     std::vector<bf16> queries = random_bf16(count * heads * dim, 2), given = random_bf16(tokens * token), out(count * heads * dim);
@@ -330,7 +335,8 @@ void check_attention(int64_t tokens, int64_t count, int64_t window, bool prompt,
     const int64_t offsets[] = {0, count}, lengths[] = {tokens};
     step = {}, step.rows = count, step.pages = table.data(), step.pages_stride = pages, step.lengths = lengths;
     step.sequences = 1, step.decodes = prompt ? 0 : 1, step.offsets = offsets, step.prompts = prompt;
-    op = {}, op.kind = ATTENTION, op.a = queries.data(), op.b = cache.data(), op.out = out.data(), op.stride_a = op.stride_out = heads * dim;
+    op = {}, op.kind = ATTENTION, op.a = queries.data(), op.b = cache.data(), op.out = out.data();
+    op.stride_a = op.stride_out = heads * dim;
     op.i0 = dim, op.i1 = heads, op.i2 = kv_heads, op.i3 = window, op.i4 = page, op.f0 = 0.125, op.narrow = kind, op.scales = scales.data();
     run_op(op, step);
     const auto value = [&](int64_t at, int64_t part, int64_t head, int64_t d) {

@@ -42,7 +42,9 @@ inline float to_float(bf16 x) { return std::bit_cast<float>(static_cast<uint32_t
 // call(0), call(1), ... call(N - 1), of constants: an array stays in registers only if no index is a variable.
 template <int N, class Call>
 [[gnu::always_inline]] inline void unrolled(const Call& call) {
-    [&]<int... I>(std::integer_sequence<int, I...>) ALWAYS_INLINE { (call(std::integral_constant<int, I>()), ...); }(std::make_integer_sequence<int, N>());
+    [&]<int... I>(std::integer_sequence<int, I...>) ALWAYS_INLINE {
+        (call(std::integral_constant<int, I>()), ...);
+    }(std::make_integer_sequence<int, N>());
 }
 
 // The mask of the first `count` lanes.

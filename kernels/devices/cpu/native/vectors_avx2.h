@@ -39,14 +39,28 @@ inline IntPart to_halves_part(FloatPart x) {
 inline IntPart pack_part(IntPart a, IntPart b) {
     return (IntPart)_mm256_permute4x64_epi64(_mm256_packus_epi32(raw(a), raw(b)), 0xd8);
 }
+// The lower or the upper halves of two vectors.
 inline IntPart low_of(__m256i a, __m256i b) { return (IntPart)_mm256_permute2x128_si256(a, b, 0x20); }
 inline IntPart high_of(__m256i a, __m256i b) { return (IntPart)_mm256_permute2x128_si256(a, b, 0x31); }
-inline IntPart low_words(IntPart a, IntPart b) { return low_of(_mm256_unpacklo_epi16(raw(a), raw(b)), _mm256_unpackhi_epi16(raw(a), raw(b))); }
-inline IntPart high_words(IntPart a, IntPart b) { return high_of(_mm256_unpacklo_epi16(raw(a), raw(b)), _mm256_unpackhi_epi16(raw(a), raw(b))); }
-inline IntPart low_bytes(IntPart a, IntPart b) { return low_of(_mm256_unpacklo_epi8(raw(a), raw(b)), _mm256_unpackhi_epi8(raw(a), raw(b))); }
-inline IntPart high_bytes(IntPart a, IntPart b) { return high_of(_mm256_unpacklo_epi8(raw(a), raw(b)), _mm256_unpackhi_epi8(raw(a), raw(b))); }
-inline IntPart low_lanes(IntPart a, IntPart b) { return low_of(_mm256_unpacklo_epi32(raw(a), raw(b)), _mm256_unpackhi_epi32(raw(a), raw(b))); }
-inline IntPart high_lanes(IntPart a, IntPart b) { return high_of(_mm256_unpacklo_epi32(raw(a), raw(b)), _mm256_unpackhi_epi32(raw(a), raw(b))); }
+
+inline IntPart low_bytes(IntPart a, IntPart b) {
+    return low_of(_mm256_unpacklo_epi8(raw(a), raw(b)), _mm256_unpackhi_epi8(raw(a), raw(b)));
+}
+inline IntPart high_bytes(IntPart a, IntPart b) {
+    return high_of(_mm256_unpacklo_epi8(raw(a), raw(b)), _mm256_unpackhi_epi8(raw(a), raw(b)));
+}
+inline IntPart low_words(IntPart a, IntPart b) {
+    return low_of(_mm256_unpacklo_epi16(raw(a), raw(b)), _mm256_unpackhi_epi16(raw(a), raw(b)));
+}
+inline IntPart high_words(IntPart a, IntPart b) {
+    return high_of(_mm256_unpacklo_epi16(raw(a), raw(b)), _mm256_unpackhi_epi16(raw(a), raw(b)));
+}
+inline IntPart low_lanes(IntPart a, IntPart b) {
+    return low_of(_mm256_unpacklo_epi32(raw(a), raw(b)), _mm256_unpackhi_epi32(raw(a), raw(b)));
+}
+inline IntPart high_lanes(IntPart a, IntPart b) {
+    return high_of(_mm256_unpacklo_epi32(raw(a), raw(b)), _mm256_unpackhi_epi32(raw(a), raw(b)));
+}
 
 // Of two lanes each, and of all.
 template <class Part, class Call>

@@ -28,7 +28,9 @@ typedef int8_t FourthSigned __attribute__((vector_size(PART)));
 // {call(0), call(1), ...}
 template <class Out, class Call>
 [[gnu::always_inline]] inline Out by_index(const Call& call) {
-    return [&]<int... I>(std::integer_sequence<int, I...>) ALWAYS_INLINE { return Out{{call(I)...}}; }(std::make_integer_sequence<int, PARTS>());
+    return [&]<int... I>(std::integer_sequence<int, I...>) ALWAYS_INLINE {
+        return Out{{call(I)...}};
+    }(std::make_integer_sequence<int, PARTS>());
 }
 
 // {call(first parts), call(second parts), ...}

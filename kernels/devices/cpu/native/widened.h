@@ -202,7 +202,9 @@ void multiply_rounded(const P& p, int64_t block, int64_t rows, float* sums) {
         const int64_t groups = (rows + QUANTIZED_ROWS - 1) / QUANTIZED_ROWS;
         for (int64_t group = 0; group < groups; group++) {
             const int64_t row = group * rows / groups, end = (group + 1) * rows / groups;
-            with_rows(end - row, [&]<int ROWS>() { multiply_vectors<ROWS>(supers, p.whole->from(row), sums + row * WIDE); });
+            with_rows(end - row, [&]<int ROWS>() {
+                if constexpr (ROWS <= QUANTIZED_ROWS) multiply_vectors<ROWS>(supers, p.whole->from(row), sums + row * WIDE);
+            });
         }
     });
 }
