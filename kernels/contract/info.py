@@ -37,6 +37,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     cache_token_bytes: int = 0  # of one token's keys and values over all layers, their scales among them
     tasks: tuple[str, ...] = ("generate", "embed", "score")  # see kernels.contract.tasks
     cpu_isa: str = ""  # the instruction set that a CPU's operators may use
+    # a CPU's native operators at load: of the "wheel", "compiled" on this machine, "pending": still compiled, or "none"
+    cpu_operators: str = ""
     cache_groups: tuple[GroupPages, ...] = ()  # what the layers keep, and the pages of each group
 
     @property

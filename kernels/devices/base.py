@@ -76,6 +76,12 @@ class Device(ABC):
         """The dtype to compute in from now on. ``requested``: auto or a name. ``stored``: the checkpoint's. Raises
         UnsupportedError."""
 
+    @property
+    def operators(self) -> str:
+        """Where native operators come from: "wheel", "compiled" on this machine, "pending" while they are compiled, or
+        "none". "": the device has no such choice."""
+        return ""
+
     def renew_operators(self) -> bool:
         """Called between steps while no request is running. -> whether operators were replaced by faster ones, so that
         decodes must be captured again."""

@@ -275,7 +275,7 @@ def main(argv: list[str] | None = None) -> int:
         "--clock", choices=("wall", "cpu"), default="wall", help="wall: elapsed time; cpu: processor time"
     )
     arguments = parser.parse_args(argv)
-    for threads in (1, os.cpu_count() or 1):
+    for threads in (1, arguments.threads or len(os.sched_getaffinity(0))):
         memory = _Memory(threads)
         print(f"memory, {threads} threads: {memory.rate() / 1e9:.1f} GB/s")
     ratio = " old ms | old/new |" if arguments.against else ""

@@ -24,7 +24,7 @@ __all__ = ["chain"]
 WITHIN = ", norms within"
 SINGLE = (
     "single",
-    *(name + norms for name in ("warps of a row", "rows of a warp", "matrix unit") for norms in ("", WITHIN)),
+    *(name + norms for name in ("warps of a row", "rows of a warp") for norms in ("", WITHIN)),
 )
 KINDS = {
     "bf16": (

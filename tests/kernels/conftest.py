@@ -55,6 +55,15 @@ DIVISIBLE: dict[str, tuple[str, dict[str, Any]]] = {  # by two; the first has on
     ),
 }
 
+NATIVE: dict[str, tuple[str, dict[str, Any]]] = {  # whose sizes the CPU's native operators take
+    "native-qwen3": (
+        "Qwen3",
+        {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "tie_word_embeddings": True},
+    ),
+    "native-mistral": ("Mistral", {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "sliding_window": 21}),
+    "native-moe": DIVISIBLE["parallel-moe"],
+}
+
 
 class Reference:
     """A transformers model and the directory it is saved in."""
@@ -63,7 +72,7 @@ class Reference:
         import torch
         import transformers
 
-        family, options = (FAMILIES | SPARSE | DIVISIBLE)[name]
+        family, options = (FAMILIES | SPARSE | DIVISIBLE | NATIVE)[name]
         torch.manual_seed(sum(name.encode()))
         config = getattr(transformers, f"{family}Config")(**COMMON | options)
         model = getattr(transformers, f"{family}ForCausalLM")(config).eval()

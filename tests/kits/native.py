@@ -13,7 +13,7 @@ from kernels.contract.cpu_isa import chosen_isa
 from kernels.devices.cpu.device import CpuDevice
 from kernels.devices.cpu.native import library
 
-__all__ = ["EXACT_DTYPE", "compiled", "needs_native", "platform", "require_native"]
+__all__ = ["EXACT_DTYPE", "MISSING", "compiled", "needs_native", "platform", "require_native"]
 
 
 def _missing() -> str:
@@ -26,17 +26,17 @@ def _missing() -> str:
     return ""
 
 
-_MISSING = _missing()
-needs_native = pytest.mark.skipif(bool(_MISSING), reason=_MISSING)
-EXACT_DTYPE = "float32" if _MISSING else "auto"
+MISSING = _missing()
+needs_native = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+EXACT_DTYPE = "float32" if MISSING else "auto"
 """A dtype in which a token's result does not depend on the batch: oneDNN's bf16 changes near ties with the number of
 rows."""
 
 
 def require_native() -> None:
     """Skip the running test without native operators; otherwise compile them, once on this machine."""
-    if _MISSING:
-        pytest.skip(_MISSING)
+    if MISSING:
+        pytest.skip(MISSING)
     library.build()
 
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from kernels.contract.cpu_isa import CpuIsa
-from kernels.devices.cpu.native.library import OPERATORS, Awaited, built, open_library, start_build
+from kernels.devices.cpu.native.library import OPERATORS, SHIPPED, Awaited, built, open_library, start_build
 from kernels.devices.cpu.operators import Native
 from kernels.devices.cpu.recording import NotNative
 
@@ -25,16 +25,23 @@ class _Adopts(Protocol):
 
 class NativeOperators:
     """``current``: the operators; None while there are none. ``isa``: the instruction set that they may use.
-    ``threads``: of each operator. ``enabled``: whether to load them at all.
+    ``threads``: of each operator. ``alike``: whether a row's result must depend on no other.
     """
 
-    def __init__(self, isa: CpuIsa, threads: int, enabled: bool = True) -> None:
+    def __init__(self, isa: CpuIsa, threads: int, alike: bool = False) -> None:
         self.isa = isa
         self.threads = threads
-        self.enabled = enabled
+        self.alike = alike
         self.current: Native | None = None
         self.building: subprocess.Popen[bytes] | Awaited | None = None
         self._adopting: weakref.WeakSet[_Adopts] = weakref.WeakSet()
+
+    @property
+    def origin(self) -> str:
+        """Where the operators come from: see ``Device.operators``."""
+        if self.current is None:
+            return "none" if self.building is None else "pending"
+        return "wheel" if self.current.library.path.parent == SHIPPED else "compiled"
 
     @property
     def recording(self) -> bool:
@@ -44,11 +51,11 @@ class NativeOperators:
     def open(self) -> None:
         """Load the operators, or start to compile them for later."""
         source = OPERATORS.get(self.isa)
-        if not self.enabled or self.current is not None or source is None:
+        if self.current is not None or source is None:
             return
         library = open_library(source)
         if library is not None:
-            self.current = Native(library, self.threads)
+            self.current = Native(library, self.threads, self.alike)
         elif built(source) is None:
             self.building = start_build(source)
 
@@ -60,7 +67,7 @@ class NativeOperators:
         library = open_library(OPERATORS[self.isa])
         if library is None:
             return False
-        self.current = Native(library, self.threads)
+        self.current = Native(library, self.threads, self.alike)
         for layer in self._adopting:
             layer.adopt(self.current)
         return True

@@ -16,7 +16,6 @@ different ones, since the drafts are equal.
 from __future__ import annotations
 
 import ctypes
-import platform
 import time
 import weakref
 from array import array
@@ -26,7 +25,8 @@ from itertools import islice
 from pathlib import Path
 
 from kernels.contract.speculation import NgramSettings
-from kernels.devices.cpu.native.library import Source, built, start_build
+from kernels.devices.cpu.native.library import built, start_build
+from kernels.speculation.drafters.trie_source import SOURCE
 
 __all__ = ["MOST_CHILDREN", "Generation", "NativeSequence", "NativeTrie", "NgramTrie", "TrieSequence", "make_trie"]
 
@@ -228,9 +228,6 @@ class NgramTrie:
             sequence.generation = self._young.number
 
 
-FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC", "-ffp-contract=off")
-# By type of processor, since the cache may be shared.
-SOURCE = Source(Path(__file__).parent / "native" / "trie.cpp", FLAGS, f"tries-{platform.machine()}")
 PATIENCE = 20.0
 """Seconds that a start waits for the compiler, its own or that of another process."""
 MOST_NODES = 2**31 - 1

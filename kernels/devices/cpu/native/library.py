@@ -1,8 +1,13 @@
-"""The native operators as a library: compiled once a machine, in the background, and kept in the user's cache.
+"""The native operators as a library: of the wheel, or compiled once a machine, in the background, and kept in the
+user's cache.
 
 They need AMX, AVX-512 with BF16, VNNI and VBMI, AVX2 or NEON, and a C++ compiler when they are first used. Each level
 of `kernels.contract.cpu_isa` has a library of its own, from the same source. Where something is missing, and until the
 library is compiled, the CPU device does the same with PyTorch's operators.
+
+A wheel brings compiled libraries (wheel.py). One is used if it was made of the sources and flags that are installed
+beside it and if it can be loaded; else the log says so once, and the library is compiled here. The variable
+``TROUPE_NATIVE_FLAGS`` adds flags for the compiler; with it no library of a wheel is used.
 """
 
 from __future__ import annotations
@@ -10,11 +15,14 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import hashlib
+import logging
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
 import weakref
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +32,7 @@ from kernels.devices.native_cache import is_trusted, make_private, native_cache
 __all__ = [
     "NEEDED_ISA",
     "OPERATORS",
+    "SHIPPED",
     "Awaited",
     "BuildError",
     "Chain",
@@ -39,13 +48,21 @@ __all__ = [
     "Table",
     "build",
     "built",
+    "compile_command",
+    "library_name",
     "open_library",
     "operators",
+    "shipped",
     "start_build",
 ]
 
 HERE = Path(__file__).parent
 NAME = "native.so"
+SHIPPED = HERE / "compiled"
+"""Libraries that a wheel brings, by ``library_name``; a checkout has none."""
+EXTRA_FLAGS = "TROUPE_NATIVE_FLAGS"
+
+_log = logging.getLogger("troupe.kernels")
 
 
 class Source(NamedTuple):
@@ -245,9 +262,10 @@ class Head(ctypes.Structure):
 
 
 class Library:
-    """The functions of one compiled library."""
+    """The functions of one compiled library, that at ``path``."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         library = ctypes.CDLL(str(path))
         self.ready = library.troupe_ready
         self.open, self.close = library.troupe_open, library.troupe_close
@@ -311,6 +329,17 @@ def operators() -> Source:
 
 def open_library(source: Source | None = None) -> Library | None:
     """The library, by default that of `operators`, where it is compiled and this processor and system can run it."""
+    source = source or operators()
+    path = shipped(source)
+    if path is not None:
+        try:
+            library = Library(path)
+        except (OSError, AttributeError) as error:
+            refuse(path, str(error))
+        else:
+            if library.ready():
+                return library
+            refuse(path, "this processor or system lacks an instruction set of it")
     path = built(source)
     if path is None:
         return None
@@ -322,10 +351,46 @@ def open_library(source: Source | None = None) -> Library | None:
 
 
 def built(source: Source | None = None) -> Path | None:
-    """The compiled library, if it is there and no other user could have written it."""
-    folder = _folder(source or operators())
+    """The compiled library: the wheel's, or that of the cache, if no other user could have written it."""
+    source = source or operators()
+    found = shipped(source)
+    if found is not None:
+        return found
+    folder = _folder(source)
     path = folder and folder / NAME
     return path if path is not None and path.is_file() and is_trusted(path) else None
+
+
+def shipped(source: Source) -> Path | None:
+    """The library that the wheel brings, unless it was found to be of no use (``refuse``)."""
+    path = SHIPPED / library_name(source)
+    if path in _refused:
+        return None
+    if path.is_file():
+        return path
+    for other in SHIPPED.glob(f"{source.cache}-*.so"):
+        refuse(other, "it was compiled from other sources, or with other flags, than those that are installed")
+    return None
+
+
+_refused: set[Path] = set()
+
+
+def refuse(path: Path, reason: str) -> None:
+    """Use a library of the wheel no more; the log says why, once."""
+    if path not in _refused:
+        _refused.add(path)
+        _log.warning("%s of the wheel is not used: %s; it is compiled on this machine instead", path.name, reason)
+
+
+def library_name(source: Source) -> str:
+    """The file name of a library in a wheel: what it is for, and a digest of its sources and flags."""
+    return f"{source.cache}-{_digest(source, _extra_flags())}.so"
+
+
+def compile_command(source: Source, compiler: str, target: Path | str, *more: str) -> tuple[str, ...]:
+    """How to compile the library to ``target``. ``more``: further flags, of which its name says nothing."""
+    return (compiler, *source.flags, *_extra_flags(), *more, "-o", str(target), str(source.main))
 
 
 def build(source: Source | None = None) -> Path:
@@ -411,17 +476,26 @@ def _compile(source: Source, compiler: str, folder: Path, lock: int) -> subproce
     os.close(descriptor)
     # In a shell, so that no process must wait for it. The compiled file is renamed to its name once it is whole.
     script = 'nice "$@" && chmod 700 "$0" && mv -f "$0" "${0%/*}/' + NAME + '" || rm -f "$0"'
-    command = ("/bin/sh", "-c", script, scratch, compiler, *source.flags, "-o", scratch, str(source.main))
+    command = ("/bin/sh", "-c", script, scratch, *compile_command(source, compiler, scratch))
     null = subprocess.DEVNULL
     return subprocess.Popen(command, stdin=null, stdout=null, stderr=null, pass_fds=(lock,))
 
 
 def _folder(source: Source) -> Path | None:
     """Where this library is kept; None for a user without a home."""
-    digest = hashlib.sha256(" ".join(source.flags).encode())
-    for part in sorted((*source.main.parent.glob("*.h"), *source.main.parent.glob("*.cpp"))):
-        digest.update(part.read_bytes())
     try:
-        return native_cache(source.cache) / digest.hexdigest()[:16]
+        return native_cache(source.cache) / _digest(source, _extra_flags())
     except RuntimeError:
         return None
+
+
+def _extra_flags() -> tuple[str, ...]:
+    return tuple(shlex.split(os.environ.get(EXTRA_FLAGS, "")))
+
+
+@cache
+def _digest(source: Source, more: tuple[str, ...]) -> str:
+    digest = hashlib.sha256(" ".join((*source.flags, *more)).encode())
+    for part in sorted((*source.main.parent.glob("*.h"), *source.main.parent.glob("*.cpp"))):
+        digest.update(part.read_bytes())
+    return digest.hexdigest()[:16]

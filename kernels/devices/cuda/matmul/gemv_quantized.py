@@ -28,7 +28,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.devices.cuda.elementwise.heads import Placing
 from kernels.devices.cuda.elementwise.norms import Before
 from kernels.devices.cuda.launch import overlapping
-from kernels.devices.cuda.matmul import gemv_int4_mma, gemv_int4_persistent
 from kernels.devices.cuda.matmul.gemm_small_quantized import Form
 from kernels.devices.cuda.matmul.head_placement import begin_heads, end_heads
 from kernels.devices.cuda.matmul.norm_then_linear import Fused
@@ -380,27 +379,14 @@ def multiply(
 
 
 def ways(x: Tensor, form: Form, bias: Tensor | None, gated: bool, width: int) -> dict[str, Callable[[], Tensor]]:
-    """Implementations by name: each of the ``tilings``, and for many rows ``gemv_int4_mma`` or
-    ``gemv_int4_persistent``."""
-    found: dict[str, Callable[[], Tensor]] = {
+    """Implementations by name: each of the ``tilings``."""
+    return {
         name: partial(lambda tiling: multiply(x, form, bias, gated, width, tiling)[0], tiling)
         for name, tiling in tilings(form, gated).items()
     }
-    if gemv_int4_mma.suits(form, gated, width):
-        found["matrix unit"] = lambda: gemv_int4_mma.rows_in_turn(x, form, bias, gated)[0]
-    elif gemv_int4_persistent.suits(form, gated):
-        found["rows in turn"] = lambda: gemv_int4_persistent.rows_in_turn(x, form, bias, gated, width)[0]
-    return found
 
 
 def fused(x: Tensor, form: Form, bias: Tensor | None, gated: bool, width: int, before: Before) -> dict[str, Fused]:
     """``ways`` with the norm ``before``, except the first tiling, which prepares the token for too few rows."""
     some = list(tilings(form, gated).items())[1:]
-    found: dict[str, Fused] = {
-        name: partial(multiply, x, form, bias, gated, width, tiling, before) for name, tiling in some
-    }
-    if gemv_int4_mma.suits(form, gated, width):
-        return found | {"matrix unit": partial(gemv_int4_mma.rows_in_turn, x, form, bias, gated, before)}
-    if gemv_int4_persistent.suits(form, gated):
-        return found | {"rows in turn": partial(gemv_int4_persistent.rows_in_turn, x, form, bias, gated, width, before)}
-    return found
+    return {name: partial(multiply, x, form, bias, gated, width, tiling, before) for name, tiling in some}

@@ -15,7 +15,6 @@ import kernels.devices.cuda.attention.decode_persistent
 import kernels.devices.cuda.attention.prefill_warp_specialized
 import kernels.devices.cuda.attention.verify_sm90
 import kernels.devices.cuda.matmul.gemm_small_tma
-import kernels.devices.cuda.matmul.gemv_int4_persistent
 import kernels.devices.cuda.matmul.gemv_quantized
 import kernels.devices.cuda.matmul.head_placement
 import kernels.devices.cuda.matmul.packed_arithmetic
@@ -356,7 +355,6 @@ def single_in_triton(directory: Path) -> ModuleType:
         kernels.devices.cuda.matmul.packed_arithmetic,
         kernels.devices.cuda.matmul.head_placement,
         kernels.devices.cuda.matmul.gemv_quantized,
-        kernels.devices.cuda.matmul.gemv_int4_persistent,
     )
 
 

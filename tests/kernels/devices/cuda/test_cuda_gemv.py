@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from kernels.devices.cuda.elementwise.norms import Before
-from kernels.devices.cuda.matmul import gemv_int4_persistent, gemv_quantized, packing
+from kernels.devices.cuda.matmul import gemv_quantized, packing
 from kernels.devices.cuda.matmul.autotune import made
-from kernels.devices.cuda.matmul.gemm_small_quantized import Form
-from kernels.devices.cuda.matmul.number_conversions import BYTES, NIBBLES
 from kernels.weights.quantization.weights import GroupedWeight
 from tests.kernels.devices.cuda.plain import single_in_triton
 from tests.kits.cuda.matrices import wanted_of, weights
@@ -45,39 +43,6 @@ def test_products_of_one_token(outputs, inputs, kind, gated, normed, device, pro
         assert (found.float() - wanted).norm() < 0.006 * wanted.norm(), name
         if normed:
             torch.testing.assert_close(summed, x + residual, rtol=1e-3, atol=0)
-
-
-@pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("kind", ["nibbles", "zeros", "brain"])
-def test_rows_in_turn(kind, gated, normed, device, products, monkeypatch):
-    """Nine blocks of rows by four programs, or their halves, the last of them not whole."""
-    passing = gemv_int4_persistent if products is gemv_quantized else products
-    monkeypatch.setattr(passing, "multiprocessors", lambda device: 2)
-    torch.manual_seed(7)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
-    weight, form = weights(kind, 34, 768, device)
-    bias = torch.randn(34).to(dtype).to(device)
-    x, residual = (torch.randn(2, 1, 768) / math.sqrt(768)).to(dtype).to(device)
-    x[0, 5] *= 100
-    gain = ((torch.randn(768) + 1) / math.sqrt(768)).to(dtype).to(device)
-    before = Before(residual, gain, 1e-5) if normed else None
-    found, summed = passing.rows_in_turn(x, form, bias, gated, packing.tile_words(weight), before)
-    wanted = wanted_of(weight, x, bias, gated, before)
-    assert (found.float() - wanted).norm() < 0.006 * wanted.norm()
-    if normed:
-        torch.testing.assert_close(summed, x + residual, rtol=1e-3, atol=0)
-
-
-def test_rows_pass_by_where_there_are_many():
-    def form(outputs, inputs, kind=NIBBLES):
-        return Form(kind, torch.empty(outputs, inputs // 4, dtype=torch.int16, device="meta"), torch.empty(0))
-
-    assert gemv_int4_persistent.suits(form(28672, 4096), gated=True)
-    assert not gemv_int4_persistent.suits(form(14336, 4096), gated=True)
-    assert not gemv_int4_persistent.suits(form(6144, 4096), gated=False)
-    assert not gemv_int4_persistent.suits(form(14336, 8192), gated=False)
-    assert not gemv_int4_persistent.suits(form(28672, 4096, BYTES), gated=True)
 
 
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf])

@@ -189,11 +189,11 @@ def test_products_of_a_few_tokens(device, dtype, biased, outputs, inputs, tokens
     wanted = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double()).float()
     arrived = gemm_small.counters(weight)
     both = torch.nn.functional.silu(wanted[:, :outputs]) * wanted[:, outputs:]
-    for cut in gemm_small.split_options(tokens, weight, gated=False).values():
+    for split in gemm_small.split_options(tokens, weight, gated=False).values():
         for _ in range(2):  # the counters of parts must be back at zero
-            near(gemm_small.multiply(x, weight, bias, arrived, gated=False, cut=cut), wanted)
-    for cut in gemm_small.split_options(tokens, weight, gated=True).values():
-        near(gemm_small.multiply(x, weight, bias, arrived, gated=True, cut=cut), both)
+            near(gemm_small.multiply(x, weight, bias, arrived, gated=False, split=split), wanted)
+    for split in gemm_small.split_options(tokens, weight, gated=True).values():
+        near(gemm_small.multiply(x, weight, bias, arrived, gated=True, split=split), both)
     near(gemm_small.multiply(x, weight, bias, arrived, gated=True), both)
 
 

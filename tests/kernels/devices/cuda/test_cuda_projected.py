@@ -211,6 +211,6 @@ def test_heads_of_a_weight_of_4_bits(device, biased, products, monkeypatch):
         torch.testing.assert_close(cache, placed, rtol=2e-2, atol=2e-2)
         assert int((cache != 0).any(-1).sum()) == 2 * KV_HEADS
         cache.zero_()
-    assert linear.place(x, before, "rows in turn", placing) is None
+    assert linear.place(x, before, "tiles of 64", placing) is None
     odd = Placing(HEADS, cos, sin, cache[..., :40], index)
     assert linear.place(x, before, name, odd) is None

@@ -54,7 +54,7 @@ def test_a_product_adds_to_the_stream(device, dtype, biased, outputs, inputs):
 def test_a_product_of_whole_rows_adds_to_the_stream(device, dtype, biased, outputs, inputs):
     linear = made(device, dtype, outputs, inputs, biased)
     x, residual = tokens(device, dtype, inputs, outputs)
-    assert products._cut(inputs, False, False, True)[1] >= inputs > products._cut(inputs, False, False, False)[1]
+    assert products._tiling(inputs, False, False, True)[1] >= inputs > products._tiling(inputs, False, False, False)[1]
     _, stream = CudaResidualLinear(linear)(x, residual)
     bias = None if linear.bias is None else linear.bias.double()
     wanted = torch.nn.functional.linear(x.double(), linear.weight.double(), bias) + residual.double()
