@@ -217,6 +217,13 @@ class StreamingParser:
         return f"call_{token_hex(12)}"
 
     @classmethod
+    def frame(cls, name: str) -> tuple[str, str] | None:
+        """What stands before and behind the JSON arguments of a call; it begins with the first mark of ``OPEN``. None
+        if arguments are no JSON, or the text before them varies."""
+        del name
+        return None
+
+    @classmethod
     def history_id(cls, given: str | None, name: str, number: int) -> str | None:
         """The id of an earlier call as the template wants it; ``number`` counts the calls of the conversation."""
         del name, number
