@@ -137,17 +137,14 @@ _TABLE: tuple[Refused, ...] = (
     ),
     Refused(
         group="Grammar",
-        reason="constrained decoding by a grammar is not built yet",
+        reason="there is one library for grammars, which --grammar-backend names",
         remedy="leave it out",
         flags=(
-            "constrained-json-disable-any-whitespace",
             "disable-outlines-disk-cache",
             "guided-decoding-disable-fallback",
-            "guided-decoding-disable-any-whitespace",
             "guided-decoding-disable-additional-properties",
         ),
-        unset=("constrained-json-whitespace-pattern", "structured-outputs-config"),
-        values={"grammar-backend": "none", "guided-decoding-backend": "auto"},
+        unset=("structured-outputs-config",),
     ),
     Refused(
         group="Speculative decoding",

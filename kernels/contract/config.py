@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from kernels.contract.grammar import GrammarSettings
 from kernels.contract.speculation import SpeculativeSettings
 
 __all__ = ["RunnerConfig"]
@@ -49,4 +50,5 @@ class RunnerConfig(msgspec.Struct, frozen=True):
     kv_cache_quant_method: str = ""  # none | per_token_head; empty: by scales where there are some
     kv_cache_scales: str = ""  # a JSON file of them
     fp32_head: bool = False  # logits in float32
+    grammar: GrammarSettings | None = None  # None: requests have no grammars
     invariant: bool = False  # a token's results do not depend on what else a step runs

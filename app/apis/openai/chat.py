@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 from quart import Response
 
-from actors.protocol.requests import ThoughtBudget
+from actors.protocol.requests import Thought, ThoughtBudget
 from app.apis.collecting import Collected, collect
 from app.apis.openai.answers import (
     ChatAnswer,
@@ -42,6 +42,8 @@ async def chat_completions(service: Service, exchange: Exchange, body: ChatReque
     calls_tools = bool(body.tools) and body.tool_choice != "none"
     if body.skip_special_tokens is None and (marks := form.special_tokens(calls_tools)):
         params = msgspec.structs.replace(params, shown_special_tokens=marks)
+    if params.grammar is not None and (thought := _thought(form)) is not None:
+        params = msgspec.structs.replace(params, thought=thought)
     if (budget := await _thought_budget(service, body, form)) is not None:
         params = msgspec.structs.replace(params, thought_budget=budget)
     stream = service.submit(
@@ -72,6 +74,14 @@ async def chat_completions(service: Service, exchange: Exchange, body: ChatReque
         return sse_response(service, exchange, stream, writer)
     collected = await collect(stream, params.n)
     return json_response(_answer(service, exchange, body, collected, created, reader))
+
+
+def _thought(form: OutputFormat) -> Thought | None:
+    """What comes before an answer that a grammar constrains."""
+    if form.harmony:
+        return Thought(begin="<|channel|>analysis<|message|>", end="<|channel|>final<|message|>", always=True)
+    thoughts = form.thoughts
+    return None if thoughts is None else Thought(begin=thoughts.begin, end=thoughts.end, always=thoughts.always)
 
 
 async def _thought_budget(service: Service, body: ChatRequest, form: OutputFormat) -> ThoughtBudget | None:

@@ -9,6 +9,7 @@ import msgspec
 
 from actors.options import Arguments
 from actors.protocol.requests import LIMITS, Chat, SamplingParams
+from app.apis.grammars import grammar_of
 from app.apis.openai.requests import ChatMessage, ChatRequest, CompletionRequest, MessageToolCall, SamplingFields, Tool
 from app.apis.openai.tool_schemas import find_schema_error
 from app.parsers.base import StreamingParser
@@ -19,6 +20,7 @@ __all__ = [
     "chat_names",
     "chat_params",
     "chat_prompt",
+    "completion_names",
     "completion_params",
     "label_of",
     "messages",
@@ -86,6 +88,7 @@ def _params(body: SamplingFields, *, max_tokens: int | None, logprobs: int | Non
         allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
         speculative=body.speculative is not False,
         speculative_num_draft_tokens=body.speculative_num_draft_tokens,
+        grammar=grammar_of(body)[0],
     )
 
 
@@ -115,9 +118,14 @@ def chat_params(body: ChatRequest) -> SamplingParams:
     return _params(body, max_tokens=max_tokens, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
 
 
+def completion_names(body: CompletionRequest) -> dict[str, str]:
+    """The engine's parameter names -> the fields of this body."""
+    return {"grammar": grammar_of(body)[1]}
+
+
 def chat_names(body: ChatRequest) -> dict[str, str]:
     """The engine's parameter names -> the fields of this body."""
-    names = {"logprobs": "top_logprobs", "prompt": "messages"}
+    names = {"logprobs": "top_logprobs", "prompt": "messages", "grammar": grammar_of(body)[1]}
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
     return names

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from actors.protocol.requests import LIMITS
+from app.apis.grammars import GrammarFields
 
 __all__ = [
     "Alternatives",
@@ -89,8 +90,8 @@ def _no_effect(what: str) -> Meta:
     return Meta(description=f"Checked, and without effect here: {what}.")
 
 
-class Labels(msgspec.Struct, kw_only=True):
-    """Fields that change no token of an answer."""
+class Labels(GrammarFields, kw_only=True):
+    """Fields that change no token of an answer, beside those that constrain it."""
 
     user: Annotated[Name, _no_effect("no answer depends on it")] | None = None
     metadata: (
