@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 from quart import Response
 
-from actors.protocol.requests import Thought, ThoughtBudget
+from actors.protocol.requests import Grammar, Thought, ThoughtBudget
 from app.apis.collecting import Collected, collect
 from app.apis.openai.answers import (
     ChatAnswer,
@@ -23,8 +23,10 @@ from app.apis.openai.choice_reader import ChoiceReader
 from app.apis.openai.chunks import ChatChunks, UsageReport
 from app.apis.openai.parameters import chat_names, chat_params, chat_prompt, label_of, salt_of
 from app.apis.openai.requests import ChatRequest
+from app.apis.openai.tool_choice import ToolChoice, tool_choice_of
 from app.parsers.base import CalledFunction, ToolCall
 from app.parsers.registry import OutputFormat
+from app.parsers.tools.constraints import ToolConstraint, forced_calls, strict_calls
 from app.server.errors import invalid
 from app.server.exchange import Exchange
 from app.server.service import Service, json_response
@@ -38,9 +40,11 @@ async def chat_completions(service: Service, exchange: Exchange, body: ChatReque
     model = service.check_model(body.model)
     params = chat_params(body)
     names = chat_names(body)
-    form = service.output_format
-    calls_tools = bool(body.tools) and body.tool_choice != "none"
-    if body.skip_special_tokens is None and (marks := form.special_tokens(calls_tools)):
+    form, choice = service.output_format, tool_choice_of(body)
+    if (constraint := _constraint(service, body, form, choice, params.grammar)) is not None:
+        params = msgspec.structs.replace(params, grammar=Grammar(constraint.kind, constraint.text))
+        names["grammar"] = "tool_choice" if choice.forced else "tools"
+    if body.skip_special_tokens is None and (marks := form.special_tokens(choice.mode != "none")):
         params = msgspec.structs.replace(params, shown_special_tokens=marks)
     if params.grammar is not None and (thought := _thought(form)) is not None:
         params = msgspec.structs.replace(params, thought=thought)
@@ -56,7 +60,7 @@ async def chat_completions(service: Service, exchange: Exchange, body: ChatReque
         rename=names,
     )
     await service.accepted([stream], names)
-    reader = await _reader(service, body, form, stream.prompt_end)
+    reader = await _reader(service, body, form, choice, stream.prompt_end)
     created = int(time.time())
     if body.stream:
         usage = UsageReport(
@@ -111,14 +115,23 @@ async def _thought_budget(service: Service, body: ChatRequest, form: OutputForma
     return ThoughtBudget(tokens, -1 if thoughts.always or begin is None else begin, end)
 
 
+def _constraint(
+    service: Service, body: ChatRequest, form: OutputFormat, choice: ToolChoice, given: Grammar | None
+) -> ToolConstraint | None:
+    """What the choice of tools adds. A forced call replaces the ``given`` form, which is the content's."""
+    if choice.forced:
+        named, parallel = choice.mode == "named", body.parallel_tool_calls is not False
+        return forced_calls(choice.tools, named=named, parallel=parallel)
+    wanted = choice.strict and given is None and service.arguments.grammar_backend != "none"
+    return strict_calls(form.tools, choice.tools) if wanted and form.tools is not None else None
+
+
 async def _reader(
-    service: Service, body: ChatRequest, form: OutputFormat, prompt_end: Sequence[int]
+    service: Service, body: ChatRequest, form: OutputFormat, choice: ToolChoice, prompt_end: Sequence[int]
 ) -> Callable[[], ChoiceReader] | None:
     """Creates the reader of a choice; None if all text is content. ``prompt_end``: the last tokens of the prompt."""
-    tools = None
-    if body.tools and body.tool_choice != "none" and form.tools is not None:
-        tools = {tool.function.name: tool.function.parameters or {} for tool in body.tools}
-    kind = form.parser(with_tools=tools is not None)
+    tools = choice.tools if choice.mode != "none" and (form.tools is not None or choice.forced) else None
+    kind = form.forced_parser() if choice.forced else form.parser(with_tools=tools is not None)
     if kind is None:
         return None
     thinking, end = None, None
