@@ -126,6 +126,9 @@ class StreamingParser:
     TOKENS: ClassVar[tuple[str, ...]] = ()
     """Special tokens that are parts of the format's syntax."""
 
+    SECTION: ClassVar[tuple[str, str]] = ("", "")
+    """Marks around all calls of an answer."""
+
     TAKES_IDS: ClassVar[bool] = False
     """Whether an ``id`` that the model writes in a call becomes the call's id."""
 

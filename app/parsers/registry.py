@@ -110,8 +110,8 @@ class OutputFormat(msgspec.Struct, frozen=True):
             return self.tools
         return StreamingParser if self.thoughts is not None else None
 
-    def forced_parser(self) -> type[StreamingParser]:
-        """The class that reads an answer whose calls a grammar forces; these are JSON in any format."""
+    def json_parser(self) -> type[StreamingParser]:
+        """The class that reads an answer that a grammar makes calls as JSON."""
         return ForcedHarmonyParser if self.harmony else JsonParser
 
     def special_tokens(self, with_tools: bool) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from app.apis.openai.requests import ChatRequest
 from app.apis.openai.tool_choice import ToolChoice, tool_choice_of
 from app.parsers.base import CalledFunction, ToolCall
 from app.parsers.registry import OutputFormat
-from app.parsers.tools.constraints import ToolConstraint, forced_calls, strict_calls
+from app.parsers.tools.constraints import ToolConstraint, forced_calls, forced_native_calls, strict_calls
 from app.server.errors import invalid
 from app.server.exchange import Exchange
 from app.server.service import Service, json_response
@@ -41,8 +41,10 @@ async def chat_completions(service: Service, exchange: Exchange, body: ChatReque
     params = chat_params(body)
     names = chat_names(body)
     form, choice = service.output_format, tool_choice_of(body)
-    if (constraint := _constraint(service, body, form, choice, params.grammar)) is not None:
-        params = msgspec.structs.replace(params, grammar=Grammar(constraint.kind, constraint.text))
+    constraint = await _constraint(service, body, form, choice, params.grammar)
+    if constraint is not None:
+        grammar = Grammar(constraint.kind, constraint.text, constraint.whitespace)
+        params = msgspec.structs.replace(params, grammar=grammar)
         names["grammar"] = "tool_choice" if choice.forced else "tools"
     if body.skip_special_tokens is None and (marks := form.special_tokens(choice.mode != "none")):
         params = msgspec.structs.replace(params, shown_special_tokens=marks)
@@ -60,7 +62,8 @@ async def chat_completions(service: Service, exchange: Exchange, body: ChatReque
         rename=names,
     )
     await service.accepted([stream], names)
-    reader = await _reader(service, body, form, choice, stream.prompt_end)
+    as_json = choice.forced and constraint is not None and constraint.kind == "json_schema"
+    reader = await _reader(service, body, form, choice, stream.prompt_end, as_json=as_json)
     created = int(time.time())
     if body.stream:
         usage = UsageReport(
@@ -115,23 +118,35 @@ async def _thought_budget(service: Service, body: ChatRequest, form: OutputForma
     return ThoughtBudget(tokens, -1 if thoughts.always or begin is None else begin, end)
 
 
-def _constraint(
+async def _constraint(
     service: Service, body: ChatRequest, form: OutputFormat, choice: ToolChoice, given: Grammar | None
 ) -> ToolConstraint | None:
     """What the choice of tools adds. A forced call replaces the ``given`` form, which is the content's."""
-    if choice.forced:
-        named, parallel = choice.mode == "named", body.parallel_tool_calls is not False
-        return forced_calls(choice.tools, named=named, parallel=parallel)
-    wanted = choice.strict and given is None and service.arguments.grammar_backend != "none"
-    return strict_calls(form.tools, choice.tools) if wanted and form.tools is not None else None
+    backend = service.arguments.grammar_backend
+    if not choice.forced:
+        wanted = choice.strict and given is None and backend != "none" and form.tools is not None
+        return strict_calls(form.tools, choice.tools) if wanted and form.tools is not None else None
+    named, parallel = choice.mode == "named", body.parallel_tool_calls is not False
+    native = None
+    if backend != "xgrammar" and form.tools is not None:
+        tokens = {mark: await service.mark_token(mark) for mark in (*form.tools.OPEN, *form.tools.MARKS)}
+        native = forced_native_calls(form.tools, choice.tools, tokens, single=named or not parallel)
+    return native or forced_calls(choice.tools, named=named, parallel=parallel)
 
 
 async def _reader(
-    service: Service, body: ChatRequest, form: OutputFormat, choice: ToolChoice, prompt_end: Sequence[int]
+    service: Service,
+    body: ChatRequest,
+    form: OutputFormat,
+    choice: ToolChoice,
+    prompt_end: Sequence[int],
+    *,
+    as_json: bool,
 ) -> Callable[[], ChoiceReader] | None:
-    """Creates the reader of a choice; None if all text is content. ``prompt_end``: the last tokens of the prompt."""
+    """Creates the reader of a choice; None if all text is content. ``prompt_end``: the last tokens of the prompt.
+    ``as_json``: the answer is calls as JSON."""
     tools = choice.tools if choice.mode != "none" and (form.tools is not None or choice.forced) else None
-    kind = form.forced_parser() if choice.forced else form.parser(with_tools=tools is not None)
+    kind = form.json_parser() if as_json else form.parser(with_tools=tools is not None)
     if kind is None:
         return None
     thinking, end = None, None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -9,16 +11,20 @@ import msgspec
 
 from app.parsers.base import StreamingParser
 
-__all__ = ["ToolConstraint", "forced_calls", "strict_calls"]
+__all__ = ["ToolConstraint", "forced_calls", "forced_native_calls", "strict_calls"]
 
 Schema = dict[str, Any]
+
+_SPACE = " ?"
+"""White space between parts of a call's JSON. Small models that may write more of it at times write nothing else."""
 
 
 class ToolConstraint(msgspec.Struct, frozen=True):
     """A grammar by its kind and text (see ``kernels.contract.grammar``)."""
 
-    kind: Literal["json_schema", "structural_tag"]
+    kind: Literal["ebnf", "json_schema", "structural_tag"]
     text: str
+    whitespace: str | None = None
 
 
 def forced_calls(tools: Mapping[str, Schema], *, named: bool, parallel: bool) -> ToolConstraint:
@@ -32,7 +38,36 @@ def forced_calls(tools: Mapping[str, Schema], *, named: bool, parallel: bool) ->
         schema = {"type": "array", "items": {"anyOf": calls} if len(calls) > 1 else calls[0], "minItems": 1}
         if not parallel:
             schema["maxItems"] = 1
-    return ToolConstraint("json_schema", msgspec.json.encode(schema | root).decode())
+    return ToolConstraint("json_schema", msgspec.json.encode(schema | root).decode(), _SPACE)
+
+
+def forced_native_calls(
+    form: type[StreamingParser], tools: Mapping[str, Schema], tokens: Mapping[str, int | None], *, single: bool
+) -> ToolConstraint | None:
+    """Calls and nothing else in the model's own format, in llguidance's dialect of Lark: one, or unless ``single`` at
+    least one. ``tokens``: the ids of marks that are one token. None if the format's calls are no JSON."""
+    rules: list[str] = []
+    for number, (name, schema) in enumerate(tools.items()):
+        frame = form.frame(name)
+        if frame is None:
+            return None
+        begin, end = (_literals(part, tokens) for part in frame)
+        arguments = {**(schema or {"type": "object"}), "x-guidance": {"whitespace_pattern": _SPACE}}
+        rules.append(f"call{number}: {begin} arguments{number} {end}")
+        rules.append(f"arguments{number}: %json {msgspec.json.encode(arguments).decode()}")
+    before, behind = (_literals(part, tokens) for part in form.SECTION)
+    more = "" if single else ' ("\\n"? call)*'
+    start = f"start: {before} call{more} {behind}"
+    return ToolConstraint(
+        "ebnf", "\n".join((start, f"call: {' | '.join(f'call{n}' for n in range(len(tools)))}", *rules))
+    )
+
+
+def _literals(text: str, tokens: Mapping[str, int | None]) -> str:
+    """A text as Lark: marks that are one token by their ids."""
+    marks = [mark for mark, token in tokens.items() if token is not None and mark in text]
+    parts = re.split("(" + "|".join(map(re.escape, marks)) + ")", text) if marks else [text]
+    return " ".join(f"<[{tokens[part]}]>" if part in marks else json.dumps(part) for part in parts if part)
 
 
 def strict_calls(form: type[StreamingParser], tools: Mapping[str, Schema]) -> ToolConstraint | None:

@@ -24,6 +24,8 @@ class DeepSeekV3Parser(StreamingParser):
     OPEN = ("<｜tool▁call▁begin｜>",)
     MARKS = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁end｜>", _SEPARATOR)
 
+    SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+
     def block(self, mark: str) -> Reading[None]:
         yield from self.name_until(_SEPARATOR)
         name, _ = yield from self.name_until("\n")

@@ -6,9 +6,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from tokenizers import Tokenizer
 
 from app.parsers.registry import TOOL_PARSERS
-from app.parsers.tools.constraints import forced_calls, strict_calls
+from app.parsers.tools.constraints import forced_calls, forced_native_calls, strict_calls
+from app.understudy import MODEL_DIR
+from kernels.contract.grammar import Grammar, GrammarSettings
+from kernels.grammar.llguidance_backend import LlGuidance
 from tests.kits.tool_formats import ADD, TOOLS
 
 FRAMED = {"hermes", "llama3_json", "internlm", "mistral", "deepseekv3", "deepseekv31"}
@@ -64,3 +68,58 @@ def test_a_frame_around_arguments_is_a_call_in_the_format(name: str) -> None:
     framed = tag["structures"][1]["begin"] + '{"a": -1.5, "b": null}' + tag["structures"][1]["end"]
     [call] = form(TOOLS).read(framed).calls
     assert (call.function.name, msgspec.json.decode(call.function.arguments)) == ADD
+
+
+def test_forced_calls_are_in_the_models_format_where_it_is_json() -> None:
+    form, tokens = TOOL_PARSERS["deepseekv31"], {"<｜tool▁call▁begin｜>": 7, "<｜tool▁sep｜>": None}
+    constraint = forced_native_calls(form, {"add": {}, "now": {}}, tokens, single=False)
+    assert constraint is not None
+    start, call, first, arguments, *_ = constraint.text.splitlines()
+    assert start.endswith('call ("\\n"? call)* "<\\uff5ctool\\u2581calls\\u2581end\\uff5c>"')
+    assert (call, first.split(" ")[:2]) == ("call: call0 | call1", ["call0:", "<[7]>"])
+    assert msgspec.json.decode(arguments.partition("%json ")[2])["type"] == "object"
+    single = forced_native_calls(form, {"add": {}}, tokens, single=True)
+    assert single is not None
+    assert ")*" not in single.text
+    assert forced_native_calls(TOOL_PARSERS["glm45"], {"add": {}}, {}, single=True) is None
+
+
+TREE = {
+    "type": "object",
+    "properties": {"x": {"$ref": "#/$defs/X"}, "a": {"type": "number"}},
+    "required": ["x"],
+    "additionalProperties": False,
+    "$defs": {"X": {"enum": ["é", '"']}},
+}
+
+
+@pytest.mark.parametrize("name", sorted(FRAMED))
+def test_the_backend_takes_forced_calls_and_no_other_text(name: str) -> None:
+    tokenizer = MODEL_DIR / "tokenizer.json"
+    vocab = Tokenizer.from_file(str(tokenizer))
+    settings = GrammarSettings("llguidance", tokenizer.read_text(), (2,))
+    backend = LlGuidance(settings, vocab.get_vocab_size())
+    form = TOOL_PARSERS[name]
+
+    def ids(text: str) -> list[int]:
+        return vocab.encode(text, add_special_tokens=False).ids
+
+    tokens = {mark: found[0] if len(found := ids(mark)) == 1 else None for mark in (*form.OPEN, *form.MARKS)}
+    constraint = forced_native_calls(form, {"tree": TREE, "now": TOOLS["now"]}, tokens, single=False)
+    assert constraint is not None
+    compiled = backend.compile(Grammar("ebnf", constraint.text))
+
+    def accepts(text: str) -> bool:
+        state = compiled()
+        return all(state.accept(token) for token in [*ids(text), 2])
+
+    def call(name: str, arguments: str) -> str:
+        begin, end = form.frame(name) or ("", "")
+        return begin + arguments + end
+
+    before, behind = form.SECTION
+    assert accepts(before + call("tree", '{"x": "é", "a": 1}') + call("now", "{}") + behind)
+    assert not accepts(before + behind)
+    assert not accepts(before + call("tree", '{"x": "y"}') + behind)
+    assert not accepts(before + call("rm", "{}") + behind)
+    assert not accepts("Hello!")
