@@ -26,7 +26,7 @@ from app.apis.openai.requests import ChatRequest
 from app.apis.openai.tool_choice import ToolChoice, tool_choice_of
 from app.parsers.base import CalledFunction, ToolCall
 from app.parsers.registry import OutputFormat
-from app.parsers.tools.constraints import ToolConstraint, forced_calls, forced_native_calls, strict_calls
+from app.parsers.tools.constraints import ToolConstraint, forced_calls, native_calls, strict_calls
 from app.server.errors import invalid
 from app.server.exchange import Exchange
 from app.server.service import Service, json_response
@@ -122,16 +122,22 @@ async def _constraint(
     service: Service, body: ChatRequest, form: OutputFormat, choice: ToolChoice, given: Grammar | None
 ) -> ToolConstraint | None:
     """What the choice of tools adds. A forced call replaces the ``given`` form, which is the content's."""
+    if not choice.forced and not (choice.strict and given is None and form.tools is not None):
+        return None
     backend = service.arguments.grammar_backend
-    if not choice.forced:
-        wanted = choice.strict and given is None and backend != "none" and form.tools is not None
-        return strict_calls(form.tools, choice.tools) if wanted and form.tools is not None else None
+    if backend == "none" and not choice.forced:
+        return None
     named, parallel = choice.mode == "named", body.parallel_tool_calls is not False
-    native = None
+    found = None
     if backend != "xgrammar" and form.tools is not None:
         tokens = {mark: await service.mark_token(mark) for mark in (*form.tools.OPEN, *form.tools.MARKS)}
-        native = forced_native_calls(form.tools, choice.tools, tokens, single=named or not parallel)
-    return native or forced_calls(choice.tools, named=named, parallel=parallel)
+        single = choice.forced and (named or not parallel)
+        found = native_calls(form.tools, choice.tools, tokens, forced=choice.forced, single=single)
+    if found is not None:
+        return found
+    if choice.forced:
+        return forced_calls(choice.tools, named=named, parallel=parallel)
+    return None if form.tools is None else strict_calls(form.tools, choice.tools)
 
 
 async def _reader(

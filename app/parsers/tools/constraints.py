@@ -11,7 +11,7 @@ import msgspec
 
 from app.parsers.base import StreamingParser
 
-__all__ = ["ToolConstraint", "forced_calls", "forced_native_calls", "strict_calls"]
+__all__ = ["ToolConstraint", "forced_calls", "native_calls", "strict_calls"]
 
 Schema = dict[str, Any]
 
@@ -41,11 +41,22 @@ def forced_calls(tools: Mapping[str, Schema], *, named: bool, parallel: bool) ->
     return ToolConstraint("json_schema", msgspec.json.encode(schema | root).decode(), _SPACE)
 
 
-def forced_native_calls(
-    form: type[StreamingParser], tools: Mapping[str, Schema], tokens: Mapping[str, int | None], *, single: bool
+def native_calls(
+    form: type[StreamingParser],
+    tools: Mapping[str, Schema],
+    tokens: Mapping[str, int | None],
+    *,
+    forced: bool,
+    single: bool = False,
 ) -> ToolConstraint | None:
-    """Calls and nothing else in the model's own format, in llguidance's dialect of Lark: one, or unless ``single`` at
-    least one. ``tokens``: the ids of marks that are one token. None if the format's calls are no JSON."""
+    """Calls in the model's own format, in llguidance's dialect of Lark.
+
+    ``tokens``: the ids of marks that are one token. ``forced``: nothing but calls, one, or unless ``single`` at least
+    one. Otherwise text, in which each call matches its tool's schema: the mark of a call must then be one token. None
+    if this cannot be said, as where a format's calls are no JSON.
+    """
+    if not forced and tokens.get(form.OPEN[0] if form.OPEN else "") is None:
+        return None
     rules: list[str] = []
     for number, (name, schema) in enumerate(tools.items()):
         frame = form.frame(name)
@@ -57,10 +68,11 @@ def forced_native_calls(
         rules.append(f"arguments{number}: %json {msgspec.json.encode(arguments).decode()}")
     before, behind = (_literals(part, tokens) for part in form.SECTION)
     more = "" if single else ' ("\\n"? call)*'
-    start = f"start: {before} call{more} {behind}"
-    return ToolConstraint(
-        "ebnf", "\n".join((start, f"call: {' | '.join(f'call{n}' for n in range(len(tools)))}", *rules))
-    )
+    calls = f"{before} call{more} {behind}"
+    start = f"start: {calls}" if forced else f"start: TEXT ({calls} TEXT)*"
+    text = [] if forced else ["TEXT: /(.|\\n)*/"]
+    call = f"call: {' | '.join(f'call{number}' for number in range(len(tools)))}"
+    return ToolConstraint("ebnf", "\n".join((start, *text, call, *rules)))
 
 
 def _literals(text: str, tokens: Mapping[str, int | None]) -> str:
@@ -71,7 +83,8 @@ def _literals(text: str, tokens: Mapping[str, int | None]) -> str:
 
 
 def strict_calls(form: type[StreamingParser], tools: Mapping[str, Schema]) -> ToolConstraint | None:
-    """Text in which each call in the format matches its tool's schema; None if the format's calls are no JSON."""
+    """Text in which each call in the format matches its tool's schema, where the format's mark of a call is text; None
+    if the format's calls are no JSON."""
     frames = {name: form.frame(name) for name in tools}
     structures = [
         {"begin": frame[0], "schema": tools[name] or {"type": "object"}, "end": frame[1]}

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from app.parsers.registry import TOOL_PARSERS
-from app.parsers.tools.constraints import forced_calls, forced_native_calls, strict_calls
+from app.parsers.tools.constraints import forced_calls, native_calls, strict_calls
 from app.understudy import MODEL_DIR
 from kernels.contract.grammar import Grammar, GrammarSettings
 from kernels.grammar.llguidance_backend import LlGuidance
@@ -72,16 +72,16 @@ def test_a_frame_around_arguments_is_a_call_in_the_format(name: str) -> None:
 
 def test_forced_calls_are_in_the_models_format_where_it_is_json() -> None:
     form, tokens = TOOL_PARSERS["deepseekv31"], {"<｜tool▁call▁begin｜>": 7, "<｜tool▁sep｜>": None}
-    constraint = forced_native_calls(form, {"add": {}, "now": {}}, tokens, single=False)
+    constraint = native_calls(form, {"add": {}, "now": {}}, tokens, forced=True)
     assert constraint is not None
     start, call, first, arguments, *_ = constraint.text.splitlines()
     assert start.endswith('call ("\\n"? call)* "<\\uff5ctool\\u2581calls\\u2581end\\uff5c>"')
     assert (call, first.split(" ")[:2]) == ("call: call0 | call1", ["call0:", "<[7]>"])
     assert msgspec.json.decode(arguments.partition("%json ")[2])["type"] == "object"
-    single = forced_native_calls(form, {"add": {}}, tokens, single=True)
+    single = native_calls(form, {"add": {}}, tokens, forced=True, single=True)
     assert single is not None
     assert ")*" not in single.text
-    assert forced_native_calls(TOOL_PARSERS["glm45"], {"add": {}}, {}, single=True) is None
+    assert native_calls(TOOL_PARSERS["glm45"], {"add": {}}, {}, forced=True) is None
 
 
 TREE = {
@@ -93,21 +93,26 @@ TREE = {
 }
 
 
+def tokens_of(text: str) -> list[int]:
+    found: list[int] = _VOCABULARY.encode(text, add_special_tokens=False).ids
+    return found
+
+
+_VOCABULARY = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
+
+
+def backend() -> LlGuidance:
+    settings = GrammarSettings("llguidance", (MODEL_DIR / "tokenizer.json").read_text(), (2,))
+    return LlGuidance(settings, _VOCABULARY.get_vocab_size())
+
+
 @pytest.mark.parametrize("name", sorted(FRAMED))
 def test_the_backend_takes_forced_calls_and_no_other_text(name: str) -> None:
-    tokenizer = MODEL_DIR / "tokenizer.json"
-    vocab = Tokenizer.from_file(str(tokenizer))
-    settings = GrammarSettings("llguidance", tokenizer.read_text(), (2,))
-    backend = LlGuidance(settings, vocab.get_vocab_size())
-    form = TOOL_PARSERS[name]
-
-    def ids(text: str) -> list[int]:
-        return vocab.encode(text, add_special_tokens=False).ids
-
+    form, ids = TOOL_PARSERS[name], tokens_of
     tokens = {mark: found[0] if len(found := ids(mark)) == 1 else None for mark in (*form.OPEN, *form.MARKS)}
-    constraint = forced_native_calls(form, {"tree": TREE, "now": TOOLS["now"]}, tokens, single=False)
+    constraint = native_calls(form, {"tree": TREE, "now": TOOLS["now"]}, tokens, forced=True)
     assert constraint is not None
-    compiled = backend.compile(Grammar("ebnf", constraint.text))
+    compiled = backend().compile(Grammar("ebnf", constraint.text))
 
     def accepts(text: str) -> bool:
         state = compiled()
@@ -123,3 +128,21 @@ def test_the_backend_takes_forced_calls_and_no_other_text(name: str) -> None:
     assert not accepts(before + call("tree", '{"x": "y"}') + behind)
     assert not accepts(before + call("rm", "{}") + behind)
     assert not accepts("Hello!")
+
+
+def test_the_backend_takes_text_with_calls_that_match() -> None:
+    form, ids = TOOL_PARSERS["hermes"], tokens_of
+    constraint = native_calls(form, {"tree": TREE}, {"<tool_call>": 5, "</tool_call>": 6}, forced=False)
+    assert constraint is not None
+    compiled = backend().compile(Grammar("ebnf", constraint.text))
+    good = '<tool_call>\n{"name": "tree", "arguments": {"x": "é"}}\n</tool_call>'
+
+    def accepts(text: str) -> bool:
+        state = compiled()
+        return all(state.accept(token) for token in [*ids(text), 2])
+
+    assert accepts("Hello!")
+    assert accepts(f"I look. {good}\n{good} So.")
+    assert not accepts(good.replace("é", "y"))
+    assert not accepts(good.replace("tree", "rm"))
+    assert native_calls(form, {"tree": TREE}, {"<tool_call>": None}, forced=False) is None
