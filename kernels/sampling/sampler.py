@@ -243,8 +243,13 @@ class Sampler:
         at = list(slots)
         return bool((self._slots.raced[at] & ~self._slots.masked[at]).all())
 
+    def masked(self, slots: tuple[int, ...]) -> bool:
+        """Whether a grammar masks one of them, and none has logit edits or requests log-probabilities."""
+        state, at = self._slots, list(slots)
+        return bool(state.masked[at].any() and state.raced[at].all())
+
     def draws(self, slots: tuple[int, ...]) -> Draws | None:
-        """The draws of slots that are ``raced``; None if all are greedy."""
+        """The draws of slots that are ``raced`` or ``masked``; None if all are greedy."""
         at = np.array(slots, dtype=np.int64)
         return self._slots.draws(at) if self._slots.temperature[at].any() else None
 
