@@ -77,7 +77,8 @@ class ModelConfig:
     against one another, in place of its halves. ``attention_scale``: of queries times keys; 0: ``head_dim ** -0.5``.
     ``attention_cap``, ``logit_cap``: ``cap * tanh(x / cap)`` of these numbers; 0: none. ``embedding_scale``,
     ``residual_scale`` and ``logit_scale`` multiply embeddings, what a layer adds to the residual stream, and logits.
-    ``norm_offset``: what norms add to their weights. ``parallel``: attention and feed-forward layer are added together.
+    ``norm_offset``: what norms add to their weights. ``parallel``: attention and feed-forward layer are added
+    together. ``layer_norms``: norms subtract the mean.
     """
 
     architecture: str
@@ -110,6 +111,7 @@ class ModelConfig:
     norm_offset: float = 0.0
     activation: str = "silu"
     parallel: bool = False
+    layer_norms: bool = False
 
     @property
     def rotary_dim(self) -> int:
@@ -245,6 +247,7 @@ class ConfigReader:
             dtype=str(dtype).removeprefix("torch.") if dtype else None,
             experts=experts,
             activation=activation,
+            layer_norms=norm_eps != "rms_norm_eps",
         )
 
     def local_rope(self, head_dim: int, theta: float) -> RopeConfig:
@@ -254,13 +257,14 @@ class ConfigReader:
         local = part if isinstance(part, dict) else {"rope_theta": self.number("rope_local_base_freq", theta)}
         return _rope({"rope_parameters": local}, self.size("max_position_embeddings"), head_dim, 1.0, theta)
 
-    def patterned_windows(self, every: int, key: str = "sliding_window_pattern") -> tuple[int, ...]:
+    def patterned_windows(self, every: int) -> tuple[int, ...]:
         """``sliding_window`` of all layers but every n-th, where config.json has no ``layer_types``. ``every``: n, if
-        the ``key`` does not say it."""
-        layers = self.layers
+        ``sliding_window_pattern`` does not say it, as a number or as LLLG."""
+        layers, given = self.layers, self.raw.get("sliding_window_pattern")
         if self.raw.get("sliding_window") is None:
             return (0,) * layers
-        every, window = self.size(key, every), self.size("sliding_window")
+        every = len(given) if isinstance(given, str) and given else self.size("sliding_window_pattern", every)
+        window = self.size("sliding_window")
         return self._typed_windows() or tuple(window if (layer + 1) % every else 0 for layer in range(layers))
 
     def windows(self) -> tuple[int, ...]:

@@ -23,10 +23,11 @@ __all__ = ["build", "caches", "config", "tensors"]
 
 def config(raw: ConfigReader) -> ModelConfig:
     """The sizes in config.json."""
-    windows = raw.patterned_windows(_every(raw)) if raw.raw.get("sliding_window") is not None else ()
+    windows = raw.patterned_windows(4)
     plain = raw.decoder(qk_norm=True, windows=windows)
     nothing = dataclasses.replace(plain.rope, kind="none")
-    return dataclasses.replace(plain, ropes={layer: nothing for layer, window in enumerate(windows) if not window})
+    full = [layer for layer, window in enumerate(windows) if any(windows) and not window]
+    return dataclasses.replace(plain, ropes=dict.fromkeys(full, nothing))
 
 
 def tensors(config: ModelConfig) -> Iterator[TensorSpec]:
@@ -52,12 +53,6 @@ def build(config: ModelConfig, make: ModelBuilder) -> Decoder:
     ends = vocabulary.vocabulary(make, config)
     layers = [_layer(config, make, f"model.layers.{index}", window) for index, window in enumerate(config.windows)]
     return Decoder(make, config, ends, layers, make.norm("model.norm", config.norm_eps))
-
-
-def _every(raw: ConfigReader) -> int:
-    """Every so many layers one sees all tokens: ``sliding_window_pattern``, a number or as long as LLLG."""
-    pattern = raw.raw.get("sliding_window_pattern")
-    return len(pattern) if isinstance(pattern, str) and pattern else raw.size("sliding_window_pattern", 4)
 
 
 def _layer(config: ModelConfig, make: LayerBuilder, name: str, window: int) -> Block:

@@ -26,14 +26,16 @@ __all__ = ["build", "caches", "config", "tensors"]
 
 def config(raw: ConfigReader) -> ModelConfig:
     """The sizes in config.json."""
+    caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    given = ConfigReader(caps | dict(raw.raw), raw.architecture)  # null: no cap
     bias, windows = raw.flag("attention_bias"), raw.patterned_windows(2)
     plain = raw.decoder(qkv_bias=bias, output_bias=bias, windows=windows, activation="gelu_tanh", tied=True)
     return dataclasses.replace(
         plain,
         embedding_scale=plain.hidden_size**0.5,
         attention_scale=raw.number("query_pre_attn_scalar", 256.0) ** -0.5,
-        attention_cap=raw.number("attn_logit_softcapping", 0.0),
-        logit_cap=raw.number("final_logit_softcapping", 0.0),
+        attention_cap=given.number("attn_logit_softcapping", 0.0),
+        logit_cap=given.number("final_logit_softcapping", 0.0),
         norm_offset=1.0,
     )
 

@@ -177,6 +177,8 @@ def build(config: ModelConfig, make: ModelBuilder) -> Decoder:
 class Support:
     """What a family supports. ``gguf``: its name in GGUF files; "": none. ``experts``: layers of experts. ``windows``:
     layers with a sliding window. ``tied``: embeddings that are also the output. ``quantizable``: quantized weights.
+    ``capped``: scores of attention are capped, which only plain torch does. ``plain``: the layers have Llama's
+    operators alone, which native code has.
     """
 
     architecture: str
@@ -185,6 +187,8 @@ class Support:
     windows: bool
     tied: bool
     quantizable: bool
+    capped: bool = False
+    plain: bool = True
 
 
 _EXAMPLE = {
@@ -200,6 +204,7 @@ _EXAMPLE = {
     "shared_expert_intermediate_size": 64,
     "sliding_window": 16,
     "use_sliding_window": True,
+    "embedding_multiplier": 2.0,
     "max_window_layers": 1,
     "tie_word_embeddings": True,
 }
@@ -224,6 +229,14 @@ def families() -> tuple[Support, ...]:
                 windows=any(config.windows),
                 tied=not any(spec.role is Role.OUTPUT for spec in specs),
                 quantizable=any(spec.quantizable for spec in specs),
+                capped=config.attention_cap > 0,
+                plain=_is_plain(config),
             )
         )
     return tuple(found)
+
+
+def _is_plain(config: ModelConfig) -> bool:
+    scales = {config.embedding_scale, config.residual_scale, config.logit_scale}
+    capped = config.logit_cap > 0 or config.attention_cap > 0
+    return config.activation == "silu" and scales == {1.0} and not config.layer_norms and not capped

@@ -56,6 +56,12 @@ DIVISIBLE: dict[str, tuple[str, dict[str, Any]]] = {  # by two; the first has on
     ),
 }
 
+DIVISIBLE |= {
+    "parallel-cohere": ("Cohere", {"vocab_size": 212, "use_qk_norm": True, "pad_token_id": 0}),
+    "parallel-stablelm": ("StableLm", {"vocab_size": 212, "partial_rotary_factor": 0.5, "qk_layernorm": True}),
+    "parallel-starcoder2": ("Starcoder2", {"vocab_size": 212, "sliding_window": 21}),
+}
+
 NATIVE: dict[str, tuple[str, dict[str, Any]]] = {  # whose sizes the CPU's native operators take
     "native-qwen3": (
         "Qwen3",
